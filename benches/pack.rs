@@ -1,0 +1,3 @@
+//! Throughput of `tracegrad_core::pack`.
+
+fn main() {}
