@@ -31,6 +31,8 @@ class Data:
     """What the logprobs are of: as each record says, or this. vLLM's default is raw, before temperature and top-p."""
     text_only: bool = False
     """Take the traces as text of another model: no ratio is formed, only objectives that need none can train on them."""
+    lenient: bool = False
+    """After an id that cannot be known go on with the canonical tokens of the text, untrained and counted."""
     reward: str = ""
     """Name of the reward column to train on; empty: the first."""
     holdout: float = 0.05
