@@ -8,52 +8,35 @@ import signal
 import numpy as np
 import pytest
 
-from tracegrad.errors import ArgumentError
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.plan import Plan
 from tracegrad.learner.value import SUM_LIMIT, estimate, good_and_bad, held_out
 
-GROUPS = np.arange(10, 20, dtype=np.int32)
 
-
-def test_each_epoch_takes_every_group_once_in_an_order_of_its_own():
-    plan = Plan(GROUPS, epochs=3, seed=1, step_groups=4)
-    epochs = [np.concatenate([plan.groups_of(s) for s in range(e * 3, e * 3 + 3)]) for e in range(3)]
-    assert plan.total == 9
-    for order in epochs:
-        assert sorted(order) == GROUPS.tolist()
-    assert len({tuple(order) for order in epochs}) == 3
-
-
-def test_the_plan_is_a_function_of_its_seed():
-    one, same, other = (Plan(GROUPS, epochs=1, seed=s, step_groups=4).groups_of(0).tolist() for s in (1, 1, 2))
-    assert one == same
-    assert one != other
+def test_each_epoch_has_a_seed_of_its_own_and_the_run_seed_changes_all():
+    seeds = [Plan(3, epochs=4, seed=run).shuffle_seed(epoch) for run in range(3) for epoch in range(4)]
+    assert len(set(seeds)) == 12
+    assert Plan(3, seed=2).shuffle_seed(1) == Plan(9, seed=2, epochs=7).shuffle_seed(1)
 
 
 def test_old_is_refreshed_each_epoch_unless_told_otherwise():
-    each_epoch = Plan(GROUPS, epochs=2, seed=0, step_groups=4)
+    each_epoch = Plan(3, epochs=2)
     assert [s for s in range(6) if each_epoch.refreshes_old(s)] == [0, 3]
     assert list(each_epoch.window(4)) == [4, 5]
-    often = Plan(GROUPS, epochs=2, seed=0, step_groups=4, updates_per_old=4)
+    often = Plan(3, epochs=2, updates_per_old=4)
     assert [s for s in range(6) if often.refreshes_old(s)] == [0, 4]
     assert list(often.window(4)) == [4, 5]  # the run ends before the window does
 
 
 def test_value_is_measured_before_the_first_step_and_at_each_epochs_end():
-    plan = Plan(np.arange(10, dtype=np.int32), epochs=2, seed=0, step_groups=1, value_per_epoch=4)
+    plan = Plan(10, epochs=2, value_per_epoch=4)
     measured = [taken for taken in range(plan.total + 1) if plan.measures_value(taken)]
     assert measured == [0, 3, 5, 8, 10, 13, 15, 18, 20]
 
 
 def test_checkpoints_come_at_each_epochs_end_and_at_the_last_step():
-    assert [t for t in range(7) if t and Plan(GROUPS, 2, 0, 4).saves(t)] == [3, 6]
-    assert [t for t in range(7) if t and Plan(GROUPS, 2, 0, 4, checkpoint_every=4).saves(t)] == [4, 6]
-
-
-def test_no_groups_left_is_one_error():
-    with pytest.raises(ArgumentError, match=r"no group is left.*data.holdout"):
-        Plan(GROUPS[:0], epochs=1, seed=0, step_groups=4)
+    assert [t for t in range(7) if t and Plan(3, epochs=2).saves(t)] == [3, 6]
+    assert [t for t in range(7) if t and Plan(3, epochs=2, checkpoint_every=4).saves(t)] == [4, 6]
 
 
 def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():

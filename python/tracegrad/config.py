@@ -62,13 +62,13 @@ class Pack:
 class Advantage:
     """From rewards to advantages."""
 
-    baseline: Literal["group_mean", "batch_mean"] = "group_mean"
-    """What is subtracted: the mean of the trace's group, or of its step (for logs with one sample a prompt)."""
+    baseline: Literal["group_mean", "batch_mean", "none"] = "group_mean"
+    """What is subtracted: the mean of the trace's group, of all traces (for logs with one sample a prompt), or nothing."""
     scale: Literal["none", "std"] = "none"
-    """What it is divided by. std weights easy and hard groups up (arXiv 2503.20783)."""
+    """What it is divided by. std is GRPO as published, none is Dr. GRPO (arXiv 2503.20783)."""
     ddof: int = 1
-    """Delta degrees of freedom of the std: 1 divides by n - 1 as torch.std does, 0 by n."""
-    single: Literal["refuse", "zero", "raw"] = "refuse"
+    """With scale std: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART)."""
+    singleton: Literal["refuse", "zero", "keep"] = "refuse"
     """A group of one trace has no baseline: stop, give it advantage 0, or let it keep its reward."""
 
     def __post_init__(self) -> None:

@@ -77,7 +77,7 @@ METRICS: tuple[Metric, ...] = (
         "1",
         "theta / old, or theta / rollout in objectives without old",
         "kept terms",
-        "Mean of the ratio inside the surrogate.",
+        "Mean of the ratio inside the surrogate, at the surrogate's level; absent where it takes none.",
     ),
     Metric("ratio_max", "1", "as ratio_mean", "", "Largest ratio inside the surrogate over the step's kept terms."),
     Metric(
@@ -85,8 +85,7 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "as ratio_mean",
         "terms",
-        "Terms whose gradient the clip removed: ratio above 1 + high with a positive advantage, or below 1 - low with a "
-        "negative one.",
+        "Terms whose gradient the clip removed: ratio above 1 + high (A > 0), below 1 - low or above dual (A < 0).",
     ),
     Metric(
         "clip_fraction_any",
@@ -107,19 +106,11 @@ METRICS: tuple[Metric, ...] = (
         "kl_old", "nats", "theta / old", "terms", "k3 estimate of KL(old || theta): how far since `old` was refreshed."
     ),
     Metric(
-        "old_rollout_gap",
+        "rollout_gap",
         "nats",
-        "old / rollout",
+        "theta / rollout",
         "terms with a rollout logprob",
-        "Mean |old - rollout|. At step 1 this is the mismatch of trainer and engine; later the policy's lag is in it.",
-    ),
-    Metric("keep_fraction", "share", "", "terms", "Terms that every detached gate and the missing policy let through."),
-    Metric(
-        "ess",
-        "share",
-        "the objective's detached weights",
-        "kept terms",
-        "Kish effective sample size of weight over kept terms: (sum w)^2 / (n sum w^2).",
+        "Mean |logprob - rollout logprob|. At step 1 it is the mismatch of trainer and engine; later the policy has moved too.",
     ),
     Metric(
         "value",

@@ -1,19 +1,16 @@
-"""Which groups stand in which optimizer step, and what else happens at it: a function of the seed and the counts alone.
+"""When what happens: which steps refresh `old`, measure value, write a checkpoint. A function of counts alone.
 
 Nothing here is state, so a run that resumes at step n does what the uninterrupted one does from step n. No torch, no
-arrays of tokens. Called by the loop and by `--dry-run`.
+arrays. Called by the loop.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tracegrad.config import Config
-from tracegrad.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -21,46 +18,27 @@ class Plan:
     """Optimizer steps 0 to total - 1.
 
     Args:
-        groups: [G] ids of the groups trained on.
-        epochs, seed, step_groups, updates_per_old, value_per_epoch, checkpoint_every: as in the config.
+        steps_per_epoch: optimizer steps in an epoch.
+        epochs, seed, updates_per_old, value_per_epoch, checkpoint_every: as in the config.
 
-    >>> plan = Plan(np.arange(10), epochs=2, seed=0, step_groups=4)
-    >>> plan.total, [len(plan.groups_of(step)) for step in range(3)]
-    (6, [4, 4, 2])
+    >>> plan = Plan(steps_per_epoch=3, epochs=2)
+    >>> plan.total, plan.epoch_of(4), plan.window(4)
+    (6, 1, range(4, 6))
     """
 
-    groups: NDArray[np.int32]
-    epochs: int
-    seed: int
-    step_groups: int
+    steps_per_epoch: int
+    epochs: int = 1
+    seed: int = 0
     updates_per_old: int = 0
     value_per_epoch: int = 4
     checkpoint_every: int = 0
 
-    def __post_init__(self) -> None:
-        if len(self.groups) == 0:
-            raise ArgumentError(
-                "no group is left to train on. Without one there is no step. "
-                "Give more than one group, or set data.holdout to 0."
-            )
-
     @classmethod
-    def of(cls, config: Config, groups: NDArray[np.int32]) -> Plan:
-        """The plan a config makes for these groups."""
-        return cls(
-            groups,
-            config.train.epochs,
-            config.train.seed,
-            config.pack.step_groups,
-            config.train.updates_per_old,
-            config.train.value_per_epoch,
-            config.checkpoint.every,
-        )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch; the last may hold fewer groups."""
-        return math.ceil(len(self.groups) / self.step_groups)
+    def of(cls, config: Config, steps_per_epoch: int) -> Plan:
+        """The plan that a config makes."""
+        train = config.train
+        cadence = (train.updates_per_old, train.value_per_epoch, config.checkpoint.every)
+        return cls(steps_per_epoch, train.epochs, train.seed, *cadence)
 
     @property
     def total(self) -> int:
@@ -71,11 +49,9 @@ class Plan:
         """The epoch that holds `step`."""
         return step // self.steps_per_epoch
 
-    def groups_of(self, step: int) -> NDArray[np.int32]:
-        """Ids of the groups of `step`, in the order of its epoch."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.groups))
-        return self.groups[order[place * self.step_groups : (place + 1) * self.step_groups]]
+    def shuffle_seed(self, epoch: int) -> int:
+        """What the groups of an epoch are shuffled by."""
+        return int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
 
     def refreshes_old(self, step: int) -> bool:
         """Whether `old` is measured anew before `step`."""
