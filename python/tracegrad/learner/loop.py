@@ -157,6 +157,7 @@ class _Loop:
         _check_vocabulary(self.feed.sequences, self.model)
         self.optimizer = adamw(self.model, self.config)
         self.known = {name: np.full(self.feed.sequences.tokens, np.nan, np.float32) for name in self._wanted()}
+        self.fingerprint = self.feed.fingerprint()
         self.epochs: dict[int, list[Step]] = {}
 
     def _wanted(self) -> list[str]:
@@ -177,7 +178,7 @@ class _Loop:
                 checkpoint.clear_staged(self.out)
                 self._take_up(found[-1])
             (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-            self.lines = metrics.JsonLines(self.out / "metrics.jsonl", keep_to_step=self.taken if found else None)
+            self.lines = metrics.JsonLines(self.out / "metrics.jsonl", keep_to_step=self.taken or None)
         except OSError as error:
             raise TracegradError(
                 f"{error.filename or self.out}: {error.strerror}. The run has no place for its checkpoints. Give another --out."
@@ -186,7 +187,7 @@ class _Loop:
 
     def _take_up(self, path: Path) -> None:
         progress = checkpoint.read_progress(path)
-        _check_same(path, progress, self._told(), self.feed.fingerprint())
+        _check_same(path, progress, self._told(), self.fingerprint)
         checkpoint.restore(path, self.model, self.optimizer)
         self.taken = progress.step
         for name, values in self.known.items():
@@ -200,7 +201,7 @@ class _Loop:
         """Writes a checkpoint of the state as it is."""
         terms = self.feed.sequences.terms
         logprobs = {name: values[terms] for name, values in self.known.items()}
-        progress = checkpoint.Progress(self.taken, self.feed.fingerprint(), self._told(), logprobs)
+        progress = checkpoint.Progress(self.taken, self.fingerprint, self._told(), logprobs)
         with self.watch("checkpoint"):
             keep = self.config.checkpoint.keep
             checkpoint.save(self.out, self.model, self.optimizer, progress, tokenizer=self.tokenizer, keep=keep)
