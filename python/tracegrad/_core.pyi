@@ -31,6 +31,21 @@ class ArgumentError(TracegradError): ...
 # align
 
 # ratio
+LOG_RATIO_LIMIT: float
+
+def correct_terms(
+    old: NDArray[np.floating] | None,
+    rollout: NDArray[np.floating],
+    trace: NDArray[np.int64],
+    turn: NDArray[np.int64] | None,
+    advantages: NDArray[np.floating] | None,
+    gates: list[tuple[Any, ...]],
+    weights: list[tuple[Any, ...]],
+    missing: str,
+) -> tuple[
+    NDArray[np.floating], NDArray[np.bool_], dict[str, float], dict[str, float], list[tuple[float, float]]
+]: ...
+def count_terms(ids: NDArray[np.int64], keep: NDArray[np.bool_] | None = None) -> tuple[NDArray[np.int64], int]: ...
 
 # pack
 def pack_measure(
