@@ -1,1 +1,380 @@
-//! (being built)
+//! Chat templates: messages to text, with the provenance of every byte.
+//!
+//! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
+//! by `tokenizer`, `align` and the Python border.
+//!
+//! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
+//! template that fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
+//! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
+
+mod clock;
+mod environment;
+mod json;
+mod marks;
+mod provenance;
+mod scan;
+mod value;
+
+use crate::error::{Error, Kind, Result};
+use aho_corasick::{AhoCorasick, MatchKind};
+use clock::Clock;
+use environment::{CLOCK, ClockValue, GENERATION_MARKS};
+use marks::{Alphabet, Marker, Tag, Used};
+use minijinja::Environment;
+use minijinja::value::Value;
+use serde_json::{Map, Value as Json};
+use std::sync::{Arc, Mutex, PoisonError};
+use value::{Conversation, Selection};
+
+/// `Span::message` of what belongs to no message.
+pub const NO_MESSAGE: u32 = u32::MAX;
+/// Messages of a conversation that are marked one by one before searching takes over.
+const SINGLE_TRIES: usize = 64;
+/// Sets of tool schemas whose values and JSON are remembered.
+const REMEMBERED_TOOLS: usize = 8;
+
+/// What a span is the content of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Field {
+    /// `content`, or the text parts of it.
+    Content = 0,
+    /// Name and arguments in `tool_calls`.
+    ToolCall = 1,
+    /// `reasoning_content`, `thinking` or `reasoning`.
+    Reasoning = 2,
+    /// Tool schemas; `message` is [`NO_MESSAGE`].
+    ToolSchema = 3,
+}
+
+/// Bytes of rendered text that are content of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Span {
+    /// First byte.
+    pub start: usize,
+    /// Behind the last byte.
+    pub end: usize,
+    /// Index of the message, or [`NO_MESSAGE`].
+    pub message: u32,
+    /// Which part of it.
+    pub field: Field,
+}
+
+/// A conversation as text.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rendered {
+    /// What the model reads.
+    pub text: String,
+    /// Byte ranges of content, sorted and disjoint; every other byte is the template's scaffold. Numbers printed bare,
+    /// roles and ids count as scaffold.
+    pub spans: Vec<Span>,
+    /// Byte ranges that `{% generation %}` encloses, sorted.
+    pub generation: Vec<(usize, usize)>,
+    /// False where the template cuts or tests strings so that some span was found by searching, or not at all.
+    pub exact_provenance: bool,
+}
+
+/// A compiled chat template.
+///
+/// ```
+/// use serde_json::{Map, json};
+/// use tracegrad_core::template::{Field, Template};
+///
+/// let template = Template::compile("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}", &[])?;
+/// let rendered = template.render(&[json!({"role": "user", "content": "Hi"})], None, false, &Map::new())?;
+/// assert_eq!(rendered.text, "<user>Hi\n");
+/// let span = rendered.spans[0];
+/// assert_eq!((&rendered.text[span.start..span.end], span.field), ("Hi", Field::Content));
+/// # Ok::<(), tracegrad_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Template {
+    env: Environment<'static>,
+    special_tokens: Vec<(String, String)>,
+    has_generation: bool,
+    /// The template's own strings, sorted: what it may compare with.
+    literals: Vec<String>,
+    /// Those of them that a string may be split at.
+    seams: Option<AhoCorasick>,
+    used: Used,
+    tools: Mutex<Vec<Arc<Tools>>>,
+}
+
+/// Tool schemas as template values.
+#[derive(Debug)]
+struct Tools {
+    json: Json,
+    bytes: usize,
+    used: Used,
+    plain: Value,
+    /// Values with marks of the default alphabet, and their tags.
+    marked: Value,
+    tags: Vec<Tag<'static>>,
+}
+
+/// What the renders of one call share.
+struct Call<'a> {
+    conversation: &'a Conversation<'a>,
+    tools: Option<Arc<Tools>>,
+    context: Vec<(String, Value)>,
+    keep_null: bool,
+    input_bytes: usize,
+}
+
+impl Template {
+    /// Compiles `source`; `special_tokens` are its variables `bos_token`, `eos_token`, ...
+    ///
+    /// # Errors
+    /// `Kind::Template` where the source is not Jinja.
+    pub fn compile(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
+        let scanned = scan::scan(source);
+        let mut used = Used::default();
+        used.note(source);
+        special_tokens.iter().for_each(|(_, token)| used.note(token));
+        let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
+        let seams = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&words);
+        let seams = seams.ok().filter(|_| !words.is_empty());
+        Ok(Self {
+            env: environment::compile(scanned.source)?,
+            special_tokens: special_tokens.to_vec(),
+            has_generation: scanned.has_generation,
+            literals: scanned.literals,
+            seams,
+            used,
+            tools: Mutex::default(),
+        })
+    }
+
+    /// Whether the template says with `{% generation %}` what the assistant wrote.
+    pub fn has_generation(&self) -> bool {
+        self.has_generation
+    }
+
+    /// Renders `messages` with provenance. `kwargs` are further variables, and win over special tokens; a date in
+    /// `kwargs["strftime_now"]` (ISO) pins the clock that `strftime_now` reads.
+    ///
+    /// # Errors
+    /// `Kind::Template` where the template raises, fails, or does not end; `Kind::Argument` for messages that are no
+    /// objects, tools that are no list, and `kwargs` that name `messages`, `tools` or `add_generation_prompt`.
+    pub fn render(
+        &self,
+        messages: &[Json],
+        tools: Option<&Json>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<Rendered> {
+        let conversation = Conversation::new(messages)?;
+        let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
+        Ok(self.with_provenance(&call, text))
+    }
+
+    /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
+    ///
+    /// # Errors
+    /// As for [`Template::render`].
+    pub fn render_text(
+        &self,
+        messages: &[Json],
+        tools: Option<&Json>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<String> {
+        let conversation = Conversation::new(messages)?;
+        Ok(self.plain(&conversation, tools, add_generation_prompt, kwargs)?.1)
+    }
+
+    /// The render without marks, null keys left out, or kept where only that succeeds.
+    fn plain<'a>(
+        &self,
+        conversation: &'a Conversation<'a>,
+        tools: Option<&Json>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<(Call<'a>, String)> {
+        let tools = tools.filter(|tools| !tools.is_null()).map(|tools| self.tools(tools)).transpose()?;
+        let input_bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
+        let context = self.context(add_generation_prompt, kwargs)?;
+        let mut call = Call { conversation, tools, context, keep_null: false, input_bytes };
+        match self.run(&call, conversation.values(false, None), false, None) {
+            Err(error) if conversation.has_null => {
+                call.keep_null = true;
+                let text = self.run(&call, conversation.values(true, None), false, None).map_err(|_| error)?;
+                Ok((call, text))
+            }
+            result => result.map(|text| (call, text)),
+        }
+    }
+
+    /// Variables beside messages and tools.
+    fn context(&self, add_generation_prompt: bool, kwargs: &Map<String, Json>) -> Result<Vec<(String, Value)>> {
+        let tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str())));
+        let mut context: Vec<(String, Value)> = tokens.collect();
+        context.push(("add_generation_prompt".into(), Value::from(add_generation_prompt)));
+        context.push(("documents".into(), Value::from(())));
+        let mut clock = None;
+        for (name, value) in kwargs {
+            match name.as_str() {
+                "messages" | "tools" | "add_generation_prompt" => {
+                    return Err(Error::new(Kind::Argument, format!("template variable '{name}' is given twice"))
+                        .why("It is an argument of its own")
+                        .cure(format!("Take '{name}' out of the template's keyword arguments")));
+                }
+                "strftime_now" => clock = Some(pinned_clock(value)?),
+                _ => context.push((name.clone(), value::plain(value))),
+            }
+        }
+        let clock = clock.unwrap_or_else(Clock::now);
+        context.push((CLOCK.into(), Value::from_object(ClockValue(clock))));
+        Ok(context)
+    }
+
+    fn run(&self, call: &Call<'_>, messages: Value, marked: bool, alphabet: Option<&Alphabet>) -> Result<String> {
+        let mut context = call.context.clone();
+        let tools = call.tools.as_ref().map(|tools| if marked { tools.marked.clone() } else { tools.plain.clone() });
+        context.push(("messages".into(), messages));
+        context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
+        context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
+        environment::render(&self.env, Value::from_pairs(context), call.input_bytes)
+    }
+
+    /// Tool schemas as values, from memory where they were seen before.
+    fn tools(&self, json: &Json) -> Result<Arc<Tools>> {
+        if !json.is_array() {
+            return Err(Error::new(Kind::Argument, "tools is not a list of JSON schemas")
+                .why("Chat templates iterate over it")
+                .cure("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
+        }
+        let mut remembered = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = remembered.iter().position(|tools| tools.json == *json) {
+            return Ok(Arc::clone(&remembered[at]));
+        }
+        let tools = Arc::new(Tools::new(json, &self.literals));
+        if remembered.len() == REMEMBERED_TOOLS {
+            remembered.remove(0);
+        }
+        remembered.push(Arc::clone(&tools));
+        Ok(tools)
+    }
+
+    /// Adds to `text` what marked renders tell of it.
+    fn with_provenance(&self, call: &Call<'_>, text: String) -> Rendered {
+        let used = call.context.iter().filter_map(|(_, value)| value.as_str()).fold(self.used, |mut used, value| {
+            used.note(value);
+            used
+        });
+        let used = used.with(call.conversation.used());
+        let schemas = call.tools.as_ref().map_or(Used::default(), |tools| tools.used);
+        // Remembered schemas carry marks of the default alphabet; where that is taken they stay unmarked.
+        let default_alphabet = used.is_empty() && schemas.is_empty();
+        let Some(alphabet) = Alphabet::avoiding(&used.with(schemas)) else {
+            return self.searched(call, text, provenance::Found::default());
+        };
+        for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
+            let (found, edges) = self.marked(call, &text, &alphabet, selection, default_alphabet);
+            if let Some(found) = found {
+                if found.balanced && (default_alphabet || call.tools.is_none()) {
+                    let provenance::Found { spans, generation, .. } = found;
+                    return Rendered { text, spans, generation, exact_provenance: true };
+                }
+                return self.searched(call, text, found);
+            }
+            if !edges {
+                break;
+            }
+        }
+        let found = self.one_by_one(call, &text, &alphabet, default_alphabet);
+        self.searched(call, text, found)
+    }
+
+    /// What one marked render tells, if taking its marks out gives `text`; and whether it matters for any string that
+    /// marks stand inside or outside whitespace.
+    fn marked(
+        &self,
+        call: &Call<'_>,
+        text: &str,
+        alphabet: &Alphabet,
+        selection: Selection,
+        schemas: bool,
+    ) -> (Option<provenance::Found>, bool) {
+        let tags = call.tools.as_ref().filter(|_| schemas).map_or_else(Vec::new, |tools| tools.tags.clone());
+        let mut marker = Marker::new(alphabet.clone(), self.seams.as_ref(), tags);
+        let messages = call.conversation.values(call.keep_null, Some((&mut marker, &selection)));
+        let found = self.run(call, messages, schemas, Some(alphabet)).ok().and_then(|marked| {
+            let (plain, events) = marks::strip(&marked, alphabet);
+            (plain == text).then(|| provenance::read(text, &events, &marker.tags))
+        });
+        (found, marker.edges)
+    }
+
+    /// Marks on one message at a time, for templates that some marked message disturbs.
+    fn one_by_one(&self, call: &Call<'_>, text: &str, alphabet: &Alphabet, schemas: bool) -> provenance::Found {
+        let count = call.conversation.len();
+        let single = (count <= SINGLE_TRIES).then_some(0..count).into_iter().flatten().map(Selection::Only);
+        let mut all = provenance::Found::default();
+        for (index, selection) in std::iter::once(Selection::Schemas).chain(single).enumerate() {
+            if let Some(found) = self.marked(call, text, alphabet, selection, schemas && index == 0).0 {
+                all.spans.extend(found.spans);
+                all.generation = found.generation;
+            }
+        }
+        all.spans = disjoint(all.spans);
+        all
+    }
+
+    /// Completes `found` by searching for every string of a message that has no span.
+    fn searched(&self, call: &Call<'_>, text: String, mut found: provenance::Found) -> Rendered {
+        let leaves = call.conversation.leaves();
+        let missing: Vec<_> = leaves
+            .into_iter()
+            .filter(|(message, field, _)| {
+                !found.spans.iter().any(|span| span.message == *message && span.field == *field)
+            })
+            .collect();
+        let more = provenance::search(&text, &missing, &found.spans);
+        found.spans.extend(more);
+        let generation = if self.has_generation { found.generation } else { Vec::new() };
+        Rendered { text, spans: disjoint(found.spans), generation, exact_provenance: false }
+    }
+}
+
+impl Tools {
+    fn new(json: &Json, literals: &[String]) -> Self {
+        let mut used = Used::default();
+        value::note(&mut used, json);
+        let plain = value::tools(json, &mut None, literals);
+        let (mut marked, mut tags) = (plain.clone(), Vec::new());
+        if let Some(alphabet) = Alphabet::avoiding(&Used::default()) {
+            let mut marker = Marker::new(alphabet, None, Vec::new());
+            marked = value::tools(json, &mut Some(&mut marker), literals);
+            tags = marker.tags;
+        }
+        Self { json: json.clone(), bytes: json.to_string().len(), used, plain, marked, tags }
+    }
+}
+
+/// Strings that split a text into parts: longer than one character, and not a plain word.
+fn is_seam(literal: &str) -> bool {
+    literal.chars().nth(1).is_some()
+        && !literal.trim().is_empty()
+        && !literal.chars().all(|c| c.is_alphanumeric() || matches!(c, '_' | ' '))
+}
+
+fn pinned_clock(value: &Json) -> Result<Clock> {
+    value.as_str().and_then(Clock::pinned).ok_or_else(|| {
+        Error::new(Kind::Argument, format!("strftime_now is {value}, not a date"))
+            .why("It pins the time that the template prints")
+            .cure("Pass a date in ISO form, such as 2025-03-07 or 2025-03-07T14:05:00")
+    })
+}
+
+/// Spans in order, cut where they overlap.
+fn disjoint(mut spans: Vec<Span>) -> Vec<Span> {
+    spans.sort_by_key(|span| (span.start, std::cmp::Reverse(span.end)));
+    let mut end = 0;
+    spans.retain_mut(|span| {
+        span.start = span.start.max(end);
+        end = end.max(span.end);
+        span.start < span.end
+    });
+    spans
+}
