@@ -14,20 +14,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tracegrad.errors import ReadError, TracegradError  # noqa: E402
+from tiny import tiny_model  # noqa: E402
+
 from tracegrad.learner import checkpoint  # noqa: E402
 
 PROGRESS = checkpoint.Progress(3, "abc", {"optimizer.lr": 0.1}, {"old": np.array([np.nan, -1.0], np.float32)})
-
-
-def tiny_model(seed: int = 0, **changes):
-    torch.manual_seed(seed)
-    config = transformers.Qwen3Config(
-        **{
-            "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, **changes,
-        }
-    )  # fmt: skip
-    return transformers.Qwen3ForCausalLM(config)
 
 
 def stepped(model, optimizer, seed: int):

@@ -99,11 +99,6 @@ def test_a_file_that_is_no_toml_or_is_not_there_is_one_error(tmp_path):
         config.load(tmp_path / "gone.toml")
 
 
-def test_what_was_set_by_hand_is_told_from_defaults():
-    assert config.load(overrides=[("train.seed", "0")]).given == {"train.seed"}
-    assert config.load(overrides=[("train.seed", "0")]) == config.Config()
-
-
 def test_the_page_shows_the_table_of_options():
     page = Path(__file__).parents[1] / "docs" / "configuration.md"
     assert config.describe() in page.read_text(encoding="utf-8")

@@ -161,8 +161,6 @@ class Choice:
 class Config:
     """A whole run.
 
-    `given` holds the dotted names that were set by hand, so that an option without effect can be told from a default.
-
     >>> Config().optimizer.lr
     1e-06
     """
@@ -174,10 +172,9 @@ class Config:
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     objective: Choice = field(default_factory=Choice)
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
-SECTIONS = tuple(f.name for f in fields(Config) if f.name != "given")
+SECTIONS = tuple(f.name for f in fields(Config))
 
 
 def load(path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *, start: Config | None = None) -> Config:
@@ -204,10 +201,8 @@ def update(config: Config, values: Iterable[tuple[str, Any]], *, where: str = ""
     """A config with the named options changed; `where` opens the error message."""
     changes: dict[str, dict[str, Any]] = {}
     preset, objective = config.objective.preset, dict(config.objective.overrides)
-    names = set(config.given)
     for name, value in values:
         section, _, key = name.partition(".")
-        names.add(name)
         if name in ("objective", "objective.preset"):
             if str(value) != preset:
                 preset, objective = str(value), {}
@@ -216,7 +211,7 @@ def update(config: Config, values: Iterable[tuple[str, Any]], *, where: str = ""
         else:
             changes.setdefault(section, {})[key] = _typed(name, value, where)
     parts = {section: replace(getattr(config, section), **values) for section, values in changes.items()}
-    return replace(config, **parts, objective=Choice(preset, tuple(objective.items())), given=frozenset(names))
+    return replace(config, **parts, objective=Choice(preset, tuple(objective.items())))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -237,9 +237,13 @@ class JsonLines:
         self._file.close()
 
 
+def finite(row: Row) -> dict[str, Any]:
+    """The row with None for NaN and infinities, as JSON has it."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
 def _line(row: Row) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -292,7 +296,7 @@ class Progress:
         live = stream.isatty()
         self._bar = tqdm(
             total=total, initial=done, unit="step", file=stream, dynamic_ncols=live, mininterval=0.1 if live else 10.0,
-            bar_format="{n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}",
+            bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}",
         )  # fmt: skip
         self._last: dict[str, Any] = {}
         self._step = done
@@ -300,7 +304,7 @@ class Progress:
     def log(self, row: Row) -> None:
         """Shows the row; a value that was measured earlier stays on the line."""
         self._last.update({k: v for k, v in row.items() if v is not None})
-        self._bar.set_postfix_str(progress_line(self._last), refresh=False)
+        self._bar.set_description_str(progress_line(self._last), refresh=False)
         self._bar.update(row["step"] - self._step)
         self._step = row["step"]
 

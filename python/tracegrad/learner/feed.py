@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tracegrad import advantage
 from tracegrad.algebra import Objective
 from tracegrad.batch import Step, pack
-from tracegrad.config import Config, nearest
+from tracegrad.config import Config, as_dict, nearest, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.plan import Plan
 from tracegrad.learner.value import held_out
@@ -129,23 +129,25 @@ def _advantages(rewards: NDArray[np.float32], group: NDArray[np.int32], config: 
 
 
 def check_effective(config: Config, objective: Objective) -> None:
-    """Refuses options that were set by hand and would do nothing in this run.
+    """Refuses options that are set to something else than their default and would do nothing in this run.
 
     Raises:
         ArgumentError: with the option and what makes it idle.
     """
     needs, told = objective.needs, config.advantage
+    unmeasured = "data.holdout is 0, so value is not measured"
     idle = {
         "train.updates_per_old": (not needs.old, "this objective takes no old logprobs"),
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
-        "train.stop_below_ess": (config.data.holdout == 0, "data.holdout is 0, so value is not measured"),
-        "train.value_per_epoch": (config.data.holdout == 0, "data.holdout is 0, so value is not measured"),
+        "train.stop_below_ess": (config.data.holdout == 0, unmeasured),
+        "train.value_per_epoch": (config.data.holdout == 0, unmeasured),
         "advantage.ddof": (told.scale != "std", "advantage.scale is not std"),
-        "advantage.scale": (told.baseline == "none" and told.scale != "none", "advantage.baseline is none"),
+        "advantage.scale": (told.baseline == "none", "advantage.baseline is none"),
         "advantage.singleton": (told.baseline == "none", "advantage.baseline is none"),
     }
+    values, known = as_dict(config), options()
     for name, (without_effect, why) in idle.items():
-        if name in config.given and without_effect:
+        if without_effect and values[name] != known[name][1]:
             raise ArgumentError(f"{name} has no effect: {why}. An option that does nothing hides a mistake. Leave it out.")
 
 

@@ -7,7 +7,7 @@ uninterrupted one. No arithmetic of losses here. Called by the command line and 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +89,7 @@ def train(
     tokenizer: str | Path | None = None,
     resume: bool = False,
     sinks: Sequence[metrics.Sink] | None = None,
+    say: Callable[[str], None] = print,
 ) -> Trained:
     """Trains `model` on recorded sequences; its parameters are changed in place.
 
@@ -101,6 +102,7 @@ def train(
         tokenizer: folder whose tokenizer files go into each checkpoint.
         resume: go on from the newest checkpoint in `out`, where there is one.
         sinks: where rows go beside metrics.jsonl; default a progress line, and TensorBoard where the config says so.
+        say: takes the few sentences that a user should read.
 
     Raises:
         ArgumentError: if objective, data and config do not fit together, or `out` holds a run and `resume` is False.
@@ -111,6 +113,8 @@ def train(
     feed = Feed.of(sequences, objective, config)
     loop = _Loop(feed, model, out, Path(tokenizer) if tokenizer else None)
     rows = loop.start(resume)
+    for sentence in [*feed.notes, *loop.opening()]:
+        say(f"note     {sentence}")
     shown = _sinks(loop, sinks)
     try:
         with Interrupt() as interrupt:
@@ -197,6 +201,10 @@ class _Loop:
         options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
         return {**options, "objective": repr(self.feed.objective)}
 
+    def opening(self) -> list[str]:
+        """Where the run starts from, where that is not the beginning."""
+        return [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
+
     def save(self) -> None:
         """Writes a checkpoint of the state as it is."""
         terms = self.feed.sequences.terms
@@ -212,8 +220,8 @@ class _Loop:
         """Steps until the end, a signal, or too small an effective sample; a checkpoint is written in each case."""
 
         def log(row: dict[str, Any]) -> None:
-            rows.append(row)
-            metrics.log_all(sinks, row)
+            rows.append(metrics.finite(row))
+            metrics.log_all(sinks, rows[-1])
 
         if self.taken == 0:
             log({"step": 0, **self.value_row()})
