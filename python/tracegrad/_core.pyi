@@ -29,6 +29,17 @@ class ArgumentError(TracegradError): ...
 # tokenizer
 
 # align
+DRIFT_REASONS: list[str]
+
+def align_traces(
+    traces: Traces,
+    tokenizer: Tokenizer,
+    *,
+    lenient: bool,
+    text_only: bool,
+    logprob_kind: str | None,
+    skip_errors: bool,
+) -> dict[str, Any]: ...
 
 # ratio
 LOG_RATIO_LIMIT: float
