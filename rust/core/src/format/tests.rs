@@ -45,7 +45,8 @@ fn openai_content_gives_texts_bytes_and_logprobs() {
 
 #[test]
 fn a_refusal_list_is_read_where_content_is_null() {
-    let tokens = tokens_of(r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#).unwrap();
+    let tokens =
+        tokens_of(r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#).unwrap();
     assert_eq!(pieces(tokens.texts.as_ref()), [Some(b"I".to_vec())]);
 }
 
@@ -113,10 +114,9 @@ fn a_text_with_half_a_surrogate_pair_is_unknown_and_its_bytes_count() {
 
 #[test]
 fn impossible_logprobs_are_nan_and_counted() {
-    let tokens = tokens_of(
-        r#"[null, NaN, -Infinity, "NaN", "-inf", -1e300, 0.3, 1e-9, -9999.0, Infinity, 0.0, -0.0, -9999.5]"#,
-    )
-    .unwrap();
+    let tokens =
+        tokens_of(r#"[null, NaN, -Infinity, "NaN", "-inf", -1e300, 0.3, 1e-9, -9999.0, Infinity, 0.0, -0.0, -9999.5]"#)
+            .unwrap();
     let values = tokens.logprobs.unwrap();
     assert_eq!((tokens.missing, tokens.invalid), (6, 4));
     assert!(values[..10].iter().all(|value| value.is_nan()));
@@ -125,7 +125,8 @@ fn impossible_logprobs_are_nan_and_counted() {
 
 #[test]
 fn wrong_types_name_the_path() {
-    let (reason, text) = reason_of(tokens_of(r#"{"content": [{"token": "a", "logprob": "-0.5"}]}"#).map(|_| unreachable!()));
+    let (reason, text) =
+        reason_of(tokens_of(r#"{"content": [{"token": "a", "logprob": "-0.5"}]}"#).map(|_| unreachable!()));
     assert_eq!(reason, Reason::WrongType);
     assert!(text.contains("messages[1].logprobs.content[0].logprob"), "{text}");
     assert!(text.starts_with("runs.jsonl:7: "), "{text}");
@@ -195,7 +196,8 @@ fn bad_bytes_say_what_they_are() {
 fn deep_nesting_is_refused_and_not_a_stack_overflow() {
     let deep = format!(r#"{{"messages": {}"#, "[".repeat(1_000_000));
     assert_eq!(reason_of(read(deep.as_bytes())).0, Reason::TooDeep);
-    let ignored = format!(r#"{{"messages": [{{"role": "user"}}], "x": {}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
+    let ignored =
+        format!(r#"{{"messages": [{{"role": "user"}}], "x": {}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
     assert!(read(ignored.as_bytes()).is_ok());
 }
 
@@ -225,7 +227,10 @@ fn a_native_trace_carries_everything_it_says() {
     assert_eq!((trace.messages[1].reward, trace.conversation.as_slice()), (Some(0.25), &[0, 1][..]));
     let generation = &trace.generations[0];
     assert_eq!((generation.message, generation.context.as_slice()), (1, &[0][..]));
-    assert_eq!((generation.prompt_ids.as_deref(), generation.tokens.ids.as_deref()), (Some(&[1, 2][..]), Some(&[3, 4][..])));
+    assert_eq!(
+        (generation.prompt_ids.as_deref(), generation.tokens.ids.as_deref()),
+        (Some(&[1, 2][..]), Some(&[3, 4][..]))
+    );
     assert_eq!(pieces(generation.tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), None]);
     assert_eq!((generation.temperature, generation.top_p, generation.policy_version), (Some(1.0), Some(0.9), 8));
     assert_eq!((generation.logprob_kind, &generation.stop), (LogprobKind::Raw, &Stop::Id(4)));
@@ -293,7 +298,7 @@ fn choices_and_responses_may_stand_in_a_message_list() {
 }
 
 /// A call whose response says `content` with the ids given.
-fn call(messages: Value, content: &str, ids: &[u32]) -> Value {
+fn call(messages: &Value, content: &str, ids: &[u32]) -> Value {
     json!({"request": {"model": "m", "messages": messages}, "response": {"choices": [{"index": 0, "finish_reason": "stop",
         "message": {"role": "assistant", "content": content, "tool_calls": [], "reasoning_content": null},
         "token_ids": ids}]}})
@@ -305,18 +310,16 @@ fn a_call_log_becomes_a_pool_and_paths() {
     let user = |text: &str| json!({"role": "user", "content": text});
     let said = json!({"role": "assistant", "content": "one", "refusal": null, "annotations": null});
     let calls = json!([
-        call(json!([user("a"), few_shot, user("b")]), "one", &[1]),
-        call(json!([user("a"), few_shot, user("b"), said, user("c")]), "two", &[2]),
-        call(json!([user("summary"), said, user("c")]), "three", &[3]),
-        call(json!([user("a"), few_shot, user("b"), {"role": "assistant", "content": "ONE"}]), "four", &[4])]);
+        call(&json!([user("a"), few_shot, user("b")]), "one", &[1]),
+        call(&json!([user("a"), few_shot, user("b"), said, user("c")]), "two", &[2]),
+        call(&json!([user("summary"), said, user("c")]), "three", &[3]),
+        call(&json!([user("a"), few_shot, user("b"), {"role": "assistant", "content": "ONE"}]), "four", &[4])
+    ]);
     let trace = read_json(&json!({"id": "x", "calls": calls})).unwrap();
     let texts: Vec<_> = trace.messages.iter().map(|message| message.value["content"].as_str().unwrap()).collect();
     assert_eq!(texts, ["a", "shot", "b", "one", "c", "two", "summary", "three", "ONE", "four"]);
     let paths: Vec<_> = trace.generations.iter().map(|call| (call.context.clone(), call.message)).collect();
-    assert_eq!(
-        paths,
-        [(vec![0, 1, 2], 3), (vec![0, 1, 2, 3, 4], 5), (vec![6, 3, 4], 7), (vec![0, 1, 2, 8], 9)]
-    );
+    assert_eq!(paths, [(vec![0, 1, 2], 3), (vec![0, 1, 2, 3, 4], 5), (vec![6, 3, 4], 7), (vec![0, 1, 2, 8], 9)]);
     assert_eq!(trace.conversation, [0, 1, 2, 8, 9]);
     assert_eq!((trace.model.as_deref(), trace.generations[0].temperature), (Some("m"), Some(1.0)));
 }
@@ -325,9 +328,10 @@ fn a_call_log_becomes_a_pool_and_paths() {
 fn the_same_words_said_twice_are_two_generations() {
     let (ask, ok) = (json!({"role": "user", "content": "go on"}), json!({"role": "assistant", "content": "ok"}));
     let calls = json!([
-        call(json!([ask]), "ok", &[1]),
-        call(json!([ask, ok, ask]), "ok", &[2]),
-        call(json!([ask, ok, ask, ok, ask]), "ok", &[3])]);
+        call(&json!([ask]), "ok", &[1]),
+        call(&json!([ask, ok, ask]), "ok", &[2]),
+        call(&json!([ask, ok, ask, ok, ask]), "ok", &[3])
+    ]);
     let trace = read_json(&json!({"calls": calls})).unwrap();
     let paths: Vec<_> = trace.generations.iter().map(|call| (call.context.clone(), call.message)).collect();
     assert_eq!(paths, [(vec![0], 1), (vec![0, 1, 0], 2), (vec![0, 1, 0, 2, 0], 3)]);
@@ -347,7 +351,7 @@ fn tool_calls_match_by_name_id_and_arguments() {
         (said(json!({"a": 2}), "c0"), false),
         (said(json!({"a": 1}), "c1"), false),
     ] {
-        let second = call(json!([{"role": "user", "content": "?"}, again]), "done", &[2]);
+        let second = call(&json!([{"role": "user", "content": "?"}, again]), "done", &[2]);
         let trace = read_json(&json!({"calls": [first, second]})).unwrap();
         assert_eq!(trace.generations[1].context == [0, 1], same, "{again}");
     }
@@ -356,7 +360,7 @@ fn tool_calls_match_by_name_id_and_arguments() {
 #[test]
 fn a_request_says_how_it_was_sampled() {
     let mut log = json!({"temperature": 0.5, "policy_version": "12", "logprob_kind": "raw",
-        "calls": [call(json!([{"role": "user", "content": "?"}]), "a", &[1])]});
+        "calls": [call(&json!([{"role": "user", "content": "?"}]), "a", &[1])]});
     let first = |log: &Value| read_json(log).unwrap().generations.remove(0);
     assert_eq!(first(&log).temperature, Some(0.5));
     assert_eq!((first(&log).policy_version, first(&log).logprob_kind), (12, LogprobKind::Raw));
@@ -370,8 +374,8 @@ fn a_request_says_how_it_was_sampled() {
 
 #[test]
 fn requests_that_differ_in_tools_need_recorded_prompts() {
-    let mut log = json!({"calls": [call(json!([{"role": "user", "content": "?"}]), "a", &[1]),
-        call(json!([{"role": "user", "content": "?"}]), "b", &[1])]});
+    let mut log = json!({"calls": [call(&json!([{"role": "user", "content": "?"}]), "a", &[1]),
+        call(&json!([{"role": "user", "content": "?"}]), "b", &[1])]});
     log["calls"][1]["request"]["tools"] = json!([{"type": "function"}]);
     assert_eq!(reason_of(read_json(&log)).0, Reason::Contradiction);
     for index in 0..2 {
@@ -382,7 +386,7 @@ fn requests_that_differ_in_tools_need_recorded_prompts() {
 
 #[test]
 fn a_bare_response_needs_its_prompt_ids() {
-    let mut response = call(json!([]), "a", &[5])["response"].clone();
+    let mut response = call(&json!([]), "a", &[5])["response"].clone();
     let (reason, text) = reason_of(read_json(&response));
     assert_eq!(reason, Reason::Incomplete);
     assert!(text.contains("Record the request as well"), "{text}");

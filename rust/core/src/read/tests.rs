@@ -5,7 +5,9 @@ use std::fs;
 use std::io::{self, Read, Write};
 
 fn line(id: &str) -> String {
-    format!(r#"{{"id": "{id}", "messages": [{{"role": "user", "content": "é"}}, {{"role": "assistant", "content": "4"}}]}}"#)
+    format!(
+        r#"{{"id": "{id}", "messages": [{{"role": "user", "content": "é"}}, {{"role": "assistant", "content": "4"}}]}}"#
+    )
 }
 
 fn reader(bytes: &[u8], on_error: OnError) -> Reader {
@@ -92,8 +94,7 @@ fn a_bad_record_ends_skips_or_goes_aside() {
     let raw = fs::read(folder.path().join("runs.jsonl.quarantine.raw")).expect("the bytes");
     assert_eq!(raw, b"{\"messages\": \xff}\nhello\n");
     let list = fs::read_to_string(folder.path().join("runs.jsonl.quarantine.jsonl")).expect("the list");
-    let entries: Vec<serde_json::Value> =
-        list.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    let entries: Vec<serde_json::Value> = list.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert_eq!((&entries[0]["line"], &entries[0]["reason"]), (&2.into(), &"not_utf8".into()));
     for (entry, bytes) in entries.iter().zip([&b"{\"messages\": \xff}"[..], b"hello"]) {
         let (offset, length) = (entry["offset"].as_u64().unwrap() as usize, entry["length"].as_u64().unwrap() as usize);
@@ -160,7 +161,8 @@ fn a_limit_stops_before_later_bad_records() {
 #[test]
 fn missing_files_and_directories_are_named() {
     let folder = tempfile::tempdir().expect("a folder");
-    for (path, what) in [(folder.path().join("none.jsonl"), "Check the path"), (folder.path().to_owned(), "directory")] {
+    for (path, what) in [(folder.path().join("none.jsonl"), "Check the path"), (folder.path().to_owned(), "directory")]
+    {
         let error = Reader::open(&path, Options::default()).err().expect("an error").to_string();
         assert!(error.contains(what) && error.starts_with(&*path.to_string_lossy()), "{error}");
     }
