@@ -30,6 +30,7 @@ impl PyTraces {
     }
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 #[pymethods]
 impl PyTraces {
     fn __len__(&self) -> usize {
@@ -216,6 +217,7 @@ pub struct PyTraceReader {
     inner: Mutex<Reader>,
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 #[pymethods]
 impl PyTraceReader {
     #[new]
@@ -256,6 +258,7 @@ pub struct PyTraceWriter {
     inner: Mutex<Option<Writer>>,
 }
 
+#[allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 #[pymethods]
 impl PyTraceWriter {
     #[new]
