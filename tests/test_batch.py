@@ -23,7 +23,7 @@ def sequences(lengths, terms, trace=None, group=None, **more):
     return Sequences.from_arrays(np.arange(cu[-1]), cu, logprobs, trainable, trace=trace, group=group, **more)
 
 
-# Trace 0: 4 tokens, terms 1 2. Trace 1: branches of 3 (term 2) and 5 (terms 1 4). Trace 2: no term. Trace 3: 2 (term 1).
+# Trace 0: 4 tokens, terms 1 2. Trace 1: branches of 3 (term 2) and 5 (terms 1 4). Trace 2: none. Trace 3: 2 (term 1).
 SMALL = sequences([4, 3, 5, 6, 2], [[1, 2], [2], [1, 4], [], [1]], trace=[0, 1, 1, 2, 3], group=[7, 7, 7, 3])
 
 

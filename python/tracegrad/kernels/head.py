@@ -125,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         d_logp, d_entropy = grad_outputs
         hidden, weight, bias, target, inverse, lse, entropy = ctx.saved_tensors
         softcap, logit_scale, dtype, rows = ctx.rest
