@@ -45,7 +45,7 @@ pub(super) fn decode_single(record: Object, header: &Header) -> Decoded<Body> {
 pub(super) fn decode_response(record: Object, header: &Header) -> Decoded<Body> {
     let choice = count(&record.fields, "choice")?;
     let mut log = Log::new(header, choice);
-    log.answer(None, record, choice, header.sampling.clone())?;
+    log.answer(None, record, choice, &header.sampling)?;
     log.finish()
 }
 
@@ -91,9 +91,8 @@ impl<'a> Log<'a> {
             Some(node) => node.object("response")?,
             None => return Err(no_response("the call has no `response`")),
         };
-        let message = self
-            .answer(request, response, choice, sampling)
-            .map_err(|rejection| rejection.inside("response"))?;
+        let message =
+            self.answer(request, response, choice, &sampling).map_err(|rejection| rejection.inside("response"))?;
         let message = &mut self.history.messages[message as usize];
         message.reward = message.reward.or(reward);
         Ok(())
@@ -125,7 +124,7 @@ impl<'a> Log<'a> {
         request: Option<Request>,
         response: Object,
         choice: Option<i32>,
-        sampling: Sampling,
+        sampling: &Sampling,
     ) -> Decoded<u32> {
         if !response.has("choices") {
             return Err(no_response("the response has no `choices`"));
@@ -133,7 +132,7 @@ impl<'a> Log<'a> {
         if self.body.model.is_none() {
             self.body.model = text(&response.fields, "model")?;
         }
-        let entry = Entry::of_response(response, choice, &sampling)?;
+        let entry = Entry::of_response(response, choice, sampling)?;
         let Some(mut generation) = entry.generation else {
             return Err(reject(Reason::Contradiction, "the choice says that it was not sampled")
                 .why("A response is what the policy sampled")
@@ -190,7 +189,5 @@ fn varying_scaffold(turn: usize) -> Rejection {
 }
 
 fn no_response(what: &str) -> Rejection {
-    reject(Reason::Incomplete, what)
-        .why("There is no generation to read")
-        .cure("Leave out failed calls when recording")
+    reject(Reason::Incomplete, what).why("There is no generation to read").cure("Leave out failed calls when recording")
 }

@@ -130,8 +130,7 @@ fn wrong_type(text: &str, complaint: &str) -> Rejection {
         Ok(_) => String::new(),
         Err(error) => format!("{}: ", error.path()),
     };
-    let reason =
-        if complaint.starts_with(ID_COMPLAINT) { Reason::IdOutOfRange } else { Reason::WrongType };
+    let reason = if complaint.starts_with(ID_COMPLAINT) { Reason::IdOutOfRange } else { Reason::WrongType };
     reject(reason, format!("{path}{complaint}"))
         .why("The token lists of a record must be what they are named for")
         .cure("See docs/trace-format.md for the accepted forms")

@@ -2,7 +2,7 @@
 //!
 //! Typed getters that say what stood there instead.
 
-use super::numbers::spelled;
+use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{LogprobKind, Stop};
@@ -152,10 +152,11 @@ pub(super) fn stop(fields: &Fields) -> Decoded<Stop> {
     match present(fields, "stop_reason") {
         None => Ok(Stop::Unsaid),
         Some(Value::String(text)) => Ok(Stop::Text(text.clone())),
-        Some(Value::Number(number)) => match number.as_u64().and_then(|id| u32::try_from(id).ok()) {
-            Some(id) if id <= i32::MAX as u32 => Ok(Stop::Id(id)),
-            _ => Err(reject(Reason::IdOutOfRange, format!("`stop_reason` is {number}, not a token id"))
-                .why("Token ids are integers from 0 to 2147483647")),
+        Some(Value::Number(number)) => match number.as_u64().filter(|id| *id <= MAX_ID) {
+            Some(id) => Ok(Stop::Id(id as u32)),
+            None => Err(reject(Reason::IdOutOfRange, format!("`stop_reason` is {number}, not a token id"))
+                .why("Token ids are integers from 0 to 2147483647")
+                .cure("Write the id or the string that the server reported, or null")),
         },
         Some(other) => Err(wrong("stop_reason", other, "a token id or a stop string")),
     }

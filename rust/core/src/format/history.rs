@@ -40,17 +40,12 @@ impl History {
         let mut path = Path { context: Vec::with_capacity(request.len()), end: ROOT };
         for message in request {
             let identity = self.identify(&message);
-            let (node, index) = match self.steps.get(&(path.end, identity)) {
-                Some(step) => *step,
-                None => {
-                    let index = self.find(&message, identity, &path.context).unwrap_or_else(|| {
-                        let index = self.push(message);
-                        self.given.insert(identity, index);
-                        index
-                    });
-                    (self.step(path.end, identity, index), index)
-                }
-            };
+            let known = self.steps.get(&(path.end, identity)).copied();
+            let (node, index) = known.unwrap_or_else(|| {
+                let index =
+                    self.find(&message, identity, &path.context).unwrap_or_else(|| self.give(message, identity));
+                (self.step(path.end, identity, index), index)
+            });
             path.context.push(index);
             path.end = node;
         }
@@ -74,6 +69,12 @@ impl History {
             }
         }
         self.given.get(&identity).copied()
+    }
+
+    fn give(&mut self, message: Message, identity: u32) -> u32 {
+        let index = self.push(message);
+        self.given.insert(identity, index);
+        index
     }
 
     fn push(&mut self, message: Message) -> u32 {

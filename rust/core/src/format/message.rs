@@ -3,8 +3,8 @@
 //! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a whole response (`{"choices"}`).
 
 use super::fields::{Fields, Sampling, count, number, present, stop, text};
-use super::object::{NOT_A_TRACE, Node, Numbers, Object};
-use super::rejection::{Decoded, Reason, reject};
+use super::object::{Node, Numbers, Object, describe};
+use super::rejection::{Decoded, Reason, not_a_trace, reject};
 use crate::trace::{Generation, LogprobKind, Message};
 use serde_json::Value;
 
@@ -35,10 +35,8 @@ impl Entry {
             Some(inner) => (inner.fields, inner.numbers.or(item.numbers)),
             None => (Fields::new(), item.numbers),
         };
-        let generation = match sampled {
-            true => Some(generation_of(&[&placing, &item.fields], numbers, outer, &placing)?),
-            false => None,
-        };
+        let generation =
+            sampled.then(|| generation_of(&[&placing, &item.fields], numbers, outer, &placing)).transpose()?;
         Ok(Self { message: message_of(item.fields)?, generation, placing, unused_choices: 0 })
     }
 
@@ -140,10 +138,9 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
 fn message_of(mut fields: Fields) -> Decoded<Message> {
     match fields.get("role") {
         Some(Value::String(_)) => {}
-        None => return Err(reject(Reason::WrongType, "a message has no `role`").why(NOT_A_TRACE)),
+        None => return Err(not_a_trace("a message has no `role`")),
         Some(other) => {
-            let what = format!("`role` is {}, not a string", super::object::describe(other));
-            return Err(reject(Reason::WrongType, what).why(NOT_A_TRACE));
+            return Err(not_a_trace(format!("`role` is {}, not a string", describe(other))));
         }
     }
     check_content(&fields)?;
@@ -162,7 +159,7 @@ fn check_content(fields: &Fields) -> Decoded<()> {
     match fields.get("content") {
         None | Some(Value::Null | Value::String(_) | Value::Array(_)) => {}
         Some(other) => {
-            let what = format!("`content` is {}, not a string", super::object::describe(other));
+            let what = format!("`content` is {}, not a string", describe(other));
             return Err(reject(Reason::WrongType, what)
                 .why("The text of the message is not known")
                 .cure("Write content as a string, or as a list of parts"));
@@ -170,10 +167,7 @@ fn check_content(fields: &Fields) -> Decoded<()> {
     }
     match fields.get("tool_calls") {
         None | Some(Value::Null | Value::Array(_)) => Ok(()),
-        Some(other) => {
-            let what = format!("`tool_calls` is {}, not a list", super::object::describe(other));
-            Err(reject(Reason::WrongType, what).why(NOT_A_TRACE).cure("Write tool_calls as the chat API has it"))
-        }
+        Some(other) => Err(not_a_trace(format!("`tool_calls` is {}, not a list", describe(other)))),
     }
 }
 

@@ -19,7 +19,9 @@ pub(super) const NAME: &str = "tracegrad/1";
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
     let mut body = Body::default();
     let nodes = record.take_list("messages")?.ok_or_else(|| {
-        reject(Reason::Incomplete, "no `messages`").why("A trace is the messages and what was sampled among them")
+        reject(Reason::Incomplete, "no `messages`")
+            .why("A trace is the messages and what was sampled among them")
+            .cure("Write the messages as a list under `messages`")
     })?;
     let mut placings = append(&mut body, nodes, sampling, "messages")?;
     body.conversation = (0..body.messages.len() as u32).collect();

@@ -5,7 +5,7 @@
 
 use super::logprobs::{Logprobs, take_placeholders};
 use super::numbers::{Ids, PieceList};
-use super::rejection::{Decoded, Reason, reject};
+use super::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use crate::trace::{Pieces, Tokens};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -121,19 +121,26 @@ impl Numbers {
         let mut tokens = self.logprobs.unwrap_or_default();
         tokens.texts = self.texts.or(tokens.texts);
         tokens.bytes = self.bytes.or(tokens.bytes);
-        take_placeholders(&mut tokens).map_err(|what| reject(Reason::IdOutOfRange, what))?;
+        take_placeholders(&mut tokens).map_err(|what| {
+            reject(Reason::IdOutOfRange, what)
+                .why("No vocabulary has it")
+                .cure("Store the response as the server sent it")
+        })?;
         let Some(ids) = self.token_ids else { return Ok(tokens) };
-        if let Some(listed) = tokens.ids.as_ref().filter(|listed| listed.len() == ids.len()) {
-            if let Some(index) = (0..ids.len()).find(|&index| ids[index] != listed[index]) {
-                let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed[index]);
-                return Err(reject(Reason::Contradiction, what)
-                    .why("Which of the two was sampled cannot be known")
-                    .cure("Store the response as the server sent it"));
-            }
+        if let Some(listed) = tokens.ids.as_ref().filter(|listed| listed.len() == ids.len() && **listed != ids) {
+            return Err(contradicting_ids(&ids, listed));
         }
         tokens.ids = Some(ids);
         Ok(tokens)
     }
+}
+
+fn contradicting_ids(ids: &[u32], listed: &[u32]) -> Rejection {
+    let index = (0..ids.len()).find(|&index| ids[index] != listed[index]).unwrap_or_default();
+    let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed[index]);
+    reject(Reason::Contradiction, what)
+        .why("Which of the two was sampled cannot be known")
+        .cure("Store the response as the server sent it")
 }
 
 /// A JSON object whose token lists are typed.
@@ -168,9 +175,7 @@ impl Object {
         match self.take(key) {
             None => Ok(None),
             Some(Node::List(nodes)) => Ok(Some(nodes)),
-            Some(node) => {
-                Err(reject(Reason::WrongType, format!("`{key}` is {}, not a list", node.describe())).why(NOT_A_TRACE))
-            }
+            Some(node) => Err(not_a_trace(format!("`{key}` is {}, not a list", node.describe()))),
         }
     }
 
@@ -179,9 +184,6 @@ impl Object {
         self.nested.push((key, node));
     }
 }
-
-/// Why a wrong type is fatal to a record.
-pub(super) const NOT_A_TRACE: &str = "The record is not a trace in any accepted format";
 
 /// What stands where an object is expected.
 #[derive(Debug)]
@@ -199,8 +201,7 @@ impl Node {
     pub fn object(self, name: &str) -> Decoded<Object> {
         match self {
             Self::Object(object) => Ok(*object),
-            other => Err(reject(Reason::WrongType, format!("`{name}` is {}, not an object", other.describe()))
-                .why(NOT_A_TRACE)),
+            other => Err(not_a_trace(format!("`{name}` is {}, not an object", other.describe()))),
         }
     }
 

@@ -67,6 +67,13 @@ pub(crate) fn reject(reason: Reason, what: impl Into<String>) -> Rejection {
     Rejection { reason, error: Error::new(kind, what) }
 }
 
+/// A rejection of a record whose structure is not that of a trace.
+pub(crate) fn not_a_trace(what: impl Into<String>) -> Rejection {
+    reject(Reason::WrongType, what)
+        .why("The record is not a trace in any accepted form")
+        .cure("See docs/trace-format.md for the accepted forms")
+}
+
 impl Rejection {
     /// Adds why it matters.
     #[must_use]

@@ -71,6 +71,21 @@ struct Outcome {
     continued: bool,
 }
 
+/// Decodes records that are in memory already; an error names `name` and the record's number, from 1.
+pub fn decode_all(records: Vec<Arc<[u8]>>, name: &str) -> Result<(Vec<Arc<Trace>>, Report)> {
+    let file: Arc<str> = name.into();
+    let pieces: Vec<_> = (1..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes }).collect();
+    let outcomes: Vec<_> = pieces.into_par_iter().map(|piece| Outcome::of(piece, &file, usize::MAX)).collect();
+    let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
+    for outcome in outcomes {
+        let record = outcome.decoded.map_err(|rejection| rejection.error)?;
+        report.count(&record);
+        report.bytes += outcome.bytes.len() as u64;
+        traces.push(Arc::new(record.trace));
+    }
+    Ok((traces, report))
+}
+
 impl Outcome {
     fn of(piece: Piece, file: &Arc<str>, limit: usize) -> Self {
         let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };

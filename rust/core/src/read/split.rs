@@ -205,7 +205,9 @@ impl Splitter {
     /// Whether what stands at `start` cannot begin a record.
     fn blocked(&self) -> bool {
         let Layout::Array { comma_due, closed } = self.layout else { return false };
-        self.start == self.scanned && self.start < self.buffer.len() && (comma_due || closed || self.buffer[self.start] == b',')
+        self.start == self.scanned
+            && self.start < self.buffer.len()
+            && (comma_due || closed || self.buffer[self.start] == b',')
     }
 
     /// Skips whitespace, commas and the closing bracket between records.

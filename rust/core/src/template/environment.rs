@@ -62,6 +62,8 @@ pub(super) fn compile(source: String) -> Result<Environment<'static>> {
     env.set_unknown_method_callback(call_method);
     env.add_filter("tojson", tojson);
     env.add_filter("trim", trim);
+    env.add_filter("length", length);
+    env.add_filter("count", length);
     env.add_filter(GENERATION_FILTER, mark_generation);
     env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     env.add_function("raise_exception", raise_exception);
@@ -177,6 +179,16 @@ fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Stri
         Some(tagged) => Ok(tagged.enclose(&dumps(value, &style)?)),
         None => dumps(value, &style),
     }
+}
+
+/// `len`, and 0 for what is undefined, as Jinja has it.
+fn length(value: &Value) -> Result<usize, JinjaError> {
+    if value.is_undefined() {
+        return Ok(0);
+    }
+    value.len().ok_or_else(|| {
+        JinjaError::new(ErrorKind::InvalidOperation, format!("a value of type {} has no length", value.kind()))
+    })
 }
 
 fn trim(value: &Value, chars: Option<&str>) -> String {

@@ -74,6 +74,13 @@ impl Used {
         }
     }
 
+    /// These and those of `text`.
+    #[must_use]
+    pub fn and(mut self, text: &str) -> Self {
+        self.note(text);
+        self
+    }
+
     /// Whether there were none.
     pub fn is_empty(self) -> bool {
         self.0 == 0

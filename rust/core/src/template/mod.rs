@@ -107,9 +107,22 @@ struct Tools {
     bytes: usize,
     used: Used,
     plain: Value,
-    /// Values with marks of the default alphabet, and their tags.
-    marked: Value,
+    /// The values with marks of the default alphabet.
+    marked: Schemas,
+}
+
+/// Tool schemas with marks, and the tags of these.
+#[derive(Debug, Clone)]
+struct Schemas {
+    value: Value,
     tags: Vec<Tag<'static>>,
+}
+
+/// What the marked renders of one call share.
+struct Marking<'a> {
+    call: &'a Call<'a>,
+    alphabet: Alphabet,
+    schemas: Option<Schemas>,
 }
 
 /// What the renders of one call share.
@@ -128,9 +141,7 @@ impl Template {
     /// `Kind::Template` where the source is not Jinja.
     pub fn compile(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
         let scanned = scan::scan(source);
-        let mut used = Used::default();
-        used.note(source);
-        special_tokens.iter().for_each(|(_, token)| used.note(token));
+        let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
         let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
         let seams = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&words);
         let seams = seams.ok().filter(|_| !words.is_empty());
@@ -195,10 +206,10 @@ impl Template {
         let input_bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
         let context = self.context(add_generation_prompt, kwargs)?;
         let mut call = Call { conversation, tools, context, keep_null: false, input_bytes };
-        match self.run(&call, conversation.values(false, None), false, None) {
+        match self.run(&call, conversation.values(false, None), None, None) {
             Err(error) if conversation.has_null => {
                 call.keep_null = true;
-                let text = self.run(&call, conversation.values(true, None), false, None).map_err(|_| error)?;
+                let text = self.run(&call, conversation.values(true, None), None, None).map_err(|_| error)?;
                 Ok((call, text))
             }
             result => result.map(|text| (call, text)),
@@ -228,9 +239,16 @@ impl Template {
         Ok(context)
     }
 
-    fn run(&self, call: &Call<'_>, messages: Value, marked: bool, alphabet: Option<&Alphabet>) -> Result<String> {
+    /// One render; `tools` stand in for the plain ones.
+    fn run(
+        &self,
+        call: &Call<'_>,
+        messages: Value,
+        tools: Option<Value>,
+        alphabet: Option<&Alphabet>,
+    ) -> Result<String> {
         let mut context = call.context.clone();
-        let tools = call.tools.as_ref().map(|tools| if marked { tools.marked.clone() } else { tools.plain.clone() });
+        let tools = tools.or_else(|| call.tools.as_ref().map(|tools| tools.plain.clone()));
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
@@ -258,61 +276,55 @@ impl Template {
 
     /// Adds to `text` what marked renders tell of it.
     fn with_provenance(&self, call: &Call<'_>, text: String) -> Rendered {
-        let used = call.context.iter().filter_map(|(_, value)| value.as_str()).fold(self.used, |mut used, value| {
-            used.note(value);
-            used
-        });
-        let used = used.with(call.conversation.used());
-        let schemas = call.tools.as_ref().map_or(Used::default(), |tools| tools.used);
-        // Remembered schemas carry marks of the default alphabet; where that is taken they stay unmarked.
-        let default_alphabet = used.is_empty() && schemas.is_empty();
-        let Some(alphabet) = Alphabet::avoiding(&used.with(schemas)) else {
+        let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
+        let mut used = strings.fold(self.used, |used, value| used.and(value)).with(call.conversation.used());
+        used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
+        let Some(alphabet) = Alphabet::avoiding(&used) else {
             return self.searched(call, text, provenance::Found::default());
         };
+        let schemas = call.tools.as_ref().map(|tools| match used.is_empty() {
+            true => tools.marked.clone(),
+            false => Schemas::new(&tools.json, alphabet.clone(), &self.literals),
+        });
+        let marking = Marking { call, alphabet, schemas };
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
-            let (found, edges) = self.marked(call, &text, &alphabet, selection, default_alphabet);
-            if let Some(found) = found {
-                if found.balanced && (default_alphabet || call.tools.is_none()) {
+            let (found, edges) = self.marked(&marking, &text, selection);
+            match found {
+                Some(found) if found.balanced => {
                     let provenance::Found { spans, generation, .. } = found;
                     return Rendered { text, spans, generation, exact_provenance: true };
                 }
-                return self.searched(call, text, found);
-            }
-            if !edges {
-                break;
+                Some(found) => return self.searched(call, text, found),
+                None if !edges => break,
+                None => {}
             }
         }
-        let found = self.one_by_one(call, &text, &alphabet, default_alphabet);
+        let found = self.one_by_one(&marking, &text);
         self.searched(call, text, found)
     }
 
     /// What one marked render tells, if taking its marks out gives `text`; and whether it matters for any string that
     /// marks stand inside or outside whitespace.
-    fn marked(
-        &self,
-        call: &Call<'_>,
-        text: &str,
-        alphabet: &Alphabet,
-        selection: Selection,
-        schemas: bool,
-    ) -> (Option<provenance::Found>, bool) {
-        let tags = call.tools.as_ref().filter(|_| schemas).map_or_else(Vec::new, |tools| tools.tags.clone());
-        let mut marker = Marker::new(alphabet.clone(), self.seams.as_ref(), tags);
-        let messages = call.conversation.values(call.keep_null, Some((&mut marker, &selection)));
-        let found = self.run(call, messages, schemas, Some(alphabet)).ok().and_then(|marked| {
-            let (plain, events) = marks::strip(&marked, alphabet);
+    fn marked(&self, marking: &Marking<'_>, text: &str, selection: Selection) -> (Option<provenance::Found>, bool) {
+        let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
+        let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
+        let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
+        let messages = marking.call.conversation.values(marking.call.keep_null, Some((&mut marker, &selection)));
+        let tools = schemas.map(|schemas| schemas.value.clone());
+        let found = self.run(marking.call, messages, tools, Some(&marking.alphabet)).ok().and_then(|marked| {
+            let (plain, events) = marks::strip(&marked, &marking.alphabet);
             (plain == text).then(|| provenance::read(text, &events, &marker.tags))
         });
         (found, marker.edges)
     }
 
-    /// Marks on one message at a time, for templates that some marked message disturbs.
-    fn one_by_one(&self, call: &Call<'_>, text: &str, alphabet: &Alphabet, schemas: bool) -> provenance::Found {
-        let count = call.conversation.len();
+    /// Marks on the schemas alone and on one message at a time, for templates that some mark disturbs.
+    fn one_by_one(&self, marking: &Marking<'_>, text: &str) -> provenance::Found {
+        let count = marking.call.conversation.len();
         let single = (count <= SINGLE_TRIES).then_some(0..count).into_iter().flatten().map(Selection::Only);
         let mut all = provenance::Found::default();
-        for (index, selection) in std::iter::once(Selection::Schemas).chain(single).enumerate() {
-            if let Some(found) = self.marked(call, text, alphabet, selection, schemas && index == 0).0 {
+        for selection in std::iter::once(Selection::Schemas).chain(single) {
+            if let Some(found) = self.marked(marking, text, selection).0 {
                 all.spans.extend(found.spans);
                 all.generation = found.generation;
             }
@@ -342,13 +354,19 @@ impl Tools {
         let mut used = Used::default();
         value::note(&mut used, json);
         let plain = value::tools(json, &mut None, literals);
-        let (mut marked, mut tags) = (plain.clone(), Vec::new());
-        if let Some(alphabet) = Alphabet::avoiding(&Used::default()) {
-            let mut marker = Marker::new(alphabet, None, Vec::new());
-            marked = value::tools(json, &mut Some(&mut marker), literals);
-            tags = marker.tags;
-        }
-        Self { json: json.clone(), bytes: json.to_string().len(), used, plain, marked, tags }
+        let marked = match Alphabet::avoiding(&Used::default()) {
+            Some(alphabet) => Schemas::new(json, alphabet, literals),
+            None => Schemas { value: plain.clone(), tags: Vec::new() },
+        };
+        Self { json: json.clone(), bytes: json.to_string().len(), used, plain, marked }
+    }
+}
+
+impl Schemas {
+    fn new(json: &Json, alphabet: Alphabet, literals: &[String]) -> Self {
+        let mut marker = Marker::new(alphabet, None, Vec::new());
+        let value = value::tools(json, &mut Some(&mut marker), literals);
+        Self { value, tags: marker.tags }
     }
 }
 

@@ -75,14 +75,20 @@ pub(super) fn plain(json: &Json) -> Value {
 }
 
 /// Tool schemas: containers remember their JSON; with a marker every string and container is enclosed.
+///
+/// Strings that templates compare with others stay as they are: types, names of required parameters, and `literals`.
 pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_, '_>>, literals: &[String]) -> Value {
     let inner = match json {
         Json::Array(items) => Value::from(items.iter().map(|item| tools(item, marker, literals)).collect::<Vec<_>>()),
-        Json::Object(map) => Value::from_pairs(
-            map.iter().map(|(key, value)| (key.as_str(), tools(value, marker, literals))).collect::<Vec<_>>(),
-        ),
+        Json::Object(map) => {
+            let mut pairs = Vec::with_capacity(map.len());
+            for (key, value) in map {
+                let compared = matches!(key.as_str(), "type" | "required");
+                pairs.push((key.as_str(), if compared { plain(value) } else { tools(value, marker, literals) }));
+            }
+            Value::from_pairs(pairs)
+        }
         Json::String(text) => {
-            // A template may compare a schema's words with its own; those stay as they are.
             return match marker {
                 Some(marker) if literals.binary_search(text).is_err() => {
                     Value::from(marker.whole(text, NO_MESSAGE, Field::ToolSchema))
