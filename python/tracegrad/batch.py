@@ -205,7 +205,7 @@ def pack(
 
     Args:
         sequences: R traces.
-        advantages: [R], one per trace, or [M], one per term of `sequences`.
+        advantages: [R], one per trace, or [M], one per term of `sequences`. Where R = M they are read as per trace.
         token_budget: the most tokens a row holds, before padding.
         step_groups: groups per optimizer step that have a term; the last step may have fewer. None: one step of all.
         ranks, rank: how many processes share each step, and which of them this is. All compute the same plan.
@@ -294,11 +294,6 @@ def _advantages(sequences: Sequences, advantages: ArrayLike) -> Floats:
     given = np.asarray(_host(advantages), np.float32)
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     terms = sequences.terms
-    if given.shape == (sequences.traces,) == terms.shape and not np.array_equal(owner[terms], np.arange(len(terms))):
-        raise ArgumentError(
-            f"advantages has {len(given)} entries, and there are as many traces as terms. "
-            "It is not clear which is meant. Leave out the traces without a trainable token."
-        )
     out = np.zeros(sequences.tokens, np.float32)
     if given.shape == (sequences.traces,):
         out[terms] = given[owner[terms]]

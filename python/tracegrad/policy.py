@@ -109,9 +109,12 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     plan = plan or forward_plan(model, batch)
     if plan == "stack":
         return _stacked(_body(model), batch)
-    build = block_mask if plan == "flex" else dense_mask
-    kwargs = {} if plan == "flex" else {"dtype": _additive(model)}
-    masks = _masks_by_kind(model, lambda window: build(batch, window=window, **kwargs))
+
+    def build(window: int | None) -> Any:
+        return block_mask(batch, window=window) if plan == "flex" else dense_mask(batch, window=window, dtype=additive)
+
+    additive = None if _attention(model) == "sdpa" else next(model.parameters()).dtype
+    masks = _masks_by_kind(model, build)
     out = _body(model)(
         input_ids=batch.ids[None], attention_mask=masks, position_ids=batch.positions[None], use_cache=False
     )
@@ -271,10 +274,6 @@ def _body(model: nn.Module) -> nn.Module:
 
 def _attention(model: nn.Module) -> str:
     return getattr(_config(model), "_attn_implementation", None) or "eager"
-
-
-def _additive(model: nn.Module) -> torch.dtype | None:
-    return None if _attention(model) == "sdpa" else next(model.parameters()).dtype
 
 
 def _masks_by_kind(model: nn.Module, build: Any) -> Any:

@@ -317,7 +317,7 @@ def align(
     if on_error not in ("raise", "skip"):
         raise ArgumentError(f"on_error is {on_error!r}. It must be 'raise' or 'skip'.")
     found = _core.align_traces(
-        traces._core,
+        traces.core,
         tokenizer._core,
         lenient=lenient,
         text_only=text_only,

@@ -125,14 +125,15 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_logp: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_logp, d_entropy = grad_outputs
         hidden, weight, bias, target, inverse, lse, entropy = ctx.saved_tensors
         softcap, logit_scale, dtype, rows = ctx.rest
         head = Head(weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype), softcap, logit_scale)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = torch.zeros_like(weight, dtype=lse.dtype) if wants_weight else None
-        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if wants_bias else None
+        d_bias = lse.new_zeros(len(weight)) if wants_bias else None
         for here in _slices(len(hidden), rows):
             capped = logits_of(hidden[here], head, dtype)
             d_raw = _d_scores(
@@ -148,7 +149,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_raw.sum(0)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None
+        d_bias = None if bias is None or d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def _d_scores(

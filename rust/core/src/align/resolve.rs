@@ -139,120 +139,123 @@ pub fn excerpt(bytes: &[u8]) -> String {
     format!("{short:?}")
 }
 
+/// What the record shows of one listed token.
+enum Seen<'a> {
+    /// Its own bytes, and the id that has them.
+    Own(u32),
+    /// Nothing: a lone part of a character, or a special token.
+    Silent,
+    /// Text with U+FFFD.
+    Lossy(&'a str),
+    /// Text after silent tokens: the recorder corrects by context (vLLM), so it may hold their bytes too.
+    Closing(Vec<u8>),
+}
+
 fn from_pieces(generation: &Generation, content: Option<&str>, tokenizer: &Tokenizer, resolved: &mut Resolved) {
     let tokens = &generation.tokens;
     let count = tokens.len();
     let stop = stop_token(generation, tokenizer, count);
-    let listed = if stop.is_some() { count - 1 } else { count };
-    let bytes_recorded = tokens.bytes.is_some();
-    let pieces: Vec<Option<Vec<u8>>> = (0..listed).map(|index| own_bytes(tokens, index, tokenizer)).collect();
-    let mut at = 0;
-    while at < listed && !resolved.foreign {
-        let run = pieces[at..].iter().position(Option::is_some).unwrap_or(listed - at);
-        if run == 0 {
-            let bytes = pieces[at].as_deref().unwrap_or_default();
-            single(at, bytes, if bytes_recorded { tier::BYTES } else { tier::TEXT }, tokenizer, resolved);
-            at += 1;
-        } else {
-            let last = (at + run).min(listed);
-            let closing = pieces.get(last).and_then(|piece| piece.as_deref());
-            at = cut_run(at, last, closing, tokens, tokenizer, resolved);
+    let listed = count - usize::from(stop.is_some());
+    let level = if tokens.bytes.is_some() { tier::BYTES } else { tier::TEXT };
+    let mut seen: Vec<Seen<'_>> = Vec::with_capacity(listed);
+    for index in 0..listed {
+        let after_silence = matches!(seen.last(), Some(Seen::Silent));
+        match see(tokens, index, after_silence, tokenizer) {
+            Ok(piece) => seen.push(piece),
+            Err(bytes) => {
+                let detail = format!("token {} is not in the vocabulary", excerpt(&bytes));
+                resolved.find(Reason::TokenizerMismatch, index, 1, detail);
+                resolved.foreign = true;
+                return;
+            }
         }
     }
-    if resolved.known.contains(&false) && !resolved.foreign {
-        recover_from_content(tokens, &pieces, content, tokenizer, resolved);
+    let whole = || whole_text(tokens, &seen, content?, tokenizer);
+    if seen.iter().all(|piece| matches!(piece, Seen::Own(_))) {
+        seen.iter().for_each(|piece| {
+            if let Seen::Own(id) = piece {
+                resolved.push(Some(*id), level)
+            }
+        });
+    } else if let Some(ids) = whole() {
+        for (id, piece) in ids.into_iter().zip(&seen) {
+            resolved.push(Some(id), if matches!(piece, Seen::Own(_)) { level } else { tier::TEXT });
+        }
+    } else {
+        by_runs(&seen, level, tokenizer, resolved);
     }
-    if let (Some(id), false) = (stop, resolved.foreign) {
-        resolved.push(Some(id), if bytes_recorded { tier::BYTES } else { tier::TEXT });
-    }
-}
-
-/// One token whose own bytes are recorded.
-fn single(at: usize, bytes: &[u8], level: u8, tokenizer: &Tokenizer, resolved: &mut Resolved) {
-    let added = || std::str::from_utf8(bytes).ok().and_then(|text| tokenizer.id_of_added(text));
-    if let Some(id) = tokenizer.id_of_bytes(bytes).or_else(added) {
+    if let Some(id) = stop {
         resolved.push(Some(id), level);
-        return;
     }
-    let detail = format!("token {} is not in the vocabulary", excerpt(bytes));
-    resolved.find(Reason::TokenizerMismatch, at, 1, detail);
-    resolved.foreign = true;
 }
 
-/// Tokens `at..last` have no bytes of their own; `closing` is the piece after them, which carries the whole character
-/// where the recorder corrects by context (vLLM). Returns the first token after the run.
-fn cut_run(
-    at: usize,
-    last: usize,
-    closing: Option<&[u8]>,
-    tokens: &Tokens,
-    tokenizer: &Tokenizer,
-    resolved: &mut Resolved,
-) -> usize {
-    let Some(text) = closing else {
-        for _ in at..last {
-            resolved.push(None, tier::TEXT);
-        }
-        let detail = format!("the generation ends in {} token(s) without text", last - at);
-        resolved.find(Reason::PartialUtf8, at, last - at, detail);
-        return last;
-    };
-    let count = last + 1 - at;
-    let lookup = |bytes: &[u8]| tokenizer.id_of_bytes(bytes);
-    let longest = tokenizer.max_piece_bytes();
-    let mut pieces: Vec<Piece<'_>> = (at..last).map(|index| lossy(tokens, index).unwrap_or(Piece::Cut)).collect();
-    pieces.push(Piece::Any);
-    // A token without text may also be a special token or a byte that belongs to no character. Where fewer pieces
-    // spell the same text, that reading stands beside this one and neither is known.
-    let alone = (1..count).any(|fewer| segment::possible(fewer, text, longest, &lookup));
-    let ids = if alone { None } else { segment::unique(&pieces, text, longest, &lookup) };
-    if let Some(ids) = ids {
-        for id in ids {
-            resolved.push(Some(id), tier::TEXT);
-        }
-        return last + 1;
+/// What the record shows of token `index`; its bytes where the vocabulary does not have them.
+fn see<'a>(tokens: &'a Tokens, index: usize, after_silence: bool, tokenizer: &Tokenizer) -> Result<Seen<'a>, Vec<u8>> {
+    if let Some(bytes) = own_bytes(tokens, index, tokenizer) {
+        let added = || std::str::from_utf8(&bytes).ok().and_then(|text| tokenizer.id_of_added(text));
+        return match tokenizer.id_of_bytes(&bytes).or_else(added) {
+            Some(id) if !after_silence || tokenizer.is_special(id) => Ok(Seen::Own(id)),
+            None if !after_silence => Err(bytes),
+            _ => Ok(Seen::Closing(bytes)),
+        };
     }
-    for _ in at..=last {
-        resolved.push(None, tier::TEXT);
-    }
-    resolved.runs.push((at, last + 1, text.to_vec()));
-    let detail = format!("{count} tokens spell {} in more than one way, or in none", excerpt(text));
-    resolved.find(Reason::PartialUtf8, at, count, detail);
-    last + 1
+    let text = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
+    let lossy = text(&tokens.texts).or_else(|| text(&tokens.bytes)).filter(|text| text.contains('\u{FFFD}'));
+    Ok(lossy.map_or(Seen::Silent, Seen::Lossy))
 }
 
-/// Tries the whole text once more where single runs stayed open: the pieces that are known anchor the others.
-fn recover_from_content(
-    tokens: &Tokens,
-    own: &[Option<Vec<u8>>],
-    content: Option<&str>,
-    tokenizer: &Tokenizer,
-    resolved: &mut Resolved,
-) {
-    // Only per-token decodes say by themselves that a token was a lone part of a character.
-    let lossy_only = (0..own.len()).all(|index| own[index].is_some() || lossy(tokens, index).is_some());
-    let Some(text) = content.filter(|_| lossy_only) else { return };
-    let pieces: Vec<Piece<'_>> = (0..own.len())
-        .map(|index| match &own[index] {
-            Some(bytes) => Piece::Known(bytes),
-            None => lossy(tokens, index).unwrap_or(Piece::Any),
+/// The ids, where the whole text is known and only one segmentation of it fits what is seen.
+fn whole_text(tokens: &Tokens, seen: &[Seen<'_>], text: &str, tokenizer: &Tokenizer) -> Option<Vec<u32>> {
+    if text.is_empty() || text.contains('\u{FFFD}') || tokens.is_empty() {
+        return None;
+    }
+    let pieces: Vec<Piece<'_>> = seen
+        .iter()
+        .map(|piece| match piece {
+            Seen::Own(id) if tokenizer.is_special(*id) => Piece::Special(*id),
+            Seen::Own(id) => tokenizer.token_bytes(*id).map_or(Piece::Any, Piece::Known),
+            Seen::Silent => Piece::Silent,
+            Seen::Lossy(text) => Piece::Lossy(text),
+            Seen::Closing(_) => Piece::Any,
         })
         .collect();
-    let lookup = |bytes: &[u8]| tokenizer.id_of_bytes(bytes);
-    if let Some(ids) = segment::unique(&pieces, text.as_bytes(), tokenizer.max_piece_bytes(), &lookup) {
-        let runs = resolved.known.iter().filter(|known| !**known).count();
-        resolved.findings.retain(|finding| finding.reason != Reason::PartialUtf8);
-        resolved.find(Reason::LossyText, 0, runs, format!("{runs} tokens without own bytes, resolved from the text"));
-        resolved.known = vec![true; ids.len()];
-        resolved.runs.clear();
-        resolved.ids = ids;
+    segment::unique(&pieces, text.as_bytes(), tokenizer.max_piece_bytes(), &|bytes| tokenizer.id_of_bytes(bytes))
+}
+
+/// The ids run by run, where the whole text is not known or does not decide: what a closing piece spells.
+fn by_runs(seen: &[Seen<'_>], level: u8, tokenizer: &Tokenizer, resolved: &mut Resolved) {
+    let mut at = 0;
+    while at < seen.len() {
+        if let Seen::Own(id) = &seen[at] {
+            resolved.push(Some(*id), level);
+            at += 1;
+            continue;
+        }
+        let silent = seen[at..].iter().take_while(|piece| matches!(piece, Seen::Silent)).count();
+        let last = at + silent;
+        let closing = if let Some(Seen::Closing(text)) = seen.get(last) { Some(text.as_slice()) } else { None };
+        let end = (last + usize::from(matches!(seen.get(last), Some(Seen::Closing(_) | Seen::Lossy(_))))).max(at + 1);
+        run(at, end, closing, tokenizer, resolved);
+        at = end;
     }
 }
 
-/// The text of token `index` where it holds U+FFFD: what its bytes decode to.
-fn lossy(tokens: &Tokens, index: usize) -> Option<Piece<'_>> {
-    let text = std::str::from_utf8(tokens.texts.as_ref()?.get(index)?).ok()?;
-    text.contains('\u{FFFD}').then_some(Piece::Lossy(text))
+/// Tokens `at..end` are silent but for the last, which shows `text`; `None` where that is not all of their bytes.
+fn run(at: usize, end: usize, text: Option<&[u8]>, tokenizer: &Tokenizer, resolved: &mut Resolved) {
+    let mut pieces = vec![Piece::Silent; end - at];
+    let ids = text.and_then(|text| {
+        *pieces.last_mut()? = Piece::Any;
+        segment::unique(&pieces, text, tokenizer.max_piece_bytes(), &|bytes| tokenizer.id_of_bytes(bytes))
+    });
+    if let Some(ids) = ids {
+        ids.into_iter().for_each(|id| resolved.push(Some(id), tier::TEXT));
+        return;
+    }
+    (at..end).for_each(|_| resolved.push(None, tier::TEXT));
+    let shown = text.map_or_else(|| "no text".to_owned(), |text| excerpt(text));
+    let detail = format!("{} tokens show {shown}: more than one way to spell it, or none", end - at);
+    resolved.find(Reason::PartialUtf8, at, end - at, detail);
+    resolved.runs.extend(text.map(|text| (at, end, text.to_vec())));
 }
 
 /// The bytes of token `index` alone, or `None` where the record does not give them.

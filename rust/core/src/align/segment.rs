@@ -12,8 +12,10 @@ pub enum Piece<'a> {
     Known(&'a [u8]),
     /// Its text with U+FFFD for what is no character: its bytes decode lossily to exactly this.
     Lossy(&'a str),
-    /// Nothing, beside that its bytes end inside a character.
-    Cut,
+    /// It showed no text: its bytes end inside a character, or it is one of the tokens that show none (special ones).
+    Silent,
+    /// A token whose id is known and that shows no text.
+    Special(u32),
     /// Nothing at all.
     Any,
 }
@@ -35,10 +37,11 @@ pub fn unique(
     for piece in pieces {
         let mut next: HashMap<usize, Step> = HashMap::new();
         for (&start, step) in ways.last()? {
-            advance(*piece, text, start, longest, lookup, &mut |end, id| {
+            advance(*piece, text, start, longest, lookup, &mut |end, id, ways| {
+                let ways = step.ways.max(ways);
                 next.entry(end)
-                    .and_modify(|known| known.ways = known.ways.saturating_add(step.ways).min(2))
-                    .or_insert(Step { ways: step.ways, from: start, id });
+                    .and_modify(|known| known.ways = known.ways.saturating_add(ways).min(MANY))
+                    .or_insert(Step { ways, from: start, id });
             });
         }
         if next.is_empty() || next.len() > STATES {
@@ -59,29 +62,14 @@ pub fn unique(
     Some(ids)
 }
 
-/// Whether `text` can be spelled in exactly `count` pieces at all.
-pub fn possible(count: usize, text: &[u8], longest: usize, lookup: &dyn Fn(&[u8]) -> Option<u32>) -> bool {
-    let mut reached = vec![false; text.len() + 1];
-    reached[0] = true;
-    for _ in 0..count {
-        let mut next = vec![false; text.len() + 1];
-        for start in (0..text.len()).filter(|&start| reached[start]) {
-            for end in start + 1..=text.len().min(start + longest) {
-                if !next[end] && lookup(&text[start..end]).is_some() {
-                    next[end] = true;
-                }
-            }
-        }
-        reached = next;
-    }
-    reached[text.len()]
-}
-
 struct Step {
     ways: u8,
     from: usize,
     id: u32,
 }
+
+/// Ways saturate here: more than one is all that matters.
+const MANY: u8 = 2;
 
 fn advance(
     piece: Piece<'_>,
@@ -89,25 +77,31 @@ fn advance(
     start: usize,
     longest: usize,
     lookup: &dyn Fn(&[u8]) -> Option<u32>,
-    found: &mut dyn FnMut(usize, u32),
+    found: &mut dyn FnMut(usize, u32, u8),
 ) {
-    if let Piece::Known(bytes) = piece {
-        if text[start..].starts_with(bytes)
-            && let Some(id) = lookup(bytes)
-        {
-            found(start + bytes.len(), id);
+    match piece {
+        Piece::Known(bytes) => {
+            if text[start..].starts_with(bytes)
+                && let Some(id) = lookup(bytes)
+            {
+                found(start + bytes.len(), id, 1);
+            }
+            return;
         }
-        return;
+        Piece::Special(id) => return found(start, id, 1),
+        // Which special token it would be is not known: this way alone counts as many.
+        Piece::Silent => found(start, 0, MANY),
+        Piece::Lossy(_) | Piece::Any => {}
     }
     for end in start + 1..=text.len().min(start + longest) {
         let bytes = &text[start..end];
         let fits = match piece {
-            Piece::Cut => !is_boundary(text, end),
+            Piece::Silent => !is_boundary(text, end),
             Piece::Lossy(expected) => String::from_utf8_lossy(bytes) == expected,
-            Piece::Any | Piece::Known(_) => true,
+            _ => true,
         };
         if fits && let Some(id) = lookup(bytes) {
-            found(end, id);
+            found(end, id, 1);
         }
     }
 }
@@ -129,17 +123,31 @@ mod tests {
     fn a_character_cut_in_three_is_recovered_when_there_is_one_way() {
         // U+1F60A is F0 9F 98 8A.
         let lookup = vocabulary(&[b"\xF0\x9F", b"\x98", b"\x8A", b"\xF0", b"\x9F"]);
-        let pieces = [Piece::Cut, Piece::Cut, Piece::Any];
+        let pieces = [Piece::Silent, Piece::Silent, Piece::Any];
         assert_eq!(unique(&pieces, "\u{1F60A}".as_bytes(), 4, &lookup), Some(vec![0, 1, 2]));
     }
 
     #[test]
     fn two_ways_are_refused() {
         let lookup = vocabulary(&[b"\xF0\x9F", b"\x98", b"\x8A", b"\xF0", b"\x9F\x98"]);
-        let pieces = [Piece::Cut, Piece::Cut, Piece::Any];
+        let pieces = [Piece::Silent, Piece::Silent, Piece::Any];
         assert_eq!(unique(&pieces, "\u{1F60A}".as_bytes(), 4, &lookup), None);
-        assert!(possible(3, "\u{1F60A}".as_bytes(), 4, &lookup));
-        assert!(!possible(2, "\u{1F60A}".as_bytes(), 4, &lookup));
+    }
+
+    #[test]
+    fn a_token_without_text_may_be_special_and_then_nothing_is_known() {
+        let lookup = vocabulary(&[b"\xC3", b"\xA9", b"\xC3\xA9"]);
+        assert_eq!(unique(&[Piece::Silent, Piece::Any], "\u{e9}".as_bytes(), 2, &lookup), None);
+        let lookup = vocabulary(&[b"\xC3", b"\xA9"]);
+        assert_eq!(unique(&[Piece::Silent, Piece::Any], "\u{e9}".as_bytes(), 2, &lookup), Some(vec![0, 1]));
+    }
+
+    #[test]
+    fn a_continuation_that_carries_text_is_found_by_what_it_decodes_to() {
+        // U+00C5 is C3 85; the second token holds its last byte and two letters.
+        let lookup = vocabulary(&[b"\xC3", b"\x85sa", b".", b"s", b"a", b"\x85"]);
+        let pieces = [Piece::Silent, Piece::Lossy("\u{FFFD}sa"), Piece::Known(b"."), Piece::Special(9)];
+        assert_eq!(unique(&pieces, "\u{c5}sa.".as_bytes(), 4, &lookup), Some(vec![0, 1, 2, 9]));
     }
 
     #[test]

@@ -119,7 +119,7 @@ fn check_values<F: Real>(terms: Terms<'_, F>, missing: Missing, known: &[bool], 
     }
     if let Some(old) = terms.old {
         for &logprob in &old[block.clone()] {
-            bad |= !(logprob.wide().abs() < f64::INFINITY);
+            bad |= !logprob.wide().is_finite();
         }
     }
     bad |= missing == Missing::Refuse && known.iter().any(|&known| !known);
@@ -238,7 +238,7 @@ impl<F: Real> Block<'_, F> {
         };
         let mut levels = self.aggregate(segments, self.log_ratio, plan.level, keep);
         exponentiate(&mut levels, stats);
-        let shaped: Vec<f64> = levels.iter().map(|&raw| plan.shape.of(raw)).collect();
+        let shaped: Vec<f64> = levels.iter().map(|&raw| if raw.is_nan() { raw } else { plan.shape.of(raw) }).collect();
         for (term, &segment) in segments.of.iter().enumerate() {
             let (raw, shaped) = (levels[segment as usize], shaped[segment as usize]);
             if !raw.is_nan() && self.known[term] && self.applies(plan.when, term) {
@@ -277,10 +277,9 @@ impl<F: Real> Block<'_, F> {
 impl Shape {
     fn of<F: Real>(self, ratio: F) -> F {
         match self {
-            Self::Identity => ratio,
             Self::Clamp(low, high) => ratio.at_least(F::of(low)).at_most(F::of(high)),
             Self::Window(low, high) if ratio < F::of(low) || ratio > F::of(high) => F::ZERO,
-            Self::Window(..) => ratio,
+            Self::Identity | Self::Window(..) => ratio,
         }
     }
 }

@@ -68,6 +68,14 @@ fn a_neutral_missing_logprob_has_weight_one_and_is_kept() {
 }
 
 #[test]
+fn a_trace_without_a_known_logprob_counts_for_nothing() {
+    let product = plan(vec![], vec![weight(level(Over::Trace, Agg::Sum), Shape::Clamp(0.0, 2.0))], Missing::Neutral);
+    let found = correct(terms(&[-1.0, -1.0], &[-1.5, NAN], &[0, 1]), &product).unwrap();
+    near(&found.weight, &[0.5_f64.exp(), 1.0]);
+    near(&[found.unit_sums[0].0, found.unit_sums[0].1], &[0.5_f64.exp(), 1.0]);
+}
+
+#[test]
 fn a_missing_logprob_can_be_refused_by_term() {
     let error =
         correct(terms(&[-1.0, -1.0], &[-1.0, NAN], &[3, 3]), &plan(vec![], vec![], Missing::Refuse)).unwrap_err();

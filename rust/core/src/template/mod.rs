@@ -8,9 +8,13 @@
 //! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
 
 mod clock;
+mod conversation;
 mod environment;
 mod json;
+mod limits;
+mod marking;
 mod marks;
+mod methods;
 mod provenance;
 mod scan;
 mod value;
@@ -18,18 +22,18 @@ mod value;
 use crate::error::{Error, Kind, Result};
 use aho_corasick::{AhoCorasick, MatchKind};
 use clock::Clock;
+use conversation::Conversation;
 use environment::{CLOCK, ClockValue, GENERATION_MARKS};
-use marks::{Alphabet, Marker, Tag, Used};
+use limits::Size;
+use marking::Tools;
+use marks::{Alphabet, Used};
 use minijinja::Environment;
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
 use std::sync::{Arc, Mutex, PoisonError};
-use value::{Conversation, Selection};
 
 /// `Span::message` of what belongs to no message.
 pub const NO_MESSAGE: u32 = u32::MAX;
-/// Messages of a conversation that are marked one by one before searching takes over.
-const SINGLE_TRIES: usize = 64;
 /// Sets of tool schemas whose values and JSON are remembered.
 const REMEMBERED_TOOLS: usize = 8;
 
@@ -100,38 +104,13 @@ pub struct Template {
     tools: Mutex<Vec<Arc<Tools>>>,
 }
 
-/// Tool schemas as template values.
-#[derive(Debug)]
-struct Tools {
-    json: Json,
-    bytes: usize,
-    used: Used,
-    plain: Value,
-    /// The values with marks of the default alphabet.
-    marked: Schemas,
-}
-
-/// Tool schemas with marks, and the tags of these.
-#[derive(Debug, Clone)]
-struct Schemas {
-    value: Value,
-    tags: Vec<Tag<'static>>,
-}
-
-/// What the marked renders of one call share.
-struct Marking<'a> {
-    call: &'a Call<'a>,
-    alphabet: Alphabet,
-    schemas: Option<Schemas>,
-}
-
 /// What the renders of one call share.
 struct Call<'a> {
     conversation: &'a Conversation<'a>,
     tools: Option<Arc<Tools>>,
     context: Vec<(String, Value)>,
     keep_null: bool,
-    input_bytes: usize,
+    size: Size,
 }
 
 impl Template {
@@ -146,7 +125,7 @@ impl Template {
         let seams = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&words);
         let seams = seams.ok().filter(|_| !words.is_empty());
         Ok(Self {
-            env: environment::compile(scanned.source)?,
+            env: environment::compile(scanned.source, scanned.longest_text)?,
             special_tokens: special_tokens.to_vec(),
             has_generation: scanned.has_generation,
             literals: scanned.literals,
@@ -203,9 +182,10 @@ impl Template {
         kwargs: &Map<String, Json>,
     ) -> Result<(Call<'a>, String)> {
         let tools = tools.filter(|tools| !tools.is_null()).map(|tools| self.tools(tools)).transpose()?;
-        let input_bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
+        let bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
+        let size = Size { messages: conversation.len(), bytes };
         let context = self.context(add_generation_prompt, kwargs)?;
-        let mut call = Call { conversation, tools, context, keep_null: false, input_bytes };
+        let mut call = Call { conversation, tools, context, keep_null: false, size };
         match self.run(&call, conversation.values(false, None), None, None) {
             Err(error) if conversation.has_null => {
                 call.keep_null = true;
@@ -252,7 +232,7 @@ impl Template {
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
-        environment::render(&self.env, Value::from_pairs(context), call.input_bytes)
+        environment::render(&self.env, Value::from_pairs(context), call.size)
     }
 
     /// Tool schemas as values, from memory where they were seen before.
@@ -273,101 +253,6 @@ impl Template {
         remembered.push(Arc::clone(&tools));
         Ok(tools)
     }
-
-    /// Adds to `text` what marked renders tell of it.
-    fn with_provenance(&self, call: &Call<'_>, text: String) -> Rendered {
-        let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
-        let mut used = strings.fold(self.used, |used, value| used.and(value)).with(call.conversation.used());
-        used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
-        let Some(alphabet) = Alphabet::avoiding(&used) else {
-            return self.searched(call, text, provenance::Found::default());
-        };
-        let schemas = call.tools.as_ref().map(|tools| match used.is_empty() {
-            true => tools.marked.clone(),
-            false => Schemas::new(&tools.json, alphabet.clone(), &self.literals),
-        });
-        let marking = Marking { call, alphabet, schemas };
-        for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
-            let (found, edges) = self.marked(&marking, &text, selection);
-            match found {
-                Some(found) if found.balanced => {
-                    let provenance::Found { spans, generation, .. } = found;
-                    return Rendered { text, spans, generation, exact_provenance: true };
-                }
-                Some(found) => return self.searched(call, text, found),
-                None if !edges => break,
-                None => {}
-            }
-        }
-        let found = self.one_by_one(&marking, &text);
-        self.searched(call, text, found)
-    }
-
-    /// What one marked render tells, if taking its marks out gives `text`; and whether it matters for any string that
-    /// marks stand inside or outside whitespace.
-    fn marked(&self, marking: &Marking<'_>, text: &str, selection: Selection) -> (Option<provenance::Found>, bool) {
-        let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
-        let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
-        let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
-        let messages = marking.call.conversation.values(marking.call.keep_null, Some((&mut marker, &selection)));
-        let tools = schemas.map(|schemas| schemas.value.clone());
-        let found = self.run(marking.call, messages, tools, Some(&marking.alphabet)).ok().and_then(|marked| {
-            let (plain, events) = marks::strip(&marked, &marking.alphabet);
-            (plain == text).then(|| provenance::read(text, &events, &marker.tags))
-        });
-        (found, marker.edges)
-    }
-
-    /// Marks on the schemas alone and on one message at a time, for templates that some mark disturbs.
-    fn one_by_one(&self, marking: &Marking<'_>, text: &str) -> provenance::Found {
-        let count = marking.call.conversation.len();
-        let single = (count <= SINGLE_TRIES).then_some(0..count).into_iter().flatten().map(Selection::Only);
-        let mut all = provenance::Found::default();
-        for selection in std::iter::once(Selection::Schemas).chain(single) {
-            if let Some(found) = self.marked(marking, text, selection).0 {
-                all.spans.extend(found.spans);
-                all.generation = found.generation;
-            }
-        }
-        all.spans = disjoint(all.spans);
-        all
-    }
-
-    /// Completes `found` by searching for every string of a message that has no span.
-    fn searched(&self, call: &Call<'_>, text: String, mut found: provenance::Found) -> Rendered {
-        let leaves = call.conversation.leaves();
-        let missing: Vec<_> = leaves
-            .into_iter()
-            .filter(|(message, field, _)| {
-                !found.spans.iter().any(|span| span.message == *message && span.field == *field)
-            })
-            .collect();
-        let more = provenance::search(&text, &missing, &found.spans);
-        found.spans.extend(more);
-        let generation = if self.has_generation { found.generation } else { Vec::new() };
-        Rendered { text, spans: disjoint(found.spans), generation, exact_provenance: false }
-    }
-}
-
-impl Tools {
-    fn new(json: &Json, literals: &[String]) -> Self {
-        let mut used = Used::default();
-        value::note(&mut used, json);
-        let plain = value::tools(json, &mut None, literals);
-        let marked = match Alphabet::avoiding(&Used::default()) {
-            Some(alphabet) => Schemas::new(json, alphabet, literals),
-            None => Schemas { value: plain.clone(), tags: Vec::new() },
-        };
-        Self { json: json.clone(), bytes: json.to_string().len(), used, plain, marked }
-    }
-}
-
-impl Schemas {
-    fn new(json: &Json, alphabet: Alphabet, literals: &[String]) -> Self {
-        let mut marker = Marker::new(alphabet, None, Vec::new());
-        let value = value::tools(json, &mut Some(&mut marker), literals);
-        Self { value, tags: marker.tags }
-    }
 }
 
 /// Strings that split a text into parts: longer than one character, and not a plain word.
@@ -383,16 +268,4 @@ fn pinned_clock(value: &Json) -> Result<Clock> {
             .why("It pins the time that the template prints")
             .cure("Pass a date in ISO form, such as 2025-03-07 or 2025-03-07T14:05:00")
     })
-}
-
-/// Spans in order, cut where they overlap.
-fn disjoint(mut spans: Vec<Span>) -> Vec<Span> {
-    spans.sort_by_key(|span| (span.start, std::cmp::Reverse(span.end)));
-    let mut end = 0;
-    spans.retain_mut(|span| {
-        span.start = span.start.max(end);
-        end = end.max(span.end);
-        span.start < span.end
-    });
-    spans
 }

@@ -175,3 +175,15 @@ pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) 
     }
     found
 }
+
+/// Spans in order, cut where they overlap.
+pub(super) fn disjoint(mut spans: Vec<Span>) -> Vec<Span> {
+    spans.sort_by_key(|span| (span.start, std::cmp::Reverse(span.end)));
+    let mut end = 0;
+    spans.retain_mut(|span| {
+        span.start = span.start.max(end);
+        end = end.max(span.end);
+        span.start < span.end
+    });
+    spans
+}

@@ -12,6 +12,8 @@ pub(super) struct Scanned {
     pub has_generation: bool,
     /// String literals of the template's expressions, unescaped, each once.
     pub literals: Vec<String>,
+    /// Bytes of the longest text outside tags.
+    pub longest_text: usize,
 }
 
 /// The filter that a generation block becomes.
@@ -23,31 +25,38 @@ pub(super) fn scan(source: &str) -> Scanned {
     let mut rest = source;
     while let Some(start) = rest.find('{') {
         let (text, tag) = rest.split_at(start);
+        let (kept, after) = tag.split_at(tag_length(tag, &mut out.literals));
+        out.longest_text = out.longest_text.max(text.len());
         out.source.push_str(text);
-        let length = match tag.as_bytes().get(1) {
-            Some(b'#') => tag.find("#}").map_or(tag.len(), |end| end + 2),
-            Some(b'{') => expression_length(tag, "}}", &mut out.literals),
-            Some(b'%') => {
-                let length = expression_length(tag, "%}", &mut out.literals);
-                let (block, after) = tag.split_at(length);
-                if let Some(rewritten) = rewrite_generation(block) {
-                    out.source.push_str(&rewritten);
-                    out.has_generation = true;
-                    rest = after;
-                    continue;
-                }
-                if block_name(block) == "raw" { length + raw_length(after) } else { length }
-            }
-            _ => 1,
-        };
-        let (kept, after) = tag.split_at(length);
-        out.source.push_str(kept);
         rest = after;
+        if let Some(rewritten) = rewrite_generation(kept) {
+            out.source.push_str(&rewritten);
+            out.has_generation = true;
+            continue;
+        }
+        out.source.push_str(kept);
+        if kept.starts_with("{%") && block_name(kept) == "raw" {
+            let (raw, behind) = after.split_at(raw_length(after));
+            out.longest_text = out.longest_text.max(raw.len());
+            out.source.push_str(raw);
+            rest = behind;
+        }
     }
+    out.longest_text = out.longest_text.max(rest.len());
     out.source.push_str(rest);
     out.literals.sort_unstable();
     out.literals.dedup();
     out
+}
+
+/// Bytes of the tag that `tag` starts with; 1 for a brace that opens none.
+fn tag_length(tag: &str, literals: &mut Vec<String>) -> usize {
+    match tag.as_bytes().get(1) {
+        Some(b'#') => tag.find("#}").map_or(tag.len(), |end| end + 2),
+        Some(b'{') => expression_length(tag, "}}", literals),
+        Some(b'%') => expression_length(tag, "%}", literals),
+        _ => 1,
+    }
 }
 
 /// Bytes from the opening delimiter to behind `close`, skipping string literals and balanced brackets.
