@@ -424,6 +424,12 @@ def test_api_objects_become_records_by_model_dump():
         Trace.from_dict({"messages": [object()]})
 
 
+def test_a_number_json_cannot_say_is_kept_in_the_record_and_a_word_in_a_message():
+    trace = Trace.from_messages([{"role": "tool", "content": "x", "note": [math.inf, -math.inf]}])
+    assert trace.messages[0]["note"] == ["Infinity", "-Infinity"]
+    assert trace.to_dict()["messages"][0]["note"] == [math.inf, -math.inf]
+
+
 def test_a_lone_surrogate_in_python_text_is_refused_and_not_replaced():
     with pytest.raises(FormatError, match="a lone surrogate escape"):
         Trace.from_messages([{"role": "user", "content": "\ud83d"}])
@@ -461,7 +467,7 @@ JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**60), 2**60)
-    | st.floats(allow_nan=False, width=32)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
