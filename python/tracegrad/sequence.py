@@ -27,7 +27,7 @@ TEXT_ONLY = 6
 NO_TIER = 255
 LOGPROB_KINDS = ("unknown", "raw", "processed")
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,8 @@ class Sequences:
         found = store.load(Path(directory))
         columns: dict[str, Any] = dict(found.columns)
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
-        return cls(**columns, **found.names, extras=found.extras, drift=Drift(**drift, **found.drift))
+        columns |= found.names
+        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
 
 
 def _column(values: ArrayLike, dtype: type, name: str, length: int | None = None) -> Array:
@@ -366,6 +367,6 @@ def align(
         exact=found.pop("exact"),
         errors=tuple(found.pop("errors")),
     )
-    names = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
+    names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
     return Sequences(**found, **names, drift=drift)

@@ -3,7 +3,7 @@
 use crate::errors::to_python;
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
-use tracegrad_core::pack::{self, Branches, TooLong, Tokens};
+use tracegrad_core::pack::{self, Branches, Tokens, TooLong};
 use tracegrad_core::{Error, Kind};
 
 type Column<'py, T> = Bound<'py, PyArray1<T>>;
@@ -22,7 +22,12 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
 /// Length and terms of each branch, terms lost by each trace, traces too long.
 #[pyfunction]
 #[pyo3(signature = (cu_seqlens, trace, trainable, names, token_budget, whole_traces, too_long))]
-#[expect(clippy::too_many_arguments, clippy::type_complexity, clippy::needless_pass_by_value, reason = "a border of arrays")]
+#[expect(
+    clippy::too_many_arguments,
+    clippy::type_complexity,
+    clippy::needless_pass_by_value,
+    reason = "a border of arrays"
+)]
 fn pack_measure<'py>(
     py: Python<'py>,
     cu_seqlens: PyReadonlyArray1<'py, i64>,
@@ -53,7 +58,7 @@ fn pack_measure<'py>(
 /// Rank and row of each branch, and the rows of each step and rank.
 #[pyfunction]
 #[pyo3(signature = (length, trace, step, ranks, token_budget, whole_traces))]
-#[expect(clippy::type_complexity, clippy::needless_pass_by_value, reason = "a border of arrays")]
+#[expect(clippy::needless_pass_by_value, reason = "a border of arrays")]
 fn pack_place<'py>(
     py: Python<'py>,
     length: PyReadonlyArray1<'py, i32>,
@@ -93,9 +98,8 @@ fn pack_lay<'py>(
         cu_seqlens: cu_seqlens.as_slice()?,
     };
     let (length, step, row, rows) = (length.as_slice()?, step.as_slice()?, row.as_slice()?, rows.as_slice()?);
-    let out = py
-        .detach(|| pack::lay(tokens, length, step, row, rows, multiple))
-        .map_err(|error| to_python(py, &error))?;
+    let out =
+        py.detach(|| pack::lay(tokens, length, step, row, rows, multiple)).map_err(|error| to_python(py, &error))?;
     Ok(vec![
         out.ids.into_pyarray(py).into_any(),
         out.positions.into_pyarray(py).into_any(),
