@@ -94,23 +94,23 @@ METRICS: tuple[Metric, ...] = (
         "terms",
         "Terms with a ratio outside the clip range, whatever the sign of the advantage: ART's clip_fraction.",
     ),
-    Metric("kl", "nats", "theta / ref", "terms", "k3 estimate of KL(theta || ref); only with a reference model."),
+    Metric("kl", "nats", "theta / ref", "terms", "k3 estimate of KL(theta, ref); only with a reference model."),
     Metric(
         "kl_rollout",
         "nats",
         "theta / rollout",
         "terms with a rollout logprob",
-        "k3 estimate of KL(rollout || theta): how far the policy has gone from the one that was recorded.",
+        "k3 estimate of KL(rollout, theta): how far the policy has gone from the one that was recorded.",
     ),
     Metric(
-        "kl_old", "nats", "theta / old", "terms", "k3 estimate of KL(old || theta): how far since `old` was refreshed."
+        "kl_old", "nats", "theta / old", "terms", "k3 estimate of KL(old, theta): how far since `old` was refreshed."
     ),
     Metric(
         "rollout_gap",
         "nats",
         "theta / rollout",
         "terms with a rollout logprob",
-        "Mean |logprob - rollout logprob|. At step 1 it is the mismatch of trainer and engine; later the policy has moved too.",
+        "Mean absolute difference of logprob and rollout logprob. At step 1 it is the mismatch of trainer and engine; later the policy has moved too.",
     ),
     Metric(
         "value",
