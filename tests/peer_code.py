@@ -1,4 +1,4 @@
-"""TRL's own code, run beside ours: its `_compute_loss`, and the statements of its generation step that have no function.
+"""TRL's own code, run beside ours: its `_compute_loss`, and statements of its generation step that have no function.
 
 Nothing is transcribed: statements are taken out of the installed source by their first line and executed.
 """

@@ -1,7 +1,6 @@
 """algebra: what can be said, what is refused and why, and fields changed by their names."""
 
 import pytest
-
 from tracegrad.algebra import (
     Clamp,
     Clip,
@@ -161,7 +160,7 @@ class TestOverride:
     def test_several_changes_are_checked_together(self):
         changed = override_all(self.objective, {"reduce.per": "trace", "reduce.inner": "sum", "reduce.norm": "256"})
         assert changed.reduce == Reduce("trace", "sum", norm=256.0)
-        with pytest.raises(ArgumentError, match="Reduce.inner is None"):
+        with pytest.raises(ArgumentError, match=r"Reduce\.inner is None"):
             override(self.objective, "reduce.per", "trace")
 
     def test_the_direct_form_is_two_overrides(self):

@@ -1,4 +1,4 @@
-"""correction: weights, gates and denominators of a step, in every layout, against hand-worked numbers and TRL's code."""
+"""correction: weights, gates and denominators in every layout, against hand-worked numbers and TRL's code."""
 
 import subprocess
 import sys
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_code import trl_importance_ratio
-
 from tracegrad import presets
 from tracegrad.algebra import LOG_RATIO_LIMIT, Clamp, Gate, Identity, Level, Ratio, Reduce, Weight, Window
 from tracegrad.correction import correct

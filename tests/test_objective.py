@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_code import trl_importance_ratio, trl_loss
-
 from tracegrad import presets
 from tracegrad.algebra import Clip, Level, Objective, Penalty, PolicyGradient, Ratio, Reduce, with_kl
 from tracegrad.correction import correct

@@ -4,8 +4,10 @@ import gzip
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -422,6 +424,12 @@ def test_api_objects_become_records_by_model_dump():
         Trace.from_dict({"messages": [object()]})
 
 
+def test_a_number_json_cannot_say_is_kept_in_the_record_and_a_word_in_a_message():
+    trace = Trace.from_messages([{"role": "tool", "content": "x", "note": [math.inf, -math.inf]}])
+    assert trace.messages[0]["note"] == ["Infinity", "-Infinity"]
+    assert trace.to_dict()["messages"][0]["note"] == [math.inf, -math.inf]
+
+
 def test_a_lone_surrogate_in_python_text_is_refused_and_not_replaced():
     with pytest.raises(FormatError, match="a lone surrogate escape"):
         Trace.from_messages([{"role": "user", "content": "\ud83d"}])
@@ -459,7 +467,7 @@ JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**60), 2**60)
-    | st.floats(allow_nan=False, width=32)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
@@ -503,3 +511,27 @@ def test_batches_and_chunks_change_nothing(tmp_path_factory, kinds, batch, chunk
     assert [name for part in ids for name in part] == [str(i) for i, kind in enumerate(kinds) if kind == "good"]
     assert all(len(part) == batch for part in ids[:-1])
     assert parts.read_report.bad == kinds.count("bad")
+
+
+def examples_of(page):
+    """The JSON objects in the indented blocks of a page."""
+    blocks = re.findall(r"(?:^    [ {].*\n)+", page, re.MULTILINE)
+    for block in (text.strip() for text in blocks if text.strip().startswith("{")):
+        start = 0
+        while start < len(block):
+            example, start = json.JSONDecoder().raw_decode(block, start)
+            start += len(block[start:]) - len(block[start:].lstrip())
+            yield example
+
+
+def test_every_example_of_the_documentation_is_read():
+    page = (Path(__file__).parent.parent / "docs" / "trace-format.md").read_text()
+    traces = Traces.from_records(examples_of(page))
+    assert [[g.tokens for g in trace.generations] for trace in traces] == [[2], [2, 2], [1], [2], [2], [2], [2]]
+    assert [g.context for g in traces[1].generations] == [[2], [0]]
+    cells = re.findall(r"^\| (?:chat|refusal|list|tokens|values|legacy|vLLM).*?\| (.*) \|$", page, re.MULTILINE)
+    forms = [json.loads(form) for cell in cells for form in re.findall(r"`([{\[].*?)`", cell)]
+    assert len(forms) == 9
+    for form in forms:
+        (generation,) = Trace.from_messages([said(logprobs=form)]).generations
+        assert generation.tokens in (1, 2)

@@ -6,13 +6,16 @@ Made by `align`, or by `Sequences.from_arrays` for a trainer that holds tokens a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core
+from tracegrad import _core, store
 from tracegrad.errors import ArgumentError
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
@@ -24,7 +27,7 @@ TEXT_ONLY = 6
 NO_TIER = 255
 LOGPROB_KINDS = ("unknown", "raw", "processed")
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,9 @@ class Sequences:
         keep = _column(trainable, np.bool_, "trainable", count)
         logprobs = _column(rollout_logprobs, np.float32, "rollout_logprobs", count)
         _check_logprobs(logprobs, keep)
-        trace_ = np.arange(len(cu) - 1, dtype=np.int32) if trace is None else _column(trace, np.int32, "trace", len(cu) - 1)
+        trace_ = (
+            np.arange(len(cu) - 1, dtype=np.int32) if trace is None else _column(trace, np.int32, "trace", len(cu) - 1)
+        )
         _check_traces(trace_)
         total = int(trace_[-1]) + 1 if len(trace_) else 0
         group_ = np.arange(total, dtype=np.int32) if group is None else _column(group, np.int32, "group", total)
@@ -257,6 +262,37 @@ class Sequences:
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
             extras=dict(extras or {}),
         )
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes `sequences.safetensors` and, when that is whole, `sequences.json` with the names and details.
+
+        Args:
+            directory: made if it is not there; what it held under these names is replaced.
+
+        Raises:
+            ReadError: if the files cannot be written, as on a full disk.
+        """
+        names = {name: getattr(self, name) for name in store.NAMES}
+        columns = {name: getattr(self, name) for name in store.COLUMNS}
+        columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
+        drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
+        store.save(Path(directory), store.Stored(columns, dict(self.extras), names, drift))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Sequences:
+        """What `save` wrote, memory-mapped and read-only; or all `shard-*` folders within, joined in memory.
+
+        Groups of several shards are one where their names are equal.
+
+        Raises:
+            ReadError: if nothing is there.
+            FormatError: if the files are not what `save` writes.
+        """
+        found = store.load(Path(directory))
+        columns: dict[str, Any] = dict(found.columns)
+        drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
+        columns |= found.names
+        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
 
 
 def _column(values: ArrayLike, dtype: type, name: str, length: int | None = None) -> Array:
@@ -331,6 +367,6 @@ def align(
         exact=found.pop("exact"),
         errors=tuple(found.pop("errors")),
     )
-    names = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
+    names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
     return Sequences(**found, **names, drift=drift)

@@ -1,12 +1,13 @@
 """Named arrays in safetensors files: written whole or not at all, memory-mapped when read, refused when hostile.
 
-Here is the format alone (eight bytes of header length, a JSON header, the buffers); `Sequences.save` and `.load` say what
-is kept. numpy only, so that preparation needs no torch; the safetensors package reads what is written here.
+Here is the format alone: eight bytes of header length, a JSON header, the buffers; `store` says what is kept. numpy
+only, so that preparation needs no torch; the safetensors package reads what is written here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -59,7 +60,9 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: M
     for name in ordered:
         array = columns[name]
         if array.dtype.name not in _CODES:
-            raise FormatError(f"array '{name}' has dtype {array.dtype}. Files hold {', '.join(_CODES)}. Convert it first.")
+            raise FormatError(
+                f"array '{name}' has dtype {array.dtype}. Files hold {', '.join(_CODES)}. Convert it first."
+            )
         end = offset + array.nbytes
         header[name] = {"dtype": _CODES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, end]}
         offset = end
@@ -84,7 +87,9 @@ def write_bytes(path: Path, parts: list[Any]) -> None:
         os.replace(draft, path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise ReadError(f"{path}: cannot be written ({error.strerror}). Free space there or choose another folder.") from error
+        raise ReadError(
+            f"{path}: cannot be written ({error.strerror}). Free space there or choose another folder."
+        ) from error
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
@@ -114,9 +119,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
     return {name: _view(data, entry) for name, entry in header.items()}, metadata
 
 
-def _bytes(array: Array) -> memoryview | bytes:
+def _bytes(array: Array) -> Any:
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return memoryview(array).cast("B") if array.size else b""
+    return array.reshape(-1).view(np.uint8).data if array.size else b""
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
@@ -148,18 +153,16 @@ def _check_layout(path: Path, header: dict[str, Any], size: int) -> None:
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
         start, stop = _offsets(path, name, entry)
-        dtype, shape = _DTYPES.get(entry.get("dtype")), entry.get("shape")
-        if dtype is None:
-            raise _broken(path, f"array '{name[:80]}' has dtype {str(entry.get('dtype'))[:20]!r}, which numpy does not hold")
+        array, code, shape = f"array '{name[:80]}'", entry.get("dtype"), entry.get("shape")
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise _broken(path, f"{array} has dtype {str(code)[:20]!r}, which numpy does not hold")
         if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= size for n in shape) or len(shape) > 8:
-            raise _broken(path, f"array '{name[:80]}' has shape {str(shape)[:80]}")
-        count = 1
-        for n in shape:
-            count *= n
-        if stop - start != count * dtype.itemsize:
-            raise _broken(path, f"array '{name[:80]}' has {stop - start} bytes, but its shape and dtype need {count * dtype.itemsize}")
+            raise _broken(path, f"{array} has shape {str(shape)[:80]}")
+        needed = math.prod(shape) * _DTYPES[code].itemsize
+        if stop - start != needed:
+            raise _broken(path, f"{array} has {stop - start} bytes, but its shape and dtype need {needed}")
         if start != end:
-            raise _broken(path, f"array '{name[:80]}' begins at byte {start} and not at {end}")
+            raise _broken(path, f"{array} begins at byte {start} and not at {end}")
         end = stop
     if end != size:
         raise _broken(path, f"its arrays end at byte {end} of {size}")

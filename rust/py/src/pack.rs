@@ -58,7 +58,7 @@ fn pack_measure<'py>(
 /// Rank and row of each branch, and the rows of each step and rank.
 #[pyfunction]
 #[pyo3(signature = (length, trace, step, ranks, token_budget, whole_traces))]
-#[expect(clippy::type_complexity, clippy::needless_pass_by_value, reason = "a border of arrays")]
+#[expect(clippy::needless_pass_by_value, reason = "a border of arrays")]
 fn pack_place<'py>(
     py: Python<'py>,
     length: PyReadonlyArray1<'py, i32>,

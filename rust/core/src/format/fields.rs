@@ -121,7 +121,7 @@ impl Sampling {
         Ok(Self {
             temperature: magnitude(fields, "temperature")?,
             top_p: magnitude(fields, "top_p")?,
-            policy_version: count(fields, "policy_version")?,
+            policy_version: policy_version(fields)?,
             logprob_kind: logprob_kind(fields)?,
         })
     }
@@ -134,6 +134,14 @@ impl Sampling {
             policy_version: self.policy_version.or(outer.policy_version),
             logprob_kind: self.logprob_kind.or(outer.logprob_kind),
         }
+    }
+}
+
+/// A version from 0; -1 is "unknown" as null is.
+fn policy_version(fields: &Fields) -> Decoded<Option<i32>> {
+    match fields.get("policy_version").and_then(Value::as_i64) {
+        Some(-1) => Ok(None),
+        _ => count(fields, "policy_version"),
     }
 }
 

@@ -22,10 +22,11 @@ pub(super) struct Entry {
 impl Entry {
     /// Reads an entry; `outer` is how the record says its tokens were sampled.
     pub fn read(mut item: Object, outer: &Sampling) -> Decoded<Self> {
-        if item.has("choices") {
+        let is_message = item.fields.contains_key("role");
+        if item.has_list("choices") && !is_message {
             return Self::of_response(item, None, outer);
         }
-        if item.has("message") {
+        if item.has("message") && !is_message {
             return Self::of_choice(item, outer);
         }
         let generation = item.take_object("generation")?;

@@ -103,10 +103,10 @@ fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
         Some(other) if other.starts_with("tracegrad/") => return Err(unknown_version(other)),
         _ => {}
     }
-    if object.has("calls") {
+    if object.has_list("calls") {
         return Ok(Form::Calls);
     }
-    if object.has("messages") && object.has("response") && !object.has("request") {
+    if object.has("messages") && object.has_object("response") && !object.has("request") {
         return Err(reject(Reason::UnknownForm, "the record has both `messages` and `response`")
             .why("Whether the response is among the messages cannot be known")
             .cure("Put the messages under `request`: {\"request\": {\"messages\": ...}, \"response\": ...}"));
@@ -120,7 +120,7 @@ fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
     if object.has("choices") {
         return Ok(Form::Response);
     }
-    Err(unknown_form(record))
+    if object.has("calls") { Ok(Form::Calls) } else { Err(unknown_form(record)) }
 }
 
 fn unknown_version(version: &str) -> Rejection {

@@ -165,6 +165,16 @@ impl Object {
         self.nested.iter().any(|(name, node)| *name == key && !matches!(node, Node::Other(Value::Null)))
     }
 
+    /// Whether a list stands under a key.
+    pub fn has_list(&self, key: &str) -> bool {
+        self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::List(_)))
+    }
+
+    /// Whether an object stands under a key.
+    pub fn has_object(&self, key: &str) -> bool {
+        self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::Object(_)))
+    }
+
     /// Takes the object under a key.
     pub fn take_object(&mut self, key: &str) -> Decoded<Option<Object>> {
         self.take(key).map(|node| node.object(key)).transpose()

@@ -427,3 +427,14 @@ fn the_record_keeps_its_bytes() {
     assert_eq!(&*trace.record, record);
     assert_eq!(trace.reward, None);
 }
+
+#[test]
+fn keys_of_an_application_do_not_change_the_form() {
+    let trace = read_json(&json!({"calls": 2, "response": "4", "choices": ["3", "4"], "policy_version": -1,
+        "messages": [{"role": "user", "content": "?", "choices": ["3", "4"], "message": 5}]}))
+    .unwrap();
+    assert_eq!(trace.messages[0].value, json!({"role": "user", "content": "?"}));
+    let both = json!({"messages": [{"role": "user"}], "response": {"choices": []}});
+    assert!(reason_of(read_json(&both)).1.contains("both `messages` and `response`"));
+    assert!(reason_of(read_json(&json!({"calls": 2}))).1.contains("`calls` is a number, not a list"));
+}

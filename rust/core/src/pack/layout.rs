@@ -66,8 +66,8 @@ pub fn lay(
     multiple: usize,
 ) -> Result<Layout> {
     check(tokens, length, step, row, multiple)?;
-    let mut out = Layout::default();
-    out.cu_rows = offsets(rows.iter().map(|&count| count.max(0) as i64));
+    let cu_rows = offsets(rows.iter().map(|&count| count.max(0) as i64));
+    let mut out = Layout { cu_rows, ..Layout::default() };
     let terms = terms_of(tokens, length, step);
     let first_term = number_terms(&mut out, tokens, length, step, &terms, rows.len());
     let by_row = branches_by_row(&out.cu_rows, step, row)?;
@@ -197,13 +197,12 @@ impl Layout {
         self.ids.extend_from_slice(ids);
         self.positions.extend(0..length as i32);
         self.tree_end.resize(self.tree_end.len() + length, here + length as i32);
-        let mut term = first_term;
-        for (offset, _) in tokens.trainable[from..from + length].iter().enumerate().filter(|&(_, &term)| term) {
+        let places = tokens.trainable[from..from + length].iter().enumerate().filter(|&(_, &term)| term);
+        for (term, (offset, _)) in (first_term..).zip(places) {
             self.read.push(here + offset as i32 - 1);
             self.target.push(ids[offset]);
             self.inv_temperature.push(tokens.inv_temperature[from + offset]);
             self.term.push(term);
-            term += 1;
         }
     }
 

@@ -156,12 +156,10 @@ impl<'a, 't> Marker<'a, 't> {
         self.leaves.push((message, field, text));
         let mut out = String::with_capacity(text.len() + 32);
         let mut from = 0;
-        if let Some(seams) = self.seams {
-            for seam in seams.find_iter(text) {
-                self.segment(&mut out, leaf, from..seam.start(), message, field);
-                out.push_str(&text[seam.range()]);
-                from = seam.end();
-            }
+        for seam in self.seams.map_or_else(Vec::new, |seams| united(seams, text)) {
+            self.segment(&mut out, leaf, from..seam.start, message, field);
+            out.push_str(&text[seam.clone()]);
+            from = seam.end;
         }
         self.segment(&mut out, leaf, from..text.len(), message, field);
         out
@@ -182,6 +180,19 @@ impl<'a, 't> Marker<'a, 't> {
         }
         out.push_str(&leaf.text[core.end..whole.end]);
     }
+}
+
+/// Where `text` holds a seam; overlapping ones (`</think>` and `>\n`) are one.
+fn united(seams: &AhoCorasick, text: &str) -> Vec<Range<usize>> {
+    let mut found: Vec<Range<usize>> = Vec::new();
+    for seam in seams.find_overlapping_iter(text) {
+        let mut range = seam.range();
+        while let Some(last) = found.pop_if(|last| last.end > range.start) {
+            range.start = range.start.min(last.start);
+        }
+        found.push(range);
+    }
+    found
 }
 
 /// `range` without the whitespace at its edges.

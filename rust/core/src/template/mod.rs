@@ -20,7 +20,7 @@ mod scan;
 mod value;
 
 use crate::error::{Error, Kind, Result};
-use aho_corasick::{AhoCorasick, MatchKind};
+use aho_corasick::AhoCorasick;
 use clock::Clock;
 use conversation::Conversation;
 use environment::{CLOCK, ClockValue, GENERATION_MARKS};
@@ -122,7 +122,7 @@ impl Template {
         let scanned = scan::scan(source);
         let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
         let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
-        let seams = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(&words);
+        let seams = AhoCorasick::new(&words);
         let seams = seams.ok().filter(|_| !words.is_empty());
         Ok(Self {
             env: environment::compile(scanned.source, scanned.longest_text)?,
