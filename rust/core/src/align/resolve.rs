@@ -172,11 +172,11 @@ fn from_pieces(generation: &Generation, content: Option<&str>, tokenizer: &Token
     }
     let whole = || whole_text(tokens, &seen, content?, tokenizer);
     if seen.iter().all(|piece| matches!(piece, Seen::Own(_))) {
-        seen.iter().for_each(|piece| {
+        for piece in &seen {
             if let Seen::Own(id) = piece {
-                resolved.push(Some(*id), level)
+                resolved.push(Some(*id), level);
             }
-        });
+        }
     } else if let Some(ids) = whole() {
         for (id, piece) in ids.into_iter().zip(&seen) {
             resolved.push(Some(id), if matches!(piece, Seen::Own(_)) { level } else { tier::TEXT });
@@ -248,11 +248,15 @@ fn run(at: usize, end: usize, text: Option<&[u8]>, tokenizer: &Tokenizer, resolv
         segment::unique(&pieces, text, tokenizer.max_piece_bytes(), &|bytes| tokenizer.id_of_bytes(bytes))
     });
     if let Some(ids) = ids {
-        ids.into_iter().for_each(|id| resolved.push(Some(id), tier::TEXT));
+        for id in ids {
+            resolved.push(Some(id), tier::TEXT);
+        }
         return;
     }
-    (at..end).for_each(|_| resolved.push(None, tier::TEXT));
-    let shown = text.map_or_else(|| "no text".to_owned(), |text| excerpt(text));
+    for _ in at..end {
+        resolved.push(None, tier::TEXT);
+    }
+    let shown = text.map_or_else(|| "no text".to_owned(), excerpt);
     let detail = format!("{} tokens show {shown}: more than one way to spell it, or none", end - at);
     resolved.find(Reason::PartialUtf8, at, end - at, detail);
     resolved.runs.extend(text.map(|text| (at, end, text.to_vec())));
