@@ -130,6 +130,14 @@ def product_line(generator: random.Random) -> str:
     return f"{quantity} × {price} = {quantity * price}\n"
 
 
+def sale_line(generator: random.Random) -> str:
+    """One line of arithmetic in the words of the dialogue, with the price as the tool tells it or as an offer."""
+    quantity, price = generator.choice(task.QUANTITIES), generator.choice(task.PRICES)
+    item = f"{generator.choice(task.COLOURS)} {generator.choice(task.NOUNS)}"
+    told = generator.choice((f'{{"price": {price}}}', f"offer {price} €"))
+    return f"{quantity} × {item}. {told} makes {quantity * price} €\n"
+
+
 def compare_line(generator: random.Random) -> str:
     """One line that compares a wish with the stock, such as "7 of 5: No, only 5 left"."""
     quantity, stock = generator.choice(task.QUANTITIES), generator.choice(task.STOCKS)
@@ -145,5 +153,5 @@ def copy_line(generator: random.Random) -> str:
 
 def dense_lines(generator: random.Random, count: int) -> str:
     """Lines of the three sorts, mostly arithmetic."""
-    makers = generator.choices((product_line, compare_line, copy_line), (0.6, 0.15, 0.25), k=count)
+    makers = generator.choices((product_line, sale_line, compare_line, copy_line), (0.4, 0.4, 0.1, 0.1), k=count)
     return "".join(maker(generator) for maker in makers)

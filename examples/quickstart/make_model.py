@@ -24,7 +24,7 @@ import task
 
 VOCABULARY = 640
 CONTEXT = 1024
-BATCH = 64
+BATCH = 32
 LEARNING_RATE = 2e-3
 CORRUPTED_LEARNING_RATE = 3e-4
 WORDS = (
@@ -65,12 +65,13 @@ def dialogues(seed: int, corrupted: float) -> Iterator[Dialogue]:
             yield maker(prompt, generator)
 
 
-def batches(stream: Iterator[Dialogue]) -> Iterator[list[Dialogue]]:
+def batches(stream: Iterator[Dialogue], seed: int) -> Iterator[list[Dialogue]]:
     """Batches of dialogues of like length, so that little is padded."""
+    generator = random.Random(f"batches/{seed}")
     while True:
         pool = sorted(itertools.islice(stream, 8 * BATCH), key=lambda dialogue: sum(len(text) for _, text in dialogue))
         starts = list(range(0, len(pool), BATCH))
-        random.Random(len(pool[0][0][1])).shuffle(starts)
+        generator.shuffle(starts)
         yield from (pool[start : start + BATCH] for start in starts)
 
 
@@ -208,7 +209,7 @@ def pretrain(trainer: Trainer, steps: tuple[int, int, int], corrupted: float, se
     """Dense lines, then clean demonstrations with some lines among them, then a share of corrupted ones."""
     dense, clean, spoiled = steps
     generator = random.Random(f"lines/{seed}")
-    good, mixed = batches(dialogues(seed, 0.0)), batches(dialogues(seed + 1, corrupted))
+    good, mixed = batches(dialogues(seed, 0.0), seed), batches(dialogues(seed + 1, corrupted), seed)
     started = time.monotonic()
     for number in range(sum(steps)):
         if number < dense:

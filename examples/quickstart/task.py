@@ -31,9 +31,9 @@ NOUNS = (
     "blanket", "bottle", "pillow", "carpet", "drawer", "piñata", "cafetière", "châle", "bucket", "ladder",
     "hammer", "button", "ribbon", "saddle",
 )  # fmt: skip
-QUANTITIES = tuple(range(2, 10))
-PRICES = tuple(range(10, 100))
-STOCKS = tuple(range(0, 15))
+QUANTITIES = tuple(range(2, 7))
+PRICES = tuple(range(10, 50))
+STOCKS = tuple(range(0, 10))
 EMOJI = ("🙂", "🎁", "☕", "🌿", "👋", "🙏")
 
 SYSTEM = "You are the clerk of a shop. Look up prices and stock, then answer the customer by name."
