@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 
 import pytest
-
 from tracegrad import metrics
 from tracegrad.errors import ArgumentError, TracegradError
 

@@ -108,7 +108,7 @@ def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> t
         watch: takes the seconds of "read" and "align".
 
     Raises:
-        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for the first bad record, by data.on_error.
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
     """
     account = Account(source)
     tokenizer = Tokenizer.from_pretrained(model)
@@ -154,7 +154,9 @@ def write_json(path: Path, value: Any) -> None:
         staged.replace(path)
     except OSError as error:
         staged.unlink(missing_ok=True)
-        raise TracegradError(f"{path}: {error.strerror}. It is not written. Make room, or give another --out.") from error
+        raise TracegradError(
+            f"{path}: {error.strerror}. It is not written. Make room, or give another --out."
+        ) from error
 
 
 def _open(source: str, data: Data, out: Path, batch: int = 1024) -> TraceStream:
@@ -206,9 +208,7 @@ def _add(into: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> No
             row[key] += value
 
 
-def _table(
-    head: str, columns: tuple[str, ...], rows: dict[str, dict[str, int]], texts: dict[str, str]
-) -> list[str]:
+def _table(head: str, columns: tuple[str, ...], rows: dict[str, dict[str, int]], texts: dict[str, str]) -> list[str]:
     if not rows:
         return []
     width = max(len(name) for name in [head, *rows])
