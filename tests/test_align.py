@@ -264,29 +264,24 @@ def test_what_vllm_recorded_is_recovered_without_its_ids_or_refused(tokenizer, r
     whole = align(tokenizer, *records)
     bare = align(tokenizer, *map(without_ids, records))
     wrong = lost = 0
-    for trace in range(len(records)):
-        known = [whole.ids[a:b] for a, b, t in branches(whole) if t == trace]
-        found = [bare.ids[a:b] for a, b, t in branches(bare) if t == trace]
-        sampled = np.concatenate([k for k in known]) if known else np.zeros(0)
-        own = np.concatenate([f for f in found])
-        # Retokenised histories make other branches out of the same events: compare the sampled tokens.
-        assert len(own) <= len(sampled) + 64
-        mine = terms_of(bare, trace)
-        theirs = terms_of(whole, trace)
+    ours, sampled = by_turn(bare), by_turn(whole)
+    for event, theirs in sampled.items():
+        mine = ours.get(event, [])
         wrong += mine != theirs[: len(mine)]
         lost += len(theirs) - len(mine)
+    assert set(ours) <= set(sampled)
     assert wrong == 0
-    assert lost <= 0.01 * whole.trainable.sum()
+    assert lost <= 0.02 * whole.trainable.sum()
 
 
-def branches(sequences):
-    cu = sequences.cu_seqlens
-    return [(int(cu[n]), int(cu[n + 1]), int(sequences.trace[n])) for n in range(sequences.branches)]
-
-
-def terms_of(sequences, trace):
-    rows = [(a, b) for a, b, t in branches(sequences) if t == trace]
-    return [int(i) for a, b in rows for i in sequences.ids[a:b][sequences.trainable[a:b]]]
+def by_turn(sequences):
+    """(trace, turn) to the ids trained there."""
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    found = {}
+    for position in sequences.terms:
+        key = (int(owner[position]), int(sequences.turn[position]))
+        found.setdefault(key, []).append(int(sequences.ids[position]))
+    return found
 
 
 def test_every_shape_of_the_example_is_held_with_its_logprobs(tokenizer, recorded):

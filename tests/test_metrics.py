@@ -96,6 +96,7 @@ def test_the_live_line_keeps_the_last_value_and_ends_in_a_newline():
 
 def test_where_the_effective_sample_is_too_small_the_line_says_so():
     assert "value no longer known" in metrics.progress_line({**ROW, "value_known": 0})
+    assert "value no longer known" in metrics.progress_line({"value": 0.1, "value_known": 0})  # one group: no interval
 
 
 def test_tensorboard_gets_the_finite_numbers(tmp_path):

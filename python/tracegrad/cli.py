@@ -134,8 +134,7 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     if told.print_config:
         return 0
     watch = Stopwatch()
-    with watch("prepare"):
-        sequences, account = prepare.load(told.traces, told.model, chosen.data, told.out)
+    sequences, account = prepare.load(told.traces, told.model, chosen.data, told.out, watch)
     _say(*account.lines())
     if told.dry_run:
         return _dry_run(sequences, objective, chosen)

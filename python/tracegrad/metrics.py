@@ -325,8 +325,8 @@ def progress_line(row: Row) -> str:
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4f}")
     if "value" in row:
-        shown = f"{row['value']:.3f} ({row['value_low']:.3f}-{row['value_high']:.3f})"
-        parts.append(f"value {shown}" if row["value_known"] else "value no longer known")
+        known = row["value_known"] and f"{row['value']:.3f} ({row['value_low']:.3f}-{row['value_high']:.3f})"
+        parts.append(f"value {known or 'no longer known'}")
     if "ratio_mean" in row:
         parts.append(f"ratio {row['ratio_mean']:.3f}")
     if "clip_fraction" in row:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.metrics import Stopwatch
 from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import ReadReport, Traces, TraceStream, stream, write
@@ -96,7 +97,7 @@ class Account:
         return out
 
 
-def load(source: str, model: Path, data: Data, out: Path) -> tuple[Sequences, Account]:
+def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> tuple[Sequences, Account]:
     """Reads and aligns a whole file.
 
     Args:
@@ -104,14 +105,18 @@ def load(source: str, model: Path, data: Data, out: Path) -> tuple[Sequences, Ac
         model: folder with tokenizer.json and chat template.
         data: options of reading and aligning.
         out: where quarantined records go.
+        watch: takes the seconds of "read" and "align".
 
     Raises:
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for the first bad record, by data.on_error.
     """
     account = Account(source)
-    traces = _open(source, data, out)
-    whole = Traces.concatenate(list(traces))
-    sequences = _aligned(whole, Tokenizer.from_pretrained(model), data, out, account, 0)
+    tokenizer = Tokenizer.from_pretrained(model)
+    with watch("read"):
+        traces = _open(source, data, out)
+        whole = Traces.concatenate(traces)
+    with watch("align"):
+        sequences = _aligned(whole, tokenizer, data, out, account, 0)
     account.read = traces.read_report
     return sequences, account
 

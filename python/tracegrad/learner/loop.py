@@ -25,7 +25,7 @@ from tracegrad.learner import checkpoint
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.step import Outcome, measure, optimizer_step, tally
-from tracegrad.learner.value import Value, estimate, good_and_bad
+from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = ("train.epochs", "train.value_per_epoch", "train.stop_below_ess", "train.tensorboard", "checkpoint.")
@@ -202,8 +202,12 @@ class _Loop:
         return {**options, "objective": repr(self.feed.objective)}
 
     def opening(self) -> list[str]:
-        """Where the run starts from, where that is not the beginning."""
-        return [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
+        """What a user should know before the first step."""
+        said = [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
+        held = int(self.feed.held.sum())
+        if self.config.data.holdout and held < MIN_ESS:
+            said.append(f"{held} traces are held out, value needs {MIN_ESS:g} effective ones: raise data.holdout to know it.")
+        return said
 
     def save(self) -> None:
         """Writes a checkpoint of the state as it is."""

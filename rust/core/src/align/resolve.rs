@@ -97,21 +97,26 @@ fn from_ids(
     }
 }
 
-/// The recorded text, where it cannot be what these ids say.
+/// What the record shows, where it cannot be what these ids say.
 fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer: &Tokenizer) -> Option<String> {
-    let spelled = spell(ids, tokenizer);
-    let recorded = tokens.bytes.as_ref().or(tokens.texts.as_ref()).filter(|pieces| pieces.known.iter().all(|&k| k));
-    let expected = match (recorded, content) {
-        (Some(pieces), _) if !pieces.data.starts_with(b"token_id:") => &pieces.data,
-        (_, Some(text)) => text.trim().as_bytes(),
-        _ => return None,
-    };
-    let text = String::from_utf8_lossy(expected);
-    if text.contains('\u{FFFD}') || contains(&spelled, expected) || contains(&spell_all(ids, tokenizer), expected) {
+    let mut after_silence = false;
+    let mut shown = false;
+    for (index, &id) in ids.iter().enumerate() {
+        // vLLM writes the placeholder itself where it has no entry for the token.
+        let own = own_bytes(tokens, index, tokenizer).filter(|own| !own.starts_with(b"token_id:"));
+        shown |= own.is_some();
+        let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+        if let Some(own) = own.as_deref().filter(|own| !after_silence && *own != bytes) {
+            return Some(format!("id {id} spells {} where the record shows {}", excerpt(bytes), excerpt(own)));
+        }
+        after_silence = own.is_none();
+    }
+    let content = content.map(str::trim).filter(|text| !shown && !text.is_empty() && !text.contains('\u{FFFD}'))?;
+    let (plain, whole) = (spell(ids, tokenizer), spell_all(ids, tokenizer));
+    if contains(&plain, content.as_bytes()) || contains(&whole, content.as_bytes()) {
         return None;
     }
-    let (said, meant) = (excerpt(&spelled), excerpt(expected));
-    Some(format!("the ids spell {said} where the record says {meant}"))
+    Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
 }
 
 /// Bytes of the ids without special tokens, as a server's text has them.

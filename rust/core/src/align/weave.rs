@@ -128,7 +128,9 @@ impl Loom<'_> {
         {
             return Ok(Place::Extend(at, self.scaffold.encode(rendered, from)?));
         }
-        if longest.is_none() && !self.woven.branches.is_empty() {
+        let after_end = |branch: &Branch| branch.ended && generation.context.starts_with(&branch.path);
+        let known = self.woven.branches.iter().any(after_end);
+        if longest.is_none() && !known && !self.woven.branches.is_empty() {
             let detail = "the messages before this turn are not those of any earlier turn".to_owned();
             self.find(Reason::HistoryRewritten, turn, -1, 0, detail);
         }

@@ -8,8 +8,11 @@ use super::{
 };
 use crate::error::Result;
 
-/// Independent partial sums, so that a sum in f64 is vector code with one fixed order.
-const LANES: usize = 8;
+/// Independent partial sums, so that a sum is vector code with one fixed order.
+const LANES: usize = 16;
+
+/// Terms summed in the type itself before the sum goes on in f64.
+const SHORT: usize = 256;
 
 /// The segments of the levels that a plan names.
 #[derive(Debug, Clone, Copy)]
@@ -34,8 +37,8 @@ pub(super) struct Scratch<F> {
     known: Vec<bool>,
     log_ratio: Vec<F>,
     ratio: Vec<F>,
+    shaped: Vec<F>,
     truncated: Vec<bool>,
-    counted: Vec<bool>,
 }
 
 impl<F: Real> Scratch<F> {
@@ -44,8 +47,8 @@ impl<F: Real> Scratch<F> {
             known: vec![false; size],
             log_ratio: vec![F::ZERO; size],
             ratio: vec![F::ONE; size],
+            shaped: vec![F::ZERO; size],
             truncated: vec![false; size],
-            counted: vec![false; size],
         }
     }
 }
@@ -90,13 +93,17 @@ pub(super) fn run<F: Real>(
         for gate in &plan.gates {
             block.gate(gate, keep, &mut out.stats);
         }
-        let truncated = &mut scratch.truncated[..size];
+        let (truncated, shaped) = (&mut scratch.truncated[..size], &mut scratch.shaped[..size]);
         truncated.fill(false);
         for (plan, sums) in plan.weights.iter().zip(&mut out.unit_sums) {
-            block.weigh(plan, keep, weight, truncated, sums, &mut out.stats);
+            if let Some(segments) = levels.of(plan.level.over) {
+                block.weigh_segments(plan, segments, keep, weight, truncated, sums, &mut out.stats);
+            } else {
+                block.weigh_tokens(plan, weight, truncated, shaped, sums);
+            }
         }
         out.stats.truncated += ones(truncated);
-        block.describe(weight, keep, &mut scratch.counted[..size], &mut out.stats);
+        block.describe(weight, keep, shaped, &mut out.stats);
     }
     if plan.missing == Missing::Mask {
         for (weight, &known) in weight.iter_mut().zip(known.iter()) {
@@ -111,7 +118,8 @@ pub(super) fn run<F: Real>(
 
 /// The first value that is no logprob, told by its term.
 fn check_values<F: Real>(terms: Terms<'_, F>, missing: Missing, known: &[bool], start: usize) -> Result<()> {
-    let wrong = |logprob: F| logprob.wide() > POSITIVE_TOLERANCE || logprob.wide() <= SENTINEL;
+    let (top, sentinel) = (F::of(POSITIVE_TOLERANCE), F::of(SENTINEL));
+    let wrong = |logprob: F| (logprob > top) | (logprob <= sentinel);
     let block = start..start + known.len();
     let mut bad = false;
     for &logprob in &terms.rollout[block.clone()] {
@@ -119,7 +127,7 @@ fn check_values<F: Real>(terms: Terms<'_, F>, missing: Missing, known: &[bool], 
     }
     if let Some(old) = terms.old {
         for &logprob in &old[block.clone()] {
-            bad |= !logprob.wide().is_finite();
+            bad |= !logprob.is_finite();
         }
     }
     bad |= missing == Missing::Refuse && known.iter().any(|&known| !known);
@@ -134,7 +142,7 @@ fn check_values<F: Real>(terms: Terms<'_, F>, missing: Missing, known: &[bool], 
                 .why("No sampled token has it, so the ratio would be an invention")
                 .cure("Pass NaN where a logprob is not known"));
         }
-        if let Some(old) = terms.old.filter(|old| !old[term].wide().is_finite()) {
+        if let Some(old) = terms.old.filter(|old| !old[term].is_finite()) {
             return Err(argument(format!("{}: the old logprob is {}", place(term), old[term].wide()))
                 .why("It comes from a forward of the trained model, so it is an overflow and not a gap in the records")
                 .cure("Look at that forward, or leave the term out"));
@@ -195,11 +203,12 @@ impl<F: Real> Block<'_, F> {
     /// Whether each term lies outside the bounds; an unknown term does so only with its turn or trace.
     fn failures(&self, gate: &Gate, keep: &[bool], stats: &mut Stats) -> Vec<bool> {
         let (low, high) = (F::of(gate.low), F::of(gate.high));
+        let terms = self.log_ratio.iter().zip(self.ratio);
         let values: Vec<F> = match gate.stat {
             Stat::Ratio if gate.level.over == Over::Token => self.ratio.to_vec(),
             Stat::Ratio | Stat::K1 => self.log_ratio.to_vec(),
             Stat::K2 => self.log_ratio.iter().map(|&l| l * l * F::of(0.5)).collect(),
-            Stat::K3 => self.log_ratio.iter().map(|&l| clamped(l).k3()).collect(),
+            Stat::K3 => terms.map(|(&l, &r)| clamped(l).k3(r)).collect(),
         };
         let Some(segments) = self.levels.of(gate.level.over) else {
             let outside = values.iter().map(|&value| !(value >= low && value <= high));
@@ -213,32 +222,50 @@ impl<F: Real> Block<'_, F> {
         segments.of.iter().map(|&segment| outside[segment as usize]).collect()
     }
 
-    fn weigh(
+    fn weigh_tokens(
         &self,
         plan: &Weight,
+        weight: &mut [F],
+        truncated: &mut [bool],
+        shaped: &mut [F],
+        sums: &mut (f64, f64),
+    ) {
+        plan.shape.apply(self.ratio, shaped);
+        for (shaped, &known) in shaped.iter_mut().zip(self.known) {
+            *shaped = if known { *shaped } else { F::ONE };
+        }
+        sums.0 += sum(shaped) - (shaped.len() as f64 - ones(self.known));
+        sums.1 += ones(self.known);
+        let terms = weight.iter_mut().zip(truncated).zip(self.ratio).zip(shaped.iter());
+        if plan.when == When::Always {
+            for (((weight, truncated), &raw), &shaped) in terms {
+                *weight = *weight * shaped;
+                *truncated |= shaped != raw;
+            }
+        } else {
+            for (term, (((weight, truncated), &raw), &shaped)) in terms.enumerate() {
+                let here = self.applies(plan.when, term);
+                *weight = if here { *weight * shaped } else { *weight };
+                *truncated |= here && shaped != raw;
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn weigh_segments(
+        &self,
+        plan: &Weight,
+        segments: &Segments,
         keep: &[bool],
         weight: &mut [F],
         truncated: &mut [bool],
         sums: &mut (f64, f64),
         stats: &mut Stats,
     ) {
-        let Some(segments) = self.levels.of(plan.level.over) else {
-            let always = plan.when == When::Always;
-            let terms = weight.iter_mut().zip(truncated).zip(self.ratio).zip(self.known).enumerate();
-            for (term, (((weight, truncated), &raw), &known)) in terms {
-                let shaped = plan.shape.of(raw);
-                let here = known && (always || self.applies(plan.when, term));
-                *weight = if here { *weight * shaped } else { *weight };
-                *truncated |= here && shaped != raw;
-            }
-            let shaped = |ratio: F| plan.shape.of(ratio).wide();
-            sums.0 += sum(self.ratio, self.known, shaped);
-            sums.1 += ones(self.known);
-            return;
-        };
         let mut levels = self.aggregate(segments, self.log_ratio, plan.level, keep);
         exponentiate(&mut levels, stats);
-        let shaped: Vec<f64> = levels.iter().map(|&raw| if raw.is_nan() { raw } else { plan.shape.of(raw) }).collect();
+        let mut shaped = vec![0.0; levels.len()];
+        plan.shape.apply(&levels, &mut shaped);
         for (term, &segment) in segments.of.iter().enumerate() {
             let (raw, shaped) = (levels[segment as usize], shaped[segment as usize]);
             if !raw.is_nan() && self.known[term] && self.applies(plan.when, term) {
@@ -246,40 +273,70 @@ impl<F: Real> Block<'_, F> {
                 truncated[term] |= shaped != raw;
             }
         }
-        for value in shaped.iter().filter(|value| !value.is_nan()) {
+        for (_, &value) in levels.iter().zip(&shaped).filter(|(raw, _)| !raw.is_nan()) {
             sums.0 += value;
             sums.1 += 1.0;
         }
     }
 
-    /// Adds this block to the statistics; `counted` is a buffer.
-    fn describe(&self, weight: &[F], keep: &[bool], counted: &mut [bool], stats: &mut Stats) {
+    /// Adds this block to the statistics. Unknown terms have log-ratio 0 and ratio 1; `buffer` is overwritten.
+    fn describe(&self, weight: &[F], keep: &[bool], buffer: &mut [F], stats: &mut Stats) {
         let Self { known, log_ratio, ratio, .. } = *self;
-        let limit = LOG_RATIO_LIMIT;
-        stats.clamped += sum(log_ratio, known, |l| f64::from(u8::from(l.wide().abs() > limit)));
-        stats.log_ratio += sum(log_ratio, known, Real::wide);
-        stats.log_ratio_abs += sum(log_ratio, known, |l| l.wide().abs());
-        stats.k3 += sum(log_ratio, known, |l| clamped(l).k3().wide());
-        stats.ratio += sum(ratio, known, Real::wide);
-        stats.ratio_squared += sum(ratio, known, |r| r.wide() * r.wide());
-        stats.ratio_max = stats.ratio_max.max(largest(ratio, known, Real::wide));
-        stats.minus_ratio_min = stats.minus_ratio_min.max(largest(ratio, known, |r| -r.wide()));
-        stats.log_ratio_abs_max = stats.log_ratio_abs_max.max(largest(log_ratio, known, |l| l.wide().abs()));
-        for ((counted, &known), &keep) in counted.iter_mut().zip(known).zip(keep) {
-            *counted = known && keep;
+        let unknown = known.len() as f64 - ones(known);
+        stats.log_ratio += sum(log_ratio);
+        stats.ratio += sum(ratio) - unknown;
+        stats.ratio_squared += sum_of(ratio, buffer, |r| r * r) - unknown;
+        let widest = sum_of(log_ratio, buffer, F::abs);
+        stats.log_ratio_abs += widest;
+        if stats.known > 0.0 {
+            stats.log_ratio_abs_max = stats.log_ratio_abs_max.max(largest(buffer));
         }
-        stats.weighted += ones(counted);
-        stats.weight += sum(weight, counted, Real::wide);
-        stats.weight_squared += sum(weight, counted, |w| w.wide() * w.wide());
+        let limit = F::of(LOG_RATIO_LIMIT);
+        stats.clamped += buffer.iter().map(|&l| usize::from(l > limit)).sum::<usize>() as f64;
+        for ((out, &l), &r) in buffer.iter_mut().zip(log_ratio).zip(ratio) {
+            *out = clamped(l).k3(r);
+        }
+        stats.k3 += sum(buffer);
+        let lowest = F::of(f64::NEG_INFINITY);
+        for ((out, &r), &known) in buffer.iter_mut().zip(ratio).zip(known) {
+            *out = if known { r } else { lowest };
+        }
+        stats.ratio_max = stats.ratio_max.max(largest(buffer));
+        for ((out, &r), &known) in buffer.iter_mut().zip(ratio).zip(known) {
+            *out = if known { F::ZERO - r } else { lowest };
+        }
+        stats.minus_ratio_min = stats.minus_ratio_min.max(largest(buffer));
+        let mut weighted = 0;
+        for (((out, &w), &known), &keep) in buffer.iter_mut().zip(weight).zip(known).zip(keep) {
+            weighted += usize::from(known & keep);
+            *out = if known & keep { w } else { F::ZERO };
+        }
+        stats.weighted += weighted as f64;
+        stats.weight += sum(buffer);
+        for w in buffer.iter_mut() {
+            *w = *w * *w;
+        }
+        stats.weight_squared += sum(buffer);
     }
 }
 
 impl Shape {
-    fn of<F: Real>(self, ratio: F) -> F {
+    /// Every ratio's weight; the choice stands outside the loops.
+    fn apply<F: Real>(self, ratios: &[F], out: &mut [F]) {
         match self {
-            Self::Clamp(low, high) => ratio.at_least(F::of(low)).at_most(F::of(high)),
-            Self::Window(low, high) if ratio < F::of(low) || ratio > F::of(high) => F::ZERO,
-            Self::Identity | Self::Window(..) => ratio,
+            Self::Identity => out.copy_from_slice(ratios),
+            Self::Clamp(low, high) => {
+                let (low, high) = (F::of(low), F::of(high));
+                for (out, &ratio) in out.iter_mut().zip(ratios) {
+                    *out = ratio.at_least(low).at_most(high);
+                }
+            }
+            Self::Window(low, high) => {
+                let (low, high) = (F::of(low), F::of(high));
+                for (out, &ratio) in out.iter_mut().zip(ratios) {
+                    *out = if (ratio >= low) & (ratio <= high) { ratio } else { F::ZERO };
+                }
+            }
         }
     }
 }
@@ -300,31 +357,40 @@ fn ones(flags: &[bool]) -> f64 {
     flags.iter().map(|&flag| usize::from(flag)).sum::<usize>() as f64
 }
 
-/// Sum over the counted terms in f64, in lanes and then in order.
-fn sum<F: Real>(values: &[F], counted: &[bool], of: impl Fn(F) -> f64) -> f64 {
-    fold(values, counted, 0.0, of, |total, value| total + value)
+/// Sum in f64 of block sums in lanes of the type itself; the order is fixed.
+fn sum<F: Real>(values: &[F]) -> f64 {
+    let (chunks, tail) = values.as_chunks::<SHORT>();
+    let blocks: f64 = chunks
+        .iter()
+        .map(|chunk| {
+            let mut lanes = [F::ZERO; LANES];
+            for part in chunk.as_chunks::<LANES>().0 {
+                for (lane, &value) in lanes.iter_mut().zip(part) {
+                    *lane = *lane + value;
+                }
+            }
+            lanes.iter().map(|lane| lane.wide()).sum::<f64>()
+        })
+        .sum();
+    tail.iter().fold(blocks, |total, &value| total + value.wide())
 }
 
-/// The largest over the counted terms, minus infinity without one.
-fn largest<F: Real>(values: &[F], counted: &[bool], of: impl Fn(F) -> f64) -> f64 {
-    fold(values, counted, f64::NEG_INFINITY, of, |most, value| if value > most { value } else { most })
+/// [`sum`] of a function of the values, which are left in `buffer`.
+fn sum_of<F: Real>(values: &[F], buffer: &mut [F], of: impl Fn(F) -> F) -> f64 {
+    for (out, &value) in buffer.iter_mut().zip(values) {
+        *out = of(value);
+    }
+    sum(buffer)
 }
 
-fn fold<F: Real>(
-    values: &[F],
-    counted: &[bool],
-    empty: f64,
-    of: impl Fn(F) -> f64,
-    join: impl Fn(f64, f64) -> f64,
-) -> f64 {
-    let mut lanes = [empty; LANES];
-    let (values, tail) = values.as_chunks::<LANES>();
-    let (flags, tail_flags) = counted.as_chunks::<LANES>();
-    for (values, flags) in values.iter().zip(flags) {
-        for lane in 0..LANES {
-            lanes[lane] = join(lanes[lane], if flags[lane] { of(values[lane]) } else { empty });
+/// The largest value, minus infinity without one.
+fn largest<F: Real>(values: &[F]) -> f64 {
+    let mut lanes = [F::of(f64::NEG_INFINITY); LANES];
+    let (chunks, tail) = values.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane = value.at_least(*lane);
         }
     }
-    let tail = tail.iter().zip(tail_flags).map(|(&value, &flag)| if flag { of(value) } else { empty });
-    tail.chain(lanes).fold(empty, join)
+    tail.iter().chain(&lanes).fold(f64::NEG_INFINITY, |most, value| most.max(value.wide()))
 }

@@ -22,9 +22,14 @@ pub trait Real:
     fn at_most(self, high: Self) -> Self;
     /// Whether this is a number.
     fn is_known(self) -> bool;
-    /// exp(x) - 1 - x without the cancellation around 0.
+    /// Whether this is neither NaN nor infinite.
+    fn is_finite(self) -> bool;
+    /// Without its sign.
     #[must_use]
-    fn k3(self) -> Self;
+    fn abs(self) -> Self;
+    /// exp(x) - 1 - x without the cancellation around 0, given exp(x).
+    #[must_use]
+    fn k3(self, exp: Self) -> Self;
     /// e to the power of a value within [`super::LOG_RATIO_LIMIT`].
     #[must_use]
     fn exp(self) -> Self;
@@ -48,7 +53,13 @@ impl Real for f64 {
     fn is_known(self) -> bool {
         !self.is_nan()
     }
-    fn k3(self) -> Self {
+    fn is_finite(self) -> bool {
+        Self::is_finite(self)
+    }
+    fn abs(self) -> Self {
+        Self::abs(self)
+    }
+    fn k3(self, _: Self) -> Self {
         self.exp_m1() - self
     }
     fn exp(self) -> Self {
@@ -74,10 +85,16 @@ impl Real for f32 {
     fn is_known(self) -> bool {
         !self.is_nan()
     }
-    fn k3(self) -> Self {
+    fn is_finite(self) -> bool {
+        Self::is_finite(self)
+    }
+    fn abs(self) -> Self {
+        Self::abs(self)
+    }
+    fn k3(self, exp: Self) -> Self {
         let x = self;
         let series = x * x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0))));
-        if x.abs() < 0.06 { series } else { Real::exp(x) - 1.0 - x }
+        if x.abs() < 0.06 { series } else { exp - 1.0 - x }
     }
     /// 2^n * p(r) with x = n ln 2 + r and |r| <= ln 2 / 2: within 1.5e-7 of the true value, relatively.
     ///

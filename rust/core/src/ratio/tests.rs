@@ -163,7 +163,7 @@ fn the_exponential_of_f32_is_within_two_ulp() {
 fn k3_keeps_its_digits_around_zero() {
     for x in [1e-4_f32, -3e-3, 0.0599, 0.0601, -2.0, 20.0] {
         let exact = x.wide().exp_m1() - x.wide();
-        assert!(((Real::k3(x).wide() - exact) / exact).abs() < 1e-4, "{x}");
+        assert!(((x.k3(Real::exp(x)).wide() - exact) / exact).abs() < 1e-4, "{x}");
     }
 }
 
