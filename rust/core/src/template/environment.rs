@@ -85,7 +85,7 @@ fn failure(error: &JinjaError) -> Error {
             endless(&format!("the chat template calls its macros too deeply{place}"))
         }
         ErrorKind::WriteFailure => endless("the chat template wrote more than 64 MiB and sixteen times its input"),
-        ErrorKind::SyntaxError | ErrorKind::UnknownFilter | ErrorKind::UnknownTest => {
+        ErrorKind::SyntaxError => {
             Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
                 .why("Only a template that transformers accepts is rendered")
                 .cure("Take the chat_template that came with the model")
