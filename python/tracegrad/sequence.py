@@ -6,21 +6,28 @@ Made by `align`, or by `Sequences.from_arrays` for a trainer that holds tokens a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import _core, store
 from tracegrad.errors import ArgumentError
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import Traces
 
 GIVEN, TEMPLATE, SAMPLED = 0, 1, 2
 SOURCES = ("given", "template", "sampled")
 TIERS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
+TEXT_ONLY = 6
 NO_TIER = 255
 LOGPROB_KINDS = ("unknown", "raw", "processed")
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,10 @@ class Drift:
         token: [D] int32, first token of the turn it concerns, -1 unknown.
         count: [D] int32, tokens it concerns.
         detail: D strings, what was found.
-        reasons: names of the closed list, `R01 noncanonical_bpe` and so on.
+        reasons: names of the closed list by code, `R01 noncanonical_bpe` and so on.
+        recorded: tokens that the records say were sampled.
+        exact: of those, how many are held with an exact id (tiers T0 to T3) and a logprob.
+        errors: one line for each trace that could not be aligned and was left out.
     """
 
     reason: NDArray[np.uint8]
@@ -43,7 +53,15 @@ class Drift:
     token: NDArray[np.int32]
     count: NDArray[np.int32]
     detail: tuple[str, ...]
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = tuple(_core.DRIFT_REASONS)
+    recorded: int = 0
+    exact: int = 0
+    errors: tuple[str, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """1 - exact / recorded; 0 where nothing was recorded."""
+        return 1.0 - self.exact / self.recorded if self.recorded else 0.0
 
     def __len__(self) -> int:
         return len(self.reason)
@@ -65,7 +83,7 @@ class Drift:
 def no_drift() -> Drift:
     """A `Drift` without rows."""
     empty = np.zeros(0, np.int32)
-    return Drift(np.zeros(0, np.uint8), empty, empty, empty, empty, (), ())
+    return Drift(np.zeros(0, np.uint8), empty, empty, empty, empty, ())
 
 
 @dataclass(frozen=True)
@@ -137,6 +155,23 @@ class Sequences:
         """[M] int64: positions of the trainable tokens, in order."""
         return np.flatnonzero(self.trainable)
 
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """Per tier: sampled tokens, of which trainable, and generations that hold one."""
+        owner = np.repeat(self.trace, np.diff(self.cu_seqlens)).astype(np.int64)
+        generation = self.cu_turns[owner] + self.turn
+        table: dict[str, dict[str, int]] = {}
+        for code, name in enumerate(TIERS):
+            here = self.tier == code
+            # A later branch holds an event again, untrainable and without its logprob: count the event once.
+            own = here & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
+            if own.any():
+                table[name] = {
+                    "tokens": int(own.sum()),
+                    "trainable": int((own & self.trainable).sum()),
+                    "generations": len(np.unique(generation[own])),
+                }
+        return table
+
     @property
     def reward(self) -> NDArray[np.float32]:
         """[R] float32: the first reward column."""
@@ -188,7 +223,9 @@ class Sequences:
         keep = _column(trainable, np.bool_, "trainable", count)
         logprobs = _column(rollout_logprobs, np.float32, "rollout_logprobs", count)
         _check_logprobs(logprobs, keep)
-        trace_ = np.arange(len(cu) - 1, dtype=np.int32) if trace is None else _column(trace, np.int32, "trace", len(cu) - 1)
+        trace_ = (
+            np.arange(len(cu) - 1, dtype=np.int32) if trace is None else _column(trace, np.int32, "trace", len(cu) - 1)
+        )
         _check_traces(trace_)
         total = int(trace_[-1]) + 1 if len(trace_) else 0
         group_ = np.arange(total, dtype=np.int32) if group is None else _column(group, np.int32, "group", total)
@@ -226,6 +263,37 @@ class Sequences:
             extras=dict(extras or {}),
         )
 
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes `sequences.safetensors` and, when that is whole, `sequences.json` with the names and details.
+
+        Args:
+            directory: made if it is not there; what it held under these names is replaced.
+
+        Raises:
+            ReadError: if the files cannot be written, as on a full disk.
+        """
+        names = {name: getattr(self, name) for name in store.NAMES}
+        columns = {name: getattr(self, name) for name in store.COLUMNS}
+        columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
+        drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
+        store.save(Path(directory), store.Stored(columns, dict(self.extras), names, drift))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Sequences:
+        """What `save` wrote, memory-mapped and read-only; or all `shard-*` folders within, joined in memory.
+
+        Groups of several shards are one where their names are equal.
+
+        Raises:
+            ReadError: if nothing is there.
+            FormatError: if the files are not what `save` writes.
+        """
+        found = store.load(Path(directory))
+        columns: dict[str, Any] = dict(found.columns)
+        drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
+        columns |= found.names
+        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
+
 
 def _column(values: ArrayLike, dtype: type, name: str, length: int | None = None) -> Array:
     column = np.ascontiguousarray(values, dtype=dtype)
@@ -254,3 +322,51 @@ def _check_traces(trace: Array) -> None:
     steps = np.diff(trace)
     if len(trace) and (trace[0] != 0 or np.any((steps != 0) & (steps != 1))):
         raise ArgumentError("trace must count up from 0 without gaps, branches of a trace side by side.")
+
+
+def align(
+    traces: Traces,
+    tokenizer: Tokenizer,
+    *,
+    lenient: bool = False,
+    text_only: bool = False,
+    logprob_kind: str | None = None,
+    on_error: str = "raise",
+) -> Sequences:
+    """Recorded traces to the ids the trainer will use: sampled ids are the data, the template supplies the rest.
+
+    Args:
+        traces: what `read` gave.
+        tokenizer: of the model that will be trained.
+        lenient: go on after an id that cannot be known, with the canonical tokens of its text, untrained and counted.
+        text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
+        logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
+        on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
+
+    Returns:
+        Sequences; `drift` says where records and template differ.
+
+    Raises:
+        AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
+        ArgumentError: if an argument is none of its values.
+    """
+    if on_error not in ("raise", "skip"):
+        raise ArgumentError(f"on_error is {on_error!r}. It must be 'raise' or 'skip'.")
+    found = _core.align_traces(
+        traces.core,
+        tokenizer._core,
+        lenient=lenient,
+        text_only=text_only,
+        logprob_kind=logprob_kind,
+        skip_errors=on_error == "skip",
+    )
+    columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}
+    drift = Drift(
+        **{**columns, "reason": columns["reason"].astype(np.uint8), "detail": tuple(columns["detail"])},
+        recorded=found.pop("recorded"),
+        exact=found.pop("exact"),
+        errors=tuple(found.pop("errors")),
+    )
+    names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
+    found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
+    return Sequences(**found, **names, drift=drift)

@@ -58,8 +58,12 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
     let compile = |source: &Option<String>| {
         source.as_ref().map(|source| Template::compile(source, &config.special_tokens)).transpose()
     };
+    let eos_ids = eos_ids(config, &inner, pieces.size())?;
+    let named = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
+    let named = named.and_then(|(_, text)| inner.token_to_id(text)).filter(|id| eos_ids.contains(id));
     Ok(Tokenizer {
-        eos_ids: eos_ids(config, &inner, pieces.size())?,
+        stop_id: named.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
+        eos_ids,
         template: compile(&config.chat_template)?,
         tool_template: compile(&config.tool_template)?,
         name: config.name.clone(),

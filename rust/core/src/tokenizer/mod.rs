@@ -39,6 +39,7 @@ pub struct Tokenizer {
     added: HashMap<u32, bool>,
     added_ids: HashMap<String, u32>,
     eos_ids: Vec<u32>,
+    stop_id: Option<u32>,
     template: Option<Template>,
     tool_template: Option<Template>,
 }
@@ -197,6 +198,12 @@ impl Tokenizer {
     /// Ids that end a turn, as the model's configuration lists them.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids
+    }
+
+    /// The one id that ends a turn where a record says that the model stopped, but not by which token: the tokenizer's
+    /// `eos_token` if it is among `eos_ids`, or the only one of them. Engines report every other stop token by its id.
+    pub fn stop_id(&self) -> Option<u32> {
+        self.stop_id
     }
 
     /// The chat template.
