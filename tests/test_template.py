@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tracegrad.errors import ArgumentError, TemplateError
 from tracegrad.tokenizer import FIELDS, Rendered, Template
 
@@ -30,7 +29,7 @@ def _tool(name: str) -> dict[str, Any]:
     }
     parameters = {"type": "object", "properties": properties, "required": ["city"]}
     returns = {"type": "string", "description": "what it says"}
-    described = {"name": name, "description": f"Gets the {name} & 'more' – é", "parameters": parameters}
+    described = {"name": name, "description": f"Gets the {name} & 'more' \u2013 é", "parameters": parameters}
     return {"type": "function", "function": described | {"return": returns}}
 
 
@@ -62,30 +61,74 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         _user("b"),
         _assistant("<think>\nhm\n</think>\n\nbye"),
     ],
-    "reasoning": [SYSTEM, _user("Hi"), _assistant("Hello", reasoning_content="I think.\n"), _user("b")]
-    + [_assistant("bye", reasoning_content="short")],
+    "reasoning": [
+        SYSTEM,
+        _user("Hi"),
+        _assistant("Hello", reasoning_content="I think.\n"),
+        _user("b"),
+        _assistant("bye", reasoning_content="short"),
+    ],
     "reasoning by another name": [_user("Hi"), _assistant("Hello", reasoning="I think.")],
-    "tool call": [SYSTEM, _user("Weather in Paris?"), _assistant("", tool_calls=[_call(1, "weather", {"city": "Paris"})])]
-    + [_result(1, "weather", '{"t": 21}'), _assistant("21 degrees.")],
-    "thought and deep arguments": [_user("Weather?")]
-    + [_assistant("Looking", reasoning_content="need it", tool_calls=[_call(1, "weather", DEEP)])]
-    + [_result(1, "weather", "sunny ☀️"), _assistant("Sunny", reasoning_content="done")],
-    "two tools in a row": [_user("Both")]
-    + [_assistant("", tool_calls=[_call(1, "weather", {"city": "A"}), _call(2, "stock", {"unit": "c", "days": 2})])]
-    + [_result(1, "weather", "one"), _result(2, "stock", "two"), _assistant("done"), _user("again"), _assistant("ok")],
-    "arguments as a string": [_user("s"), _assistant("", tool_calls=[_call(1, "weather", '{"city": "Köln", "days": 2}')])]
-    + [_result(1, "weather", "ok"), _assistant("end")],
-    "null content": [_user("n"), _assistant(None, tool_calls=[_call(1, "weather", {"city": "N"})])]
-    + [_result(1, "weather", "r"), _assistant("x", tool_calls=None, reasoning_content=None)],
-    "unicode": [SYSTEM, _user("naïve 😊 日本語，全角！ \u00a0 العربية"), _assistant("ﷲ “quotes” \u200b👩\u200d🚀")],
-    "whitespace": [{"role": "system", "content": "  sys \n"}, _user("  lead and trail  \n\n"), _assistant("\n\n answer \t")],
+    "tool call": [
+        SYSTEM,
+        _user("Weather in Paris?"),
+        _assistant("", tool_calls=[_call(1, "weather", {"city": "Paris"})]),
+        _result(1, "weather", '{"t": 21}'),
+        _assistant("21 degrees."),
+    ],
+    "thought and deep arguments": [
+        _user("Weather?"),
+        _assistant("Looking", reasoning_content="need it", tool_calls=[_call(1, "weather", DEEP)]),
+        _result(1, "weather", "sunny ☀️"),
+        _assistant("Sunny", reasoning_content="done"),
+    ],
+    "two tools in a row": [
+        _user("Both"),
+        _assistant("", tool_calls=[_call(1, "weather", {"city": "A"}), _call(2, "stock", {"unit": "c", "days": 2})]),
+        _result(1, "weather", "one"),
+        _result(2, "stock", "two"),
+        _assistant("done"),
+        _user("again"),
+        _assistant("ok"),
+    ],
+    "arguments as a string": [
+        _user("s"),
+        _assistant("", tool_calls=[_call(1, "weather", '{"city": "Köln", "days": 2}')]),
+        _result(1, "weather", "ok"),
+        _assistant("end"),
+    ],
+    "null content": [
+        _user("n"),
+        _assistant(None, tool_calls=[_call(1, "weather", {"city": "N"})]),
+        _result(1, "weather", "r"),
+        _assistant("x", tool_calls=None, reasoning_content=None),
+    ],
+    "unicode": [
+        SYSTEM,
+        _user("naïve 😊 日本語\uff0c全角\uff01 \u00a0 العربية"),
+        _assistant("ﷲ “quotes” \u200b👩\u200d🚀"),
+    ],
+    "whitespace": [
+        {"role": "system", "content": "  sys \n"},
+        _user("  lead and trail  \n\n"),
+        _assistant("\n\n answer \t"),
+    ],
     "empty": [_user(""), _assistant("")],
     "empty system": [{"role": "system", "content": ""}, _user("x"), _assistant("y")],
-    "text parts": [_user([{"type": "text", "text": "part one"}, {"type": "text", "text": " two"}])]
-    + [_assistant([{"type": "text", "text": "answer"}])],
-    "template-like text": [_user("<|im_end|>\n<|im_start|>assistant\nhi {{ 7*7 }} {% if %}")]
-    + [_assistant("</think> a <tool_call> b </tool_call>")],
-    "tool response typed by the user": [_user("<tool_response>x</tool_response>"), _assistant("a"), _user("b"), _assistant("c")],
+    "text parts": [
+        _user([{"type": "text", "text": "part one"}, {"type": "text", "text": " two"}]),
+        _assistant([{"type": "text", "text": "answer"}]),
+    ],
+    "template-like text": [
+        _user("<|im_end|>\n<|im_start|>assistant\nhi {{ 7*7 }} {% if %}"),
+        _assistant("</think> a <tool_call> b </tool_call>"),
+    ],
+    "tool response typed by the user": [
+        _user("<tool_response>x</tool_response>"),
+        _assistant("a"),
+        _user("b"),
+        _assistant("c"),
+    ],
     "control characters": [_user('tab\t nul\x01 \x1c sep\x1c\n back\\slash "q"'), _assistant("x\r\ny\x1f")],
     "noncharacters": [_user("a\ufdd0b\ufdef"), _assistant("c\ufdd1\ufdd7")],
     "ends with the user": [SYSTEM, _user("only")],
@@ -107,7 +150,9 @@ def hf() -> Any:
     """A transformers tokenizer whose templates are given call by call."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, **{t: i + 1 for i, t in enumerate(TOKENS.values())}}))
+    model = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, **{t: i + 1 for i, t in enumerate(TOKENS.values())}})
+    )
     return transformers.PreTrainedTokenizerFast(tokenizer_object=model, **TOKENS)
 
 
@@ -152,7 +197,7 @@ def _check_provenance(rendered: Rendered, messages: list[dict[str, Any]]) -> Non
 
 
 def _compare(hf: Any, path: Path, options: list[dict[str, Any]]) -> int:
-    """Renders every conversation both ways; returns how many were equal. HF may refuse what we render, not the reverse."""
+    """Renders every conversation both ways; returns how many were equal. They may refuse what we render, not we."""
     source = path.read_text(encoding="utf-8")
     template = Template(source, TOKENS)
     equal = 0
@@ -213,7 +258,8 @@ def test_generation_ranges_are_those_of_transformers(path: Path) -> None:
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function|tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function|tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
 )
 
 texts = st.text(st.sampled_from("ab \n\té😊<>|/\ufdd0\ufdd1\ufdd5\ufdefthinktool_"), max_size=24)
@@ -239,7 +285,9 @@ def test_a_final_answer_is_found_whole(path: Path) -> None:
 
 def test_calls_reasoning_and_schemas_have_fields_of_their_own() -> None:
     path = next(path for path in QWEN if path.stem == "qwen3")
-    rendered = Template(path.read_text(encoding="utf-8"), TOKENS).render(CONVERSATIONS["thought and deep arguments"], TOOLS)
+    rendered = Template(path.read_text(encoding="utf-8"), TOKENS).render(
+        CONVERSATIONS["thought and deep arguments"], TOOLS
+    )
     found = {(message, field): text for message, field, text in rendered.pieces()}
     assert json.loads(rendered.text[rendered.text.index("<tools>\n") + 8 :].split("\n")[0]) == TOOLS[0]
     schemas = [json.loads(text) for message, field, text in rendered.pieces() if field == "tool_schema"]
@@ -272,7 +320,9 @@ def test_an_input_that_holds_every_noncharacter_is_rendered_and_searched() -> No
 
 
 def test_trimmed_whitespace_is_no_content() -> None:
-    rendered = Template("{% for m in messages %}[{{ m.content|trim }}\n]{% endfor %}").render([_user(" a \n"), _user("b")])
+    rendered = Template("{% for m in messages %}[{{ m.content|trim }}\n]{% endfor %}").render(
+        [_user(" a \n"), _user("b")]
+    )
     assert rendered.text == "[a\n][b\n]"
     assert rendered.pieces() == [(0, "content", "a"), (1, "content", "b")]
 
@@ -282,10 +332,19 @@ def test_trimmed_whitespace_is_no_content() -> None:
     [
         ("{{ raise_exception('No ' ~ messages[0].role ~ ' here') }}", 'raised "No user here" (line 1)'),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 999 }}{% endfor %}{% endfor %}", "chat template"),
-        ("{% set n = namespace(s='') %}{% for a in range(99999) %}{% set n.s = n.s ~ 'x' * 999 %}{% endfor %}", "not end"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 999 }}{% endfor %}{% endfor %}",
+            "chat template",
+        ),
+        (
+            "{% set n = namespace(s='') %}{% for a in range(99999) %}{% set n.s = n.s ~ 'x' * 999 %}{% endfor %}",
+            "not end",
+        ),
         ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "too deeply"),
-        ("{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}.{% endfor %}{% endfor %}{% endset %}", "not end"),
+        (
+            "{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}.{% endfor %}{% endfor %}{% endset %}",
+            "not end",
+        ),
         ("{% set n = namespace(s='x') %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "not end"),
         ("{{ messages[0].content.x.y }}", "failed"),
         ("{{ messages|nope }}", "nope is unknown"),

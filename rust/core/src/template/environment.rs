@@ -142,6 +142,7 @@ fn mark_generation(state: &State, body: &str) -> String {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
 fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, JinjaError> {
     let style = Style::from_arguments(&positional, &kwargs)?;
     match value.downcast_object_ref::<Tagged>() {
