@@ -109,7 +109,8 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     """
     plan = plan or forward_plan(model, batch)
     if plan == "stack":
-        return stacked(_body(model), batch, share_prefix=_keeps_all_keys(model))
+        shared = _keeps_all_keys(model)
+        return stacked(_body(model), batch.ids, batch.positions, batch.read, share_prefix=shared)
 
     def build(window: int | None) -> Any:
         return block_mask(batch, window=window) if plan == "flex" else dense_mask(batch, window=window, dtype=additive)

@@ -9,47 +9,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tracegrad.batch import Batch
-
 STACK_TOKENS = 8192  # at most, padding included, unless one branch is longer
 SHARED_FROM = 16  # a shorter common prefix is not worth a pass of its own
 
 Bounds = tuple[int, int]
 
 
-def stacked(body: nn.Module, batch: Batch, *, share_prefix: bool) -> Tensor:
+def stacked(body: nn.Module, ids: Tensor, positions: Tensor, read: Tensor, *, share_prefix: bool) -> Tensor:
     """Hidden states of a plain pack.
 
     Args:
         body: decoder of a transformers causal LM, without its head.
-        batch: branches side by side, on the body's device.
+        ids: [T], branches side by side, on the body's device.
+        positions: [T], 0 where a branch begins.
+        read: [U], positions in the pack whose hidden states are needed.
         share_prefix: compute a common prefix once; for models whose layers attend to all earlier tokens.
 
     Returns:
-        [T, H] in the order of `batch.ids`; zeros in branches where nothing is read.
+        [T, H] in the order of `ids`; zeros in branches where nothing is read.
     """
-    starts = (batch.positions == 0).nonzero().squeeze(1)
-    bounds = [*starts.tolist(), len(batch.ids)]
-    used = torch.unique(torch.searchsorted(starts, batch.read, right=True) - 1).tolist() or [0]
+    starts = (positions == 0).nonzero().squeeze(1)
+    bounds = [*starts.tolist(), len(ids)]
+    used = torch.unique(torch.searchsorted(starts, read, right=True) - 1).tolist() or [0]
     branches = sorted(((bounds[n], bounds[n + 1]) for n in used), key=lambda bound: bound[1] - bound[0])
-    shared = _common_prefix(batch.ids, branches) if share_prefix else 0
+    shared = _common_prefix(ids, branches) if share_prefix else 0
     cache = None
     order: list[Tensor] = []
     hidden: list[Tensor] = []
     if shared >= SHARED_FROM:
         start = branches[0][0]
-        out = body(input_ids=batch.ids[start : start + shared][None], use_cache=True)
+        out = body(input_ids=ids[start : start + shared][None], use_cache=True)
         cache = [(layer.keys, layer.values) for layer in out.past_key_values.layers]
         for start, _ in branches:
             order.append(torch.arange(start, start + shared))
             hidden.append(out.last_hidden_state[0])
         branches = [(start + shared, end) for start, end in branches]
     for stack in _stacks(branches):
-        rows = _run(body, batch.ids, stack, cache)
+        rows = _run(body, ids, stack, cache)
         hidden += [row[: end - start] for row, (start, end) in zip(rows, stack, strict=True)]
         order += [torch.arange(start, end) for start, end in stack]
-    place = torch.cat(order).to(batch.ids.device)
-    return hidden[0].new_zeros(len(batch.ids), hidden[0].shape[-1]).index_copy(0, place, torch.cat(hidden))
+    place = torch.cat(order).to(ids.device)
+    return hidden[0].new_zeros(len(ids), hidden[0].shape[-1]).index_copy(0, place, torch.cat(hidden))
 
 
 def _run(body: nn.Module, ids: Tensor, stack: list[Bounds], prefix: list[tuple[Tensor, Tensor]] | None) -> Tensor:
