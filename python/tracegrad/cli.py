@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from tracegrad import _core, config, prepare
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
+from tracegrad.report import write_report
+from tracegrad.tokenizer import Tokenizer
 
 SHORT = {
     "seed": "train.seed",
@@ -190,7 +192,12 @@ def _learn(
     places = {"out": told.out, "tokenizer": told.model, "resume": told.resume}
     done = learner.train(sequences, model, objective=objective, config=chosen, say=_say, **places)
     watch.seconds.update(done.seconds)
-    prepare.write_json(told.out / "summary.json", _summary(chosen, account, done, watch.seconds))
+    summary = _summary(chosen, account, done, watch.seconds)
+    prepare.write_json(told.out / "summary.json", summary)
+    with watch("report"):
+        tokenizer = Tokenizer.from_pretrained(told.model)
+        found = {"rows": done.rows, "terms": done.terms, "summary": summary}
+        write_report(told.out / "report.html", sequences=sequences, tokenizer=tokenizer, title=told.traces, **found)
     _say(*_ending(told, arguments, done))
     return done.exit_code
 
@@ -219,6 +226,7 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
     lines = [
         reasons[done.stopped],
         f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
+        f"         {told.out / 'report.html'}  shows the run and its tokens",
         f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
     ]
     if done.stopped == "signal":
