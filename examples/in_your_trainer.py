@@ -1,7 +1,6 @@
 """A plain torch loop that takes tokens, weights and loss from tracegrad, and nothing else.
 
     python examples/in_your_trainer.py traces.jsonl model --steps 4
-
 Padded [B, S] tensors, as any trainer has them; loop, optimizer and forward pass are your own.
 """
 
@@ -9,9 +8,8 @@ import argparse
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
-
 import tracegrad as tg
+from transformers import AutoModelForCausalLM
 
 
 def padded(values, cu_seqlens, rows, fill):
@@ -21,15 +19,16 @@ def padded(values, cu_seqlens, rows, fill):
 
 
 def token_logprobs(model, ids, attention):
-    """[B, S]: the logprob of each token after those before it; the first has none and gets 0."""
+    """[B, S]: the logprob of each token; the first has none and gets 0."""
     scores = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float().log_softmax(-1)
     return torch.nn.functional.pad(scores.gather(-1, ids[:, 1:, None]).squeeze(-1), (1, 0))
 
 
-def train(traces, directory, steps, rows_per_step=64, lr=2e-4):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def train(traces, model, steps, rows_per_step=64, lr=2e-4):
+    tokenizer = tg.Tokenizer.from_pretrained(model)
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    data = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(directory))
+    data = tg.align(tg.read(traces), tokenizer)
     advantages = torch.from_numpy(tg.advantage.group_mean(data.reward, data.group))
     objective, losses = tg.presets.DAPO, []
     for step in range(steps):
@@ -43,19 +42,18 @@ def train(traces, directory, steps, rows_per_step=64, lr=2e-4):
         trace = torch.from_numpy(data.trace[rows])
         fixed = tg.correct(old, rollout, mask=mask, trace=trace, weights=objective.weights, reduce=objective.reduce)
         terms = tg.objective.Terms(
-            old=old, weight=fixed.weight, keep=fixed.keep, scale=fixed.scale, advantages=advantages[trace][:, None]
-        )
+            advantages=advantages[trace][:, None].expand_as(old),
+            old=old, weight=fixed.weight, keep=fixed.keep, scale=fixed.scale,
+        )  # fmt: skip
         loss = objective(token_logprobs(model, ids, attention), None, terms).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        print(f"step {step}: loss {losses[-1]:+.5f}, mean weight {fixed.metrics['weight_mean']:.4f}")
     return model, losses
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("traces"), parser.add_argument("model"), parser.add_argument("--steps", type=int, default=4)
-    told = parser.parse_args()
-    train(told.traces, told.model, told.steps)
+    print(train(**vars(parser.parse_args()))[1])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 import tracegrad as tg
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-
 import tracegrad as tg
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.vllm
 GROUPS = 4

@@ -84,7 +84,11 @@ def page(before: list[float], results: dict[str, list[list[float]]], options: ar
     for name, runs in results.items():
         first, last = zip(*runs, strict=True)
         rows.append(f"| {name} | {percent(list(first))} | {percent(list(last))} |")
-    table = [f"| success in %, mean (each seed) | after 1 epoch | after {options.epochs} epochs |", "|---|---|---|", *rows]
+    table = [
+        f"| success in %, mean (each seed) | after 1 epoch | after {options.epochs} epochs |",
+        "|---|---|---|",
+        *rows,
+    ]
     command = f"python examples/quickstart/study.py --seeds {options.seeds} --epochs {options.epochs}"
     return head.replace("{table}", "\n".join(table)).replace("{command}", command).replace("{n}", str(options.prompts))
 

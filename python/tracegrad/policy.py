@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import Head, logits_of, token_logprobs
+from tracegrad.kernels.stack import stacked
 
 __all__ = [
     "Plan",
@@ -30,7 +31,6 @@ __all__ = [
 
 Plan = Literal["stack", "mask", "flex"]
 
-_STACK_TOKENS = 8192  # at most, padding included, unless one branch is longer
 _BLOCK = 128  # flex_attention's sparse block
 _checked: WeakSet[nn.Module] = WeakSet()  # models whose head was found to be what `head_of` says
 
@@ -86,8 +86,9 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
 
     "flex": one row, flex_attention with a block mask built from `tree_end`; for models loaded with
     `attn_implementation="flex_attention"`.
-    "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention. Exact, as
-    padding stands after what is read; the fastest on CPU, where a dense mask costs T * T (docs/performance).
+    "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention, a prefix
+    that all of them share computed once. Exact, as padding stands after what is read; the fastest on CPU, where a
+    dense mask costs T * T.
     "mask": one row under an explicit [1, 1, T, T] mask; for trees.
     """
     if _attention(model) == "flex_attention":
@@ -108,7 +109,8 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     """
     plan = plan or forward_plan(model, batch)
     if plan == "stack":
-        return _stacked(_body(model), batch)
+        shared = _keeps_all_keys(model)
+        return stacked(_body(model), batch.ids, batch.positions, batch.read, share_prefix=shared)
 
     def build(window: int | None) -> Any:
         return block_mask(batch, window=window) if plan == "flex" else dense_mask(batch, window=window, dtype=additive)
@@ -185,35 +187,6 @@ def _is_plain(positions: Tensor, tree_end: Tensor) -> bool:
     return bool((tree_end == ends.repeat_interleave(lengths)).all() & (positions == depth).all())
 
 
-def _stacked(body: nn.Module, batch: Batch) -> Tensor:
-    """Hidden states of a plain pack, branches of similar length stacked into padded batches."""
-    starts = (batch.positions == 0).nonzero().squeeze(1)
-    bounds = [*starts.tolist(), len(batch.ids)]
-    used = torch.unique(torch.searchsorted(starts, batch.read, right=True) - 1).tolist() or [0]
-    branches = sorted(((bounds[n], bounds[n + 1]) for n in used), key=lambda bound: bound[1] - bound[0])
-    order, hidden = [], []
-    for stack in _stacks(branches):
-        ids = nn.utils.rnn.pad_sequence([batch.ids[start:end] for start, end in stack], batch_first=True)
-        out = body(input_ids=ids, use_cache=False).last_hidden_state
-        hidden += [row[: end - start] for row, (start, end) in zip(out, stack, strict=True)]
-        order += [torch.arange(start, end) for start, end in stack]
-    place = torch.cat(order).to(batch.ids.device)
-    return hidden[0].new_zeros(len(batch.ids), hidden[0].shape[-1]).index_copy(0, place, torch.cat(hidden))
-
-
-def _stacks(branches: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Cuts branches, shortest first, where padding would pass a quarter or a stack `_STACK_TOKENS`."""
-    stacks: list[list[tuple[int, int]]] = []
-    for start, end in branches:
-        shortest = stacks[-1][0][1] - stacks[-1][0][0] if stacks else 0
-        fits = bool(stacks) and 4 * (end - start) <= 5 * shortest
-        if fits and (len(stacks[-1]) + 1) * (end - start) <= _STACK_TOKENS:
-            stacks[-1].append((start, end))
-        else:
-            stacks.append([(start, end)])
-    return stacks
-
-
 # --- what a transformers model is made of ---
 
 
@@ -274,6 +247,14 @@ def _body(model: nn.Module) -> nn.Module:
 
 def _attention(model: nn.Module) -> str:
     return getattr(_config(model), "_attn_implementation", None) or "eager"
+
+
+def _keeps_all_keys(model: nn.Module) -> bool:
+    """Whether every layer attends to all earlier tokens, so that a prefix's keys and values say all of it."""
+    config = _config(model)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    windowed = not kinds and getattr(config, "sliding_window", None) is not None
+    return kinds <= {"full_attention"} and not windowed and getattr(model, "_supports_sdpa", False)
 
 
 def _masks_by_kind(model: nn.Module, build: Any) -> Any:

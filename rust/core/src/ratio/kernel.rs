@@ -119,7 +119,7 @@ pub(super) fn run<F: Real>(
 /// The first value that is no logprob, told by its term.
 fn check_values<F: Real>(terms: Terms<'_, F>, missing: Missing, known: &[bool], start: usize) -> Result<()> {
     let (top, sentinel) = (F::of(POSITIVE_TOLERANCE), F::of(SENTINEL));
-    let wrong = |logprob: F| (logprob > top) | (logprob <= sentinel);
+    let wrong = |logprob: F| logprob > top || logprob <= sentinel;
     let block = start..start + known.len();
     let mut bad = false;
     for &logprob in &terms.rollout[block.clone()] {
@@ -288,11 +288,13 @@ impl<F: Real> Block<'_, F> {
         stats.ratio_squared += sum_of(ratio, buffer, |r| r * r) - unknown;
         let widest = sum_of(log_ratio, buffer, F::abs);
         stats.log_ratio_abs += widest;
+        let (most, limit) = (largest(buffer), F::of(LOG_RATIO_LIMIT));
         if stats.known > 0.0 {
-            stats.log_ratio_abs_max = stats.log_ratio_abs_max.max(largest(buffer));
+            stats.log_ratio_abs_max = stats.log_ratio_abs_max.max(most);
         }
-        let limit = F::of(LOG_RATIO_LIMIT);
-        stats.clamped += buffer.iter().map(|&l| usize::from(l > limit)).sum::<usize>() as f64;
+        if most > LOG_RATIO_LIMIT {
+            stats.clamped += buffer.iter().filter(|&&l| l > limit).count() as f64;
+        }
         for ((out, &l), &r) in buffer.iter_mut().zip(log_ratio).zip(ratio) {
             *out = clamped(l).k3(r);
         }
@@ -306,12 +308,10 @@ impl<F: Real> Block<'_, F> {
             *out = if known { F::ZERO - r } else { lowest };
         }
         stats.minus_ratio_min = stats.minus_ratio_min.max(largest(buffer));
-        let mut weighted = 0;
         for (((out, &w), &known), &keep) in buffer.iter_mut().zip(weight).zip(known).zip(keep) {
-            weighted += usize::from(known & keep);
             *out = if known & keep { w } else { F::ZERO };
         }
-        stats.weighted += weighted as f64;
+        stats.weighted += both(known, keep);
         stats.weight += sum(buffer);
         for w in buffer.iter_mut() {
             *w = *w * *w;
@@ -334,7 +334,7 @@ impl Shape {
             Self::Window(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
                 for (out, &ratio) in out.iter_mut().zip(ratios) {
-                    *out = if (ratio >= low) & (ratio <= high) { ratio } else { F::ZERO };
+                    *out = if ratio >= low && ratio <= high { ratio } else { F::ZERO };
                 }
             }
         }
@@ -353,8 +353,17 @@ fn exponentiate(levels: &mut [f64], stats: &mut Stats) {
     }
 }
 
+/// How many are true; counted in bytes, which a vector holds most of.
 fn ones(flags: &[bool]) -> f64 {
-    flags.iter().map(|&flag| usize::from(flag)).sum::<usize>() as f64
+    let count = |flags: &[bool]| usize::from(flags.iter().map(|&flag| u8::from(flag)).sum::<u8>());
+    flags.chunks(128).map(count).sum::<usize>() as f64
+}
+
+/// How many are true in both.
+fn both(first: &[bool], second: &[bool]) -> f64 {
+    let pairs = first.chunks(128).zip(second.chunks(128));
+    let count = |(a, b): (&[bool], &[bool])| usize::from(a.iter().zip(b).map(|(a, b)| u8::from(a & b)).sum::<u8>());
+    pairs.map(count).sum::<usize>() as f64
 }
 
 /// Sum in f64 of block sums in lanes of the type itself; the order is fixed.

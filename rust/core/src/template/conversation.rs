@@ -12,10 +12,13 @@ use serde_json::{Map, Value as Json};
 /// Names a message's reasoning is passed under; the first is the one that templates read.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
+/// A message, and for each of its tool calls the object in its `arguments` string.
+type Normalised<'a> = (&'a Map<String, Json>, Vec<Option<Json>>);
+
 /// Messages with their JSON-string arguments parsed, as HF servers do before they render.
 #[derive(Debug)]
 pub(super) struct Conversation<'a> {
-    messages: Vec<(&'a Map<String, Json>, Vec<Option<Json>>)>,
+    messages: Vec<Normalised<'a>>,
     /// Whether a message has a key with value null.
     pub has_null: bool,
 }

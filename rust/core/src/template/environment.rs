@@ -85,7 +85,7 @@ fn failure(error: &JinjaError) -> Error {
             endless(&format!("the chat template calls its macros too deeply{place}"))
         }
         ErrorKind::WriteFailure => endless("the chat template wrote more than 64 MiB and sixteen times its input"),
-        ErrorKind::SyntaxError | ErrorKind::UnknownFilter | ErrorKind::UnknownTest => {
+        ErrorKind::SyntaxError => {
             Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
                 .why("Only a template that transformers accepts is rendered")
                 .cure("Take the chat_template that came with the model")
@@ -142,6 +142,7 @@ fn mark_generation(state: &State, body: &str) -> String {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
 fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, JinjaError> {
     let style = Style::from_arguments(&positional, &kwargs)?;
     match value.downcast_object_ref::<Tagged>() {

@@ -2,7 +2,7 @@
 //!
 //! Separators, indentation, escapes and floats as CPython writes them. Called by the `tojson` filter.
 
-use minijinja::value::{Kwargs, Value, ValueKind};
+use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::fmt::Write;
 
@@ -80,7 +80,7 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
             write_container(out, style, depth, '[', &items, |out, item| write_value(out, item, style, depth + 1))?;
         }
         ValueKind::Map => {
-            let pairs = value.as_object().and_then(|object| object.try_iter_pairs());
+            let pairs = value.as_object().and_then(DynObject::try_iter_pairs);
             let mut pairs: Vec<(Value, Value)> = pairs.into_iter().flatten().collect();
             if style.sort_keys {
                 pairs.sort_by(|a, b| a.0.cmp(&b.0));

@@ -21,9 +21,12 @@ const LEAST_FUEL: u64 = 500_000;
 const OUTPUT_BYTES: usize = 64 << 20;
 /// Depth of nested macro calls times four: far above real templates, far below a small thread's stack.
 pub(super) const RECURSION: usize = 160;
-/// Values printed and ranges counted before the clock is looked at.
-const FREE_TICKS: u32 = 10_000;
-const TIME: Duration = Duration::from_millis(500);
+/// Values printed, and items of ranges taken, before the clock is looked at.
+const FREE_PRINTS: u32 = 10_000;
+const FREE_ITEMS: u32 = 16;
+const TIME: Duration = Duration::from_millis(400);
+/// What a render gets once when its time is over: it may have been the machine that stood still.
+const GRACE: Duration = Duration::from_millis(200);
 const TIME_PER_MESSAGE: Duration = Duration::from_millis(2);
 
 /// What is rendered, for limits that grow with it.
@@ -37,12 +40,29 @@ pub(super) struct Size {
 #[derive(Debug, Clone, Copy)]
 struct Budget {
     bytes: usize,
-    ticks: u32,
+    prints: u32,
+    items: u32,
     deadline: Option<Instant>,
+    grace: bool,
 }
 
 thread_local! {
-    static BUDGET: Cell<Budget> = const { Cell::new(Budget { bytes: 0, ticks: 0, deadline: None }) };
+    static BUDGET: Cell<Budget> =
+        const { Cell::new(Budget { bytes: 0, prints: 0, items: 0, deadline: None, grace: false }) };
+}
+
+impl Budget {
+    /// Whether the time is over, grace and all.
+    fn is_late(&mut self) -> bool {
+        let now = Instant::now();
+        let over = self.deadline.is_some_and(|deadline| now > deadline);
+        if over && self.grace {
+            self.grace = false;
+            self.deadline = now.checked_add(GRACE);
+            return false;
+        }
+        over
+    }
 }
 
 /// Steps for a template whose longest literal text has `longest_text` bytes.
@@ -64,19 +84,27 @@ pub(super) fn widened(env: &Environment<'static>, size: Size) -> Option<Environm
 pub(super) fn start(size: Size) -> Limited {
     let bytes = OUTPUT_BYTES.saturating_add(size.bytes.saturating_mul(16));
     let time = TIME + TIME_PER_MESSAGE.saturating_mul(u32::try_from(size.messages).unwrap_or(u32::MAX));
-    BUDGET.set(Budget { bytes, ticks: 0, deadline: Instant::now().checked_add(time) });
+    let deadline = Instant::now().checked_add(time);
+    BUDGET.set(Budget { bytes, prints: FREE_PRINTS, items: FREE_ITEMS, deadline, grace: true });
     Limited { bytes: Vec::with_capacity(4096 + size.bytes + size.bytes / 4), limit: bytes }
 }
 
-/// Takes `bytes` off the budget and counts a tick.
+/// Takes a printed value of `bytes` off the budget.
 pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     let mut left = BUDGET.get();
     left.bytes = left.bytes.checked_sub(bytes).ok_or_else(|| Error::from(ErrorKind::WriteFailure))?;
-    left.ticks = left.ticks.saturating_add(1);
+    left.prints = left.prints.saturating_sub(1);
+    let late = left.prints == 0 && left.is_late();
     BUDGET.set(left);
-    let late = left.ticks > FREE_TICKS
-        && left.ticks.is_multiple_of(256)
-        && left.deadline.is_some_and(|deadline| Instant::now() > deadline);
+    if late { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+}
+
+/// Takes an item of a range off the budget.
+fn take_item() -> Result<(), Error> {
+    let mut left = BUDGET.get();
+    left.items = left.items.saturating_sub(1);
+    let late = left.items == 0 && left.is_late();
+    BUDGET.set(left);
     if late { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
 }
 
@@ -101,7 +129,7 @@ impl<I: Iterator<Item = Value>> Iterator for Counted<I> {
     fn next(&mut self) -> Option<Value> {
         let item = self.items.next()?;
         self.length = self.length.saturating_sub(1);
-        Some(spend(0).map_or_else(Value::from, |()| item))
+        Some(take_item().map_or_else(Value::from, |()| item))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

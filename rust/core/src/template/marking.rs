@@ -42,14 +42,18 @@ impl Template {
     /// Adds to `text` what marked renders tell of it.
     pub(super) fn with_provenance(&self, call: &Call<'_>, text: String) -> Rendered {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
-        let mut used = strings.fold(self.used, |used, value| used.and(value)).with(call.conversation.used());
+        let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
-        let Some(alphabet) = Alphabet::avoiding(&used) else {
+        let Some(alphabet) = Alphabet::avoiding(used) else {
             return self.searched(call, text, Found::default());
         };
-        let schemas = call.tools.as_ref().map(|tools| match used.is_empty() {
-            true => tools.marked.clone(),
-            false => Schemas::new(&tools.json, alphabet.clone(), &self.literals),
+        // Remembered schemas carry the marks of an input without noncharacters.
+        let schemas = call.tools.as_ref().map(|tools| {
+            if used.is_empty() {
+                tools.marked.clone()
+            } else {
+                Schemas::new(&tools.json, alphabet.clone(), &self.literals)
+            }
         });
         let marking = Marking { call, alphabet, schemas };
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
@@ -120,7 +124,7 @@ impl Tools {
         let mut used = Used::default();
         value::note(&mut used, json);
         let plain = value::tools(json, &mut None, literals);
-        let marked = match Alphabet::avoiding(&Used::default()) {
+        let marked = match Alphabet::avoiding(Used::default()) {
             Some(alphabet) => Schemas::new(json, alphabet, literals),
             None => Schemas { value: plain.clone(), tags: Vec::new() },
         };

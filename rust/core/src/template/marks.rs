@@ -27,7 +27,7 @@ pub(super) struct Alphabet {
 
 impl Alphabet {
     /// The first twelve that are not `used`, or none where the input has eaten too many.
-    pub fn avoiding(used: &Used) -> Option<Self> {
+    pub fn avoiding(used: Used) -> Option<Self> {
         let mut free = (0..POOL).filter(|&n| used.0 & (1 << n) == 0).filter_map(|n| char::from_u32(FIRST + n as u32));
         let mut next = || free.next();
         let alphabet = Self {
@@ -271,7 +271,7 @@ mod tests {
         let mut used = Used::default();
         let text = " a\u{fdd0}b\u{fdd3} <x> c ";
         used.note(text);
-        let alphabet = Alphabet::avoiding(&used).unwrap();
+        let alphabet = Alphabet::avoiding(used).unwrap();
         let seams = AhoCorasick::new(["<x>"]).unwrap();
         let mut marker = Marker::new(alphabet.clone(), Some(&seams), Vec::new());
         let marked = marker.leaf(text, 0, Field::Content);
@@ -286,6 +286,6 @@ mod tests {
         let mut used = Used::default();
         let all: String = (0..32).filter_map(|n| char::from_u32(FIRST + n)).collect();
         used.note(&all);
-        assert_eq!(Alphabet::avoiding(&used), None);
+        assert_eq!(Alphabet::avoiding(used), None);
     }
 }

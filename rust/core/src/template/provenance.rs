@@ -34,26 +34,24 @@ pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag<'_>]) -> F
     for &(at, event) in events {
         match event {
             Event::Open(tag) => {
+                // Strings hold no marks: one that is still open has lost its end.
                 if let Some(cut) = open.pop_if(|(last, _)| tags.get(*last).is_none_or(|t| t.leaf.is_some())) {
                     found.balanced = false;
                     pieces.extend(cut_at_end(text, cut, tags));
                 }
                 open.push((tag, at));
             }
-            Event::Close(tag) => match open.iter().rposition(|(opened, _)| *opened == tag) {
-                Some(depth) => {
-                    let start = open[depth].1;
-                    found.balanced &= depth + 1 == open.len();
-                    open.truncate(depth);
-                    if depth == 0 {
-                        pieces.extend(piece(start..at, tag, tags));
-                    }
-                }
-                None => {
+            Event::Close(tag) => {
+                let Some(depth) = open.iter().rposition(|(opened, _)| *opened == tag) else {
                     found.balanced = false;
                     pieces.extend(cut_at_start(text, at, tag, tags));
-                }
-            },
+                    continue;
+                };
+                found.balanced &= depth + 1 == open.len();
+                let start = open[depth].1;
+                open.truncate(depth);
+                pieces.extend(piece(start..at, tag, tags).filter(|_| depth == 0));
+            }
             Event::GenerationOpen => generations.push(at),
             Event::GenerationClose => found.generation.extend(generations.pop().map(|start| (start, at))),
         }
@@ -104,7 +102,9 @@ fn floor(text: &str, mut length: usize) -> usize {
 
 /// Pieces in order, those of one string joined where the text between them is the string's own, none overlapping.
 fn joined(text: &str, mut pieces: Vec<Piece<'_>>) -> Vec<Span> {
-    pieces.iter_mut().for_each(|piece| widen(text, piece));
+    for piece in &mut pieces {
+        widen(text, piece);
+    }
     pieces.sort_by_key(|piece| (piece.range.start, std::cmp::Reverse(piece.range.end)));
     let mut kept: Vec<Piece<'_>> = Vec::with_capacity(pieces.len());
     for mut next in pieces {

@@ -6,7 +6,7 @@ use super::json::{Style, dumps};
 use super::marks::{Marker, Used};
 use super::{Field, NO_MESSAGE};
 use minijinja::Error;
-use minijinja::value::{Enumerator, Object, ObjectRepr, Value, ValueKind};
+use minijinja::value::{DynObject, Enumerator, Object, ObjectRepr, Value, ValueKind};
 use serde_json::Value as Json;
 use std::sync::{Arc, OnceLock};
 
@@ -51,7 +51,7 @@ impl Object for Tagged {
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        self.inner.as_object().map_or(Enumerator::Empty, |object| object.enumerate())
+        self.inner.as_object().map_or(Enumerator::Empty, DynObject::enumerate)
     }
 }
 

@@ -175,7 +175,6 @@ impl Tokenizer {
     }
 
     /// The bytes that byte-level glyphs spell (`Ġthat` is ` that`), `None` where a character is no glyph.
-    #[expect(clippy::unused_self, reason = "callers hold a tokenizer; other alphabets would differ by it")]
     pub fn glyphs_to_bytes(&self, text: &str) -> Option<Vec<u8>> {
         pieces::glyphs_to_bytes(text)
     }
