@@ -190,9 +190,31 @@ def _learn(
     places = {"out": told.out, "tokenizer": told.model, "resume": told.resume}
     done = learner.train(sequences, model, objective=objective, config=chosen, say=_say, **places)
     watch.seconds.update(done.seconds)
-    prepare.write_json(told.out / "summary.json", _summary(chosen, account, done, watch.seconds))
+    summary = _summary(chosen, account, done, watch.seconds)
+    with watch("report"):
+        _report(told, sequences, done, summary)
+    prepare.write_json(told.out / "summary.json", {**summary, "seconds": _rounded(watch.seconds)})
     _say(*_ending(told, arguments, done))
     return done.exit_code
+
+
+def _report(told: argparse.Namespace, sequences: Any, done: Any, summary: dict[str, Any]) -> None:
+    from tracegrad.report import write_report
+    from tracegrad.tokenizer import Tokenizer
+
+    write_report(
+        told.out / "report.html",
+        rows=done.rows,
+        sequences=sequences,
+        tokenizer=Tokenizer.from_pretrained(told.model),
+        terms=done.terms,
+        summary=summary,
+        title=told.out.name or "tracegrad",
+    )
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(spent, 3) for name, spent in seconds.items()}
 
 
 def _summary(chosen: config.Config, account: prepare.Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
@@ -205,7 +227,7 @@ def _summary(chosen: config.Config, account: prepare.Account, done: Any, seconds
         "steps_planned": done.total,
         "stopped": done.stopped,
         "value": {name: value[name] for name in value if name.startswith("value")},
-        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
+        "seconds": _rounded(seconds),
         "checkpoint": str(done.checkpoint),
     }
 
@@ -219,7 +241,7 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
     lines = [
         reasons[done.stopped],
         f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
-        f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
+        f"         {told.out / 'metrics.jsonl'}, {told.out / 'report.html'}, {told.out / 'summary.json'}",
     ]
     if done.stopped == "signal":
         again = arguments if "--resume" in arguments else [*arguments, "--resume"]
