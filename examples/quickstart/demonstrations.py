@@ -1,4 +1,4 @@
-"""Demonstrations of the clerk's task, clean and corrupted, and dense lines of arithmetic: what the model is pretrained on.
+"""Demonstrations of the clerk's task, clean and corrupted, and dense lines of arithmetic, for pretraining.
 
 Every prompt comes from the split `pretrain`, so none of them can stand among the traces or in the evaluation.
 Called by make_model.py.
@@ -108,9 +108,7 @@ def corrupted(prompt: task.Prompt, generator: random.Random) -> list[tuple[str, 
     return turns + [("assistant", text)]
 
 
-def _guess(
-    prompt: task.Prompt, tools: list[str], answer: Answer, generator: random.Random
-) -> tuple[list[str], Answer]:
+def _guess(prompt: task.Prompt, tools: list[str], answer: Answer, generator: random.Random) -> tuple[list[str], Answer]:
     """Skip a call and invent the number that it would have told."""
     skip_both = len(tools) == 1 or generator.random() < 0.5
     if tools[-1] == "price":

@@ -84,7 +84,9 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
             lines.append(text)
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     marks = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     trainer = trainers.BpeTrainer(
@@ -181,7 +183,9 @@ class Trainer:
         self.network(torch.tensor([self.system_ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.batch_repeat_interleave(len(batch))
         logits = self.network(ids, past_key_values=cache, use_cache=True).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
 
     def lines_loss(self, texts: list[str], length: int = 128) -> torch.Tensor:
         """Mean loss of dense lines, each text cut to `length` tokens."""
