@@ -118,6 +118,7 @@ def test_a_run_leaves_what_it_says(example, forty, tmp_path, capsys):
     assert {"read", "align", "train", "old", "checkpoint"} <= summary["seconds"].keys()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert "<svg" in (out / "report.html").read_text()
     assert rows[1]["rollout_gap"] < 1e-4  # trainer and server agree on the recorded logprobs
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint")
     assert model.num_parameters() > 0

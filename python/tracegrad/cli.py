@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from tracegrad import _core, config, prepare
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
+from tracegrad.report import write_report
+from tracegrad.tokenizer import Tokenizer
 
 SHORT = {
     "seed": "train.seed",
@@ -191,30 +193,13 @@ def _learn(
     done = learner.train(sequences, model, objective=objective, config=chosen, say=_say, **places)
     watch.seconds.update(done.seconds)
     summary = _summary(chosen, account, done, watch.seconds)
+    prepare.write_json(told.out / "summary.json", summary)
     with watch("report"):
-        _report(told, sequences, done, summary)
-    prepare.write_json(told.out / "summary.json", {**summary, "seconds": _rounded(watch.seconds)})
+        tokenizer = Tokenizer.from_pretrained(told.model)
+        found = {"rows": done.rows, "terms": done.terms, "summary": summary}
+        write_report(told.out / "report.html", sequences=sequences, tokenizer=tokenizer, title=told.traces, **found)
     _say(*_ending(told, arguments, done))
     return done.exit_code
-
-
-def _report(told: argparse.Namespace, sequences: Any, done: Any, summary: dict[str, Any]) -> None:
-    from tracegrad.report import write_report
-    from tracegrad.tokenizer import Tokenizer
-
-    write_report(
-        told.out / "report.html",
-        rows=done.rows,
-        sequences=sequences,
-        tokenizer=Tokenizer.from_pretrained(told.model),
-        terms=done.terms,
-        summary=summary,
-        title=told.out.name or "tracegrad",
-    )
-
-
-def _rounded(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(spent, 3) for name, spent in seconds.items()}
 
 
 def _summary(chosen: config.Config, account: prepare.Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
@@ -227,7 +212,7 @@ def _summary(chosen: config.Config, account: prepare.Account, done: Any, seconds
         "steps_planned": done.total,
         "stopped": done.stopped,
         "value": {name: value[name] for name in value if name.startswith("value")},
-        "seconds": _rounded(seconds),
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
         "checkpoint": str(done.checkpoint),
     }
 
@@ -241,7 +226,8 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
     lines = [
         reasons[done.stopped],
         f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
-        f"         {told.out / 'metrics.jsonl'}, {told.out / 'report.html'}, {told.out / 'summary.json'}",
+        f"         {told.out / 'report.html'}  shows the run and its tokens",
+        f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
     ]
     if done.stopped == "signal":
         again = arguments if "--resume" in arguments else [*arguments, "--resume"]

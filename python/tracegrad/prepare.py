@@ -15,18 +15,9 @@ from typing import Any
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
-from tracegrad.sequence import Sequences, align
+from tracegrad.sequence import TIER_TEXT, Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import ReadReport, Traces, TraceStream, stream, write
-
-TIER_TEXT = {
-    "T0": "prompt and completion ids recorded",
-    "T1": "completion ids recorded",
-    "T2": "ids from each token's bytes",
-    "T3": "ids from text, one segmentation fits",
-    "T5": "canonical tokens, the count fits",
-    "T6": "text only: no ratio",
-}
 
 
 @dataclass
