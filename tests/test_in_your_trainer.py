@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tracegrad as tg
 from transformers import AutoModelForCausalLM
+
+import tracegrad as tg
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TRACES = 16

@@ -7,10 +7,11 @@ import json
 import random
 from pathlib import Path
 
-import demonstrations
 import pytest
-import task
 import zstandard
+
+import demonstrations
+import task
 
 HERE = Path(__file__).parent.parent / "examples" / "quickstart"
 
