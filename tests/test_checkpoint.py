@@ -13,10 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tracegrad.errors import ReadError, TracegradError  # noqa: E402
 from tiny import tiny_model  # noqa: E402
-
+from tracegrad.errors import ReadError, TracegradError  # noqa: E402
 from tracegrad.learner import checkpoint  # noqa: E402
+from tracegrad.learner.model import load_model  # noqa: E402
 
 PROGRESS = checkpoint.Progress(3, "abc", {"optimizer.lr": 0.1}, {"old": np.array([np.nan, -1.0], np.float32)})
 
@@ -135,17 +135,17 @@ def test_a_checkpoint_of_another_model_is_refused(run):
 
 def test_a_missing_folder_is_not_looked_for_on_a_hub(tmp_path):
     with pytest.raises(ReadError, match="no such folder"):
-        checkpoint.load_model(tmp_path / "gone")
+        load_model(tmp_path / "gone")
 
 
 def test_a_model_without_config_or_weights_is_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.bin")
     with pytest.raises(ReadError, match=r"no model.safetensors there \(config.json, .*weights.bin\)"):
-        checkpoint.load_model(tmp_path)
+        load_model(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ReadError, match=r"config.json: .*architecture is not known"):
-        checkpoint.load_model(tmp_path)
+        load_model(tmp_path)
 
 
 def test_cut_off_weights_are_refused(tmp_path):
@@ -153,7 +153,7 @@ def test_cut_off_weights_are_refused(tmp_path):
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ReadError, match="cannot load it"):
-        checkpoint.load_model(tmp_path)
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_weights_of_another_architecture_are_refused_and_never_filled_with_rando
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **changes}))
     with pytest.raises(ReadError, match="causal"):
-        checkpoint.load_model(Path(tmp_path))
+        load_model(Path(tmp_path))

@@ -43,15 +43,34 @@ def test_the_version_is_the_cores(capsys):
 
 def test_importing_it_and_preparing_take_neither_torch_nor_transformers_nor_tqdm(example, forty, tmp_path):
     blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'tqdm', 'safetensors'])); "
-    call = f"from tracegrad.cli import main; sys.exit(main({['prepare', str(forty), '--model', str(example / 'model'), '--out', str(tmp_path / 'o')]!r}))"
+    arguments = ["prepare", str(forty), "--model", str(example / "model"), "--out", str(tmp_path / "o")]
+    call = f"from tracegrad.cli import main; sys.exit(main({arguments!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", blocked + call], env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", blocked + call],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_prepare_writes_shards_that_hold_what_align_gives(example, forty, tmp_path, capsys):
-    assert main(["prepare", str(forty), "--model", str(example / "model"), "--out", str(tmp_path / "o"), "--shard-traces", "16"]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                str(forty),
+                "--model",
+                str(example / "model"),
+                "--out",
+                str(tmp_path / "o"),
+                "--shard-traces",
+                "16",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "read     40 traces in 5 groups" in said
     whole = tg.align(tg.read(forty), tg.Tokenizer.from_pretrained(example / "model"))
@@ -100,6 +119,7 @@ def test_a_run_leaves_what_it_says(example, forty, tmp_path, capsys):
     assert {"read", "align", "train", "old", "checkpoint"} <= summary["seconds"].keys()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert "<svg" in (out / "report.html").read_text()
     assert rows[1]["rollout_gap"] < 1e-4  # trainer and server agree on the recorded logprobs
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint")
     assert model.num_parameters() > 0
@@ -118,7 +138,11 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit_as_if_it
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     rows = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while running.poll() is None and time.monotonic() < deadline and not (rows.exists() and rows.read_text().count("\n") >= 2):
+    while (
+        running.poll() is None
+        and time.monotonic() < deadline
+        and not (rows.exists() and rows.read_text().count("\n") >= 2)
+    ):
         time.sleep(0.005)
     running.send_signal(signal.SIGINT)
     said, complaint = running.communicate(timeout=120)

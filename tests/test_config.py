@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tracegrad import config
+from tracegrad.config.reading import field_docs
 from tracegrad.errors import ArgumentError
 
 
@@ -15,7 +16,7 @@ def test_there_are_at_most_forty_fields_and_each_has_a_docstring():
     parts = [type(getattr(config.Config(), name)) for name in config.SECTIONS]
     names = [(part, f.name) for part in parts for f in fields(part)]
     assert len(names) <= 40
-    undocumented = [name for part, name in names if not config._field_docs(part).get(name, "").endswith(".")]
+    undocumented = [name for part, name in names if not field_docs(part).get(name, "").endswith(".")]
     assert undocumented == []
 
 

@@ -48,8 +48,8 @@ def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():
     assert value.ess == pytest.approx(16 / 10)  # (3 + 1)^2 / (9 + 1)
     assert value.ess_fraction == pytest.approx(0.8)
     assert value.recorded == 0.5
-    # Parts w (r - value) / sum w: 3 * 0.25 / 4 = 0.1875 and 1 * -0.75 / 4 = -0.1875; se = sqrt(2/1 * 2 * 0.1875^2) = 0.375;
-    # t(0.975, 1) = 12.7062.
+    # Parts w (r - value) / sum w: 3 * 0.25 / 4 = 0.1875 and 1 * -0.75 / 4 = -0.1875;
+    # se = sqrt(2/1 * 2 * 0.1875^2) = 0.375; t(0.975, 1) = 12.7062.
     assert value.high - value.value == pytest.approx(12.7062 * 0.375, rel=1e-5)
     assert not value.known
 

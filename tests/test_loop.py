@@ -12,13 +12,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tiny import sampled, tiny_model  # noqa: E402
-
 from tracegrad import algebra, config, metrics, presets  # noqa: E402
 from tracegrad.correction import Corrected  # noqa: E402
 from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
 from tracegrad.learner import Outcome, train  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.loop import learning_rate  # noqa: E402
+from tracegrad.learner.setup import learning_rate  # noqa: E402
 from tracegrad.learner.step import measure, optimizer_step, tally  # noqa: E402
 
 TIMES = {"seconds", "tokens_per_s"}
@@ -38,7 +37,14 @@ def told(**changes):
 def run(traces, out, model=None, *, objective=presets.DAPO, resume=False, sinks=(), **changes):
     model = model or tiny_model()
     done = train(
-        traces, model, objective=objective, out=out, config=told(**changes), resume=resume, sinks=sinks, say=lambda _: None
+        traces,
+        model,
+        objective=objective,
+        out=out,
+        config=told(**changes),
+        resume=resume,
+        sinks=sinks,
+        say=lambda _: None,
     )
     return done, {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -114,7 +120,9 @@ def test_the_update_does_not_depend_on_how_the_step_was_cut(traces, preset):
 
 
 def test_training_makes_the_better_samples_likelier_and_value_rise(traces, tmp_path):
-    done, _ = run(sampled(tiny_model(), groups=40, size=6), tmp_path, train__epochs=3, data__holdout=0.2, optimizer__lr=5e-3)
+    done, _ = run(
+        sampled(tiny_model(), groups=40, size=6), tmp_path, train__epochs=3, data__holdout=0.2, optimizer__lr=5e-3
+    )
     first, last = done.rows[0], done.rows[-1]
     assert first["value"] == pytest.approx(first["value_recorded"], abs=1e-4)  # theta is the policy that was recorded
     assert last["value"] > first["value"] + 0.01
@@ -242,7 +250,9 @@ def test_metrics_are_worked_by_hand():
     assert found["mean_importance_ratio"] == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)  # theta - rollout: 0.5, 1
     assert found["kl_rollout"] == pytest.approx(((np.exp(0.5) - 1 - 0.5) + (np.exp(1.0) - 1 - 1.0)) / 2)
     assert found["rollout_gap"] == pytest.approx(0.75)
-    assert found["kl_old"] == pytest.approx(((np.exp(0.5) - 1.5) + 0 + (np.exp(-2.0) + 1)) / 3)  # theta - old: 0.5, 0, -2
+    assert found["kl_old"] == pytest.approx(
+        ((np.exp(0.5) - 1.5) + 0 + (np.exp(-2.0) + 1)) / 3
+    )  # theta - old: 0.5, 0, -2
     assert found["ratio_mean"] == pytest.approx((np.exp(0.5) + 1) / 2)
     assert found["ratio_max"] == pytest.approx(np.exp(0.5))
     assert found["clip_fraction"] == pytest.approx(1 / 3)
@@ -269,7 +279,9 @@ def tiers(traces, tier, share=1.0):
 
 def test_text_of_another_model_gets_no_ratio_and_is_told_what_works(traces, tmp_path):
     foreign = tiers(traces, 6, share=0.5)
-    with pytest.raises(ArgumentError, match=r"48 of 96 traces, '0' first, .*T6.*WEIGHTED_SFT --text-only.*--on-error skip"):
+    with pytest.raises(
+        ArgumentError, match=r"48 of 96 traces, '0' first, .*T6.*WEIGHTED_SFT --text-only.*--on-error skip"
+    ):
         run(foreign, tmp_path)
     done, _ = run(foreign, tmp_path / "sft", objective=presets.WEIGHTED_SFT, data__text_only=True)
     assert done.stopped == "done"

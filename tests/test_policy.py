@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from tracegrad import policy  # noqa: E402
 from tracegrad.batch import Batch, pack  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from tracegrad import _core, config, prepare
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
+from tracegrad.report import write_report
+from tracegrad.tokenizer import Tokenizer
 
 SHORT = {
     "seed": "train.seed",
@@ -58,13 +60,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
-    parser = _Parser(prog="tracegrad", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = _Parser(prog="tracegrad", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     train = _command(commands, "train", "train a model on recorded traces", _train)
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
-    run.add_argument("--objective", metavar="NAME", help="attribute of tracegrad.presets, or module:NAME (default DAPO)")
+    run.add_argument("--objective", metavar="NAME", help="one of tracegrad.presets, or module:NAME (default DAPO)")
     run.add_argument("--epochs", metavar="N", help="passes over the groups (default 1)")
     run.add_argument("--seed", metavar="N", help="of the order of groups and the held-out choice (default 0)")
     run.add_argument("--stop-below-ess", metavar="F", help="stop when value's effective sample falls below this share")
@@ -84,13 +86,14 @@ def _command(commands: Any, name: str, text: str, run: Any) -> argparse.Argument
     parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("traces", help="JSONL of traces, plain, .gz or .zst; - for standard input")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the model and its tokenizer")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     data = parser.add_argument_group("reading and aligning")
-    data.add_argument("--on-error", choices=("raise", "skip", "quarantine"), help="a bad record: stop, leave out, write aside")
+    choices = ("raise", "skip", "quarantine")
+    data.add_argument("--on-error", choices=choices, help="a bad record: stop, leave it out, write it aside")
     data.add_argument("--logprob-kind", choices=("raw", "processed", "unknown"), help="what the logprobs are of")
-    data.add_argument("--text-only", action="store_const", const=True, help="train text without logprobs, without a ratio")
-    data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an id that is not known")
+    data.add_argument("--text-only", action="store_const", const=True, help="train text that has no logprobs")
+    data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an unknown id")
     return parser
 
 
@@ -117,7 +120,7 @@ def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     if idle:
         raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
     if told.shard_traces < 1:
-        raise ArgumentError(f"--shard-traces is {told.shard_traces}. A shard holds at least one trace. Leave it out for 4096.")
+        raise ArgumentError(f"--shard-traces is {told.shard_traces}. A shard holds at least one trace. Leave it out.")
     data = config.load(overrides=overrides).data
     account = prepare.prepare(told.traces, told.model, data, told.out, shard_traces=told.shard_traces)
     _say(*account.lines(), f"written  {told.out}/shard-*, {told.out / 'drift.json'}")
@@ -158,8 +161,8 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config) -> int:
     fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
     _say(
         *(f"note     {note}" for note in feed.notes),
-        f"would    take {plan.total:,} steps, {plan.steps_per_epoch:,} an epoch, on {int((~feed.held).sum()):,} traces, "
-        f"with {int(feed.held.sum()):,} held out for value",
+        f"would    take {plan.total:,} steps, {plan.steps_per_epoch:,} an epoch, on {int((~feed.held).sum()):,} "
+        f"traces, with {int(feed.held.sum()):,} held out for value",
         f"         {len(rows):,} rows an epoch, the longest {max(rows):,} tokens, {fill:.0%} of the budget filled, "
         f"{sum(map(len, steps)):,} terms",
     )
@@ -178,19 +181,23 @@ def _learn(
     try:
         with watch("import"):
             from tracegrad import learner
-            from tracegrad.learner.checkpoint import load_model
+            from tracegrad.learner.model import load_model
     except ImportError as error:
         raise ArgumentError(
-            f"train needs {error.name}, which is not installed. Reading and aligning work without it, training does not. "
-            "pip install 'tracegrad[train]'"
+            f"train needs {error.name}, which is not installed. Reading and aligning work without it, training does "
+            "not. pip install 'tracegrad[train]'"
         ) from error
     with watch("load"):
         model = load_model(told.model)
-    done = learner.train(
-        sequences, model, objective=objective, out=told.out, config=chosen, tokenizer=told.model, resume=told.resume, say=_say
-    )
+    places = {"out": told.out, "tokenizer": told.model, "resume": told.resume}
+    done = learner.train(sequences, model, objective=objective, config=chosen, say=_say, **places)
     watch.seconds.update(done.seconds)
-    prepare.write_json(told.out / "summary.json", _summary(chosen, account, done, watch.seconds))
+    summary = _summary(chosen, account, done, watch.seconds)
+    prepare.write_json(told.out / "summary.json", summary)
+    with watch("report"):
+        tokenizer = Tokenizer.from_pretrained(told.model)
+        found = {"rows": done.rows, "terms": done.terms, "summary": summary}
+        write_report(told.out / "report.html", sequences=sequences, tokenizer=tokenizer, title=told.traces, **found)
     _say(*_ending(told, arguments, done))
     return done.exit_code
 
@@ -213,12 +220,13 @@ def _summary(chosen: config.Config, account: prepare.Account, done: Any, seconds
 def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[str]:
     reasons = {
         "done": f"trained  {done.step:,} steps",
-        "ess": f"stopped  after step {done.step:,} of {done.total:,}: value's effective sample is below --stop-below-ess",
+        "ess": f"stopped  after step {done.step:,} of {done.total:,}: value's effective sample is too small",
         "signal": f"stopped  on request after step {done.step:,} of {done.total:,}; nothing is lost",
     }
     lines = [
         reasons[done.stopped],
         f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
+        f"         {told.out / 'report.html'}  shows the run and its tokens",
         f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
     ]
     if done.stopped == "signal":

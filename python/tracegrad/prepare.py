@@ -15,18 +15,9 @@ from typing import Any
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
-from tracegrad.sequence import Sequences, align
+from tracegrad.sequence import TIER_TEXT, Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import ReadReport, Traces, TraceStream, stream, write
-
-TIER_TEXT = {
-    "T0": "prompt and completion ids recorded",
-    "T1": "completion ids recorded",
-    "T2": "ids from each token's bytes",
-    "T3": "ids from text, one segmentation fits",
-    "T5": "canonical tokens, the count fits",
-    "T6": "text only: no ratio",
-}
 
 
 @dataclass
@@ -108,7 +99,7 @@ def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> t
         watch: takes the seconds of "read" and "align".
 
     Raises:
-        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for the first bad record, by data.on_error.
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
     """
     account = Account(source)
     tokenizer = Tokenizer.from_pretrained(model)
@@ -154,7 +145,9 @@ def write_json(path: Path, value: Any) -> None:
         staged.replace(path)
     except OSError as error:
         staged.unlink(missing_ok=True)
-        raise TracegradError(f"{path}: {error.strerror}. It is not written. Make room, or give another --out.") from error
+        raise TracegradError(
+            f"{path}: {error.strerror}. It is not written. Make room, or give another --out."
+        ) from error
 
 
 def _open(source: str, data: Data, out: Path, batch: int = 1024) -> TraceStream:
@@ -206,9 +199,7 @@ def _add(into: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> No
             row[key] += value
 
 
-def _table(
-    head: str, columns: tuple[str, ...], rows: dict[str, dict[str, int]], texts: dict[str, str]
-) -> list[str]:
+def _table(head: str, columns: tuple[str, ...], rows: dict[str, dict[str, int]], texts: dict[str, str]) -> list[str]:
     if not rows:
         return []
     width = max(len(name) for name in [head, *rows])

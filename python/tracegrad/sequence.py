@@ -23,6 +23,14 @@ from tracegrad.trace import Traces
 GIVEN, TEMPLATE, SAMPLED = 0, 1, 2
 SOURCES = ("given", "template", "sampled")
 TIERS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
+TIER_TEXT = {
+    "T0": "prompt and completion ids recorded",
+    "T1": "completion ids recorded",
+    "T2": "ids from each token's bytes",
+    "T3": "ids from text, one segmentation fits",
+    "T5": "canonical tokens, the count fits",
+    "T6": "text only: no ratio",
+}
 TEXT_ONLY = 6
 NO_TIER = 255
 LOGPROB_KINDS = ("unknown", "raw", "processed")

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tracegrad.errors import ReadError, TracegradError
+from tracegrad.learner.model import first_line, load_model, quiet
 
 FOLDER = "checkpoints"
 LINK = "checkpoint"
@@ -39,7 +40,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def save(
         if not final.exists():
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
-            with _quiet():
+            with quiet():
                 model.save_pretrained(staged)
             for name in TOKENIZER_FILES:
                 if tokenizer is not None and (tokenizer / name).is_file() and not (staged / name).exists():
@@ -138,8 +138,8 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
         model.load_state_dict(loaded.state_dict())
     except RuntimeError as error:
         raise ReadError(
-            f"{path}: its parameters are not those of the model given: {str(error).splitlines()[-1].strip()}. The run cannot go on "
-            "from it. Resume with the --model that the run was started with."
+            f"{path}: its parameters are not those of the model given: {str(error).splitlines()[-1].strip()}. "
+            "The run cannot go on from it. Resume with the --model that the run was started with."
         ) from error
     del loaded
     try:
@@ -152,80 +152,6 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> P
     return progress
 
 
-def load_model(path: Path) -> Any:
-    """A transformers causal language model from a folder, in float32, its weights all found.
-
-    Raises:
-        ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = _model_config(path)
-    if not any((path / name).is_file() for name in WEIGHTS):
-        there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise ReadError(
-            f"{path}: no model.safetensors there ({there}). Without weights there is no policy to train. "
-            "Give --model a folder written by save_pretrained."
-        )
-    try:
-        with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
-            )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ReadError(
-            f"{path}: transformers cannot load it as a causal language model: {_first_line(error)}. There is no policy to train. "
-            "Give --model a causal model whose config.json and weights belong together."
-        ) from error
-    named = config.get("architectures") or [type(model).__name__]
-    odd = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    if type(model).__name__ not in named or any(info.get(kind) for kind in odd):
-        _refuse_architecture(path, type(model).__name__, named, info)
-    return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers without its bars and load reports: what they say is raised or printed by us, once."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _model_config(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise ReadError(f"{path}: no such folder. There is no model to train. Give --model a folder written by save_pretrained.")
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReadError(
-            f"{path / 'config.json'}: {_first_line(error)}. The architecture is not known without it. "
-            "Give --model a folder written by save_pretrained."
-        ) from error
-
-
-def _refuse_architecture(path: Path, built: str, named: list[str], info: Mapping[str, Any]) -> None:
-    detail = f"config.json names {', '.join(named)}, a causal model of it is {built}"
-    if info["missing_keys"]:
-        detail = f"{len(info['missing_keys'])} tensors that {built} needs are not in the weights, {min(info['missing_keys'])} first"
-    elif info.get("mismatched_keys"):
-        detail = f"{len(info['mismatched_keys'])} tensors have another shape than config.json says, {min(info['mismatched_keys'])[0]} first"
-    elif info["unexpected_keys"]:
-        detail = f"{len(info['unexpected_keys'])} tensors have no place in {built}, {min(info['unexpected_keys'])} first"
-    raise ReadError(
-        f"{path}: {detail}. What was loaded would be another policy than the one that sampled. "
-        "Give --model a causal model whose config.json and weights belong together."
-    )
-
-
 def _save_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     folder.mkdir()
     tensors, rest = _optimizer_parts(optimizer, model)
@@ -234,11 +160,18 @@ def _save_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     arrays = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in progress.logprobs.items()}
     save_file(arrays, folder / "logprobs.safetensors")
     save_file(_random_states(), folder / "random.safetensors", metadata={"python": json.dumps(random.getstate())})
-    said = {"format": FORMAT, "step": progress.step, "fingerprint": progress.fingerprint, "config": dict(progress.config)}
+    said = {
+        "format": FORMAT,
+        "step": progress.step,
+        "fingerprint": progress.fingerprint,
+        "config": dict(progress.config),
+    }
     _write_json(folder / "progress.json", said)
 
 
-def _optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _optimizer_parts(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Optimizer state by parameter name: tensors, and what is no tensor."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, torch.Tensor] = {}
@@ -300,7 +233,7 @@ def _whole_or_nothing(staged: Path, final: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise TracegradError(
             f"{final}: {reason}. This checkpoint is not written; those before it are as they were. "
             "Make room or give a folder that can be written, and go on with --resume."
@@ -336,11 +269,6 @@ def _write_json(path: Path, value: object) -> None:
 
 def _damaged(path: Path, error: Exception) -> ReadError:
     return ReadError(
-        f"{path}: damaged: {_first_line(error)}. The run cannot be taken up exactly from it. "
+        f"{path}: damaged: {first_line(error)}. The run cannot be taken up exactly from it. "
         "Delete this folder to resume from the checkpoint before it."
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

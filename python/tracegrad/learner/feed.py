@@ -1,7 +1,7 @@
 """What a run trains on: which traces, with which advantage, in which steps; and what it refuses to give a ratio.
 
-Here a `Sequences` becomes the steps of each epoch and the held-out traces. No torch, no model. Called by the loop and by
-`--dry-run`.
+Here a `Sequences` becomes the steps of each epoch and the held-out traces. No torch, no model. Called by the loop
+and by `--dry-run`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Feed:
         """Splits, checks and scores.
 
         Raises:
-            ArgumentError: if the objective needs a ratio that these traces cannot have, an option would have no effect, or
-                there is nothing to learn.
+            ArgumentError: if the objective needs a ratio that these traces cannot have, an option would have no
+                effect, or there is nothing to learn.
         """
         check_effective(config, objective)
         objective.check_missing(config.train.missing)
@@ -62,7 +62,7 @@ class Feed:
         advantages[~held] = _advantages(rewards[~held], sequences.group[~held], config)
         if not advantages.any():
             raise ArgumentError(
-                f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn from them. "
+                f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
                 "Give traces whose rewards differ within a group, or set advantage.baseline."
             )
         return cls(sequences, rewards, advantages, held, objective, config, tuple(notes))
@@ -114,7 +114,9 @@ def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
     if name and name not in names:
         raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
     if not names or not np.isfinite(sequences.rewards).any():
-        raise ArgumentError("no trace has a reward. Without one no trace is better than another. Record a reward in each trace.")
+        raise ArgumentError(
+            "no trace has a reward. Without one no trace is better than another. Record a reward in each trace."
+        )
     return np.ascontiguousarray(sequences.rewards[:, names.index(name) if name else 0])
 
 
@@ -148,7 +150,9 @@ def check_effective(config: Config, objective: Objective) -> None:
     values, known = as_dict(config), options()
     for name, (without_effect, why) in idle.items():
         if without_effect and values[name] != known[name][1]:
-            raise ArgumentError(f"{name} has no effect: {why}. An option that does nothing hides a mistake. Leave it out.")
+            raise ArgumentError(
+                f"{name} has no effect: {why}. An option that does nothing hides a mistake. Leave it out."
+            )
 
 
 def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> list[str]:
@@ -158,8 +162,8 @@ def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> 
         what a user should know of the ratios that are formed.
 
     Raises:
-        ArgumentError: for an objective with a ratio to rollout, if traces are text of another model, if logprobs are of an
-            unknown kind at a temperature that is not known to be 1, or if no trained token has a logprob.
+        ArgumentError: for an objective with a ratio to rollout, if traces are text of another model, if logprobs are
+            of an unknown kind at a temperature that is not known to be 1, or if no trained token has a logprob.
     """
     if not objective.needs.rollout:
         return []
@@ -169,15 +173,15 @@ def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> 
     dropped = config.data.on_error != "raise" and not config.data.text_only
     if len(foreign) and not dropped:
         raise ArgumentError(
-            f"{len(foreign)} of {s.traces} traces, '{_name(s, foreign[0])}' first, are text of another model or tokenizer (T6): they have no "
-            "logprobs of this policy, and a ratio of 1 would be invented. Train on them with --objective WEIGHTED_SFT --text-only, or leave "
-            "them out with --on-error skip."
+            f"{len(foreign)} of {s.traces} traces, '{_name(s, foreign[0])}' first, are text of another model or "
+            "tokenizer (T6): they have no logprobs of this policy, and a ratio of 1 would be invented. Train on them "
+            "with --objective WEIGHTED_SFT --text-only, or leave them out with --on-error skip."
         )
     known = s.trainable & ~np.isnan(s.rollout_logprobs)
     if not known.any():
         raise ArgumentError(
-            f"none of {int(s.trainable.sum())} trained tokens has a recorded logprob. No ratio to the policy that sampled them "
-            "is known. Record with logprobs on, or train with --objective WEIGHTED_SFT, which takes no ratio."
+            f"none of {int(s.trainable.sum())} trained tokens has a recorded logprob. No ratio to the policy that "
+            "sampled them is known. Record logprobs, or train with --objective WEIGHTED_SFT, which takes no ratio."
         )
     measured = np.unique(owner[known])
     _check_kinds(s, measured, explicit=config.data.logprob_kind == "unknown")
@@ -191,9 +195,9 @@ def _check_kinds(s: Sequences, measured: NDArray[np.int32], *, explicit: bool) -
         heat = s.temperature[open_[0]]
         told = "is not recorded" if np.isnan(heat) else f"was {heat:g}"
         raise ArgumentError(
-            f"trace '{_name(s, open_[0])}' and {len(open_) - 1} more do not say what their logprobs are of, and the temperature {told}. "
-            "Before or after temperature is a different number, and the ratio would be wrong. Say --logprob-kind raw (vLLM's default) or "
-            "processed; or --logprob-kind unknown to take them as they are."
+            f"trace '{_name(s, open_[0])}' and {len(open_) - 1} more do not say what their logprobs are of, and the "
+            f"temperature {told}. Before or after temperature is a different number, and the ratio would be wrong. "
+            "Say --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to take them as they are."
         )
 
 
@@ -204,8 +208,8 @@ def _notes(s: Sequences, measured: NDArray[np.int32], foreign: int) -> list[str]
     warm = int((raw & ~np.isnan(heat) & (heat != 1.0)).sum())
     if warm:
         notes.append(
-            f"{warm} traces were sampled at a temperature other than 1 and have raw logprobs: their ratio measures mismatch and is no "
-            "sampling ratio."
+            f"{warm} traces were sampled at a temperature other than 1 and have raw logprobs: their ratio measures "
+            "mismatch and is no sampling ratio."
         )
     missing = int((s.trainable & np.isnan(s.rollout_logprobs)).sum())
     if missing:
@@ -217,5 +221,3 @@ def _notes(s: Sequences, measured: NDArray[np.int32], foreign: int) -> list[str]
 
 def _name(s: Sequences, trace: int) -> str:
     return s.trace_ids[trace] if s.trace_ids else str(trace)
-
-

@@ -35,7 +35,9 @@ class Interrupt:
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

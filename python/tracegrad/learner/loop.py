@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tracegrad import metrics
 from tracegrad.algebra import Objective
@@ -24,59 +23,11 @@ from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.learner import checkpoint
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.record import TermRecord, Trained
+from tracegrad.learner.setup import adamw, check_same, check_vocabulary, learning_rate, place
 from tracegrad.learner.step import Outcome, measure, optimizer_step, tally
 from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
 from tracegrad.sequence import Sequences
-
-MAY_CHANGE = ("train.epochs", "train.value_per_epoch", "train.stop_below_ess", "train.tensorboard", "checkpoint.")
-"""Options that a resumed run may have otherwise than the run it goes on with."""
-
-
-@dataclass(frozen=True)
-class TermRecord:
-    """Per-term arrays of one step, for the report; [M] each, in the step's order.
-
-    Args:
-        step: the optimizer step, from 1.
-        origin: token of the `Sequences`.
-        trace: row of the `Sequences`.
-        ratio, weight, keep, advantages, logprobs, gradient: as in `Outcome` and `Corrected`.
-    """
-
-    step: int
-    origin: NDArray[np.int64]
-    trace: NDArray[np.int32]
-    ratio: NDArray[np.float32]
-    weight: NDArray[np.float32]
-    keep: NDArray[np.bool_]
-    clipped: NDArray[np.bool_]
-    advantages: NDArray[np.float32]
-    logprobs: NDArray[np.float32]
-    gradient: NDArray[np.float32]
-
-
-@dataclass
-class Trained:
-    """What a run has come to.
-
-    Args:
-        step: optimizer steps taken, of `total`.
-        stopped: "done", "ess" (value's effective sample fell below `stop_below_ess`) or "signal".
-        exit_code: 0, or 128 + signal.
-        checkpoint: the newest one.
-        rows: of metrics.jsonl, those before a resume included.
-        terms: of the last epoch's steps taken by this process.
-        seconds: wall time by stage.
-    """
-
-    step: int
-    total: int
-    stopped: Literal["done", "ess", "signal"]
-    exit_code: int
-    checkpoint: Path
-    rows: list[dict[str, Any]]
-    terms: list[TermRecord]
-    seconds: dict[str, float]
 
 
 def train(
@@ -121,7 +72,7 @@ def train(
             stopped = loop.run([loop.lines, *shown], rows, interrupt)
     except torch.OutOfMemoryError as error:
         raise TracegradError(
-            f"step {loop.taken + 1}: the device has no memory left ({str(error).split('.')[0]}). The step was not taken. "
+            f"step {loop.taken + 1}: the device has no memory left ({str(error).split('.')[0]}). It was not taken. "
             f"Lower pack.token_budget ({config.pack.token_budget}); the gradient stays the same."
         ) from error
     finally:
@@ -157,8 +108,8 @@ class _Loop:
         self.config = self.feed.config
         self.plan = self.feed.plan()
         self.held = self.feed.held_step()
-        self.precision = _place(self.model, self.config)
-        _check_vocabulary(self.feed.sequences, self.model)
+        self.precision = place(self.model, self.config)
+        check_vocabulary(self.feed.sequences, self.model)
         self.optimizer = adamw(self.model, self.config)
         self.known = {name: np.full(self.feed.sequences.tokens, np.nan, np.float32) for name in self._wanted()}
         self.fingerprint = self.feed.fingerprint()
@@ -185,13 +136,13 @@ class _Loop:
             self.lines = metrics.JsonLines(self.out / "metrics.jsonl", keep_to_step=self.taken or None)
         except OSError as error:
             raise TracegradError(
-                f"{error.filename or self.out}: {error.strerror}. The run has no place for its checkpoints. Give another --out."
+                f"{error.filename or self.out}: {error.strerror}. Checkpoints have no place there. Give another --out."
             ) from error
         return metrics.read_rows(self.out / "metrics.jsonl")
 
     def _take_up(self, path: Path) -> None:
         progress = checkpoint.read_progress(path)
-        _check_same(path, progress, self._told(), self.fingerprint)
+        check_same(path, progress, self._told(), self.fingerprint)
         checkpoint.restore(path, self.model, self.optimizer)
         self.taken = progress.step
         for name, values in self.known.items():
@@ -206,7 +157,9 @@ class _Loop:
         said = [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
         held = int(self.feed.held.sum())
         if self.config.data.holdout and held < MIN_ESS:
-            said.append(f"{held} traces are held out, value needs {MIN_ESS:g} effective ones: raise data.holdout to know it.")
+            said.append(
+                f"{held} traces are held out, value needs {MIN_ESS:g} effective ones: raise data.holdout to know it."
+            )
         return said
 
     def save(self) -> None:
@@ -273,7 +226,7 @@ class _Loop:
             self._measure("ref", self.steps(0), interrupt)
 
     def _refresh_old(self, interrupt: Interrupt) -> bool:
-        """Measures `old` where it is due; True where a signal came first, and the refresh is left to the resumed run."""
+        """Measures `old` where it is due; True where a signal came first and the resumed run has to do it."""
         if "old" not in self.known or not self.plan.refreshes_old(self.taken):
             return False
         self.known["old"][:] = np.nan
@@ -330,10 +283,18 @@ class _Loop:
             weight, keep = np.asarray(corrected.weight), np.asarray(corrected.keep)
             self.terms.append(
                 TermRecord(
-                    self.taken + 1, step.origin, step.trace, outcome.ratio, weight, keep, outcome.clipped, step.advantages,
-                    outcome.logprobs, outcome.gradient,
+                    step=self.taken + 1,
+                    origin=step.origin,
+                    trace=step.trace,
+                    ratio=outcome.ratio,
+                    weight=weight,
+                    keep=keep,
+                    clipped=outcome.clipped,
+                    advantages=step.advantages,
+                    logprobs=outcome.logprobs,
+                    gradient=outcome.gradient,
                 )
-            )  # fmt: skip
+            )
 
     def value_row(self) -> dict[str, float]:
         """Value and its company under their metrics' names; empty without held-out traces."""
@@ -347,62 +308,3 @@ class _Loop:
         value: Value = estimate(theta, self.held.rollout_logprobs, self.held.trace, rewards, group)
         good, bad = good_and_bad(theta, self.held.trace, rewards, group)
         return {**value.row(), "logprob_good": good, "logprob_bad": bad}
-
-
-def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW as the config says; vectors (norms, biases) are not decayed."""
-    told = config.optimizer
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": told.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=told.lr, betas=(told.beta1, told.beta2), eps=told.eps)
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """lr of optimizer step `step`, from 0: linear warm-up, then constant.
-
-    >>> learning_rate(Config(), 0)
-    1e-06
-    """
-    return config.optimizer.lr * min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
-
-
-def _place(model: Any, config: Config) -> torch.dtype:
-    """Moves the model where it trains, in float32 and without dropout; returns the precision of its forward pass."""
-    told = config.train.device
-    try:
-        device = torch.device("cuda" if told == "auto" and torch.cuda.is_available() else "cpu" if told == "auto" else told)
-        model.to(device=device, dtype=torch.float32).eval()
-    except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(
-            f"train.device is {told!r}: {str(error).splitlines()[0]}. The model cannot be put there. Leave it out for auto."
-        ) from error
-    bf16 = config.train.dtype == "bf16" or (config.train.dtype == "auto" and device.type == "cuda")
-    return torch.bfloat16 if bf16 else torch.float32
-
-
-def _check_vocabulary(sequences: Sequences, model: Any) -> None:
-    size = model.get_input_embeddings().weight.shape[0]
-    highest = int(sequences.ids.max(initial=0))
-    if highest >= size:
-        raise ArgumentError(
-            f"token id {highest} stands in the traces, and the model has {size} embeddings. They are of another tokenizer. "
-            "Align with the tokenizer of the model that is trained."
-        )
-
-
-def _check_same(path: Path, progress: checkpoint.Progress, told: dict[str, Any], fingerprint: str) -> None:
-    for name, value in told.items():
-        before = progress.config.get(name)
-        if before != value and not name.startswith(MAY_CHANGE):
-            raise ArgumentError(
-                f"{path}: {name} was {before!r} and is now {value!r}. The run would not be the one that is resumed. "
-                f"Set it back, or start anew with another --out and --model {path}."
-            )
-    if progress.fingerprint != fingerprint:
-        raise ArgumentError(
-            f"{path}: the traces are not those that the run was started with. Its steps would be others. "
-            f"Give the same traces, or start anew with another --out and --model {path}."
-        )

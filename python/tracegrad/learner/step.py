@@ -1,7 +1,7 @@
-"""One optimizer step over a `Step`: forward, correction, objective, backward, clip, update, and what was seen on the way.
+"""One optimizer step over a `Step`: forward, correction, objective, backward, clip, update, and what was seen.
 
-The gradient is that of the whole step, however it was cut into rows. No loop, no files. Called by `loop`, or by a trainer
-that packs with `tracegrad.batch` and keeps its own loop.
+The gradient is that of the whole step, however it was cut into rows. No loop, no files. Called by `loop`, or by a
+trainer that packs with `tracegrad.batch` and keeps its own loop.
 """
 
 from __future__ import annotations

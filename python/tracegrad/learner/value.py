@@ -110,13 +110,17 @@ def estimate(
 def good_and_bad(
     logprobs: NDArray[np.float32], trace: NDArray[np.integer], rewards: NDArray[np.float32], group: NDArray[np.integer]
 ) -> tuple[float, float]:
-    """Mean logprob over the terms of traces with a reward above, and below, the mean of their group; NaN without any."""
+    """Mean logprob of the terms of traces with a reward above, and below, the mean of their group; NaN without any."""
     known = np.isfinite(rewards)
     count = np.bincount(group[known], minlength=int(group.max(initial=-1)) + 1)
     mean = np.bincount(group[known], rewards[known].astype(np.float64), len(count)) / np.maximum(count, 1)
     above = rewards.astype(np.float64) - mean[group]
     good, bad = above[trace] > 1e-9, above[trace] < -1e-9
-    return tuple(float(logprobs[side].mean(dtype=np.float64)) if side.any() else math.nan for side in (good, bad))
+    return _mean(logprobs[good]), _mean(logprobs[bad])
+
+
+def _mean(values: NDArray[np.float32]) -> float:
+    return float(values.mean(dtype=np.float64)) if len(values) else math.nan
 
 
 def held_out(group: NDArray[np.integer], share: float, seed: int) -> NDArray[np.bool_]:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tracegrad.errors import ReadError
-from tracegrad.prepare import TIER_TEXT
 from tracegrad.report.curves import Rows, curves, interval, step_of
 from tracegrad.report.text import escape, number, percent
 from tracegrad.report.tokens import PerToken, TermArrays, strongest, trace_html
-from tracegrad.sequence import Sequences
+from tracegrad.sequence import TIER_TEXT, Sequences
 
 __all__ = ["TermArrays", "write_report"]
 
