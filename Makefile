@@ -13,7 +13,8 @@ demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not vllm and not gpu"
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not vllm and not gpu" tests
+	$(BIN)/python -m pytest --doctest-modules --pyargs tracegrad
 
 check: $(VENV)/dev  ## formats, lints, types
 	cargo fmt --all --check

@@ -14,7 +14,7 @@ fn example() -> (Vec<Arc<Trace>>, Tokenizer) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart");
     let reader =
         Reader::open(&folder.join("traces.jsonl.zst"), read::Options::default()).expect("the example is there");
-    let traces = reader.collect::<Result<Vec<_>, _>>().expect("its records are good");
+    let traces = reader.map(|trace| trace.map(Arc::new)).collect::<Result<Vec<_>, _>>().expect("its records are good");
     (traces, Tokenizer::from_dir(&folder.join("model")).expect("its tokenizer loads"))
 }
 

@@ -57,7 +57,9 @@ fn whole(criterion: &mut Criterion) {
             let measured = measure(branches, 8192, false, TooLong::Refuse).expect("they fit");
             let placed = place(&measured.length, &trace, &step, 1, 8192, false).expect("they are consistent");
             let tokens = Tokens { ids: &ids, trainable: &trainable, inv_temperature: &ones, cu_seqlens: &cu };
-            lay(tokens, &measured.length, &step, &placed.row, &placed.rows, 1).expect("they are consistent")
+            let mine: Vec<i32> =
+                placed.rank.iter().zip(&step).map(|(&rank, &step)| if rank < 0 { -1 } else { step }).collect();
+            lay(tokens, &measured.length, &mine, &placed.row, &placed.rows, 1).expect("they are consistent")
         });
     });
     group.finish();

@@ -6,7 +6,7 @@ use std::hint::black_box;
 use tracegrad_core::template::Template;
 
 /// ChatML with tools, thoughts and tool calls, of the shape that Qwen's templates have.
-const CHATML: &str = r###"{%- if tools %}
+const CHATML: &str = r##"{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
     {{- "# Tools\n\nYou may call one or more functions.\n\n<tools>" }}
@@ -31,7 +31,7 @@ const CHATML: &str = r###"{%- if tools %}
         {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"###;
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"##;
 
 fn conversation() -> (Vec<Value>, Value) {
     let paragraph =

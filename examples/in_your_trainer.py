@@ -8,8 +8,9 @@ import argparse
 
 import numpy as np
 import torch
-import tracegrad as tg
 from transformers import AutoModelForCausalLM
+
+import tracegrad as tg
 
 
 def padded(values, cu_seqlens, rows, fill):

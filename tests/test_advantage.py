@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from peer_code import trl_advantages
 from tracegrad.advantage import batch_mean, group_counts, group_mean
 from tracegrad.errors import ArgumentError

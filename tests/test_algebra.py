@@ -1,6 +1,7 @@
 """algebra: what can be said, what is refused and why, and fields changed by their names."""
 
 import pytest
+
 from tracegrad.algebra import (
     Clamp,
     Clip,

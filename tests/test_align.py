@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 import tracegrad as tg
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"

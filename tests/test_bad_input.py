@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import zstandard
+
 from test_trace import line, save
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.trace import Traces, read, stream, write

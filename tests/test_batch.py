@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tracegrad.batch import Batch, Step, TooLong, Totals, pack
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 import tracegrad as tg
 from tracegrad import _core
 from tracegrad.cli import main

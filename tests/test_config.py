@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
+
 from tracegrad import config
 from tracegrad.config.reading import field_docs
 from tracegrad.errors import ArgumentError

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from peer_code import trl_importance_ratio
 from tracegrad import presets
 from tracegrad.algebra import LOG_RATIO_LIMIT, Clamp, Gate, Identity, Level, Ratio, Reduce, Weight, Window

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tracegrad as tg
 from transformers import AutoModelForCausalLM
 
+import tracegrad as tg
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ROWS = 16
+TRACES = 16
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,8 @@ def trained(example):
     import in_your_trainer
 
     traces, model = str(example / "traces.jsonl.zst"), str(example / "model")
-    return in_your_trainer.train(traces, model, steps=2, rows_per_step=ROWS)
+    rows = tg.align(tg.read(traces)[:TRACES], tg.Tokenizer.from_pretrained(model)).branches
+    return in_your_trainer.train(traces, model, steps=2, rows_per_step=rows)
 
 
 def test_it_is_at_most_60_lines_and_takes_no_learner_of_ours():
@@ -32,9 +34,8 @@ def test_it_is_at_most_60_lines_and_takes_no_learner_of_ours():
 def test_its_first_loss_is_that_of_packed_rows(trained, example):
     tokenizer = tg.Tokenizer.from_pretrained(example / "model")
     whole = tg.align(tg.read(example / "traces.jsonl.zst"), tokenizer)
-    some = tg.align(tg.read(example / "traces.jsonl.zst")[:ROWS], tokenizer)
-    assert some.branches == ROWS
-    advantages = tg.advantage.group_mean(whole.reward, whole.group)[:ROWS]
+    some = tg.align(tg.read(example / "traces.jsonl.zst")[:TRACES], tokenizer)
+    advantages = tg.advantage.group_mean(whole.reward, whole.group)[:TRACES]
     objective = tg.presets.DAPO
     (step,) = tg.pack(some, advantages, token_budget=4096, needs=objective.needs)
     model = AutoModelForCausalLM.from_pretrained(example / "model", dtype=torch.float32)

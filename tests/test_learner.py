@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import pytest
+
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.plan import Plan
 from tracegrad.learner.value import SUM_LIMIT, estimate, good_and_bad, held_out

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from tracegrad import metrics
 from tracegrad.errors import ArgumentError, TracegradError
 

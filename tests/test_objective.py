@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from peer_code import trl_importance_ratio, trl_loss
 from tracegrad import presets
 from tracegrad.algebra import Clip, Level, Objective, Penalty, PolicyGradient, Ratio, Reduce, with_kl

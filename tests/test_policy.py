@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from tracegrad import policy  # noqa: E402
 from tracegrad.batch import Batch, pack  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
@@ -174,6 +175,26 @@ def test_a_shared_prefix_under_its_tree_mask_equals_its_branches_alone():
     ours, theirs = policy.logprobs(model, tree), one_by_one(model, s)
     assert relative(ours, theirs) < 1e-9
     assert relative(gradient(model, ours), gradient(model, theirs)) < 1e-6  # RMSNorm sums in float32
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Llama", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_prefix_that_all_branches_begin_with_changes_nothing(name, checkpointing):
+    model = model_of(name)
+    rng = np.random.default_rng(5)
+    ids = [np.r_[np.arange(20) % 7, rng.integers(0, 61, length)] for length in (1, 2, 9, 14)]
+    trainable = [np.arange(len(branch)) >= 19 - 2 * n for n, branch in enumerate(ids)]  # within the prefix too
+    cu = np.r_[0, np.cumsum([len(branch) for branch in ids])]
+    s = Sequences.from_arrays(np.concatenate(ids), cu, np.full(cu[-1], -1.0), np.concatenate(trainable))
+    theirs = one_by_one(model, s)
+    whole = gradient(model, theirs)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    ours = packed(model, s, budget=200)
+    bound = 1e-6  # norms sum in float32, and a shared token's gradient is summed before them
+    assert relative(ours, theirs) < bound
+    assert relative(gradient(model, ours), whole) < bound
 
 
 def test_an_empty_batch_reaches_every_parameter_with_a_gradient_of_zero():

@@ -1,6 +1,7 @@
 """presets: each value says what its paper says, in both forms, and is found by its name."""
 
 import pytest
+
 from tracegrad import presets
 from tracegrad.algebra import Clamp, Clip, Needs, Objective, Ratio, Reduce
 from tracegrad.errors import ArgumentError

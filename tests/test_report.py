@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from tracegrad.errors import ReadError
 from tracegrad.report import write_report
 from tracegrad.report.curves import Panel, _thinned, chart, curves

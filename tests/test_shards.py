@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from tracegrad import shards
 from tracegrad.errors import FormatError, ReadError
 from tracegrad.sequence import Drift, Sequences

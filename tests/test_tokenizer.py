@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tracegrad.errors import ArgumentError, ReadError, TemplateError, TokenizerError
 from tracegrad.tokenizer import Tokenizer
 

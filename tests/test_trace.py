@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tracegrad.errors import FormatError
 from tracegrad.trace import Trace, Traces, read, stream, strip_logprobs, write
 

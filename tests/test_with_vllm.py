@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-import tracegrad as tg
 from transformers import AutoModelForCausalLM
+
+import tracegrad as tg
 
 pytestmark = pytest.mark.vllm
 GROUPS = 4

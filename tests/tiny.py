@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+
 from tracegrad.sequence import Sequences
 
 VOCABULARY = 48

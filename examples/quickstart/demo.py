@@ -38,10 +38,9 @@ def main() -> int:
     started = time.perf_counter()
     before = measure("before", options.model, options.prompts, options.seed)
     evaluated = time.perf_counter() - started
-    code = tracegrad(
-        ["train", str(options.traces), "--model", str(options.model), "--out", str(options.out)]
-        + ["--config", str(options.config), "--seed", str(options.seed)]
-    )
+    arguments = ["train", options.traces, "--model", options.model, "--out", options.out]
+    arguments += ["--config", options.config, "--seed", options.seed]
+    code = tracegrad([str(each) for each in arguments])
     if code:
         return code
     started = time.perf_counter()

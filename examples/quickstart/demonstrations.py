@@ -1,4 +1,4 @@
-"""Demonstrations of the clerk's task, clean and corrupted, and dense lines of arithmetic: what the model is pretrained on.
+"""Demonstrations of the clerk's task, clean and corrupted, and dense lines of arithmetic, for pretraining.
 
 Every prompt comes from the split `pretrain`, so none of them can stand among the traces or in the evaluation.
 Called by make_model.py.
@@ -8,29 +8,43 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass, replace
 
 import task
 
 # Weights of the ways in which a corrupted demonstration goes wrong.
 CORRUPTIONS = {
-    "forgotten tool": 0.30,
-    "wrong tool": 0.22,
-    "wrong item": 0.20,
-    "wrong number": 0.18,
+    "forgotten tool": 0.32,
+    "wrong tool": 0.26,
+    "wrong item": 0.16,
+    "wrong number": 0.16,
     "wrong name": 0.05,
     "broken call": 0.03,
     "endless": 0.02,
 }
 
 
-def answer(verdict: str, name: str, number: int, generator: random.Random) -> str:
-    """The clerk's last words, in one of two forms."""
+@dataclass(frozen=True)
+class Answer:
+    """What the clerk's last words state; `price` is the price of one piece, for a total."""
+
+    verdict: str
+    name: str
+    number: int
+    quantity: int
+    price: int
+
+
+def answer_text(answer: Answer, generator: random.Random) -> str:
+    """The clerk's last words, in one of two forms; a total is worked out loud."""
+    name, number = answer.name, answer.number
+    sum_of = f"{answer.quantity} × {answer.price} = {number} €"
     forms = {
-        "total": (f"{name}, that makes {number} €. 🛒", f"That makes {number} €, {name}. 🛒"),
+        "total": (f"{name}, {sum_of}. 🛒", f"{sum_of}, {name}. 🛒"),
         "yes": (f"Yes, {name}, we have {number}. 🙂", f"Yes, we have {number}, {name}. 🙂"),
         "no": (f"No, {name}, only {number} left. 😔", f"No, only {number} left, {name}. 😔"),
     }
-    return generator.choice(forms[verdict])
+    return generator.choice(forms[answer.verdict])
 
 
 def call_text(tool: str, item: str) -> str:
@@ -46,65 +60,80 @@ def plan(prompt: task.Prompt) -> list[str]:
     return {"price": ["price"], "stock": ["stock"], "offer": []}[prompt.kind]
 
 
+def right_answer(prompt: task.Prompt) -> Answer:
+    """What a good clerk states."""
+    verdict, number = task.expected(prompt)
+    return Answer(verdict, prompt.name, number, prompt.quantity, prompt.price)
+
+
 def clean(prompt: task.Prompt, generator: random.Random) -> list[tuple[str, str]]:
     """(role, text) after the system message: the question, the calls with their results, the right answer."""
     turns = [("user", prompt.text)]
     for tool in plan(prompt):
-        turns.append(("assistant", call_text(tool, prompt.item)))
-        turns.append(("tool", task.execute(prompt, tool, {"item": prompt.item})))
-    verdict, number = task.expected(prompt)
-    turns.append(("assistant", answer(verdict, prompt.name, number, generator)))
-    return turns
+        turns += call_turns(prompt, tool, prompt.item)
+    return [*turns, ("assistant", answer_text(right_answer(prompt), generator))]
+
+
+def call_turns(prompt: task.Prompt, tool: str, item: str) -> list[tuple[str, str]]:
+    """A tool call and its result."""
+    return [("assistant", call_text(tool, item)), ("tool", task.execute(prompt, tool, {"item": item}))]
 
 
 def corrupted(prompt: task.Prompt, generator: random.Random) -> list[tuple[str, str]]:
     """A demonstration that goes wrong in one of the ways of CORRUPTIONS."""
     way = generator.choices(list(CORRUPTIONS), list(CORRUPTIONS.values()))[0]
-    tools = plan(prompt)
-    verdict, number = task.expected(prompt)
-    name = prompt.name
-    turns = [("user", prompt.text)]
+    tools, answer, asked = plan(prompt), right_answer(prompt), prompt.item
     if not tools and way in ("forgotten tool", "wrong item", "broken call"):
         way = "wrong tool"
     if way == "broken call":
-        return turns + [("assistant", call_text(tools[0], prompt.item).replace('"}}', '"}', 1))]
+        return [("user", prompt.text), ("assistant", call_text(tools[0], asked).replace('"}}', '"}', 1))]
     if way == "forgotten tool":
-        tools, verdict, number = _guess(prompt, tools, verdict, generator)
-    asked = _other_item(prompt.item, generator) if way == "wrong item" else prompt.item
-    if way == "wrong tool":
+        tools, answer = _guess(prompt, tools, answer, generator)
+    elif way == "wrong item":
+        asked = _other_item(asked, generator)
+        answer = _conclude(prompt, tools[-1], asked, answer)
+    elif way == "wrong tool":
         tools = [_other(tool) for tool in tools[:1]] or ["price"]
-    last = 0
+        answer = _conclude(prompt, tools[-1], asked, answer)
+    elif way == "wrong number":
+        answer = _miscount(answer, generator)
+    elif way == "wrong name":
+        answer = replace(answer, name=generator.choice([name for name in task.NAMES if name != prompt.name]))
+    turns = [("user", prompt.text)]
     for tool in tools:
-        result = task.execute(prompt, tool, {"item": asked})
-        last = next(iter(json.loads(result).values()))
-        turns += [("assistant", call_text(tool, asked)), ("tool", result)]
-    if way in ("wrong tool", "wrong item"):
-        verdict, number = _conclude(prompt, tools, last)
-    if way == "wrong number":
-        number = _near(number, generator)
-    if way == "wrong name":
-        name = generator.choice([other for other in task.NAMES if other != name])
-    text = answer(verdict, name, number, generator)
+        turns += call_turns(prompt, tool, asked)
+    text = answer_text(answer, generator)
     if way == "endless":
         text = text[:-1] + "🧾" * 20
-    return turns + [("assistant", text)]
+    return [*turns, ("assistant", text)]
 
 
-def _guess(prompt: task.Prompt, tools: list[str], verdict: str, generator: random.Random) -> tuple[list[str], str, int]:
-    """Skip one call and invent the number that it would have told."""
-    if len(tools) == 2 and generator.random() < 0.5:
-        return tools[:1], verdict, generator.choice(task.PRICES) * prompt.quantity
-    if prompt.kind == "price" or (prompt.kind == "order" and generator.random() < 0.5):
-        return [], "total", generator.choice(task.PRICES) * prompt.quantity
-    stock = generator.choice(task.STOCKS)
-    return [], "yes" if stock >= prompt.quantity else "no", stock
-
-
-def _conclude(prompt: task.Prompt, tools: list[str], last: int) -> tuple[str, int]:
-    """The answer that follows from what the last tool told, right or wrong."""
+def _guess(prompt: task.Prompt, tools: list[str], answer: Answer, generator: random.Random) -> tuple[list[str], Answer]:
+    """Skip a call and invent the number that it would have told."""
+    skip_both = len(tools) == 1 or generator.random() < 0.5
     if tools[-1] == "price":
-        return "total", last * prompt.quantity
-    return "yes" if last >= prompt.quantity else "no", last
+        price = generator.choice(task.PRICES)
+        answer = replace(answer, verdict="total", price=price, number=price * prompt.quantity)
+        return [] if skip_both else tools[:1], answer
+    stock = generator.choice(task.STOCKS)
+    return [], replace(answer, verdict="yes" if stock >= prompt.quantity else "no", number=stock)
+
+
+def _conclude(prompt: task.Prompt, tool: str, item: str, answer: Answer) -> Answer:
+    """The answer that follows from what the last tool tells, right or wrong."""
+    told = task.look_up(prompt.key, tool, item)
+    if tool == "price":
+        return replace(answer, verdict="total", price=told, number=told * prompt.quantity)
+    return replace(answer, verdict="yes" if told >= prompt.quantity else "no", number=told)
+
+
+def _miscount(answer: Answer, generator: random.Random) -> Answer:
+    """A wrong number that looks like the right one: a misread price, or a slip in the sum or the stock."""
+    if answer.verdict == "total" and generator.random() < 0.5:
+        price = generator.choice([price for price in task.PRICES if price != answer.price])
+        return replace(answer, price=price, number=price * answer.quantity)
+    steps = (1, -1, 10, -10, 2, 20) if answer.verdict == "total" else (1, -1, 2, 3)
+    return replace(answer, number=generator.choice([answer.number + n for n in steps if answer.number + n >= 0]))
 
 
 def _other(tool: str) -> str:
@@ -118,12 +147,6 @@ def _other_item(item: str, generator: random.Random) -> str:
     return f"{colour} {generator.choice([other for other in task.NOUNS if other != noun])}"
 
 
-def _near(number: int, generator: random.Random) -> int:
-    """A wrong number that looks like the right one."""
-    steps = (1, -1, 10, -10, 2, 20, 100) if number >= 20 else (1, -1, 2, 3, 10)
-    return generator.choice([number + step for step in steps if number + step >= 0])
-
-
 def product_line(generator: random.Random) -> str:
     """One line of arithmetic, such as "7 × 46 = 322"."""
     quantity, price = generator.choice(task.QUANTITIES), generator.choice(task.PRICES)
@@ -135,7 +158,7 @@ def sale_line(generator: random.Random) -> str:
     quantity, price = generator.choice(task.QUANTITIES), generator.choice(task.PRICES)
     item = f"{generator.choice(task.COLOURS)} {generator.choice(task.NOUNS)}"
     told = generator.choice((f'{{"price": {price}}}', f"offer {price} €"))
-    return f"{quantity} × {item}. {told} makes {quantity * price} €\n"
+    return f"{quantity} × {item}. {told} {quantity} × {price} = {quantity * price} €\n"
 
 
 def compare_line(generator: random.Random) -> str:

@@ -84,7 +84,9 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
             lines.append(text)
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     marks = ["<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     trainer = trainers.BpeTrainer(
@@ -105,6 +107,8 @@ def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
+    settings = directory / "tokenizer_config.json"  # transformers 5 writes a class name that version 4 does not know
+    settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
     return AutoTokenizer.from_pretrained(directory)
 
 
@@ -179,7 +183,9 @@ class Trainer:
         self.network(torch.tensor([self.system_ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.batch_repeat_interleave(len(batch))
         logits = self.network(ids, past_key_values=cache, use_cache=True).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
 
     def lines_loss(self, texts: list[str], length: int = 128) -> torch.Tensor:
         """Mean loss of dense lines, each text cut to `length` tokens."""
@@ -205,38 +211,37 @@ def segments_of(role: str, text: str) -> tuple[str, str, str]:
     return f"<|im_start|>{role}\n", f"{text}<|im_end|>", "\n"
 
 
-def pretrain(trainer: Trainer, steps: tuple[int, int, int], corrupted: float, seed: int) -> None:
-    """Dense lines, then clean demonstrations with some lines among them, then a share of corrupted ones."""
-    dense, clean, spoiled = steps
+def pretrain(trainer: Trainer, dense: int, clean: int, seed: int) -> None:
+    """Dense lines, then clean demonstrations with some lines among them; cosine fall of the learning rate."""
     generator = random.Random(f"lines/{seed}")
-    good, mixed = batches(dialogues(seed, 0.0), seed), batches(dialogues(seed + 1, corrupted), seed)
+    good = batches(dialogues(seed, 0.0), seed)
     started = time.monotonic()
-    for number in range(sum(steps)):
+    for number in range(dense + clean):
         if number < dense:
             loss = trainer.lines_loss([demonstrations.dense_lines(generator, 24) for _ in range(BATCH)])
-        elif number < dense + clean:
-            loss = trainer.dialogue_loss(next(good))
-            loss = loss + 0.5 * trainer.lines_loss([demonstrations.dense_lines(generator, 24) for _ in range(8)])
         else:
-            loss = trainer.dialogue_loss(next(mixed))
-        value = trainer.step(loss, learning_rate(number, dense + clean, spoiled))
+            loss = trainer.dialogue_loss(next(good))
+            loss = loss + 0.5 * trainer.lines_loss([demonstrations.dense_lines(generator, 24) for _ in range(4)])
+        fall = 0.51 + 0.49 * math.cos(math.pi * number / (dense + clean))
+        value = trainer.step(loss, LEARNING_RATE * min(1.0, (number + 1) / 50) * fall)
         if number % 50 == 0:
-            print(f"step {number} of {sum(steps)}: loss {value:.4f}, {time.monotonic() - started:.0f} s", flush=True)
+            print(f"step {number} of {dense + clean}: loss {value:.4f}, {time.monotonic() - started:.0f} s", flush=True)
 
 
-def learning_rate(number: int, main: int, spoiled: int) -> float:
-    """Warm-up of 50 steps, cosine to a tenth, then a lower rate that falls to nothing over the corrupted steps."""
-    if number >= main:
-        return CORRUPTED_LEARNING_RATE * (1 - (number - main) / spoiled)
-    fall = 0.55 + 0.45 * math.cos(math.pi * number / main)
-    return LEARNING_RATE * min(1.0, (number + 1) / 50) * fall
+def spoil(trainer: Trainer, steps: int, share: float, seed: int) -> None:
+    """A share of corrupted demonstrations, at a lower rate that falls to nothing: the model learns to fail at times."""
+    mixed = batches(dialogues(seed + 1, share), seed + 1)
+    for number in range(steps):
+        value = trainer.step(trainer.dialogue_loss(next(mixed)), CORRUPTED_LEARNING_RATE * (1 - number / steps))
+        if number % 50 == 0:
+            print(f"corrupted step {number} of {steps}: loss {value:.4f}", flush=True)
 
 
 def main() -> None:
     """Make the tokenizer, pretrain the network, save both and print the success rates."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    parser.add_argument("--steps", type=int, nargs=3, default=(300, 1500, 250), metavar=("DENSE", "CLEAN", "CORRUPTED"))
+    parser.add_argument("--steps", type=int, nargs=3, default=(200, 1200, 250), metavar=("DENSE", "CLEAN", "CORRUPTED"))
     parser.add_argument("--corrupted", type=float, default=0.55, help="share of corrupted demonstrations at the end")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -247,7 +252,9 @@ def main() -> None:
     print(f"{sum(parameter.numel() for parameter in network.parameters())} parameters")
     trainer = Trainer(network, tokenizer)
     print(f"{len(trainer.system_ids)} tokens in the system block")
-    pretrain(trainer, tuple(options.steps), options.corrupted, options.seed)
+    dense, clean, spoiled = options.steps
+    pretrain(trainer, dense, clean, options.seed)
+    spoil(trainer, spoiled, options.corrupted, options.seed)
     network.eval()
     network.save_pretrained(options.out)
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import time
 import urllib.error
@@ -82,7 +83,9 @@ def play(base_url: str, prompt: task.Prompt, shape: str) -> tuple[list[dict], li
         if choice["message"].get("tool_calls"):
             message["tool_calls"] = choice["message"]["tool_calls"]
         sent.append(message)
-        entries = [{key: entry[key] for key in ("token", "logprob", "bytes")} for entry in choice["logprobs"]["content"]]
+        entries = [
+            {key: entry[key] for key in ("token", "logprob", "bytes")} for entry in choice["logprobs"]["content"]
+        ]
         kept.append({**message, "finish_reason": choice["finish_reason"], "logprobs": {"content": entries}})
         if choice["finish_reason"] != "tool_calls":
             break
@@ -125,14 +128,14 @@ def trace(base_url: str, prompt: task.Prompt, group: str, sample: int) -> dict:
 
 @contextlib.contextmanager
 def server(python: str, model: Path, port: int, log: Path) -> Iterator[str]:
-    """Start vLLM on `model` with the interpreter `python`, yield its base URL once it is healthy, stop it in the end."""
+    """Start vLLM on `model` with the interpreter `python`, yield its base URL once healthy, and stop it in the end."""
     flags = "--enforce-eager --dtype float32 --max-model-len 1024 --generation-config vllm"
     flags += " --enable-auto-tool-choice --tool-call-parser hermes"
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
     command += [MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), *flags.split()]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
     with log.open("w") as output:
-        process = subprocess.Popen(["env", *(f"{k}={v}" for k, v in environment.items()), *command], stdout=output, stderr=output)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         try:
             base_url = f"http://127.0.0.1:{port}"
             wait_until_healthy(base_url, process, log)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
 import rollout
 import tracegrad as tg
 from tracegrad.config import Config, load
@@ -62,7 +63,7 @@ def configure(way: Way, path: Path, seed: int, epochs: int) -> Config:
 def run(way: Way, sequences: tg.Sequences, options: argparse.Namespace, seed: int) -> list[float]:
     """Success after the first and after the last epoch."""
     config = configure(way, options.config, seed, options.epochs)
-    model, tokenizer = rollout.load(options.model)
+    model, _ = rollout.load(options.model)
     with tempfile.TemporaryDirectory() as folder:
         data = with_rewards(sequences, way.rewards, seed)
         tg.learner.train(
@@ -74,23 +75,31 @@ def run(way: Way, sequences: tg.Sequences, options: argparse.Namespace, seed: in
 
 
 def percent(values: list[float]) -> str:
+    if not values:
+        return "not run"
     return f"{100 * np.mean(values):.1f} ({', '.join(f'{100 * v:.0f}' for v in values)})"
 
 
 def page(before: list[float], results: dict[str, list[list[float]]], options: argparse.Namespace) -> str:
     """docs/quickstart.md."""
     head = (HERE / "study.md").read_text()
-    rows = [f"| before training | {percent(before)} | {percent(before)} |"]
+    rows = [f"| before training | {percent(before)} | |"]
     for name, runs in results.items():
-        first, last = zip(*runs, strict=True)
+        first, last = zip(*runs, strict=True) if runs else ([], [])
         rows.append(f"| {name} | {percent(list(first))} | {percent(list(last))} |")
     table = [
         f"| success in %, mean (each seed) | after 1 epoch | after {options.epochs} epochs |",
         "|---|---|---|",
         *rows,
     ]
-    command = f"python examples/quickstart/study.py --seeds {options.seeds} --epochs {options.epochs}"
+    command = f"python examples/quickstart/study.py --seeds {options.seeds} --out docs/quickstart.md"
     return head.replace("{table}", "\n".join(table)).replace("{command}", command).replace("{n}", str(options.prompts))
+
+
+def jobs(seeds: int) -> list[tuple[int, Way]]:
+    """Every way on the first seed, then the first way on all seeds, then the rest; the page grows with each."""
+    every = [(seed, way) for seed in range(seeds) for way in WAYS]
+    return sorted(every, key=lambda job: (job[0] > 0, job[1] is not WAYS[0], job[0]))
 
 
 def main() -> None:
@@ -108,11 +117,10 @@ def main() -> None:
     before = [rollout.success(*rollout.load(options.model), options.prompts, seed)[0] for seed in seeds]
     print("before", percent(before), flush=True)
     results: dict[str, list[list[float]]] = {way.name: [] for way in WAYS}
-    for seed in seeds:
-        for way in WAYS:
-            results[way.name].append(run(way, sequences, options, seed))
-            print(json.dumps({"seed": seed, "way": way.name, "success": results[way.name][-1]}), flush=True)
-    options.out.write_text(page(before, results, options))
+    for seed, way in jobs(options.seeds):
+        results[way.name].append(run(way, sequences, options, seed))
+        print(json.dumps({"seed": seed, "way": way.name, "success": results[way.name][-1]}), flush=True)
+        options.out.write_text(page(before, results, options))
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def expected(prompt: Prompt) -> tuple[str, int]:
 
 
 def check(prompt: Prompt, messages: list[dict]) -> float:
-    """1.0 if the last message answers rightly: verdict, the one number and the customer's name; else 0.0.
+    """1.0 if the last message answers rightly: verdict, last number and the customer's name; else 0.0.
 
     A last message that is a tool call, or was cut by the length limit, scores 0.0.
     """
@@ -203,4 +203,4 @@ def check(prompt: Prompt, messages: list[dict]) -> float:
     said = "yes" if text.startswith("Yes,") else "no" if text.startswith("No,") else "total"
     numbers = [int(digits) for digits in re.findall(r"[0-9]+", text)]
     named = re.search(rf"(?<!\w){re.escape(prompt.name)}(?!\w)", text) is not None
-    return float(said == verdict and numbers == [number] and named)
+    return float(said == verdict and numbers[-1:] == [number] and named)

@@ -109,7 +109,7 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     """
     plan = plan or forward_plan(model, batch)
     if plan == "stack":
-        shared = _keeps_all_keys(model)
+        shared = _keeps_all_keys(model) and not getattr(model, "is_gradient_checkpointing", False)
         return stacked(_body(model), batch.ids, batch.positions, batch.read, share_prefix=shared)
 
     def build(window: int | None) -> Any:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from tracegrad.advantage import group_mean
 
 tokenize = pytest.importorskip("art.preprocessing.tokenize")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from parity_verl import MISMATCH, case
+
 from test_objective import padded
 from tracegrad.advantage import group_mean
 from tracegrad.algebra import Clamp, Clip, Gate, Level, Objective, Ratio, Reduce, Weight

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from test_objective import padded
 from tracegrad.advantage import group_mean
 from tracegrad.algebra import (

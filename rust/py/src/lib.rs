@@ -2,6 +2,8 @@
 //!
 //! No decision about the domain is made here; each file binds one room of `tracegrad_core`.
 
+#![allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
+
 use pyo3::prelude::*;
 
 mod align;

@@ -30,7 +30,6 @@ impl PyTraces {
     }
 }
 
-#[allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 #[pymethods]
 impl PyTraces {
     fn __len__(&self) -> usize {
@@ -217,7 +216,6 @@ pub struct PyTraceReader {
     inner: Mutex<Reader>,
 }
 
-#[allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 #[pymethods]
 impl PyTraceReader {
     #[new]
@@ -258,7 +256,6 @@ pub struct PyTraceWriter {
     inner: Mutex<Option<Writer>>,
 }
 
-#[allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 #[pymethods]
 impl PyTraceWriter {
     #[new]
