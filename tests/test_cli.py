@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tracegrad
 import tracegrad as tg
 from tracegrad import _core
 from tracegrad.cli import main
 
-SOURCE = Path(__file__).parents[1] / "python"
+SOURCE = Path(tracegrad.__file__).parents[1]
 QUICK = ["--pack.step_groups", "2", "--optimizer.lr", "2e-4", "--epochs", "2", "--data.holdout", "0.2"]
 
 
