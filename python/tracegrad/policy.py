@@ -109,7 +109,7 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     """
     plan = plan or forward_plan(model, batch)
     if plan == "stack":
-        shared = _keeps_all_keys(model) and not getattr(model, "is_gradient_checkpointing", False)
+        shared = _keeps_all_keys(model) and not _recomputes(model)
         return stacked(_body(model), batch.ids, batch.positions, batch.read, share_prefix=shared)
 
     def build(window: int | None) -> Any:
@@ -255,6 +255,12 @@ def _keeps_all_keys(model: nn.Module) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ())
     windowed = not kinds and getattr(config, "sliding_window", None) is not None
     return kinds <= {"full_attention"} and not windowed and getattr(model, "_supports_sdpa", False)
+
+
+def _recomputes(model: nn.Module) -> bool:
+    """Whether activations are checkpointed: transformers then returns no keys and values."""
+    newer = hasattr(type(model), "is_activation_checkpointing")
+    return bool(getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False))
 
 
 def _masks_by_kind(model: nn.Module, build: Any) -> Any:
