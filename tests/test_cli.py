@@ -84,6 +84,19 @@ def test_prepare_writes_shards_that_hold_what_align_gives(example, forty, tmp_pa
     assert drift["drift"] == whole.drift.table()
 
 
+def test_train_takes_what_prepare_has_written(example, forty, tmp_path, capsys):
+    shards = tmp_path / "shards"
+    model = ["--model", str(example / "model")]
+    assert main(["prepare", str(forty), *model, "--out", str(shards), "--shard-traces", "16"]) == 0
+    prepared = capsys.readouterr().out.splitlines()
+    assert main(train(example, shards, tmp_path / "o", "--dry-run")) == 0
+    said = capsys.readouterr().out
+    assert "take 4 steps, 2 an epoch, on 32 traces, with 8 held out" in said
+    assert all(line in said for line in prepared[1:-1])
+    assert main(train(example, shards, tmp_path / "o", "--dry-run", "--lenient")) == 1
+    assert "data.lenient has no effect" in capsys.readouterr().err
+
+
 def test_prepare_does_not_mix_its_shards_with_others(example, forty, tmp_path, capsys):
     arguments = ["prepare", str(forty), "--model", str(example / "model"), "--out", str(tmp_path / "o")]
     assert (main(arguments), main(arguments)) == (0, 1)
