@@ -142,6 +142,7 @@ def _trl_templates() -> list[Path]:
     return sorted(folder.glob("*.jinja"))
 
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart" / "model" / "chat_template.jinja"
 TEMPLATES = _trl_templates()
 QWEN = [path for path in TEMPLATES if path.name.startswith("qwen")]
 
@@ -216,8 +217,8 @@ def _compare(hf: Any, path: Path, options: list[dict[str, Any]]) -> int:
     return equal
 
 
-@pytest.mark.parametrize("path", QWEN, ids=lambda path: path.stem)
-def test_qwen_templates_render_as_transformers_renders_them(hf: Any, path: Path) -> None:
+@pytest.mark.parametrize("path", [*QWEN, EXAMPLE], ids=lambda path: path.stem)
+def test_qwen_templates_and_the_examples_render_as_transformers_renders_them(hf: Any, path: Path) -> None:
     thoughts: list[dict[str, Any]] = [{}, {"enable_thinking": False}] if "enable_thinking" in path.read_text() else [{}]
     options = [
         {"tools": tools, "add_generation_prompt": prompt, **thought}

@@ -134,8 +134,6 @@ def _offset_bytes(text: str, encoding: Any) -> list[int]:
 
 @pytest.mark.parametrize("name", ["small", "qwen", "deepseek", "example"])
 def test_ids_are_those_of_transformers_for_adversarial_strings(name: str, request: pytest.FixtureRequest) -> None:
-    if name == "example" and not (EXAMPLE / "tokenizer.json").exists():
-        pytest.skip("the example's model is not here")
     ours, theirs = _both(EXAMPLE) if name == "example" else request.getfixturevalue(name)
     texts = _adversarial(2500, sorted(theirs.get_added_vocab())[:40])
     expected = theirs(texts, add_special_tokens=False)["input_ids"]
@@ -279,6 +277,24 @@ def test_an_eos_id_of_another_model_is_refused(tmp_path: Path) -> None:
     (directory / "config.json").write_text('{"eos_token_id": 151645}')
     with pytest.raises(TokenizerError, match="eos_token_id 151645 is not in the vocabulary"):
         Tokenizer.from_pretrained(directory)
+
+
+def test_the_examples_model_gives_the_ids_of_apply_chat_template() -> None:
+    ours, theirs = Tokenizer.from_pretrained(EXAMPLE), transformers.AutoTokenizer.from_pretrained(str(EXAMPLE))
+    call = {"id": "1", "type": "function", "function": {"name": "price", "arguments": {"item": "Tee 🍵", "count": 2}}}
+    tools = [{"type": "function", "function": {"name": "price", "description": "what it costs", "parameters": {}}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You are a clerk."},
+        {"role": "user", "content": "Zoë asks: two Tee 🍵?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+    ]
+    for given in (None, tools):
+        options: dict[str, Any] = {"tools": given, "add_generation_prompt": True}
+        text = theirs.apply_chat_template(messages, tokenize=False, **options)
+        assert ours.render(messages, **options).text == text
+        assert ours.render_ids(messages, **options).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert theirs.eos_token_id in ours.eos_ids
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
