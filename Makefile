@@ -21,7 +21,7 @@ check: $(VENV)/dev  ## formats, lints, types
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench:  ## throughput of the core's rooms
 	cargo bench

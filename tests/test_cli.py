@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tracegrad
 import tracegrad as tg
 from tracegrad import _core
 from tracegrad.cli import main
 
-SOURCE = Path(__file__).parents[1] / "python"
+SOURCE = Path(tracegrad.__file__).parents[1]
 QUICK = ["--pack.step_groups", "2", "--optimizer.lr", "2e-4", "--epochs", "2", "--data.holdout", "0.2"]
 
 
@@ -83,6 +84,19 @@ def test_prepare_writes_shards_that_hold_what_align_gives(example, forty, tmp_pa
     assert drift["drift"] == whole.drift.table()
 
 
+def test_train_takes_what_prepare_has_written(example, forty, tmp_path, capsys):
+    shards = tmp_path / "shards"
+    model = ["--model", str(example / "model")]
+    assert main(["prepare", str(forty), *model, "--out", str(shards), "--shard-traces", "16"]) == 0
+    prepared = capsys.readouterr().out.splitlines()
+    assert main(train(example, shards, tmp_path / "o", "--dry-run")) == 0
+    said = capsys.readouterr().out
+    assert "take 4 steps, 2 an epoch, on 32 traces, with 8 held out" in said
+    assert all(line in said for line in prepared[1:-1])
+    assert main(train(example, shards, tmp_path / "o", "--dry-run", "--lenient")) == 1
+    assert "data.lenient has no effect" in capsys.readouterr().err
+
+
 def test_prepare_does_not_mix_its_shards_with_others(example, forty, tmp_path, capsys):
     arguments = ["prepare", str(forty), "--model", str(example / "model"), "--out", str(tmp_path / "o")]
     assert (main(arguments), main(arguments)) == (0, 1)
@@ -132,12 +146,13 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit_as_if_it
 ):
     torch = pytest.importorskip("torch")
     threads = str(torch.get_num_threads())  # sums may be cut by it
-    assert main(train(example, forty, tmp_path / "whole")) == 0
+    more = ["--pack.step_groups", "1"]  # eight short steps, so that the signal comes between them
+    assert main(train(example, forty, tmp_path / "whole", *more)) == 0
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": threads}
-    command = [sys.executable, "-m", "tracegrad.cli", *train(example, forty, tmp_path / "cut")]
+    command = [sys.executable, "-m", "tracegrad.cli", *train(example, forty, tmp_path / "cut", *more)]
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     rows = tmp_path / "cut" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while (
         running.poll() is None
         and time.monotonic() < deadline
@@ -145,11 +160,11 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit_as_if_it
     ):
         time.sleep(0.005)
     running.send_signal(signal.SIGINT)
-    said, complaint = running.communicate(timeout=120)
+    said, complaint = running.communicate(timeout=300)
     assert running.returncode == 130, complaint
     assert "Traceback" not in complaint
-    taken = int(re.search(r"after step (\d) of 4", said)[1])
-    assert 1 <= taken < 4
+    taken = int(re.search(r"after step (\d) of 8", said)[1])
+    assert 1 <= taken < 8
     (again,) = re.findall(r"go on +tracegrad (.*)", said)
     assert main(shlex.split(again)) == 0
     assert f"resumed after step {taken}" in capsys.readouterr().out

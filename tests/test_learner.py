@@ -108,6 +108,15 @@ def test_held_out_groups_are_whole_and_a_twentieth():
     assert not held_out(np.zeros(8, np.int32), 0.05, seed=3).any()  # the only group is trained on
 
 
+@pytest.fixture
+def default_sigint():
+    """A shell that starts its commands in the background leaves SIGINT ignored; here it is as at a terminal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_the_first_signal_waits_for_the_step_and_the_second_does_not():
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)

@@ -260,6 +260,13 @@ def test_metrics_are_worked_by_hand():
     assert found["frac_zero_advantage"] == 0.5
 
 
+def test_bf16_rounds_the_forward_pass_and_keeps_float32_parameters(traces, tmp_path):
+    done, parameters = run(traces, tmp_path, train__dtype="bf16", train__epochs=1)
+    assert {value.dtype for value in parameters.values()} == {torch.float32}
+    assert 1e-5 < done.rows[1]["rollout_gap"] < 0.05
+    assert done.rows[1]["ratio_mean"] == pytest.approx(1, abs=1e-5)  # theta and old are rounded alike
+
+
 def test_lr_warms_up_and_stays():
     plan = told(optimizer__lr=1.0, optimizer__warmup_steps=4)
     assert [learning_rate(plan, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]

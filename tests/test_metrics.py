@@ -84,6 +84,7 @@ def test_a_full_disk_is_one_error_with_its_cure():
 def test_the_live_line_keeps_the_last_value_and_ends_in_a_newline():
     pytest.importorskip("tqdm")
     stream = io.StringIO()
+    stream.isatty = lambda: True
     progress = metrics.Progress(3, stream=stream)
     progress.log(ROW)
     progress.log({"step": 2, "loss": 0.25, "ratio_mean": 1.5, "clip_fraction": 0.25, "tokens_per_s": 10.0})
@@ -92,6 +93,16 @@ def test_the_live_line_keeps_the_last_value_and_ends_in_a_newline():
     assert "2/3" in last
     assert "loss 0.2500  value 0.400 (0.300-0.500)  ratio 1.500  clip 25.0%  10 tok/s" in last
     assert last.endswith("\n")
+
+
+def test_where_there_is_no_terminal_progress_comes_in_lines():
+    pytest.importorskip("tqdm")
+    stream = io.StringIO()
+    progress = metrics.Progress(2, stream=stream)
+    for step in (1, 2):
+        progress.log({**ROW, "step": step})
+    progress.close()
+    assert stream.getvalue() == "step 2/2  loss 0.5000  value 0.400 (0.300-0.500)\n"  # within 10 s, the last alone
 
 
 def test_where_the_effective_sample_is_too_small_the_line_says_so():

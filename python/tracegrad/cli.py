@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tracegrad: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ntracegrad: interrupted; nothing was trained that a checkpoint could hold.", file=sys.stderr)
+        print("\ntracegrad: interrupted. --resume goes on from the last checkpoint, if there is one.", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 141
@@ -225,6 +225,7 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
     }
     lines = [
         reasons[done.stopped],
+        *_value_line(done.rows),
         f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
         f"         {told.out / 'report.html'}  shows the run and its tokens",
         f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
@@ -233,6 +234,18 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
         again = arguments if "--resume" in arguments else [*arguments, "--resume"]
         lines.append(f"go on    tracegrad {shlex.join(again)}")
     return lines
+
+
+def _value_line(rows: list[dict[str, Any]]) -> list[str]:
+    """What is known of the policy's reward at the end."""
+    last = next((row for row in reversed(rows) if row.get("value") is not None), None)
+    if last is None:
+        return []
+    sample = f"effective sample {last['value_ess']:.0f} of {last['value_traces']} held-out traces"
+    if not last["value_known"]:
+        return [f"value    no longer known: {sample}"]
+    span = f"{last['value_low']:.3f} to {last['value_high']:.3f}"
+    return [f"value    {last['value_recorded']:.3f} as recorded, {last['value']:.3f} now ({span}, {sample})"]
 
 
 def _say(*lines: str) -> None:

@@ -89,10 +89,10 @@ class Account:
 
 
 def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> tuple[Sequences, Account]:
-    """Reads and aligns a whole file.
+    """Reads and aligns a whole file, or takes what `prepare` has written.
 
     Args:
-        source: file, or "-" for standard input.
+        source: file, "-" for standard input, or a folder of shards.
         model: folder with tokenizer.json and chat template.
         data: options of reading and aligning.
         out: where quarantined records go.
@@ -100,8 +100,15 @@ def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> t
 
     Raises:
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
+        ArgumentError: for an option of aligning where a folder of shards is given.
     """
     account = Account(source)
+    if Path(source).is_dir():
+        _check_prepared(source, data)
+        with watch("read"):
+            sequences = Sequences.load(source)
+        account.add(sequences)
+        return sequences, account
     tokenizer = Tokenizer.from_pretrained(model)
     with watch("read"):
         traces = _open(source, data, out)
@@ -110,6 +117,16 @@ def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> t
         sequences = _aligned(whole, tokenizer, data, out, account, 0)
     account.read = traces.read_report
     return sequences, account
+
+
+def _check_prepared(source: str, data: Data) -> None:
+    default = Data()
+    for name in ("on_error", "logprob_kind", "text_only", "lenient"):
+        if getattr(data, name) != getattr(default, name):
+            raise ArgumentError(
+                f"data.{name} has no effect on {source}, which is aligned already. It is an option of prepare. "
+                "Leave it out, or give the file of traces."
+            )
 
 
 def prepare(source: str, model: Path, data: Data, out: Path, *, shard_traces: int = 4096) -> Account:

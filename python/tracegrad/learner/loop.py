@@ -202,7 +202,8 @@ class _Loop:
         """The packed steps of an epoch; at most two epochs are held."""
         if epoch not in self.epochs:
             self.epochs = {e: s for e, s in self.epochs.items() if e >= epoch - 1}
-            self.epochs[epoch] = self.feed.steps(self.plan.shuffle_seed(epoch))
+            with self.watch("pack"):
+                self.epochs[epoch] = self.feed.steps(self.plan.shuffle_seed(epoch))
         return self.epochs[epoch]
 
     def step_at(self, index: int) -> Step:

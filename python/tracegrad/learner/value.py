@@ -128,7 +128,7 @@ def held_out(group: NDArray[np.integer], share: float, seed: int) -> NDArray[np.
 
     The choice depends on the seed and the number of groups alone.
 
-    >>> held_out(np.repeat(np.arange(20), 4), 0.05, seed=0).sum()
+    >>> int(held_out(np.repeat(np.arange(20), 4), 0.05, seed=0).sum())
     4
     """
     names = np.unique(group)

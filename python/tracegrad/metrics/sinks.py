@@ -114,23 +114,22 @@ class Progress:
     Args:
         total: optimizer steps of the whole run.
         done: steps taken before this process.
-        stream: where the line goes, default stderr; where that is no terminal, a line every 10 s.
+        stream: where the line goes, default stderr; where that is no terminal, a line of its own at most every 10 s.
     """
 
     def __init__(self, total: int, done: int = 0, *, stream: TextIO | None = None) -> None:
         from tqdm import tqdm
 
-        live = (stream or sys.stderr).isatty()
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        bar_format = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}"
+        quiet = not self._live
         self._bar = tqdm(
-            total=total,
-            initial=done,
-            file=stream or sys.stderr,
-            dynamic_ncols=live,
-            mininterval=0.1 if live else 10.0,
-            bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}",
+            total=total, initial=done, file=self._stream, dynamic_ncols=True, bar_format=bar_format, disable=quiet
         )
         self._last: dict[str, Any] = {}
-        self._step = done
+        self._step, self._total = done, total
+        self._shown = time.monotonic()
 
     def log(self, row: Row) -> None:
         """Shows the row; a value that was measured earlier stays on the line."""
@@ -138,6 +137,9 @@ class Progress:
         self._bar.set_description_str(progress_line(self._last), refresh=False)
         self._bar.update(row["step"] - self._step)
         self._step = row["step"]
+        if not self._live and (self._step == self._total or time.monotonic() - self._shown > 10):
+            print(f"step {self._step}/{self._total}  {progress_line(self._last)}", file=self._stream, flush=True)
+            self._shown = time.monotonic()
 
     def close(self) -> None:
         """Leaves the last state of the line standing."""

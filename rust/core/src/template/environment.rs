@@ -6,7 +6,7 @@ use super::clock::Clock;
 use super::json::{Style, dumps, float_of, float_repr};
 use super::limits::{self, Size};
 use super::methods;
-use super::scan::GENERATION_FILTER;
+use super::scan::{BOUND_FILTER, GENERATION_FILTER};
 use super::value::Tagged;
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
@@ -50,6 +50,8 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     env.set_unknown_method_callback(methods::call);
     env.add_filter("tojson", tojson);
     env.add_filter("trim", methods::trim);
+    env.add_filter("replace", methods::replace);
+    env.add_filter(BOUND_FILTER, limits::bounded);
     env.add_filter("length", length);
     env.add_filter("count", length);
     env.add_filter(GENERATION_FILTER, mark_generation);
@@ -84,7 +86,9 @@ fn failure(error: &JinjaError) -> Error {
         ErrorKind::InvalidOperation if error.detail() == Some("recursion limit exceeded") => {
             endless(&format!("the chat template calls its macros too deeply{place}"))
         }
-        ErrorKind::WriteFailure => endless("the chat template wrote more than 64 MiB and sixteen times its input"),
+        ErrorKind::WriteFailure => {
+            endless("the chat template wrote or made text of more than 64 MiB and sixteen times its input")
+        }
         ErrorKind::SyntaxError => {
             Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
                 .why("Only a template that transformers accepts is rendered")

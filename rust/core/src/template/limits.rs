@@ -40,6 +40,8 @@ pub(super) struct Size {
 #[derive(Debug, Clone, Copy)]
 struct Budget {
     bytes: usize,
+    /// Bytes that one value may have.
+    largest: usize,
     prints: u32,
     items: u32,
     deadline: Option<Instant>,
@@ -48,7 +50,7 @@ struct Budget {
 
 thread_local! {
     static BUDGET: Cell<Budget> =
-        const { Cell::new(Budget { bytes: 0, prints: 0, items: 0, deadline: None, grace: false }) };
+        const { Cell::new(Budget { bytes: 0, largest: 0, prints: 0, items: 0, deadline: None, grace: false }) };
 }
 
 impl Budget {
@@ -85,7 +87,7 @@ pub(super) fn start(size: Size) -> Limited {
     let bytes = OUTPUT_BYTES.saturating_add(size.bytes.saturating_mul(16));
     let time = TIME + TIME_PER_MESSAGE.saturating_mul(u32::try_from(size.messages).unwrap_or(u32::MAX));
     let deadline = Instant::now().checked_add(time);
-    BUDGET.set(Budget { bytes, prints: FREE_PRINTS, items: FREE_ITEMS, deadline, grace: true });
+    BUDGET.set(Budget { bytes, largest: bytes, prints: FREE_PRINTS, items: FREE_ITEMS, deadline, grace: true });
     Limited { bytes: Vec::with_capacity(4096 + size.bytes + size.bytes / 4), limit: bytes }
 }
 
@@ -97,6 +99,17 @@ pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     let late = left.prints == 0 && left.is_late();
     BUDGET.set(left);
     if late { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+}
+
+/// Whether a value of so many bytes may be made.
+pub(super) fn allow(bytes: usize) -> Result<(), Error> {
+    if bytes > BUDGET.get().largest { Err(Error::from(ErrorKind::WriteFailure)) } else { Ok(()) }
+}
+
+/// The value, if it is no string that grew past all bounds.
+pub(super) fn bounded(value: Value) -> Result<Value, Error> {
+    allow(value.as_str().map_or(0, str::len))?;
+    Ok(value)
 }
 
 /// Takes an item of a range off the budget.

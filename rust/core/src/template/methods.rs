@@ -3,6 +3,7 @@
 //! Those the engine's own set lacks or takes less exactly than CPython are here, the others are passed on. Called by
 //! the template environment.
 
+use super::limits;
 use super::marks::is_space;
 use minijinja::value::{Value, ValueKind, from_args};
 use minijinja::{Error, State};
@@ -23,6 +24,19 @@ pub(super) fn trim(value: &Value, chars: Option<&str>) -> String {
     strip(&text, chars, true, true).to_owned()
 }
 
+/// The filter `replace`.
+pub(super) fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<String, Error> {
+    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    replaced(&text, old, new, count)
+}
+
+/// `str.replace`, if the result has bounds.
+fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -> Result<String, Error> {
+    let found = text.matches(old).take(count.unwrap_or(usize::MAX)).count();
+    limits::allow(text.len().saturating_add(found.saturating_mul(new.len())))?;
+    Ok(count.map_or_else(|| text.replace(old, new), |count| text.replacen(old, new, count)))
+}
+
 fn of_string(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, Error>> {
     let one = |args| from_args::<(Option<&str>,)>(args).map(|(argument,)| argument);
     let result = match method {
@@ -31,6 +45,9 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, E
         "rstrip" => one(args).map(|chars| Value::from(strip(text, chars, false, true))),
         "removeprefix" => one(args).map(|fix| Value::from(fix.and_then(|f| text.strip_prefix(f)).unwrap_or(text))),
         "removesuffix" => one(args).map(|fix| Value::from(fix.and_then(|f| text.strip_suffix(f)).unwrap_or(text))),
+        "replace" => from_args::<(&str, &str, Option<i64>)>(args).and_then(|(old, new, count)| {
+            replaced(text, old, new, count.and_then(|count| usize::try_from(count).ok())).map(Value::from)
+        }),
         "rsplit" => from_args::<(Option<&str>, Option<i64>)>(args).map(|(by, most)| right_split(text, by, most)),
         "partition" => one(args).map(|by| parts(text, by.and_then(|by| text.split_once(by)), by, true)),
         "rpartition" => one(args).map(|by| parts(text, by.and_then(|by| text.rsplit_once(by)), by, false)),

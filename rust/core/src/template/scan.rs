@@ -1,4 +1,4 @@
-//! One pass over a template's source: `{% generation %}` rewritten, string literals collected.
+//! One pass over a template's source: `{% generation %}` and assignments rewritten, string literals collected.
 //!
 //! Knows Jinja's delimiters, comments, raw blocks, string literals and whitespace marks, and nothing of its grammar.
 //! Called once per template by `Template::compile`.
@@ -6,7 +6,8 @@
 /// What [`scan`] found.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Scanned {
-    /// The source with every generation block turned into a filter block of its own scope.
+    /// The source with every generation block turned into a filter block of its own scope, and every assigned value
+    /// passed through [`BOUND_FILTER`].
     pub source: String,
     /// Whether there was a generation block.
     pub has_generation: bool,
@@ -18,6 +19,8 @@ pub(super) struct Scanned {
 
 /// The filter that a generation block becomes.
 pub(super) const GENERATION_FILTER: &str = "__generation";
+/// The filter that refuses values too large to be meant.
+pub(super) const BOUND_FILTER: &str = "__bounded";
 
 /// Rewrites `{% generation %}` and collects string literals. Broken syntax is passed on for the compiler to report.
 pub(super) fn scan(source: &str) -> Scanned {
@@ -34,7 +37,10 @@ pub(super) fn scan(source: &str) -> Scanned {
             out.has_generation = true;
             continue;
         }
-        out.source.push_str(kept);
+        match rewrite_assignment(kept) {
+            Some(rewritten) => out.source.push_str(&rewritten),
+            None => out.source.push_str(kept),
+        }
         if kept.starts_with("{%") && block_name(kept) == "raw" {
             let (raw, behind) = after.split_at(raw_length(after));
             out.longest_text = out.longest_text.max(raw.len());
@@ -147,6 +153,36 @@ fn rewrite_generation(block: &str) -> Option<String> {
     Some(block.replacen(word, &inner, 1))
 }
 
+/// `{% set x = value %}` as `{% set x = (value)|__bounded %}`; `None` for every other tag.
+fn rewrite_assignment(block: &str) -> Option<String> {
+    if block_name(block) != "set" {
+        return None;
+    }
+    let inside = block.strip_suffix("%}")?;
+    let inside = inside.strip_suffix(['-', '+']).unwrap_or(inside);
+    let equals = assignment(inside)?;
+    let (target, value) = inside.split_at(equals + 1);
+    let end = &block[inside.len()..];
+    (!value.trim().is_empty()).then(|| format!("{target} ({})|{BOUND_FILTER} {end}", value.trim()))
+}
+
+/// Where the first `=` outside strings and brackets is.
+fn assignment(inside: &str) -> Option<usize> {
+    let bytes = inside.as_bytes();
+    let (mut at, mut depth) = (2, 0_usize);
+    while at < bytes.len() {
+        match bytes[at] {
+            quote @ (b'\'' | b'"') => at = literal_end(bytes, at, quote) - 1,
+            b'{' | b'[' | b'(' => depth += 1,
+            b'}' | b']' | b')' => depth = depth.saturating_sub(1),
+            b'=' if depth == 0 => return Some(at),
+            _ => {}
+        }
+        at += 1;
+    }
+    None
+}
+
 /// Bytes up to and with the `{% endraw %}` tag.
 fn raw_length(after: &str) -> usize {
     let mut at = 0;
@@ -178,11 +214,28 @@ mod tests {
             "{{ '{% generation %}' }}",
             "{# {% generation %} #}",
             "{% raw %}{% generation %}{{ 'x' {% endraw %}",
-            "{% set generation = 1 %}",
+            "{% if generation %}",
         ] {
             let got = scan(source);
             assert_eq!(got.source, source);
             assert!(!got.has_generation);
+        }
+    }
+
+    #[test]
+    fn assigned_values_are_bounded() {
+        let cases = [
+            (
+                "{%- set a.b = 'x=' ~ (1 if c == 2 else 3) -%}",
+                "{%- set a.b = ('x=' ~ (1 if c == 2 else 3))|__bounded -%}",
+            ),
+            ("{% set a, b = 1, 2 %}", "{% set a, b = (1, 2)|__bounded %}"),
+            ("{% set x | indent(width=4) %}", "{% set x | indent(width=4) %}"),
+            ("{% set x %}", "{% set x %}"),
+            ("{% if a = b %}", "{% if a = b %}"),
+        ];
+        for (source, expected) in cases {
+            assert_eq!(scan(source).source, expected);
         }
     }
 
