@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tracegrad.errors import ReadError
-from tracegrad.report import write_report
+from tracegrad.report import add_success, write_report
 from tracegrad.report.curves import Panel, _thinned, chart, curves
 from tracegrad.report.text import escape, visible
 from tracegrad.sequence import Drift, Sequences
@@ -166,12 +166,12 @@ def test_traces_are_shown_by_their_share_of_the_gradient(tmp_path):
     # |gradient| sums: trace 0: 0.1 + 0.1, trace 1: 0.6, trace 2: 0. Together 0.8.
     found = page(tmp_path, s, terms([1, 2], [0.1, -0.1]), terms([4, 6], [-0.6, 0.0]))
     assert "The 2 traces with the largest share" in found.text
-    assert found.text.index("75.0 %") < found.text.index("25.0 %")
+    assert found.text.index("75 %") < found.text.index("25 %")
     assert [tag for tag in found.tags if tag == "details"] == ["details"] * 2
     assert [value.rsplit("·", 1)[1].strip() for value in found.numbers()] == [
-        "100.0 % of the trace's pull",
-        "50.0 % of the trace's pull",
-        "50.0 % of the trace's pull",
+        "100 % of the trace's pull",
+        "50 % of the trace's pull",
+        "50 % of the trace's pull",
     ]
 
 
@@ -194,7 +194,7 @@ def test_hovering_a_token_gives_its_numbers(tmp_path):
         "kept",
         "A +1.5",
         "logprob -0.25, recorded -0.5",
-        "100.0 % of the trace's pull",
+        "100 % of the trace's pull",
     ]
     assert "masked" in second
     assert "A -2" in second
@@ -244,13 +244,29 @@ def test_success_and_facts_stand_at_the_top(tmp_path):
     assert "steps62" in found.text
 
 
+def test_success_can_be_added_when_it_is_known(tmp_path):
+    page(tmp_path, sequences([5, 5], [False, True]), title="<!--success-->")
+    path = tmp_path / "report.html"
+    for share in (0.5, 0.75):
+        add_success(path, {"success": 0.25, "ci95": [0.2, 0.3], "n": 8}, {"success": share, "ci95": [0.4, 0.9], "n": 8})
+    found = Page(path.read_text("utf-8"))
+    assert found.text.count("75.0 % [40.0, 90.0], n = 8") == 1
+    assert "50.0 %" not in found.text
+    assert found.open == []
+    path.write_text("<p>another page</p>")
+    with pytest.raises(ReadError, match="not a page of write_report"):
+        add_success(path, {}, {})
+    with pytest.raises(ReadError, match="cannot be read"):
+        add_success(tmp_path / "missing", {}, {})
+
+
 def test_tables_show_tiers_and_drift(tmp_path):
     s = sequences([5, 5, 5], [False, True, True])
     one = np.zeros(1, np.int32)
     drift = Drift(np.zeros(1, np.uint8), one, one, one, one + 4, ("x",), ("R99 made_up",), recorded=2, exact=1)
     found = page(tmp_path, replace(s, drift=drift))
     assert "R99 made_up114" in found.text
-    assert "50.0 % of 2 recorded tokens" in found.text
+    assert "50 % of 2 recorded tokens" in found.text
     assert "T0" in found.text
 
 
@@ -269,7 +285,7 @@ def test_long_runs_are_cut_with_a_note(tmp_path):
     s = sequences([5] * (given + 2000), [False] * given + [True] * 2000)
     found = page(tmp_path, s, terms(range(given, given + 2000), [1.0] * 2000))
     assert "4,780 tokens not shown" in found.text
-    assert "500 more trained tokens of this branch, 25.0 % of the trace's pull, are not shown" in found.text
+    assert "500 more trained tokens of this branch, 25 % of the trace's pull, are not shown" in found.text
     assert len(found.numbers()) == 1500
 
 

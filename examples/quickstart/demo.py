@@ -15,6 +15,7 @@ from pathlib import Path
 
 import rollout
 from tracegrad.cli import main as tracegrad
+from tracegrad.report import add_success
 
 HERE = Path(__file__).parent
 
@@ -49,6 +50,7 @@ def main() -> int:
     summary = json.loads(path.read_text())
     summary["seconds"] |= {"evaluate_before": evaluated, "evaluate_after": time.perf_counter() - started}
     path.write_text(json.dumps({"before": before, "after": after, **summary}, indent=2, ensure_ascii=False) + "\n")
+    add_success(options.out / "report.html", before, after)
     print(f"summary: {path}")
     return 0
 

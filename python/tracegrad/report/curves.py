@@ -136,15 +136,15 @@ class _Axis(NamedTuple):
     ticks: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float], floor: float | None) -> _Axis:
+    def of(cls, values: Sequence[float], floor: float | None, intervals: int = 3) -> _Axis:
         low, high = min(values), max(values)
         low = low if floor is None else min(low, floor)
         if low == high:
             low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
-        raw = (high - low) / 3
+        raw = (high - low) / intervals
         size = 10.0 ** math.floor(math.log10(raw))
         step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
-        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        first, last = math.floor(low / step + 1e-3), math.ceil(high / step - 1e-3)
         return cls(first * step, last * step, tuple(n * step for n in range(first, last + 1)))
 
     @classmethod
@@ -152,7 +152,7 @@ class _Axis(NamedTuple):
         """From the first step to the last, the same for all panels."""
         found = [step_of(row, index) for index, row in enumerate(rows)]
         low, high = min(found), max(found)
-        ticks = cls.of([low, high], None).ticks
+        ticks = cls.of([low, high], None, 4).ticks
         return cls(low, max(high, low + 1), tuple(tick for tick in ticks if low <= tick <= high))
 
     def at(self, value: float, vertical: bool = False) -> float:

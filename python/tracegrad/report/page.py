@@ -18,8 +18,9 @@ from tracegrad.report.text import escape, number, percent
 from tracegrad.report.tokens import PerToken, TermArrays, strongest, trace_html
 from tracegrad.sequence import TIER_TEXT, Sequences
 
-__all__ = ["TermArrays", "write_report"]
+__all__ = ["TermArrays", "add_success", "write_report"]
 
+_MARKS = ("<!--success-->", "<!--/success-->")  # where `add_success` writes; nothing escaped can look like them
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _MODES = (
     ("pull", "pull", "how hard, and which way, the token moves the policy"),
@@ -79,6 +80,28 @@ def write_report(
     _write(Path(path), page)
 
 
+def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Puts success before and after training at the top of a page that is already written, or replaces it there.
+
+    Args:
+        path: of a page from `write_report`.
+        before, after: {"success", "ci95": [lo, hi], "n"}, as in summary.json.
+
+    Raises:
+        ReadError: if there is no such page, or it cannot be written.
+    """
+    path = Path(path)
+    try:
+        page = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ReadError(f"{path}: cannot be read ({error}). Write the report first.") from error
+    head, mark, rest = page.partition(_MARKS[0])
+    _, end, tail = rest.partition(_MARKS[1])
+    if not mark or not end:
+        raise ReadError(f"{path}: it is not a page of write_report. Write the report first.")
+    _write(path, head + mark + _success(before, after) + end + tail)
+
+
 def _opening(title: str, rows: Rows, sequences: Sequences, summary: Mapping[str, Any]) -> str:
     groups = len(set(sequences.group.tolist()))
     facts: list[tuple[str, str]] = [
@@ -95,8 +118,12 @@ def _opening(title: str, rows: Rows, sequences: Sequences, summary: Mapping[str,
         facts.append(("seed", escape(summary["seed"])))
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     before, after = summary.get("before"), summary.get("after")
-    success = f"<h2>Success on fresh prompts</h2>{interval(before, after)}" if before and after else ""
-    return f'<header><h1>{escape(title)}</h1><dl class="tiles">{tiles}</dl>{success}</header>'
+    success = _success(before, after) if before and after else ""
+    return f'<header><h1>{escape(title)}</h1><dl class="tiles">{tiles}</dl>{_MARKS[0]}{success}{_MARKS[1]}</header>'
+
+
+def _success(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    return f"<h2>Success on fresh prompts</h2>{interval(before, after)}"
 
 
 def _curves(rows: Rows) -> str:

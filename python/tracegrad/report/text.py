@@ -60,14 +60,12 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as percent; `number` for what is none.
+    """A share as percent, three significant digits.
 
-    >>> percent(0.1234), percent(0.00004)
-    ('12.3 %', '0.004 %')
+    >>> percent(0.1234), percent(0.00004), percent(1.0)
+    ('12.3 %', '0.004 %', '100 %')
     """
-    if not math.isfinite(share):
-        return number(share)
-    return f"{share * 100:.1f} %" if share >= 0.001 or share <= 0 else f"{share * 100:.1g} %"
+    return f"{share * 100:.3g} %" if math.isfinite(share) else number(share)
 
 
 def _plain(text: str) -> str:
