@@ -78,6 +78,8 @@ def _qwen() -> Any:
     """Qwen's tokenizer from its ranks: every split of an entry into two entries is a merge, in the order of ranks."""
     lines = _installed("qwen_agent", "utils/qwen.tiktoken").read_bytes().split()
     ranks = {base64.b64decode(token): int(rank) for token, rank in zip(lines[::2], lines[1::2], strict=True)}
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     glyphs = bytes_to_unicode()
     spell = {token: "".join(glyphs[byte] for byte in token) for token in ranks}
     merges = []
