@@ -71,7 +71,7 @@ def clean(prompt: task.Prompt, generator: random.Random) -> list[tuple[str, str]
     turns = [("user", prompt.text)]
     for tool in plan(prompt):
         turns += call_turns(prompt, tool, prompt.item)
-    return turns + [("assistant", answer_text(right_answer(prompt), generator))]
+    return [*turns, ("assistant", answer_text(right_answer(prompt), generator))]
 
 
 def call_turns(prompt: task.Prompt, tool: str, item: str) -> list[tuple[str, str]]:
@@ -105,7 +105,7 @@ def corrupted(prompt: task.Prompt, generator: random.Random) -> list[tuple[str, 
     text = answer_text(answer, generator)
     if way == "endless":
         text = text[:-1] + "🧾" * 20
-    return turns + [("assistant", text)]
+    return [*turns, ("assistant", text)]
 
 
 def _guess(prompt: task.Prompt, tools: list[str], answer: Answer, generator: random.Random) -> tuple[list[str], Answer]:

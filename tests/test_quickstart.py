@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import zstandard
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+import demonstrations
+import task
 
-import demonstrations  # noqa: E402
-import task  # noqa: E402
+HERE = Path(__file__).parent.parent / "examples" / "quickstart"
 
 
 def first(split: str, count: int, seed: int = 0) -> list[task.Prompt]:

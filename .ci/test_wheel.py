@@ -1,0 +1,74 @@
+"""Installs the built wheel where there is no Rust, on Python 3.10 and the newest here, and runs `prepare` with it.
+
+Called by `make test-wheel`. The environment holds the wheel and numpy, nothing else; torch is not there.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"
+
+
+def interpreters() -> dict[int, str]:
+    """Minor version to an interpreter that runs: from PATH, and from pyenv where it is the one that holds them."""
+    found = {}
+    for minor in range(10, 20):
+        name = shutil.which(f"python3.{minor}")
+        if name and subprocess.run([name, "--version"], capture_output=True, check=False).returncode == 0:
+            found[minor] = name
+    if shutil.which("pyenv"):
+        listed = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True, check=True).stdout
+        for version in listed.split():
+            prefix = subprocess.run(["pyenv", "prefix", version], capture_output=True, text=True, check=True).stdout
+            minor = int(version.split(".")[1]) if version.startswith("3.") else 0
+            python = Path(prefix.strip()) / "bin" / "python"
+            if minor >= 10 and python.exists():
+                found.setdefault(minor, str(python))
+    return found
+
+
+def run(command: list[str], **options) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def try_wheel(python: str, wheel: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run([python, "-m", "venv", folder])
+        bin_ = Path(folder, "bin")
+        bare = {"PATH": f"{bin_}:/usr/bin:/bin", "HOME": os.environ["HOME"]}
+        if shutil.which("cargo", path=bare["PATH"]):
+            sys.exit("cargo is on the path of the environment that is meant to be without Rust")
+        installer = dict(os.environ, PATH=bare["PATH"])
+        run([str(bin_ / "python"), "-m", "pip", "install", "--quiet", "--only-binary=:all:", str(wheel)], env=installer)
+        packages = json.loads(run([str(bin_ / "python"), "-m", "pip", "list", "--format=json"], env=installer))
+        names = {package["name"].lower() for package in packages} - {"pip", "setuptools", "wheel"}
+        if names != {"numpy", "tracegrad"}:
+            sys.exit(f"the base install holds {sorted(names)}; it must be numpy alone")
+        out = Path(folder, "prepared")
+        traces, model = EXAMPLE / "traces.jsonl.zst", EXAMPLE / "model"
+        command = [str(bin_ / "tracegrad"), "prepare", str(traces), "--model", str(model), "--out", str(out)]
+        print(run([str(bin_ / "python"), "--version"]).strip(), "-", wheel.name)
+        print(run(command, env=bare, cwd=folder).strip())
+
+
+def main() -> None:
+    (wheel,) = Path(sys.argv[1]).glob("*.whl")
+    if "manylinux" not in wheel.name or "abi3" not in wheel.name:
+        sys.exit(f"{wheel.name} is not a manylinux abi3 wheel")
+    found = interpreters()
+    if 10 not in found:
+        sys.exit("no Python 3.10 here; the wheel promises it")
+    for minor in (10, max(found)):
+        try_wheel(found[minor], wheel)
+    print("2 passed, 0 failed")
+
+
+main()

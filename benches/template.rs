@@ -1,0 +1,73 @@
+//! Throughput of `tracegrad_core::template`: a long conversation with tools, in bytes of rendered text.
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use serde_json::{Map, Value, json};
+use std::hint::black_box;
+use tracegrad_core::template::Template;
+
+/// ChatML with tools, thoughts and tool calls, of the shape that Qwen's templates have.
+const CHATML: &str = r##"{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+    {{- "# Tools\n\nYou may call one or more functions.\n\n<tools>" }}
+    {%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\n</tools><|im_end|>\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
+        {{- '<|im_start|>' + message.role + '\n' + content }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- set call = tool_call.function %}
+            {{- '\n<tool_call>\n{"name": "' ~ call.name ~ '", "arguments": ' ~ call.arguments | tojson ~ '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"##;
+
+fn conversation() -> (Vec<Value>, Value) {
+    let paragraph =
+        "The clerk looked at the list, counted the crates twice and wrote 42 on the slip: naïve, but exact. ";
+    let mut messages = vec![json!({"role": "system", "content": paragraph})];
+    for turn in 0..4 {
+        let call = json!({"id": "c", "type": "function",
+            "function": {"name": "stock", "arguments": {"item": format!("crate {turn}"), "count": turn}}});
+        messages.push(json!({"role": "user", "content": paragraph.repeat(6)}));
+        messages.push(json!({"role": "assistant", "content": "", "tool_calls": [call]}));
+        messages.push(json!({"role": "tool", "tool_call_id": "c", "content": paragraph.repeat(8)}));
+        messages.push(
+            json!({"role": "assistant", "content": format!("<think>\nhm\n</think>\n\n{}", paragraph.repeat(10))}),
+        );
+    }
+    let schema = |number: usize| {
+        json!({"type": "function", "function": {"name": format!("tool_{number}"), "description": paragraph, "parameters":
+            {"type": "object", "properties": {"item": {"type": "string", "description": paragraph}}, "required": ["item"]}}})
+    };
+    (messages, Value::from((0..14).map(schema).collect::<Vec<_>>()))
+}
+
+fn render(criterion: &mut Criterion) {
+    let template = Template::compile(CHATML, &[]).expect("the template compiles");
+    let (messages, tools) = conversation();
+    let bytes = template.render_text(&messages, Some(&tools), true, &Map::new()).expect("it renders").len();
+    let mut group = criterion.benchmark_group("template");
+    group.throughput(Throughput::Bytes(bytes as u64));
+    group.bench_function("text", |bencher| {
+        bencher.iter(|| template.render_text(black_box(&messages), Some(&tools), true, &Map::new()));
+    });
+    group.bench_function("provenance", |bencher| {
+        bencher.iter(|| template.render(black_box(&messages), Some(&tools), true, &Map::new()));
+    });
+    group.finish();
+}
+
+criterion_group!(benches, render);
+criterion_main!(benches);

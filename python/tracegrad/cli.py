@@ -1,0 +1,257 @@
+"""The command line: `tracegrad train`, `tracegrad prepare`, `tracegrad --version`.
+
+Options and their refusals, the story that a run prints, and exit codes: 0, 1 for an error of ours in one line, 2 for
+usage, 128 + signal. No torch until `train` needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tracegrad import _core, config, prepare
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.metrics import Stopwatch
+from tracegrad.report import write_report
+from tracegrad.tokenizer import Tokenizer
+
+SHORT = {
+    "seed": "train.seed",
+    "epochs": "train.epochs",
+    "stop_below_ess": "train.stop_below_ess",
+    "tensorboard": "train.tensorboard",
+    "objective": "objective",
+    "on_error": "data.on_error",
+    "logprob_kind": "data.logprob_kind",
+    "text_only": "data.text_only",
+    "lenient": "data.lenient",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    >>> main(["train", "traces.jsonl", "--model", "m", "--out", "o", "--optimizer.lrr", "1"])
+    1
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    told, overrides = _parse(arguments)
+    try:
+        return told.run(told, overrides, arguments)
+    except TracegradError as error:
+        print(f"tracegrad: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ntracegrad: interrupted. --resume goes on from the last checkpoint, if there is one.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose errors name the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"tracegrad: error: {message}\nSee {self.prog} --help.\n")
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
+    parser = _Parser(prog="tracegrad", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    train = _command(commands, "train", "train a model on recorded traces", _train)
+    run = train.add_argument_group("the run")
+    run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
+    run.add_argument("--objective", metavar="NAME", help="one of tracegrad.presets, or module:NAME (default DAPO)")
+    run.add_argument("--epochs", metavar="N", help="passes over the groups (default 1)")
+    run.add_argument("--seed", metavar="N", help="of the order of groups and the held-out choice (default 0)")
+    run.add_argument("--stop-below-ess", metavar="F", help="stop when value's effective sample falls below this share")
+    run.add_argument("--tensorboard", action="store_const", const=True, help="write TensorBoard scalars as well")
+    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
+    run.add_argument("--print-config", action="store_true", help="print the resolved config and do nothing")
+    run.add_argument("--dry-run", action="store_true", help="read, align and pack, print what would be done, and stop")
+    run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
+    shards = _command(commands, "prepare", "align traces into shards, without torch", _prepare)
+    shards.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces in a shard (default 4096)")
+    told, rest = parser.parse_known_args(arguments)
+    given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
+    return told, [*((name, value) for name, value in given if value is not None), *_dotted(rest, told.parser)]
+
+
+def _command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    parser.set_defaults(run=run, parser=parser)
+    parser.add_argument("traces", help="JSONL of traces, plain, .gz or .zst; - for standard input")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
+    data = parser.add_argument_group("reading and aligning")
+    choices = ("raise", "skip", "quarantine")
+    data.add_argument("--on-error", choices=choices, help="a bad record: stop, leave it out, write it aside")
+    data.add_argument("--logprob-kind", choices=("raw", "processed", "unknown"), help="what the logprobs are of")
+    data.add_argument("--text-only", action="store_const", const=True, help="train text that has no logprobs")
+    data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an unknown id")
+    return parser
+
+
+def _dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """`--a.b value` and `--a.b=value` pairs."""
+    found: list[tuple[str, str]] = []
+    words = iter(rest)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            flags = [flag for action in parser._actions for flag in action.option_strings if "." not in flag]
+            cure = config.nearest(f"--{name}", [*flags, *(f"--{option}" for option in config.options())])
+            parser.error(f"{word} is no option here. {cure}")
+        if not equals:
+            value = next(words, None)
+        if value is None:
+            parser.error(f"{word} has no value. Write {word} VALUE.")
+        found.append((name, value))
+    return found
+
+
+def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    idle = [name for name, _ in overrides if not name.startswith("data.") or name in ("data.reward", "data.holdout")]
+    if idle:
+        raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
+    if told.shard_traces < 1:
+        raise ArgumentError(f"--shard-traces is {told.shard_traces}. A shard holds at least one trace. Leave it out.")
+    data = config.load(overrides=overrides).data
+    account = prepare.prepare(told.traces, told.model, data, told.out, shard_traces=told.shard_traces)
+    _say(*account.lines(), f"written  {told.out}/shard-*, {told.out / 'drift.json'}")
+    return 0
+
+
+def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    from tracegrad import algebra, presets
+
+    chosen = _config(told, overrides)
+    objective = algebra.override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
+    if told.print_config or told.dry_run:
+        _say(config.to_toml(chosen) + f"\n# {objective}")
+    if told.print_config:
+        return 0
+    watch = Stopwatch()
+    sequences, account = prepare.load(told.traces, told.model, chosen.data, told.out, watch)
+    _say(*account.lines())
+    if told.dry_run:
+        return _dry_run(sequences, objective, chosen)
+    return _learn(told, arguments, chosen, objective, sequences, account, watch)
+
+
+def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> config.Config:
+    """Defaults, or what the resumed run was told; then the file, then the command line."""
+    before = told.out / "config.toml"
+    start = config.load(before) if told.resume and before.is_file() else None
+    return config.load(told.config, overrides, start=start)
+
+
+def _dry_run(sequences: Any, objective: Any, chosen: config.Config) -> int:
+    """What would be done: steps, rows and their fill."""
+    from tracegrad.learner.feed import Feed
+
+    feed = Feed.of(sequences, objective, chosen)
+    plan, steps = feed.plan(), feed.steps(0)
+    rows = [len(batch.ids) for step in steps for batch in step.batches]
+    fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
+    _say(
+        *(f"note     {note}" for note in feed.notes),
+        f"would    take {plan.total:,} steps, {plan.steps_per_epoch:,} an epoch, on {int((~feed.held).sum()):,} "
+        f"traces, with {int(feed.held.sum()):,} held out for value",
+        f"         {len(rows):,} rows an epoch, the longest {max(rows):,} tokens, {fill:.0%} of the budget filled, "
+        f"{sum(map(len, steps)):,} terms",
+    )
+    return 0
+
+
+def _learn(
+    told: argparse.Namespace,
+    arguments: list[str],
+    chosen: config.Config,
+    objective: Any,
+    sequences: Any,
+    account: prepare.Account,
+    watch: Stopwatch,
+) -> int:
+    try:
+        with watch("import"):
+            from tracegrad import learner
+            from tracegrad.learner.model import load_model
+    except ImportError as error:
+        raise ArgumentError(
+            f"train needs {error.name}, which is not installed. Reading and aligning work without it, training does "
+            "not. pip install 'tracegrad[train]'"
+        ) from error
+    with watch("load"):
+        model = load_model(told.model)
+    places = {"out": told.out, "tokenizer": told.model, "resume": told.resume}
+    done = learner.train(sequences, model, objective=objective, config=chosen, say=_say, **places)
+    watch.seconds.update(done.seconds)
+    summary = _summary(chosen, account, done, watch.seconds)
+    prepare.write_json(told.out / "summary.json", summary)
+    with watch("report"):
+        tokenizer = Tokenizer.from_pretrained(told.model)
+        found = {"rows": done.rows, "terms": done.terms, "summary": summary}
+        write_report(told.out / "report.html", sequences=sequences, tokenizer=tokenizer, title=told.traces, **found)
+    _say(*_ending(told, arguments, done))
+    return done.exit_code
+
+
+def _summary(chosen: config.Config, account: prepare.Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    kept = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
+    value = next((row for row in reversed(done.rows) if "value" in row), {})
+    return {
+        **{name: value for name, value in account.as_dict().items() if name in kept},
+        "seed": chosen.train.seed,
+        "steps": done.step,
+        "steps_planned": done.total,
+        "stopped": done.stopped,
+        "value": {name: value[name] for name in value if name.startswith("value")},
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
+        "checkpoint": str(done.checkpoint),
+    }
+
+
+def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[str]:
+    reasons = {
+        "done": f"trained  {done.step:,} steps",
+        "ess": f"stopped  after step {done.step:,} of {done.total:,}: value's effective sample is too small",
+        "signal": f"stopped  on request after step {done.step:,} of {done.total:,}; nothing is lost",
+    }
+    lines = [
+        reasons[done.stopped],
+        *_value_line(done.rows),
+        f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
+        f"         {told.out / 'report.html'}  shows the run and its tokens",
+        f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
+    ]
+    if done.stopped == "signal":
+        again = arguments if "--resume" in arguments else [*arguments, "--resume"]
+        lines.append(f"go on    tracegrad {shlex.join(again)}")
+    return lines
+
+
+def _value_line(rows: list[dict[str, Any]]) -> list[str]:
+    """What is known of the policy's reward at the end."""
+    last = next((row for row in reversed(rows) if row.get("value") is not None), None)
+    if last is None:
+        return []
+    sample = f"effective sample {last['value_ess']:.0f} of {last['value_traces']} held-out traces"
+    if not last["value_known"]:
+        return [f"value    no longer known: {sample}"]
+    span = f"{last['value_low']:.3f} to {last['value_high']:.3f}"
+    return [f"value    {last['value_recorded']:.3f} as recorded, {last['value']:.3f} now ({span}, {sample})"]
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

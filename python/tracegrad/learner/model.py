@@ -1,0 +1,103 @@
+"""A transformers model from a folder, with every weight found, or one error that says what is wrong with the folder.
+
+No hub, no pickle. Called by the command line and by `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from tracegrad.errors import ReadError
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def load_model(path: Path) -> Any:
+    """A transformers causal language model from a folder, in float32, its weights all found.
+
+    Raises:
+        ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _model_config(path)
+    if not any((path / name).is_file() for name in WEIGHTS):
+        there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise ReadError(
+            f"{path}: no model.safetensors there ({there}). Without weights there is no policy to train. "
+            "Give --model a folder written by save_pretrained."
+        )
+    try:
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ReadError(
+            f"{path}: transformers cannot load it as a causal language model: {first_line(error)}. There is no policy "
+            "to train. Give --model a causal model whose config.json and weights belong together."
+        ) from error
+    model, info = loaded
+    named = config.get("architectures") or [type(model).__name__]
+    odd = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    if type(model).__name__ not in named or any(info.get(kind) for kind in odd):
+        _refuse_architecture(path, type(model).__name__, named, info)
+    return model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its bars and load reports: what they say is raised or printed by us, once."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _model_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ReadError(
+            f"{path}: no such folder. Without it there is no model. Give --model a folder of save_pretrained."
+        )
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReadError(
+            f"{path / 'config.json'}: {first_line(error)}. The architecture is not known without it. "
+            "Give --model a folder written by save_pretrained."
+        ) from error
+
+
+def _refuse_architecture(path: Path, built: str, named: list[str], info: Mapping[str, Any]) -> None:
+    missing, shapes, extra = (sorted(info.get(f"{kind}_keys", ())) for kind in ("missing", "mismatched", "unexpected"))
+    detail = f"config.json names {', '.join(named)}, a causal model of it is {built}"
+    if missing:
+        detail = f"{len(missing)} tensors that {built} needs are not in the weights, {missing[0]} first"
+    elif shapes:
+        detail = f"{len(shapes)} tensors have another shape than config.json says, {shapes[0][0]} first"
+    elif extra:
+        detail = f"{len(extra)} tensors have no place in {built}, {extra[0]} first"
+    raise ReadError(
+        f"{path}: {detail}. What was loaded would be another policy than the one that sampled. "
+        "Give --model a causal model whose config.json and weights belong together."
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, without its full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

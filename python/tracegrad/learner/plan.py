@@ -1,0 +1,78 @@
+"""When what happens: which steps refresh `old`, measure value, write a checkpoint. A function of counts alone.
+
+Nothing here is state, so a run that resumes at step n does what the uninterrupted one does from step n. No torch, no
+arrays. Called by the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tracegrad.config import Config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Optimizer steps 0 to total - 1.
+
+    Args:
+        steps_per_epoch: optimizer steps in an epoch.
+        epochs, seed, updates_per_old, value_per_epoch, checkpoint_every: as in the config.
+
+    >>> plan = Plan(steps_per_epoch=3, epochs=2)
+    >>> plan.total, plan.epoch_of(4), plan.window(4)
+    (6, 1, range(4, 6))
+    """
+
+    steps_per_epoch: int
+    epochs: int = 1
+    seed: int = 0
+    updates_per_old: int = 0
+    value_per_epoch: int = 4
+    checkpoint_every: int = 0
+
+    @classmethod
+    def of(cls, config: Config, steps_per_epoch: int) -> Plan:
+        """The plan that a config makes."""
+        train = config.train
+        cadence = (train.updates_per_old, train.value_per_epoch, config.checkpoint.every)
+        return cls(steps_per_epoch, train.epochs, train.seed, *cadence)
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the run."""
+        return self.epochs * self.steps_per_epoch
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that holds `step`."""
+        return step // self.steps_per_epoch
+
+    def shuffle_seed(self, epoch: int) -> int:
+        """What the groups of an epoch are shuffled by."""
+        return int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+
+    def refreshes_old(self, step: int) -> bool:
+        """Whether `old` is measured anew before `step`."""
+        return step % self._old_every == 0
+
+    def window(self, step: int) -> range:
+        """The steps from `step` to the next refresh of `old`."""
+        end = (step // self._old_every + 1) * self._old_every
+        return range(step, min(end, self.total))
+
+    def measures_value(self, taken: int) -> bool:
+        """Whether value is measured after `taken` steps: before the first, and evenly within each epoch."""
+        per_epoch, parts = self.steps_per_epoch, min(self.value_per_epoch, self.steps_per_epoch)
+        place = taken % per_epoch
+        return place == 0 or (place * parts) // per_epoch > ((place - 1) * parts) // per_epoch
+
+    def saves(self, taken: int) -> bool:
+        """Whether a checkpoint is written after `taken` steps."""
+        every = self.checkpoint_every or self.steps_per_epoch
+        return taken == self.total or taken % every == 0
+
+    @property
+    def _old_every(self) -> int:
+        return self.updates_per_old or self.steps_per_epoch

@@ -1,0 +1,57 @@
+"""What a run leaves in memory for its caller: the outcome, and per-term arrays for the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class TermRecord:
+    """Per-term arrays of one step, for the report; [M] each, in the step's order.
+
+    Args:
+        step: the optimizer step, from 1.
+        origin: token of the `Sequences`.
+        trace: row of the `Sequences`.
+        ratio, weight, keep, advantages, logprobs, gradient: as in `Outcome` and `Corrected`.
+    """
+
+    step: int
+    origin: NDArray[np.int64]
+    trace: NDArray[np.int32]
+    ratio: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    keep: NDArray[np.bool_]
+    clipped: NDArray[np.bool_]
+    advantages: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
+    gradient: NDArray[np.float32]
+
+
+@dataclass
+class Trained:
+    """What a run has come to.
+
+    Args:
+        step: optimizer steps taken, of `total`.
+        stopped: "done", "ess" (value's effective sample fell below `stop_below_ess`) or "signal".
+        exit_code: 0, or 128 + signal.
+        checkpoint: the newest one.
+        rows: of metrics.jsonl, those before a resume included.
+        terms: of the last epoch's steps taken by this process.
+        seconds: wall time by stage.
+    """
+
+    step: int
+    total: int
+    stopped: Literal["done", "ess", "signal"]
+    exit_code: int
+    checkpoint: Path
+    rows: list[dict[str, Any]]
+    terms: list[TermRecord]
+    seconds: dict[str, float]

@@ -1,0 +1,192 @@
+"""One optimizer step over a `Step`: forward, correction, objective, backward, clip, update, and what was seen.
+
+The gradient is that of the whole step, however it was cut into rows. No loop, no files. Called by `loop`, or by a
+trainer that packs with `tracegrad.batch` and keeps its own loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tracegrad.algebra import LOG_RATIO_LIMIT, Clip, Objective
+from tracegrad.batch import Batch, Step
+from tracegrad.correction import Corrected, correct
+from tracegrad.errors import TracegradError
+from tracegrad.metrics import Tally
+from tracegrad.objective import Loss
+from tracegrad.policy import logprobs, logprobs_and_entropy
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one optimizer step saw. Arrays are [M] in the step's order, detached, on the CPU.
+
+    Args:
+        loss: of the whole step.
+        grad_norm: of the whole gradient, before clipping.
+        corrected: weight, keep, scale and the correction's metrics.
+        logprobs, entropy: of the policy before the update, nats.
+        ratio: of the surrogate, at its level; 1 where it takes none.
+        clipped: whether the clip took the term's gradient away.
+        gradient: d loss / d logprob, what the term pulls with.
+    """
+
+    loss: float
+    grad_norm: float
+    corrected: Corrected
+    logprobs: Floats
+    entropy: Floats
+    ratio: Floats
+    clipped: NDArray[np.bool_]
+    gradient: Floats
+
+
+def optimizer_step(
+    model: nn.Module,
+    step: Step,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    *,
+    missing: Literal["mask", "neutral", "refuse"] = "mask",
+    grad_clip: float = 0.0,
+    precision: torch.dtype = torch.float32,
+) -> Outcome:
+    """Takes one step, gradients accumulated over the batches.
+
+    Args:
+        model: a transformers causal LM on its device.
+        step: with the old and ref logprobs that the objective needs.
+        missing: the policy for terms without a rollout logprob, as in `correct`.
+        grad_clip: the gradient is scaled down to this norm; 0 leaves it.
+        precision: bfloat16 runs the forward pass under autocast.
+
+    Raises:
+        TracegradError: if the gradient is not finite; the parameters are then as they were.
+    """
+    corrected = detached(step, objective, missing)
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    seen = {name: np.zeros(len(step), np.float32) for name in ("logprobs", "entropy", "ratio", "gradient")}
+    clipped = np.zeros(len(step), bool)
+    for batch in step.batches:
+        moved = batch.to(device_of(model))
+        with autocast(model, precision):
+            logp, entropy = logprobs_and_entropy(model, moved)
+        logp.retain_grad()
+        loss: Loss = objective(logp, entropy, step.terms(moved, corrected))
+        loss.loss.backward()
+        total += float(loss.loss.detach())
+        columns = {"logprobs": logp, "entropy": entropy, "ratio": loss.per_term.ratio, "gradient": logp.grad}
+        for name, values in columns.items():
+            seen[name][batch.term] = 0.0 if values is None else _host(values)
+        clipped[batch.term] = _host(loss.per_term.clipped)
+    norm = _update(model, optimizer, grad_clip)
+    return Outcome(loss=total, grad_norm=norm, corrected=corrected, clipped=clipped, **seen)
+
+
+def detached(step: Step, objective: Objective, missing: Literal["mask", "neutral", "refuse"]) -> Corrected:
+    """`correct` with everything it takes from a step and an objective."""
+    needs = objective.needs
+    nothing = None if needs.rollout else np.zeros_like(step.advantages)  # without any ratio only keep and scale matter
+    return correct(
+        step.old_logprobs if needs.old else nothing,
+        step.rollout_logprobs if needs.rollout else None,
+        trace=step.trace,
+        turn=step.turn,
+        group=step.group,
+        advantages=step.advantages,
+        weights=objective.weights,
+        gates=objective.gates,
+        reduce=objective.reduce,
+        totals=step.totals,
+        group_terms=step.group_terms,
+        missing=missing,
+    )
+
+
+def measure(model: nn.Module, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
+    """Logprobs of the terms of each batch under the model as it is, without gradient: `old`, `ref`, or for value."""
+    found = []
+    with torch.no_grad():
+        for batch in batches:
+            with autocast(model, precision):
+                found.append(_host(logprobs(model, batch.to(device_of(model)))))
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are."""
+    return next(model.parameters()).device
+
+
+def autocast(model: nn.Module, precision: torch.dtype) -> AbstractContextManager[Any]:
+    """Autocast to `precision` on the model's device; nothing for float32."""
+    if precision == torch.float32:
+        return nullcontext()
+    return torch.autocast(device_of(model).type, dtype=precision)
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = float(torch.nn.utils.clip_grad_norm_(trained, grad_clip or math.inf))
+    if not math.isfinite(norm):
+        optimizer.zero_grad(set_to_none=True)
+        raise TracegradError(
+            f"the norm of the gradient is {norm}. The step would turn every parameter into NaN, so it was not taken. "
+            "Lower optimizer.lr or set optimizer.grad_clip, and go on from the last checkpoint with --resume."
+        )
+    optimizer.step()
+    return norm
+
+
+def _host(values: Tensor) -> NDArray[Any]:
+    return values.detach().cpu().numpy()
+
+
+def tally(step: Step, outcome: Outcome, objective: Objective) -> Tally:
+    """Sums of the step with their denominators, by the names of `tracegrad.metrics`."""
+    found = Tally()
+    terms, keep = len(step), np.asarray(outcome.corrected.keep)
+    theta = outcome.logprobs.astype(np.float64)
+    found.add("entropy", outcome.entropy.sum(dtype=np.float64), terms)
+    known = ~np.isnan(step.rollout_logprobs)
+    found.add("frac_old_logprobs_valid", known.sum(), terms)
+    to_rollout = (theta - step.rollout_logprobs)[known]
+    found.add("mean_importance_ratio", _exp(to_rollout).sum(), len(to_rollout))
+    found.add("kl_rollout", _k3(-to_rollout).sum(), len(to_rollout))
+    found.add("rollout_gap", np.abs(to_rollout).sum(), len(to_rollout))
+    if step.old_logprobs is not None:
+        found.add("kl_old", _k3(step.old_logprobs - theta).sum(), terms)
+    if step.ref_logprobs is not None:
+        found.add("kl", _k3(theta - step.ref_logprobs).sum(), terms)
+    if isinstance(objective.surrogate, Clip):
+        ratio = outcome.ratio[keep].astype(np.float64)
+        outside = (ratio < 1 - objective.surrogate.low) | (ratio > 1 + objective.surrogate.high)
+        found.add("ratio_mean", ratio.sum(), len(ratio))
+        found.maximum("ratio_max", ratio.max(initial=-math.inf))
+        found.add("clip_fraction", outcome.clipped.sum(), terms)
+        found.add("clip_fraction_any", outside.sum(), terms)
+    first = np.unique(step.trace, return_index=True)[1]
+    found.add("frac_zero_advantage", (step.advantages[first] == 0).sum(), len(first))
+    return found
+
+
+def _exp(log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.exp(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def _k3(log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Estimate of KL(p || q) from draws of p: q/p - 1 - log(q/p), with log_ratio = log p - log q."""
+    inverse = np.clip(-log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return np.expm1(inverse) - inverse

@@ -1,0 +1,203 @@
+"""Where a row of metrics goes: metrics.jsonl, TensorBoard, one live line; and seconds by stage.
+
+A sink has `log(row)` and `close()`. tqdm and tensorboard are imported on use. Called by the learner, usable by any
+training loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from tracegrad.errors import ArgumentError, TracegradError
+
+Row = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Something that takes one row a step."""
+
+    def log(self, row: Row) -> None:
+        """Takes the row of one step."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is still held back."""
+        ...
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object a step, flushed at once; NaN and infinities are written as null.
+
+    Args:
+        path: the file; appended to.
+        keep_to_step: rows of later steps are dropped first (a run that resumes from a checkpoint repeats them).
+    """
+
+    def __init__(self, path: Path, *, keep_to_step: int | None = None) -> None:
+        self.path = path
+        if path.exists():
+            kept = [] if keep_to_step is None else [row for row in read_rows(path) if row["step"] <= keep_to_step]
+            staged = path.with_suffix(".jsonl.tmp")
+            staged.write_text("".join(_line(row) for row in kept), encoding="utf-8")
+            staged.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, row: Row) -> None:
+        """Appends one line.
+
+        Raises:
+            TracegradError: if the file cannot be written.
+        """
+        try:
+            self._file.write(_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise TracegradError(
+                f"{self.path}: {error.strerror}. The metrics of step {row.get('step')} are lost. "
+                "Free space there and resume with --resume."
+            ) from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def finite(row: Row) -> dict[str, Any]:
+    """The row with None for NaN and infinities, as JSON has it."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def _line(row: Row) -> str:
+    return json.dumps(finite(row), allow_nan=False) + "\n"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl, a last line that was cut off left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, one a metric, under the step's number."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ArgumentError(
+                "--tensorboard: the package tensorboard is not installed. No scalars can be written for it. "
+                "pip install 'tracegrad[tensorboard]', or leave the option out: metrics.jsonl is always written."
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+
+    def log(self, row: Row) -> None:
+        """Writes the finite numbers of the row."""
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+                self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class Progress:
+    """One live line by tqdm: loss, value, ratio mean, clip fraction, ESS, tokens/s.
+
+    Args:
+        total: optimizer steps of the whole run.
+        done: steps taken before this process.
+        stream: where the line goes, default stderr; where that is no terminal, a line of its own at most every 10 s.
+    """
+
+    def __init__(self, total: int, done: int = 0, *, stream: TextIO | None = None) -> None:
+        from tqdm import tqdm
+
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        bar_format = "step {n_fmt}/{total_fmt} [{elapsed}<{remaining}]  {desc}"
+        quiet = not self._live
+        self._bar = tqdm(
+            total=total, initial=done, file=self._stream, dynamic_ncols=True, bar_format=bar_format, disable=quiet
+        )
+        self._last: dict[str, Any] = {}
+        self._step, self._total = done, total
+        self._shown = time.monotonic()
+
+    def log(self, row: Row) -> None:
+        """Shows the row; a value that was measured earlier stays on the line."""
+        self._last.update({k: v for k, v in row.items() if v is not None})
+        self._bar.set_description_str(progress_line(self._last), refresh=False)
+        self._bar.update(row["step"] - self._step)
+        self._step = row["step"]
+        if not self._live and (self._step == self._total or time.monotonic() - self._shown > 10):
+            print(f"step {self._step}/{self._total}  {progress_line(self._last)}", file=self._stream, flush=True)
+            self._shown = time.monotonic()
+
+    def close(self) -> None:
+        """Leaves the last state of the line standing."""
+        self._bar.refresh()
+        self._bar.close()
+
+
+def progress_line(row: Row) -> str:
+    """What the live line says of a row.
+
+    >>> value = {"value": 0.41, "value_low": 0.33, "value_high": 0.49, "value_ess_fraction": 0.8, "value_known": 1}
+    >>> progress_line({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01, "tokens_per_s": 12345.6})
+    'loss -0.0123  value 0.410 (0.330-0.490)  ratio 1.002  clip 1.0%  ESS 80%  12,346 tok/s'
+    """
+    parts = []
+    if "loss" in row:
+        parts.append(f"loss {row['loss']:.4f}")
+    if "value" in row:
+        known = row["value_known"] and f"{row['value']:.3f} ({row['value_low']:.3f}-{row['value_high']:.3f})"
+        parts.append(f"value {known or 'no longer known'}")
+    if "ratio_mean" in row:
+        parts.append(f"ratio {row['ratio_mean']:.3f}")
+    if "clip_fraction" in row:
+        parts.append(f"clip {row['clip_fraction']:.1%}")
+    if "value_ess_fraction" in row:
+        parts.append(f"ESS {row['value_ess_fraction']:.0%}")
+    if "tokens_per_s" in row:
+        parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+    return "  ".join(parts)
+
+
+class Stopwatch:
+    """Wall seconds by stage.
+
+    >>> watch = Stopwatch()
+    >>> with watch("read"):
+    ...     pass
+    >>> list(watch.seconds)
+    ['read']
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._running: list[tuple[str, float]] = []
+
+    def __call__(self, stage: str) -> Stopwatch:
+        self._running.append((stage, time.perf_counter()))
+        return self
+
+    def __enter__(self) -> Stopwatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stage, began = self._running.pop()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+
+
+def log_all(sinks: Iterable[Sink], row: Row) -> None:
+    """Gives one row to every sink."""
+    for sink in sinks:
+        sink.log(row)

@@ -1,0 +1,236 @@
+"""The page: what the run was, its curves, how exactly it aligned, and the traces that pulled hardest.
+
+Here is `write_report`, which puts the parts together and keeps the file small. It computes no metric: rows and per-term
+arrays come from the learner, tables from the sequences.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol
+
+from tracegrad.errors import ReadError
+from tracegrad.report.curves import Rows, curves, interval, step_of
+from tracegrad.report.text import escape, number, percent
+from tracegrad.report.tokens import PerToken, TermArrays, strongest, trace_html
+from tracegrad.sequence import TIER_TEXT, Sequences
+
+__all__ = ["TermArrays", "add_success", "write_report"]
+
+_MARKS = ("<!--success-->", "<!--/success-->")  # where `add_success` writes; nothing escaped can look like them
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MODES = (
+    ("pull", "pull", "how hard, and which way, the token moves the policy"),
+    ("ratio", "ratio", "theta over the policy that the surrogate compares with"),
+    ("weight", "weight", "the detached correction"),
+    ("advantage", "advantage", "what the trace earned above its group"),
+    ("source", "source", "sampled, given or template"),
+)
+
+
+class Decoder(Protocol):
+    """What shows tokens as text: `tracegrad.Tokenizer`, or anything with this method."""
+
+    def decode_bytes(self, ids: Any, /) -> bytes:
+        """The bytes of ids, end to end."""
+        ...
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    *,
+    rows: Rows,
+    sequences: Sequences,
+    tokenizer: Decoder,
+    terms: Iterable[TermArrays] = (),
+    summary: Mapping[str, Any] | None = None,
+    title: str = "tracegrad",
+    most_traces: int = 20,
+    most_bytes: int = 6_000_000,
+) -> None:
+    """Writes one self-contained page; everything that comes from outside is escaped.
+
+    Args:
+        path: of the page.
+        rows: of metrics.jsonl; numbers that are not finite are left out of the curves.
+        sequences: what was trained on.
+        tokenizer: whose bytes the tokens are; an id that it does not know is shown as a number.
+        terms: per-term arrays of the steps to show, such as `Trained.terms`; without them no trace is shown.
+        summary: of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage, `seed`.
+        title: of the page.
+        most_traces: how many traces, those with the largest share of the gradient.
+        most_bytes: of the traces; those that do not fit are left out, and the page says so.
+
+    Raises:
+        ReadError: if the file cannot be written.
+    """
+    values = PerToken.of(sequences.tokens, terms)
+    summary = summary or {}
+    style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + _colours()
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="viewport" content="width&#61;device-width"><style>{style}</style></head><body>'
+        f"{_opening(title, rows, sequences, summary)}{_curves(rows)}{_tables(sequences)}"
+        f"{_traces(sequences, values, tokenizer, most_traces, most_bytes)}</body></html>\n"
+    )
+    _write(Path(path), page)
+
+
+def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Puts success before and after training at the top of a page that is already written, or replaces it there.
+
+    Args:
+        path: of a page from `write_report`.
+        before, after: {"success", "ci95": [lo, hi], "n"}, as in summary.json.
+
+    Raises:
+        ReadError: if there is no such page, or it cannot be written.
+    """
+    path = Path(path)
+    try:
+        page = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise ReadError(f"{path}: cannot be read ({error}). Write the report first.") from error
+    head, mark, rest = page.partition(_MARKS[0])
+    _, end, tail = rest.partition(_MARKS[1])
+    if not mark or not end:
+        raise ReadError(f"{path}: it is not a page of write_report. Write the report first.")
+    _write(path, head + mark + _success(before, after) + end + tail)
+
+
+def _opening(title: str, rows: Rows, sequences: Sequences, summary: Mapping[str, Any]) -> str:
+    groups = len(set(sequences.group.tolist()))
+    facts: list[tuple[str, str]] = [
+        ("traces", f"{sequences.traces:,}"),
+        ("groups", f"{groups:,}"),
+        ("tokens", f"{sequences.tokens:,}"),
+        ("trained tokens", f"{int(sequences.trainable.sum()):,}"),
+        ("steps", number(step_of(rows[-1], len(rows))) if rows else "0"),
+    ]
+    seconds = summary.get("seconds")
+    if isinstance(seconds, Mapping) and seconds:
+        facts.append(("seconds", number(round(sum(float(spent) for spent in seconds.values()), 1))))
+    if "seed" in summary:
+        facts.append(("seed", escape(summary["seed"])))
+    tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+    before, after = summary.get("before"), summary.get("after")
+    success = _success(before, after) if before and after else ""
+    return f'<header><h1>{escape(title)}</h1><dl class="tiles">{tiles}</dl>{_MARKS[0]}{success}{_MARKS[1]}</header>'
+
+
+def _success(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    return f"<h2>Success on fresh prompts</h2>{interval(before, after)}"
+
+
+def _curves(rows: Rows) -> str:
+    drawn = curves(rows)
+    return f'<section><h2>The run</h2><div class="curves">{drawn}</div></section>' if drawn else ""
+
+
+def _tables(sequences: Sequences) -> str:
+    tiers = [[name, TIER_TEXT.get(name, ""), *found.values()] for name, found in sequences.tiers().items()]
+    drift = [[reason, *found.values()] for reason, found in sequences.drift.table().items()]
+    rate = sequences.drift.rate
+    exact = (
+        f"<p>{percent(rate)} of {sequences.drift.recorded:,} recorded tokens are without an exact id and logprob.</p>"
+        if sequences.drift.recorded
+        else ""
+    )
+    return (
+        '<section><h2>How exactly it aligned</h2><div class="tables">'
+        + _table(("tier", "meaning", "tokens", "trainable", "generations"), tiers, "no sampled token")
+        + _table(("drift", "findings", "traces", "tokens"), drift, "nothing differs")
+        + f"</div>{exact}</section>"
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) -> str:
+    def cell(value: Any) -> str:
+        return f'<td class="n">{value:,}</td>' if isinstance(value, int) else f"<td>{escape(value)}</td>"
+
+    lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    lines = lines or f'<tr><td colspan="{len(heads)}">{nothing}</td></tr>'
+    marks = ["" if head in ("tier", "meaning", "drift") else ' class="n"' for head in heads]
+    titles = "".join(f"<th{mark}>{head}</th>" for mark, head in zip(marks, heads, strict=True))
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _traces(sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int) -> str:
+    chosen = strongest(sequences, values, most)
+    if not chosen:
+        return ""
+    known: dict[int, bytes] = {}
+
+    def token_bytes(token: int) -> bytes:
+        if token not in known:
+            known[token] = _bytes_of(tokenizer, token)
+        return known[token]
+
+    shown: list[str] = []
+    size = 0
+    for rank, (trace, share) in enumerate(chosen, 1):
+        part = trace_html(sequences, values, token_bytes, trace, share, rank, chosen[0][1])
+        size += len(part.encode())
+        if size > most_bytes and shown:
+            break
+        shown.append(part)
+    left = len(chosen) - len(shown)
+    note = f"<p>{left} more would make this page larger than {most_bytes / 1e6:.0f} MB.</p>" if left else ""
+    together = percent(sum(share for _, share in chosen[: len(shown)]))
+    inputs = "".join(
+        f'<input type="radio" name="mode" id="by-{key}"{" checked" * (key == "pull")}><label for="by-{key}"'
+        f' title="{escape(meaning)}">{name}</label>'
+        for key, name, meaning in _MODES
+    )
+    return (
+        f"<section><h2>The {len(shown)} traces with the largest share of the gradient</h2>"
+        f"<p>Together {together} of all pull, the sum over terms of |d loss / d logprob|, in the last pass over the"
+        " data. Point at a token for its numbers.</p>"
+        f'<div class="modes">{inputs}{_legend()}{"".join(shown)}</div>{note}</section>'
+    )
+
+
+def _legend() -> str:
+    scale = "".join(f'<span class="t p{n} a{n} r{n} w{n}"> </span>' for n in range(17) if n != 8)
+    return (
+        '<p class="legend"><span class="scale pull">pushed down</span><span class="scale ratio">below 1/1.5</span>'
+        '<span class="scale weight">below 1/1.5</span><span class="scale advantage">negative</span>'
+        f'<span class="ramp">{scale}</span>'
+        '<span class="scale pull">pushed up</span><span class="scale ratio">above 1.5</span>'
+        '<span class="scale weight">above 1.5</span><span class="scale advantage">positive</span>'
+        '<span class="g">given</span><span class="p">template</span><span class="s">sampled, not trained</span>'
+        '<span class="t">trained</span><span class="t m">masked</span><span class="t c">clipped</span>'
+        "<span><i>F0·9F</i> part of a character</span></p>"
+    )
+
+
+def _bytes_of(tokenizer: Decoder, token: int) -> bytes:
+    try:
+        return tokenizer.decode_bytes([token])
+    except ValueError:
+        return f"⟨{token}⟩".encode()
+
+
+def _colours() -> str:
+    """Rules that give the classes p0 .. w16 a colour in the mode they belong to: far below, neutral at 8, far above."""
+    pairs = {"pull": ("down", "up"), "advantage": ("down", "up"), "ratio": ("less", "more"), "weight": ("less", "more")}
+    rules = []
+    for mode, (below, above) in pairs.items():
+        for level in (n for n in range(17) if n != 8):
+            colour = f"color-mix(in srgb,var(--{below if level < 8 else above}) {8 * abs(level - 8)}%,transparent)"
+            rules.append(f"#by-{mode}:checked~* .{mode[0]}{level}{{--c:{colour}}}")
+    return "\n".join(rules)
+
+
+def _write(path: Path, page: str) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(page, encoding="utf-8", newline="\n")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ReadError(f"{path}: cannot be written ({error.strerror}). Free space there or choose another.") from error

@@ -1,0 +1,230 @@
+"""Traces token by token as HTML: where each token came from, and what the correction made of it.
+
+Here are `PerToken`, the values of the terms laid over the tokens, and the HTML of one trace. Colours are classes that
+the page's style sheet gives a meaning; the numbers stand in `data-n` and show on hover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.report.text import escape, number, percent, visible
+from tracegrad.sequence import GIVEN, SAMPLED, TIERS, Sequences
+
+_NEUTRAL = 8  # colour classes run from 0, far below, over 8, neutral, to 16, far above
+_MOST_TERMS = 1500  # of one trace
+_RUN_HEAD, _RUN_TAIL = 160, 60  # tokens shown of a long untrained run
+
+
+class TermArrays(Protocol):
+    """Per-term arrays [m] of one optimizer step, as the learner records them.
+
+    Args:
+        origin: token of the `Sequences`.
+        ratio, weight, keep, clipped, advantages, logprobs: of the step.
+        gradient: d loss / d logprob.
+    """
+
+    @property
+    def origin(self) -> NDArray[Any]: ...
+    @property
+    def ratio(self) -> NDArray[Any]: ...
+    @property
+    def weight(self) -> NDArray[Any]: ...
+    @property
+    def keep(self) -> NDArray[Any]: ...
+    @property
+    def clipped(self) -> NDArray[Any]: ...
+    @property
+    def advantages(self) -> NDArray[Any]: ...
+    @property
+    def logprobs(self) -> NDArray[Any]: ...
+    @property
+    def gradient(self) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Values of the terms by token [T]: NaN and False where a token is no term, the last where there are several."""
+
+    ratio: NDArray[np.float32]
+    weight: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
+    gradient: NDArray[np.float32]
+    keep: NDArray[np.bool_]
+    clipped: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tokens: int, terms: Iterable[TermArrays]) -> PerToken:
+        """Lays the terms of several steps over the tokens."""
+        floats = ("ratio", "weight", "advantages", "logprobs", "gradient")
+        columns: dict[str, Any] = {name: np.full(tokens, np.nan, np.float32) for name in floats}
+        columns |= {name: np.zeros(tokens, bool) for name in ("keep", "clipped")}
+        for step in terms:
+            for name, column in columns.items():
+                column[step.origin] = getattr(step, name)
+        return cls(**columns)
+
+
+def strongest(sequences: Sequences, values: PerToken, most: int) -> list[tuple[int, float]]:
+    """The traces with the largest share of the gradient, sum of |d loss / d logprob|: (trace, share), largest first."""
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    pull = np.bincount(owner, np.abs(np.nan_to_num(values.gradient)).astype(np.float64), minlength=sequences.traces)
+    order = np.argsort(-pull, kind="stable")[:most]
+    total = pull.sum()
+    return [(int(trace), float(pull[trace] / total)) for trace in order if pull[trace] > 0]
+
+
+def trace_html(
+    sequences: Sequences,
+    values: PerToken,
+    token_bytes: Callable[[int], bytes],
+    trace: int,
+    share: float,
+    rank: int,
+    largest: float,
+) -> str:
+    """One trace, folded but for the first; its bar is as long as its share of the `largest`."""
+    branches = np.flatnonzero(np.asarray(sequences.trace) == trace)
+    spans = [range(int(sequences.cu_seqlens[n]), int(sequences.cu_seqlens[n + 1])) for n in branches]
+    places = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    own = places[np.isfinite(values.gradient[places])]
+    writer = _Writer(sequences, values, token_bytes, float(np.abs(values.gradient[own]).sum()) or 1.0, own)
+    parts = []
+    for count, span in enumerate(spans, 1):
+        parts.append(f'<p class="branch">branch {count} of {len(spans)}</p>' if len(spans) > 1 else "")
+        parts.append(f'<pre class="tokens">{writer.branch(span)}</pre>')
+    head = _head(sequences, values, trace, own, share, rank, share / largest)
+    return f"<details{' open' * (rank == 1)}><summary>{head}</summary>{''.join(parts)}</details>"
+
+
+def _head(
+    sequences: Sequences, values: PerToken, trace: int, own: NDArray[np.int64], share: float, rank: int, bar: float
+) -> str:
+    name = sequences.trace_ids[trace] if sequences.trace_ids else str(trace)
+    group = int(sequences.group[trace])
+    group_name = sequences.group_names[group] if group < len(sequences.group_names) else str(group)
+    rewards = ", ".join(
+        f"{escape(key[:40])} {number(float(value))}"
+        for key, value in zip(sequences.reward_names[:6], sequences.rewards[trace], strict=False)
+    )
+    advantage = float(values.advantages[own].mean())
+    facts = [
+        f"group {escape(group_name[:60])}",
+        rewards,
+        f"advantage {advantage:+.3g}",
+        f"{len(own):,} trained tokens",
+        f"mean ratio {number(float(values.ratio[own].mean()))}",
+        f"{percent(float(values.keep[own].mean()))} kept",
+    ]
+    return (
+        f'<span class="rank">{rank}</span><span class="share"><span style="width:{100 * bar:.1f}%"></span></span>'
+        f'<b>{percent(share)}</b> <span class="name">{escape(name[:120])}</span><small>{" · ".join(facts)}</small>'
+    )
+
+
+class _Writer:
+    """Writes branches of one trace until its terms are used up."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        values: PerToken,
+        token_bytes: Callable[[int], bytes],
+        pull: float,
+        own: NDArray[np.int64],
+    ) -> None:
+        self.sequences, self.values, self.token_bytes, self.pull = sequences, values, token_bytes, pull
+        self.left = _MOST_TERMS
+        self.largest = float(np.abs(values.gradient[own]).max(initial=0.0)) or 1.0
+        self.largest_advantage = float(np.abs(values.advantages[own]).max(initial=0.0)) or 1.0
+
+    def branch(self, span: range) -> str:
+        out: list[str] = []
+        for run in self._runs(span):
+            if not np.isfinite(self.values.gradient[run.start]):
+                out.append(self._untrained(run))
+                continue
+            shown = run[: self.left]
+            self.left -= len(shown)
+            out += [self._term(place) for place in shown]
+            if len(shown) < len(run):
+                rest = np.abs(self.values.gradient[run.start + len(shown) : span.stop])
+                share = percent(float(np.nansum(rest)) / self.pull)
+                count = int(np.isfinite(rest).sum())
+                out.append(
+                    _note(f"{count:,} more trained tokens of this branch, {share} of the trace's pull, are not shown")
+                )
+                break
+        return "".join(out)
+
+    def _runs(self, span: range) -> list[range]:
+        """Neighbours of one kind: trained, or untrained of one source."""
+        source = np.asarray(self.sequences.source[span.start : span.stop]).astype(np.int16)
+        kind = np.where(np.isfinite(self.values.gradient[span.start : span.stop]), -1, source)
+        bounds = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(span)] if len(span) else [0]
+        return [span[start:stop] for start, stop in pairwise(bounds)]
+
+    def _untrained(self, run: range) -> str:
+        kind = int(self.sequences.source[run.start])
+        name = "s" if kind == SAMPLED else "g" if kind == GIVEN else "p"
+        if len(run) <= _RUN_HEAD + _RUN_TAIL + 40:
+            return f'<span class="{name}">{self._text(run)}</span>'
+        hidden = len(run) - _RUN_HEAD - _RUN_TAIL
+        head, tail = self._text(run[:_RUN_HEAD]), self._text(run[-_RUN_TAIL:])
+        note = _note(f"{hidden:,} tokens not shown")
+        return f'<span class="{name}">{head}</span>{note}<span class="{name}">{tail}</span>'
+
+    def _text(self, run: range) -> str:
+        ids = self.sequences.ids[run.start : run.stop]
+        return visible(b"".join(self.token_bytes(int(token)) for token in ids))
+
+    def _term(self, place: int) -> str:
+        v, s = self.values, self.sequences
+        ratio, weight, advantage = float(v.ratio[place]), float(v.weight[place]), float(v.advantages[place])
+        gradient, kept, clipped = float(v.gradient[place]), bool(v.keep[place]), bool(v.clipped[place])
+        colours = {
+            "p": _level(-np.sign(gradient) * (abs(gradient) / self.largest) ** 0.5),
+            "a": _level(advantage / self.largest_advantage),
+            "r": _level(_log(ratio)),
+            "w": _level(_log(weight)),
+        }
+        classes = [f"{key}{level}" for key, level in colours.items() if level != _NEUTRAL]
+        classes += ["m"] * (not kept) + ["c"] * clipped
+        tier = int(s.tier[place])
+        facts = [
+            f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}",
+            f"ratio {number(ratio)}",
+            f"weight {number(weight)}",
+            "clipped" if clipped else "kept" if kept else "masked",
+            f"A {advantage:+.3g}",
+            f"logprob {number(float(v.logprobs[place]))}, recorded {number(float(s.rollout_logprobs[place]))}",
+            f"{percent(abs(gradient) / self.pull)} of the trace's pull",
+        ]
+        text = visible(self.token_bytes(int(s.ids[place])))
+        return f'<span class="{" ".join(["t", *classes])}" data-n="{escape("  ·  ".join(facts))}">{text}</span>'
+
+
+def _level(signed: float) -> int:
+    """From -1 .. 1 to 0 .. 16, 8 for nearly nothing."""
+    if not np.isfinite(signed):
+        return _NEUTRAL
+    return int(np.clip(np.rint(_NEUTRAL + _NEUTRAL * signed), 0, 2 * _NEUTRAL))
+
+
+def _log(factor: float) -> float:
+    """Log of a ratio or weight on a scale where a factor of 1.5 is full colour; 0 is full colour below."""
+    if not np.isfinite(factor):
+        return float("nan")
+    return float(np.log(max(factor, 1e-6)) / np.log(1.5))
+
+
+def _note(text: str) -> str:
+    return f'<em class="cut">⋯ {escape(text)} ⋯</em>'

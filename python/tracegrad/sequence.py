@@ -1,0 +1,380 @@
+"""Aligned token arrays: every token with one source, one logprob or none, one place in its trace.
+
+Here are `Sequences`, the flat arrays that packing and correction consume, and `Drift`, the list of what did not fit.
+Made by `align`, or by `Sequences.from_arrays` for a trainer that holds tokens already. No torch, no rewards shaping.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tracegrad import _core, store
+from tracegrad.errors import ArgumentError
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import Traces
+
+GIVEN, TEMPLATE, SAMPLED = 0, 1, 2
+SOURCES = ("given", "template", "sampled")
+TIERS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
+TIER_TEXT = {
+    "T0": "prompt and completion ids recorded",
+    "T1": "completion ids recorded",
+    "T2": "ids from each token's bytes",
+    "T3": "ids from text, one segmentation fits",
+    "T5": "canonical tokens, the count fits",
+    "T6": "text only: no ratio",
+}
+TEXT_ONLY = 6
+NO_TIER = 255
+LOGPROB_KINDS = ("unknown", "raw", "processed")
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Where recorded tokens and the trainer's differ, one row per finding.
+
+    Args:
+        reason: [D] uint8, index into `REASONS`.
+        trace: [D] int32, row of the trace in `Sequences`.
+        turn: [D] int32, generation of the trace, -1 where the finding is not of one turn.
+        token: [D] int32, first token of the turn it concerns, -1 unknown.
+        count: [D] int32, tokens it concerns.
+        detail: D strings, what was found.
+        reasons: names of the closed list by code, `R01 noncanonical_bpe` and so on.
+        recorded: tokens that the records say were sampled.
+        exact: of those, how many are held with an exact id (tiers T0 to T3) and a logprob.
+        errors: one line for each trace that could not be aligned and was left out.
+    """
+
+    reason: NDArray[np.uint8]
+    trace: NDArray[np.int32]
+    turn: NDArray[np.int32]
+    token: NDArray[np.int32]
+    count: NDArray[np.int32]
+    detail: tuple[str, ...]
+    reasons: tuple[str, ...] = tuple(_core.DRIFT_REASONS)
+    recorded: int = 0
+    exact: int = 0
+    errors: tuple[str, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """1 - exact / recorded; 0 where nothing was recorded."""
+        return 1.0 - self.exact / self.recorded if self.recorded else 0.0
+
+    def __len__(self) -> int:
+        return len(self.reason)
+
+    def table(self) -> dict[str, dict[str, int]]:
+        """Per reason: findings, traces with one, tokens concerned; the most frequent first."""
+        rows: dict[str, dict[str, int]] = {}
+        codes, totals = np.unique(self.reason, return_counts=True)
+        for code in codes[np.argsort(-totals, kind="stable")]:
+            here = self.reason == code
+            rows[self.reasons[int(code)]] = {
+                "findings": int(here.sum()),
+                "traces": len(np.unique(self.trace[here])),
+                "tokens": int(np.maximum(self.count[here], 0).sum()),
+            }
+        return rows
+
+
+def no_drift() -> Drift:
+    """A `Drift` without rows."""
+    empty = np.zeros(0, np.int32)
+    return Drift(np.zeros(0, np.uint8), empty, empty, empty, empty, ())
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Traces as flat token arrays. Letters: R traces, N branches, T tokens, K rewards.
+
+    Args:
+        ids: [T] int32.
+        source: [T] uint8: 0 given, 1 template, 2 sampled.
+        trainable: [T] bool: the terms, in order.
+        rollout_logprobs: [T] float32, nats, NaN where not known.
+        turn: [T] int32: which generation of its trace sampled it, -1 unsampled.
+        version: [T] int32: policy version that sampled it, -1 unknown.
+        tier: [T] uint8: index into `TIERS`, 255 for unsampled tokens.
+        inv_temperature: [T] float32: 1 for raw logprobs, 1/temperature for processed ones.
+        cu_seqlens: [N+1] int64: branch n is tokens cu_seqlens[n]:cu_seqlens[n+1].
+        trace: [N] int32: the trace of each branch; branches of a trace stand together, in order.
+        group: [R] int32.
+        rewards: [R, K] float32 with NaN where a trace lacks it; `reward_names` gives the columns.
+        turn_rewards: float32, one per generation, NaN where there is none; trace r owns
+            turn_rewards[cu_turns[r]:cu_turns[r+1]].
+        cu_turns: [R+1] int64.
+        logprob_kind: [R] uint8: 0 unknown, 1 raw, 2 processed.
+        temperature: [R] float32: of sampling, NaN unknown.
+        trace_ids: R names, `group_names`: what the integers of `group` stand for.
+        drift: what did not fit.
+        extras: named per-token arrays [T, ...], sliced along with the tokens.
+    """
+
+    ids: NDArray[np.int32]
+    source: NDArray[np.uint8]
+    trainable: NDArray[np.bool_]
+    rollout_logprobs: NDArray[np.float32]
+    turn: NDArray[np.int32]
+    version: NDArray[np.int32]
+    tier: NDArray[np.uint8]
+    inv_temperature: NDArray[np.float32]
+    cu_seqlens: NDArray[np.int64]
+    trace: NDArray[np.int32]
+    group: NDArray[np.int32]
+    rewards: NDArray[np.float32]
+    reward_names: tuple[str, ...]
+    turn_rewards: NDArray[np.float32]
+    cu_turns: NDArray[np.int64]
+    logprob_kind: NDArray[np.uint8]
+    temperature: NDArray[np.float32]
+    trace_ids: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()
+    drift: Drift = field(default_factory=no_drift)
+    extras: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens T."""
+        return len(self.ids)
+
+    @property
+    def branches(self) -> int:
+        """Number of branches N."""
+        return len(self.trace)
+
+    @property
+    def traces(self) -> int:
+        """Number of traces R."""
+        return len(self.group)
+
+    @property
+    def terms(self) -> NDArray[np.int64]:
+        """[M] int64: positions of the trainable tokens, in order."""
+        return np.flatnonzero(self.trainable)
+
+    def tiers(self) -> dict[str, dict[str, int]]:
+        """Per tier: sampled tokens, of which trainable, and generations that hold one."""
+        owner = np.repeat(self.trace, np.diff(self.cu_seqlens)).astype(np.int64)
+        generation = self.cu_turns[owner] + self.turn
+        table: dict[str, dict[str, int]] = {}
+        for code, name in enumerate(TIERS):
+            here = self.tier == code
+            # A later branch holds an event again, untrainable and without its logprob: count the event once.
+            own = here & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
+            if own.any():
+                table[name] = {
+                    "tokens": int(own.sum()),
+                    "trainable": int((own & self.trainable).sum()),
+                    "generations": len(np.unique(generation[own])),
+                }
+        return table
+
+    @property
+    def reward(self) -> NDArray[np.float32]:
+        """[R] float32: the first reward column."""
+        return self.rewards[:, 0]
+
+    @classmethod
+    def from_arrays(
+        cls,
+        ids: ArrayLike,
+        cu_seqlens: ArrayLike,
+        rollout_logprobs: ArrayLike,
+        trainable: ArrayLike,
+        *,
+        trace: ArrayLike | None = None,
+        group: ArrayLike | None = None,
+        rewards: ArrayLike | None = None,
+        reward_names: Sequence[str] = ("reward",),
+        turn: ArrayLike | None = None,
+        version: ArrayLike | None = None,
+        inv_temperature: ArrayLike | None = None,
+        logprob_kind: str = "processed",
+        extras: Mapping[str, Array] | None = None,
+    ) -> Sequences:
+        """Takes tokens that a trainer holds already; no JSON on the way.
+
+        Args:
+            ids: [T] integers.
+            cu_seqlens: [N+1] offsets, starting at 0 and ending at T.
+            rollout_logprobs: [T] nats, NaN where not known.
+            trainable: [T] bool.
+            trace: [N], default one trace per sequence.
+            group: [R], default one group for each trace.
+            rewards: [R] or [R, K], default NaN.
+            turn: [T], default 0 where trainable and -1 elsewhere.
+            inv_temperature: [T], default 1.
+            logprob_kind: "raw", "processed" or "unknown".
+
+        Raises:
+            ArgumentError: if lengths contradict one another or a trainable token has a positive logprob.
+
+        >>> s = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True], rewards=[1.0])
+        >>> s.traces, s.tokens, s.terms.tolist()
+        (1, 3, [1, 2])
+        """
+        ids_ = _column(ids, np.int32, "ids")
+        count = len(ids_)
+        cu = _column(cu_seqlens, np.int64, "cu_seqlens")
+        _check_offsets(cu, count)
+        keep = _column(trainable, np.bool_, "trainable", count)
+        logprobs = _column(rollout_logprobs, np.float32, "rollout_logprobs", count)
+        _check_logprobs(logprobs, keep)
+        trace_ = (
+            np.arange(len(cu) - 1, dtype=np.int32) if trace is None else _column(trace, np.int32, "trace", len(cu) - 1)
+        )
+        _check_traces(trace_)
+        total = int(trace_[-1]) + 1 if len(trace_) else 0
+        group_ = np.arange(total, dtype=np.int32) if group is None else _column(group, np.int32, "group", total)
+        table = np.full((total, 1), np.nan, np.float32) if rewards is None else np.asarray(rewards, np.float32)
+        table = table.reshape(total, -1)
+        turn_ = np.where(keep, 0, -1).astype(np.int32) if turn is None else _column(turn, np.int32, "turn", count)
+        owner = np.repeat(trace_, np.diff(cu))
+        turns = np.zeros(total, np.int64)
+        np.maximum.at(turns, owner, turn_.astype(np.int64) + 1)
+        cu_turns = np.concatenate([[0], np.cumsum(turns)]).astype(np.int64)
+        if logprob_kind not in LOGPROB_KINDS:
+            raise ArgumentError(f"logprob_kind is {logprob_kind!r}. It must be one of {', '.join(LOGPROB_KINDS)}.")
+        return cls(
+            ids=ids_,
+            source=np.where(keep, SAMPLED, GIVEN).astype(np.uint8),
+            trainable=keep,
+            rollout_logprobs=logprobs,
+            turn=turn_,
+            version=np.full(count, -1, np.int32) if version is None else _column(version, np.int32, "version", count),
+            tier=np.where(keep, 0, NO_TIER).astype(np.uint8),
+            inv_temperature=np.ones(count, np.float32)
+            if inv_temperature is None
+            else _column(inv_temperature, np.float32, "inv_temperature", count),
+            cu_seqlens=cu,
+            trace=trace_,
+            group=group_,
+            rewards=table,
+            reward_names=tuple(reward_names),
+            turn_rewards=np.full(int(cu_turns[-1]), np.nan, np.float32),
+            cu_turns=cu_turns,
+            logprob_kind=np.full(total, LOGPROB_KINDS.index(logprob_kind), np.uint8),
+            temperature=np.full(total, np.nan, np.float32),
+            trace_ids=tuple(str(i) for i in range(total)),
+            group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
+            extras=dict(extras or {}),
+        )
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes `sequences.safetensors` and, when that is whole, `sequences.json` with the names and details.
+
+        Args:
+            directory: made if it is not there; what it held under these names is replaced.
+
+        Raises:
+            ReadError: if the files cannot be written, as on a full disk.
+        """
+        names = {name: getattr(self, name) for name in store.NAMES}
+        columns = {name: getattr(self, name) for name in store.COLUMNS}
+        columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
+        drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
+        store.save(Path(directory), store.Stored(columns, dict(self.extras), names, drift))
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Sequences:
+        """What `save` wrote, memory-mapped and read-only; or all `shard-*` folders within, joined in memory.
+
+        Groups of several shards are one where their names are equal.
+
+        Raises:
+            ReadError: if nothing is there.
+            FormatError: if the files are not what `save` writes.
+        """
+        found = store.load(Path(directory))
+        columns: dict[str, Any] = dict(found.columns)
+        drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
+        columns |= found.names
+        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
+
+
+def _column(values: ArrayLike, dtype: type, name: str, length: int | None = None) -> Array:
+    column = np.ascontiguousarray(values, dtype=dtype)
+    if column.ndim != 1:
+        raise ArgumentError(f"{name} has shape {column.shape}. It must be flat: one entry per element.")
+    if length is not None and len(column) != length:
+        raise ArgumentError(f"{name} has {len(column)} entries but {length} are needed. Pass arrays of equal length.")
+    return column
+
+
+def _check_offsets(cu: Array, count: int) -> None:
+    if len(cu) == 0 or cu[0] != 0 or cu[-1] != count or np.any(np.diff(cu) < 0):
+        raise ArgumentError(f"cu_seqlens must rise from 0 to the {count} ids. It is {cu[:8].tolist()}...")
+
+
+def _check_logprobs(logprobs: Array, keep: Array) -> None:
+    bad = np.flatnonzero(keep & (logprobs > 1e-3))
+    if len(bad):
+        raise ArgumentError(
+            f"token {bad[0]}: the rollout logprob {logprobs[bad[0]]:.4g} is positive, and {len(bad)} are. "
+            "A logprob is at most 0, so these are something else. Pass NaN where a logprob is not known."
+        )
+
+
+def _check_traces(trace: Array) -> None:
+    steps = np.diff(trace)
+    if len(trace) and (trace[0] != 0 or np.any((steps != 0) & (steps != 1))):
+        raise ArgumentError("trace must count up from 0 without gaps, branches of a trace side by side.")
+
+
+def align(
+    traces: Traces,
+    tokenizer: Tokenizer,
+    *,
+    lenient: bool = False,
+    text_only: bool = False,
+    logprob_kind: str | None = None,
+    on_error: str = "raise",
+) -> Sequences:
+    """Recorded traces to the ids the trainer will use: sampled ids are the data, the template supplies the rest.
+
+    Args:
+        traces: what `read` gave.
+        tokenizer: of the model that will be trained.
+        lenient: go on after an id that cannot be known, with the canonical tokens of its text, untrained and counted.
+        text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
+        logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
+        on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
+
+    Returns:
+        Sequences; `drift` says where records and template differ.
+
+    Raises:
+        AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
+        ArgumentError: if an argument is none of its values.
+    """
+    if on_error not in ("raise", "skip"):
+        raise ArgumentError(f"on_error is {on_error!r}. It must be 'raise' or 'skip'.")
+    found = _core.align_traces(
+        traces.core,
+        tokenizer._core,
+        lenient=lenient,
+        text_only=text_only,
+        logprob_kind=logprob_kind,
+        skip_errors=on_error == "skip",
+    )
+    columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}
+    drift = Drift(
+        **{**columns, "reason": columns["reason"].astype(np.uint8), "detail": tuple(columns["detail"])},
+        recorded=found.pop("recorded"),
+        exact=found.pop("exact"),
+        errors=tuple(found.pop("errors")),
+    )
+    names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
+    found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
+    return Sequences(**found, **names, drift=drift)

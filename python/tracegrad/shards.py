@@ -1,0 +1,190 @@
+"""Named arrays in safetensors files: written whole or not at all, memory-mapped when read, refused when hostile.
+
+Here is the format alone: eight bytes of header length, a JSON header, the buffers; `store` says what is kept. numpy
+only, so that preparation needs no torch; the safetensors package reads what is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.errors import FormatError, ReadError
+
+Array = NDArray[Any]
+
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+}
+_DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
+_HEADER_LIMIT = 16 << 20
+_TENSOR_LIMIT = 100_000
+
+
+def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes named arrays to a safetensors file, which appears under its name when it is whole.
+
+    Args:
+        path: of the file; its folder must exist.
+        arrays: numpy arrays of a plain integer, float or bool type.
+        metadata: strings for the header.
+
+    Raises:
+        FormatError: for a dtype that safetensors does not have.
+        ReadError: if the file cannot be written, as on a full disk.
+    """
+    path = Path(path)
+    columns = {name: np.asarray(array) for name, array in arrays.items()}
+    ordered = sorted(columns, key=lambda name: (-columns[name].dtype.itemsize, name))  # wide types first: all aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in ordered:
+        array = columns[name]
+        if array.dtype.name not in _CODES:
+            raise FormatError(
+                f"array '{name}' has dtype {array.dtype}. Files hold {', '.join(_CODES)}. Convert it first."
+            )
+        end = offset + array.nbytes
+        header[name] = {"dtype": _CODES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    write_bytes(path, [struct.pack("<Q", len(text)), text, *(_bytes(columns[name]) for name in ordered)])
+
+
+def write_bytes(path: Path, parts: list[Any]) -> None:
+    """Writes parts to a file that appears under its name when it is whole and on the disk.
+
+    Raises:
+        ReadError: if that is not possible.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ReadError(
+            f"{path}: cannot be written ({error.strerror}). Free space there or choose another folder."
+        ) from error
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
+    """The arrays of a safetensors file, memory-mapped and read-only, and its metadata.
+
+    Nothing is read but the header (at most 16 MiB), and nothing in it is believed before it is checked: offsets must
+    lie within the file, follow one another without gap or overlap, and fit shape and dtype.
+
+    Raises:
+        ReadError: if the file cannot be opened.
+        FormatError: if it is not a safetensors file that numpy can hold.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = _header_length(path, file.read(8), size)
+            text = file.read(length)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be read ({error.strerror}). Check that the file is there.") from error
+    header = _header(path, text)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _broken(path, "its metadata is not a table of strings")
+    _check_layout(path, header, size - 8 - length)
+    data = np.memmap(path, np.uint8, "r", 8 + length) if size > 8 + length else np.zeros(0, np.uint8)
+    return {name: _view(data, entry) for name, entry in header.items()}, metadata
+
+
+def _bytes(array: Array) -> Any:
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return array.reshape(-1).view(np.uint8).data if array.size else b""
+
+
+def _header_length(path: Path, prefix: bytes, size: int) -> int:
+    if len(prefix) < 8:
+        raise _broken(path, f"it has {size} bytes, too few for a header")
+    length = int(struct.unpack("<Q", prefix)[0])
+    if length > min(_HEADER_LIMIT, size - 8):
+        raise _broken(path, f"its header claims {length} bytes of a file of {size} (the limit is {_HEADER_LIMIT})")
+    return length
+
+
+def _header(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a name stands twice")
+        return table
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not JSON ({str(error)[:80]})") from error
+    if not isinstance(header, dict) or len(header) > _TENSOR_LIMIT:
+        raise _broken(path, "its header is not a table of arrays")
+    return header
+
+
+def _check_layout(path: Path, header: dict[str, Any], size: int) -> None:
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(path, *item)):
+        start, stop = _offsets(path, name, entry)
+        array, code, shape = f"array '{name[:80]}'", entry.get("dtype"), entry.get("shape")
+        if not isinstance(code, str) or code not in _DTYPES:
+            raise _broken(path, f"{array} has dtype {str(code)[:20]!r}, which numpy does not hold")
+        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= size for n in shape) or len(shape) > 8:
+            raise _broken(path, f"{array} has shape {str(shape)[:80]}")
+        needed = math.prod(shape) * _DTYPES[code].itemsize
+        if stop - start != needed:
+            raise _broken(path, f"{array} has {stop - start} bytes, but its shape and dtype need {needed}")
+        if start != end:
+            raise _broken(path, f"{array} begins at byte {start} and not at {end}")
+        end = stop
+    if end != size:
+        raise _broken(path, f"its arrays end at byte {end} of {size}")
+
+
+def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
+        raise _broken(path, f"array '{name[:80]}' has no valid data_offsets")
+    return offsets[0], offsets[1]
+
+
+def _view(data: Array, entry: dict[str, Any]) -> Array:
+    start, stop = entry["data_offsets"]
+    dtype = _DTYPES[entry["dtype"]].newbyteorder("<")
+    part = data[start:stop]
+    if part.ctypes.data % dtype.itemsize:
+        part = part.copy()  # another writer's file need not be aligned
+    return part.view(dtype).reshape(entry["shape"])
+
+
+def _broken(path: Path, what: str) -> FormatError:
+    return FormatError(
+        f"{path}: {what}. It is not a safetensors file, or it was cut or changed. Write it again from its source."
+    )

@@ -1,0 +1,263 @@
+"""Tokenizers and chat templates: messages to text and ids, the same bytes and ids as transformers.
+
+Here are `Tokenizer` (a model directory's tokenizer.json with its chat template), `Template` (a template alone) and
+`Rendered` (text with the provenance of every byte). No alignment with recorded tokens; `sequence.align` calls this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tracegrad import _core
+from tracegrad.errors import ArgumentError, TokenizerError
+
+CONTENT, TOOL_CALL, REASONING, TOOL_SCHEMA = 0, 1, 2, 3
+FIELDS = ("content", "tool_call", "reasoning", "tool_schema")
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, with which bytes of it are whose content. S spans, sorted and disjoint.
+
+    Offsets count bytes of `text.encode()`. Bytes outside every span are the template's scaffold; roles, ids and
+    numbers printed bare count as scaffold.
+
+    Args:
+        text: what the model reads.
+        start: [S] int64, first byte.
+        end: [S] int64, behind the last byte.
+        message: [S] int32, index of the message, -1 for tool schemas.
+        field: [S] uint8, index into `FIELDS`.
+        generation: [G, 2] int64, what `{% generation %}` encloses.
+        exact_provenance: False where the template cuts or tests strings so that a span was found by searching, or
+            not at all.
+    """
+
+    text: str
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    message: NDArray[np.int32]
+    field: NDArray[np.uint8]
+    generation: NDArray[np.int64]
+    exact_provenance: bool
+
+    def pieces(self) -> list[tuple[int, str, str]]:
+        """(message, field name, text) of each span; what is no character on its own is replaced."""
+        data = self.text.encode()
+        rows = zip(self.start, self.end, self.message, self.field, strict=True)
+        return [(int(m), FIELDS[f], data[s:e].decode(errors="replace")) for s, e, m, f in rows]
+
+
+class Template:
+    """A chat template compiled from its Jinja source, without a tokenizer.
+
+    Args:
+        source: Jinja as Hugging Face models carry it.
+        special_tokens: variables such as `bos_token` and `eos_token`.
+
+    Raises:
+        TemplateError: if the source does not compile.
+
+    >>> template = Template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    >>> template.render([{"role": "user", "content": "Hi"}]).pieces()
+    [(0, 'content', 'Hi')]
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        self._core = _core.Template(source, list((special_tokens or {}).items()))
+
+    @property
+    def has_generation(self) -> bool:
+        """Whether the template marks with `{% generation %}` what the assistant wrote."""
+        return self._core.has_generation
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> Rendered:
+        """Messages as text with provenance; see `Tokenizer.render`."""
+        return Rendered(*self._core.render(*_json(messages, tools, add_generation_prompt, kwargs)))
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """Messages as text alone, at half the cost."""
+        return self._core.render_text(*_json(messages, tools, add_generation_prompt, kwargs))
+
+
+class Tokenizer:
+    """A model's tokenizer.json, with its chat template and its end-of-sequence ids. Safe to share between threads.
+
+    Made by `Tokenizer.from_pretrained`. `len(tokenizer)` and `vocab_size` are one more than the largest id.
+    """
+
+    def __init__(self, core: _core.Tokenizer) -> None:
+        self._core = core
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Loads a model directory, or a hub name that is in the local Hugging Face cache already.
+
+        Nothing is downloaded. `eos_ids` come from generation_config.json, else config.json, else the eos_token of
+        tokenizer_config.json; the chat template from chat_template.jinja, else tokenizer_config.json.
+
+        Raises:
+            ReadError: if there is no tokenizer.json.
+            TokenizerError: if it is not a tokenizer, or its added tokens would be renumbered.
+            TemplateError: if the chat template does not compile.
+        """
+        directory = Path(path)
+        if not directory.exists():
+            directory = _cached(os.fspath(path)) or directory
+        return cls(_core.Tokenizer.from_dir(directory))
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Ids of `text`, [T] int32. Added tokens in the text become their ids; none is put around it."""
+        return self._core.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids of all texts, on all cores.
+
+        Returns:
+            ids [T] int32, end to end, and cu_seqlens [N+1] int64: text n is ids[cu_seqlens[n]:cu_seqlens[n+1]].
+        """
+        return self._core.encode_batch(list(texts))
+
+    def encode_with_ends(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids [T] int32, and ends [T] int64: the byte of `text.encode()` behind each token."""
+        return self._core.encode_with_ends(text)
+
+    def decode_bytes(self, ids: ArrayLike) -> bytes:
+        """The bytes of `ids`, end to end, special tokens included.
+
+        Raises:
+            TokenizerError: for an id that is not in the vocabulary, with its index.
+        """
+        array = np.asarray(ids)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ArgumentError(
+                f"ids has shape {array.shape} and dtype {array.dtype}. Decoding takes one text at a time. "
+                "Pass a flat array of integers."
+            )
+        return self._core.decode_bytes(np.ascontiguousarray(array, dtype=np.int64))
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> Rendered:
+        """Messages as the model reads them, byte for byte what `apply_chat_template` gives, with provenance.
+
+        Messages are normalised as servers do: keys whose value is None are left out, `arguments` of a tool call that
+        are a JSON string of an object become that object, reasoning under any of its names is given under all.
+
+        Args:
+            messages: dicts with role, content, tool_calls, ...
+            tools: JSON schemas.
+            add_generation_prompt: whether to open the assistant's turn.
+            kwargs: further template variables; `strftime_now="2025-03-07"` pins the date a template prints.
+
+        Raises:
+            TemplateError: if the template raises (its message is quoted), fails, or does not end.
+            ArgumentError: if messages or tools are not what JSON can say.
+        """
+        return Rendered(*self._core.render(*_json(messages, tools, add_generation_prompt, kwargs)))
+
+    def render_ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> NDArray[np.int32]:
+        """Ids of the rendered messages, [T] int32. Arguments as for `render`."""
+        return self._core.render_ids(*_json(messages, tools, add_generation_prompt, kwargs))
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self._core.name
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn."""
+        return self._core.eos_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below this; the model's embedding may be wider."""
+        return len(self._core)
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def __repr__(self) -> str:
+        template = "with" if self._core.has_template else "without"
+        return (
+            f"Tokenizer({self.name!r}, {self.vocab_size} ids, {self._core.spelling}, "
+            f"{template} chat template, eos {list(self.eos_ids)})"
+        )
+
+
+def _json(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    kwargs: Mapping[str, Any],
+) -> tuple[str, str | None, bool, str]:
+    schemas = None if tools is None else _dumps("tools", list(tools))
+    return _dumps("messages", list(messages)), schemas, add_generation_prompt, _dumps("template variables", kwargs)
+
+
+def _dumps(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{name} cannot be written as JSON: {error}. Templates see plain JSON. "
+            f"Pass strings, numbers, lists and dicts in {name}."
+        ) from error
+
+
+def _cached(name: str) -> Path | None:
+    """The directory of a hub name in the local cache, or None where `name` is no hub name."""
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name:
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(name, "tokenizer.json")
+    except HFValidationError:
+        return None
+    if isinstance(found, str):
+        return Path(found).parent
+    raise TokenizerError(
+        f"'{name}' is no directory, and no model of that name with a tokenizer.json is in the local Hugging Face "
+        f"cache. Nothing is downloaded here. Run `hf download {name}` first, or name a directory."
+    )

@@ -1,0 +1,467 @@
+"""Recorded traces in and out of files: `read`, `stream`, `write`, `Traces`, `Trace`, `strip_logprobs`.
+
+docs/trace-format.md says which records are accepted. No tokenizer and no torch here: `align` turns traces into tokens.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad import _core
+from tracegrad.errors import ArgumentError, FormatError
+
+ON_ERROR = ("raise", "skip", "quarantine")
+MAX_RECORD_BYTES = 1 << 30
+CHUNK_BYTES = 8 << 20
+
+# Keys that hold logprobs or ids, wherever a message, choice, response or generation record stands.
+TOKEN_KEYS = frozenset(
+    {"logprobs", "top_logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids", "cumulative_logprob"}
+)
+GENERATION_KEYS = TOKEN_KEYS | {"tokens", "bytes"}
+NESTED_KEYS = (
+    "messages",
+    "extra_messages",
+    "calls",
+    "request",
+    "response",
+    "choices",
+    "message",
+    "messages_and_choices",
+)
+
+Record = TypeVar("Record")
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """What was read, and what was wrong with it.
+
+    Args:
+        records: good and bad ones.
+        traces: good ones.
+        bad: bad ones, left out or written aside.
+        reasons: bad ones by reason, such as `not_json`, `wrong_type`, `stream`.
+        errors: the first five errors in full.
+        generations: sampling calls in the good ones.
+        tokens: sampled tokens that they list.
+        missing_logprobs: logprobs that were null, NaN or -inf; they are NaN.
+        invalid_logprobs: logprobs that were positive or exactly -9999.0; they are NaN.
+        unused_choices: choices of responses that name none, where the first was taken.
+        bytes: of records, after decompression.
+    """
+
+    records: int = 0
+    traces: int = 0
+    bad: int = 0
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    errors: Sequence[str] = ()
+    generations: int = 0
+    tokens: int = 0
+    missing_logprobs: int = 0
+    invalid_logprobs: int = 0
+    unused_choices: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """One sampling call of a trace.
+
+    Args:
+        message: index into `Trace.pool` of the message it produced.
+        context: indices into `Trace.pool` of the messages it was conditioned on.
+        tokens: how many tokens the record lists.
+        token_ids: [tokens] int32, or None.
+        prompt_token_ids: int32, or None.
+        logprobs: [tokens] float32 in nats, NaN where missing or invalid, or None.
+        has_bytes, has_texts: whether the record has the tokens' bytes or texts.
+        missing, invalid: how many logprobs were null, NaN or -inf; positive or -9999.0.
+        finish_reason, stop_reason: as recorded.
+        logprob_kind: "raw", "processed" or "unknown".
+        temperature, top_p: as recorded, or None.
+        policy_version: -1 unknown.
+        cumulative_logprob: nats, or None.
+    """
+
+    message: int
+    context: list[int]
+    tokens: int
+    token_ids: NDArray[np.int32] | None
+    prompt_token_ids: NDArray[np.int32] | None
+    logprobs: NDArray[np.float32] | None
+    has_bytes: bool
+    has_texts: bool
+    missing: int
+    invalid: int
+    finish_reason: str | None
+    stop_reason: str | int | None
+    logprob_kind: str
+    temperature: float | None
+    top_p: float | None
+    policy_version: int
+    cumulative_logprob: float | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trace:
+    """One recorded trajectory. Made by `Traces[i]`, `Trace.from_dict` or `Trace.from_messages`.
+
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> trace = Trace.from_messages(messages, reward=1)
+    >>> trace.reward, len(trace.generations), trace.messages[1]["content"]
+    (1.0, 1, '4')
+    """
+
+    core: _core.Traces
+    index: int = 0
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any] | Any) -> Trace:
+        """Takes a record in any accepted form.
+
+        Raises:
+            FormatError: if it is in none.
+        """
+        return Traces.from_records([record])[0]
+
+    @classmethod
+    def from_messages(cls, messages: Sequence[Any], **record: Any) -> Trace:
+        """Takes chat messages; `record` is the rest of a native record: `reward=`, `group=`, `tools=`, ..."""
+        return cls.from_dict({"format": "tracegrad/1", **record, "messages": list(messages)})
+
+    @property
+    def id(self) -> str:
+        """The record's own id, or `file:line`."""
+        return self.core.id(self.index)
+
+    @property
+    def location(self) -> tuple[str | None, int | None]:
+        """File and line it was read from."""
+        return self.core.location(self.index)
+
+    @property
+    def group(self) -> str | None:
+        """Group (prompt) id."""
+        return self.core.group(self.index)
+
+    @property
+    def reward(self) -> float | None:
+        """The scalar reward."""
+        return self.core.reward(self.index)
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Named rewards, NaN where null."""
+        return self.core.rewards(self.index)
+
+    @property
+    def model(self) -> str | None:
+        """Model name as recorded."""
+        return self.core.model(self.index)
+
+    @property
+    def tools(self) -> list[Any] | None:
+        """Tool schemas as given to the server."""
+        return self.core.tools(self.index)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Extra variables for the chat template."""
+        return self.core.template_kwargs(self.index)
+
+    @cached_property
+    def pool(self) -> list[dict[str, Any]]:
+        """Every distinct message; a rewritten history adds messages instead of replacing them."""
+        return self.core.messages(self.index)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as it ended, without token lists."""
+        return [self.pool[i] for i in self.core.conversation(self.index)]
+
+    @property
+    def message_rewards(self) -> list[float | None]:
+        """Reward of each message of the conversation."""
+        rewards = self.core.message_rewards(self.index)
+        return [rewards[i] for i in self.core.conversation(self.index)]
+
+    @cached_property
+    def generations(self) -> list[Generation]:
+        """What the policy sampled, in the order of the calls."""
+        return [Generation(**generation) for generation in self.core.generations(self.index)]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The record's `metadata`."""
+        return self.to_dict().get("metadata") or {}
+
+    @property
+    def record(self) -> bytes:
+        """The record as it was read."""
+        return self.core.record(self.index)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as it was read, unknown keys included."""
+        try:
+            return json.loads(self.record)
+        except RecursionError:
+            raise FormatError(
+                f"trace '{self.id}': nested too deeply for Python. It can be aligned, but not made a dict."
+            ) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace) and self.record == other.record
+
+    def __hash__(self) -> int:
+        return hash(self.record)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace(id={self.id!r}, group={self.group!r}, reward={self.reward}, "
+            f"messages={len(self.messages)}, generations={len(self.generations)})"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Traces(Sequence[Trace]):
+    """Traces in memory; slices and sums share them.
+
+    >>> traces = Traces.from_records([{"messages": [{"role": "user", "content": "?"}], "reward": r} for r in (0, 1)])
+    >>> len(traces), traces[1].reward, len(traces[:1] + traces), traces.reward.tolist()
+    (2, 1.0, 3, [0.0, 1.0])
+    """
+
+    core: _core.Traces
+    read_report: ReadReport | None = None
+
+    @classmethod
+    def from_records(cls, records: Iterable[Any]) -> Traces:
+        """Takes records in any accepted form: dicts, or objects with `model_dump`, which may also stand inside dicts.
+
+        Raises:
+            FormatError: if one is in no accepted form; its line is its number, from 1.
+        """
+        core, report = _core.Traces.decode([_to_json(record, i) for i, record in enumerate(records, 1)], "<records>")
+        return cls(core, ReadReport(**report))
+
+    def __len__(self) -> int:
+        return len(self.core)
+
+    @overload
+    def __getitem__(self, index: int) -> Trace: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | NDArray[Any]) -> Traces: ...
+    def __getitem__(self, index: int | slice | Sequence[int] | NDArray[Any]) -> Trace | Traces:
+        if isinstance(index, int | np.integer):
+            return Trace(self.core, range(len(self))[index])
+        rows = np.arange(len(self))[index if isinstance(index, slice) else np.asarray(index)]
+        return Traces(self.core.take(rows.tolist()))
+
+    def __add__(self, other: Traces) -> Traces:
+        return Traces.concatenate([self, other])
+
+    @classmethod
+    def concatenate(cls, parts: Iterable[Traces]) -> Traces:
+        """All parts, one after the other."""
+        return cls(_core.Traces.concatenate([part.core for part in parts]))
+
+    @property
+    def reward(self) -> NDArray[np.float32]:
+        """[R] float32, NaN where a trace has none."""
+        return self.core.reward_column()
+
+    @property
+    def groups(self) -> list[str | None]:
+        """R group ids."""
+        return [self.core.group(i) for i in range(len(self))]
+
+    def __repr__(self) -> str:
+        return f"Traces({len(self)} traces, {len(set(self.groups) - {None})} groups)"
+
+    def _repr_html_(self) -> str:
+        rows = [(t.id, t.group, t.reward, len(t.messages), sum(g.tokens for g in t.generations)) for t in self[:10]]
+        head = "".join(f"<th>{name}</th>" for name in ("id", "group", "reward", "messages", "sampled tokens"))
+        body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _escape(cell: object) -> str:
+    return "" if cell is None else html.escape(str(cell))
+
+
+def read(
+    path: Path,
+    *,
+    on_error: str = "raise",
+    quarantine: Path | None = None,
+    limit: int | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> Traces:
+    """Reads all traces of a file: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd; "-" is stdin.
+
+    Args:
+        path: the file.
+        on_error: "raise", "skip" (counted in `read_report`), or "quarantine": bad records go to
+            `PREFIX.quarantine.raw` byte for byte and, with file, line and reason, to `PREFIX.quarantine.jsonl`.
+        quarantine: PREFIX; the path itself by default.
+        limit: stop after so many traces.
+        max_record_bytes: a longer record is bad.
+
+    Raises:
+        ReadError: if the file cannot be read, is empty, or, with "raise", breaks off.
+        FormatError: if a record is bad, with "raise".
+    """
+    traces = stream(path, on_error=on_error, quarantine=quarantine, limit=limit, max_record_bytes=max_record_bytes)
+    parts = [part.core for part in traces]
+    return Traces(_core.Traces.concatenate(parts), traces.read_report)
+
+
+def stream(
+    path: Path,
+    *,
+    batch: int = 1024,
+    on_error: str = "raise",
+    quarantine: Path | None = None,
+    limit: int | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TraceStream:
+    """Reads a file of any size in bounded memory; arguments and errors as for `read`.
+
+    Args:
+        batch: traces in each `Traces`; the last has the rest.
+        chunk_bytes: bytes of records parsed at once; the result does not depend on it.
+    """
+    if on_error not in ON_ERROR:
+        raise ArgumentError(f"on_error is {on_error!r}. It must be one of {', '.join(ON_ERROR)}.")
+    if quarantine is not None and on_error != "quarantine":
+        raise ArgumentError(f"quarantine is given but on_error is {on_error!r}. Pass on_error='quarantine' as well.")
+    path = os.fspath(path)
+    if on_error == "quarantine" and quarantine is None:
+        if path == "-":
+            raise ArgumentError("standard input has no name for its quarantine. Pass quarantine=PREFIX.")
+        quarantine = path
+    if batch < 1 or chunk_bytes < 1 or max_record_bytes < 1 or (limit is not None and limit < 0):
+        raise ArgumentError("batch, chunk_bytes and max_record_bytes must be at least 1, and limit at least 0.")
+    aside = None if quarantine is None else os.fspath(quarantine)
+    return TraceStream(_core.TraceReader(path, on_error, aside, limit, max_record_bytes, chunk_bytes), batch)
+
+
+class TraceStream(Iterator[Traces]):
+    """Batches of traces as they are read; `read_report` counts what was read so far."""
+
+    def __init__(self, reader: _core.TraceReader, batch: int) -> None:
+        self._reader = reader
+        self._batch = batch
+
+    def __next__(self) -> Traces:
+        core = self._reader.batch(self._batch)
+        if len(core) == 0:
+            raise StopIteration
+        return Traces(core)
+
+    @property
+    def read_report(self) -> ReadReport:
+        """Counts of what was read so far."""
+        return ReadReport(**self._reader.report())
+
+
+def write(traces: Traces | Iterable[Traces | Trace], path: Path) -> None:
+    """Writes the records of traces as JSONL, byte for byte as they were read; `.gz` and `.zst` compress.
+
+    The file appears when all is written: after an error there is no half file, and an earlier one is untouched.
+
+    Args:
+        traces: `Traces`, or an iterable of `Trace` or of `Traces`, such as a `TraceStream`.
+        path: the file.
+
+    Raises:
+        ReadError: if it cannot be written: a missing directory, a full disk.
+    """
+    writer = _core.TraceWriter(os.fspath(path))
+    try:
+        for part in [traces] if isinstance(traces, Traces) else traces:
+            writer.write(part.core if isinstance(part, Traces) else part.core.take([part.index]))
+        writer.finish()
+    finally:
+        writer.abandon()
+
+
+def strip_logprobs(trace: Record) -> Record:
+    """The trace without logprobs and ids, in every form they are accepted in; for judges and logs.
+
+    Args:
+        trace: a `Trace` or `Traces`, or a record, message or choice as a dict or list, which is not changed.
+
+    >>> strip_logprobs({"role": "assistant", "content": "4", "logprobs": {"content": [{"logprob": -0.1}]}})
+    {'role': 'assistant', 'content': '4'}
+    """
+    if isinstance(trace, Traces):
+        return Traces.from_records([_stripped_record(one) for one in trace])  # type: ignore[return-value]
+    if isinstance(trace, Trace):
+        return Trace.from_dict(_stripped_record(trace))  # type: ignore[return-value]
+    return _stripped(trace, TOKEN_KEYS)
+
+
+def _stripped_record(trace: Trace) -> dict[str, Any]:
+    """Keeps the id, and makes a bare response, which was known by its prompt ids, the answer to no messages."""
+    record = {"id": trace.id, **_stripped(trace.to_dict(), TOKEN_KEYS)}
+    if record.keys() & {"messages", "calls", "request"}:
+        return record
+    return {"id": trace.id, "request": {"messages": []}, "response": record}
+
+
+def _stripped(value: Any, dropped: frozenset[str]) -> Any:
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
+    if isinstance(value, list | tuple):
+        return [_stripped(item, dropped) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept: dict[str, Any] = {}
+    for key, item in value.items():
+        if key == "generation":
+            kept[key] = _stripped(item, GENERATION_KEYS)
+        elif key in NESTED_KEYS:
+            kept[key] = _stripped(item, TOKEN_KEYS)
+        elif key not in dropped:
+            kept[key] = item
+    return kept
+
+
+def _to_json(record: Any, number: int) -> bytes:
+    """A record as JSON bytes. ASCII escapes are used only for what UTF-8 cannot say."""
+    if isinstance(record, Trace):
+        return record.record
+    try:
+        text = json.dumps(record, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise FormatError(
+            f"<records>:{number}: not JSON: {error}. A record is kept as JSON. "
+            "Convert it to dicts, lists, strings and numbers."
+        ) from None
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(record, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    """What `json` cannot write: API objects and numpy values."""
+    for method in ("model_dump", "tolist"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON value")

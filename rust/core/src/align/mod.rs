@@ -1,0 +1,143 @@
+//! Recorded traces to the ids the trainer will use: one source for every token, branches, drift.
+//!
+//! `align` weaves each trace (in parallel) and lays the results end to end as flat arrays. It never guesses an id:
+//! what cannot be known ends the trainable part of its branch, counted.
+
+mod branch;
+mod prompt;
+mod reason;
+mod resolve;
+mod segment;
+mod weave;
+
+pub use reason::{Finding, NAMES, Reason};
+
+use crate::error::{Error, Result};
+use crate::tokenizer::Tokenizer;
+use crate::trace::{LogprobKind, Trace};
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::sync::Arc;
+use weave::Woven;
+
+/// What the caller decides.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Options {
+    /// Go on after an id that cannot be known, with the canonical tokens of its text, untrained.
+    pub lenient: bool,
+    /// Train on text without logprobs (T6): weighted fine-tuning.
+    pub text_only: bool,
+    /// What the logprobs are of, where the record does not say or says it wrongly.
+    pub logprob_kind: Option<LogprobKind>,
+    /// A trace that cannot be aligned: leave it out, counted, instead of raising.
+    pub skip_errors: bool,
+}
+
+/// `Sequences` as flat arrays; shapes as in DESIGN.md.
+#[derive(Debug, Default)]
+#[allow(missing_docs, reason = "documented once, at Sequences in Python")]
+pub struct Aligned {
+    pub ids: Vec<i32>,
+    pub source: Vec<u8>,
+    pub trainable: Vec<bool>,
+    pub rollout_logprobs: Vec<f32>,
+    pub turn: Vec<i32>,
+    pub version: Vec<i32>,
+    pub tier: Vec<u8>,
+    pub inv_temperature: Vec<f32>,
+    pub cu_seqlens: Vec<i64>,
+    pub trace: Vec<i32>,
+    pub group: Vec<i32>,
+    pub group_names: Vec<String>,
+    pub trace_ids: Vec<String>,
+    pub rewards: Vec<f32>,
+    pub reward_names: Vec<String>,
+    pub turn_rewards: Vec<f32>,
+    pub cu_turns: Vec<i64>,
+    pub logprob_kind: Vec<u8>,
+    pub temperature: Vec<f32>,
+    pub drift_trace: Vec<i32>,
+    pub drift: Vec<Finding>,
+    pub recorded: u64,
+    pub exact: u64,
+    pub errors: Vec<Error>,
+}
+
+/// Aligns traces with the tokenizer of the model that will be trained.
+///
+/// # Errors
+/// The first trace that cannot be aligned, unless `options.skip_errors`.
+pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> Result<Aligned> {
+    let scaffold = prompt::Scaffold::new(tokenizer);
+    let woven: Vec<Result<Woven>> =
+        traces.par_iter().map(|trace| weave::weave(trace, tokenizer, &scaffold, options)).collect();
+    let mut aligned = Aligned { cu_seqlens: vec![0], cu_turns: vec![0], ..Aligned::default() };
+    aligned.reward_names = reward_names(traces);
+    let mut groups = HashMap::new();
+    for (trace, woven) in traces.iter().zip(woven) {
+        match woven {
+            Ok(woven) => aligned.push(trace, woven, options, &mut groups),
+            Err(error) if options.skip_errors => aligned.errors.push(error),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(aligned)
+}
+
+fn reward_names(traces: &[Arc<Trace>]) -> Vec<String> {
+    let mut names = vec!["reward".to_owned()];
+    for (name, _) in traces.iter().flat_map(|trace| &trace.rewards) {
+        if !names.contains(name) {
+            names.push(name.clone());
+        }
+    }
+    names
+}
+
+impl Aligned {
+    fn push(&mut self, trace: &Trace, woven: Woven, options: Options, groups: &mut HashMap<String, i32>) {
+        let row = self.group.len() as i32;
+        for branch in &woven.branches {
+            self.ids.extend(branch.ids.iter().map(|&id| id as i32));
+            self.source.extend_from_slice(&branch.source);
+            self.trainable.extend_from_slice(&branch.trainable);
+            self.rollout_logprobs.extend_from_slice(&branch.logprobs);
+            self.turn.extend_from_slice(&branch.turn);
+            self.version.extend_from_slice(&branch.version);
+            self.tier.extend_from_slice(&branch.tier);
+            self.inv_temperature.extend_from_slice(&branch.inv_temperature);
+            self.cu_seqlens.push(self.ids.len() as i64);
+            self.trace.push(row);
+        }
+        self.recorded += woven.recorded;
+        self.exact += woven.exact;
+        self.drift_trace.extend(std::iter::repeat_n(row, woven.findings.len()));
+        self.drift.extend(woven.findings);
+        self.push_row(trace, options, groups);
+    }
+
+    fn push_row(&mut self, trace: &Trace, options: Options, groups: &mut HashMap<String, i32>) {
+        // A trace without a group stands alone: its id, behind a separator that no group of a record starts with.
+        let name = trace.group.clone().unwrap_or_else(|| format!("\u{1f}{}", trace.id));
+        let next = groups.len() as i32;
+        let group = *groups.entry(name).or_insert_with(|| {
+            self.group_names.push(trace.group.clone().unwrap_or_else(|| trace.id.clone()));
+            next
+        });
+        self.group.push(group);
+        self.trace_ids.push(trace.id.clone());
+        let named: HashMap<&str, f32> = trace.rewards.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+        for name in &self.reward_names {
+            let value = if name == "reward" { trace.reward } else { named.get(name.as_str()).copied() };
+            self.rewards.push(value.unwrap_or(f32::NAN));
+        }
+        for generation in &trace.generations {
+            self.turn_rewards.push(trace.messages[generation.message as usize].reward.unwrap_or(f32::NAN));
+        }
+        self.cu_turns.push(self.turn_rewards.len() as i64);
+        let first = trace.generations.first();
+        let kind = options.logprob_kind.or(first.map(|generation| generation.logprob_kind)).unwrap_or_default();
+        self.logprob_kind.push(kind as u8);
+        self.temperature.push(first.and_then(|generation| generation.temperature).unwrap_or(f32::NAN));
+    }
+}

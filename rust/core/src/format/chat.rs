@@ -1,0 +1,47 @@
+//! A record that is one message list: `{"messages": [...]}`.
+//!
+//! Every assistant message is a generation of the policy, in the context of all messages before it, unless it says
+//! `"sampled": false`. Token lists may stand on the message, on a choice around it, or in its `generation`.
+
+use super::body::Body;
+use super::fields::{Fields, Sampling};
+use super::message::Entry;
+use super::object::{Node, Object};
+use super::rejection::{Decoded, Reason, reject};
+
+/// Where a generation's `generation` object places it: index of the generation, and those fields.
+pub(super) type Placings = Vec<(usize, Fields)>;
+
+/// Reads `messages`.
+pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
+    let nodes = record.take_list("messages")?.unwrap_or_default();
+    if nodes.is_empty() {
+        return Err(reject(Reason::Incomplete, "`messages` is empty")
+            .why("There is nothing to train on and nothing to align")
+            .cure("Leave the record out, or record its messages"));
+    }
+    let mut body = Body::default();
+    append(&mut body, nodes, sampling, "messages")?;
+    body.conversation = (0..body.messages.len() as u32).collect();
+    Ok(body)
+}
+
+/// Appends entries to the pool; a generation's context is every message before it.
+pub(super) fn append(body: &mut Body, nodes: Vec<Node>, sampling: &Sampling, list: &str) -> Decoded<Placings> {
+    let mut placings = Vec::new();
+    for (position, node) in nodes.into_iter().enumerate() {
+        let place = |rejection: super::Rejection| rejection.inside(format!("{list}[{position}]"));
+        let item = node.object("entry").map_err(place)?;
+        let entry = Entry::read(item, sampling).map_err(place)?;
+        let index = body.messages.len() as u32;
+        body.messages.push(entry.message);
+        body.unused_choices += entry.unused_choices;
+        if let Some(mut generation) = entry.generation {
+            generation.message = index;
+            generation.context = (0..index).collect();
+            placings.push((body.generations.len(), entry.placing));
+            body.generations.push(generation);
+        }
+    }
+    Ok(placings)
+}

@@ -1,0 +1,320 @@
+//! A record as JSON objects whose token lists are typed and whose other values are kept as they are.
+//!
+//! One visitor for records, messages, choices, requests and responses: the kind of the object says which keys carry
+//! numbers, which hold further objects, and which are of no use here. Meaning is given to them by the format files.
+
+use super::logprobs::{Logprobs, take_placeholders};
+use super::numbers::{Ids, PieceList};
+use super::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+use crate::trace::{Pieces, Tokens};
+use serde::Deserialize;
+use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
+use std::fmt;
+
+/// What an object is, by where it stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A whole line.
+    Record,
+    /// An entry of a message list: a message, a choice or a whole response.
+    Item,
+    /// The `generation` of a message.
+    Generation,
+    /// One of `calls`.
+    Call,
+    /// What was sent to the server.
+    Request,
+    /// What the server sent back.
+    Response,
+}
+
+/// What to do with the value of a key.
+enum Slot {
+    Logprobs,
+    TokenIds,
+    PromptIds,
+    Texts,
+    Bytes,
+    Nested(&'static str, Kind),
+    Keep,
+    Skip,
+}
+
+impl Kind {
+    fn slot(self, key: &str) -> Slot {
+        use Kind::{Call, Generation, Item, Record, Request, Response};
+        match (self, key) {
+            (Item | Generation, "logprobs") => Slot::Logprobs,
+            (Item | Generation, "token_ids") => Slot::TokenIds,
+            (Record | Item | Generation | Response, "prompt_token_ids") => Slot::PromptIds,
+            (Generation, "tokens") => Slot::Texts,
+            (Generation, "bytes") => Slot::Bytes,
+            (Record | Request, "messages") => Slot::Nested("messages", Item),
+            (Record, "extra_messages") => Slot::Nested("extra_messages", Item),
+            (Record, "calls") => Slot::Nested("calls", Call),
+            (Record | Item | Response, "choices") => Slot::Nested("choices", Item),
+            (Record | Call, "request") => Slot::Nested("request", Request),
+            (Record | Call, "response") => Slot::Nested("response", Response),
+            (Item, "message") => Slot::Nested("message", Item),
+            (Item, "generation") => Slot::Nested("generation", Generation),
+            (Record, _) if RECORD_KEYS.contains(&key) => Slot::Keep,
+            (Request, _) if REQUEST_KEYS.contains(&key) => Slot::Keep,
+            (Response, "model" | "object" | "error") => Slot::Keep,
+            (Record | Request | Response, _) | (_, "prompt_logprobs") => Slot::Skip,
+            (Item | Generation | Call, _) => Slot::Keep,
+        }
+    }
+}
+
+/// Keys of a record whose value is read; the others stay in the record's bytes.
+const RECORD_KEYS: &[&str] = &[
+    "format",
+    "id",
+    "group",
+    "reward",
+    "rewards",
+    "model",
+    "policy_version",
+    "logprob_kind",
+    "temperature",
+    "top_p",
+    "tools",
+    "template_kwargs",
+    "chat_template_kwargs",
+    "object",
+    "choice",
+    "error",
+];
+
+/// Keys of a request whose value is read.
+const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "tools", "chat_template_kwargs", "extra_body"];
+
+/// The token lists of an object.
+#[derive(Debug, Default)]
+pub(super) struct Numbers {
+    pub logprobs: Option<Tokens>,
+    pub token_ids: Option<Vec<u32>>,
+    pub prompt_token_ids: Option<Vec<u32>>,
+    pub texts: Option<Pieces>,
+    pub bytes: Option<Pieces>,
+}
+
+impl Numbers {
+    /// Fills what is not there from `other`.
+    pub fn or(mut self, other: Self) -> Self {
+        self.logprobs = self.logprobs.or(other.logprobs);
+        self.token_ids = self.token_ids.or(other.token_ids);
+        self.prompt_token_ids = self.prompt_token_ids.or(other.prompt_token_ids);
+        self.texts = self.texts.or(other.texts);
+        self.bytes = self.bytes.or(other.bytes);
+        self
+    }
+
+    /// Whether there is any sampled token.
+    pub fn any_sampled(&self) -> bool {
+        self.logprobs.is_some() || self.token_ids.is_some() || self.texts.is_some() || self.bytes.is_some()
+    }
+
+    /// The sampled tokens: columns side by side as recorded, whatever their lengths.
+    pub fn into_tokens(self) -> Decoded<Tokens> {
+        let mut tokens = self.logprobs.unwrap_or_default();
+        tokens.texts = self.texts.or(tokens.texts);
+        tokens.bytes = self.bytes.or(tokens.bytes);
+        take_placeholders(&mut tokens).map_err(|what| {
+            reject(Reason::IdOutOfRange, what)
+                .why("No vocabulary has it")
+                .cure("Store the response as the server sent it")
+        })?;
+        let Some(ids) = self.token_ids else { return Ok(tokens) };
+        if let Some(listed) = tokens.ids.as_ref().filter(|listed| listed.len() == ids.len() && **listed != ids) {
+            return Err(contradicting_ids(&ids, listed));
+        }
+        tokens.ids = Some(ids);
+        Ok(tokens)
+    }
+}
+
+fn contradicting_ids(ids: &[u32], listed: &[u32]) -> Rejection {
+    let index = (0..ids.len()).find(|&index| ids[index] != listed[index]).unwrap_or_default();
+    let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed[index]);
+    reject(Reason::Contradiction, what)
+        .why("Which of the two was sampled cannot be known")
+        .cure("Store the response as the server sent it")
+}
+
+/// A JSON object whose token lists are typed.
+#[derive(Debug, Default)]
+pub(super) struct Object {
+    /// Everything that is neither a token list nor nested.
+    pub fields: Map<String, Value>,
+    /// The token lists.
+    pub numbers: Numbers,
+    nested: Vec<(&'static str, Node)>,
+}
+
+impl Object {
+    /// Takes the nested value of a key; `null` is nothing.
+    pub fn take(&mut self, key: &str) -> Option<Node> {
+        let index = self.nested.iter().position(|(name, _)| *name == key)?;
+        Some(self.nested.swap_remove(index).1).filter(|node| !matches!(node, Node::Other(Value::Null)))
+    }
+
+    /// Whether a nested value stands under a key, and is not `null`.
+    pub fn has(&self, key: &str) -> bool {
+        self.nested.iter().any(|(name, node)| *name == key && !matches!(node, Node::Other(Value::Null)))
+    }
+
+    /// Whether a list stands under a key.
+    pub fn has_list(&self, key: &str) -> bool {
+        self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::List(_)))
+    }
+
+    /// Whether an object stands under a key.
+    pub fn has_object(&self, key: &str) -> bool {
+        self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::Object(_)))
+    }
+
+    /// Takes the object under a key.
+    pub fn take_object(&mut self, key: &str) -> Decoded<Option<Object>> {
+        self.take(key).map(|node| node.object(key)).transpose()
+    }
+
+    /// Takes the list of objects under a key.
+    pub fn take_list(&mut self, key: &str) -> Decoded<Option<Vec<Node>>> {
+        match self.take(key) {
+            None => Ok(None),
+            Some(Node::List(nodes)) => Ok(Some(nodes)),
+            Some(node) => Err(not_a_trace(format!("`{key}` is {}, not a list", node.describe()))),
+        }
+    }
+
+    fn put(&mut self, key: &'static str, node: Node) {
+        self.nested.retain(|(name, _)| *name != key);
+        self.nested.push((key, node));
+    }
+}
+
+/// What stands where an object is expected.
+#[derive(Debug)]
+pub(super) enum Node {
+    /// An object.
+    Object(Box<Object>),
+    /// A list.
+    List(Vec<Node>),
+    /// Anything else.
+    Other(Value),
+}
+
+impl Node {
+    /// The object, or an error that says what stands there instead.
+    pub fn object(self, name: &str) -> Decoded<Object> {
+        match self {
+            Self::Object(object) => Ok(*object),
+            other => Err(not_a_trace(format!("`{name}` is {}, not an object", other.describe()))),
+        }
+    }
+
+    fn describe(&self) -> &'static str {
+        match self {
+            Self::Object(_) => "an object",
+            Self::List(_) => "a list",
+            Self::Other(value) => describe(value),
+        }
+    }
+}
+
+/// The JSON type of a value, with its article.
+pub(super) fn describe(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a string",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Kind {
+    type Value = Node;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Node, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Kind {
+    type Value = Node;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Node, A::Error> {
+        let mut object = Box::<Object>::default();
+        while let Some(key) = map.next_key::<String>()? {
+            let numbers = &mut object.numbers;
+            match self.slot(&key) {
+                Slot::Logprobs => numbers.logprobs = map.next_value::<Logprobs>()?.0,
+                Slot::TokenIds => numbers.token_ids = map.next_value::<Option<Ids>>()?.map(|ids| ids.0),
+                Slot::PromptIds => numbers.prompt_token_ids = map.next_value::<Option<Ids>>()?.map(|ids| ids.0),
+                Slot::Texts => numbers.texts = map.next_value_seed(PieceList::Texts)?,
+                Slot::Bytes => numbers.bytes = map.next_value_seed(PieceList::Bytes)?,
+                Slot::Nested(name, kind) => {
+                    let node = map.next_value_seed(kind)?;
+                    object.put(name, node);
+                }
+                Slot::Keep => {
+                    let value = map.next_value()?;
+                    object.fields.insert(key, value);
+                }
+                Slot::Skip => {
+                    map.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        Ok(Node::Object(object))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Node, A::Error> {
+        let mut nodes = Vec::new();
+        while let Some(node) = items.next_element_seed(self)? {
+            nodes.push(node);
+        }
+        Ok(Node::List(nodes))
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Node, E> {
+        Ok(Node::Other(value.into()))
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Node, E> {
+        Ok(Node::Other(value.into()))
+    }
+
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Node, E> {
+        Ok(Node::Other(value.into()))
+    }
+
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Node, E> {
+        Ok(Node::Other(value.into()))
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<Node, E> {
+        Ok(Node::Other(value.into()))
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Node, E> {
+        Ok(Node::Other(Value::Null))
+    }
+}
+
+/// A record's first level, or whatever stands there instead.
+pub(super) struct Record(pub Node);
+
+impl<'de> Deserialize<'de> for Record {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Kind::Record.deserialize(deserializer).map(Self)
+    }
+}

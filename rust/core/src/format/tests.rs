@@ -1,0 +1,440 @@
+use super::*;
+use crate::trace::{LogprobKind, Stop, Tokens};
+use serde_json::json;
+
+fn read(record: &[u8]) -> Decoded<Trace> {
+    let place = Location { file: Some("runs.jsonl".into()), line: Some(7), ..Location::default() };
+    decode(&record.into(), &place).map(|record| record.trace)
+}
+
+fn read_json(record: &Value) -> Decoded<Trace> {
+    read(record.to_string().as_bytes())
+}
+
+/// The tokens of an assistant message with this `logprobs` value.
+fn tokens_of(logprobs: &str) -> Decoded<Tokens> {
+    let record = format!(
+        r#"{{"messages": [{{"role": "user", "content": "?"}},
+            {{"role": "assistant", "content": "Hi!", "logprobs": {logprobs}}}]}}"#
+    );
+    read(record.as_bytes()).map(|mut trace| trace.generations.remove(0).tokens)
+}
+
+fn pieces(pieces: Option<&crate::trace::Pieces>) -> Vec<Option<Vec<u8>>> {
+    let pieces = pieces.expect("the record has such a column");
+    (0..pieces.len()).map(|index| pieces.get(index).map(<[u8]>::to_vec)).collect()
+}
+
+fn reason_of(result: Decoded<Trace>) -> (Reason, String) {
+    let rejection = result.expect_err("the record is bad");
+    (rejection.reason, rejection.error.to_string())
+}
+
+#[test]
+fn openai_content_gives_texts_bytes_and_logprobs() {
+    let tokens = tokens_of(
+        r#"{"content": [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []},
+            {"token": "\\xf0\\x9f", "logprob": -0.25, "bytes": [240, 159]}], "refusal": null}"#,
+    )
+    .unwrap();
+    assert_eq!(tokens.logprobs, Some(vec![-0.5, -0.25]));
+    assert_eq!(pieces(tokens.texts.as_ref())[1], Some(br"\xf0\x9f".to_vec()));
+    assert_eq!(pieces(tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), Some(vec![240, 159])]);
+    assert_eq!(tokens.ids, None);
+}
+
+#[test]
+fn a_refusal_list_is_read_where_content_is_null() {
+    let tokens =
+        tokens_of(r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#).unwrap();
+    assert_eq!(pieces(tokens.texts.as_ref()), [Some(b"I".to_vec())]);
+}
+
+#[test]
+fn every_text_free_form_gives_the_same_logprobs() {
+    for form in [
+        r#"{"content": [{"logprob": -0.5}, {"logprob": -1}]}"#,
+        r#"[{"logprob": -0.5}, {"logprob": -1}]"#,
+        "[-0.5, -1]",
+        r#"{"values": [-0.5, -1.0]}"#,
+        r#"{"logprobs": [-0.5, -1.0]}"#,
+    ] {
+        let tokens = tokens_of(form).unwrap();
+        assert_eq!(tokens.logprobs, Some(vec![-0.5, -1.0]), "{form}");
+        assert!(tokens.texts.is_none() && tokens.bytes.is_none() && tokens.ids.is_none(), "{form}");
+    }
+}
+
+#[test]
+fn flat_forms_pair_tokens_with_numbers() {
+    for form in [
+        r#"{"tokens": ["Hi", "!"], "logprobs": [-0.5, null]}"#,
+        r#"{"tokens": ["Hi", "!"], "token_logprobs": [-0.5, null], "text_offset": [0, 2], "top_logprobs": null}"#,
+    ] {
+        let tokens = tokens_of(form).unwrap();
+        assert_eq!(pieces(tokens.texts.as_ref()), [Some(b"Hi".to_vec()), Some(b"!".to_vec())]);
+        assert_eq!((tokens.logprobs.unwrap()[0], tokens.missing), (-0.5, 1));
+    }
+    assert_eq!(tokens_of(r#"{"tokens": [5, 6], "logprobs": [-0.5, -0.5]}"#).unwrap().ids, Some(vec![5, 6]));
+}
+
+#[test]
+fn placeholders_become_ids_only_if_all_are() {
+    let all = tokens_of(
+        r#"{"content": [{"token": "token_id:9707", "logprob": -0.5, "bytes": [72]},
+            {"token": "token_id:151645", "logprob": -0.5, "bytes": []},
+            {"token": "token_id:7", "logprob": -9999.0, "bytes": [116,111,107,101,110,95,105,100,58,55]}]}"#,
+    )
+    .unwrap();
+    assert_eq!(all.ids, Some(vec![9707, 151_645, 7]));
+    assert!(all.texts.is_none());
+    // The last bytes are those of the placeholder itself, so they are not the token's.
+    assert_eq!(pieces(all.bytes.as_ref()), [Some(b"H".to_vec()), Some(vec![]), None]);
+    let written = tokens_of(r#"{"tokens": ["token_id:5", " said"], "logprobs": [-1, -1]}"#).unwrap();
+    assert_eq!(written.ids, None);
+    assert_eq!(pieces(written.texts.as_ref())[0], Some(b"token_id:5".to_vec()));
+}
+
+#[test]
+fn a_lone_part_of_a_character_keeps_empty_text_and_bytes() {
+    let tokens = tokens_of(
+        r#"{"content": [{"token": "", "logprob": -1, "bytes": []}, {"token": "é", "logprob": -1, "bytes": [195, 169]}]}"#,
+    )
+    .unwrap();
+    assert_eq!(pieces(tokens.texts.as_ref()), [Some(vec![]), Some("é".as_bytes().to_vec())]);
+    assert_eq!(pieces(tokens.bytes.as_ref())[0], Some(vec![]));
+}
+
+#[test]
+fn a_text_with_half_a_surrogate_pair_is_unknown_and_its_bytes_count() {
+    let tokens = tokens_of(r#"[{"token": "\ud83d", "logprob": -1, "bytes": [240, 159]}]"#).unwrap();
+    assert!(tokens.texts.is_none());
+    assert_eq!(pieces(tokens.bytes.as_ref()), [Some(vec![240, 159])]);
+}
+
+#[test]
+fn impossible_logprobs_are_nan_and_counted() {
+    let tokens =
+        tokens_of(r#"[null, NaN, -Infinity, "NaN", "-inf", -1e300, 0.3, 1e-9, -9999.0, Infinity, 0.0, -0.0, -9999.5]"#)
+            .unwrap();
+    let values = tokens.logprobs.unwrap();
+    assert_eq!((tokens.missing, tokens.invalid), (6, 4));
+    assert!(values[..10].iter().all(|value| value.is_nan()));
+    assert_eq!(values[10..], [0.0, -0.0, -9999.5]);
+}
+
+#[test]
+fn wrong_types_name_the_path() {
+    let (reason, text) =
+        reason_of(tokens_of(r#"{"content": [{"token": "a", "logprob": "-0.5"}]}"#).map(|_| unreachable!()));
+    assert_eq!(reason, Reason::WrongType);
+    assert!(text.contains("messages[1].logprobs.content[0].logprob"), "{text}");
+    assert!(text.starts_with("runs.jsonl:7: "), "{text}");
+    let (_, text) = reason_of(read_json(&json!({"id": "a17", "messages": "hello"})));
+    assert!(text.starts_with("runs.jsonl:7 trace 'a17': `messages` is a string, not a list."), "{text}");
+    for (record, what) in [
+        (json!({"messages": [1]}), "messages[0]"),
+        (json!({"messages": [{"content": "x"}]}), "no `role`"),
+        (json!({"messages": [{"role": "user", "content": 5}]}), "`content` is a number"),
+        (json!({"messages": [{"role": "user"}], "reward": "good"}), "`reward` is a string"),
+        (json!({"messages": [{"role": "user"}], "rewards": {"a": []}}), "rewards: `a` is a list"),
+        (json!({"messages": [{"role": "user"}], "tools": "x"}), "`tools` is a string"),
+        (json!({"messages": [{"role": "assistant", "token_ids": "x"}]}), "token_ids: invalid type: string"),
+        (json!({"messages": [{"role": "assistant", "logprobs": true}]}), "logprobs: invalid type: boolean"),
+    ] {
+        let (reason, text) = reason_of(read_json(&record));
+        assert_eq!(reason, Reason::WrongType, "{text}");
+        assert!(text.contains(what), "{text}");
+    }
+}
+
+#[test]
+fn ids_that_no_vocabulary_has_are_refused() {
+    for bad in ["-1", "1.5", "2147483648", "1e30", "99999999999999999999999"] {
+        let record = format!(r#"{{"messages": [{{"role": "assistant", "content": "x", "token_ids": [1, {bad}]}}]}}"#);
+        let (reason, text) = reason_of(read(record.as_bytes()));
+        assert_eq!(reason, Reason::IdOutOfRange, "{text}");
+        assert!(text.contains("messages[0].token_ids[1]: token id"), "{text}");
+    }
+    let (reason, _) = reason_of(tokens_of(r#"{"tokens": ["token_id:4294967296"]}"#).map(|_| unreachable!()));
+    assert_eq!(reason, Reason::IdOutOfRange);
+}
+
+#[test]
+fn ids_beside_content_make_one_column_and_contradictions_are_refused() {
+    let entry = |token: &str| json!({"token": token, "logprob": -1.0, "bytes": null});
+    let message = |ids: Value| {
+        json!({"messages": [{"role": "assistant", "content": "x", "token_ids": ids,
+            "logprobs": {"content": [entry("token_id:5"), entry("token_id:6")]}}]})
+    };
+    assert_eq!(read_json(&message(json!([5, 6]))).unwrap().generations[0].tokens.ids, Some(vec![5, 6]));
+    let longer = read_json(&message(json!([5, 6, 7]))).unwrap();
+    assert_eq!(longer.generations[0].tokens.ids, Some(vec![5, 6, 7]));
+    assert_eq!(longer.generations[0].tokens.logprobs.as_ref().unwrap().len(), 2);
+    assert_eq!(reason_of(read_json(&message(json!([5, 9])))).0, Reason::Contradiction);
+}
+
+#[test]
+fn bad_bytes_say_what_they_are() {
+    let cases: [(&[u8], Reason, &str); 7] = [
+        (b"{\"id\": \"a\", \"messages\": [", Reason::NotJson, "trace 'a': not JSON: the record ends too early"),
+        (b"hello", Reason::NotJson, "not JSON"),
+        (b"{\"messages\": [{\"role\": \"\xff\"}]}", Reason::NotUtf8, "invalid UTF-8 at byte 24"),
+        (b"\xff\xfe{\x00", Reason::NotUtf8, "UTF-16"),
+        (br#"{"messages": [{"role": "user", "content": "\ud83d"}]}"#, Reason::LoneSurrogate, "lone surrogate"),
+        (b"[1, 2]", Reason::UnknownForm, "the record is a list"),
+        (b"{\"prompt\": 1, \"text\": 2}", Reason::UnknownForm, "the keys prompt, text"),
+    ];
+    for (bytes, reason, what) in cases {
+        let found = reason_of(read(bytes));
+        assert_eq!(found.0, reason, "{}", found.1);
+        assert!(found.1.contains(what), "{}", found.1);
+    }
+}
+
+#[test]
+fn deep_nesting_is_refused_and_not_a_stack_overflow() {
+    let deep = format!(r#"{{"messages": {}"#, "[".repeat(1_000_000));
+    assert_eq!(reason_of(read(deep.as_bytes())).0, Reason::TooDeep);
+    let ignored =
+        format!(r#"{{"messages": [{{"role": "user"}}], "x": {}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
+    assert!(read(ignored.as_bytes()).is_ok());
+}
+
+#[test]
+fn the_last_of_duplicate_keys_counts() {
+    let trace = read(br#"{"reward": 1, "messages": [], "messages": [{"role": "user"}], "reward": 0.5}"#).unwrap();
+    assert_eq!((trace.reward, trace.messages.len()), (Some(0.5), 1));
+}
+
+#[test]
+fn a_native_trace_carries_everything_it_says() {
+    let record = json!({
+        "format": "tracegrad/1", "id": "a", "group": 3, "reward": true, "rewards": {"format": 0.5, "none": null},
+        "model": "m", "policy_version": 7, "logprob_kind": "processed", "temperature": 0.7, "top_p": 0.9,
+        "tools": [{"type": "function"}], "template_kwargs": {"enable_thinking": false},
+        "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "Hi", "reward": 0.25, "generation": {
+                "prompt_token_ids": [1, 2], "token_ids": [3, 4], "tokens": ["Hi", ""], "bytes": [[72, 105], null],
+                "logprobs": [-0.5, null], "finish_reason": "stop", "stop_reason": 4, "temperature": 1,
+                "policy_version": 8, "logprob_kind": "raw", "cumulative_logprob": -0.5}}]});
+    let trace = read_json(&record).unwrap();
+    assert_eq!((trace.group.as_deref(), trace.reward), (Some("3"), Some(1.0)));
+    assert_eq!(trace.rewards[0], ("format".to_owned(), 0.5));
+    assert!(trace.rewards[1].1.is_nan());
+    assert_eq!(trace.messages[1].value, json!({"role": "assistant", "content": "Hi", "reward": 0.25}));
+    assert_eq!((trace.messages[1].reward, trace.conversation.as_slice()), (Some(0.25), &[0, 1][..]));
+    let generation = &trace.generations[0];
+    assert_eq!((generation.message, generation.context.as_slice()), (1, &[0][..]));
+    assert_eq!(
+        (generation.prompt_ids.as_deref(), generation.tokens.ids.as_deref()),
+        (Some(&[1, 2][..]), Some(&[3, 4][..]))
+    );
+    assert_eq!(pieces(generation.tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), None]);
+    assert_eq!((generation.temperature, generation.top_p, generation.policy_version), (Some(1.0), Some(0.9), 8));
+    assert_eq!((generation.logprob_kind, &generation.stop), (LogprobKind::Raw, &Stop::Id(4)));
+    assert_eq!(generation.cumulative_logprob, Some(-0.5));
+    assert!(trace.template_kwargs.contains_key("enable_thinking"));
+}
+
+#[test]
+fn a_native_trace_may_hold_a_rewritten_history() {
+    let generation = |context: Value, call: u32| json!({"token_ids": [1], "context": context, "call": call});
+    let record = json!({"format": "tracegrad/1", "messages": [
+            {"role": "user", "content": "summary"},
+            {"role": "assistant", "content": "end", "generation": generation(json!([0]), 1)}],
+        "extra_messages": [
+            {"role": "user", "content": "start"},
+            {"role": "assistant", "content": "middle", "generation": generation(json!([2]), 0)}]});
+    let trace = read_json(&record).unwrap();
+    assert_eq!(trace.conversation, [0, 1]);
+    let calls: Vec<_> = trace.generations.iter().map(|call| (call.message, call.context.clone())).collect();
+    assert_eq!(calls, [(3, vec![2]), (1, vec![0])]);
+    let mut broken = record.clone();
+    broken["messages"][1]["generation"]["context"] = json!([4]);
+    assert!(reason_of(read_json(&broken)).1.contains("there are 4 messages"));
+    broken = record;
+    broken["extra_messages"][1]["generation"] = json!({"call": 0});
+    assert!(reason_of(read_json(&broken)).1.contains("names no `context`"));
+}
+
+#[test]
+fn another_version_of_the_native_format_is_refused() {
+    let (reason, text) = reason_of(read_json(&json!({"format": "tracegrad/2", "messages": []})));
+    assert_eq!(reason, Reason::UnknownForm);
+    assert!(text.contains("tracegrad/2"), "{text}");
+}
+
+#[test]
+fn every_assistant_message_is_a_generation_unless_it_says_not() {
+    let trace = read_json(&json!({"messages": [
+        {"role": "system", "content": "s"},
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b", "sampled": false},
+        {"role": "assistant", "content": "c", "trainable": false},
+        {"role": "assistant", "content": "d", "weight": 0},
+        {"role": "assistant", "content": "e", "weight": 1}]}))
+    .unwrap();
+    let said: Vec<_> = trace.generations.iter().map(|generation| generation.message).collect();
+    assert_eq!(said, [1, 5]);
+    assert!(trace.generations[0].tokens.is_empty());
+    assert_eq!(trace.id, "runs.jsonl:7");
+}
+
+#[test]
+fn choices_and_responses_may_stand_in_a_message_list() {
+    let choice = json!({"index": 0, "finish_reason": "length", "message": {"content": "a", "refusal": null, "tool_calls": []},
+        "logprobs": null, "token_ids": [5]});
+    let response = json!({"object": "chat.completion", "prompt_token_ids": [1, 2, 3], "choices": [choice.clone(), choice.clone()]});
+    let record = json!({"messages": [{"role": "user", "content": "?"}, choice, response]}).to_string();
+    let decoded = decode(&record.as_bytes().into(), &Location::default()).unwrap();
+    let trace = decoded.trace;
+    assert_eq!(decoded.unused_choices, 1);
+    assert_eq!(trace.messages[1].value, json!({"content": "a", "role": "assistant"}));
+    assert_eq!(trace.generations[0].finish_reason.as_deref(), Some("length"));
+    assert_eq!(trace.generations[1].prompt_ids, Some(vec![1, 2, 3]));
+    assert_eq!(trace.generations[1].context, [0, 1]);
+}
+
+/// A call whose response says `content` with the ids given.
+fn call(messages: &Value, content: &str, ids: &[u32]) -> Value {
+    json!({"request": {"model": "m", "messages": messages}, "response": {"choices": [{"index": 0, "finish_reason": "stop",
+        "message": {"role": "assistant", "content": content, "tool_calls": [], "reasoning_content": null},
+        "token_ids": ids}]}})
+}
+
+#[test]
+fn a_call_log_becomes_a_pool_and_paths() {
+    let few_shot = json!({"role": "assistant", "content": "shot"});
+    let user = |text: &str| json!({"role": "user", "content": text});
+    let said = json!({"role": "assistant", "content": "one", "refusal": null, "annotations": null});
+    let calls = json!([
+        call(&json!([user("a"), few_shot, user("b")]), "one", &[1]),
+        call(&json!([user("a"), few_shot, user("b"), said, user("c")]), "two", &[2]),
+        call(&json!([user("summary"), said, user("c")]), "three", &[3]),
+        call(&json!([user("a"), few_shot, user("b"), {"role": "assistant", "content": "ONE"}]), "four", &[4])
+    ]);
+    let trace = read_json(&json!({"id": "x", "calls": calls})).unwrap();
+    let texts: Vec<_> = trace.messages.iter().map(|message| message.value["content"].as_str().unwrap()).collect();
+    assert_eq!(texts, ["a", "shot", "b", "one", "c", "two", "summary", "three", "ONE", "four"]);
+    let paths: Vec<_> = trace.generations.iter().map(|call| (call.context.clone(), call.message)).collect();
+    assert_eq!(paths, [(vec![0, 1, 2], 3), (vec![0, 1, 2, 3, 4], 5), (vec![6, 3, 4], 7), (vec![0, 1, 2, 8], 9)]);
+    assert_eq!(trace.conversation, [0, 1, 2, 8, 9]);
+    assert_eq!((trace.model.as_deref(), trace.generations[0].temperature), (Some("m"), Some(1.0)));
+}
+
+#[test]
+fn the_same_words_said_twice_are_two_generations() {
+    let (ask, ok) = (json!({"role": "user", "content": "go on"}), json!({"role": "assistant", "content": "ok"}));
+    let calls = json!([
+        call(&json!([ask]), "ok", &[1]),
+        call(&json!([ask, ok, ask]), "ok", &[2]),
+        call(&json!([ask, ok, ask, ok, ask]), "ok", &[3])
+    ]);
+    let trace = read_json(&json!({"calls": calls})).unwrap();
+    let paths: Vec<_> = trace.generations.iter().map(|call| (call.context.clone(), call.message)).collect();
+    assert_eq!(paths, [(vec![0], 1), (vec![0, 1, 0], 2), (vec![0, 1, 0, 2, 0], 3)]);
+}
+
+#[test]
+fn tool_calls_match_by_name_id_and_arguments() {
+    let said = |arguments: Value, id: &str| {
+        json!({"role": "assistant", "content": null, "tool_calls": [
+            {"id": id, "type": "function", "index": 0, "function": {"name": "f", "arguments": arguments}}]})
+    };
+    let first = json!({"request": {"messages": [{"role": "user", "content": "?"}]},
+        "response": {"choices": [{"message": said(json!(r#"{"a": 1}"#), "c0"), "token_ids": [1]}]}});
+    for (again, same) in [
+        (said(json!({"a": 1}), "c0"), true),
+        (said(json!(r#"{"a":1}"#), "c0"), true),
+        (said(json!({"a": 2}), "c0"), false),
+        (said(json!({"a": 1}), "c1"), false),
+    ] {
+        let second = call(&json!([{"role": "user", "content": "?"}, again]), "done", &[2]);
+        let trace = read_json(&json!({"calls": [first, second]})).unwrap();
+        assert_eq!(trace.generations[1].context == [0, 1], same, "{again}");
+    }
+}
+
+#[test]
+fn a_request_says_how_it_was_sampled() {
+    let mut log = json!({"temperature": 0.5, "policy_version": "12", "logprob_kind": "raw",
+        "calls": [call(&json!([{"role": "user", "content": "?"}]), "a", &[1])]});
+    let first = |log: &Value| read_json(log).unwrap().generations.remove(0);
+    assert_eq!(first(&log).temperature, Some(0.5));
+    assert_eq!((first(&log).policy_version, first(&log).logprob_kind), (12, LogprobKind::Raw));
+    log["calls"][0]["request"]["temperature"] = json!(0.8);
+    log["calls"][0]["request"]["tools"] = json!([{"type": "function"}]);
+    log["calls"][0]["request"]["extra_body"] = json!({"chat_template_kwargs": {"enable_thinking": false}});
+    assert_eq!(first(&log).temperature, Some(0.8));
+    let trace = read_json(&log).unwrap();
+    assert!(trace.tools.is_some() && trace.template_kwargs.contains_key("enable_thinking"));
+}
+
+#[test]
+fn requests_that_differ_in_tools_need_recorded_prompts() {
+    let mut log = json!({"calls": [call(&json!([{"role": "user", "content": "?"}]), "a", &[1]),
+        call(&json!([{"role": "user", "content": "?"}]), "b", &[1])]});
+    log["calls"][1]["request"]["tools"] = json!([{"type": "function"}]);
+    assert_eq!(reason_of(read_json(&log)).0, Reason::Contradiction);
+    for index in 0..2 {
+        log["calls"][index]["response"]["prompt_token_ids"] = json!([1, 2]);
+    }
+    assert!(read_json(&log).is_ok());
+}
+
+#[test]
+fn a_bare_response_needs_its_prompt_ids() {
+    let mut response = call(&json!([]), "a", &[5])["response"].clone();
+    let (reason, text) = reason_of(read_json(&response));
+    assert_eq!(reason, Reason::Incomplete);
+    assert!(text.contains("Record the request as well"), "{text}");
+    response["prompt_token_ids"] = json!([1, 2]);
+    let trace = read_json(&response).unwrap();
+    assert_eq!(trace.generations[0].prompt_ids, Some(vec![1, 2]));
+    assert!(trace.generations[0].context.is_empty());
+}
+
+#[test]
+fn failed_and_streamed_calls_are_refused() {
+    let request = json!({"messages": [{"role": "user", "content": "?"}]});
+    for (response, what) in [
+        (json!(null), "no `response`"),
+        (json!({"error": {"message": "overloaded"}}), "no `choices`"),
+        (json!({"choices": []}), "the response has 0 choices"),
+        (json!([{"choices": []}]), "streamed"),
+        (json!({"choices": [{"delta": {"content": "a"}}]}), "streamed"),
+    ] {
+        let (_, text) = reason_of(read_json(&json!({"calls": [{"request": request, "response": response}]})));
+        assert!(text.contains("calls[0]") && text.contains(what) && text.contains("turn 0"), "{text}");
+    }
+}
+
+#[test]
+fn a_named_choice_is_the_one_used() {
+    let mut log = json!({"request": {"messages": [{"role": "user", "content": "?"}]}, "choice": 1, "response": {"choices": [
+        {"index": 0, "message": {"content": "a"}}, {"index": 1, "message": {"content": "b"}}]}});
+    assert_eq!(read_json(&log).unwrap().messages[1].value["content"], "b");
+    log["choice"] = json!(2);
+    assert_eq!(reason_of(read_json(&log)).0, Reason::Incomplete);
+}
+
+#[test]
+fn the_record_keeps_its_bytes() {
+    let record = br#"{"messages" : [ {"role":"user", "zz": NaN} ], "unknown": [1.50, "\u00e9"], "reward": NaN}"#;
+    let trace = read(record).unwrap();
+    assert_eq!(&*trace.record, record);
+    assert_eq!(trace.reward, None);
+}
+
+#[test]
+fn keys_of_an_application_do_not_change_the_form() {
+    let trace = read_json(&json!({"calls": 2, "response": "4", "choices": ["3", "4"], "policy_version": -1,
+        "messages": [{"role": "user", "content": "?", "choices": ["3", "4"], "message": 5}]}))
+    .unwrap();
+    assert_eq!(trace.messages[0].value, json!({"role": "user", "content": "?"}));
+    let both = json!({"messages": [{"role": "user"}], "response": {"choices": []}});
+    assert!(reason_of(read_json(&both)).1.contains("both `messages` and `response`"));
+    assert!(reason_of(read_json(&json!({"calls": 2}))).1.contains("`calls` is a number, not a list"));
+}

@@ -1,0 +1,18 @@
+//! Recorded LLM trajectories become exactly aligned token arrays.
+//!
+//! Pure Rust: no Python, no network, no torch. The walk: [`read`] turns bytes into [`trace::Trace`]s through
+//! [`format`], [`template`] and [`tokenizer`] supply the text and ids that were not sampled, [`align`] gives every
+//! token one source, [`ratio`] computes detached weights, [`pack`] lays traces into rows.
+#![forbid(unsafe_code)]
+
+pub mod align;
+pub mod error;
+pub mod format;
+pub mod pack;
+pub mod ratio;
+pub mod read;
+pub mod template;
+pub mod tokenizer;
+pub mod trace;
+
+pub use error::{Error, Kind, Location, Result};

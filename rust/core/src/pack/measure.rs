@@ -1,0 +1,228 @@
+//! How much of each branch is laid out, and what is longer than a row.
+
+use super::{check_budget, check_length};
+use crate::{Error, Kind, Location, Result};
+
+/// Branches of traces as flat slices.
+#[derive(Debug, Clone, Copy)]
+pub struct Branches<'a> {
+    /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
+    pub cu_seqlens: &'a [i64],
+    /// [N] the trace of each branch: from 0 without gaps, branches of a trace side by side.
+    pub trace: &'a [i32],
+    /// [T] whether a token is a term.
+    pub trainable: &'a [bool],
+    /// [R] names of the traces for errors; may be empty.
+    pub names: &'a [String],
+}
+
+/// What is done with a trace that does not fit a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TooLong {
+    /// An error that names the first and counts the others.
+    Refuse,
+    /// The whole trace is left out and counted.
+    Drop,
+    /// The branch is cut at the budget; the terms beyond are counted.
+    Truncate,
+}
+
+/// What of each branch is laid out.
+#[derive(Debug, Default)]
+pub struct Measured {
+    /// [N] tokens laid out: up to the last term, as what follows cannot matter; 0 where nothing is.
+    pub length: Vec<i32>,
+    /// [N] terms among them.
+    pub terms: Vec<i32>,
+    /// [R] terms lost because the trace was too long.
+    pub lost: Vec<i64>,
+    /// Traces that were too long, ascending.
+    pub too_long: Vec<i32>,
+}
+
+/// Measures branches against rows of `token_budget` tokens.
+///
+/// With `whole_traces` a trace must fit one row with all its branches, and cannot be cut.
+///
+/// # Errors
+/// A first token that is a term (nothing predicts it), a trace too long under [`TooLong::Refuse`], and slices that
+/// contradict one another.
+pub fn measure(branches: Branches<'_>, token_budget: usize, whole_traces: bool, too_long: TooLong) -> Result<Measured> {
+    check(branches, token_budget, whole_traces, too_long)?;
+    let mut out = Measured::default();
+    let mut first = 0;
+    let mut refused = 0u64;
+    let mut worst = (0, 0, 0);
+    for run in branches.trace.chunk_by(|a, b| a == b) {
+        let trace = run[0];
+        let (mut total, mut longest, mut longest_branch, mut lost) = (0, 0, first, 0);
+        for branch in first..first + run.len() {
+            let (length, terms) = extent(branches, branch, usize::MAX)?;
+            total += length;
+            if length > longest {
+                (longest, longest_branch) = (length, branch);
+            }
+            out.length.push(length as i32);
+            out.terms.push(terms as i32);
+        }
+        let needed = if whole_traces { total } else { longest };
+        if needed > token_budget {
+            refused += 1;
+            if needed > worst.0 {
+                worst = (needed, trace, longest_branch - first);
+            }
+            out.too_long.push(trace);
+            lost = cut(branches, &mut out, first, token_budget, too_long)?;
+        }
+        out.lost.push(lost);
+        first += run.len();
+    }
+    if refused > 0 && too_long == TooLong::Refuse {
+        return Err(refusal(branches, worst, refused, token_budget, whole_traces));
+    }
+    Ok(out)
+}
+
+fn check(branches: Branches<'_>, token_budget: usize, whole_traces: bool, too_long: TooLong) -> Result<()> {
+    check_budget(token_budget)?;
+    let cu = branches.cu_seqlens;
+    check_length("cu_seqlens", cu.len(), branches.trace.len() + 1)?;
+    if cu[0] != 0 || cu[cu.len() - 1] != branches.trainable.len() as i64 || cu.windows(2).any(|w| w[1] < w[0]) {
+        return Err(Error::new(Kind::Argument, "cu_seqlens does not rise from 0 to the number of tokens")
+            .why("It says where each branch begins and ends"));
+    }
+    if cu.windows(2).any(|w| i32::try_from(w[1] - w[0]).is_err()) {
+        return Err(Error::new(Kind::Argument, "a branch has more than 2147483647 tokens"));
+    }
+    let first = branches.trace.first().copied().unwrap_or(0);
+    if first != 0 || branches.trace.windows(2).any(|w| w[1] != w[0] && w[1] != w[0] + 1) {
+        return Err(Error::new(Kind::Argument, "trace does not count up from 0 without gaps")
+            .why("Branches of a trace stand side by side"));
+    }
+    if whole_traces && too_long == TooLong::Truncate {
+        return Err(Error::new(Kind::Argument, "too_long is 'truncate' with an objective that takes whole traces")
+            .why("A ratio of the whole trace is not defined on part of it")
+            .cure("Pass too_long='drop' or 'refuse'"));
+    }
+    Ok(())
+}
+
+/// Tokens up to the last term among the first `limit`, and the terms there.
+fn extent(branches: Branches<'_>, branch: usize, limit: usize) -> Result<(usize, usize)> {
+    let (start, end) = (branches.cu_seqlens[branch] as usize, branches.cu_seqlens[branch + 1] as usize);
+    let tokens = &branches.trainable[start..end.min(start.saturating_add(limit))];
+    if tokens.first() == Some(&true) {
+        let trace = branches.trace[branch];
+        return Err(Error::new(Kind::Argument, format!("the first token of branch {branch} is trainable"))
+            .at(&named(branches, trace))
+            .why("Nothing stands before it, so no hidden state predicts it")
+            .cure("Mark it as not trainable, or begin the branch with the token that preceded it"));
+    }
+    let length = tokens.iter().rposition(|&term| term).map_or(0, |last| last + 1);
+    Ok((length, tokens[..length].iter().filter(|&&term| term).count()))
+}
+
+/// Leaves a trace out, or cuts its branches at the budget; returns the terms lost.
+fn cut(branches: Branches<'_>, out: &mut Measured, first: usize, budget: usize, too_long: TooLong) -> Result<i64> {
+    let mut lost = 0;
+    for branch in first..out.length.len() {
+        let before = out.terms[branch];
+        let (length, terms) = match too_long {
+            TooLong::Truncate => extent(branches, branch, budget)?,
+            TooLong::Drop | TooLong::Refuse => (0, 0),
+        };
+        out.length[branch] = length as i32;
+        out.terms[branch] = terms as i32;
+        lost += i64::from(before - out.terms[branch]);
+    }
+    Ok(lost)
+}
+
+fn named(branches: Branches<'_>, trace: i32) -> Location {
+    let name = branches.names.get(trace as usize).cloned().unwrap_or_else(|| trace.to_string());
+    Location { trace: Some(name), ..Location::default() }
+}
+
+fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budget: usize, whole: bool) -> Error {
+    let (tokens, trace, branch) = worst;
+    let (what, why) = if whole {
+        (
+            "all its branches together have".to_owned(),
+            "The objective takes a ratio of the whole trace, so it must lie in one row",
+        )
+    } else {
+        (format!("branch {branch} has"), "Attention does not reach from one row into another")
+    };
+    let cut = if whole { "" } else { " or 'truncate'" };
+    Error::new(
+        Kind::Argument,
+        format!("{what} {tokens} tokens up to its last trained one, but token_budget is {budget} ({count} traces are too long, this one most)"),
+    )
+    .at(&named(branches, trace))
+    .why(why)
+    .cure(format!("Raise token_budget to {tokens}, or pass too_long='drop'{cut}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAMES: [String; 0] = [];
+
+    fn branches<'a>(cu: &'a [i64], trace: &'a [i32], trainable: &'a [bool]) -> Branches<'a> {
+        Branches { cu_seqlens: cu, trace, trainable, names: &NAMES }
+    }
+
+    // trace 0: a branch of 4 tokens, terms at 1 and 2; trace 1: branches of 3 (term at 2) and 6 (terms at 1, 4, 5).
+    const CU: [i64; 4] = [0, 4, 7, 13];
+    const TRACE: [i32; 3] = [0, 1, 1];
+    const TRAINABLE: [bool; 13] = [false, true, true, false, false, false, true, false, true, false, false, true, true];
+
+    #[test]
+    fn a_branch_is_laid_out_up_to_its_last_term() {
+        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 6, false, TooLong::Refuse).unwrap();
+        assert_eq!(out.length, [3, 3, 6]);
+        assert_eq!(out.terms, [2, 1, 3]);
+        assert_eq!((out.lost, out.too_long), (vec![0, 0], vec![]));
+    }
+
+    #[test]
+    fn dropping_takes_the_whole_trace_and_counts_its_terms() {
+        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 5, false, TooLong::Drop).unwrap();
+        assert_eq!(out.length, [3, 0, 0]);
+        assert_eq!((out.lost, out.too_long), (vec![0, 4], vec![1]));
+    }
+
+    #[test]
+    fn truncating_cuts_the_long_branch_alone_at_its_last_term_within_the_budget() {
+        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 4, false, TooLong::Truncate).unwrap();
+        assert_eq!(out.length, [3, 3, 2]);
+        assert_eq!(out.terms, [2, 1, 1]);
+        assert_eq!((out.lost, out.too_long), (vec![0, 2], vec![1]));
+    }
+
+    #[test]
+    fn a_whole_trace_counts_all_its_branches_and_is_never_cut() {
+        let long = branches(&CU, &TRACE, &TRAINABLE);
+        assert_eq!(measure(long, 8, true, TooLong::Drop).unwrap().length, [3, 0, 0]);
+        assert_eq!(measure(long, 9, true, TooLong::Drop).unwrap().length, [3, 3, 6]);
+        assert!(measure(long, 9, true, TooLong::Truncate).unwrap_err().to_string().contains("whole traces"));
+    }
+
+    #[test]
+    fn the_refusal_names_the_longest_trace_and_the_cure() {
+        let names = ["a".to_owned(), "b".to_owned()];
+        let long = Branches { names: &names, ..branches(&CU, &TRACE, &TRAINABLE) };
+        let error = measure(long, 2, false, TooLong::Refuse).unwrap_err();
+        assert_eq!(error.location.trace.as_deref(), Some("b"));
+        let text = error.to_string();
+        assert!(text.contains("branch 1 has 6 tokens") && text.contains("(2 traces"), "{text}");
+        assert!(text.contains("Raise token_budget to 6"), "{text}");
+    }
+
+    #[test]
+    fn a_first_token_cannot_be_a_term() {
+        let error = measure(branches(&[0, 2], &[0], &[true, false]), 8, false, TooLong::Refuse).unwrap_err();
+        assert!(error.to_string().contains("first token of branch 0 is trainable"));
+    }
+}

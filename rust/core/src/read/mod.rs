@@ -1,0 +1,260 @@
+//! Streams of records: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd; a file or standard input.
+//!
+//! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order. What a record means is
+//! decided in `format`.
+
+mod quarantine;
+mod report;
+mod source;
+mod split;
+#[cfg(test)]
+mod tests;
+mod write;
+
+use crate::error::{Error, Kind, Location, Result};
+use crate::format::{Decoded, Reason, Record, Rejection, decode, reject};
+use crate::trace::Trace;
+use quarantine::Quarantine;
+use rayon::prelude::*;
+pub use report::Report;
+use source::Source;
+use split::{Piece, Splitter};
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+pub use write::Writer;
+
+/// What to do with a bad record.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum OnError {
+    /// End with its error.
+    #[default]
+    Raise,
+    /// Leave it out and count it.
+    Skip,
+    /// Leave it out, count it, and write it aside: its bytes to `PATH.quarantine.raw`, where and why to
+    /// `PATH.quarantine.jsonl`.
+    Quarantine(PathBuf),
+}
+
+/// How to read.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// What to do with a bad record.
+    pub on_error: OnError,
+    /// Stop after so many traces.
+    pub limit: Option<u64>,
+    /// Longest record in bytes; a longer one is bad. Default 1 GiB.
+    pub max_record_bytes: usize,
+    /// Bytes of records parsed at once. Default 8 MiB.
+    pub chunk_bytes: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { on_error: OnError::Raise, limit: None, max_record_bytes: 1 << 30, chunk_bytes: 8 << 20 }
+    }
+}
+
+/// Bytes of the first chunk: small, so that the first traces come soon.
+const FIRST_CHUNK_BYTES: usize = 64 << 10;
+
+/// Records parsed at once, at most.
+const CHUNK_RECORDS: usize = 1 << 14;
+
+/// One record after decoding, with what the policy for bad ones needs.
+struct Outcome {
+    line: u64,
+    bytes: Arc<[u8]>,
+    decoded: Decoded<Record>,
+    /// Further bytes of a record that was too long to hold.
+    continued: bool,
+}
+
+/// Decodes records that are in memory already; an error names `name` and the record's number, from 1.
+pub fn decode_all(records: Vec<Arc<[u8]>>, name: &str) -> Result<(Vec<Arc<Trace>>, Report)> {
+    let file: Arc<str> = name.into();
+    let pieces: Vec<_> = (1..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes }).collect();
+    let outcomes: Vec<_> = pieces.into_par_iter().map(|piece| Outcome::of(piece, &file, usize::MAX)).collect();
+    let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
+    for outcome in outcomes {
+        let record = outcome.decoded.map_err(|rejection| rejection.error)?;
+        report.count(&record);
+        report.bytes += outcome.bytes.len() as u64;
+        traces.push(Arc::new(record.trace));
+    }
+    Ok((traces, report))
+}
+
+impl Outcome {
+    fn of(piece: Piece, file: &Arc<str>, limit: usize) -> Self {
+        let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };
+        let (line, bytes, continued, problem) = match piece {
+            Piece::Record { line, bytes } => {
+                let decoded = decode(&bytes, &place(line));
+                return Self { line, bytes, decoded, continued: false };
+            }
+            Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
+            Piece::Broken { line, bytes, problem } => (line, bytes, false, problem),
+        };
+        Self { line, bytes: bytes.into(), decoded: Err(problem.at(&place(line))), continued }
+    }
+}
+
+fn too_long(limit: usize) -> Rejection {
+    reject(Reason::TooLong, format!("a record of more than {limit} bytes"))
+        .why("It would have to be held in memory several times over")
+        .cure("Split it, or raise max_record_bytes")
+}
+
+/// An iterator over the traces of a stream.
+///
+/// ```
+/// use tracegrad_core::read::{Options, Reader};
+/// let line = br#"{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], "reward": 1}"#;
+/// let traces: Vec<_> = Reader::from_reader(&line[..], "memory", Options::default())?.collect::<Result<_, _>>()?;
+/// assert_eq!(traces[0].reward, Some(1.0));
+/// # Ok::<(), tracegrad_core::Error>(())
+/// ```
+pub struct Reader {
+    file: Arc<str>,
+    options: Options,
+    splitter: Splitter,
+    waiting: VecDeque<Outcome>,
+    next_chunk: usize,
+    quarantine: Option<Quarantine>,
+    report: Report,
+    /// Nothing more comes from the splitter.
+    exhausted: bool,
+    ended: bool,
+}
+
+impl Reader {
+    /// Opens a file, or standard input for `-`.
+    pub fn open(path: &Path, options: Options) -> Result<Self> {
+        let source = Source::open(path)?;
+        Ok(Self::over(source, options))
+    }
+
+    /// Reads from any byte stream; `name` stands for the file in errors.
+    pub fn from_reader(bytes: impl std::io::Read + Send + 'static, name: &str, options: Options) -> Result<Self> {
+        Ok(Self::over(Source::new(Box::new(bytes), name)?, options))
+    }
+
+    fn over(source: Source, options: Options) -> Self {
+        let quarantine = match &options.on_error {
+            OnError::Quarantine(path) => Some(Quarantine::new(path)),
+            OnError::Raise | OnError::Skip => None,
+        };
+        Self {
+            file: source.name,
+            splitter: Splitter::new(source.bytes, options.max_record_bytes),
+            next_chunk: FIRST_CHUNK_BYTES.min(options.chunk_bytes),
+            options,
+            waiting: VecDeque::new(),
+            quarantine,
+            report: Report::default(),
+            exhausted: false,
+            ended: false,
+        }
+    }
+
+    /// Counts of what has been given back so far.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    /// Takes at most `count` traces. Fewer mean that the stream has ended.
+    pub fn batch(&mut self, count: usize) -> Result<Vec<Arc<Trace>>> {
+        self.by_ref().take(count).map(|trace| trace.map(Arc::new)).collect()
+    }
+
+    /// Reads and parses the next chunk.
+    fn fill(&mut self) {
+        let (mut records, mut bytes) = (Vec::new(), 0);
+        while bytes < self.next_chunk && records.len() < CHUNK_RECORDS && !self.exhausted {
+            match self.splitter.next_piece() {
+                Some(piece) => {
+                    self.exhausted = matches!(piece, Piece::Broken { .. });
+                    bytes += piece.len();
+                    records.push(piece);
+                }
+                None => self.exhausted = true,
+            }
+        }
+        self.next_chunk = (self.next_chunk * 4).min(self.options.chunk_bytes).max(1);
+        self.report.bytes += bytes as u64;
+        let (file, limit) = (&self.file, self.options.max_record_bytes);
+        let outcomes: Vec<_> = records.into_par_iter().map(|piece| Outcome::of(piece, file, limit)).collect();
+        self.waiting.extend(outcomes);
+    }
+
+    /// Applies the policy to a bad record.
+    fn settle(&mut self, bytes: &[u8], line: u64, continued: bool, rejection: Rejection) -> Result<()> {
+        if continued {
+            return self.quarantine.as_mut().map_or(Ok(()), |aside| aside.go_on(bytes));
+        }
+        self.report.count_bad(rejection.reason, &rejection.error);
+        match &mut self.quarantine {
+            Some(aside) => aside.put(bytes, line, &self.file, &rejection),
+            None if self.options.on_error == OnError::Skip => Ok(()),
+            None => Err(rejection.error),
+        }
+    }
+
+    /// Closes the stream: an empty one is an error under every policy.
+    fn finish(&mut self) -> Result<()> {
+        self.ended = true;
+        if let Some(aside) = &mut self.quarantine {
+            aside.finish()?;
+        }
+        if self.report.records > 0 {
+            return Ok(());
+        }
+        let found = if self.splitter.saw_bytes() { "there is no record in it" } else { "it is empty" };
+        Err(Error::new(Kind::Io, found)
+            .why("There are no traces to read")
+            .cure("Check the path, and that whatever wrote it has finished")
+            .at(&Location { file: Some(Arc::clone(&self.file)), ..Location::default() }))
+    }
+
+    fn limit_reached(&self) -> bool {
+        self.options.limit.is_some_and(|limit| self.report.traces >= limit)
+    }
+
+    fn advance(&mut self) -> Result<Option<Trace>> {
+        loop {
+            if self.limit_reached() {
+                self.ended = true;
+                return self.quarantine.as_mut().map_or(Ok(()), Quarantine::finish).map(|()| None);
+            }
+            let Some(outcome) = self.waiting.pop_front() else {
+                if self.exhausted {
+                    return self.finish().map(|()| None);
+                }
+                self.fill();
+                continue;
+            };
+            match outcome.decoded {
+                Ok(record) => {
+                    self.report.count(&record);
+                    return Ok(Some(record.trace));
+                }
+                Err(rejection) => self.settle(&outcome.bytes, outcome.line, outcome.continued, rejection)?,
+            }
+        }
+    }
+}
+
+impl Iterator for Reader {
+    type Item = Result<Trace>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.ended {
+            return None;
+        }
+        let next = self.advance();
+        self.ended |= next.is_err();
+        next.transpose()
+    }
+}

@@ -1,0 +1,111 @@
+//! Bad records written aside: their bytes in one file, where they came from and why they are bad in another.
+
+use crate::error::{Error, Kind, Location, Result};
+use crate::format::Rejection;
+use serde_json::json;
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// The two files, made when the first bad record comes.
+pub(super) struct Quarantine {
+    raw_path: PathBuf,
+    list_path: PathBuf,
+    files: Option<[BufWriter<File>; 2]>,
+    /// Bytes in the raw file.
+    offset: u64,
+    /// What the list says of the last record, written once its length is known.
+    pending: Option<Pending>,
+}
+
+/// A record whose bytes may still be coming.
+struct Pending {
+    entry: serde_json::Value,
+    length: u64,
+}
+
+impl Quarantine {
+    /// A quarantine at `PATH.quarantine.raw` and `PATH.quarantine.jsonl`.
+    pub fn new(path: &Path) -> Self {
+        let beside = |suffix: &str| {
+            let mut name = path.as_os_str().to_owned();
+            name.push(suffix);
+            PathBuf::from(name)
+        };
+        Self {
+            raw_path: beside(".quarantine.raw"),
+            list_path: beside(".quarantine.jsonl"),
+            files: None,
+            offset: 0,
+            pending: None,
+        }
+    }
+
+    /// Writes a bad record aside.
+    pub fn put(&mut self, bytes: &[u8], line: u64, file: &str, rejection: &Rejection) -> Result<()> {
+        self.close_record()?;
+        self.pending = Some(Pending {
+            entry: json!({
+                "file": file,
+                "line": line,
+                "trace": rejection.error.location.trace,
+                "reason": rejection.reason.name(),
+                "error": rejection.error.to_string(),
+                "offset": self.offset,
+            }),
+            length: 0,
+        });
+        self.go_on(bytes)
+    }
+
+    /// Writes further bytes of the last record.
+    pub fn go_on(&mut self, bytes: &[u8]) -> Result<()> {
+        if let Some(pending) = &mut self.pending {
+            pending.length += bytes.len() as u64;
+        }
+        self.offset += bytes.len() as u64;
+        self.with_files(|[raw, _]| raw.write_all(bytes))
+    }
+
+    /// Ends the last record and flushes both files.
+    pub fn finish(&mut self) -> Result<()> {
+        self.close_record()?;
+        if self.files.is_none() {
+            return Ok(());
+        }
+        self.with_files(|files| files.iter_mut().try_for_each(Write::flush))
+    }
+
+    fn close_record(&mut self) -> Result<()> {
+        let Some(Pending { mut entry, length }) = self.pending.take() else { return Ok(()) };
+        entry["length"] = length.into();
+        self.offset += 1;
+        self.with_files(|[raw, list]| {
+            raw.write_all(b"\n")?;
+            writeln!(list, "{entry}")
+        })
+    }
+
+    fn with_files(&mut self, act: impl FnOnce(&mut [BufWriter<File>; 2]) -> io::Result<()>) -> Result<()> {
+        let done = match &mut self.files {
+            Some(files) => act(files),
+            None => File::create(&self.raw_path)
+                .and_then(|raw| Ok([BufWriter::new(raw), BufWriter::new(File::create(&self.list_path)?)]))
+                .and_then(|files| act(self.files.insert(files))),
+        };
+        done.map_err(|error| {
+            let place = Location { file: Some(self.raw_path.to_string_lossy().into()), ..Location::default() };
+            Error::new(Kind::Io, format!("the quarantine cannot be written: {error}"))
+                .why("Bad records would be lost")
+                .cure("Free space there, or name another place with quarantine=")
+                .at(&place)
+        })
+    }
+}
+
+impl Drop for Quarantine {
+    /// A reader that is dropped early still leaves whole entries.
+    fn drop(&mut self) {
+        let _ = self.finish();
+    }
+}

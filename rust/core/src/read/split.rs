@@ -1,0 +1,340 @@
+//! Cuts a byte stream into records: lines, the elements of one JSON array, or pretty-printed objects one after another.
+//!
+//! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
+
+use crate::format::{Reason, Rejection, reject};
+use std::io::{self, Read};
+use std::sync::Arc;
+
+/// What the splitter finds.
+pub(super) enum Piece {
+    /// A record.
+    Record { line: u64, bytes: Arc<[u8]> },
+    /// A part of a record that is longer than the limit; `continued` for all parts but the first.
+    Overlong { line: u64, bytes: Vec<u8>, continued: bool },
+    /// The stream broke here; nothing follows.
+    Broken { line: u64, bytes: Vec<u8>, problem: Rejection },
+}
+
+impl Piece {
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Record { bytes, .. } => bytes.len(),
+            Self::Overlong { bytes, .. } | Self::Broken { bytes, .. } => bytes.len(),
+        }
+    }
+}
+
+/// How records are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Layout {
+    /// Not looked at yet.
+    Unknown,
+    /// One a line.
+    Lines,
+    /// Elements of one array; whether a comma must come first, and whether the array has ended.
+    Array { comma_due: bool, closed: bool },
+    /// Objects over several lines, one after another.
+    Objects,
+}
+
+/// Where a scan through one JSON value stands.
+#[derive(Debug, Clone, Copy, Default)]
+struct Nesting {
+    depth: u32,
+    in_string: bool,
+    escaped: bool,
+}
+
+/// Bytes asked of the stream at once.
+const BLOCK: usize = 1 << 18;
+
+const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
+
+/// Cuts a stream into records.
+pub(super) struct Splitter {
+    stream: Box<dyn Read + Send>,
+    buffer: Vec<u8>,
+    /// Where in the buffer the record being read begins.
+    start: usize,
+    /// Up to where it was scanned.
+    scanned: usize,
+    nesting: Nesting,
+    layout: Layout,
+    /// Line on which the record being read begins.
+    line: u64,
+    /// Line of `scanned`.
+    line_now: u64,
+    limit: usize,
+    /// The record being read has passed the limit.
+    overlong: bool,
+    at_end: bool,
+    failure: Option<io::Error>,
+    saw_bytes: bool,
+}
+
+impl Splitter {
+    /// A splitter for records of at most `limit` bytes.
+    pub fn new(stream: Box<dyn Read + Send>, limit: usize) -> Self {
+        Self {
+            stream,
+            buffer: Vec::new(),
+            start: 0,
+            scanned: 0,
+            nesting: Nesting::default(),
+            layout: Layout::Unknown,
+            line: 1,
+            line_now: 1,
+            limit,
+            overlong: false,
+            at_end: false,
+            failure: None,
+            saw_bytes: false,
+        }
+    }
+
+    /// Whether the stream had any byte.
+    pub fn saw_bytes(&self) -> bool {
+        self.saw_bytes
+    }
+
+    /// The next record; `None` at the end.
+    pub fn next_piece(&mut self) -> Option<Piece> {
+        loop {
+            if self.layout == Layout::Unknown && !self.find_layout() {
+                return self.last();
+            }
+            if let Some(end) = self.find_end() {
+                if let Some(piece) = self.cut(end) {
+                    return Some(piece);
+                }
+                continue;
+            }
+            if let Some(problem) = self.misplaced() {
+                return Some(self.broken(problem));
+            }
+            if self.scanned - self.start > self.limit {
+                return Some(self.cut_overlong());
+            }
+            if !self.read_block() {
+                return self.last();
+            }
+        }
+    }
+
+    /// Reads a block; false at the end of the stream.
+    fn read_block(&mut self) -> bool {
+        if self.at_end {
+            return false;
+        }
+        self.buffer.drain(..self.start);
+        self.scanned -= self.start;
+        self.start = 0;
+        let length = self.buffer.len();
+        self.buffer.resize(length + BLOCK, 0);
+        let count = loop {
+            match self.stream.read(&mut self.buffer[length..]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    self.failure = Some(error);
+                    break 0;
+                }
+                Ok(count) => break count,
+            }
+        };
+        self.buffer.truncate(length + count);
+        self.at_end = count == 0;
+        self.saw_bytes |= count > 0;
+        !self.at_end
+    }
+
+    /// Decides the layout by the first line that is not blank; false at the end of the stream.
+    fn find_layout(&mut self) -> bool {
+        loop {
+            let skip = if self.buffer.starts_with(BOM) { BOM.len() } else { 0 };
+            let first = (skip..self.buffer.len()).find(|&at| !self.buffer[at].is_ascii_whitespace());
+            let Some(first) = first else {
+                if self.read_block() {
+                    continue;
+                }
+                return false;
+            };
+            if self.buffer.len() - first < BOM.len() && self.read_block() {
+                continue;
+            }
+            self.line_now = 1 + count_lines(&self.buffer[..first]);
+            self.line = self.line_now;
+            self.start = first;
+            self.layout = match self.buffer[first] {
+                b'[' => {
+                    self.start += 1;
+                    Layout::Array { comma_due: false, closed: false }
+                }
+                b'{' if matches!(self.buffer.get(first + 1), Some(b'\n' | b'\r')) => Layout::Objects,
+                _ => Layout::Lines,
+            };
+            self.scanned = self.start;
+            return true;
+        }
+    }
+
+    /// The end of the record that begins at `start`, if the buffer has it.
+    fn find_end(&mut self) -> Option<usize> {
+        if self.layout == Layout::Lines {
+            let found = memchr::memchr(b'\n', &self.buffer[self.scanned..]);
+            self.scanned = found.map_or(self.buffer.len(), |step| self.scanned + step);
+            return found.map(|_| self.scanned);
+        }
+        if self.nesting.depth == 0 && self.start == self.scanned {
+            self.skip_between();
+        }
+        while self.scanned < self.buffer.len() && !self.blocked() {
+            let byte = self.buffer[self.scanned];
+            if self.nesting.ends_before(byte) && self.scanned > self.start {
+                return Some(self.scanned);
+            }
+            self.scanned += 1;
+            self.line_now += u64::from(byte == b'\n');
+            if self.nesting.ends_with(byte) {
+                return Some(self.scanned);
+            }
+        }
+        None
+    }
+
+    /// Whether what stands at `start` cannot begin a record.
+    fn blocked(&self) -> bool {
+        let Layout::Array { comma_due, closed } = self.layout else { return false };
+        self.start == self.scanned
+            && self.start < self.buffer.len()
+            && (comma_due || closed || self.buffer[self.start] == b',')
+    }
+
+    /// Skips whitespace, commas and the closing bracket between records.
+    fn skip_between(&mut self) {
+        while let Some(&byte) = self.buffer.get(self.scanned) {
+            match (&mut self.layout, byte) {
+                (_, b' ' | b'\t' | b'\r' | b'\n') => self.line_now += u64::from(byte == b'\n'),
+                (Layout::Array { comma_due, closed: false }, b',') if *comma_due => *comma_due = false,
+                (Layout::Array { closed, .. }, b']') if !*closed => *closed = true,
+                _ => break,
+            }
+            self.scanned += 1;
+        }
+        self.start = self.scanned;
+        self.line = self.line_now;
+    }
+
+    fn misplaced(&self) -> Option<Rejection> {
+        if !self.blocked() {
+            return None;
+        }
+        let closed = matches!(self.layout, Layout::Array { closed: true, .. });
+        let what = if closed { "text after the end of the JSON array" } else { "a JSON array with a misplaced comma" };
+        Some(
+            reject(Reason::NotJson, format!("not JSON: {what}"))
+                .why("Where the next record begins cannot be known")
+                .cure("Write one array, or one record a line"),
+        )
+    }
+
+    /// Takes the record that ends at `end`; `None` for a blank line.
+    fn cut(&mut self, end: usize) -> Option<Piece> {
+        let (line, begin) = (self.line, self.start);
+        self.start = end;
+        if self.layout == Layout::Lines {
+            self.start = (end + 1).min(self.buffer.len());
+            self.scanned = self.start;
+            self.line_now += 1;
+            self.line = self.line_now;
+        } else if let Layout::Array { comma_due, .. } = &mut self.layout {
+            *comma_due = true;
+        }
+        self.nesting = Nesting::default();
+        let mut bytes = &self.buffer[begin..end];
+        if self.layout == Layout::Lines {
+            bytes = bytes.strip_suffix(b"\r").unwrap_or(bytes);
+        }
+        if std::mem::take(&mut self.overlong) {
+            return Some(Piece::Overlong { line, bytes: bytes.to_vec(), continued: true });
+        }
+        if bytes.len() > self.limit {
+            return Some(Piece::Overlong { line, bytes: bytes.to_vec(), continued: false });
+        }
+        (!bytes.trim_ascii().is_empty()).then(|| Piece::Record { line, bytes: bytes.into() })
+    }
+
+    /// Lets go of what is held of a record that is too long.
+    fn cut_overlong(&mut self) -> Piece {
+        self.buffer.drain(..self.start);
+        let bytes = std::mem::take(&mut self.buffer);
+        (self.start, self.scanned) = (0, 0);
+        let continued = std::mem::replace(&mut self.overlong, true);
+        Piece::Overlong { line: self.line, bytes, continued }
+    }
+
+    /// What is left at the end of the stream.
+    fn last(&mut self) -> Option<Piece> {
+        if let Some(error) = self.failure.take() {
+            let problem = reject(Reason::Stream, format!("the stream broke: {error}"))
+                .why("What follows this line is lost; the lines before it were read")
+                .cure("Copy the file again; if it is still being written, wait");
+            return Some(self.broken(problem));
+        }
+        let rest = self.buffer.len() - self.start;
+        let unclosed = matches!(self.layout, Layout::Array { closed: false, .. });
+        if unclosed && !self.overlong {
+            let problem = reject(Reason::Stream, "the JSON array is not closed")
+                .why("The file was cut; the records before this line were read")
+                .cure("Copy the file again, or write one record a line");
+            self.layout = Layout::Lines;
+            return Some(self.broken(problem));
+        }
+        if rest == 0 || self.layout == Layout::Unknown {
+            return None;
+        }
+        let piece = self.cut(self.buffer.len());
+        self.start = self.buffer.len();
+        piece
+    }
+
+    fn broken(&mut self, problem: Rejection) -> Piece {
+        let bytes = self.buffer.split_off(self.start);
+        self.scanned = self.start;
+        Piece::Broken { line: self.line, bytes, problem }
+    }
+}
+
+impl Nesting {
+    /// Whether a value without brackets ends before this byte.
+    fn ends_before(self, byte: u8) -> bool {
+        self.depth == 0 && !self.in_string && matches!(byte, b',' | b']' | b' ' | b'\t' | b'\r' | b'\n')
+    }
+
+    /// Takes one byte; whether it closes a value in brackets.
+    fn ends_with(&mut self, byte: u8) -> bool {
+        if self.in_string {
+            let escaped = std::mem::take(&mut self.escaped);
+            match byte {
+                b'"' if !escaped => self.in_string = false,
+                b'\\' => self.escaped = !escaped,
+                _ => {}
+            }
+            return false;
+        }
+        match byte {
+            b'"' => self.in_string = true,
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => {
+                self.depth = self.depth.saturating_sub(1);
+                return self.depth == 0;
+            }
+            _ => {}
+        }
+        false
+    }
+}
+
+fn count_lines(bytes: &[u8]) -> u64 {
+    memchr::memchr_iter(b'\n', bytes).count() as u64
+}

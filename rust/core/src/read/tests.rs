@@ -1,0 +1,228 @@
+use super::*;
+use proptest::prelude::*;
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{self, Read, Write};
+
+fn line(id: &str) -> String {
+    format!(
+        r#"{{"id": "{id}", "messages": [{{"role": "user", "content": "é"}}, {{"role": "assistant", "content": "4"}}]}}"#
+    )
+}
+
+fn reader(bytes: &[u8], on_error: OnError) -> Reader {
+    Reader::from_reader(io::Cursor::new(bytes.to_vec()), "runs.jsonl", Options { on_error, ..Options::default() })
+        .expect("the stream opens")
+}
+
+fn ids(reader: &mut Reader) -> Vec<String> {
+    reader.map(|trace| trace.expect("a good record").id).collect()
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(bytes).and_then(|()| encoder.finish()).expect("memory takes it")
+}
+
+fn zstd_frame(bytes: &[u8]) -> Vec<u8> {
+    zstd::encode_all(bytes, 1).expect("memory takes it")
+}
+
+#[test]
+fn every_container_and_layout_gives_the_same_traces() {
+    let (one, two) = (line("a"), line("b"));
+    let pretty = |text: &str| {
+        let value: serde_json::Value = serde_json::from_str(text).expect("it is JSON");
+        serde_json::to_string_pretty(&value).expect("it is a value")
+    };
+    let parts = |pack: fn(&[u8]) -> Vec<u8>| [pack(format!("{one}\n").as_bytes()), pack(two.as_bytes())].concat();
+    let streams: Vec<Vec<u8>> = vec![
+        format!("{one}\n{two}\n").into(),
+        format!("{one}\n{two}").into(),
+        format!("\u{feff}\n\n{one}\r\n  \r\n{two}\r\n").into(),
+        format!("[{one}, {two}]\n").into(),
+        format!("[\n  {},\n {}\n]", pretty(&one), pretty(&two)).into(),
+        format!("{}\n{}\n", pretty(&one), pretty(&two)).into(),
+        gzip(format!("{one}\n{two}").as_bytes()),
+        parts(gzip),
+        parts(zstd_frame),
+        [b"\x50\x2a\x4d\x18\x02\x00\x00\x00xy".to_vec(), parts(zstd_frame)].concat(),
+    ];
+    for (case, stream) in streams.iter().enumerate() {
+        assert_eq!(ids(&mut reader(stream, OnError::Raise)), ["a", "b"], "case {case}");
+    }
+}
+
+#[test]
+fn lines_are_counted_through_blanks_and_arrays() {
+    let second_line = |stream: String| {
+        let error = reader(stream.as_bytes(), OnError::Raise).find_map(Result::err).expect("a bad record");
+        error.location.line
+    };
+    let good = line("a");
+    assert_eq!(second_line(format!("\n{good}\n\nhello\n")), Some(4));
+    assert_eq!(second_line(format!("[{good},\n\n 5]")), Some(3));
+}
+
+#[test]
+fn an_empty_stream_is_an_error_under_every_policy() {
+    for (bytes, what) in [(&b""[..], "it is empty"), (b" \n\n", "no record"), (b"[]", "no record")] {
+        let error = reader(bytes, OnError::Skip).next().expect("an answer").expect_err("an error");
+        assert!(error.to_string().contains(what), "{error}");
+    }
+    let error = reader(&gzip(b""), OnError::Skip).next().expect("an answer").expect_err("an error");
+    assert!(error.to_string().starts_with("runs.jsonl: it is empty."), "{error}");
+}
+
+#[test]
+fn a_bad_record_ends_skips_or_goes_aside() {
+    let stream = [line("a").as_bytes(), b"\n{\"messages\": \xff}\n", line("b").as_bytes(), b"\nhello"].concat();
+    let mut raising = reader(&stream, OnError::Raise);
+    assert_eq!(raising.next().expect("one").expect("good").id, "a");
+    assert_eq!(raising.next().expect("two").expect_err("bad").location.line, Some(2));
+    assert!(raising.next().is_none());
+
+    let mut skipping = reader(&stream, OnError::Skip);
+    assert_eq!(ids(&mut skipping), ["a", "b"]);
+    let report = skipping.report();
+    assert_eq!((report.records, report.traces, report.bad), (4, 2, 2));
+    assert_eq!(report.reasons[&Reason::NotUtf8], 1);
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let prefix = folder.path().join("runs.jsonl");
+    assert_eq!(ids(&mut reader(&stream, OnError::Quarantine(prefix))), ["a", "b"]);
+    let raw = fs::read(folder.path().join("runs.jsonl.quarantine.raw")).expect("the bytes");
+    assert_eq!(raw, b"{\"messages\": \xff}\nhello\n");
+    let list = fs::read_to_string(folder.path().join("runs.jsonl.quarantine.jsonl")).expect("the list");
+    let entries: Vec<serde_json::Value> = list.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!((&entries[0]["line"], &entries[0]["reason"]), (&2.into(), &"not_utf8".into()));
+    for (entry, bytes) in entries.iter().zip([&b"{\"messages\": \xff}"[..], b"hello"]) {
+        let (offset, length) = (entry["offset"].as_u64().unwrap() as usize, entry["length"].as_u64().unwrap() as usize);
+        assert_eq!(&raw[offset..offset + length], bytes);
+    }
+}
+
+#[test]
+fn a_truncated_stream_gives_what_came_before_and_says_where_it_broke() {
+    let mut text = String::new();
+    for index in 0..2000 {
+        let _ = writeln!(text, "{}", line(&format!("t{index}-{}", index * 7919 % 1_000_003)));
+    }
+    for whole in [gzip(text.as_bytes()), zstd_frame(text.as_bytes())] {
+        let cut = &whole[..whole.len() - 9];
+        let mut reader = reader(cut, OnError::Skip);
+        let read = ids(&mut reader).len();
+        assert_eq!(reader.report().reasons[&Reason::Stream], 1);
+        let error = &reader.report().first_errors[0];
+        assert_eq!((error.kind, error.location.line), (Kind::Io, Some(read as u64 + 1)), "{error}");
+        let raised = self::reader(cut, OnError::Raise).find_map(Result::err).expect("an error");
+        assert!(raised.to_string().contains("the stream broke"), "{raised}");
+    }
+    // Read as an array that was never closed: both whole elements come, then the break.
+    let mut open = reader(format!("[{}, {}, ", line("a"), line("b")).as_bytes(), OnError::Skip);
+    assert_eq!(ids(&mut open), ["a", "b"]);
+    assert_eq!(open.report().reasons[&Reason::Stream], 1);
+}
+
+#[test]
+fn a_record_beyond_the_limit_goes_aside_whole_and_is_never_held_whole() {
+    let long = "x".repeat(3_000_000);
+    let stream = format!("{}\n{long}\n{}\n", line("a"), line("b"));
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = Options {
+        on_error: OnError::Quarantine(folder.path().join("q")),
+        max_record_bytes: 1_000_000,
+        ..Options::default()
+    };
+    let mut reader = Reader::from_reader(io::Cursor::new(stream.into_bytes()), "runs.jsonl", options).expect("opens");
+    assert_eq!(ids(&mut reader), ["a", "b"]);
+    assert_eq!((reader.report().bad, reader.report().reasons[&Reason::TooLong]), (1, 1));
+    let raw = fs::read_to_string(folder.path().join("q.quarantine.raw")).expect("the bytes");
+    assert_eq!(raw, format!("{long}\n"));
+}
+
+#[test]
+fn a_line_of_fifty_megabytes_is_read() {
+    let content = "é".repeat(25_000_000);
+    let record = format!(r#"{{"messages": [{{"role": "user", "content": "{content}"}}]}}"#);
+    let trace = reader(record.as_bytes(), OnError::Raise).next().expect("one").expect("good");
+    assert_eq!(trace.messages[0].value["content"].as_str().map(str::len), Some(50_000_000));
+}
+
+#[test]
+fn a_limit_stops_before_later_bad_records() {
+    let stream = format!("{}\n{}\nhello\n", line("a"), line("b"));
+    let options = Options { limit: Some(2), ..Options::default() };
+    let mut reader = Reader::from_reader(io::Cursor::new(stream.into_bytes()), "runs.jsonl", options).expect("opens");
+    assert_eq!(ids(&mut reader), ["a", "b"]);
+    assert_eq!(reader.report().bad, 0);
+}
+
+#[test]
+fn missing_files_and_directories_are_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (path, what) in [(folder.path().join("none.jsonl"), "Check the path"), (folder.path().to_owned(), "directory")]
+    {
+        let error = Reader::open(&path, Options::default()).err().expect("an error").to_string();
+        assert!(error.contains(what) && error.starts_with(&*path.to_string_lossy()), "{error}");
+    }
+}
+
+#[test]
+fn what_is_written_is_what_was_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let text = format!("{{\n \"zz\": [1.50],\n \"messages\": [{{\"role\": \"user\"}}]\n}}\n{}\n", line("b"));
+    let traces: Vec<_> = reader(text.as_bytes(), OnError::Raise).map(|trace| trace.expect("good")).collect();
+    for name in ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"] {
+        let path = folder.path().join(name);
+        let mut writer = Writer::create(&path).expect("it opens");
+        traces.iter().try_for_each(|trace| writer.write(trace)).and_then(|()| writer.finish()).expect("it is written");
+        let again: Vec<_> =
+            Reader::open(&path, Options::default()).expect("opens").map(|trace| trace.expect("good")).collect();
+        assert_eq!(&*again[0].record, b"{  \"zz\": [1.50],  \"messages\": [{\"role\": \"user\"}] }");
+        assert_eq!(again[1].record, traces[1].record);
+    }
+    drop(Writer::create(&folder.path().join("dropped.jsonl")).expect("it opens"));
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 3);
+}
+
+/// Gives at most a few bytes at a time.
+struct Trickle(io::Cursor<Vec<u8>>, usize);
+
+impl Read for Trickle {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = buffer.len().min(self.1);
+        self.0.read(&mut buffer[..count])
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn the_result_does_not_depend_on_chunks_or_on_how_bytes_arrive(
+        kinds in prop::collection::vec(0_u8..5, 1..40),
+        chunk_bytes in 1_usize..3000,
+        step in 1_usize..97,
+        array in any::<bool>(),
+    ) {
+        let records: Vec<String> = kinds.iter().enumerate().map(|(index, kind)| match kind {
+            0 => "{\"messages\": 5}".to_owned(),
+            1 => format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"]}}\\\"{index}\"}}]}}"),
+            _ => line(&index.to_string()),
+        }).collect();
+        let text = if array { format!("[{}]", records.join(" ,\n")) } else { records.join("\n") };
+        let bytes = text.into_bytes();
+        let read = |options: Options, step: usize| {
+            let stream = Trickle(io::Cursor::new(bytes.clone()), step);
+            let mut reader = Reader::from_reader(stream, "f", options).expect("opens");
+            let traces: Vec<_> = reader.by_ref().map(|trace| trace.expect("bad ones are skipped")).collect();
+            let found: Vec<_> = traces.iter().map(|t| (t.id.clone(), t.location.line, t.record.to_vec())).collect();
+            (found, reader.report().bad)
+        };
+        let skip = Options { on_error: OnError::Skip, ..Options::default() };
+        let whole = read(skip.clone(), usize::MAX);
+        prop_assert_eq!(whole.0.len() as u64 + whole.1, kinds.len() as u64);
+        prop_assert_eq!(read(Options { chunk_bytes, ..skip }, step), whole);
+    }
+}

@@ -1,0 +1,145 @@
+//! Traces back to a file: each record's own bytes, one a line; compressed by the suffix; whole or not at all.
+
+use crate::error::{Error, Kind, Location, Result};
+use crate::trace::Trace;
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// zstd's own default.
+const ZSTD_LEVEL: i32 = 3;
+
+/// Bytes handed to the file at once.
+const BLOCK: usize = 1 << 18;
+
+/// Writes records to a temporary file beside `path`, which takes its name when all is written.
+///
+/// Dropped before `finish`, it leaves nothing.
+pub struct Writer {
+    path: PathBuf,
+    temporary: Option<PathBuf>,
+    sink: Option<Sink>,
+}
+
+/// The encoder that the suffix asks for.
+enum Sink {
+    Plain(BufWriter<File>),
+    Gzip(GzEncoder<BufWriter<File>>),
+    Zstd(zstd::Encoder<'static, BufWriter<File>>),
+}
+
+impl Writer {
+    /// Opens a file for writing: `.gz` and `.zst` compress.
+    pub fn create(path: &Path) -> Result<Self> {
+        Self::open(path).map_err(|error| unwritable(path, &error))
+    }
+
+    fn open(path: &Path) -> io::Result<Self> {
+        let special = fs::metadata(path).is_ok_and(|found| !found.is_file());
+        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let temporary = (!special).then(|| temporary_beside(&path));
+        let file = match &temporary {
+            Some(temporary) => File::create(temporary)?,
+            None => File::options().write(true).open(&path)?,
+        };
+        let mut writer = Self { path, temporary, sink: None };
+        writer.sink = Some(Sink::new(file, &writer.path)?);
+        Ok(writer)
+    }
+
+    /// Writes one trace: the bytes of its record, with line breaks between its tokens made spaces, and a line break.
+    pub fn write(&mut self, trace: &Trace) -> Result<()> {
+        let Some(sink) = &mut self.sink else { return Ok(()) };
+        write_record(sink.stream(), &trace.record).map_err(|error| unwritable(&self.path, &error))
+    }
+
+    /// Ends the file and gives it its name.
+    pub fn finish(mut self) -> Result<()> {
+        let path = self.path.clone();
+        self.close().map_err(|error| unwritable(&path, &error))
+    }
+
+    fn close(&mut self) -> io::Result<()> {
+        let Some(sink) = self.sink.take() else { return Ok(()) };
+        let file = sink.finish()?;
+        if let Some(temporary) = &self.temporary {
+            file.sync_all()?;
+            fs::rename(temporary, &self.path)?;
+            self.temporary = None;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.sink = None;
+        if let Some(temporary) = self.temporary.take() {
+            let _ = fs::remove_file(temporary);
+        }
+    }
+}
+
+impl Sink {
+    fn new(file: File, path: &Path) -> io::Result<Self> {
+        let file = BufWriter::with_capacity(BLOCK, file);
+        Ok(match path.extension().and_then(|suffix| suffix.to_str()) {
+            Some("gz") => Self::Gzip(GzEncoder::new(file, Compression::default())),
+            Some("zst") => Self::Zstd(zstd::Encoder::new(file, ZSTD_LEVEL)?),
+            _ => Self::Plain(file),
+        })
+    }
+
+    fn stream(&mut self) -> &mut dyn Write {
+        match self {
+            Self::Plain(file) => file,
+            Self::Gzip(encoder) => encoder,
+            Self::Zstd(encoder) => encoder,
+        }
+    }
+
+    fn finish(self) -> io::Result<File> {
+        let file = match self {
+            Self::Plain(file) => file,
+            Self::Gzip(encoder) => encoder.finish()?,
+            Self::Zstd(encoder) => encoder.finish()?,
+        };
+        file.into_inner().map_err(io::IntoInnerError::into_error)
+    }
+}
+
+/// JSON strings hold no raw line breaks, so those in a record stand between tokens and may be spaces.
+fn write_record(stream: &mut dyn Write, record: &[u8]) -> io::Result<()> {
+    for (index, part) in record.split(|byte| matches!(byte, b'\n' | b'\r')).enumerate() {
+        if index > 0 {
+            stream.write_all(b" ")?;
+        }
+        stream.write_all(part)?;
+    }
+    stream.write_all(b"\n")
+}
+
+fn temporary_beside(path: &Path) -> PathBuf {
+    let mut name = std::ffi::OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(format!(".{}.tmp", std::process::id()));
+    path.with_file_name(name)
+}
+
+fn unwritable(path: &Path, error: &io::Error) -> Error {
+    let cure = match error.kind() {
+        io::ErrorKind::NotFound => "Make the directory first",
+        io::ErrorKind::PermissionDenied => "Check the permissions of the directory",
+        io::ErrorKind::StorageFull | io::ErrorKind::FileTooLarge | io::ErrorKind::QuotaExceeded => {
+            "Free space, or write to another disk"
+        }
+        _ => "Check the disk, then try again",
+    };
+    let place = Location { file: Some(path.to_string_lossy().into()), ..Location::default() };
+    Error::new(Kind::Io, format!("cannot be written: {error}"))
+        .why("No half file is left; what was there before is untouched")
+        .cure(cure)
+        .at(&place)
+}

@@ -1,0 +1,259 @@
+//! Messages as transformers hands them to a template, with marks around their strings where asked.
+//!
+//! Normalisation happens here and nowhere else. Called by `Template::render` for the plain render, and by `marking`.
+
+use super::Field;
+use super::marks::{Marker, Used};
+use super::value::{contained, note, plain, size};
+use crate::error::{Error, Kind, Result};
+use minijinja::value::Value;
+use serde_json::{Map, Value as Json};
+
+/// Names a message's reasoning is passed under; the first is the one that templates read.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// A message, and for each of its tool calls the object in its `arguments` string.
+type Normalised<'a> = (&'a Map<String, Json>, Vec<Option<Json>>);
+
+/// Messages with their JSON-string arguments parsed, as HF servers do before they render.
+#[derive(Debug)]
+pub(super) struct Conversation<'a> {
+    messages: Vec<Normalised<'a>>,
+    /// Whether a message has a key with value null.
+    pub has_null: bool,
+}
+
+impl<'a> Conversation<'a> {
+    /// Checks that every message is an object with a role.
+    pub fn new(messages: &'a [Json]) -> Result<Self> {
+        let mut checked = Vec::with_capacity(messages.len());
+        let mut has_null = false;
+        for (index, message) in messages.iter().enumerate() {
+            let Json::Object(map) = message else {
+                return Err(Error::new(Kind::Argument, format!("message {index} is not a JSON object"))
+                    .why("A chat template reads role and content of each message")
+                    .cure("Pass messages as a list of {\"role\": ..., \"content\": ...}"));
+            };
+            has_null |= map.values().any(Json::is_null);
+            checked.push((map, parsed_arguments(map)));
+        }
+        Ok(Self { messages: checked, has_null })
+    }
+
+    /// Number of messages.
+    pub fn len(&self) -> usize {
+        self.messages.len()
+    }
+
+    /// Bytes of the messages' strings, about.
+    pub fn bytes(&self) -> usize {
+        self.messages.iter().flat_map(|(map, _)| map.values()).map(size).sum()
+    }
+
+    /// Strings of content and reasoning, in order.
+    pub fn leaves(&self) -> Vec<(u32, Field, &str)> {
+        let mut leaves = Vec::new();
+        for (index, (map, _)) in self.messages.iter().enumerate() {
+            for (key, field) in
+                REASONING.map(|name| (name, Field::Reasoning)).into_iter().chain([("content", Field::Content)])
+            {
+                match map.get(key) {
+                    Some(Json::String(text)) => leaves.push((index as u32, field, text.as_str())),
+                    Some(Json::Array(parts)) => {
+                        let texts =
+                            parts.iter().filter_map(|part| part.as_str().or_else(|| part.get("text")?.as_str()));
+                        leaves.extend(texts.map(|text| (index as u32, field, text)));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        leaves
+    }
+
+    /// The noncharacters of all strings.
+    pub fn used(&self) -> Used {
+        let mut used = Used::default();
+        for (map, parsed) in &self.messages {
+            map.values().for_each(|value| note(&mut used, value));
+            parsed.iter().flatten().for_each(|value| note(&mut used, value));
+        }
+        used
+    }
+
+    /// The messages as template values; `marks` says for which message and role there is a marker.
+    pub fn values<'s>(&'s self, keep_null: bool, mut marker: Option<(&mut Marker<'s, '_>, &Selection)>) -> Value {
+        let values = self.messages.iter().enumerate().map(|(index, (map, parsed))| {
+            let role = map.get("role").and_then(Json::as_str).unwrap_or("");
+            let marker = marker.as_mut().and_then(|(marker, selection)| {
+                marker.inside = selection.inside(role);
+                selection.takes(index).then_some(&mut **marker)
+            });
+            message_value(map, parsed, keep_null, index as u32, marker)
+        });
+        Value::from(values.collect::<Vec<_>>())
+    }
+}
+
+/// Which messages are marked, and where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Selection {
+    /// All, marks outside whitespace.
+    Outside,
+    /// All, marks inside whitespace in assistant messages only.
+    AssistantInside,
+    /// All, marks inside whitespace.
+    Inside,
+    /// One, marks inside whitespace.
+    Only(usize),
+    /// No message, so tool schemas alone.
+    Schemas,
+}
+
+impl Selection {
+    fn inside(self, role: &str) -> bool {
+        match self {
+            Self::Outside => false,
+            Self::AssistantInside => role == "assistant",
+            _ => true,
+        }
+    }
+
+    fn takes(self, index: usize) -> bool {
+        match self {
+            Self::Only(only) => only == index,
+            Self::Schemas => false,
+            _ => true,
+        }
+    }
+}
+
+fn tool_calls(map: &Map<String, Json>) -> &[Json] {
+    map.get("tool_calls").and_then(Json::as_array).map_or(&[], Vec::as_slice)
+}
+
+/// For each tool call the object in its `arguments` string, if it is one.
+fn parsed_arguments(map: &Map<String, Json>) -> Vec<Option<Json>> {
+    tool_calls(map)
+        .iter()
+        .map(|call| {
+            let text = call.get("function").unwrap_or(call).get("arguments")?.as_str()?;
+            serde_json::from_str(text).ok().filter(Json::is_object)
+        })
+        .collect()
+}
+
+fn message_value<'a>(
+    map: &'a Map<String, Json>,
+    parsed: &'a [Option<Json>],
+    keep_null: bool,
+    index: u32,
+    mut marker: Option<&mut Marker<'a, '_>>,
+) -> Value {
+    let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 2);
+    let reasoning = REASONING.iter().find_map(|name| map.get(*name).filter(|value| !value.is_null()));
+    let reasoning = reasoning.map(|value| text_value(value, index, Field::Reasoning, &mut marker));
+    if let Some(reasoning) = &reasoning {
+        pairs.push(("thinking", reasoning.clone()));
+    }
+    for (key, value) in map {
+        if value.is_null() && !keep_null {
+            continue;
+        }
+        let converted = match key.as_str() {
+            "content" => text_value(value, index, Field::Content, &mut marker),
+            "thinking" | "reasoning" => text_value(value, index, Field::Reasoning, &mut marker),
+            "reasoning_content" if reasoning.is_some() => continue,
+            "tool_calls" => calls_value(value, parsed, index, &mut marker),
+            _ => plain(value),
+        };
+        pairs.push((key, converted));
+    }
+    if let Some(reasoning) = reasoning {
+        pairs.push(("reasoning_content", reasoning));
+    }
+    Value::from_pairs(pairs)
+}
+
+/// A string, or a list of parts whose texts are enclosed.
+fn text_value<'a>(json: &'a Json, message: u32, field: Field, marker: &mut Option<&mut Marker<'a, '_>>) -> Value {
+    let Some(marker) = marker else { return plain(json) };
+    match json {
+        Json::String(text) => Value::from(marker.leaf(text, message, field)),
+        Json::Array(parts) => {
+            Value::from(parts.iter().map(|part| part_value(part, message, field, marker)).collect::<Vec<_>>())
+        }
+        other => plain(other),
+    }
+}
+
+fn part_value<'a>(part: &'a Json, message: u32, field: Field, marker: &mut Marker<'a, '_>) -> Value {
+    match part {
+        Json::String(text) => Value::from(marker.leaf(text, message, field)),
+        Json::Object(map) => Value::from_pairs(
+            map.iter()
+                .map(|(key, value)| {
+                    let value = match value {
+                        Json::String(text) if key == "text" => Value::from(marker.leaf(text, message, field)),
+                        other => plain(other),
+                    };
+                    (key.as_str(), value)
+                })
+                .collect::<Vec<_>>(),
+        ),
+        other => plain(other),
+    }
+}
+
+/// Tool calls with arguments as objects; with a marker, names and arguments are enclosed and ids are not.
+fn calls_value<'a>(
+    json: &'a Json,
+    parsed: &'a [Option<Json>],
+    message: u32,
+    marker: &mut Option<&mut Marker<'a, '_>>,
+) -> Value {
+    let Json::Array(calls) = json else { return plain(json) };
+    let calls: Vec<Value> = calls
+        .iter()
+        .enumerate()
+        .map(|(index, call)| call_value(call, parsed.get(index).and_then(Option::as_ref), message, marker))
+        .collect();
+    contained(Value::from(calls), message, marker)
+}
+
+fn call_value<'a>(
+    call: &'a Json,
+    arguments: Option<&'a Json>,
+    message: u32,
+    marker: &mut Option<&mut Marker<'a, '_>>,
+) -> Value {
+    let Json::Object(map) = call else { return plain(call) };
+    let mut pairs = Vec::with_capacity(map.len());
+    for (key, value) in map {
+        let converted = match key.as_str() {
+            "function" => call_value(value, arguments, message, marker),
+            "arguments" => argument_value(arguments.unwrap_or(value), message, marker),
+            "name" => argument_value(value, message, marker),
+            _ => plain(value),
+        };
+        pairs.push((key.as_str(), converted));
+    }
+    contained(Value::from_pairs(pairs), message, marker)
+}
+
+fn argument_value<'a>(json: &'a Json, message: u32, marker: &mut Option<&mut Marker<'a, '_>>) -> Value {
+    let Some(present) = marker else { return plain(json) };
+    match json {
+        Json::String(text) => Value::from(present.leaf(text, message, Field::ToolCall)),
+        Json::Array(items) => {
+            let items: Vec<Value> = items.iter().map(|item| argument_value(item, message, marker)).collect();
+            contained(Value::from(items), message, marker)
+        }
+        Json::Object(map) => {
+            let pairs: Vec<(&str, Value)> =
+                map.iter().map(|(key, value)| (key.as_str(), argument_value(value, message, marker))).collect();
+            contained(Value::from_pairs(pairs), message, marker)
+        }
+        other => plain(other),
+    }
+}

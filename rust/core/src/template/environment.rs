@@ -1,0 +1,186 @@
+//! The Jinja environment of transformers: its filters, globals, Python methods and limits.
+//!
+//! One environment holds one compiled template. Errors of the engine become ours here. Called by `Template`.
+
+use super::clock::Clock;
+use super::json::{Style, dumps, float_of, float_repr};
+use super::limits::{self, Size};
+use super::methods;
+use super::scan::{BOUND_FILTER, GENERATION_FILTER};
+use super::value::Tagged;
+use crate::error::{Error, Kind, Result};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Object, Rest, Value};
+use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, Output, State, UndefinedBehavior};
+use std::fmt;
+
+const NAME: &str = "chat_template";
+/// Context variables of our own.
+pub(super) const CLOCK: &str = "__clock";
+pub(super) const GENERATION_MARKS: &str = "__generation_marks";
+
+/// The message a template gave to `raise_exception`.
+#[derive(Debug)]
+struct Raised(String);
+
+impl fmt::Display for Raised {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Raised {}
+
+/// The time of a render as a template value.
+#[derive(Debug)]
+pub(super) struct ClockValue(pub Clock);
+
+impl Object for ClockValue {}
+
+/// An environment with `source` compiled in it; `longest_text` is its longest stretch of literal text.
+pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment<'static>> {
+    let mut env = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(|e| failure(&e))?;
+    env.set_syntax(syntax);
+    env.set_undefined_behavior(UndefinedBehavior::Lenient);
+    env.set_auto_escape_callback(|_| AutoEscape::None);
+    env.set_fuel(Some(limits::fuel(longest_text)));
+    env.set_recursion_limit(limits::RECURSION);
+    env.set_formatter(write_value);
+    env.set_unknown_method_callback(methods::call);
+    env.add_filter("tojson", tojson);
+    env.add_filter("trim", methods::trim);
+    env.add_filter("replace", methods::replace);
+    env.add_filter(BOUND_FILTER, limits::bounded);
+    env.add_filter("length", length);
+    env.add_filter("count", length);
+    env.add_filter(GENERATION_FILTER, mark_generation);
+    env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    env.add_function("range", limits::range);
+    env.add_function("raise_exception", raise_exception);
+    env.add_function("strftime_now", strftime_now);
+    env.add_template_owned(NAME, source).map_err(|error| failure(&error))?;
+    Ok(env)
+}
+
+/// Renders the template with `context`.
+pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> Result<String> {
+    let wider = limits::widened(env, size);
+    let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
+    let mut out = limits::start(size);
+    template.render_captured_to(context, &mut out).map_err(|error| failure(&error))?;
+    let text = String::from_utf8(out.bytes);
+    text.map_err(|_| Error::new(Kind::Template, "the chat template wrote bytes that are not UTF-8"))
+}
+
+/// Our error of the engine's.
+fn failure(error: &JinjaError) -> Error {
+    let place = error.line().map_or(String::new(), |line| format!(" (line {line})"));
+    if let Some(message) = raised(error) {
+        return Error::new(Kind::Template, format!("the chat template raised \"{message}\"{place}"))
+            .why("The template refuses this conversation, so there is no text to align with")
+            .cure("Change the messages as the template asks, or pass a template that takes them");
+    }
+    match error.kind() {
+        ErrorKind::OutOfFuel => endless(&format!("the chat template does not end{place}")),
+        ErrorKind::InvalidOperation if error.detail() == Some("recursion limit exceeded") => {
+            endless(&format!("the chat template calls its macros too deeply{place}"))
+        }
+        ErrorKind::WriteFailure => {
+            endless("the chat template wrote or made text of more than 64 MiB and sixteen times its input")
+        }
+        ErrorKind::SyntaxError => {
+            Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
+                .why("Only a template that transformers accepts is rendered")
+                .cure("Take the chat_template that came with the model")
+        }
+        _ => Error::new(Kind::Template, format!("the chat template failed: {}{place}", detail(error)))
+            .why("It does not expect messages like these")
+            .cure("Compare roles, content types and tool calls with what the template reads"),
+    }
+}
+
+fn endless(what: &str) -> Error {
+    Error::new(Kind::Template, what)
+        .why("It took more steps, time or text than any conversation needs")
+        .cure("Correct the loop in the template")
+}
+
+fn detail(error: &JinjaError) -> String {
+    match error.detail() {
+        Some(detail) => format!("{}: {detail}", error.kind()),
+        None => error.kind().to_string(),
+    }
+}
+
+fn raised(error: &JinjaError) -> Option<String> {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        if let Some(Raised(message)) = cause.downcast_ref::<Raised>() {
+            return Some(message.clone());
+        }
+        source = cause.source();
+    }
+    None
+}
+
+fn raise_exception(message: &Value) -> Result<Value, JinjaError> {
+    let message = message.to_string();
+    Err(JinjaError::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
+}
+
+fn strftime_now(state: &State, format: &str) -> Result<String, JinjaError> {
+    let clock = state.lookup(CLOCK);
+    let clock = clock.as_ref().and_then(|value| value.downcast_object_ref::<ClockValue>());
+    let clock = clock.map_or_else(Clock::now, |value| value.0.clone());
+    clock.format(format).map_err(|error| JinjaError::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}")))
+}
+
+fn mark_generation(state: &State, body: &str) -> String {
+    match state.lookup(GENERATION_MARKS).as_ref().and_then(Value::as_str) {
+        Some(marks) => {
+            let (open, close) = marks.split_at(marks.len() / 2);
+            format!("{open}{body}{close}")
+        }
+        None => body.to_owned(),
+    }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
+fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, JinjaError> {
+    let style = Style::from_arguments(&positional, &kwargs)?;
+    match value.downcast_object_ref::<Tagged>() {
+        Some(tagged) if style == Style::default() => tagged.json(),
+        Some(tagged) => Ok(tagged.enclose(&dumps(value, &style)?)),
+        None => dumps(value, &style),
+    }
+}
+
+/// `len`, and 0 for what is undefined, as Jinja has it.
+fn length(value: &Value) -> Result<usize, JinjaError> {
+    if value.is_undefined() {
+        return Ok(0);
+    }
+    value.len().ok_or_else(|| {
+        JinjaError::new(ErrorKind::InvalidOperation, format!("a value of type {} has no length", value.kind()))
+    })
+}
+
+/// What `{{ value }}` writes: Python's `str`.
+fn write_value(out: &mut Output, _: &mut State, value: &Value) -> Result<(), JinjaError> {
+    if let Some(text) = value.as_str() {
+        return write_limited(out, text);
+    }
+    if let Some(float) = float_of(value) {
+        return write_limited(out, &float_repr(float));
+    }
+    match value.downcast_object_ref::<Tagged>() {
+        Some(tagged) => write_limited(out, &tagged.enclose(&value.to_string())),
+        None => write_limited(out, &value.to_string()),
+    }
+}
+
+fn write_limited(out: &mut Output, text: &str) -> Result<(), JinjaError> {
+    limits::spend(text.len())?;
+    out.write_str(text).map_err(JinjaError::from)
+}

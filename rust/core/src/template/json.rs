@@ -1,0 +1,257 @@
+//! `tojson` as transformers has it: Python's `json.dumps` over template values.
+//!
+//! Separators, indentation, escapes and floats as CPython writes them. Called by the `tojson` filter.
+
+use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
+use minijinja::{Error, ErrorKind};
+use std::fmt::Write;
+
+/// The options of `json.dumps` that transformers exposes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Style {
+    pub ensure_ascii: bool,
+    pub indent: Option<String>,
+    pub item_separator: String,
+    pub key_separator: String,
+    pub sort_keys: bool,
+}
+
+impl Default for Style {
+    fn default() -> Self {
+        Self {
+            ensure_ascii: false,
+            indent: None,
+            item_separator: ", ".into(),
+            key_separator: ": ".into(),
+            sort_keys: false,
+        }
+    }
+}
+
+impl Style {
+    /// Reads `(ensure_ascii, indent, separators, sort_keys)`, positional or by name.
+    pub fn from_arguments(positional: &[Value], kwargs: &Kwargs) -> Result<Self, Error> {
+        let argument = |index: usize, name: &str| -> Result<Option<Value>, Error> {
+            let named: Option<Value> = kwargs.get(name)?;
+            Ok(positional.get(index).cloned().or(named).filter(|value| !value.is_none() && !value.is_undefined()))
+        };
+        let mut style = Self::default();
+        if let Some(value) = argument(0, "ensure_ascii")? {
+            style.ensure_ascii = value.is_true();
+        }
+        if let Some(value) = argument(1, "indent")? {
+            style.indent = Some(match value.as_str() {
+                Some(text) => text.to_owned(),
+                None => " ".repeat(usize::try_from(value.as_i64().unwrap_or(0).clamp(0, 64)).unwrap_or(0)),
+            });
+            style.item_separator = ",".into();
+        }
+        if let Some(value) = argument(2, "separators")? {
+            let parts: Vec<Value> = value.try_iter()?.collect();
+            let [item, key] = parts.as_slice() else {
+                return Err(Error::new(ErrorKind::InvalidOperation, "separators must be a pair (item, key)"));
+            };
+            style.item_separator = item.to_string();
+            style.key_separator = key.to_string();
+        }
+        if let Some(value) = argument(3, "sort_keys")? {
+            style.sort_keys = value.is_true();
+        }
+        kwargs.assert_all_used()?;
+        Ok(style)
+    }
+}
+
+/// `json.dumps(value)` in `style`.
+pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
+    let mut out = String::new();
+    write_value(&mut out, value, style, 0)?;
+    Ok(out)
+}
+
+fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+    match value.kind() {
+        ValueKind::None => out.push_str("null"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+        ValueKind::Number => write_number(out, value),
+        ValueKind::String => write_string(out, value.as_str().unwrap_or_default(), style.ensure_ascii),
+        ValueKind::Seq | ValueKind::Iterable => {
+            let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
+            write_container(out, style, depth, '[', &items, |out, item| write_value(out, item, style, depth + 1))?;
+        }
+        ValueKind::Map => {
+            let pairs = value.as_object().and_then(DynObject::try_iter_pairs);
+            let mut pairs: Vec<(Value, Value)> = pairs.into_iter().flatten().collect();
+            if style.sort_keys {
+                pairs.sort_by(|a, b| a.0.cmp(&b.0));
+            }
+            write_container(out, style, depth, '{', &pairs, |out, (key, item)| {
+                write_key(out, key, style)?;
+                out.push_str(&style.key_separator);
+                write_value(out, item, style, depth + 1)
+            })?;
+        }
+        other => return Err(not_serializable(other)),
+    }
+    Ok(())
+}
+
+fn write_container<T>(
+    out: &mut String,
+    style: &Style,
+    depth: usize,
+    open: char,
+    items: &[T],
+    mut write_item: impl FnMut(&mut String, &T) -> Result<(), Error>,
+) -> Result<(), Error> {
+    out.push(open);
+    for (index, item) in items.iter().enumerate() {
+        if index > 0 {
+            out.push_str(&style.item_separator);
+        }
+        new_line(out, style, depth + 1);
+        write_item(out, item)?;
+    }
+    if !items.is_empty() {
+        new_line(out, style, depth);
+    }
+    out.push(if open == '[' { ']' } else { '}' });
+    Ok(())
+}
+
+fn new_line(out: &mut String, style: &Style, depth: usize) {
+    if let Some(indent) = &style.indent {
+        out.push('\n');
+        for _ in 0..depth {
+            out.push_str(indent);
+        }
+    }
+}
+
+fn write_key(out: &mut String, key: &Value, style: &Style) -> Result<(), Error> {
+    match key.kind() {
+        ValueKind::String => write_string(out, key.as_str().unwrap_or_default(), style.ensure_ascii),
+        ValueKind::None => out.push_str("\"null\""),
+        ValueKind::Bool => out.push_str(if key.is_true() { "\"true\"" } else { "\"false\"" }),
+        ValueKind::Number => {
+            out.push('"');
+            write_number(out, key);
+            out.push('"');
+        }
+        other => return Err(not_serializable(other)),
+    }
+    Ok(())
+}
+
+fn not_serializable(kind: ValueKind) -> Error {
+    Error::new(ErrorKind::InvalidOperation, format!("tojson: a value of type {kind} has no JSON form"))
+}
+
+fn write_number(out: &mut String, value: &Value) {
+    match float_of(value) {
+        Some(float) if float.is_nan() => out.push_str("NaN"),
+        Some(float) if float.is_infinite() => out.push_str(if float > 0.0 { "Infinity" } else { "-Infinity" }),
+        Some(float) => out.push_str(&float_repr(float)),
+        None => out.push_str(&value.to_string()),
+    }
+}
+
+/// The float a value holds, `None` for integers and everything else.
+pub(super) fn float_of(value: &Value) -> Option<f64> {
+    (value.kind() == ValueKind::Number && !value.is_integer()).then(|| f64::try_from(value.clone()).ok()).flatten()
+}
+
+/// `float.__repr__`: shortest digits that round-trip, exponents outside 1e-4 to 1e16.
+pub(super) fn float_repr(float: f64) -> String {
+    if !float.is_finite() {
+        return if float.is_nan() {
+            "nan"
+        } else if float > 0.0 {
+            "inf"
+        } else {
+            "-inf"
+        }
+        .to_owned();
+    }
+    let text = format!("{float:?}");
+    let Some((mantissa, exponent)) = text.split_once('e') else { return text };
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    let mantissa = mantissa.strip_suffix(".0").unwrap_or(mantissa);
+    let sign = if exponent < 0 { '-' } else { '+' };
+    format!("{mantissa}e{sign}{:02}", exponent.abs())
+}
+
+fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
+    out.reserve(text.len() + 2);
+    out.push('"');
+    let mut start = 0;
+    for (at, c) in text.char_indices() {
+        let plain = match c {
+            '"' | '\\' => false,
+            _ => c >= ' ' && (!ensure_ascii || c <= '~'),
+        };
+        if plain {
+            continue;
+        }
+        out.push_str(&text[start..at]);
+        start = at + c.len_utf8();
+        write_escape(out, c);
+    }
+    out.push_str(&text[start..]);
+    out.push('"');
+}
+
+fn write_escape(out: &mut String, c: char) {
+    match c {
+        '"' => out.push_str("\\\""),
+        '\\' => out.push_str("\\\\"),
+        '\n' => out.push_str("\\n"),
+        '\r' => out.push_str("\\r"),
+        '\t' => out.push_str("\\t"),
+        '\u{8}' => out.push_str("\\b"),
+        '\u{c}' => out.push_str("\\f"),
+        _ => {
+            for unit in c.encode_utf16(&mut [0; 2]) {
+                let _ = write!(out, "\\u{unit:04x}");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floats_are_written_as_cpython_writes_them() {
+        // python3 -c "print([1.0, 1e16, 1e15, 1e-4, 1e-5, 1.5e300, -0.0, 0.1, 123456789012345680.0])"
+        let expected = [
+            "1.0",
+            "1e+16",
+            "1000000000000000.0",
+            "0.0001",
+            "1e-05",
+            "1.5e+300",
+            "-0.0",
+            "0.1",
+            "1.2345678901234568e+17",
+        ];
+        let floats = [1.0, 1e16, 1e15, 1e-4, 1e-5, 1.5e300, -0.0, 0.1, 123_456_789_012_345_680.0];
+        assert_eq!(floats.map(float_repr), expected);
+    }
+
+    #[test]
+    fn escapes_follow_json_dumps() {
+        let value = Value::from("é\u{1}\"\\\n\u{7f}😊");
+        assert_eq!(dumps(&value, &Style::default()).unwrap(), "\"é\\u0001\\\"\\\\\\n\u{7f}😊\"");
+        let ascii = Style { ensure_ascii: true, ..Style::default() };
+        assert_eq!(dumps(&value, &ascii).unwrap(), r#""\u00e9\u0001\"\\\n\u007f\ud83d\ude0a""#);
+    }
+
+    #[test]
+    fn indentation_follows_json_dumps() {
+        let value = Value::from_pairs([("a", Value::from(vec![1, 2])), ("b", Value::from(Vec::<i32>::new()))]);
+        let style = Style { indent: Some("  ".into()), item_separator: ",".into(), ..Style::default() };
+        assert_eq!(dumps(&value, &style).unwrap(), "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": []\n}");
+    }
+}

@@ -1,0 +1,291 @@
+//! Invisible marks around the strings of a conversation, and what they say after a render.
+//!
+//! Marks are Unicode noncharacters that occur nowhere in the input; they carry the number of a [`Tag`]. Here they are
+//! put in and read out; `provenance` decides whether a marked render may be believed.
+
+use super::Field;
+use aho_corasick::AhoCorasick;
+use memchr::memmem;
+use std::fmt::Write;
+use std::ops::Range;
+
+/// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters marks are made of.
+const LEAD: [u8; 2] = [0xEF, 0xB7];
+const FIRST: u32 = 0xFDD0;
+const POOL: usize = 32;
+const DIGITS: usize = 8;
+
+/// Twelve noncharacters that the input does not hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Alphabet {
+    open: char,
+    close: char,
+    generation_open: char,
+    generation_close: char,
+    digits: [char; DIGITS],
+}
+
+impl Alphabet {
+    /// The first twelve that are not `used`, or none where the input has eaten too many.
+    pub fn avoiding(used: Used) -> Option<Self> {
+        let mut free = (0..POOL).filter(|&n| used.0 & (1 << n) == 0).filter_map(|n| char::from_u32(FIRST + n as u32));
+        let mut next = || free.next();
+        let alphabet = Self {
+            open: next()?,
+            close: next()?,
+            generation_open: next()?,
+            generation_close: next()?,
+            digits: [next()?, next()?, next()?, next()?, next()?, next()?, next()?, next()?],
+        };
+        Some(alphabet)
+    }
+
+    /// The two characters around a generation block.
+    pub fn generation(&self) -> String {
+        [self.generation_open, self.generation_close].iter().collect()
+    }
+
+    fn number(&self, out: &mut String, tag: usize) {
+        for digit in format!("{tag:o}").bytes() {
+            out.push(self.digits[usize::from(digit - b'0')]);
+        }
+    }
+
+    /// The opening and the closing mark of `tag`.
+    pub fn pair(&self, tag: usize) -> (String, String) {
+        let (mut open, mut close) = (String::from(self.open), String::from(self.close));
+        self.number(&mut open, tag);
+        self.number(&mut close, tag);
+        (open, close)
+    }
+}
+
+/// Which noncharacters the input holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Used(u32);
+
+impl Used {
+    /// Adds those of `text`.
+    pub fn note(&mut self, text: &str) {
+        for at in memmem::find_iter(text.as_bytes(), &LEAD) {
+            if let Some(last @ 0x90..=0xAF) = text.as_bytes().get(at + 2) {
+                self.0 |= 1 << (last - 0x90);
+            }
+        }
+    }
+
+    /// These and those of `text`.
+    #[must_use]
+    pub fn and(mut self, text: &str) -> Self {
+        self.note(text);
+        self
+    }
+
+    /// Whether there were none.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Those of either.
+    #[must_use]
+    pub fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// A string of the conversation, or the part of it that one mark encloses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Leaf<'a> {
+    /// Number of the string in its conversation.
+    pub number: usize,
+    /// The whole string.
+    pub text: &'a str,
+}
+
+/// What a mark stands for.
+#[derive(Debug, Clone)]
+pub(super) struct Tag<'a> {
+    pub message: u32,
+    pub field: Field,
+    /// The string and the enclosed range of it; `None` for a container and for what is not followed up.
+    pub leaf: Option<(Leaf<'a>, Range<usize>)>,
+}
+
+/// Puts marks into strings and keeps the table of tags.
+#[derive(Debug)]
+pub(super) struct Marker<'a, 't> {
+    pub alphabet: Alphabet,
+    pub tags: Vec<Tag<'a>>,
+    pub leaves: Vec<(u32, Field, &'a str)>,
+    /// Strings the template may test for or split at: marks stay out of them.
+    seams: Option<&'t AhoCorasick>,
+    /// Whether marks of this message stand inside the whitespace at the edges of a string.
+    pub inside: bool,
+    /// Whether any segment so far begins or ends with whitespace.
+    pub edges: bool,
+}
+
+impl<'a, 't> Marker<'a, 't> {
+    /// A marker that continues after `tags`.
+    pub fn new(alphabet: Alphabet, seams: Option<&'t AhoCorasick>, tags: Vec<Tag<'a>>) -> Self {
+        Self { alphabet, tags, leaves: Vec::new(), seams, inside: true, edges: false }
+    }
+
+    /// The marks of a container that belongs to `message`.
+    pub fn container(&mut self, message: u32, field: Field) -> (String, String) {
+        let known = self.tags.iter().rposition(|t| t.message == message && t.field == field && t.leaf.is_none());
+        let tag = known.unwrap_or_else(|| {
+            self.tags.push(Tag { message, field, leaf: None });
+            self.tags.len() - 1
+        });
+        self.alphabet.pair(tag)
+    }
+
+    /// A whole string enclosed once, without following up what the template does with its parts.
+    pub fn whole(&mut self, text: &str, message: u32, field: Field) -> String {
+        if text.is_empty() {
+            return String::new();
+        }
+        let (open, close) = self.container(message, field);
+        format!("{open}{text}{close}")
+    }
+
+    /// The string with every segment between seams enclosed.
+    pub fn leaf(&mut self, text: &'a str, message: u32, field: Field) -> String {
+        let leaf = Leaf { number: self.leaves.len(), text };
+        self.leaves.push((message, field, text));
+        let mut out = String::with_capacity(text.len() + 32);
+        let mut from = 0;
+        for seam in self.seams.map_or_else(Vec::new, |seams| united(seams, text)) {
+            self.segment(&mut out, leaf, from..seam.start, message, field);
+            out.push_str(&text[seam.clone()]);
+            from = seam.end;
+        }
+        self.segment(&mut out, leaf, from..text.len(), message, field);
+        out
+    }
+
+    fn segment(&mut self, out: &mut String, leaf: Leaf<'a>, whole: Range<usize>, message: u32, field: Field) {
+        let core = trimmed(leaf.text, whole.clone());
+        self.edges |= core != whole;
+        let core = if self.inside { core } else { whole.clone() };
+        out.push_str(&leaf.text[whole.start..core.start]);
+        if !core.is_empty() {
+            let _ = write!(out, "{}", self.alphabet.open);
+            self.alphabet.number(out, self.tags.len());
+            out.push_str(&leaf.text[core.clone()]);
+            let _ = write!(out, "{}", self.alphabet.close);
+            self.alphabet.number(out, self.tags.len());
+            self.tags.push(Tag { message, field, leaf: Some((leaf, core.clone())) });
+        }
+        out.push_str(&leaf.text[core.end..whole.end]);
+    }
+}
+
+/// Where `text` holds a seam; overlapping ones (`</think>` and `>\n`) are one.
+fn united(seams: &AhoCorasick, text: &str) -> Vec<Range<usize>> {
+    let mut found: Vec<Range<usize>> = Vec::new();
+    for seam in seams.find_overlapping_iter(text) {
+        let mut range = seam.range();
+        while let Some(last) = found.pop_if(|last| last.end > range.start) {
+            range.start = range.start.min(last.start);
+        }
+        found.push(range);
+    }
+    found
+}
+
+/// `range` without the whitespace at its edges.
+pub(super) fn trimmed(text: &str, range: Range<usize>) -> Range<usize> {
+    let part = &text[range.clone()];
+    let start = range.start + (part.len() - part.trim_start_matches(is_space).len());
+    let length = text[start..range.end].trim_end_matches(is_space).len();
+    start..start + length
+}
+
+/// Python's `str.isspace`: Unicode white space and the four separators U+001C to U+001F.
+pub(super) fn is_space(c: char) -> bool {
+    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
+}
+
+/// A mark met in rendered text, at its byte position in the text without marks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Event {
+    Open(usize),
+    Close(usize),
+    GenerationOpen,
+    GenerationClose,
+}
+
+/// Takes the marks out of rendered text.
+pub(super) fn strip(marked: &str, alphabet: &Alphabet) -> (String, Vec<(usize, Event)>) {
+    let mut text = String::with_capacity(marked.len());
+    let mut events = Vec::new();
+    let mut from = 0;
+    while let Some(found) = memmem::find(&marked.as_bytes()[from..], &LEAD) {
+        let at = from + found;
+        let Some(c) = marked.get(at..).and_then(|rest| rest.chars().next()) else { break };
+        let behind = at + c.len_utf8();
+        let event = if c == alphabet.open || c == alphabet.close {
+            let (tag, length) = read_number(&marked[behind..], alphabet);
+            let event = if c == alphabet.open { Event::Open(tag) } else { Event::Close(tag) };
+            Some((event, behind + length))
+        } else if c == alphabet.generation_open {
+            Some((Event::GenerationOpen, behind))
+        } else if c == alphabet.generation_close {
+            Some((Event::GenerationClose, behind))
+        } else {
+            None
+        };
+        text.push_str(&marked[from..at]);
+        if let Some((event, next)) = event {
+            events.push((text.len(), event));
+            from = next;
+        } else {
+            text.push(c);
+            from = behind;
+        }
+    }
+    text.push_str(&marked[from..]);
+    (text, events)
+}
+
+/// The number at the start of `text` and its length in bytes.
+fn read_number(text: &str, alphabet: &Alphabet) -> (usize, usize) {
+    let mut number = 0_usize;
+    let mut length = 0;
+    for c in text.chars() {
+        let Some(digit) = alphabet.digits.iter().position(|&d| d == c) else { break };
+        number = number.saturating_mul(DIGITS).saturating_add(digit);
+        length += c.len_utf8();
+    }
+    (number, length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_come_out_as_they_went_in_whatever_noncharacters_the_text_holds() {
+        let mut used = Used::default();
+        let text = " a\u{fdd0}b\u{fdd3} <x> c ";
+        used.note(text);
+        let alphabet = Alphabet::avoiding(used).unwrap();
+        let seams = AhoCorasick::new(["<x>"]).unwrap();
+        let mut marker = Marker::new(alphabet.clone(), Some(&seams), Vec::new());
+        let marked = marker.leaf(text, 0, Field::Content);
+        let (plain, events) = strip(&marked, &alphabet);
+        assert_eq!(plain, text);
+        let expected = [(1, Event::Open(0)), (9, Event::Close(0)), (14, Event::Open(1)), (15, Event::Close(1))];
+        assert_eq!(events, expected);
+    }
+
+    #[test]
+    fn an_input_with_every_noncharacter_leaves_no_alphabet() {
+        let mut used = Used::default();
+        let all: String = (0..32).filter_map(|n| char::from_u32(FIRST + n)).collect();
+        used.note(&all);
+        assert_eq!(Alphabet::avoiding(used), None);
+    }
+}

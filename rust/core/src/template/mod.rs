@@ -1,0 +1,271 @@
+//! Chat templates: messages to text, with the provenance of every byte.
+//!
+//! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
+//! by `tokenizer`, `align` and the Python border.
+//!
+//! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
+//! template that fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
+//! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
+
+mod clock;
+mod conversation;
+mod environment;
+mod json;
+mod limits;
+mod marking;
+mod marks;
+mod methods;
+mod provenance;
+mod scan;
+mod value;
+
+use crate::error::{Error, Kind, Result};
+use aho_corasick::AhoCorasick;
+use clock::Clock;
+use conversation::Conversation;
+use environment::{CLOCK, ClockValue, GENERATION_MARKS};
+use limits::Size;
+use marking::Tools;
+use marks::{Alphabet, Used};
+use minijinja::Environment;
+use minijinja::value::Value;
+use serde_json::{Map, Value as Json};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// `Span::message` of what belongs to no message.
+pub const NO_MESSAGE: u32 = u32::MAX;
+/// Sets of tool schemas whose values and JSON are remembered.
+const REMEMBERED_TOOLS: usize = 8;
+
+/// What a span is the content of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Field {
+    /// `content`, or the text parts of it.
+    Content = 0,
+    /// Name and arguments in `tool_calls`.
+    ToolCall = 1,
+    /// `reasoning_content`, `thinking` or `reasoning`.
+    Reasoning = 2,
+    /// Tool schemas; `message` is [`NO_MESSAGE`].
+    ToolSchema = 3,
+}
+
+/// Bytes of rendered text that are content of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Span {
+    /// First byte.
+    pub start: usize,
+    /// Behind the last byte.
+    pub end: usize,
+    /// Index of the message, or [`NO_MESSAGE`].
+    pub message: u32,
+    /// Which part of it.
+    pub field: Field,
+}
+
+/// A conversation as text.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rendered {
+    /// What the model reads.
+    pub text: String,
+    /// Byte ranges of content, sorted and disjoint; every other byte is the template's scaffold. Numbers printed bare,
+    /// roles and ids count as scaffold.
+    pub spans: Vec<Span>,
+    /// Byte ranges that `{% generation %}` encloses, sorted.
+    pub generation: Vec<(usize, usize)>,
+    /// False where the template cuts or tests strings so that some span was found by searching, or not at all.
+    pub exact_provenance: bool,
+}
+
+/// A compiled chat template.
+///
+/// ```
+/// use serde_json::{Map, json};
+/// use tracegrad_core::template::{Field, Template};
+///
+/// let template = Template::compile("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}", &[])?;
+/// let rendered = template.render(&[json!({"role": "user", "content": "Hi"})], None, false, &Map::new())?;
+/// assert_eq!(rendered.text, "<user>Hi\n");
+/// let span = rendered.spans[0];
+/// assert_eq!((&rendered.text[span.start..span.end], span.field), ("Hi", Field::Content));
+/// # Ok::<(), tracegrad_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Template {
+    env: Environment<'static>,
+    special_tokens: Vec<(String, String)>,
+    has_generation: bool,
+    /// The template's own strings, sorted: what it may compare with.
+    literals: Vec<String>,
+    /// Those of them that a string may be split at.
+    seams: Option<AhoCorasick>,
+    used: Used,
+    tools: Mutex<Vec<Arc<Tools>>>,
+}
+
+/// What the renders of one call share.
+struct Call<'a> {
+    conversation: &'a Conversation<'a>,
+    tools: Option<Arc<Tools>>,
+    context: Vec<(String, Value)>,
+    keep_null: bool,
+    size: Size,
+}
+
+impl Template {
+    /// Compiles `source`; `special_tokens` are its variables `bos_token`, `eos_token`, ...
+    ///
+    /// # Errors
+    /// `Kind::Template` where the source is not Jinja.
+    pub fn compile(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
+        let scanned = scan::scan(source);
+        let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
+        let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
+        let seams = AhoCorasick::new(&words);
+        let seams = seams.ok().filter(|_| !words.is_empty());
+        Ok(Self {
+            env: environment::compile(scanned.source, scanned.longest_text)?,
+            special_tokens: special_tokens.to_vec(),
+            has_generation: scanned.has_generation,
+            literals: scanned.literals,
+            seams,
+            used,
+            tools: Mutex::default(),
+        })
+    }
+
+    /// Whether the template says with `{% generation %}` what the assistant wrote.
+    pub fn has_generation(&self) -> bool {
+        self.has_generation
+    }
+
+    /// Renders `messages` with provenance. `kwargs` are further variables, and win over special tokens; a date in
+    /// `kwargs["strftime_now"]` (ISO) pins the clock that `strftime_now` reads.
+    ///
+    /// # Errors
+    /// `Kind::Template` where the template raises, fails, or does not end; `Kind::Argument` for messages that are no
+    /// objects, tools that are no list, and `kwargs` that name `messages`, `tools` or `add_generation_prompt`.
+    pub fn render(
+        &self,
+        messages: &[Json],
+        tools: Option<&Json>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<Rendered> {
+        let conversation = Conversation::new(messages)?;
+        let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
+        Ok(self.with_provenance(&call, text))
+    }
+
+    /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
+    ///
+    /// # Errors
+    /// As for [`Template::render`].
+    pub fn render_text(
+        &self,
+        messages: &[Json],
+        tools: Option<&Json>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<String> {
+        let conversation = Conversation::new(messages)?;
+        Ok(self.plain(&conversation, tools, add_generation_prompt, kwargs)?.1)
+    }
+
+    /// The render without marks, null keys left out, or kept where only that succeeds.
+    fn plain<'a>(
+        &self,
+        conversation: &'a Conversation<'a>,
+        tools: Option<&Json>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<(Call<'a>, String)> {
+        let tools = tools.filter(|tools| !tools.is_null()).map(|tools| self.tools(tools)).transpose()?;
+        let bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
+        let size = Size { messages: conversation.len(), bytes };
+        let context = self.context(add_generation_prompt, kwargs)?;
+        let mut call = Call { conversation, tools, context, keep_null: false, size };
+        match self.run(&call, conversation.values(false, None), None, None) {
+            Err(error) if conversation.has_null => {
+                call.keep_null = true;
+                let text = self.run(&call, conversation.values(true, None), None, None).map_err(|_| error)?;
+                Ok((call, text))
+            }
+            result => result.map(|text| (call, text)),
+        }
+    }
+
+    /// Variables beside messages and tools.
+    fn context(&self, add_generation_prompt: bool, kwargs: &Map<String, Json>) -> Result<Vec<(String, Value)>> {
+        let tokens = self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str())));
+        let mut context: Vec<(String, Value)> = tokens.collect();
+        context.push(("add_generation_prompt".into(), Value::from(add_generation_prompt)));
+        context.push(("documents".into(), Value::from(())));
+        let mut clock = None;
+        for (name, value) in kwargs {
+            match name.as_str() {
+                "messages" | "tools" | "add_generation_prompt" => {
+                    return Err(Error::new(Kind::Argument, format!("template variable '{name}' is given twice"))
+                        .why("It is an argument of its own")
+                        .cure(format!("Take '{name}' out of the template's keyword arguments")));
+                }
+                "strftime_now" => clock = Some(pinned_clock(value)?),
+                _ => context.push((name.clone(), value::plain(value))),
+            }
+        }
+        let clock = clock.unwrap_or_else(Clock::now);
+        context.push((CLOCK.into(), Value::from_object(ClockValue(clock))));
+        Ok(context)
+    }
+
+    /// One render; `tools` stand in for the plain ones.
+    fn run(
+        &self,
+        call: &Call<'_>,
+        messages: Value,
+        tools: Option<Value>,
+        alphabet: Option<&Alphabet>,
+    ) -> Result<String> {
+        let mut context = call.context.clone();
+        let tools = tools.or_else(|| call.tools.as_ref().map(|tools| tools.plain.clone()));
+        context.push(("messages".into(), messages));
+        context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
+        context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
+        environment::render(&self.env, Value::from_pairs(context), call.size)
+    }
+
+    /// Tool schemas as values, from memory where they were seen before.
+    fn tools(&self, json: &Json) -> Result<Arc<Tools>> {
+        if !json.is_array() {
+            return Err(Error::new(Kind::Argument, "tools is not a list of JSON schemas")
+                .why("Chat templates iterate over it")
+                .cure("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
+        }
+        let mut remembered = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = remembered.iter().position(|tools| tools.json == *json) {
+            return Ok(Arc::clone(&remembered[at]));
+        }
+        let tools = Arc::new(Tools::new(json, &self.literals));
+        if remembered.len() == REMEMBERED_TOOLS {
+            remembered.remove(0);
+        }
+        remembered.push(Arc::clone(&tools));
+        Ok(tools)
+    }
+}
+
+/// Strings that split a text into parts: longer than one character, and not a plain word.
+fn is_seam(literal: &str) -> bool {
+    literal.chars().nth(1).is_some()
+        && !literal.trim().is_empty()
+        && !literal.chars().all(|c| c.is_alphanumeric() || matches!(c, '_' | ' '))
+}
+
+fn pinned_clock(value: &Json) -> Result<Clock> {
+    value.as_str().and_then(Clock::pinned).ok_or_else(|| {
+        Error::new(Kind::Argument, format!("strftime_now is {value}, not a date"))
+            .why("It pins the time that the template prints")
+            .cure("Pass a date in ISO form, such as 2025-03-07 or 2025-03-07T14:05:00")
+    })
+}

@@ -1,0 +1,250 @@
+//! tokenizer.json to ids, bytes and byte ends.
+//!
+//! Ids come from the `tokenizers` crate; the bytes of each id and the way back from bytes are ours. Chat templates are
+//! `template`'s. Called by `align` and the Python border.
+
+mod config;
+mod load;
+mod pieces;
+
+pub use config::{Eos, ExtraToken, TokenizerConfig};
+pub use pieces::Spelling;
+
+use crate::error::{Error, Kind, Result};
+use crate::template::{Rendered, Template};
+use pieces::Pieces;
+use rayon::prelude::*;
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// A tokenizer with the bytes of its vocabulary, its chat template and its end-of-sequence ids.
+///
+/// ```no_run
+/// use tracegrad_core::tokenizer::Tokenizer;
+///
+/// let tokenizer = Tokenizer::from_dir("examples/quickstart/model".as_ref())?;
+/// let (ids, ends) = tokenizer.encode_with_ends("Hello, 世界")?;
+/// assert_eq!(ends.last(), Some(&13));
+/// assert_eq!(tokenizer.decode_bytes(&ids)?, "Hello, 世界".as_bytes());
+/// # Ok::<(), tracegrad_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    name: String,
+    spelling: Spelling,
+    pieces: Pieces,
+    /// Added tokens: id to whether it is special.
+    added: HashMap<u32, bool>,
+    added_ids: HashMap<String, u32>,
+    eos_ids: Vec<u32>,
+    stop_id: Option<u32>,
+    template: Option<Template>,
+    tool_template: Option<Template>,
+}
+
+impl Tokenizer {
+    /// Loads a model directory: tokenizer.json, and what stands beside it.
+    ///
+    /// # Errors
+    /// `Kind::Io` where there is no tokenizer.json or a file cannot be read; `Kind::Tokenizer` where one is not what
+    /// it should be; `Kind::Template` for a chat template that does not compile. Each with the file.
+    pub fn from_dir(path: &Path) -> Result<Self> {
+        load::from_dir(path)
+    }
+
+    /// Loads the bytes of a tokenizer.json.
+    ///
+    /// # Errors
+    /// `Kind::Tokenizer` where it is not a tokenizer, or its added tokens would not get the ids it states.
+    pub fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Self> {
+        load::from_json(json, config)
+    }
+
+    /// Ids of `text`. Added tokens in the text become their ids; none is put around it.
+    ///
+    /// # Errors
+    /// `Kind::Tokenizer` where the tokenizer cannot encode the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, false).map_err(|error| encoding_error(&*error))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Ids of each text, the texts spread over threads.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`], for the first text that fails.
+    pub fn encode_batch(&self, texts: &[&str]) -> Result<Vec<Vec<u32>>> {
+        texts.par_iter().map(|text| self.encode(text)).collect()
+    }
+
+    /// Ids of `text`, and for each the byte of `text` behind it.
+    ///
+    /// Exact where tokens spell the text byte for byte. Where the tokenizer changes the text first (NFC, a prefix
+    /// space), ends are the crate's offsets: a token that is a part of a character then ends where the character ends.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`]; and `Kind::Argument` for a text of 4 GiB or more.
+    pub fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<u32>)> {
+        if u32::try_from(text.len()).is_err() {
+            return Err(Error::new(Kind::Argument, format!("the text has {} bytes", text.len()))
+                .why("Byte ends are 32-bit numbers")
+                .cure("Split the text"));
+        }
+        let ids = self.encode(text)?;
+        match self.summed_ends(text.as_bytes(), &ids) {
+            Some(ends) => Ok((ids, ends)),
+            None => self.offset_ends(text),
+        }
+    }
+
+    /// Ends by adding up the tokens' own bytes, if these are the text.
+    fn summed_ends(&self, text: &[u8], ids: &[u32]) -> Option<Vec<u32>> {
+        let mut at = 0;
+        let mut ends = Vec::with_capacity(ids.len());
+        for &id in ids {
+            let piece = self.pieces.get(id)?;
+            if !text[at..].starts_with(piece) {
+                return None;
+            }
+            at += piece.len();
+            ends.push(at as u32);
+        }
+        (at == text.len()).then_some(ends)
+    }
+
+    fn offset_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<u32>)> {
+        let encoding = self.inner.encode(text, false).map_err(|error| encoding_error(&*error))?;
+        let mut last = 0;
+        let rising = encoding.get_offsets().iter().map(|(_, end)| {
+            last = last.max(*end as u32);
+            last
+        });
+        let mut ends: Vec<u32> = rising.collect();
+        if let Some(end) = ends.last_mut() {
+            *end = text.len() as u32;
+        }
+        Ok((encoding.get_ids().to_vec(), ends))
+    }
+
+    /// The bytes of `id`: what it adds to a text. For an added token its content.
+    pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
+        self.pieces.get(id)
+    }
+
+    /// The bytes of `ids`, end to end, added tokens included.
+    ///
+    /// # Errors
+    /// `Kind::Tokenizer` for an id that is not in the vocabulary, with its index.
+    pub fn decode_bytes(&self, ids: &[u32]) -> Result<Vec<u8>> {
+        let mut bytes = Vec::with_capacity(ids.len() * 4);
+        for (index, &id) in ids.iter().enumerate() {
+            let piece = self.pieces.get(id).ok_or_else(|| self.unknown(id, index))?;
+            bytes.extend_from_slice(piece);
+        }
+        Ok(bytes)
+    }
+
+    fn unknown(&self, id: u32, index: usize) -> Error {
+        let mut error = Error::new(Kind::Tokenizer, format!("id {id} is not in the vocabulary of '{}'", self.name))
+            .why(format!("Its ids are below {}, some of them unused", self.vocab_size()))
+            .cure("Use the tokenizer that the ids were made with");
+        error.location.token = Some(index);
+        error
+    }
+
+    /// Whether `id` is an added token marked special.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.added.get(&id).copied().unwrap_or(false)
+    }
+
+    /// Whether `id` is an added token.
+    pub fn is_added(&self, id: u32) -> bool {
+        self.added.contains_key(&id)
+    }
+
+    /// The ordinary vocabulary entry with exactly these bytes; added tokens are not looked at.
+    pub fn id_of_bytes(&self, bytes: &[u8]) -> Option<u32> {
+        self.pieces.id(bytes)
+    }
+
+    /// The added token with exactly this content.
+    pub fn id_of_added(&self, text: &str) -> Option<u32> {
+        self.added_ids.get(text).copied()
+    }
+
+    /// The bytes that byte-level glyphs spell (`Ġthat` is ` that`), `None` where a character is no glyph.
+    pub fn glyphs_to_bytes(&self, text: &str) -> Option<Vec<u8>> {
+        pieces::glyphs_to_bytes(text)
+    }
+
+    /// How the vocabulary spells bytes.
+    pub fn spelling(&self) -> Spelling {
+        self.spelling
+    }
+
+    /// Every id is below this; the model's embedding may be wider.
+    pub fn vocab_size(&self) -> u32 {
+        self.pieces.size()
+    }
+
+    /// Bytes of the longest token.
+    pub fn max_piece_bytes(&self) -> usize {
+        self.pieces.longest()
+    }
+
+    /// Ids that end a turn, as the model's configuration lists them.
+    pub fn eos_ids(&self) -> &[u32] {
+        &self.eos_ids
+    }
+
+    /// The one id that ends a turn where a record says that the model stopped, but not by which token: the tokenizer's
+    /// `eos_token` if it is among `eos_ids`, or the only one of them. Engines report every other stop token by its id.
+    pub fn stop_id(&self) -> Option<u32> {
+        self.stop_id
+    }
+
+    /// The chat template.
+    pub fn template(&self) -> Option<&Template> {
+        self.template.as_ref()
+    }
+
+    /// The chat template for a conversation with these tools: the model's own for tools where it has one.
+    ///
+    /// # Errors
+    /// `Kind::Template` where the model has none.
+    pub fn template_for(&self, tools: Option<&Value>) -> Result<&Template> {
+        let own = self.tool_template.as_ref().filter(|_| tools.is_some_and(|tools| !tools.is_null()));
+        own.or(self.template.as_ref()).ok_or_else(|| {
+            Error::new(Kind::Template, format!("the tokenizer '{}' has no chat template", self.name))
+                .why("Messages become text through it")
+                .cure("Put chat_template.jinja beside tokenizer.json, or chat_template into tokenizer_config.json")
+        })
+    }
+
+    /// Renders `messages` with the chat template; see [`Template::render`].
+    ///
+    /// # Errors
+    /// As [`Template::render`] and [`Tokenizer::template_for`].
+    pub fn render(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Value>,
+    ) -> Result<Rendered> {
+        self.template_for(tools)?.render(messages, tools, add_generation_prompt, kwargs)
+    }
+
+    /// The directory's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+fn encoding_error(error: &(dyn std::error::Error + Send + Sync)) -> Error {
+    Error::new(Kind::Tokenizer, format!("the text cannot be encoded: {error}"))
+        .why("The tokenizer knows no token for a part of it")
+        .cure("Use a tokenizer with byte fallback or an unk_token")
+}

@@ -1,0 +1,193 @@
+//! What a trace IS: messages, what the policy generated among them, and the numbers that came with it.
+//!
+//! Every recorded format is read into this one normal form by `format`; `align` consumes it. Nothing here parses or
+//! tokenizes.
+
+use crate::error::Location;
+use serde_json::{Map, Value};
+use std::sync::Arc;
+
+/// One recorded trajectory, with the record it came from kept byte for byte.
+#[derive(Debug, Clone)]
+pub struct Trace {
+    /// The record's own id, or `file:line`.
+    pub id: String,
+    /// File and line it was read from.
+    pub location: Location,
+    /// Group (prompt) id; traces of one group share their baseline.
+    pub group: Option<String>,
+    /// The scalar reward; `None` where the record has none.
+    pub reward: Option<f32>,
+    /// Named rewards in the record's order.
+    pub rewards: Vec<(String, f32)>,
+    /// Every distinct message of the trace. A rewritten history adds messages instead of replacing them.
+    pub messages: Vec<Message>,
+    /// What the policy sampled, in the order of the calls.
+    pub generations: Vec<Generation>,
+    /// Messages of the conversation as it ended: indices into `messages`.
+    pub conversation: Vec<u32>,
+    /// Tool schemas as given to the server.
+    pub tools: Option<Value>,
+    /// Extra variables for the chat template (`enable_thinking`, a pinned date, ...).
+    pub template_kwargs: Map<String, Value>,
+    /// Model name as recorded.
+    pub model: Option<String>,
+    /// The record as it was read, for a round trip that loses nothing.
+    pub record: Arc<[u8]>,
+}
+
+/// One chat message as the template gets it (no logprobs, no generation record).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Message {
+    /// JSON object with `role`, `content`, `tool_calls`, `reasoning_content`, `tool_call_id`, `name`, ...
+    pub value: Value,
+    /// Reward of this message, where the record gives process rewards.
+    pub reward: Option<f32>,
+}
+
+impl Message {
+    /// The role, or "" where there is none.
+    pub fn role(&self) -> &str {
+        self.value.get("role").and_then(Value::as_str).unwrap_or("")
+    }
+}
+
+/// One sampling call: what it was conditioned on, what came out, with which numbers.
+#[derive(Debug, Clone)]
+pub struct Generation {
+    /// Index into `Trace::messages` of the message it produced.
+    pub message: u32,
+    /// Indices into `Trace::messages` of the messages it was conditioned on, in order.
+    pub context: Vec<u32>,
+    /// Prompt ids as the server reported them.
+    pub prompt_ids: Option<Vec<u32>>,
+    /// The sampled tokens.
+    pub tokens: Tokens,
+    /// `stop`, `length`, `tool_calls`, ... as recorded.
+    pub finish_reason: Option<String>,
+    /// What stopped it, where the server says.
+    pub stop: Stop,
+    /// What the logprobs are of.
+    pub logprob_kind: LogprobKind,
+    /// Sampling temperature; `None` where the record does not say.
+    pub temperature: Option<f32>,
+    /// Nucleus mass; `None` where the record does not say.
+    pub top_p: Option<f32>,
+    /// Version of the policy that sampled it; -1 unknown.
+    pub policy_version: i32,
+    /// Sum of the logprobs as the server reported it: a checksum.
+    pub cumulative_logprob: Option<f64>,
+}
+
+/// What ended a generation beside its finish reason.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Stop {
+    /// The record does not say (for vLLM: the model's own end-of-sequence token).
+    #[default]
+    Unsaid,
+    /// A stop token id.
+    Id(u32),
+    /// A stop string, trimmed from the text but not from the tokens.
+    Text(String),
+}
+
+/// What recorded logprobs are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[repr(u8)]
+pub enum LogprobKind {
+    /// The record does not say.
+    #[default]
+    Unknown = 0,
+    /// Of the model's distribution before temperature, penalties and top-p (vLLM's default).
+    Raw = 1,
+    /// Of the distribution that was sampled from.
+    Processed = 2,
+}
+
+impl LogprobKind {
+    /// Reads `raw`, `processed` or `unknown`.
+    pub fn parse(name: &str) -> Option<Self> {
+        match name {
+            "raw" | "raw_logprobs" => Some(Self::Raw),
+            "processed" | "processed_logprobs" => Some(Self::Processed),
+            "unknown" => Some(Self::Unknown),
+            _ => None,
+        }
+    }
+}
+
+/// Sampled tokens as recorded, in flat arrays. Lengths may contradict one another; `align` finds that and says so.
+#[derive(Debug, Clone, Default)]
+pub struct Tokens {
+    /// Ids where the record has them (`token_ids`, `token_id:N`); `None` where it has none.
+    pub ids: Option<Vec<u32>>,
+    /// Bytes per token where the record has them.
+    pub bytes: Option<Pieces>,
+    /// Text per token where the record has it.
+    pub texts: Option<Pieces>,
+    /// Logprobs in nats, NaN where missing or invalid; `None` where the record has none at all.
+    pub logprobs: Option<Vec<f32>>,
+    /// Of `logprobs`: how many were null, NaN or -inf.
+    pub missing: u32,
+    /// Of `logprobs`: how many were impossible (positive, or the -9999.0 sentinel).
+    pub invalid: u32,
+}
+
+impl Tokens {
+    /// How many tokens the record lists, by the first array it has.
+    pub fn len(&self) -> usize {
+        if let Some(ids) = &self.ids {
+            return ids.len();
+        }
+        if let Some(pieces) = self.bytes.as_ref().or(self.texts.as_ref()) {
+            return pieces.len();
+        }
+        self.logprobs.as_ref().map_or(0, Vec::len)
+    }
+
+    /// Whether the record lists no token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Byte strings of a list of tokens, end to end.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pieces {
+    /// All bytes.
+    pub data: Vec<u8>,
+    /// End of each piece in `data`.
+    pub ends: Vec<u32>,
+    /// Whether the record had this piece at all (`null` is not the empty string).
+    pub known: Vec<bool>,
+}
+
+impl Pieces {
+    /// Appends one piece; `None` where the record had none.
+    pub fn push(&mut self, piece: Option<&[u8]>) {
+        if let Some(bytes) = piece {
+            self.data.extend_from_slice(bytes);
+        }
+        self.ends.push(self.data.len() as u32);
+        self.known.push(piece.is_some());
+    }
+
+    /// How many pieces.
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there is no piece.
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// Piece `index`, or `None` past the end or where the record had none.
+    pub fn get(&self, index: usize) -> Option<&[u8]> {
+        if !*self.known.get(index)? {
+            return None;
+        }
+        let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
+        self.data.get(start..self.ends[index] as usize)
+    }
+}

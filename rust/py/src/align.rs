@@ -1,0 +1,76 @@
+//! `tracegrad_core::align` for Python: traces and a tokenizer in, flat arrays out.
+
+use crate::errors::to_python;
+use crate::tokenizer::PyTokenizer;
+use crate::traces::PyTraces;
+use numpy::IntoPyArray;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tracegrad_core::align::{self, Aligned, Options};
+use tracegrad_core::trace::LogprobKind;
+use tracegrad_core::{Error, Kind};
+
+/// Aligns traces; returns the arrays of `Sequences` by name, `drift_*` columns, and `errors`.
+#[pyfunction]
+#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, logprob_kind, skip_errors))]
+fn align_traces<'py>(
+    py: Python<'py>,
+    traces: &PyTraces,
+    tokenizer: &PyTokenizer,
+    lenient: bool,
+    text_only: bool,
+    logprob_kind: Option<&str>,
+    skip_errors: bool,
+) -> PyResult<Bound<'py, PyDict>> {
+    let parse = |name: &str| {
+        LogprobKind::parse(name).ok_or_else(|| {
+            let error = Error::new(Kind::Argument, format!("logprob_kind is '{name}'"));
+            to_python(py, &error.cure("It is raw, processed or unknown"))
+        })
+    };
+    let logprob_kind = logprob_kind.map(parse).transpose()?;
+    let options = Options { lenient, text_only, logprob_kind, skip_errors };
+    let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
+    let aligned = py.detach(|| align::align(&traces, &tokenizer, options)).map_err(|error| to_python(py, &error))?;
+    to_dict(py, aligned)
+}
+
+fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
+    let arrays = PyDict::new(py);
+    arrays.set_item("ids", aligned.ids.into_pyarray(py))?;
+    arrays.set_item("source", aligned.source.into_pyarray(py))?;
+    arrays.set_item("trainable", aligned.trainable.into_pyarray(py))?;
+    arrays.set_item("rollout_logprobs", aligned.rollout_logprobs.into_pyarray(py))?;
+    arrays.set_item("turn", aligned.turn.into_pyarray(py))?;
+    arrays.set_item("version", aligned.version.into_pyarray(py))?;
+    arrays.set_item("tier", aligned.tier.into_pyarray(py))?;
+    arrays.set_item("inv_temperature", aligned.inv_temperature.into_pyarray(py))?;
+    arrays.set_item("cu_seqlens", aligned.cu_seqlens.into_pyarray(py))?;
+    arrays.set_item("trace", aligned.trace.into_pyarray(py))?;
+    arrays.set_item("group", aligned.group.into_pyarray(py))?;
+    arrays.set_item("rewards", aligned.rewards.into_pyarray(py))?;
+    arrays.set_item("turn_rewards", aligned.turn_rewards.into_pyarray(py))?;
+    arrays.set_item("cu_turns", aligned.cu_turns.into_pyarray(py))?;
+    arrays.set_item("logprob_kind", aligned.logprob_kind.into_pyarray(py))?;
+    arrays.set_item("temperature", aligned.temperature.into_pyarray(py))?;
+    arrays.set_item("group_names", aligned.group_names)?;
+    arrays.set_item("trace_ids", aligned.trace_ids)?;
+    arrays.set_item("reward_names", aligned.reward_names)?;
+    let column = |f: &dyn Fn(&align::Finding) -> i32| aligned.drift.iter().map(f).collect::<Vec<i32>>();
+    arrays.set_item("drift_reason", column(&|row| row.reason as i32).into_pyarray(py))?;
+    arrays.set_item("drift_turn", column(&|row| row.turn).into_pyarray(py))?;
+    arrays.set_item("drift_token", column(&|row| row.token).into_pyarray(py))?;
+    arrays.set_item("drift_count", column(&|row| row.count).into_pyarray(py))?;
+    arrays.set_item("drift_trace", aligned.drift_trace.into_pyarray(py))?;
+    arrays.set_item("drift_detail", aligned.drift.iter().map(|row| row.detail.as_str()).collect::<Vec<_>>())?;
+    arrays.set_item("recorded", aligned.recorded)?;
+    arrays.set_item("exact", aligned.exact)?;
+    arrays.set_item("errors", aligned.errors.iter().map(ToString::to_string).collect::<Vec<_>>())?;
+    Ok(arrays)
+}
+
+/// Adds this file's names to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(align_traces, module)?)?;
+    module.add("DRIFT_REASONS", align::NAMES)
+}

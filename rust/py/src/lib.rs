@@ -1,0 +1,27 @@
+//! The Python border: arrays in and out without copying, errors mapped once, the GIL released around pure calls.
+//!
+//! No decision about the domain is made here; each file binds one room of `tracegrad_core`.
+
+#![allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
+
+use pyo3::prelude::*;
+
+mod align;
+mod errors;
+mod pack;
+mod ratio;
+mod template;
+mod tokenizer;
+mod traces;
+
+#[pymodule(gil_used = false)]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::register(module)?;
+    traces::register(module)?;
+    template::register(module)?;
+    tokenizer::register(module)?;
+    align::register(module)?;
+    ratio::register(module)?;
+    pack::register(module)?;
+    module.add("__version__", env!("CARGO_PKG_VERSION"))
+}

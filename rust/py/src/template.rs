@@ -1,0 +1,116 @@
+//! Binds `tracegrad_core::template`: JSON text in, rendered text and span arrays out.
+
+use crate::errors::to_python;
+use numpy::{IntoPyArray, PyArray1, PyArray2};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use serde_json::{Map, Value};
+use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
+use tracegrad_core::{Error, Kind, Result};
+
+/// A chat template compiled from its source.
+#[pyclass(frozen, module = "tracegrad._core", name = "Template")]
+pub struct PyTemplate {
+    inner: Template,
+}
+
+#[pymethods]
+impl PyTemplate {
+    #[new]
+    fn new(py: Python<'_>, source: &str, special_tokens: Vec<(String, String)>) -> PyResult<Self> {
+        let compiled = py.detach(|| Template::compile(source, &special_tokens));
+        compiled.map(|inner| Self { inner }).map_err(|error| to_python(py, &error))
+    }
+
+    #[getter]
+    fn has_generation(&self) -> bool {
+        self.inner.has_generation()
+    }
+
+    fn render<'py>(
+        &self,
+        py: Python<'py>,
+        messages: &str,
+        tools: Option<&str>,
+        add_generation_prompt: bool,
+        kwargs: &str,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let rendered = py.detach(|| {
+            let call = Arguments::parse(messages, tools, kwargs)?;
+            self.inner.render(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+        });
+        to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
+    }
+
+    fn render_text(
+        &self,
+        py: Python<'_>,
+        messages: &str,
+        tools: Option<&str>,
+        add_generation_prompt: bool,
+        kwargs: &str,
+    ) -> PyResult<String> {
+        let rendered = py.detach(|| {
+            let call = Arguments::parse(messages, tools, kwargs)?;
+            self.inner.render_text(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+        });
+        rendered.map_err(|error| to_python(py, &error))
+    }
+}
+
+/// What a template is called with, from JSON text.
+pub struct Arguments {
+    pub messages: Vec<Value>,
+    pub tools: Option<Value>,
+    pub kwargs: Map<String, Value>,
+}
+
+impl Arguments {
+    pub fn parse(messages: &str, tools: Option<&str>, kwargs: &str) -> Result<Self> {
+        Ok(Self {
+            messages: parsed("messages", messages)?,
+            tools: tools.map(|tools| parsed("tools", tools)).transpose()?,
+            kwargs: parsed("template variables", kwargs)?,
+        })
+    }
+}
+
+fn parsed<T: serde::de::DeserializeOwned>(name: &str, json: &str) -> Result<T> {
+    serde_json::from_str(json).map_err(|error| {
+        Error::new(Kind::Argument, format!("{name} cannot be written as JSON text: {error}"))
+            .why("Templates see plain JSON: no NaN, no lone surrogates, no nesting deeper than 128")
+            .cure(format!("Replace what is not JSON in {name}"))
+    })
+}
+
+/// `(text, starts, ends, message, field, generation, exact)`.
+pub fn to_tuple(py: Python<'_>, rendered: Rendered) -> PyResult<Bound<'_, PyTuple>> {
+    let column = |pick: fn(&tracegrad_core::template::Span) -> i64| -> Bound<'_, PyArray1<i64>> {
+        rendered.spans.iter().map(pick).collect::<Vec<_>>().into_pyarray(py)
+    };
+    let message = |message: u32| if message == NO_MESSAGE { -1 } else { i32::try_from(message).unwrap_or(i32::MAX) };
+    let messages: Vec<i32> = rendered.spans.iter().map(|span| message(span.message)).collect();
+    let fields: Vec<u8> = rendered.spans.iter().map(|span| span.field as u8).collect();
+    let pairs: Vec<Vec<i64>> =
+        rendered.generation.iter().map(|(start, end)| vec![*start as i64, *end as i64]).collect();
+    let generation = if pairs.is_empty() {
+        PyArray2::<i64>::zeros(py, [0, 2], false)
+    } else {
+        PyArray2::from_vec2(py, &pairs).map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?
+    };
+    (
+        rendered.text.as_str(),
+        column(|span| span.start as i64),
+        column(|span| span.end as i64),
+        messages.into_pyarray(py),
+        fields.into_pyarray(py),
+        generation,
+        rendered.exact_provenance,
+    )
+        .into_pyobject(py)
+}
+
+/// Adds this file's names to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyTemplate>()
+}

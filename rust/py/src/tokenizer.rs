@@ -1,0 +1,177 @@
+//! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
+
+use crate::errors::to_python;
+use crate::template::{Arguments, to_tuple};
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyBytes, PyTuple};
+use std::path::PathBuf;
+use std::sync::Arc;
+use tracegrad_core::tokenizer::{Spelling, Tokenizer};
+use tracegrad_core::{Error, Kind, Result};
+
+/// A tokenizer with its chat template.
+#[pyclass(frozen, module = "tracegrad._core", name = "Tokenizer")]
+pub struct PyTokenizer {
+    /// Shared with the calls that align.
+    pub inner: Arc<Tokenizer>,
+}
+
+type Ids<'py> = Bound<'py, PyArray1<i32>>;
+
+#[pymethods]
+impl PyTokenizer {
+    #[staticmethod]
+    fn from_dir(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let loaded = py.detach(|| Tokenizer::from_dir(&path));
+        loaded.map(|inner| Self { inner: Arc::new(inner) }).map_err(|error| to_python(py, &error))
+    }
+
+    fn encode<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Ids<'py>> {
+        let ids = py.detach(|| self.inner.encode(text).map(signed));
+        Ok(ids.map_err(|error| to_python(py, &error))?.into_pyarray(py))
+    }
+
+    fn encode_with_ends<'py>(&self, py: Python<'py>, text: &str) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
+        let encoded = py.detach(|| self.inner.encode_with_ends(text));
+        let (ids, ends) = encoded.map_err(|error| to_python(py, &error))?;
+        let ends: Vec<i64> = ends.into_iter().map(i64::from).collect();
+        Ok((signed(ids).into_pyarray(py), ends.into_pyarray(py)))
+    }
+
+    fn encode_batch<'py>(
+        &self,
+        py: Python<'py>,
+        texts: Vec<PyBackedStr>,
+    ) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
+        let encoded = py.detach(|| {
+            let texts: Vec<&str> = texts.iter().map(|text| &**text).collect();
+            self.inner.encode_batch(&texts).map(flattened)
+        });
+        let (ids, offsets) = encoded.map_err(|error| to_python(py, &error))?;
+        Ok((ids.into_pyarray(py), offsets.into_pyarray(py)))
+    }
+
+    fn decode_bytes<'py>(&self, py: Python<'py>, ids: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyBytes>> {
+        let ids = ids.as_array();
+        let bytes = py.detach(|| {
+            let ids: Vec<u32> = ids.iter().enumerate().map(|(at, id)| unsigned(at, *id)).collect::<Result<_>>()?;
+            self.inner.decode_bytes(&ids)
+        });
+        Ok(PyBytes::new(py, &bytes.map_err(|error| to_python(py, &error))?))
+    }
+
+    fn token_bytes<'py>(&self, py: Python<'py>, id: u32) -> Option<Bound<'py, PyBytes>> {
+        self.inner.token_bytes(id).map(|bytes| PyBytes::new(py, bytes))
+    }
+
+    fn id_of_bytes(&self, bytes: &[u8]) -> Option<u32> {
+        self.inner.id_of_bytes(bytes)
+    }
+
+    fn id_of_added(&self, text: &str) -> Option<u32> {
+        self.inner.id_of_added(text)
+    }
+
+    fn is_special(&self, id: u32) -> bool {
+        self.inner.is_special(id)
+    }
+
+    fn is_added(&self, id: u32) -> bool {
+        self.inner.is_added(id)
+    }
+
+    fn render<'py>(
+        &self,
+        py: Python<'py>,
+        messages: &str,
+        tools: Option<&str>,
+        add_generation_prompt: bool,
+        kwargs: &str,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let rendered = py.detach(|| {
+            let call = Arguments::parse(messages, tools, kwargs)?;
+            self.inner.render(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+        });
+        to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
+    }
+
+    fn render_ids<'py>(
+        &self,
+        py: Python<'py>,
+        messages: &str,
+        tools: Option<&str>,
+        add_generation_prompt: bool,
+        kwargs: &str,
+    ) -> PyResult<Ids<'py>> {
+        let ids = py.detach(|| {
+            let call = Arguments::parse(messages, tools, kwargs)?;
+            let tools = call.tools.as_ref();
+            let template = self.inner.template_for(tools)?;
+            let text = template.render_text(&call.messages, tools, add_generation_prompt, &call.kwargs)?;
+            self.inner.encode(&text).map(signed)
+        });
+        Ok(ids.map_err(|error| to_python(py, &error))?.into_pyarray(py))
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    #[getter]
+    fn eos_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.inner.eos_ids())
+    }
+
+    #[getter]
+    fn spelling(&self) -> &'static str {
+        match self.inner.spelling() {
+            Spelling::ByteLevel => "byte-level",
+            Spelling::SentencePiece => "sentencepiece",
+            Spelling::Other => "other",
+        }
+    }
+
+    #[getter]
+    fn has_template(&self) -> bool {
+        self.inner.template().is_some()
+    }
+
+    fn __len__(&self) -> usize {
+        self.inner.vocab_size() as usize
+    }
+}
+
+/// Ids as the border knows them; vocabularies are far below 2^31.
+fn signed(ids: Vec<u32>) -> Vec<i32> {
+    ids.into_iter().map(|id| id as i32).collect()
+}
+
+fn unsigned(index: usize, id: i64) -> Result<u32> {
+    u32::try_from(id).map_err(|_| {
+        let mut error = Error::new(Kind::Argument, format!("id {id} is no token id"))
+            .why("Ids lie between 0 and the size of the vocabulary")
+            .cure("Cut padding such as -100 off before decoding");
+        error.location.token = Some(index);
+        error
+    })
+}
+
+/// Ids end to end, and where each text's begin.
+fn flattened(encoded: Vec<Vec<u32>>) -> (Vec<i32>, Vec<i64>) {
+    let mut offsets = Vec::with_capacity(encoded.len() + 1);
+    let mut ids = Vec::with_capacity(encoded.iter().map(Vec::len).sum());
+    offsets.push(0);
+    for row in encoded {
+        ids.extend(row.into_iter().map(|id| id as i32));
+        offsets.push(ids.len() as i64);
+    }
+    (ids, offsets)
+}
+
+/// Adds this file's names to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyTokenizer>()
+}

@@ -1,0 +1,17 @@
+"""Options of the suite and the folder of the example on the path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--vllm-python", help="interpreter of an environment that holds vLLM")
+
+
+@pytest.fixture(scope="session")
+def example():
+    return Path(__file__).parent.parent / "examples" / "quickstart"

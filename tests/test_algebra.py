@@ -1,0 +1,199 @@
+"""algebra: what can be said, what is refused and why, and fields changed by their names."""
+
+import pytest
+
+from tracegrad.algebra import (
+    Clamp,
+    Clip,
+    Gate,
+    Identity,
+    Level,
+    Needs,
+    Objective,
+    Penalty,
+    PolicyGradient,
+    Ratio,
+    Reduce,
+    Weight,
+    Window,
+    override,
+    override_all,
+    with_kl,
+)
+from tracegrad.errors import ArgumentError
+
+MISMATCH = Ratio("old", "rollout")
+OLD, DIRECT = Ratio("theta", "old"), Ratio("theta", "rollout")
+TIS = Weight(MISMATCH, shape=Clamp(0.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(PolicyGradient()),
+        Objective(Clip(), OLD),
+        Objective(Clip(), OLD, weights=(TIS,)),
+        Objective(Clip(), DIRECT),
+        Objective(Clip(), DIRECT, gates=(Gate(MISMATCH, high=2.0),)),
+        Objective(PolicyGradient(), weights=(TIS,)),
+    ],
+)
+def test_products_that_telescope_are_accepted(objective):
+    assert objective.reduce == Reduce("token")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "weights", "product"),
+    [
+        (DIRECT, (TIS,), "theta/rollout * old/rollout"),
+        (OLD, (TIS, TIS), "theta/old * old/rollout * old/rollout"),
+        (OLD, (TIS, Weight(MISMATCH, when="A<0")), "theta/old * old/rollout * old/rollout"),
+        (DIRECT, (Weight(MISMATCH, when="A>0"),), "theta/rollout * old/rollout"),
+    ],
+)
+def test_double_correction_is_refused_for_each_sign_of_the_advantage(ratio, weights, product):
+    with pytest.raises(ArgumentError, match="does not telescope") as caught:
+        Objective(Clip(), ratio, weights=weights)
+    assert str(caught.value).startswith(product)
+
+
+def test_weights_on_opposite_signs_do_not_multiply():
+    Objective(Clip(), OLD, weights=(Weight(MISMATCH, when="A>0"), Weight(MISMATCH, shape=Clamp(0, 1), when="A<=0")))
+    with pytest.raises(ArgumentError, match="does not telescope"):
+        Objective(Clip(), OLD, weights=(Weight(MISMATCH, when="A>=0"), Weight(MISMATCH, when="A<=0")))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ratio("old", "old"), "always 1"),
+        (lambda: Ratio("theta", "behaviour"), "Ratio.den is 'behaviour'"),
+        (lambda: Level("token", "sum"), "Level.agg has no effect"),
+        (lambda: Level("token", terms="kept"), "Level.terms has no effect"),
+        (lambda: Level("trace"), "Level.agg is None"),
+        (lambda: Level("batch", "sum"), "Level.over is 'batch'"),
+        (lambda: Clamp(3.0, 2.0), "low 3.0 above high 2.0"),
+        (lambda: Window(5.0, 0.5), "low 5.0 above high 0.5"),
+        (lambda: Weight(DIRECT), "theta is for the surrogate"),
+        (lambda: Weight(MISMATCH, Level("trace", "mean", "token")), "Weight.level.grad has no effect"),
+        (lambda: Weight(MISMATCH, when="A<0", normalize=True), "no defined mean"),
+        (lambda: Weight(MISMATCH, when="negative"), "Weight.when is 'negative'"),
+        (lambda: Gate(MISMATCH), "keeps everything"),
+        (lambda: Gate(MISMATCH, low=2.0, high=0.5), "low 2.0 above high 0.5"),
+        (lambda: Gate(MISMATCH, high=2.0, over="kept"), "Gate.over has no effect"),
+        (lambda: Gate(MISMATCH, "k1", Level("trace", "sum"), high=1.0, scope="turn"), "Gate.scope has no effect"),
+        (lambda: Gate(MISMATCH, "k1", Level("trace", "sum", terms="kept"), high=1.0), "Gate.level.terms has no effect"),
+        (lambda: Gate(OLD, high=2.0), "theta is for the surrogate"),
+        (lambda: Clip(low=-0.2), "must not be negative"),
+        (lambda: Clip(low=1.2), "distance from 1, at most 1"),
+        (lambda: Clip(dual=0.5), "must be above 1"),
+        (lambda: Penalty(Ratio("ref", "theta"), "k3", 0.1, gated=True, weighted=False), "must have theta above"),
+        (lambda: Penalty(Ratio("theta", "ref"), "k4", 0.1, gated=True, weighted=False), "Penalty.kind is 'k4'"),
+        (lambda: Penalty(Ratio("theta", "ref"), "k3", 0.0, gated=True, weighted=False), "must be positive"),
+        (lambda: Reduce("token", "mean"), "Reduce.inner has no effect"),
+        (lambda: Reduce("trace", "mean", norm=10.0), "Reduce.norm has no effect"),
+        (lambda: Reduce("trace", "sum", norm=0.0), "must be positive"),
+        (lambda: Reduce("trace"), "Reduce.inner is None"),
+        (lambda: Objective(PolicyGradient(), OLD), "PolicyGradient takes no ratio"),
+        (lambda: Objective(Clip()), "needs theta/old or theta/rollout, not None"),
+        (lambda: Objective(Clip(), MISMATCH), "Without theta nothing is trained"),
+        (
+            lambda: Objective(Clip(), OLD, penalties=(Penalty(Ratio("theta", "ref"), "k3", 0.1, True, True),)),
+            "Penalty.weighted has no effect",
+        ),
+        (
+            lambda: Objective(
+                Clip(),
+                OLD,
+                penalties=(Penalty(Ratio("theta", "ref"), "k3", 0.1, False, False),),
+                reduce=Reduce("token", denominator="kept"),
+            ),
+            "gated=False",
+        ),
+    ],
+)
+def test_what_contradicts_itself_or_has_no_effect_is_refused(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+def test_needs_say_what_to_compute():
+    assert Objective(PolicyGradient()).needs == Needs(old=False, rollout=False, ref=False, trace_ratio=False)
+    assert Objective(Clip(), DIRECT).needs == Needs(old=False, rollout=True, ref=False, trace_ratio=False)
+    gspo = Objective(Clip(3e-4, 4e-4, level=Level("trace", "mean")), OLD, weights=(TIS,))
+    assert with_kl(gspo, 0.1).needs == Needs(old=True, rollout=True, ref=True, trace_ratio=True)
+
+
+def test_neutral_is_refused_where_rollout_is_trained_against():
+    Objective(Clip(), OLD, weights=(TIS,)).check_missing("neutral")
+    Objective(Clip(), DIRECT).check_missing("mask")
+    with pytest.raises(ArgumentError, match="a ratio of 1 where none is known"):
+        Objective(Clip(), DIRECT).check_missing("neutral")
+    with pytest.raises(ArgumentError, match="missing is 'drop'"):
+        Objective(Clip(), DIRECT).check_missing("drop")
+
+
+class TestOverride:
+    objective = Objective(Clip(), OLD, weights=(TIS,))
+
+    @pytest.mark.parametrize(
+        ("name", "value", "read"),
+        [
+            ("surrogate.high", "0.28", lambda o: o.surrogate.high == 0.28),
+            ("surrogate.high", 1, lambda o: o.surrogate.high == 1.0 and type(o.surrogate.high) is float),
+            ("surrogate.dual", "3", lambda o: o.surrogate.dual == 3.0),
+            ("weights.0.shape.high", "5", lambda o: o.weights[0].shape == Clamp(0.0, 5.0)),
+            ("weights.0.normalize", "true", lambda o: o.weights[0].normalize is True),
+            ("weights", "none", lambda o: o.weights == ()),
+            ("reduce.denominator", "kept", lambda o: o.reduce.denominator == "kept"),
+            ("kl", "0.04", lambda o: [p.coef for p in o.penalties] == [0.04]),
+        ],
+    )
+    def test_a_field_is_changed_by_its_name(self, name, value, read):
+        changed = override(self.objective, name, value)
+        assert read(changed)
+        assert not read(self.objective)
+
+    def test_none_takes_an_optional_value_back(self):
+        dual = override(self.objective, "surrogate.dual", 3.0)
+        assert override(dual, "surrogate.dual", "none") == self.objective
+
+    def test_several_changes_are_checked_together(self):
+        changed = override_all(self.objective, {"reduce.per": "trace", "reduce.inner": "sum", "reduce.norm": "256"})
+        assert changed.reduce == Reduce("trace", "sum", norm=256.0)
+        with pytest.raises(ArgumentError, match=r"Reduce\.inner is None"):
+            override(self.objective, "reduce.per", "trace")
+
+    def test_the_direct_form_is_two_overrides(self):
+        changed = override_all(self.objective, {"ratio.den": "rollout", "weights": "none"})
+        assert changed == Objective(Clip(), DIRECT)
+        with pytest.raises(ArgumentError, match="does not telescope"):
+            override(self.objective, "ratio.den", "rollout")
+
+    def test_kl_zero_takes_the_penalty_out(self):
+        assert override(with_kl(self.objective, 0.1), "kl", "0") == self.objective
+        assert with_kl(with_kl(self.objective, 0.1), 0.2).penalties[0].coef == 0.2
+
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("surogate.high", "1", "objective has no field 'surogate'. Did you mean 'surrogate'?"),
+            ("surrogate.hi", "1", "objective.surrogate has no field 'hi'. Did you mean 'high'?"),
+            ("weights.1.shape.high", "1", "objective.weights has no field '1'"),
+            ("surrogate", "Clip", "objective.surrogate is a Clip, not one value"),
+            ("surrogate.high.x", "1", "objective.surrogate.high is 0.2 and has no fields"),
+            ("surrogate.high", "wide", "objective.surrogate.high is 'wide'. It must be float"),
+            ("surrogate.dual", "wide", "It must be float or none"),
+            ("weights.0.normalize", "yes", "It must be bool"),
+            ("reduce.per", "word", "Reduce.per is 'word'. It must be one of 'token', 'trace', 'group'"),
+        ],
+    )
+    def test_a_wrong_name_or_value_is_told_with_the_right_ones(self, name, value, message):
+        with pytest.raises(ArgumentError) as caught:
+            override(self.objective, name, value)
+        assert message in str(caught.value)
+
+
+def test_values_compare_and_hash():
+    assert Weight(MISMATCH, shape=Identity()) == Weight(MISMATCH)
+    assert len({Objective(Clip(), OLD), Objective(Clip(), OLD), Objective(Clip(), DIRECT)}) == 2

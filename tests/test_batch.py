@@ -1,0 +1,287 @@
+"""Packing: what lies where, what is counted, what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracegrad.batch import Batch, Step, TooLong, Totals, pack
+from tracegrad.errors import ArgumentError
+from tracegrad.sequence import Sequences
+
+WHOLE = SimpleNamespace(old=False, rollout=False, ref=False, trace_ratio=True)
+
+
+def sequences(lengths, terms, trace=None, group=None, **more):
+    """Branches of the given lengths; `terms` lists the trainable positions of each. Ids count up over all tokens."""
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    trainable = np.zeros(cu[-1], bool)
+    for start, places in zip(cu, terms, strict=False):
+        trainable[start + np.asarray(places, int)] = True
+    logprobs = np.where(trainable, -np.arange(cu[-1]) / 100, np.nan)
+    return Sequences.from_arrays(np.arange(cu[-1]), cu, logprobs, trainable, trace=trace, group=group, **more)
+
+
+# Trace 0: 4 tokens, terms 1 2. Trace 1: branches of 3 (term 2) and 5 (terms 1 4). Trace 2: none. Trace 3: 2 (term 1).
+SMALL = sequences([4, 3, 5, 6, 2], [[1, 2], [2], [1, 4], [], [1]], trace=[0, 1, 1, 2, 3], group=[7, 7, 7, 3])
+
+
+@st.composite
+def ragged(draw):
+    branches = draw(st.lists(st.tuples(st.integers(2, 12), st.booleans()), min_size=1, max_size=25))
+    lengths = [length for length, _ in branches]
+    trace = np.cumsum([0, *[fresh for _, fresh in branches[1:]]])
+    terms = [draw(st.lists(st.integers(1, length - 1), unique=True, max_size=4)) for length in lengths]
+    terms[0] = terms[0] or [1]
+    group = draw(st.lists(st.integers(0, 4), min_size=int(trace[-1]) + 1, max_size=int(trace[-1]) + 1))
+    return sequences(lengths, terms, trace=trace, group=group, inv_temperature=np.linspace(0.5, 2, sum(lengths)))
+
+
+def test_a_step_holds_its_terms_by_trace_branch_and_position():
+    [step] = pack(SMALL, [1.0, -1.0, 9.0, 0.5], token_budget=8)
+    # Tokens of the branches begin at 0, 4, 7, 12, 18.
+    assert step.origin.tolist() == [1, 2, 6, 8, 11, 19]
+    assert step.trace.tolist() == [0, 0, 1, 1, 1, 3]
+    assert step.branch.tolist() == [0, 0, 1, 2, 2, 4]
+    assert step.group.tolist() == [7, 7, 7, 7, 7, 3]
+    assert step.turn.tolist() == [0] * 6
+    assert step.version.tolist() == [-1] * 6
+    assert step.advantages.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0, 0.5]
+    assert step.rollout_logprobs.tolist() == pytest.approx([-0.01, -0.02, -0.06, -0.08, -0.11, -0.19])
+    assert step.trace_terms.tolist() == [2, 2, 3, 3, 3, 1]
+    assert step.group_terms.tolist() == [5, 5, 5, 5, 5, 1]
+    assert step.group_traces.tolist() == [2, 2, 2, 2, 2, 1]  # trace 2 has no term
+    assert step.totals == Totals(terms=6, traces=3, groups=2)
+    assert step.old_logprobs is None
+    assert step.ref_logprobs is None
+
+
+def test_rows_are_filled_longest_first_and_branches_end_with_their_last_term():
+    [step] = pack(SMALL, np.zeros(4), token_budget=8)
+    # Laid lengths 3, 3, 5, 0, 2: 5 opens row 0, 3 fills it, 3 opens row 1, 2 joins it.
+    first, second = step.batches
+    assert first.ids.tolist() == [0, 1, 2, 7, 8, 9, 10, 11]
+    assert first.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert first.tree_end.tolist() == [3, 3, 3, 8, 8, 8, 8, 8]
+    assert first.read.tolist() == [0, 1, 3, 6]
+    assert first.target.tolist() == [1, 2, 8, 11]
+    assert first.row.tolist() == [0, 1, 2, 3]
+    assert first.term.tolist() == [0, 1, 3, 4]
+    assert second.ids.tolist() == [4, 5, 6, 18, 19]
+    assert second.term.tolist() == [2, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged(), st.integers(12, 40), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.sampled_from([1, 8]))
+def test_over_all_ranks_every_term_is_read_once_where_it_is_predicted(s, budget, groups, ranks, seed, multiple):
+    per_rank = [
+        pack(
+            s,
+            np.arange(s.traces),
+            token_budget=budget,
+            step_groups=groups,
+            ranks=ranks,
+            rank=rank,
+            seed=seed,
+            pad_to_multiple_of=multiple,
+        )
+        for rank in range(ranks)
+    ]
+    seen = []
+    for steps in zip(*per_rank, strict=True):
+        assert len({step.totals for step in steps}) == 1
+        assert len({len(step.batches) for step in steps}) == 1
+        assert steps[0].totals.terms == sum(len(step) for step in steps)
+        assert steps[0].totals.groups <= groups
+        homes = [set(step.trace.tolist()) for step in steps]
+        assert sum(map(len, homes)) == len(set().union(*homes)) == steps[0].totals.traces
+        for step in steps:
+            check_step(s, step, budget, multiple)
+            seen += step.origin.tolist()
+    assert sorted(seen) == s.terms.tolist()
+
+
+def check_step(s: Sequences, step: Step, budget: int, multiple: int):
+    assert (np.diff(step.origin) > 0).all()
+    assert np.array_equal(step.advantages, step.trace)
+    places = np.concatenate([batch.term for batch in step.batches])
+    assert sorted(places.tolist()) == list(range(len(step)))
+    for batch in step.batches:
+        assert len(batch.ids) % multiple == 0
+        assert len(batch.ids) <= -(-budget // multiple) * multiple
+        origin = step.origin[batch.term]
+        assert np.array_equal(batch.target, s.ids[origin])
+        assert np.array_equal(batch.ids[batch.read], s.ids[origin - 1])
+        assert np.array_equal(batch.inv_temperature, s.inv_temperature[origin])
+        assert np.array_equal(batch.row, np.arange(len(batch.term)))
+        check_tree(s, batch, step.branch[batch.term], origin)
+
+
+def check_tree(s: Sequences, batch: Batch, branch, origin):
+    index = np.arange(len(batch.ids))
+    seen = (index[None, :] <= index[:, None]) & (index[:, None] < batch.tree_end[None, :])
+    for read, n, token in zip(batch.read, branch, origin, strict=True):
+        context = s.ids[s.cu_seqlens[n] : token]  # all that stands before the term in its branch, and nothing else
+        assert batch.ids[seen[read]].tolist() == context.tolist()
+        assert batch.positions[seen[read]].tolist() == list(range(len(context)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(ragged())
+def test_counts_are_those_of_the_whole_step(s):
+    owner = np.repeat(s.trace, np.diff(s.cu_seqlens))[s.terms]
+    for rank in range(2):
+        for step in pack(s, np.zeros(s.traces), token_budget=20, step_groups=2, ranks=2, rank=rank):
+            for place in range(len(step)):
+                same = s.group[owner] == step.group[place]
+                assert step.trace_terms[place] == (owner == step.trace[place]).sum()
+                assert step.group_terms[place] == same.sum()
+                assert step.group_traces[place] == len(set(owner[same]))
+
+
+def test_a_rank_with_less_work_gets_batches_of_padding():
+    s = sequences([9, 9, 9], [[8], [8], [8]])
+    steps = [pack(s, np.ones(3), token_budget=9, ranks=2, rank=rank, pad_to_multiple_of=4)[0] for rank in range(2)]
+    assert [len(step.batches) for step in steps] == [2, 2]
+    assert [len(step) for step in steps] == [2, 1]
+    empty = steps[1].batches[1]
+    assert len(empty.term) == len(empty.read) == len(empty.row) == 0
+    assert empty.tree_end.tolist() == [1, 2, 3, 4]
+    assert empty.positions.tolist() == [0] * 4
+
+
+def test_groups_stay_together_in_the_order_of_their_first_trace():
+    s = sequences([2] * 6, [[1]] * 6, group=[5, 1, 5, 9, 1, 9])
+    steps = pack(s, np.zeros(6), token_budget=100, step_groups=2)
+    assert [sorted(set(step.group.tolist())) for step in steps] == [[1, 5], [9]]
+    assert [step.totals.groups for step in steps] == [2, 1]
+
+
+def test_a_seed_shuffles_groups_and_gives_the_same_plan_again():
+    s = sequences([2] * 40, [[1]] * 40, group=np.arange(40) // 2)
+
+    def plan(seed):
+        return [tuple(step.origin.tolist()) for step in pack(s, np.zeros(40), token_budget=8, step_groups=3, seed=seed)]
+
+    assert plan(1) == plan(1)
+    assert plan(1) != plan(2)
+    assert sorted(sum(plan(1), ())) == sorted(sum(plan(None), ()))
+
+
+def test_advantages_may_be_given_per_term():
+    [step] = pack(SMALL, np.arange(6) / 10, token_budget=8)
+    assert step.advantages.tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_a_trace_longer_than_the_budget_is_refused_by_name():
+    s = sequences([3, 9, 8], [[2], [8], [7]])
+    with pytest.raises(ArgumentError, match=r"^trace '1': branch 0 has 9 tokens .*\(2 traces .*token_budget to 9"):
+        pack(s, np.zeros(3), token_budget=5)
+
+
+def test_dropped_traces_are_counted_in_the_step_of_their_group():
+    s = sequences([3, 3, 9, 9], [[2], [2], [7, 8], [8]], group=[0, 1, 1, 2])
+    steps = pack(s, np.zeros(4), token_budget=5, step_groups=1, too_long="drop")
+    assert [step.totals for step in steps] == [Totals(1, 1, 1), Totals(1, 1, 1)]
+    # Group 2 is gone, so its trace stands in the first step.
+    assert [step.too_long for step in steps] == [TooLong(("3",), 1), TooLong(("2",), 2)]
+    assert [step.group_traces.tolist() for step in steps] == [[1], [1]]
+
+
+def test_truncated_branches_keep_the_terms_before_the_budget():
+    s = sequences([3, 9], [[2], [1, 3, 8]])
+    [step] = pack(s, np.zeros(2), token_budget=5, too_long="truncate")
+    assert step.origin.tolist() == [2, 4, 6]
+    assert step.trace_terms.tolist() == [1, 2, 2]
+    assert step.too_long == TooLong(("1",), 1)
+    assert max(len(batch.ids) for batch in step.batches) == 4
+
+
+def test_an_objective_over_whole_traces_keeps_them_in_one_row():
+    s = sequences([4, 5, 4, 5], [[3], [4], [3], [4]], trace=[0, 0, 1, 1])
+    loose = pack(s, np.zeros(2), token_budget=10)[0].batches
+    whole = pack(s, np.zeros(2), token_budget=10, needs=WHOLE)[0].batches
+    assert [batch.term.tolist() for batch in loose] == [[1, 3], [0, 2]]
+    assert [batch.term.tolist() for batch in whole] == [[0, 1], [2, 3]]
+    with pytest.raises(ArgumentError, match="all its branches together have 9 tokens"):
+        pack(s, np.zeros(2), token_budget=8, needs=WHOLE)
+    with pytest.raises(ArgumentError, match="truncate"):
+        pack(s, np.zeros(2), token_budget=8, needs=WHOLE, too_long="truncate")
+
+
+def test_logprobs_come_back_in_the_order_of_the_step():
+    [step] = pack(SMALL, np.zeros(4), token_budget=8)
+    per_batch = [np.float32(batch.term) * -1 for batch in step.batches]
+    assert step.with_logprobs(old=per_batch).old_logprobs.tolist() == [0, -1, -2, -3, -4, -5]
+    flat = step.with_logprobs(ref=np.linspace(-1, 0, 6))
+    assert flat.ref_logprobs.dtype == np.float64
+    assert flat.old_logprobs is None
+    assert step.ref_logprobs is None
+    with pytest.raises(ArgumentError, match="old_logprobs has"):
+        step.with_logprobs(old=per_batch[::-1])
+    with pytest.raises(ArgumentError, match="ref_logprobs has"):
+        step.with_logprobs(ref=np.zeros(5))
+
+
+def test_terms_are_gathered_from_the_step_for_one_batch():
+    torch = pytest.importorskip("torch")
+    [step] = pack(SMALL, [1.0, -1.0, 0.0, 0.5], token_budget=8)
+    step = step.with_logprobs(old=np.arange(6, dtype=np.float32) * -1)
+    corrected = SimpleNamespace(weight=np.arange(6.0), keep=np.arange(6) > 2, scale=np.full(6, 0.25, np.float32))
+    second = step.batches[1].to("cpu")
+    assert second.ids.dtype == second.read.dtype == torch.int64
+    terms = step.terms(second, corrected)
+    assert terms.old.tolist() == [-2, -5]
+    assert terms.rollout.tolist() == pytest.approx([-0.06, -0.19])
+    assert terms.ref is None
+    assert terms.advantages.tolist() == [-1.0, 0.5]
+    assert terms.weight.tolist() == [2.0, 5.0]
+    assert terms.keep.tolist() == [False, True]
+    assert terms.scale.tolist() == [0.25, 0.25]
+    assert (terms.trace.tolist(), terms.turn.tolist(), terms.group.tolist()) == ([1, 3], [0, 0], [7, 3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"share_prefixes": True}, "not built yet"),
+        ({"token_budget": 0}, "token_budget is 0"),
+        ({"step_groups": 0}, "step_groups is 0"),
+        ({"ranks": 2, "rank": 2}, "rank is 2 of 2"),
+        ({"too_long": "cut"}, "too_long is 'cut'"),
+        ({"advantages": np.zeros(5)}, "4 traces and 6 terms"),
+        ({"advantages": [0, np.nan, 0, 0]}, "trace '1': the advantage of a trained token is nan"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(change, message):
+    arguments = {"advantages": np.zeros(4), "token_budget": 8} | change
+    with pytest.raises(ArgumentError, match=message):
+        pack(SMALL, arguments.pop("advantages"), **arguments)
+
+
+def test_as_many_advantages_as_traces_are_per_trace():
+    [step] = pack(sequences([3, 3], [[1, 2], []]), [0.5, 9.0], token_budget=8)
+    assert step.advantages.tolist() == [0.5, 0.5]
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ArgumentError, match="no token can be trained"):
+        pack(sequences([3, 3], [[], []]), np.zeros(2), token_budget=8)
+    with pytest.raises(ArgumentError, match="no token can be trained"):
+        pack(sequences([9], [[8]]), np.zeros(1), token_budget=4, too_long="drop")
+
+
+def test_a_first_token_cannot_be_trained():
+    s = Sequences.from_arrays([1, 2], [0, 2], [-0.1, -0.1], [True, True])
+    with pytest.raises(ArgumentError, match="trace '0': the first token of branch 0 is trainable"):
+        pack(s, [1.0], token_budget=8)
+
+
+def test_packing_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, tracegrad.batch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,259 @@
+"""The command line: what it prints, what it writes, what it refuses, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tracegrad
+import tracegrad as tg
+from tracegrad import _core
+from tracegrad.cli import main
+
+SOURCE = Path(tracegrad.__file__).parents[1]
+QUICK = ["--pack.step_groups", "2", "--optimizer.lr", "2e-4", "--epochs", "2", "--data.holdout", "0.2"]
+
+
+@pytest.fixture(scope="session")
+def forty(example, tmp_path_factory):
+    """A file of the example's first five groups."""
+    path = tmp_path_factory.mktemp("traces") / "traces.jsonl"
+    tg.write(tg.read(example / "traces.jsonl.zst", limit=40), path)
+    return path
+
+
+def train(example, forty, out, *more):
+    return ["train", str(forty), "--model", str(example / "model"), "--out", str(out), *QUICK, *more]
+
+
+def test_the_version_is_the_cores(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert (done.value.code, capsys.readouterr().out) == (0, f"tracegrad {_core.__version__}\n")
+
+
+def test_importing_it_and_preparing_take_neither_torch_nor_transformers_nor_tqdm(example, forty, tmp_path):
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'tqdm', 'safetensors'])); "
+    arguments = ["prepare", str(forty), "--model", str(example / "model"), "--out", str(tmp_path / "o")]
+    call = f"from tracegrad.cli import main; sys.exit(main({arguments!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked + call],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_prepare_writes_shards_that_hold_what_align_gives(example, forty, tmp_path, capsys):
+    assert (
+        main(
+            [
+                "prepare",
+                str(forty),
+                "--model",
+                str(example / "model"),
+                "--out",
+                str(tmp_path / "o"),
+                "--shard-traces",
+                "16",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "read     40 traces in 5 groups" in said
+    whole = tg.align(tg.read(forty), tg.Tokenizer.from_pretrained(example / "model"))
+    shards = [tg.Sequences.load(path) for path in sorted((tmp_path / "o").glob("shard-*"))]
+    assert [shard.traces for shard in shards] == [16, 16, 8]
+    np.testing.assert_array_equal(np.concatenate([shard.ids for shard in shards]), whole.ids)
+    drift = json.loads((tmp_path / "o" / "drift.json").read_text())
+    assert (drift["tokens"], drift["terms"], drift["groups"]) == (whole.tokens, len(whole.terms), 5)
+    assert drift["tiers"] == whole.tiers()
+    assert drift["drift"] == whole.drift.table()
+
+
+def test_train_takes_what_prepare_has_written(example, forty, tmp_path, capsys):
+    shards = tmp_path / "shards"
+    model = ["--model", str(example / "model")]
+    assert main(["prepare", str(forty), *model, "--out", str(shards), "--shard-traces", "16"]) == 0
+    prepared = capsys.readouterr().out.splitlines()
+    assert main(train(example, shards, tmp_path / "o", "--dry-run")) == 0
+    said = capsys.readouterr().out
+    assert "take 4 steps, 2 an epoch, on 32 traces, with 8 held out" in said
+    assert all(line in said for line in prepared[1:-1])
+    assert main(train(example, shards, tmp_path / "o", "--dry-run", "--lenient")) == 1
+    assert "data.lenient has no effect" in capsys.readouterr().err
+
+
+def test_prepare_does_not_mix_its_shards_with_others(example, forty, tmp_path, capsys):
+    arguments = ["prepare", str(forty), "--model", str(example / "model"), "--out", str(tmp_path / "o")]
+    assert (main(arguments), main(arguments)) == (0, 1)
+    assert "holds shards" in capsys.readouterr().err
+
+
+def test_a_bad_record_stops_or_is_left_out_or_is_written_aside(example, forty, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    lines = forty.read_bytes().splitlines(keepends=True)
+    bad.write_bytes(b"".join([*lines[:3], b'{"messages": 7}\n', *lines[3:]]))
+    arguments = ["prepare", str(bad), "--model", str(example / "model"), "--out"]
+    assert main([*arguments, str(tmp_path / "a")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tracegrad: error: ")
+    assert "bad.jsonl:4" in error
+    assert error.count("\n") == 1
+    assert main([*arguments, str(tmp_path / "b"), "--on-error", "skip"]) == 0
+    assert "40 traces in 5 groups" in capsys.readouterr().out
+    assert main([*arguments, str(tmp_path / "c"), "--on-error", "quarantine"]) == 0
+    assert (tmp_path / "c" / "bad.jsonl.quarantine.raw").read_bytes() == b'{"messages": 7}\n'
+
+
+def test_a_run_leaves_what_it_says(example, forty, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    assert main(train(example, forty, out)) == 0
+    said = capsys.readouterr()
+    assert "read     40 traces in 5 groups" in said.out
+    assert "tier" in said.out
+    assert "value" in said.err
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["traces"], summary["groups"], summary["seed"], summary["steps"]) == (40, 5, 0, 4)
+    assert {"tokens", "tiers", "drift", "value"} <= summary.keys()
+    assert {"read", "align", "train", "old", "checkpoint"} <= summary["seconds"].keys()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert "<svg" in (out / "report.html").read_text()
+    assert rows[1]["rollout_gap"] < 1e-4  # trainer and server agree on the recorded logprobs
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint")
+    assert model.num_parameters() > 0
+    assert tg.Tokenizer.from_pretrained(out / "checkpoint").encode("hello").tolist()
+    assert tg.config.load(out / "config.toml").train.epochs == 2
+
+
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit_as_if_it_had_not_come(
+    example, forty, tmp_path, capsys
+):
+    torch = pytest.importorskip("torch")
+    threads = str(torch.get_num_threads())  # sums may be cut by it
+    more = ["--pack.step_groups", "1"]  # eight short steps, so that the signal comes between them
+    assert main(train(example, forty, tmp_path / "whole", *more)) == 0
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": threads}
+    command = [sys.executable, "-m", "tracegrad.cli", *train(example, forty, tmp_path / "cut", *more)]
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    rows = tmp_path / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while (
+        running.poll() is None
+        and time.monotonic() < deadline
+        and not (rows.exists() and rows.read_text().count("\n") >= 2)
+    ):
+        time.sleep(0.005)
+    running.send_signal(signal.SIGINT)
+    said, complaint = running.communicate(timeout=300)
+    assert running.returncode == 130, complaint
+    assert "Traceback" not in complaint
+    taken = int(re.search(r"after step (\d) of 8", said)[1])
+    assert 1 <= taken < 8
+    (again,) = re.findall(r"go on +tracegrad (.*)", said)
+    assert main(shlex.split(again)) == 0
+    assert f"resumed after step {taken}" in capsys.readouterr().out
+    one, other = (tmp_path / name / "checkpoint" for name in ("whole", "cut"))
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    for name in ("optimizer", "logprobs"):
+        file = f"resume/{name}.safetensors"
+        assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
+def test_the_config_is_printed_and_read_back(tmp_path, capsys):
+    arguments = ["train", "t.jsonl", "--model", "m", "--out", str(tmp_path), "--print-config", "--objective", "GRPO"]
+    assert main([*arguments, "--objective.surrogate.high", "0.3", "--seed", "7", "--train.epochs=3"]) == 0
+    said = capsys.readouterr().out
+    assert "high=0.3" in said
+    (tmp_path / "run.toml").write_text(said)
+    told = tg.config.load(tmp_path / "run.toml")
+    assert (told.train.seed, told.train.epochs, told.objective.preset) == (7, 3, "GRPO")
+
+
+def test_a_dry_run_says_what_would_be_done_and_touches_no_weights(example, forty, tmp_path, capsys):
+    assert main(train(example, forty, tmp_path / "out", "--dry-run")) == 0
+    said = capsys.readouterr().out
+    assert "take 4 steps, 2 an epoch, on 32 traces, with 8 held out" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--optimizer.lrr", "1"], "Did you mean optimizer.lr"),
+        (["--objective", "GPRO"], "Did you mean GRPO"),
+        (["--objective.surrogate.hihg", "0.3"], "Did you mean 'high'"),
+        (["--stop-below-ess", "20"], "train.stop_below_ess is 20"),
+        (["--config", "gone.toml"], "gone.toml: No such file"),
+        (["--objective", "DAPO_DIRECT", "--train.updates_per_old", "4"], "train.updates_per_old has no effect"),
+        (["--pack.token_budget", "30"], "token_budget"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_1(example, forty, tmp_path, capsys, more, said):
+    assert main(train(example, forty, tmp_path / "out", *more)) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "required"),
+        (["trian"], "invalid choice"),
+        (["train", "t.jsonl"], "--model"),
+        (["train", "t.jsonl", "--model", "m", "--out", "o", "--epoch", "3"], "Did you mean --epochs?"),
+        (["train", "t.jsonl", "--model", "m", "--out", "o", "--optimizer.lr"], "has no value"),
+        (["prepare", "t.jsonl", "--model", "m", "--out", "o", "more.jsonl"], "more.jsonl is no option"),
+    ],
+)
+def test_wrong_usage_is_exit_2(capsys, arguments, said):
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    assert done.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_cannot_be_found_is_one_line(example, forty, tmp_path, capsys):
+    model = str(example / "model")
+    for traces, directory, said in [
+        ("gone.jsonl", model, "gone.jsonl"),
+        (str(forty), str(tmp_path / "gone"), "gone"),
+        (str(forty), str(tmp_path), "tokenizer.json"),
+    ]:
+        assert main(["train", traces, "--model", directory, "--out", str(tmp_path / "out")]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_prepare_refuses_what_only_training_takes(example, forty, tmp_path, capsys):
+    assert main(["prepare", str(forty), "--model", "m", "--out", "o", "--optimizer.lr", "1"]) == 1
+    assert "no effect on prepare" in capsys.readouterr().err
+
+
+def test_a_model_without_weights_is_one_line_after_the_traces_were_read(example, forty, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    bare = tmp_path / "model"
+    bare.mkdir()
+    for file in (example / "model").iterdir():
+        if file.suffix != ".safetensors":
+            (bare / file.name).write_bytes(file.read_bytes())
+    assert main(["train", str(forty), "--model", str(bare), "--out", str(tmp_path / "out"), *QUICK]) == 1
+    assert "no model.safetensors there" in capsys.readouterr().err

@@ -1,0 +1,451 @@
+"""correction: weights, gates and denominators in every layout, against hand-worked numbers and TRL's code."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peer_code import trl_importance_ratio
+from tracegrad import presets
+from tracegrad.algebra import LOG_RATIO_LIMIT, Clamp, Gate, Identity, Level, Ratio, Reduce, Weight, Window
+from tracegrad.correction import correct
+from tracegrad.errors import ArgumentError
+
+NAN = float("nan")
+MISMATCH = Ratio("old", "rollout")
+TIS = Weight(MISMATCH, shape=Clamp(0.0, 2.0))
+OLD = np.array([-1.0, -0.5, -2.0, -1.0, -0.3])
+ROLLOUT = np.array([-1.2, -2.5, NAN, -1.0, -0.4])
+TRACE = np.array([0, 0, 0, 1, 1])
+
+
+def test_a_truncated_token_weight_by_hand():
+    # e^0.2, e^2 -> 2, missing -> 0, e^0, e^0.1
+    found = correct(OLD, ROLLOUT, trace=TRACE, weights=[TIS])
+    np.testing.assert_allclose(found.weight, [np.exp(0.2), 2.0, 0.0, 1.0, np.exp(0.1)], rtol=1e-15)
+    assert found.keep.tolist() == [True, True, False, True, True]
+    assert found.weight.dtype == found.scale.dtype == np.float64
+
+
+def test_metrics_by_hand():
+    found = correct(OLD, ROLLOUT, trace=TRACE, weights=[TIS]).metrics
+    log_ratio = np.array([0.2, 2.0, 0.0, 0.1])
+    weight = np.minimum(np.exp(log_ratio), 2)
+    expected = {
+        "terms": 5,
+        "missing": 1,
+        "frac_missing": 0.2,
+        "kept": 4,
+        "masked_fraction": 0.0,
+        "ratio_mean": np.exp(log_ratio).mean(),
+        "ratio_min": 1.0,
+        "ratio_max": np.exp(2.0),
+        "ratio_ess": np.exp(log_ratio).sum() ** 2 / np.exp(2 * log_ratio).sum() / 4,
+        "weight_mean": weight.mean(),
+        "ess": weight.sum() ** 2 / (weight**2).sum() / 4,
+        "ess_count": weight.sum() ** 2 / (weight**2).sum(),
+        "truncated_fraction": 0.25,
+        "clamped": 0,
+        "clamped_levels": 0,
+        "kl_rollout_old_k1": -log_ratio.mean(),
+        "kl_rollout_old_k3": (np.exp(log_ratio) - 1 - log_ratio).mean(),
+        "logprob_abs_diff_mean": log_ratio.mean(),
+        "logprob_abs_diff_max": 2.0,
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_float32_is_computed_in_float32_and_close_to_float64():
+    generator = np.random.default_rng(0)
+    rollout = -generator.exponential(2.0, 5000)
+    old = rollout + generator.normal(0, 1.5, 5000)
+    trace = np.arange(5000) // 50
+    weights = [TIS, Weight(MISMATCH, Level("trace", "mean"), Identity())]
+    wide = correct(old, rollout, trace=trace, weights=weights)
+    found = correct(old.astype(np.float32), rollout.astype(np.float32), trace=trace, weights=weights)
+    assert found.weight.dtype == np.float32
+    np.testing.assert_allclose(found.weight, wide.weight, rtol=5e-6)
+    for name, value in wide.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-4), name
+
+
+class TestMissing:
+    def test_masked_terms_stand_outside_level_means(self):
+        # trace 0: mean of 0.2 and 2.0
+        found = correct(OLD, ROLLOUT, trace=TRACE, weights=[Weight(MISMATCH, Level("trace", "mean"))])
+        np.testing.assert_allclose(found.weight[:3], [np.exp(1.1), np.exp(1.1), 0.0])
+
+    def test_masked_terms_stand_inside_all_denominators_and_outside_kept_ones(self):
+        every = correct(OLD, ROLLOUT, trace=TRACE, reduce=Reduce("trace", "mean"))
+        np.testing.assert_allclose(every.scale, [1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4])
+        kept = correct(OLD, ROLLOUT, trace=TRACE, reduce=Reduce("trace", "mean", denominator="kept"))
+        np.testing.assert_allclose(kept.scale, [1 / 4] * 5)
+        assert correct(OLD, ROLLOUT, trace=TRACE, reduce=Reduce("token")).scale[0] == 1 / 5
+        assert correct(OLD, ROLLOUT, trace=TRACE, reduce=Reduce("token", denominator="kept")).scale[0] == 1 / 4
+
+    def test_neutral_terms_have_weight_one_outside_sums_and_means(self):
+        weights = [Weight(MISMATCH, normalize=True)]
+        found = correct(OLD, ROLLOUT, trace=TRACE, weights=weights, missing="neutral")
+        ratio = np.exp([0.2, 2.0, 0.0, 0.1])
+        np.testing.assert_allclose(found.weight, np.insert(ratio / ratio.mean(), 2, 1.0))
+        assert found.keep.all()
+        assert found.metrics["weight_mean"] == pytest.approx(1.0)
+
+    def test_neutral_terms_fall_with_their_trace(self):
+        gate = Gate(MISMATCH, "k1", Level("trace", "mean"), high=1.0)
+        found = correct(OLD, ROLLOUT, trace=TRACE, gates=[gate], missing="neutral")
+        assert found.keep.tolist() == [False, False, False, True, True]
+        assert found.metrics["masked_fraction"] == pytest.approx(3 / 5)
+
+    def test_refusing_names_the_term(self):
+        with pytest.raises(ArgumentError, match=r"term 2 \(trace 0\): the rollout logprob is missing"):
+            correct(OLD, ROLLOUT, trace=TRACE, missing="refuse")
+        with pytest.raises(ArgumentError, match="missing is 'drop'"):
+            correct(OLD, ROLLOUT, trace=TRACE, missing="drop")
+
+    def test_the_direct_form_masks_and_refuses_neutral(self):
+        found = correct(None, ROLLOUT, trace=TRACE, reduce=Reduce("token"))
+        assert found.keep.tolist() == [True, True, False, True, True]
+        assert found.weight.tolist() == [1, 1, 0, 1, 1]
+        assert found.metrics["frac_missing"] == 0.2
+        assert "ratio_mean" not in found.metrics
+        with pytest.raises(ArgumentError, match="a ratio of 1 where none is known"):
+            correct(None, ROLLOUT, trace=TRACE, missing="neutral")
+
+    def test_an_objective_that_takes_no_ratio_of_rollout_keeps_everything(self):
+        found = correct(OLD, None, trace=TRACE)
+        assert found.keep.all()
+        assert found.metrics["missing"] == 0
+        with pytest.raises(ArgumentError, match="rollout is None"):
+            correct(OLD, None, trace=TRACE, weights=[TIS])
+
+
+class TestLayouts:
+    mask = np.array([[1, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]], bool)
+    old = np.array([[-1.0, NAN, -2.0, -3.0], [9.0, 9.0, -0.5, NAN], [NAN] * 4])
+    rollout = np.array([[-1.5, NAN, -2.0, -2.5], [9.0, 9.0, -2.5, NAN], [NAN] * 4])
+
+    def test_padded_rows_are_traces_and_shape_comes_back(self):
+        found = correct(self.old, self.rollout, mask=self.mask, weights=[TIS], reduce=Reduce("trace", "mean"))
+        np.testing.assert_allclose(found.weight, [[np.exp(0.5), 0, 1, np.exp(-0.5)], [0, 0, 2, 0], [0] * 4])
+        # two rows have terms; the empty one is no trace
+        np.testing.assert_allclose(found.scale, [[1 / 6, 0, 1 / 6, 1 / 6], [0, 0, 1 / 2, 0], [0] * 4])
+        assert (found.keep == self.mask).all()
+
+    def test_rows_of_one_trace_are_grouped_by_their_id(self):
+        found = correct(
+            self.old,
+            self.rollout,
+            mask=self.mask,
+            trace=np.array([5, 5, 7]),
+            weights=[Weight(MISMATCH, Level("trace", "sum"))],
+        )
+        np.testing.assert_allclose(found.weight[self.mask], np.exp(0.5 - 0.5 + 2.0))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_tensors_come_back_as_tensors(self, dtype):
+        old, rollout = torch.tensor(self.old, dtype=dtype), torch.tensor(self.rollout, dtype=dtype)
+        found = correct(old.requires_grad_(), rollout, mask=torch.tensor(self.mask), weights=[TIS])
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert found.weight.dtype == found.scale.dtype == wide
+        assert found.keep.dtype == torch.bool
+        assert found.weight.shape == (3, 4)
+        assert not found.weight.requires_grad
+        expected = correct(self.old, self.rollout, mask=self.mask, weights=[TIS]).weight
+        np.testing.assert_allclose(found.weight, expected, rtol=1e-6)
+
+    def test_flat_tensors_equal_padded_ones(self):
+        flat = correct(
+            torch.tensor(self.old[self.mask]),
+            torch.tensor(self.rollout[self.mask]),
+            trace=torch.tensor([0, 0, 0, 1]),
+            weights=[TIS],
+        )
+        padded = correct(self.old, self.rollout, mask=self.mask, weights=[TIS])
+        assert (flat.weight.numpy() == padded.weight[self.mask]).all()
+        assert flat.metrics == padded.metrics
+
+    def test_what_does_not_fit_is_named(self):
+        with pytest.raises(ArgumentError, match="need mask="):
+            correct(self.old, self.rollout)
+        with pytest.raises(ArgumentError, match="need trace="):
+            correct(OLD, ROLLOUT)
+        with pytest.raises(ArgumentError, match=r"turn is \(4,\) but the logprobs are \(5,\)"):
+            correct(OLD, ROLLOUT, trace=TRACE, turn=np.zeros(4))
+        with pytest.raises(ArgumentError, match=r"mask is \(2, 4\)"):
+            correct(self.old, self.rollout, mask=self.mask[:2])
+        with pytest.raises(ArgumentError, match="both None"):
+            correct(None, None, trace=TRACE)
+
+    def test_no_terms_are_no_error(self):
+        found = correct(np.zeros(0), np.zeros(0), trace=np.zeros(0, int), weights=[TIS])
+        assert found.weight.shape == (0,)
+        assert correct(self.old, self.rollout, mask=np.zeros_like(self.mask), weights=[TIS]).scale.sum() == 0
+
+    def test_torch_is_not_imported_for_numpy(self):
+        code = (
+            "import sys, numpy as np; from tracegrad.correction import correct; "
+            "correct(np.zeros(1), np.zeros(1), trace=np.zeros(1)); assert 'torch' not in sys.modules"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class TestLevelsAndGates:
+    # Trace 0 has turns 0 and 1, trace 1 turn 0. log-ratios: 0.1, 0.3 | -0.5 | 1.0
+    old = np.array([-1.0, -1.0, -1.0, -1.0])
+    rollout = np.array([-1.1, -1.3, -0.5, -2.0])
+    trace = np.array([0, 0, 0, 1])
+    turn = np.array([0, 0, 1, 0])
+
+    @pytest.mark.parametrize(
+        ("level", "expected"),
+        [
+            (Level("turn", "sum"), [0.4, 0.4, -0.5, 1.0]),
+            (Level("turn", "mean"), [0.2, 0.2, -0.5, 1.0]),
+            (Level("trace", "sum"), [-0.1, -0.1, -0.1, 1.0]),
+            (Level("trace", "max"), [0.3, 0.3, 0.3, 1.0]),
+        ],
+    )
+    def test_levels_aggregate_the_log_ratio(self, level, expected):
+        found = correct(self.old, self.rollout, trace=self.trace, turn=self.turn, weights=[Weight(MISMATCH, level)])
+        np.testing.assert_allclose(np.log(found.weight), expected, atol=1e-14)
+
+    def test_a_window_sets_weights_to_zero_and_leaves_keep(self):
+        found = correct(self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=Window(0.7, 2.0))])
+        np.testing.assert_allclose(found.weight, [np.exp(0.1), np.exp(0.3), 0.0, 0.0])
+        assert found.keep.all()
+        assert found.metrics["truncated_fraction"] == 0.5
+
+    @pytest.mark.parametrize(
+        ("gate", "keep"),
+        [
+            (Gate(MISMATCH, low=0.7, high=2.0), [1, 1, 0, 0]),
+            (Gate(MISMATCH, low=0.7, scope="turn"), [1, 1, 0, 1]),
+            (Gate(MISMATCH, low=0.7, scope="trace"), [0, 0, 0, 1]),
+            (Gate(MISMATCH, "k1", Level("trace", "sum"), high=0.5), [1, 1, 1, 0]),
+            (Gate(MISMATCH, "ratio", Level("trace", "mean"), low=0.99), [0, 0, 0, 1]),
+            (Gate(MISMATCH, "k2", Level("turn", "max"), high=0.1), [1, 1, 0, 0]),
+            (Gate(MISMATCH, "k3", high=0.12), [1, 1, 1, 0]),
+            (Gate(MISMATCH, "k3", Level("turn", "mean"), high=0.05, scope="trace"), [0, 0, 0, 0]),
+        ],
+    )
+    def test_gates_by_hand(self, gate, keep):
+        found = correct(self.old, self.rollout, trace=self.trace, turn=self.turn, gates=[gate])
+        assert found.keep.tolist() == [bool(flag) for flag in keep]
+
+    def test_a_gate_reads_the_sign_of_the_advantage(self):
+        gate = Gate(MISMATCH, high=1.2, when="A<0")
+        advantages = np.array([-1.0, -1.0, -1.0, 1.0])
+        found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], advantages=advantages)
+        assert found.keep.tolist() == [True, False, True, True]
+        with pytest.raises(ArgumentError, match="without advantages"):
+            correct(self.old, self.rollout, trace=self.trace, gates=[gate])
+
+    def test_weights_over_kept_terms_do_not_count_what_a_gate_dropped(self):
+        gate = Gate(MISMATCH, low=0.7)
+        weight = Weight(MISMATCH, Level("trace", "sum", terms="kept"))
+        found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], weights=[weight])
+        np.testing.assert_allclose(found.weight[:2], np.exp(0.4))
+
+    def test_a_log_ratio_beyond_the_limit_is_clamped_and_counted(self):
+        found = correct(np.array([-1.0, -60.0]), np.array([-60.0, -1.0]), trace=[0, 1], weights=[Weight(MISMATCH)])
+        np.testing.assert_allclose(np.log(found.weight), [LOG_RATIO_LIMIT, -LOG_RATIO_LIMIT])
+        assert found.metrics["clamped"] == 2
+
+    def test_everything_rejected_is_zero_and_not_nan(self):
+        gate = Gate(MISMATCH, high=0.0)
+        reduce = Reduce("trace", "mean", denominator="kept")
+        found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], weights=[TIS], reduce=reduce)
+        assert not found.keep.any()
+        assert found.scale.tolist() == [0.0] * 4
+        assert found.metrics["ess"] == found.metrics["ess_count"] == found.metrics["weight_mean"] == 0.0
+        dead = correct(self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=Window(50.0, 60.0))])
+        assert dead.metrics["ess"] == 0.0
+
+
+class TestDenominators:
+    trace = np.array([0, 0, 1, 2])
+    group = np.array([0, 0, 0, 1])
+    logprobs = np.full(4, -1.0)
+
+    @pytest.mark.parametrize(
+        ("reduce", "expected"),
+        [
+            (Reduce("token"), [1 / 4] * 4),
+            (Reduce("trace", "mean"), [1 / 6, 1 / 6, 1 / 3, 1 / 3]),
+            (Reduce("trace", "sum"), [1 / 3] * 4),
+            (Reduce("trace", "sum", norm=10.0), [1 / 30] * 4),
+            (Reduce("group", "mean"), [1 / 6, 1 / 6, 1 / 6, 1 / 2]),
+            (Reduce("group", "sum", norm=2.0), [1 / 4] * 4),
+        ],
+    )
+    def test_scales_by_hand(self, reduce, expected):
+        found = correct(self.logprobs, self.logprobs, trace=self.trace, group=self.group, reduce=reduce)
+        np.testing.assert_allclose(found.scale, expected)
+
+    def test_totals_over_ranks_stand_in_all_denominators(self):
+        totals = SimpleNamespace(terms=100, traces=20, groups=5)
+        for reduce, expected in [
+            (Reduce("token"), [1 / 100] * 4),
+            (Reduce("trace", "mean"), [1 / 40, 1 / 40, 1 / 20, 1 / 20]),
+            (Reduce("group", "mean"), [1 / 50, 1 / 50, 1 / 50, 1 / 5]),
+        ]:
+            found = correct(
+                self.logprobs,
+                self.logprobs,
+                trace=self.trace,
+                group=self.group,
+                reduce=reduce,
+                totals=totals,
+                group_terms=[10, 10, 10, 1],
+            )
+            np.testing.assert_allclose(found.scale, expected)
+
+    @pytest.mark.parametrize(
+        "reduce", [Reduce("token", denominator="kept"), Reduce("trace", "mean", denominator="kept")]
+    )
+    def test_two_ranks_together_are_one(self, reduce):
+        generator = np.random.default_rng(1)
+        rollout = -generator.exponential(1.0, 60)
+        old = rollout + generator.normal(0, 0.7, 60)
+        rollout[5] = NAN
+        trace = np.arange(60) // 6
+        options = {
+            "weights": [Weight(MISMATCH, shape=Clamp(0, 2), normalize=True)],
+            "gates": [Gate(MISMATCH, "k1", Level("trace", "mean"), low=-0.3, high=0.3)],
+            "reduce": reduce,
+        }
+        whole = correct(old, rollout, trace=trace, **options)
+        halves = [slice(0, 24), slice(24, 60)]
+        ranks = _in_two_ranks(
+            [
+                lambda all_reduce, h=h: correct(old[h], rollout[h], trace=trace[h], all_reduce=all_reduce, **options)
+                for h in halves
+            ]
+        )
+        for half, rank in zip(halves, ranks, strict=True):
+            np.testing.assert_allclose(rank.weight, whole.weight[half], rtol=1e-12)
+            np.testing.assert_allclose(rank.scale, whole.scale[half], rtol=1e-15)
+            assert (rank.keep == whole.keep[half]).all()
+            for name, value in whole.metrics.items():
+                assert rank.metrics[name] == pytest.approx(value, rel=1e-12), name
+
+    def test_groups_that_may_span_ranks_need_totals(self):
+        with pytest.raises(ArgumentError, match="over ranks counts groups"):
+            correct(
+                self.logprobs,
+                self.logprobs,
+                trace=self.trace,
+                group=self.group,
+                reduce=Reduce("group", "mean"),
+                all_reduce=lambda array, op: array,
+            )
+        with pytest.raises(ArgumentError, match="without group"):
+            correct(self.logprobs, self.logprobs, trace=self.trace, reduce=Reduce("group", "mean"))
+
+
+def _in_two_ranks(calls):
+    """Runs the calls in threads whose all_reduce meets at a barrier."""
+    import threading
+
+    barrier, slots, found = threading.Barrier(2), [None, None], [None, None]
+
+    def rank(index):
+        def all_reduce(array, op):
+            slots[index] = array
+            barrier.wait()
+            result = {"sum": np.add, "max": np.maximum}[op](*slots)
+            barrier.wait()
+            return result
+
+        found[index] = calls[index](all_reduce)
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("bad", [0.3, float("inf"), -float("inf"), -9999.0])
+def test_what_is_no_logprob_is_refused_by_term(bad):
+    with pytest.raises(ArgumentError, match=r"term 1 \(trace 4\): the rollout logprob is .* Pass NaN"):
+        correct(np.array([-1.0, -1.0]), np.array([-1.0, bad]), trace=[4, 4])
+
+
+def test_an_old_logprob_that_overflowed_is_refused():
+    with pytest.raises(ArgumentError, match=r"term 0 \(trace 0\): the old logprob is NaN"):
+        correct(np.array([NAN]), np.array([-1.0]), trace=[0])
+
+
+def test_results_do_not_depend_on_the_run():
+    generator = np.random.default_rng(3)
+    rollout = -generator.exponential(1.0, 5000).astype(np.float32)
+    old = rollout + generator.normal(0, 1, 5000).astype(np.float32)
+    runs = [correct(old, rollout, trace=np.arange(5000) // 7, weights=[TIS]) for _ in range(2)]
+    assert (runs[0].weight == runs[1].weight).all()
+    assert runs[0].metrics == runs[1].metrics
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    level=st.sampled_from([Level("trace", "sum"), Level("trace", "mean"), Level("turn", "max")]),
+)
+def test_the_order_of_terms_does_not_matter(seed, level):
+    generator = np.random.default_rng(seed)
+    size = 40
+    rollout = -generator.exponential(1.0, size)
+    rollout[generator.random(size) < 0.2] = NAN
+    columns = {
+        "old": -generator.exponential(1.0, size),
+        "rollout": rollout,
+        "trace": generator.integers(0, 6, size),
+        "turn": generator.integers(0, 3, size),
+    }
+    order = generator.permutation(size)
+    plan = {"weights": [Weight(MISMATCH, level, Clamp(0.1, 3))], "gates": [Gate(MISMATCH, "k2", level, high=1.0)]}
+    plan["reduce"] = Reduce("trace", "mean", denominator="kept")
+    first = correct(**columns, **plan)
+    second = correct(**{name: column[order] for name, column in columns.items()}, **plan)
+    np.testing.assert_allclose(second.weight, first.weight[order], rtol=1e-12)
+    assert (second.keep == first.keep[order]).all()
+    np.testing.assert_allclose(second.scale, first.scale[order], rtol=1e-15)
+
+
+TRL_MODES = {
+    "token_truncate": (TIS, {"clip_max": 2.0}),
+    "token_mask": (Weight(MISMATCH, shape=Window(0.5, 5.0)), {"clip_min": 0.5, "clip_max": 5.0}),
+    "sequence_truncate": (Weight(MISMATCH, Level("trace", "sum"), Clamp(0.1, 3.0)), {"clip_min": 0.1, "clip_max": 3.0}),
+    "sequence_mask": (Weight(MISMATCH, Level("trace", "sum"), Window(0.0, 3.0)), {"clip_max": 3.0}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("mode", list(TRL_MODES))
+def test_weights_are_those_of_trls_importance_sampling(mode, dtype):
+    weight, bounds = TRL_MODES[mode]
+    generator = torch.Generator().manual_seed(7)
+    rollout = -torch.rand(16, 30, generator=generator, dtype=dtype) * 3
+    old = rollout + 0.3 * torch.randn(16, 30, generator=generator, dtype=dtype)
+    old[0, 3] = rollout[0, 3] + 8  # an outlier
+    mask = torch.rand(16, 30, generator=generator) > 0.4
+    mask[:, 0], mask[5, 1:] = True, False
+    theirs = trl_importance_ratio(old, rollout, mask.long(), mode, **bounds).expand_as(old)
+    found = correct(old, rollout, mask=mask, weights=[weight])
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found.weight[mask], theirs[mask], rtol=tolerance, atol=0)
+    assert 0 < found.metrics["truncated_fraction"] < 1
+
+
+def test_the_presets_are_taken_apart_by_name():
+    found = correct(OLD, ROLLOUT, trace=TRACE, weights=presets.DR_GRPO.weights, reduce=presets.DR_GRPO.reduce)
+    np.testing.assert_allclose(found.scale, 1 / 2048)

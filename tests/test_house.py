@@ -1,0 +1,94 @@
+"""The floors of the house: nothing imports upward, nothing in a circle, and importing changes nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
+FLOORS = [
+    {"_core", "errors"},
+    {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "shards", "store"},
+    {"sequence", "correction", "objective", "presets"},
+    {"batch", "config"},
+    {"policy", "prepare"},
+    {"learner", "report"},
+    {"cli"},
+]
+ARRAYS = {"algebra", "advantage", "correction", "objective", "presets"}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(HOUSE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tracegrad":
+            rest = node.module.split(".")[1:]
+            found |= {rest[0]} if rest else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("tracegrad.")}
+    return found
+
+
+def floor(name: str) -> int:
+    return next(level for level, names in enumerate(FLOORS) if name in names)
+
+
+SOURCES = [path for path in sorted(HOUSE.rglob("*.py")) if path != HOUSE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(HOUSE)))
+def test_nothing_imports_upward(path):
+    here = room(path)
+    for other in imported_rooms(path) - {here}:
+        assert floor(other) <= floor(here), f"{path.name} on floor {floor(here)} imports {other}"
+
+
+def test_no_two_rooms_import_each_other():
+    arrows = {(room(path), other) for path in SOURCES for other in imported_rooms(path) if other != room(path)}
+    reach = {name: {b for a, b in arrows if a == name} for names in FLOORS for name in names}
+    for _ in reach:
+        for name, seen in reach.items():
+            reach[name] = seen | {further for other in seen for further in reach.get(other, ())}
+    assert not [name for name, seen in reach.items() if name in seen]
+
+
+def test_the_array_rooms_take_arrays_alone():
+    for path in SOURCES:
+        if room(path) in ARRAYS:
+            assert not imported_rooms(path) & {"trace", "sequence", "batch"}, path
+
+
+def test_no_module_is_longer_than_500_lines():
+    root = HOUSE.parent.parent
+    files = [
+        *SOURCES,
+        *(root / "rust").rglob("*.rs"),
+        *(root / "tests").rglob("*.py"),
+        *(root / "examples").rglob("*.py"),
+    ]
+    assert not [(path.name, lines) for path in files if (lines := len(path.read_text().splitlines())) > 500]
+
+
+def test_no_function_is_longer_than_60_lines():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                assert length <= 60, f"{path.name}:{node.name} has {length} lines"
+
+
+def test_importing_tracegrad_changes_nothing_and_needs_no_torch():
+    code = (
+        "import os, sys; before = dict(os.environ); import tracegrad, tracegrad.cli;"
+        "assert dict(os.environ) == before;"
+        "assert not {'torch', 'transformers', 'tqdm'} & set(sys.modules), sorted(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,133 @@
+"""The learner: its plan, what it can know of its progress, and one update worked by hand."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import numpy as np
+import pytest
+
+from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.plan import Plan
+from tracegrad.learner.value import SUM_LIMIT, estimate, good_and_bad, held_out
+
+
+def test_each_epoch_has_a_seed_of_its_own_and_the_run_seed_changes_all():
+    seeds = [Plan(3, epochs=4, seed=run).shuffle_seed(epoch) for run in range(3) for epoch in range(4)]
+    assert len(set(seeds)) == 12
+    assert Plan(3, seed=2).shuffle_seed(1) == Plan(9, seed=2, epochs=7).shuffle_seed(1)
+
+
+def test_old_is_refreshed_each_epoch_unless_told_otherwise():
+    each_epoch = Plan(3, epochs=2)
+    assert [s for s in range(6) if each_epoch.refreshes_old(s)] == [0, 3]
+    assert list(each_epoch.window(4)) == [4, 5]
+    often = Plan(3, epochs=2, updates_per_old=4)
+    assert [s for s in range(6) if often.refreshes_old(s)] == [0, 4]
+    assert list(often.window(4)) == [4, 5]  # the run ends before the window does
+
+
+def test_value_is_measured_before_the_first_step_and_at_each_epochs_end():
+    plan = Plan(10, epochs=2, value_per_epoch=4)
+    measured = [taken for taken in range(plan.total + 1) if plan.measures_value(taken)]
+    assert measured == [0, 3, 5, 8, 10, 13, 15, 18, 20]
+
+
+def test_checkpoints_come_at_each_epochs_end_and_at_the_last_step():
+    assert [t for t in range(7) if t and Plan(3, epochs=2).saves(t)] == [3, 6]
+    assert [t for t in range(7) if t and Plan(3, epochs=2, checkpoint_every=4).saves(t)] == [4, 6]
+
+
+def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():
+    # Two traces of two terms each in two groups. Log-ratios sum to log 3 and 0, so w = 3, 1; rewards 1, 0.
+    logprobs = np.log(np.array([0.3, 0.5, 0.5, 0.5], np.float32))
+    rollout = np.log(np.array([0.1, 0.5, 0.5, 0.5], np.float32))
+    value = estimate(logprobs, rollout, np.array([0, 0, 1, 1]), np.array([1, 0], np.float32), np.array([4, 7]))
+    assert value.value == pytest.approx(3 / 4)
+    assert value.ess == pytest.approx(16 / 10)  # (3 + 1)^2 / (9 + 1)
+    assert value.ess_fraction == pytest.approx(0.8)
+    assert value.recorded == 0.5
+    # Parts w (r - value) / sum w: 3 * 0.25 / 4 = 0.1875 and 1 * -0.75 / 4 = -0.1875;
+    # se = sqrt(2/1 * 2 * 0.1875^2) = 0.375; t(0.975, 1) = 12.7062.
+    assert value.high - value.value == pytest.approx(12.7062 * 0.375, rel=1e-5)
+    assert not value.known
+
+
+def test_value_leaves_out_traces_that_cannot_be_weighted():
+    logprobs = np.full(4, -1.0, np.float32)
+    rollout = np.array([-1.0, np.nan, -1.0, -1.0], np.float32)
+    trace = np.array([0, 1, 2, 3])
+    rewards = np.array([1, 0, np.nan, 0, 5], np.float32)  # trace 1 has no logprob, 2 no reward, 4 no term
+    value = estimate(logprobs, rollout, trace, rewards, np.arange(5))
+    assert (value.traces, value.value) == (2, 0.5)
+
+
+def test_value_clamps_and_counts_and_stays_finite():
+    logprobs = np.array([-1.0, -1000.0], np.float32)
+    rollout = np.array([-1000.0, -1.0], np.float32)
+    value = estimate(logprobs, rollout, np.array([0, 1]), np.array([0.25, 1], np.float32), np.array([0, 1]))
+    assert value.clamped == 2
+    assert value.value == pytest.approx((0.25 + math.exp(-2 * SUM_LIMIT)) / (1 + math.exp(-2 * SUM_LIMIT)))
+
+
+def test_without_a_held_out_trace_value_is_unknown():
+    nothing = np.zeros(0, np.float32)
+    value = estimate(nothing, nothing, np.zeros(0, np.int64), nothing, np.zeros(0, np.int64))
+    assert math.isnan(value.value)
+    assert not value.known
+
+
+def test_the_interval_of_value_covers_in_nineteen_of_twenty():
+    rng = np.random.default_rng(0)
+    groups, size, runs, truth = 30, 8, 400, 0.6
+    covered = 0
+    for _ in range(runs):
+        # A trace is one binary event: rollout draws it with p, theta with 0.6; p differs by group, so groups matter.
+        p = np.repeat(rng.uniform(0.3, 0.7, groups), size)
+        hit = rng.random(groups * size) < p
+        rollout = np.log(np.where(hit, p, 1 - p)).astype(np.float32)
+        theta = np.log(np.where(hit, truth, 1 - truth)).astype(np.float32)
+        value = estimate(theta, rollout, np.arange(len(p)), hit.astype(np.float32), np.repeat(np.arange(groups), size))
+        covered += value.low <= truth <= value.high
+    assert 0.92 <= covered / runs <= 0.98
+
+
+def test_good_and_bad_are_above_and_below_their_own_group():
+    logprobs = np.array([-1, -2, -3, -4], np.float32)
+    rewards, group = np.array([1, 0, 5, 7], np.float32), np.array([0, 0, 1, 1])
+    assert good_and_bad(logprobs, np.arange(4), rewards, group) == (-2.5, -2.5)  # (-1 - 4) / 2, (-2 - 3) / 2
+
+
+def test_held_out_groups_are_whole_and_a_twentieth():
+    group = np.repeat(np.arange(100), 3)
+    out = held_out(group, 0.05, seed=3)
+    assert out.sum() == 15
+    assert len(np.unique(group[out])) == 5
+    assert not held_out(group, 0.0, seed=3).any()
+    assert not held_out(np.zeros(8, np.int32), 0.05, seed=3).any()  # the only group is trained on
+
+
+@pytest.fixture
+def default_sigint():
+    """A shell that starts its commands in the background leaves SIGINT ignored; here it is as at a terminal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
+def test_the_first_signal_waits_for_the_step_and_the_second_does_not():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.exit_code == 130
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_handlers_of_the_process_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before

