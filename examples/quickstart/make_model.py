@@ -242,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--steps", type=int, nargs=3, default=(200, 1200, 250), metavar=("DENSE", "CLEAN", "CORRUPTED"))
-    parser.add_argument("--corrupted", type=float, default=0.55, help="share of corrupted demonstrations at the end")
+    parser.add_argument("--corrupted", type=float, default=0.58, help="share of corrupted demonstrations at the end")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
