@@ -197,7 +197,8 @@ def _learn(
     with watch("report"):
         tokenizer = Tokenizer.from_pretrained(told.model)
         found = {"rows": done.rows, "terms": done.terms, "summary": summary}
-        write_report(told.out / "report.html", sequences=sequences, tokenizer=tokenizer, title=Path(told.traces).name, **found)
+        title = Path(told.traces).name
+        write_report(told.out / "report.html", sequences=sequences, tokenizer=tokenizer, title=title, **found)
     _say(*_ending(told, arguments, done))
     return done.exit_code
 
