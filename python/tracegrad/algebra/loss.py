@@ -14,7 +14,7 @@ from tracegrad.algebra.penalty import Entropy, Penalty, Shift
 from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, Ratio, left_over
 from tracegrad.algebra.reduce import PER_TOKEN, Reduce
 from tracegrad.algebra.refuse import no_effect, one_of
-from tracegrad.algebra.surrogate import CrossEntropy, PolicyGradient, Ratioed, Regress, Surrogate
+from tracegrad.algebra.surrogate import CrossEntropy, GeoClip, PolicyGradient, Ratioed, Regress, Surrogate
 from tracegrad.algebra.weight import Weight
 from tracegrad.errors import ArgumentError
 
@@ -71,7 +71,8 @@ class Objective:
 
     >>> from tracegrad.algebra import Clamp, Clip
     >>> print(Objective(Clip(), Ratio("theta", "old"), (Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),)))
-    loss = sum of scale * keep * weight * max(-A r, -A clip(r, 0.8, 1.2)),  r = theta/old
+    loss = sum of scale * keep * weight * S
+      S = max(-A r, -A clip(r, 0.8, 1.2)); r = theta/old
       weight = clamp(w, 0, 2), w = old/rollout
       scale = 1 / terms
     """
@@ -229,11 +230,12 @@ class Objective:
         return terms.coefficients(self, logprobs)
 
     def __str__(self) -> str:
-        weighed = "weight * " if self.weights else ""
-        kept = "keep * " if self.gates else ""
-        ratio = f",  r = {self._spoken_ratio()}" if self.ratio is not None else ""
-        lines = [f"loss = sum of scale * {kept or 'keep * '}{weighed}{self.surrogate}{ratio}"]
-        lines += [f"  weight = {weight}" for weight in self.weights]
+        ratio = f"; r = {self._spoken_ratio()}" if self.ratio is not None else ""
+        lines = [
+            f"loss = sum of scale * keep * {'weight * ' if self.weights else ''}S",
+            f"  S = {self.surrogate}{ratio}",
+        ]
+        lines += [f"  {'*' if place else 'weight ='} {weight}" for place, weight in enumerate(self.weights)]
         lines += [f"  gate: {gate}" for gate in self.gates]
         lines += [f"  {shift}" for shift in self.shifts]
         lines += [f"  + sum of scale * {penalty}" for penalty in self.penalties]
@@ -241,14 +243,13 @@ class Objective:
         return "\n".join([*lines, f"  scale = {self.reduce}"])
 
     def _spoken_ratio(self) -> str:
-        """r, or l where the surrogate aggregates for itself."""
-        fixed = type(self.surrogate).__name__ in ("GeoClip", "Regress")
-        if fixed:
-            return f"exp(l), l = log {self.ratio}"
+        """What r is."""
         if self.level == TOKEN:
             return str(self.ratio)
+        logs = "the l" if isinstance(self.surrogate, GeoClip) else f"log {self.ratio}"
         through = "" if self.level.grad == "through" else ", gradient through the token's own"
-        return f"exp({self.level} of log {self.ratio}){through}"
+        told = f", l = log {self.ratio}" if isinstance(self.surrogate, GeoClip) else ""
+        return f"exp({self.level} of {logs}){through}{told}"
 
 
 def with_kl(objective: Objective, coef: float) -> Objective:

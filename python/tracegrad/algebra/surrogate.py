@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tracegrad.algebra.ratio import TOKEN, Level
-from tracegrad.algebra.refuse import positive
+from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, When
+from tracegrad.algebra.refuse import one_of, positive
 from tracegrad.errors import ArgumentError
 
 _TRACE_SUM = Level("trace", "sum")
@@ -18,10 +18,19 @@ _TRACE_MEAN = Level("trace", "mean")
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """-A * logp: the plain policy gradient; takes no ratio (weights may)."""
+    """-A * logp: the plain policy gradient; takes no ratio (weights may).
+
+    Args:
+        when: on which sign of the advantage; elsewhere the surrogate is 0, and denominators count the term all the same.
+    """
+
+    when: When = "always"
+
+    def __post_init__(self) -> None:
+        one_of("PolicyGradient.when", self.when, tuple(HOLDS))
 
     def __str__(self) -> str:
-        return "-A log theta"
+        return "-A log theta" if self.when == "always" else f"-A log theta where {self.when}, else 0"
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class GeoClip:
 
     def __str__(self) -> str:
         held = f"held above -{self.low:g} where A < 0 and below {self.high:g} where A > 0"
-        return f"-A exp(mean over the trace of l, {held})"
+        return f"-A r, each l {held}"
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,7 @@ class Regress:
         return _TRACE_SUM
 
     def __str__(self) -> str:
-        return f"({self.beta:g} * sum over the trace of l - A)^2"
+        return f"({self.beta:g} log r - A)^2"
 
 
 Surrogate = PolicyGradient | CrossEntropy | Importance | Clip | Sigmoid | GeoClip | Regress
