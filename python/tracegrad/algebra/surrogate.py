@@ -21,7 +21,7 @@ class PolicyGradient:
     """-A * logp: the plain policy gradient; takes no ratio (weights may).
 
     Args:
-        when: on which sign of the advantage; elsewhere the surrogate is 0, and denominators count the term all the same.
+        when: on which sign of the advantage; elsewhere the surrogate is 0, and denominators still count the term.
     """
 
     when: When = "always"

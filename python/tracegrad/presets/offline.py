@@ -1,4 +1,4 @@
-"""For records of any age, and for records without logprobs: regression on the advantage, and objectives without a ratio.
+"""For records of any age: regression on the advantage; for records without logprobs: objectives that take no ratio.
 
 Those without a ratio correct for nothing, and claim nothing.
 """
