@@ -100,10 +100,14 @@ class View:
     def _index(self, over: str) -> Tensor:
         if over == "batch":
             return torch.zeros(self.logprobs.numel(), dtype=torch.long, device=self.logprobs.device)
-        ids = self.array("trace" if over == "turn" else over).reshape(-1)
-        if over == "turn":
-            ids = torch.stack([ids, self.array("turn").reshape(-1)], -1)
-        return torch.unique(ids, dim=0, return_inverse=True)[1]
+        keys = [self.array(name).reshape(-1) for name in (("trace", "turn") if over == "turn" else (over,))]
+        order = torch.arange(len(keys[0]), device=keys[0].device)
+        for key in reversed(keys):
+            order = order[torch.argsort(key[order], stable=True)]
+        starts = torch.zeros_like(order, dtype=torch.bool)
+        for key in keys:
+            starts[1:] |= key[order][1:] != key[order][:-1]
+        return torch.empty_like(order).scatter(0, order, starts.long().cumsum(0))
 
 
 def check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:
