@@ -42,6 +42,7 @@ REDUCTIONS = {
     "dr_grpo": Reduce("trace", "sum", norm=float(LENGTH)),
     "luspo": Reduce("trace", "sum", norm=1.0),
 }
+TAU = torch.tensor(1.05).item()  # TRL's temperatures are float32 whatever the logprobs are
 EPSILONS = {"epsilon": 0.2, "epsilon_high": 0.28}
 
 
@@ -100,7 +101,7 @@ class Case(NamedTuple):
         if self.loss in ("cispo", "vespo"):
             surrogate, ratio = PolicyGradient(), None
         elif self.loss == "sapo":
-            surrogate, ratio = Sigmoid(1.0, 1.05, level), OLD
+            surrogate, ratio = Sigmoid(1.0, TAU, level), OLD
         else:
             surrogate, ratio = Clip(0.2, 0.28, delta=self.delta, level=level), OLD
         return Objective(

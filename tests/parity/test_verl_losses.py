@@ -127,7 +127,10 @@ def possible(case: Case) -> bool:
         return False  # it ignores the mode
     if case.loss == "geo_mean" and (case.rollout_is == "token" or case.rollout_rs == "token_k1"):
         return False  # see TestWhereVerlIsUndefined
-    return not (case.counts == "global" and case.loss == "geo_mean")
+    if case.counts == "global" and case.loss == "geo_mean":
+        return False  # it ignores the counts
+    mixed = case.loss == "sapo" or case.mode == "seq-mean-token-mean"
+    return not (case.counts == "global" and mixed and case.rollout_rs == "token_k1")  # see TestWhereVerlIsUndefined
 
 
 CASES = [
@@ -164,8 +167,10 @@ def test_loss_and_gradient_are_those_of_verl(close, fired, place):
     loss, gradient, kept, _ = theirs(case, data)
     torch.manual_seed(place)
     found = run(case.objective, data, rows=case.loss == "geo_mean")
-    close(f"verl {case.loss} loss", found.loss, loss)
-    close(f"verl {case.loss} gradient", found.gradient, gradient)
+    # verl's 1e-8 in denominators, and in the weights of geo_mean 1e-10
+    rtol = 1e-6 if case.loss == "geo_mean" else 1e-7
+    close(f"verl {case.loss} loss", found.loss, loss, rtol, floor=0.1)
+    close(f"verl {case.loss} gradient", found.gradient, gradient, rtol, floor=1e-5)
     fired("verl losses", branches(case, data, found, kept))
 
 
@@ -179,8 +184,8 @@ def test_advantages_may_differ_within_a_trace(close, loss, mode, seed):
     value, gradient, _, _ = theirs(case, data)
     torch.manual_seed(seed)
     found = run(case.objective, data)
-    close("verl with advantages per token, loss", found.loss, value)
-    close("verl with advantages per token, gradient", found.gradient, gradient)
+    close("verl with advantages per token, loss", found.loss, value, floor=0.1)
+    close("verl with advantages per token, gradient", found.gradient, gradient, floor=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -233,7 +238,7 @@ class TestWhereVerlIsUndefined:
         assert (found.gradient == 0).all()
 
     @pytest.mark.parametrize("loss", LOSSES)
-    def test_garbage_off_the_mask_makes_its_gradient_nan_and_leaves_ours(self, loss):
+    def test_garbage_off_the_mask_leaves_ours_and_makes_most_of_its_gradients_nan(self, loss):
         case, data = Case(loss, "token-mean", "sequence", "seq_mean_k1"), hard(2)
         torch.manual_seed(0)
         clean = run(case.objective, data)
@@ -242,7 +247,15 @@ class TestWhereVerlIsUndefined:
         assert torch.equal(found.loss, clean.loss)
         assert torch.equal(found.gradient, clean.gradient)
         torch.manual_seed(0)
-        assert theirs(case, spoilt(data))[1].isnan().any()
+        survives = loss in ("vanilla", "gspo", "sapo", "gpg")
+        assert theirs(case, spoilt(data))[1].isnan().any() != survives
+
+    def test_with_global_counts_it_divides_a_row_by_what_rejection_left_of_it_and_ours_by_all(self):
+        case, data = Case("gpg", "seq-mean-token-mean", None, "token_k1", "global"), hard(1)
+        _, gradient, kept, _ = theirs(case, data)
+        found = run(case.objective, data)
+        share = kept.sum(1) / data["mask"].sum(1).clamp(min=1)
+        torch.testing.assert_close(found.gradient, gradient * share[:, None], rtol=1e-6, atol=1e-12)
 
     def test_its_geo_mean_averages_token_weights_geometrically_and_ours_stay_per_term(self):
         case, data = Case("geo_mean", "token-mean", "token"), hard(1)
@@ -250,7 +263,7 @@ class TestWhereVerlIsUndefined:
         found = run(case.objective, data, rows=True)
         unweighted = run(Case("geo_mean", "token-mean").objective, data, rows=True)
         weight = found.corrected.weight.masked_fill(~data["mask"], 1).log().sum(1) / data["mask"].sum(1).clamp(min=1)
-        torch.testing.assert_close(gradient, unweighted.gradient * weight.exp()[:, None], rtol=1e-7, atol=1e-12)
+        torch.testing.assert_close(gradient, unweighted.gradient * weight.exp()[:, None], rtol=1e-5, atol=1e-12)
         assert not torch.allclose(gradient, found.gradient)
 
     def test_its_geo_mean_counts_rows_without_a_term(self):
