@@ -337,7 +337,7 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
         (presets.DAPO_DIRECT, {"train__updates_per_old": 3}, "takes no old logprobs"),
         (presets.WEIGHTED_SFT, {"train__missing": "refuse"}, "takes no rollout logprobs"),
         (presets.DAPO, {"data__holdout": 0, "train__stop_below_ess": 0.1}, "value is not measured"),
-        (presets.DAPO, {"advantage__ddof": 0}, "advantage.scale is not std"),
+        (presets.DAPO, {"advantage__ddof": 0}, "advantage.scale is none"),
         (presets.DAPO, {"advantage__baseline": "none", "advantage__scale": "std"}, "advantage.baseline is none"),
     ],
 )
