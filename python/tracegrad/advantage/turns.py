@@ -1,7 +1,7 @@
 """Rewards of turns (messages): what each turn is credited with, and how the terms of a trace come to have it.
 
-Called with `Sequences.turn_rewards`, `cu_turns` and the trace and turn of the terms. Two roads: credit turns and hand it
-to their terms (`turn_returns`, `turns_to_terms`), which discounts by turns; or put rewards on the last terms
+Called with `Sequences.turn_rewards`, `cu_turns` and the trace and turn of the terms. Two roads: credit turns and hand
+it to their terms (`turn_returns`, `turns_to_terms`), which discounts by turns; or put rewards on the last terms
 (`at_turn_ends`) for the functions of `tokens`, which discount by terms.
 """
 
@@ -89,10 +89,10 @@ def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike,
     out = np.where(np.isnan(reward[row]), np.nan, 0.0)
     order = np.argsort(row, kind="stable")
     given = np.flatnonzero(~np.isnan(reward))
-    last = np.searchsorted(row[order], given, side="right") - 1
-    start = np.repeat(offsets[:-1], np.diff(offsets))[given]
-    there = (last >= 0) & (row[order][np.maximum(last, 0)] >= start) if len(row) else np.zeros(len(given), bool)
-    term = order[last[there]]
+    upto = np.searchsorted(row[order], given, side="right")
+    before = np.searchsorted(row[order], np.repeat(offsets[:-1], np.diff(offsets))[given])
+    there = upto > before  # the trace has a term in this turn or an earlier one
+    term = order[upto[there] - 1]
     hit = np.bincount(term, minlength=len(row)) > 0
     return np.where(hit, np.bincount(term, reward[given][there], len(row)), out)
 
@@ -111,10 +111,14 @@ def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
 def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) -> NDArray[np.int64]:
     """[M]: which of all turns each term is of."""
     owner, number = rows(trace, len(offsets) - 1), np.asarray(turn, np.int64)
-    bad = np.flatnonzero((number < 0) | (number >= np.diff(offsets)[owner])) if number.shape == owner.shape else [-1]
+    if number.shape != owner.shape:
+        raise ArgumentError(
+            f"turn has shape {number.shape} for {len(owner)} terms. Each term is of one turn. Pass one number per term."
+        )
+    bad = np.flatnonzero((number < 0) | (number >= np.diff(offsets)[owner]))
     if len(bad):
         raise ArgumentError(
-            f"turns have shape {number.shape} for {len(owner)} terms, and term {bad[0]} is of a turn that its trace "
-            "does not have. Its reward is not known. Pass the turn of each term as `Sequences.turn` has it, from 0."
+            f"term {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. Its reward is not "
+            "known. Pass the turn of each term as `Sequences.turn` has it, from 0."
         )
     return offsets[owner] + number

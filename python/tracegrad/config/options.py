@@ -55,9 +55,9 @@ class Advantage:
     """From rewards to advantages."""
 
     baseline: Literal["group_mean", "batch_mean", "rloo", "opo", "max_rl", "none"] = "group_mean"
-    """Subtracted: the mean of the group, of all traces, of the others (rloo), by length (opo); max_rl divides by it too."""
+    """Subtracted: the mean of the group, the batch, the others (rloo), by length (opo); max_rl divides by it too."""
     scale: Literal["none", "std", "batch_std"] = "none"
-    """With a mean, divided by: std of the group is GRPO as published, none Dr. GRPO (2503.20783), batch_std that of all."""
+    """A mean's divisor: std of the group is GRPO as published, none Dr. GRPO (arXiv 2503.20783), batch_std of all."""
     ddof: int = 1
     """With a scale: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART)."""
     singleton: Literal["refuse", "zero", "keep"] = "refuse"
