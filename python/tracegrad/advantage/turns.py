@@ -118,7 +118,7 @@ def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) ->
     bad = np.flatnonzero((number < 0) | (number >= np.diff(offsets)[owner]))
     if len(bad):
         raise ArgumentError(
-            f"term {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. Its reward is not "
-            "known. Pass the turn of each term as `Sequences.turn` has it, from 0."
+            f"term {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. Its reward is "
+            "not known. Pass the turn of each term as `Sequences.turn` has it, from 0."
         )
     return offsets[owner] + number
