@@ -64,13 +64,13 @@ def _presets(*names: str) -> dict[str, Objective]:
 
 UNWEIGHTED = {"DAPO without its weight": UNCORRECTED}
 SITUATIONS = (
-    Situation("on-policy, several epochs", _presets("DAPO", "DAPO_DIRECT", "CISPO", "TOPR", "DPPO_TV")),
-    Situation("temperature 1.3, processed logprobs", _presets("DAPO", "DAPO_DIRECT"), temperature=1.3),
+    Situation("on-policy, several epochs", _presets("DAPO", "DAPO_DIRECT", "CISPO", "TOPR")),
+    Situation("temperature 1.3, processed logprobs", _presets("DAPO"), temperature=1.3),
     Situation("temperature 1.3, raw logprobs", _presets("DAPO"), temperature=1.3, kind="raw"),
     Situation("quantised to 4 bits", {**_presets("DAPO", "ICEPOP"), **UNWEIGHTED}, bits=4),
-    Situation("1 policy version stale", _presets("DAPO", "DAPO_DIRECT"), stale=1),
-    Situation("4 policy versions stale", _presets("DAPO", "DAPO_DIRECT"), stale=4),
-    Situation("16 policy versions stale", {**_presets("DAPO", "DAPO_DIRECT", "TOPR"), **UNWEIGHTED}, stale=16),
+    Situation("1 policy version stale", _presets("DAPO"), stale=1),
+    Situation("4 policy versions stale", _presets("DAPO"), stale=4),
+    Situation("16 policy versions stale", {**_presets("DAPO", "DAPO_DIRECT"), **UNWEIGHTED}, stale=16),
     Situation("half of the logprobs missing, masked", _presets("DAPO"), missing=0.5),
     Situation("half of the logprobs missing, neutral", _presets("DAPO"), missing=0.5, policy="neutral"),
     Situation("no logprobs", _presets("WEIGHTED_SFT", "TOPR_POSITIVE"), missing=1.0),
