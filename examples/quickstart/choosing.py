@@ -168,7 +168,7 @@ def percent(rows: list[dict], situation: str, preset: str) -> str:
     """Success in percent, mean and each seed; before training where the preset is "before"."""
     column = "after"
     if preset == "before":
-        column, preset = "before", next(row["preset"] for row in rows if row["situation"] == situation)
+        column, preset = "before", next((row["preset"] for row in rows if row["situation"] == situation), "")
     here = [row for row in rows if (row["situation"], row["preset"]) == (situation, preset)]
     found = [100 * row[column] for row in sorted(here, key=lambda row: row["seed"])]
     return f"{np.mean(found):.1f} ({', '.join(f'{value:.0f}' for value in found)})" if found else "not run"
