@@ -8,7 +8,7 @@ from tracegrad import _core
 from tracegrad.algebra.gate import AnyGate, Budget, DropCovariance, Gate, TopCovariance, TopEntropy
 from tracegrad.algebra.loss import Missing, Needs, Objective, with_kl
 from tracegrad.algebra.override import override, override_all
-from tracegrad.algebra.penalty import Entropy, Penalty, Shift
+from tracegrad.algebra.penalty import Adapt, Entropy, Penalty, Shift
 from tracegrad.algebra.ratio import Level, Ratio, When
 from tracegrad.algebra.reduce import Reduce
 from tracegrad.algebra.shape import Clamp, Gamma, Gaussian, Identity, Shape, Window
@@ -29,6 +29,7 @@ LOG_RATIO_LIMIT: float = _core.LOG_RATIO_LIMIT
 
 __all__ = [
     "LOG_RATIO_LIMIT",
+    "Adapt",
     "AnyGate",
     "Budget",
     "Clamp",

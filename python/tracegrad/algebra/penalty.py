@@ -11,7 +11,7 @@ from typing import Literal
 from tracegrad.algebra.gate import TopCovariance
 from tracegrad.algebra.ratio import TOKEN, Level, Ratio
 from tracegrad.algebra.reduce import Reduce
-from tracegrad.algebra.refuse import no_effect, one_of, positive
+from tracegrad.algebra.refuse import no_effect, one_of, positive, rising
 from tracegrad.errors import ArgumentError
 
 KINDS = ("k1", "k2", "k3", "abs", "square")
@@ -83,30 +83,57 @@ class Penalty:
 
 
 @dataclass(frozen=True)
+class Adapt:
+    """An entropy coefficient that seeks a target: up by `delta` after a step at or below it, down after one above.
+
+    The bonus is applied only after a step at or below the target. The state lives in `learner.entropy.Control`.
+
+    Args:
+        target: nats.
+        delta: change of the coefficient after each optimizer step.
+        low, high: bounds of the coefficient.
+
+    Source: Skywork-OR1, arXiv 2505.22312, section 4.2; TRL's use_adaptive_entropy and its defaults.
+    """
+
+    target: float = 0.2
+    delta: float = 0.005
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        rising("Adapt", self.low, self.high)
+        positive("Adapt.target", self.target)
+        positive("Adapt.delta", self.delta)
+
+
+@dataclass(frozen=True)
 class Entropy:
     """A bonus: -coef * the entropy of the next-token distribution at each term, with gradient.
 
-    Adaptive: replace `coef` between steps, as `learner.entropy.Adaptive` does.
-
     Args:
-        coef: its factor, not negative; 0 only where a controller sets it.
+        coef: its factor, not negative; where it adapts, the one it starts from.
         gated: whether terms that the gates dropped are left out.
         reduce: its own denominators; None is those of the objective.
+        adapt: how the coefficient changes between steps; None keeps it.
 
-    Source: Williams and Peng 1991; adaptive: Skywork-OR1, arXiv 2505.22312.
+    Source: Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms".
     """
 
     coef: float
     gated: bool
     reduce: Reduce | None = None
+    adapt: Adapt | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.coef < float("inf"):
             raise ArgumentError(f"Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
+        no_effect(self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt")
 
     def __str__(self) -> str:
-        touched = ["kept terms only"] * self.gated + ([f"scale {self.reduce}"] if self.reduce else [])
-        return f"{self.coef:g} * entropy" + (f" [{', '.join(touched)}]" if touched else "")
+        told = ["kept terms only"] * self.gated + ([f"scale {self.reduce}"] if self.reduce else [])
+        told += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
+        return f"{self.coef:g} * entropy" + (f" [{', '.join(told)}]" if told else "")
 
 
 @dataclass(frozen=True)
