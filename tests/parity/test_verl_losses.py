@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, weights_of
 
 from padded import hard, per_position, run, spoilt
 from tracegrad.algebra import (
@@ -27,7 +28,6 @@ from tracegrad.algebra import (
     TopCovariance,
     Weight,
 )
-from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, weights_of
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -83,7 +83,9 @@ class Case(NamedTuple):
     @property
     def objective(self) -> Objective:
         told, weights, gates, penalties = parts(self.loss, self.rollout_is is not None)
-        reduce = REDUCTIONS[{"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}.get(self.loss, self.mode)]
+        reduce = REDUCTIONS[
+            {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}.get(self.loss, self.mode)
+        ]
         if self.counts == "local" and self.loss != "geo_mean" and reduce.per != "constant":
             reduce = replace(reduce, denominator="kept")
         rejected = gates_of(self.rollout_rs, thresholds_of(self.rollout_rs)) if self.rollout_rs else ()
