@@ -1,4 +1,4 @@
-"""ART's `loss_fn` beside ours: its two losses, four ratio levels, shifts, masks and its truncation, on shifted tensors."""
+"""ART's `loss_fn` beside ours: its two losses, four ratio levels, shifts of the advantage, masks and truncation."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ class TestWhereArtIsUndefined:
         art.loss_fn(inputs, logprobs, None, None, config).policy_loss.backward()
         ratio = (data["logprobs"] - data["rollout"]).exp().clamp(max=5.0)
         torch.testing.assert_close(logprobs.grad[mask], (once * ratio)[mask])
+        truncated = Weight(DIRECT, shape=Clamp(0.0, 5.0))
         with pytest.raises(ArgumentError, match="does not telescope"):
-            truncated = Weight(DIRECT, shape=Clamp(0.0, 5.0))
             Objective(PolicyGradient(), weights=(truncated, truncated))
 
     def test_a_missing_logprob_is_a_ratio_of_one_there_and_a_dropped_term_here(self):

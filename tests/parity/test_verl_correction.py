@@ -1,4 +1,4 @@
-"""verl's rollout correction beside ours: importance weights and rejection masks, alone and together, and what it breaks on."""
+"""verl's rollout correction beside ours: importance weights and rejection masks, alone and together."""
 
 from __future__ import annotations
 

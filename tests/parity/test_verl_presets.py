@@ -88,8 +88,8 @@ def test_each_preset_is_what_verl_does_with_it(close, fired, name, seed):
     else:
         loss, gradient = decoupled(data, correction)
     found = run(preset, data)
-    close(f"verl {name} loss", found.loss, loss, floor=0.1)
-    close(f"verl {name} gradient", found.gradient, gradient, floor=1e-5)
+    close("verl presets loss", found.loss, loss, floor=0.1)
+    close("verl presets gradient", found.gradient, gradient, floor=1e-5)
     fell = data["mask"] & ~found.per_term.keep
     assert fell.any() == (correction.rollout_rs is not None)
     assert (data["mask"] & found.per_term.keep).any()
