@@ -15,9 +15,10 @@ from trl import GRPOConfig, GRPOTrainer
 import tracegrad as tg
 from tiny import sampled, tiny_model
 from tracegrad import presets
-from tracegrad.algebra import Clamp, Gate, Level, Penalty, Ratio, Reduce, Weight, with_kl
+from tracegrad.algebra import Clamp, Entropy, Gate, Level, Penalty, Ratio, Reduce, Weight, with_kl
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
+from tracegrad.integrations.transformers import TraceLoss
 from tracegrad.integrations.trl import FromTraces
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "trainers"))
@@ -287,6 +288,37 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
         build(presets.DAPO_DIRECT, "neutral")
     with pytest.raises(ArgumentError, match="proximal"):
         build(presets.A3PO)
+
+
+PLAIN = {name: SPLIT[name] for name in ("dapo", "grpo", "theta/rollout", "gspo, the trace's own ratio")}
+PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=Entropy(0.01, gated=False))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("name", list(PLAIN))
+def test_a_step_of_a_plain_trainer_is_that_of_our_learner_however_it_is_cut(name, accumulate, branched, tmp_path):
+    loss = TraceLoss(branched.data, branched.advantages, PLAIN[name])
+    args = config(tmp_path, branched.data.traces, accumulate, TrainingArguments)
+
+    def make(model, **kwargs):
+        return Trainer(model, train_dataset=loss.dataset, data_collator=loss.collate, compute_loss_func=loss, **kwargs)
+
+    trainer = run(make, args, branched.model)
+    assert_same_step(trainer, own_step(branched, PLAIN[name]), branched, rtol=1e-6, atol=1e-6)
+
+
+def test_a_plain_trainer_refuses_an_objective_of_the_whole_step(branched):
+    for objective in (presets.M2PO, with_kl(presets.DAPO, 0.1), SPLIT["kept terms, normalised weights, a gate"]):
+        with pytest.raises(ArgumentError, match="compute_loss_func sees one micro-batch"):
+            TraceLoss(branched.data, branched.advantages, objective)
+
+
+def test_a_loss_without_its_collator_says_so(branched):
+    loss = TraceLoss(branched.data, branched.advantages)
+    batch = loss.collate([0, 1])
+    outputs = SimpleNamespace(logits=torch.zeros(1, 3, 48))
+    with pytest.raises(ArgumentError, match=r"data_collator=x.collate"):
+        loss(outputs, batch["labels"], 5)
 
 
 def test_a_peer_that_is_absent_or_of_another_shape_is_named_with_its_cure():
