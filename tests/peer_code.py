@@ -10,11 +10,13 @@ import inspect
 import math
 import textwrap
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl.experimental.a2po import A2POTrainer
 from trl.trainer import grpo_trainer
 
 
@@ -66,25 +68,60 @@ def trl_importance_ratio(old: torch.Tensor, sampling: torch.Tensor, mask: torch.
     ]
 
 
-def trl_advantages(rewards: torch.Tensor, num_generations: int, scale_rewards: str) -> torch.Tensor:
-    """The advantages of TRL's generation step, [R], groups of num_generations side by side."""
+def trl_advantages(
+    rewards: torch.Tensor,
+    num_generations: int,
+    scale_rewards: str,
+    aggregation: str = "sum_then_normalize",
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The advantages of TRL's generation step, [R], of rewards [R] or [R, K]; groups stand side by side."""
+    table = rewards.reshape(len(rewards), -1)
     trainer = SimpleNamespace(
-        multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1), scale_rewards=scale_rewards
+        multi_objective_aggregation=aggregation,
+        reward_weights=torch.ones(table.shape[1]) if weights is None else weights,
+        scale_rewards=scale_rewards,
+        reward_funcs=[None] * table.shape[1],
     )
     given = {
         "self": trainer,
-        "rewards_per_func": rewards[:, None],
+        "rewards_per_func": table,
         "num_generations": num_generations,
-        "unscorable_mask": rewards.isnan(),
+        "unscorable_mask": table.isnan().all(dim=1),
         "device": "cpu",
     }
     found = _run("if self.multi_objective_aggregation == 'sum_then_normalize':", given)
     return _run("advantages = torch.nan_to_num(advantages", {"advantages": found["advantages"]})["advantages"]
 
 
-def _run(first: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Executes the one statement of the generation step that starts with `first`."""
-    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
+def trl_rloo(rewards: torch.Tensor, num_generations: int, normalize: bool) -> torch.Tensor:
+    """The advantages of RLOOTrainer's generation step, [R]."""
+    step = RLOOTrainer._generate_and_score_completions
+    scope = {"rewards": rewards, "num_generations": num_generations}
+    scope["self"] = SimpleNamespace(normalize_advantages=normalize)
+    for first in (
+        "grouped_rewards =",
+        "scorable_counts =",
+        "grouped_sum =",
+        "if num_generations > 1:\n    baselines",
+        "if self.normalize_advantages:",
+        "advantages = torch.nan_to_num(advantages",
+    ):
+        scope |= _run(first, scope, step)
+    return scope["advantages"]
+
+
+def trl_optimal_value(rewards: torch.Tensor, beta1: float) -> torch.Tensor:
+    """A2POTrainer's V* of each row of rewards [G, n]."""
+    step = A2POTrainer._estimate_optimal_values
+    return _run("v_star = ", {"rewards": rewards, "beta1": beta1, "n": rewards.shape[1]}, step)["v_star"]
+
+
+def _run(
+    first: str, given: dict[str, Any], function: Callable[..., Any] = GRPOTrainer._generate_and_score_completions
+) -> dict[str, Any]:
+    """Executes the one statement of a function, by default the generation step, that starts with `first`."""
+    source = textwrap.dedent(inspect.getsource(function))
     found = [
         node
         for node in ast.walk(ast.parse(source))
