@@ -1,7 +1,7 @@
 """tracegrad inside other people's trainers. Each module is thin, and only `integrations/x` imports x, on use.
 
-`trl`, `verl`, `art` and `transformers` are for those; `padded` is what trainers that pad share. Here is `peer`, which
-finds them. docs/trainers.md says what each does, and which versions it was run against.
+`trl`, `verl`, `art` (and back: `art_groups`) and `transformers` are for those; `padded` is what trainers that pad share.
+Here is `peer`, which finds them. docs/trainers.md says what each does, and which versions it was run against.
 """
 
 from __future__ import annotations
