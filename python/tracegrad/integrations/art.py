@@ -1,6 +1,6 @@
 """ART's trajectories as our traces, its metrics of our arrays, RULER without logprobs. Run against openpipe-art 0.5.18.
 
-A `Choice` is sampled, and so is here an assistant dict with "logprobs", as ART's pull request 467 wanted. The way back is
+A `Choice` is sampled, and so is here an assistant dict with "logprobs", as ART's pull request 467 wanted. Back again:
 `integrations.art_groups`.
 """
 
@@ -69,6 +69,6 @@ def _calls(history: Any) -> Iterator[dict[str, Any]]:
     said = [e if isinstance(e, dict) else e.message.model_dump(exclude_none=True) for e in history.messages_and_choices]
     for at, entry in enumerate(history.messages_and_choices):
         if _sampled(entry):
-            choice = {"message": said[at], "logprobs": entry["logprobs"]} if isinstance(entry, dict) else entry
+            choice = {"message": _bare(entry), "logprobs": entry["logprobs"]} if isinstance(entry, dict) else entry
             request = {"messages": [*map(_bare, said[:at])], "tools": history.tools}
             yield {"request": request, "response": {"choices": [choice]}}
