@@ -1,6 +1,7 @@
 """integrations in verl and ART, on their own objects: a DataProto, trajectories, RULER."""
 
 import asyncio
+import importlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ def data_proto(seed=0, rows=12, width=40, spread=0.05, dtype=torch.float64):
     mask = (torch.rand(rows, width, generator=generator) > 0.3).long()
     mask[0], mask[0, 3] = 0, 1
     rollout = old + draw() * spread * torch.linspace(0.0, 3.0, rows, dtype=dtype)[:, None]
+    rollout = rollout.clamp(max=-1e-3)
     rollout[5, 7], mask[5, 7] = old[5, 7] - 3.0, 1
     tensors = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask}
     uid = np.array([f"prompt {row // 4}" for row in range(rows)], dtype=object)
@@ -297,9 +299,7 @@ def test_the_metrics_of_pull_request_467_by_hand():
 
 
 def test_ruler_sees_no_logprob_and_the_scored_trajectories_still_have_them(monkeypatch):
-    import art.rewards.ruler as ruler
-
-    seen = []
+    ruler, seen = importlib.import_module("art.rewards.ruler"), []
 
     async def judge(*, messages, **_):
         seen.append(json.dumps(messages))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
 from tracegrad.algebra import Clamp, Gate, Missing, Objective, Weight, Window
 from tracegrad.correction import correct
 from tracegrad.errors import ArgumentError
