@@ -1,6 +1,6 @@
 """A plain transformers.Trainer on recorded traces, with our loss for its `compute_loss_func`.
 
-    python examples/trainers/plain_trainer_from_traces.py traces.jsonl model --steps 4
+python examples/trainers/plain_trainer_from_traces.py traces.jsonl model --steps 4
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,12 +13,13 @@ import torch
 
 import tracegrad as tg
 from tracegrad import presets
-from tracegrad.algebra import Clip, Gate, Level, Penalty, Ratio, Reduce, Weight, Window, with_kl
+from tracegrad.algebra import Gate, Ratio, Reduce, with_kl
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import art as from_art
 from tracegrad.integrations import verl as in_verl
 from tracegrad.integrations.art_groups import to_groups
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # ART imports litellm, which asks the network otherwise
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 algorithm = pytest.importorskip("verl.trainer.config.algorithm")
@@ -48,24 +50,24 @@ def data_proto(seed=0, rows=12, width=40, spread=0.05, dtype=torch.float64):
 
 
 VERL = {
-    "decoupled_token_is": (presets.VERL_DECOUPLED_TOKEN_IS, {}),
-    "decoupled_seq_is": (presets.VERL_DECOUPLED_SEQ_IS, {}),
-    "decoupled_token_icepop": (presets.VERL_DECOUPLED_TOKEN_ICEPOP, {}),
-    "decoupled_seq_is_rs": (presets.VERL_DECOUPLED_SEQ_IS_RS, {}),
-    "decoupled_geo_rs": (presets.VERL_DECOUPLED_GEO_RS, {}),
-    "decoupled_geo_rs_seq_tis": (presets.VERL_DECOUPLED_GEO_RS_SEQ_TIS, {}),
-    "decoupled_geo_rs_token_tis": (presets.VERL_DECOUPLED_GEO_RS_TOKEN_TIS, {}),
-    "decoupled_k3_rs": (presets.VERL_DECOUPLED_K3_RS, {}),
-    "decoupled_k3_rs_seq_tis": (presets.VERL_DECOUPLED_K3_RS_SEQ_TIS, {}),
-    "decoupled_k3_rs_token_tis": (presets.VERL_DECOUPLED_K3_RS_TOKEN_TIS, {}),
-    "disabled": (presets.VERL_DEFAULT, {}),
+    "decoupled_token_is": presets.VERL_DECOUPLED_TOKEN_IS,
+    "decoupled_seq_is": presets.VERL_DECOUPLED_SEQ_IS,
+    "decoupled_token_icepop": presets.VERL_DECOUPLED_TOKEN_ICEPOP,
+    "decoupled_seq_is_rs": presets.VERL_DECOUPLED_SEQ_IS_RS,
+    "decoupled_geo_rs": presets.VERL_DECOUPLED_GEO_RS,
+    "decoupled_geo_rs_seq_tis": presets.VERL_DECOUPLED_GEO_RS_SEQ_TIS,
+    "decoupled_geo_rs_token_tis": presets.VERL_DECOUPLED_GEO_RS_TOKEN_TIS,
+    "decoupled_k3_rs": presets.VERL_DECOUPLED_K3_RS,
+    "decoupled_k3_rs_seq_tis": presets.VERL_DECOUPLED_K3_RS_SEQ_TIS,
+    "decoupled_k3_rs_token_tis": presets.VERL_DECOUPLED_K3_RS_TOKEN_TIS,
+    "disabled": presets.VERL_DEFAULT,
 }
 
 
 @pytest.mark.parametrize("spread", [0.005, 0.05, 0.5])
 @pytest.mark.parametrize("name", list(VERL))
 def test_a_data_proto_is_corrected_as_verl_does_it(close, name, spread):
-    objective, _ = VERL[name]
+    objective = VERL[name]
     config = getattr(algorithm.RolloutCorrectionConfig, name)()
     theirs, their_metrics = helper.compute_rollout_correction_and_add_to_batch(data_proto(spread=spread), config)
     ours, metrics = in_verl.correct_batch(data_proto(spread=spread), objective)
@@ -151,7 +153,7 @@ MODES = {
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", ["decoupled_token_is", "decoupled_geo_rs_seq_tis"])
 def test_the_registered_loss_on_verls_batch_is_verls_own(close, name, mode, counts):
-    objective = replace(VERL[name][0], reduce=MODES[mode])
+    objective = replace(VERL[name], reduce=MODES[mode])
     batch, _ = in_verl.correct_batch(data_proto(spread=0.003), objective)
     torch.manual_seed(0)
     start = batch.batch["old_log_probs"] + 0.3 * torch.randn(12, 40, dtype=torch.float64)
@@ -176,9 +178,7 @@ def test_verl_refuses_what_its_loss_is_not_handed():
             in_verl.register(objective)
     batch = data_proto()
     with pytest.raises(ArgumentError, match="loss_agg_mode is seq-mean-token-mean"):
-        policy_loss(presets.DAPO)(
-            **arguments(batch, batch.batch["old_log_probs"]), loss_agg_mode="seq-mean-token-mean"
-        )
+        policy_loss(presets.DAPO)(**arguments(batch, batch.batch["old_log_probs"]), loss_agg_mode="seq-mean-token-mean")
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,6 @@ def test_traces_become_trajectories_from_which_arts_tokenizer_gets_our_ids_and_l
     groups = to_groups(traces, s)
     assert [len(group) for group in groups] == [8] * 4
     theirs, compared = AutoTokenizer.from_pretrained(example / "model"), 0
-    skipped = []
     for row, trajectory in enumerate(one for group in groups for one in group):
         assert trajectory.reward == traces[row].reward
         history = art.trajectories.History(messages_and_choices=trajectory.messages_and_choices, tools=trajectory.tools)
@@ -211,13 +210,10 @@ def test_traces_become_trajectories_from_which_arts_tokenizer_gets_our_ids_and_l
             assert not len(own)
             continue
         mask = np.array(found.assistant_mask, bool)
-        if mask.sum() != len(own):
-            skipped.append(row)
-            continue
         assert np.array(found.token_ids)[mask].tolist() == s.ids[own].tolist()
         np.testing.assert_allclose(np.array(found.logprobs)[mask], s.rollout_logprobs[own], rtol=1e-6)
         compared += 1
-    assert compared >= 20
+    assert compared > 20
 
 
 def test_trajectories_come_back_as_the_same_terms(recorded, tokenizer):
@@ -272,24 +268,24 @@ def test_additional_histories_are_branches_of_one_trace(tokenizer):
 
 
 def test_a_rewritten_history_goes_to_art_as_an_additional_one(tokenizer):
-    native = {
-        "format": "tracegrad/1", "group": "g", "reward": 1,
-        "messages": [
-            {"role": "user", "content": "Summary: it costs 4."},
-            {"role": "assistant", "content": "Bought.", "generation": {"token_ids": [30, 2], "logprobs": [-0.1, -0.2], "call": 1}},
-        ],
-        "extra_messages": [
-            {"role": "user", "content": "How much?"},
-            {"role": "assistant", "content": "4", "generation": {"token_ids": [31, 2], "logprobs": [-0.3, -0.4], "context": [2], "call": 0}},
-        ],
-    }  # fmt: skip
+    def said(text, logprob, **place):
+        ids = [*map(int, tokenizer.encode(text)), 2]
+        return {
+            "role": "assistant",
+            "content": text,
+            "generation": {"token_ids": ids, "logprobs": [logprob] * len(ids), **place},
+        }
+
+    native = {"format": "tracegrad/1", "group": "g", "reward": 1}
+    native["messages"] = [{"role": "user", "content": "Summary: 4."}, said("Bought.", -0.5, call=1)]
+    native["extra_messages"] = [{"role": "user", "content": "How much?"}, said("4", -0.25, context=[2], call=0)]
     traces = tg.Traces.from_records([native])
     s = tg.align(traces, tokenizer)
     ((trajectory,),) = to_groups(traces, s)
     (history,) = trajectory.additional_histories
-    tokens = [each.token for each in history.messages_and_choices[-1].logprobs.content]
-    assert history.messages_and_choices[0]["content"] == "How much?"
-    assert tokens == ["token_id:31", "token_id:2"]
+    asked, answered = history.messages_and_choices
+    assert asked["content"] == "How much?"
+    assert [each.logprob for each in answered.logprobs.content] == [-0.25] * (len(tokenizer.encode("4")) + 1)
     again = tg.align(from_art.to_traces([art.TrajectoryGroup([trajectory])]), tokenizer)
     assert sorted(again.rollout_logprobs[again.terms].tolist()) == sorted(s.rollout_logprobs[s.terms].tolist())
 
