@@ -37,7 +37,7 @@ test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s tests/test_with_vllm.py
 
 parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL and ART (Python 3.12)
-	OMP_WAIT_POLICY=passive .venv-peers/bin/python -m pytest --peers tests/parity
+	LITELLM_LOCAL_MODEL_COST_MAP=True OMP_WAIT_POLICY=passive .venv-peers/bin/python -m pytest tests/parity
 
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python -m tracegrad.presets.describe docs/losses.md

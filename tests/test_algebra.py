@@ -2,6 +2,7 @@
 
 import pytest
 
+from tracegrad import presets
 from tracegrad.algebra import (
     Budget,
     Clamp,
@@ -164,6 +165,17 @@ def test_needs_say_what_to_compute():
     assert Objective(Clip(), DIRECT).needs == Needs(old=False, rollout=True, ref=False, trace_ratio=False)
     gspo = Objective(Clip(3e-4, 4e-4, level=Level("trace", "mean")), OLD, weights=(TIS,))
     assert with_kl(gspo, 0.1).needs == Needs(old=True, rollout=True, ref=True, trace_ratio=True)
+
+
+def test_an_objective_says_what_depends_on_the_cut_of_a_step():
+    assert [name for name in presets.__all__ if getattr(getattr(presets, name), "per_microbatch", ())] == [
+        "CLIP_COV",
+        "KL_COV",
+    ]
+    part = Weight(DIRECT, Level("batch", "mean", scope="microbatch"))
+    assert Objective(PolicyGradient(), weights=(part,)).per_microbatch == (str(part),)
+    centred = Shift(OLD, 0.1, "microbatch")
+    assert Objective(Clip(), OLD, shifts=(centred,)).per_microbatch == (str(centred),)
 
 
 def test_neutral_is_refused_where_rollout_is_trained_against():

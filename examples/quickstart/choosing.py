@@ -1,9 +1,9 @@
 """Which preset for which recording: the same task recorded in seven ways, trained by several presets, over seeds.
 
-    python examples/quickstart/choosing.py --out benches/results/choosing.json
+    python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
 
 Each recording is played afresh by the bundled model (or a changed copy of it) and is what docs/choosing.md calls a
-situation. A run that is in the file already is not run again. Called by `make choosing`; about a minute a run.
+situation. A run that is in the file already is not run again. Called by `make docs`; about a minute a run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import copy
 import itertools
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -64,13 +65,13 @@ def _presets(*names: str) -> dict[str, Objective]:
 
 UNWEIGHTED = {"DAPO without its weight": UNCORRECTED}
 SITUATIONS = (
-    Situation("on-policy, several epochs", _presets("DAPO", "DAPO_DIRECT", "CISPO", "TOPR", "DPPO_TV")),
-    Situation("temperature 1.3, processed logprobs", _presets("DAPO", "DAPO_DIRECT"), temperature=1.3),
+    Situation("on-policy, several epochs", _presets("DAPO", "DAPO_DIRECT", "CISPO", "TOPR")),
+    Situation("temperature 1.3, processed logprobs", _presets("DAPO"), temperature=1.3),
     Situation("temperature 1.3, raw logprobs", _presets("DAPO"), temperature=1.3, kind="raw"),
     Situation("quantised to 4 bits", {**_presets("DAPO", "ICEPOP"), **UNWEIGHTED}, bits=4),
-    Situation("1 policy version stale", _presets("DAPO", "DAPO_DIRECT"), stale=1),
-    Situation("4 policy versions stale", _presets("DAPO", "DAPO_DIRECT"), stale=4),
-    Situation("16 policy versions stale", {**_presets("DAPO", "DAPO_DIRECT", "TOPR"), **UNWEIGHTED}, stale=16),
+    Situation("1 policy version stale", _presets("DAPO"), stale=1),
+    Situation("4 policy versions stale", _presets("DAPO"), stale=4),
+    Situation("16 policy versions stale", {**_presets("DAPO", "DAPO_DIRECT"), **UNWEIGHTED}, stale=16),
     Situation("half of the logprobs missing, masked", _presets("DAPO"), missing=0.5),
     Situation("half of the logprobs missing, neutral", _presets("DAPO"), missing=0.5, policy="neutral"),
     Situation("no logprobs", _presets("WEIGHTED_SFT", "TOPR_POSITIVE"), missing=1.0),
@@ -163,9 +164,33 @@ def key(here: Situation, name: str, seed: int) -> str:
     return f"{here.name}/{name}/{seed}"
 
 
+def percent(rows: list[dict], situation: str, preset: str) -> str:
+    """Success in percent, mean and each seed; before training where the preset is "before"."""
+    column = "after"
+    if preset == "before":
+        column, preset = "before", next((row["preset"] for row in rows if row["situation"] == situation), "")
+    here = [row for row in rows if (row["situation"], row["preset"]) == (situation, preset)]
+    found = [100 * row[column] for row in sorted(here, key=lambda row: row["seed"])]
+    return f"{np.mean(found):.1f} ({', '.join(f'{value:.0f}' for value in found)})" if found else "not run"
+
+
+def page(rows: list[dict], told: dict) -> str:
+    """docs/choosing.md: choosing.md here with every `{preset @ situation}` in it filled in, and the whole table."""
+    lines = ["| situation | before | preset | after |", "|---|---|---|---|"]
+    for here in SITUATIONS:
+        before = percent(rows, here.name, "before")
+        lines += [f"| {here.name} | {before} | {name} | {percent(rows, here.name, name)} |" for name in here.tries]
+    text = (HERE / "choosing.md").read_text(encoding="utf-8")
+    text = re.sub(r"\{([^{}@]+) @ ([^{}@]+)\}", lambda found: percent(rows, found[2], found[1]), text)
+    for name, value in {"table": "\n".join(lines), **told}.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--model", type=Path, default=HERE / "model")
     parser.add_argument("--config", type=Path, default=HERE / "run.toml")
     parser.add_argument("--seeds", type=int, default=3)
@@ -184,6 +209,8 @@ def main() -> None:
 
     for seed, here in jobs(options.seeds):
         run(here, seed, options, done, say)
+    if options.page is not None:
+        options.page.write_text(page(rows, told), encoding="utf-8")
 
 
 if __name__ == "__main__":

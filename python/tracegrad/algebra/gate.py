@@ -176,11 +176,12 @@ class TopEntropy:
 class DropCovariance:
     """Drops a random share of the terms whose covariance of advantage and logprob lies between low and high.
 
-    cov = (A - mean A)(logp - mean logp), means over the micro-batch's terms; terms that the clip has taken are no
-    candidates. `max(int(share * terms), 1)` of the candidates fall, drawn by torch's global generator.
+    cov = (A - mean A)(logp - mean logp), means over the micro-batch's terms that the gates before have left; terms that
+    the clip has taken are no candidates. `max(int(share * terms), 1)` of the candidates fall, drawn by torch's global
+    generator.
 
     Args:
-        share: of the terms of a micro-batch, in (0, 1).
+        share: of the terms that are left of a micro-batch, in (0, 1).
         low, high: bounds of cov, excluded.
         scope: "microbatch", said aloud: the gradient depends on how the step was cut.
 
@@ -211,7 +212,7 @@ class TopCovariance:
     """Selects the share of terms with the highest covariance of advantage and logprob, for a penalty on them.
 
     Args:
-        share: of the terms of a micro-batch, in (0, 1); at least one term.
+        share: of the terms of a micro-batch that the penalty runs over, in (0, 1); at least one term.
         scope: "microbatch", said aloud.
 
     Source: KL-Cov of Cui et al. 2025, arXiv 2505.22617; verl's kl_cov.

@@ -156,6 +156,15 @@ class Objective:
         return getattr(self.surrogate, "level", TOKEN)
 
     @property
+    def per_microbatch(self) -> tuple[str, ...]:
+        """The parts that see one micro-batch, so that the gradient depends on how the step was cut; mostly none."""
+        parts = [*self.weights, *self.gates, *(penalty.where for penalty in self.penalties), *self.shifts]
+        scopes = [getattr(part, "scope", None) or getattr(part, "center", None) for part in parts]
+        levels = [getattr(part, "level", TOKEN).scope for part in parts]
+        seen = zip(parts, scopes, levels, strict=True)
+        return tuple(str(part) for part, *scope in seen if "microbatch" in scope)
+
+    @property
     def reductions(self) -> tuple[Reduce, ...]:
         """The distinct reductions of surrogate, penalties and entropy bonus, the surrogate's first."""
         parts = [*self.penalties, *([self.entropy] if self.entropy else [])]

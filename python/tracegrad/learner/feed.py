@@ -56,6 +56,7 @@ class Feed:
         check_effective(config, objective)
         objective.check_missing(config.train.missing)
         notes = check_ratios(sequences, objective, config)
+        notes += [f"'{part}': the gradient depends on pack.token_budget." for part in objective.per_microbatch]
         rewards = reward_column(sequences, config.data.reward)
         held = held_out(sequences.group, config.data.holdout, config.train.seed)
         advantages = np.zeros(sequences.traces, np.float32)

@@ -1,6 +1,7 @@
 """Gates on the policy being trained: the torch twin of the core's, and the selectors that only exist here.
 
-Nothing here carries a gradient. A gate that does not see the policy being trained was applied by `correction`.
+Nothing here carries a gradient, and nothing waits for the device but the draw of `DropCovariance`. A gate that does not
+see the policy being trained was applied by `correction`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def gated(gates: tuple[AnyGate, ...], view: View, keep: Tensor, clipped: Tensor)
         elif isinstance(gate, TopEntropy):
             keep = keep & _top_entropy(gate, view)
         elif isinstance(gate, DropCovariance):
-            keep = keep & ~_drawn(gate, view, clipped)
+            keep = keep & ~_drawn(gate, view, keep, clipped)
     return keep
 
 
@@ -78,38 +79,41 @@ def _stat(gate: Gate, view: View, known: Tensor) -> Tensor:
 
 
 def _top_entropy(gate: TopEntropy, view: View) -> Tensor:
+    """The terms at or above the quantile of the counted ones, linearly interpolated as torch.quantile does."""
     entropy = view.entropy
     assert entropy is not None  # checked with the shapes
-    inside = entropy[view.counted]
-    if not inside.numel():
-        return view.counted
-    return entropy >= torch.quantile(inside.float(), 1 - gate.share)
+    ordered = torch.where(view.counted, entropy, torch.inf).float().reshape(-1).sort().values
+    rank = (1 - gate.share) * (view.counted.sum() - 1).clamp(min=0).float()
+    ends = ordered.gather(0, torch.stack([rank.floor(), rank.ceil()]).long()) if len(ordered) else rank.expand(2)
+    return entropy >= torch.lerp(ends[0], ends[1], rank - rank.floor())
 
 
-def _covariance(view: View) -> Tensor:
-    """(A - mean A)(logp - mean logp) of each counted term, minus infinity elsewhere."""
-    here = view.counted
+def _covariance(view: View, here: Tensor) -> Tensor:
+    """(A - mean A)(logp - mean logp) of each term that is left, minus infinity elsewhere."""
     advantages, logprobs = view.advantages(here), view.log("theta", here)
     count = here.sum().clamp(min=1)
     found = (advantages - advantages.sum() / count) * (logprobs - logprobs.sum() / count)
     return torch.where(here, found, -torch.inf)
 
 
-def _drawn(gate: DropCovariance, view: View, clipped: Tensor) -> Tensor:
+def _drawn(gate: DropCovariance, view: View, here: Tensor, clipped: Tensor) -> Tensor:
     """The random share of candidates that falls."""
-    found = _covariance(view)
+    here = here & view.counted
+    found = _covariance(view, here)
     candidates = ((found > gate.low) & (found < gate.high) & ~clipped).reshape(-1).nonzero().squeeze(-1)
-    wanted = max(int(gate.share * int(view.counted.sum())), 1)
+    wanted = max(int(gate.share * int(here.sum())), 1)
     drawn = torch.zeros(found.numel(), dtype=torch.bool, device=found.device)
     if len(candidates):
         drawn[candidates[torch.randperm(len(candidates))[:wanted].to(candidates.device)]] = True
     return drawn.reshape(found.shape)
 
 
-def top_covariance(where: TopCovariance, view: View) -> Tensor:
-    """The terms with the highest covariance of advantage and logprob, at least one where there are any."""
-    found = _covariance(view.detached()).reshape(-1)
-    wanted = min(max(int(where.share * int(view.counted.sum())), 1), int(view.counted.sum()))
+def top_covariance(where: TopCovariance, view: View, here: Tensor) -> Tensor:
+    """The terms of `here` with the highest covariance of advantage and logprob, at least one where there are any."""
+    found = _covariance(view.detached(), here).reshape(-1)
+    count = here.sum()
+    wanted = torch.minimum((where.share * count.double()).long().clamp(min=1), count)
+    rank = torch.arange(len(found), device=found.device)
     chosen = torch.zeros(len(found), dtype=torch.bool, device=found.device)
-    chosen[torch.topk(found, wanted).indices] = True
-    return chosen.reshape(view.counted.shape)
+    chosen = chosen.scatter(0, torch.argsort(found, descending=True), rank < wanted)
+    return chosen.reshape(here.shape)

@@ -15,7 +15,7 @@ def penalty_at(penalty: Penalty, view: View, here: Tensor) -> Tensor:
     """The estimate of KL(num || den) at each term with its ratio and cap, 0 where `here` is False."""
     here = here & view.known(penalty.ratio)
     if penalty.where is not None:
-        here = here & top_covariance(penalty.where, view)
+        here = top_covariance(penalty.where, view, here)
     log_ratio = view.log_ratio(penalty.ratio, here)
     value = _kind(penalty.kind, log_ratio)
     if penalty.cap is not None:

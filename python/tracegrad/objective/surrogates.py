@@ -57,7 +57,7 @@ def _clip(clip: Clip, ratio: Tensor, advantages: Tensor) -> Values:
 
 def _sigmoid(sigmoid: Sigmoid, ratio: Tensor, advantages: Tensor) -> Values:
     """-A (4 / tau) sigmoid(tau (r - 1))."""
-    tau = torch.where(advantages > 0, sigmoid.tau_pos, sigmoid.tau_neg)
+    tau = torch.full_like(ratio, sigmoid.tau_neg).masked_fill(advantages > 0, sigmoid.tau_pos)
     return _unclipped(-advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, ratio)
 
 

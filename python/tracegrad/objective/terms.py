@@ -100,10 +100,17 @@ class View:
     def _index(self, over: str) -> Tensor:
         if over == "batch":
             return torch.zeros(self.logprobs.numel(), dtype=torch.long, device=self.logprobs.device)
-        ids = self.array("trace" if over == "turn" else over).reshape(-1)
-        if over == "turn":
-            ids = torch.stack([ids, self.array("turn").reshape(-1)], -1)
-        return torch.unique(ids, dim=0, return_inverse=True)[1]
+        if over != "turn":
+            return _dense(self.array(over))
+        return _dense(self.segments("trace") * self.logprobs.numel() + _dense(self.array("turn")))
+
+
+def _dense(ids: Tensor) -> Tensor:
+    """[terms] the rank of each id among those present; unlike torch.unique without a wait for the device."""
+    ordered, order = torch.sort(ids.reshape(-1))
+    first = torch.zeros_like(ordered)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(ordered).scatter(0, order, first.cumsum(0)).long()
 
 
 def check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:
