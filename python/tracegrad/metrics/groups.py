@@ -61,7 +61,7 @@ class Groups:
     def total(self, values: NDArray[Any]) -> Floats:
         """[count] sum of each group, in float64."""
         runs = np.add.reduceat(values, self.starts, dtype=np.float64) if self.terms else np.zeros(0)
-        return np.bincount(self.owner, runs, self.count)
+        return np.bincount(self.owner, runs, self.count).astype(np.float64, copy=False)
 
     def largest(self, values: NDArray[Any]) -> Floats:
         """[count] largest of each group; -inf of a group without terms."""

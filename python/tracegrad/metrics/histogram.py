@@ -61,5 +61,7 @@ def percentile(counts: NDArray[np.int64], share: float, low: float, high: float)
     if total == 0:
         return float("nan")
     rank = min(max(int(np.ceil(share * total)), 1), total)
+    if rank == total:
+        return high
     found = int(np.searchsorted(np.cumsum(counts), rank))
     return float(np.clip(np.exp(centres()[found]), low, high))

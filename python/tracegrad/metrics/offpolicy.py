@@ -153,7 +153,7 @@ def _summed(pieces: Column, parts: Groups, owner: NDArray, cells: int) -> Sums:
     """[cells] of pieces [K]: first into the parts of traces, each of which lies in one cell, then into cells."""
 
     def by_cell(values: Floats) -> Floats:
-        return np.bincount(owner, values, cells)
+        return np.bincount(owner, values, cells).astype(np.float64, copy=False)
 
     column = pieces.by(parts)
     n = column.counts["n"]
@@ -161,7 +161,7 @@ def _summed(pieces: Column, parts: Groups, owner: NDArray, cells: int) -> Sums:
     maxima = dict(column.maxima)
     if column.by_trace is not None:
         taken = column.by_trace(totals, n)
-        totals, maxima = totals | taken.totals, maxima | taken.maxima
+        totals, maxima = {**totals, **taken.totals}, {**maxima, **taken.maxima}
     if column.spread:
         totals["n2"] = n * n
         for name, values in column.spread.items():

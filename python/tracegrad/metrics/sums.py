@@ -50,7 +50,7 @@ class Sums:
         return cls(_as(totals, np.float64), _as(counts, np.int64), _as(maxima, np.float64))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """The array called `name`; a minimum under the plain name of what it is the minimum of, prefixed with min."""
+        """The array called `name`, of whichever kind."""
         for part in (self.totals, self.counts, self.maxima):
             if name in part:
                 return part[name]
@@ -125,7 +125,9 @@ def per(top: ArrayLike, bottom: ArrayLike) -> Floats:
     return np.divide(top, bottom, out=np.full(top.shape, np.nan), where=bottom != 0)
 
 
-def moments(name: str, values: ArrayLike, *, low: float | None = None, high: float | None = None, about: float = 0.0):
+def moments(
+    name: str, values: ArrayLike, *, low: float | None = None, high: float | None = None, about: float = 0.0
+) -> Sums:
     """The sums of one quantity that `Moments` reads.
 
     Args:
@@ -139,8 +141,8 @@ def moments(name: str, values: ArrayLike, *, low: float | None = None, high: flo
     """
     values = np.asarray(values, np.float64)
     away = values - about
-    totals = {"": values.sum(), ".away": away.sum(), ".squares": (away * away).sum()}
-    counts = {".n": values.size}
+    totals: dict[str, Any] = {"": values.sum(), ".away": away.sum(), ".squares": (away * away).sum()}
+    counts: dict[str, Any] = {".n": values.size}
     if low is not None or high is not None:
         bounded = np.clip(values, -np.inf if low is None else low, np.inf if high is None else high)
         totals |= {".clamped": bounded.sum(), ".clamped_squares": (bounded * bounded).sum()}
