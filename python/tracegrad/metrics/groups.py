@@ -143,10 +143,9 @@ class Rows:
         """[R] sum of each row, 0 of an empty one."""
         return self.groups.total(values)
 
-    def mean(self, values: NDArray[Any], eps: float = 0.0) -> Floats:
-        """[R] mean of each row, 0 of an empty one; `eps` is what a peer adds to the number of terms."""
-        bottom = self.lengths + eps
-        return np.divide(self.total(values), bottom, out=np.zeros(self.count), where=self.filled)
+    def mean(self, values: NDArray[Any]) -> Floats:
+        """[R] mean of each row, 0 of an empty one."""
+        return self.total(values) / np.maximum(self.lengths, 1.0)
 
     def largest(self, values: NDArray[Any], empty: float = 0.0) -> Floats:
         """[R] largest of each row."""

@@ -154,7 +154,7 @@ def moments(
 
 @dataclass(frozen=True)
 class Moments:
-    """One quantity of some sums. `eps` is what a peer adds to a denominator that it does not test for 0."""
+    """One quantity of some sums."""
 
     sums: Sums
     name: str
@@ -179,13 +179,13 @@ class Moments:
         """The smallest; inf of none."""
         return -float(self.sums[self.name + ".-min"])
 
-    def mean(self, eps: float = 0.0) -> float:
-        """total / (n + eps)."""
-        return float(per(self.total, self.n + eps))
+    def mean(self) -> float:
+        """total / n; NaN of none."""
+        return float(per(self.total, self.n))
 
-    def share(self, side: str, eps: float = 0.0) -> float:
+    def share(self, side: str) -> float:
         """Share of the values "above" or "below" the bounds."""
-        return float(per(self.sums[f"{self.name}.{side}"], self.n + eps))
+        return float(per(self.sums[f"{self.name}.{side}"], self.n))
 
     def deviation(self, ddof: int = 0) -> float:
         """Standard deviation; NaN of fewer than ddof + 1 values."""
@@ -194,9 +194,8 @@ class Moments:
         away, squares = (float(self.sums[self.name + field]) for field in (".away", ".squares"))
         return float(np.sqrt(max(squares - away * away / self.n, 0.0) / (self.n - ddof)))
 
-    def clamped_deviation(self, eps: float = 0.0) -> float:
-        """sqrt(E[x^2] - E[x]^2) of the values clamped to the bounds, each mean over n + eps."""
-        bottom = self.n + eps
-        mean = per(self.sums[self.name + ".clamped"], bottom)
-        square = per(self.sums[self.name + ".clamped_squares"], bottom)
+    def clamped_deviation(self) -> float:
+        """Standard deviation over n of the values clamped to the bounds."""
+        mean = per(self.sums[self.name + ".clamped"], self.n)
+        square = per(self.sums[self.name + ".clamped_squares"], self.n)
         return float(np.sqrt(np.maximum(square - mean * mean, 0.0)))

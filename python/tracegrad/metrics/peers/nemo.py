@@ -13,11 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.groups import Rows
-from tracegrad.metrics.sums import Moments, Sums, moments
+from tracegrad.metrics.sums import Floats, Moments, Sums, moments, per
 from tracegrad.metrics.table import Measured, Metric, Reading
-
-EPS = 1e-8
-"""NeMo-RL's masked mean divides by the count plus this."""
 
 
 def as_nemo(
@@ -61,7 +58,7 @@ def as_nemo(
             f"NeMo-RL has no kl_type {kl_type!r} or truncation {truncation!r}. See its ClippedPGLossFn."
         )
     log = new - old
-    ratio = rows.back(np.exp(rows.mean(log, EPS))) if sequence_level else np.exp(log)
+    ratio = rows.back(np.exp(rows.mean(log))) if sequence_level else np.exp(log)
     mixture = np.log(0.5 * np.exp(old) + 0.5 * np.exp(drawn))
     totals = {
         "mult": np.exp(np.abs(drawn - old)).sum(),
@@ -102,7 +99,7 @@ def _sampling(
     elif truncation == "icepop":
         weight = np.where(outside, 0.0, weight)
     elif truncation == "seq-mask-tis":
-        mean = np.exp(rows.mean(log, EPS))
+        mean = np.exp(rows.mean(log))
         outside = (mean < low) | (mean > high)
         weight = np.where(rows.back(outside), 0.0, weight)
     if sequence:  # a row's weight is out of bounds for each of its terms
@@ -110,11 +107,11 @@ def _sampling(
     return moments("weight", weight) | Sums.of(counts={"outside": np.count_nonzero(outside), "of": len(outside)})
 
 
-def _over(name: str, bottom: str) -> Callable[[Sums], float]:
-    return lambda s: float(s[name]) / (int(s[bottom]) + EPS)
+def _over(name: str, bottom: str) -> Callable[[Sums], Floats]:
+    return lambda s: per(s[name], s[bottom])
 
 
-_POLICY, _OLD, _TERMS = "theta / old", "old / rollout", "terms + 1e-8"
+_POLICY, _OLD, _TERMS = "theta / old", "old / rollout", "terms"
 POLICY_GRADIENT: tuple[Metric, ...] = (
     Metric("probs_ratio", "1", _POLICY, _TERMS, "Mean ratio, not clamped before exp.", _over("ratio", "ratio.n")),
     Metric("probs_ratio_clamped", "1", _POLICY, _TERMS, "Mean of the clipped ratio.", _over("clipped", "clipped.n")),
@@ -137,7 +134,7 @@ SAMPLING: tuple[Metric, ...] = (
         "sampling_importance_ratio",
         "1",
         _OLD,
-        "terms + 1e-8; rows at sequence level",
+        "terms; rows at sequence level",
         "Mean weight after truncation. NeMo-RL's own, at sequence level, is the sum over rows: a broadcast.",
         _over("weight", "weight.n"),
     ),
@@ -147,7 +144,7 @@ OUT_OF_BOUNDS = (
         "is_oob_ratio",
         "share",
         _OLD,
-        "terms + 1e-8; rows in seq-mask-tis",
+        "terms; rows in seq-mask-tis",
         "Weights outside the bounds.",
         _over("outside", "of"),
     ),

@@ -1,8 +1,7 @@
 """verl's metrics: `rollout_corr/*` of rollout correction, and `actor/*` of its policy losses.
 
-Definitions are verl 0.9.1's, constants in denominators included (tests/parity/test_metrics.py runs both). In means over
-rows verl counts empty ones: give `Rows` with all rows of the padded array. verl divides by the counts of one process;
-these sums merge.
+Definitions are verl 0.9.1's (tests/parity/test_metrics.py runs both). In means over rows verl counts empty ones: give
+`Rows` with all rows of the padded array. verl divides by the counts of one process; these sums merge.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from tracegrad.metrics.groups import Rows
 from tracegrad.metrics.peers.verl_rows import (
     ACTOR,
     BATCH_NORM,
-    EPS,
     ICEPOP,
     IMPORTANCE,
     LIMIT,
@@ -99,7 +97,7 @@ def as_verl_actor(
         clipped_lower: [M] bool: in vanilla the dual clip's ceiling was the smaller; in geo_mean the clip where A < 0.
 
     >>> as_verl_actor(np.log([0.5]), np.log([0.25]), Rows.of([0]), clipped=[True], clipped_lower=[False]).named()
-    {'actor/ppo_kl': -0.6931471736..., 'actor/pg_clipfrac': 0.9999999..., 'actor/pg_clipfrac_lower': 0.0}
+    {'actor/ppo_kl': -0.6931471805599453, 'actor/pg_clipfrac': 1.0, 'actor/pg_clipfrac_lower': 0.0}
     """
     log = _terms("theta", theta, rows) - _terms("old", old, rows)
     kl = -(log if loss in _UNBOUNDED else np.clip(log, -LIMIT, LIMIT)) if loss != "kl_cov" else np.abs(log)
@@ -131,7 +129,7 @@ def _importance(log: NDArray, rows: Rows, sequence: bool, bounds: Bounds) -> Sum
     raw = np.exp(np.clip(rows.back(summed) if sequence else log, -LIMIT, LIMIT))
     outside = (raw > high) | (raw < floor)
     weight = np.minimum(raw, high) if low is None else np.where(outside, 0.0, raw)
-    by_row, raw_by_row = rows.mean(weight, EPS), rows.mean(raw, EPS)
+    by_row, raw_by_row = rows.mean(weight), rows.mean(raw)
     sums = moments("w", weight, low=0.0, high=high) | moments("raw", raw, low=floor, high=high)
     sums = sums | moments("row", by_row, about=1.0) | moments("away", np.abs(by_row - 1.0))
     sums = sums | moments("raw_row", raw_by_row, low=floor, high=high)
@@ -171,9 +169,9 @@ def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> Measu
 
 
 _LEVELS: dict[str, Callable[[Rows, NDArray], NDArray]] = {
-    "token": lambda rows, stat: rows.mean(stat, EPS),
+    "token": lambda rows, stat: rows.mean(stat),
     "seq_sum": lambda rows, stat: rows.total(stat),
-    "seq_mean": lambda rows, stat: rows.mean(stat, EPS),
+    "seq_mean": lambda rows, stat: rows.mean(stat),
     "seq_max": lambda rows, stat: rows.largest(stat),
 }
 
@@ -181,7 +179,7 @@ _LEVELS: dict[str, Callable[[Rows, NDArray], NDArray]] = {
 def _off_policy(old: NDArray, rollout: NDArray, rows: Rows) -> Sums:
     log = old - rollout
     bounded = np.exp(np.clip(log, -LIMIT, LIMIT))
-    mine, theirs = rows.mean(old, EPS), rows.mean(rollout, EPS)
+    mine, theirs = rows.mean(old), rows.mean(rollout)
     gap, product = theirs - mine, np.clip(rows.total(log), -LIMIT, LIMIT)
     with np.errstate(over="ignore"):
         k3 = (np.exp(log) - log - 1).sum()

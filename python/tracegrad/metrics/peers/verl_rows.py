@@ -14,16 +14,16 @@ from tracegrad.metrics.sums import Moments, Sums, per
 from tracegrad.metrics.table import Metric
 
 EPS = 1e-8
-"""verl's masked mean divides by the number of terms plus this."""
+"""verl adds this to the mean weight before it divides by it, and below it normalises by nothing."""
 LIMIT = 20.0
 """verl's bound of a log-ratio before exp."""
 
-_OLD, _TERMS, _ROWS = "old / rollout", "terms + 1e-8", "rows, empty ones too"
+_OLD, _TERMS, _ROWS = "old / rollout", "terms", "rows, empty ones too"
 _FILLED = "rows with a term"
 
 
-def _over(name: str, bottom: str = "n", eps: float = EPS, less: float = 0.0) -> Callable[[Sums], Any]:
-    return lambda s: per(s[name], s[bottom] + eps) - less
+def _over(name: str, bottom: str = "n", less: float = 0.0) -> Callable[[Sums], Any]:
+    return lambda s: per(s[name], s[bottom]) - less
 
 
 def _of(name: str, read: Callable[[Moments], Any]) -> Callable[[Sums], Any]:
@@ -35,14 +35,14 @@ def _deviation(m: Moments) -> float:
 
 
 def _spread(m: Moments) -> float:
-    return m.clamped_deviation(EPS) if m.n > 1 else 0.0
+    return m.clamped_deviation() if m.n > 1 else 0.0
 
 
 def _ess(s: Sums) -> float:
     weights = Moments(s, "w")
     square = float(s["w.clamped_squares"])
-    mean = float(s["w.clamped"]) / (weights.n + EPS)
-    return (mean + EPS) ** 2 * (weights.n + EPS) / square if square > 0 else 0.0
+    mean = float(s["w.clamped"]) / weights.n
+    return (mean + EPS) ** 2 * weights.n / square if square > 0 else 0.0
 
 
 def _row(name: str, unit: str, per: str, meaning: str, value: Callable[[Sums], Any], ratio: str = _OLD) -> Metric:
@@ -50,23 +50,23 @@ def _row(name: str, unit: str, per: str, meaning: str, value: Callable[[Sums], A
 
 
 OFF_POLICY = (
-    _row("training_ppl", "1", _ROWS, "Perplexity of old; an empty row counts as 1.", _over("ppl", "rows", 0), ""),
-    _row("training_log_ppl", "nats", _ROWS, "Mean of - mean old logprob.", _over("old", "rows", 0), ""),
+    _row("training_ppl", "1", _ROWS, "Perplexity of old; an empty row counts as 1.", _over("ppl", "rows"), ""),
+    _row("training_log_ppl", "nats", _ROWS, "Mean of - mean old logprob.", _over("old", "rows"), ""),
     _row("kl", "nats", _TERMS, "Mean of -l: our kl_rollout_old_k1.", _over("kl")),
     _row("k3_kl", "nats", _TERMS, "Mean of r - 1 - l without a clamp: infinite for l beyond 709.", _over("k3")),
-    _row("rollout_ppl", "1", _ROWS, "Perplexity of rollout.", _over("rollout_ppl", "rows", 0), ""),
-    _row("rollout_log_ppl", "nats", _ROWS, "Mean of - mean rollout logprob.", _over("rollout", "rows", 0), ""),
-    _row("log_ppl_diff", "nats", _ROWS, "Mean rollout - old logprob of a row.", _over("gap", "rows", 0)),
-    _row("log_ppl_abs_diff", "nats", _ROWS, "Its absolute value.", _over("abs", "rows", 0)),
+    _row("rollout_ppl", "1", _ROWS, "Perplexity of rollout.", _over("rollout_ppl", "rows"), ""),
+    _row("rollout_log_ppl", "nats", _ROWS, "Mean of - mean rollout logprob.", _over("rollout", "rows"), ""),
+    _row("log_ppl_diff", "nats", _ROWS, "Mean rollout - old logprob of a row.", _over("gap", "rows")),
+    _row("log_ppl_abs_diff", "nats", _ROWS, "Its absolute value.", _over("abs", "rows")),
     _row("log_ppl_diff_max", "nats", "", "Largest; an empty row is 0.", lambda s: s["gap.max"]),
     _row("log_ppl_diff_min", "nats", "", "Smallest; an empty row is 0.", lambda s: -s["gap.-min"]),
-    _row("ppl_ratio", "1", _ROWS, "Mean of exp(log_ppl_diff).", _over("ratio", "rows", 0)),
+    _row("ppl_ratio", "1", _ROWS, "Mean of exp(log_ppl_diff).", _over("ratio", "rows")),
     _row("chi2_token", "1", _TERMS, "Mean r^2, minus 1.", _over("square", less=1.0)),
-    _row("chi2_seq", "1", _ROWS, "Mean squared product, minus 1; an empty row is 1.", _over("product", "rows", 0, 1.0)),
+    _row("chi2_seq", "1", _ROWS, "Mean squared product, minus 1; an empty row is 1.", _over("product", "rows", 1.0)),
 )
 _W = "Weight after truncation"
 _IMPORTANCE = (
-    _row("rollout_is_mean", "1", _TERMS, f"{_W}, before batch normalisation.", _of("w", lambda m: m.mean(EPS))),
+    _row("rollout_is_mean", "1", _TERMS, f"{_W}, before batch normalisation.", _of("w", lambda m: m.mean())),
     _row("rollout_is_std", "1", _TERMS, "Its deviation; 0 of a single term.", _of("w", _spread)),
     _row(
         "rollout_is_eff_sample_size", "share", _TERMS, "Our ess, with 1e-8 in it; verl divides by 0 if all w are.", _ess
@@ -101,14 +101,14 @@ IMPORTANCE = {
             "share",
             _TERMS,
             "Raw ratios above the upper bound.",
-            _of("raw", lambda m: m.share("above", EPS)),
+            _of("raw", lambda m: m.share("above")),
         ),
         _row(
             "rollout_is_ratio_fraction_low",
             "share",
             _TERMS,
             "Raw ratios below the lower bound, or 1 / upper.",
-            _of("raw", lambda m: m.share("below", EPS)),
+            _of("raw", lambda m: m.share("below")),
         ),
     ),
     "sequence": (
@@ -146,8 +146,8 @@ IMPORTANCE = {
 ICEPOP = (_row("rollout_is_oob_ratio", "share", _TERMS, "IcePop only: weights set to 0.", _over("outside", "w.n")),)
 
 
-def _factor(m: Moments, eps: float) -> float:
-    mean = m.mean(eps)
+def _factor(m: Moments) -> float:
+    mean = m.mean()
     return mean if mean > EPS else 1.0
 
 
@@ -158,7 +158,7 @@ BATCH_NORM = {
             "1",
             _TERMS,
             "Mean weight divided by; 1 if tiny.",
-            _of("w", lambda m: _factor(m, EPS)),
+            _of("w", _factor),
         ),
     ),
     "sequence": (
@@ -167,30 +167,28 @@ BATCH_NORM = {
             "1",
             _FILLED,
             "The same over rows.",
-            _of("filled", lambda m: _factor(m, 0.0)),
+            _of("filled", _factor),
         ),
     ),
 }
 
 
-def _rejection_rows(name: str, bottom: str, eps: float, *, k1: bool) -> tuple[Metric, ...]:
+def _rejection_rows(name: str, bottom: str, *, k1: bool) -> tuple[Metric, ...]:
     """Rows of an option; extrema and shares are over terms at token level, over rows with a term above it."""
     x = "rollout_rs_{option}_"
     seq = _FILLED
-    low = _of(name, lambda m: m.share("below", eps)) if k1 else lambda _: 0.0
+    low = _of(name, lambda m: m.share("below")) if k1 else lambda _: 0.0
     return (
         _row(
             x + "mean",
             "stat",
             _TERMS,
             "Mean statistic; a row's counts once a term.",
-            _of("term", lambda m: m.mean(EPS)),
+            _of("term", lambda m: m.mean()),
         ),
         _row(x + "max", "stat", "", "Largest.", _of(name, lambda m: m.largest)),
         _row(x + "min", "stat", "", "Smallest.", _of(name, lambda m: m.smallest)),
-        _row(
-            x + "fraction_high", "share", bottom, "Above the upper bound.", _of(name, lambda m: m.share("above", eps))
-        ),
+        _row(x + "fraction_high", "share", bottom, "Above the upper bound.", _of(name, lambda m: m.share("above"))),
         _row(x + "std", "stat", _TERMS, "Deviation of the statistic clamped to its bounds.", _of("term", _spread)),
         _row(x + "seq_mean", "stat", seq, "Mean over rows.", _of("row", lambda m: m.mean() if m.n else 0.0)),
         _row(x + "seq_std", "stat", f"{seq}, less one", "Its deviation.", _of("row", _deviation)),
@@ -205,7 +203,7 @@ def _rejection_rows(name: str, bottom: str, eps: float, *, k1: bool) -> tuple[Me
             "share",
             _TERMS,
             "Terms dropped.",
-            _of("kept", lambda m: (m.n - m.total) / (m.n + EPS)),
+            _of("kept", lambda m: (m.n - m.total) / m.n),
         ),
         _row(
             x + "seq_masked_fraction",
@@ -226,10 +224,10 @@ _SEQUENCE_LOW = _row(
     _of("row", lambda m: m.share("below") if m.n else 0.0),
 )
 REJECTION = {
-    ("token", True): (*_rejection_rows("term", _TERMS, EPS, k1=True), _SEQUENCE_LOW),
-    ("token", False): _rejection_rows("term", _TERMS, EPS, k1=False),
-    ("sequence", True): (*_rejection_rows("row", _FILLED, 0.0, k1=True), _SEQUENCE_LOW),
-    ("sequence", False): _rejection_rows("row", _FILLED, 0.0, k1=False),
+    ("token", True): (*_rejection_rows("term", _TERMS, k1=True), _SEQUENCE_LOW),
+    ("token", False): _rejection_rows("term", _TERMS, k1=False),
+    ("sequence", True): (*_rejection_rows("row", _FILLED, k1=True), _SEQUENCE_LOW),
+    ("sequence", False): _rejection_rows("row", _FILLED, k1=False),
 }
 """By level and whether the statistic is k1, which alone has a lower bound."""
 REJECTION_ALL = (
@@ -238,9 +236,9 @@ REJECTION_ALL = (
         "share",
         _TERMS,
         "Terms that any option dropped.",
-        lambda s: (s["n"] - s["kept"]) / (s["n"] + EPS),
+        lambda s: (s["n"] - s["kept"]) / s["n"],
     ),
-    _row("rollout_rs_seq_masked_fraction", "share", _ROWS, "Rows with a term dropped.", _over("hit", "rows", 0)),
+    _row("rollout_rs_seq_masked_fraction", "share", _ROWS, "Rows with a term dropped.", _over("hit", "rows")),
 )
 ACTOR = (
     Metric(
