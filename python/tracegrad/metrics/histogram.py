@@ -32,16 +32,6 @@ def bins(log_ratios: NDArray[np.floating]) -> NDArray[np.intp]:
     return (np.clip(place, -HALF - 1, HALF + 1) + HALF + 1).astype(np.intp)
 
 
-def centres() -> NDArray[np.float64]:
-    """[BINS] the log-ratio each bin stands for; -inf and inf at the ends.
-
-    >>> float(centres()[HALF + 1])
-    0.0
-    """
-    inner = FINE * np.sinh(np.arange(-HALF, HALF + 1) * _WIDTH)
-    return np.concatenate([[-np.inf], inner, [np.inf]])
-
-
 def percentile(counts: NDArray[np.int64], share: float, low: float, high: float) -> float:
     """The smallest ratio with at least `share` of the counted ratios at or below it, up to `RESOLUTION`.
 
@@ -64,4 +54,6 @@ def percentile(counts: NDArray[np.int64], share: float, low: float, high: float)
     if rank == total:
         return high
     found = int(np.searchsorted(np.cumsum(counts), rank))
-    return float(np.clip(np.exp(centres()[found]), low, high))
+    if not 0 < found < BINS - 1:
+        return low if found == 0 else high
+    return float(np.clip(np.exp(FINE * np.sinh((found - HALF - 1) * _WIDTH)), low, high))
