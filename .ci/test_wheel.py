@@ -11,25 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from interpreters import interpreters
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"
-
-
-def interpreters() -> dict[int, str]:
-    """Minor version to an interpreter that runs: from PATH, and from pyenv where it is the one that holds them."""
-    found = {}
-    for minor in range(10, 20):
-        name = shutil.which(f"python3.{minor}")
-        if name and subprocess.run([name, "--version"], capture_output=True, check=False).returncode == 0:
-            found[minor] = name
-    if shutil.which("pyenv"):
-        listed = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True, check=True).stdout
-        for version in listed.split():
-            prefix = subprocess.run(["pyenv", "prefix", version], capture_output=True, text=True, check=True).stdout
-            minor = int(version.split(".")[1]) if version.startswith("3.") else 0
-            python = Path(prefix.strip()) / "bin" / "python"
-            if minor >= 10 and python.exists():
-                found.setdefault(minor, str(python))
-    return found
 
 
 def run(command: list[str], **options) -> str:

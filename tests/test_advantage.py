@@ -4,8 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from peer_code import trl_advantages
-from tracegrad.advantage import batch_mean, group_counts, group_mean
+from peer_code import trl_advantages, trl_optimal_value, trl_rloo
+from tracegrad.advantage import (
+    a_star,
+    batch_mean,
+    gpg,
+    group_counts,
+    group_mean,
+    max_rl,
+    normalize_then_sum,
+    opo,
+    pass_at_k,
+    rloo,
+    weighted_sum,
+    whiten,
+)
 from tracegrad.errors import ArgumentError
 
 NAN = float("nan")
@@ -100,3 +113,154 @@ def test_trl_normalises_groups_the_same_way(scale):
     # TRL computes in float32: equal rewards leave it the rounding of the mean, over 1e-4.
     assert np.abs(ours[:8]).max() == 0.0
     np.testing.assert_allclose(ours[:8], theirs[:8], atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("weights", [None, [2.0, 0.5, -1.0]])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_trl_sums_several_rewards_and_leaves_out_those_that_are_none(scale, weights, seed):
+    table = several(seed)
+    theirs = trl_advantages(torch.tensor(table), 8, scale, weights=None if weights is None else torch.tensor(weights))
+    options = {} if scale == "none" else {"scale": {"group": "std", "batch": "batch_std"}[scale], "ddof": 1}
+    ours = group_mean(weighted_sum(table, weights), np.arange(32) // 8, singleton="zero", **options)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trl_normalises_each_reward_first_as_gdpo_does(seed):
+    table = several(seed)
+    theirs = trl_advantages(torch.tensor(table), 8, "group", "normalize_then_sum")
+    each = normalize_then_sum(table, np.arange(32) // 8, ddof=1, singleton="zero")
+    ours = whiten(each, ddof=1, eps=1e-4, eps_in="deviation")
+    np.testing.assert_allclose(ours, theirs, rtol=2e-7, atol=1e-7)  # TRL divides its counts in float32
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trl_leaves_one_out_the_same_way(seed):
+    rewards, groups = several(seed)[:, 0], np.arange(32) // 8
+    theirs = trl_rloo(torch.tensor(rewards), 8, normalize=False)
+    np.testing.assert_allclose(rloo(rewards, groups, singleton="zero"), theirs, rtol=2e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 5.0])
+def test_trl_estimates_the_same_optimal_value(beta):
+    rewards = np.random.default_rng(0).normal(size=(4, 8))
+    value = trl_optimal_value(torch.tensor(rewards), beta).numpy()
+    ours = a_star(rewards.reshape(-1), np.arange(32) // 8, beta=beta).reshape(4, 8)
+    np.testing.assert_allclose(ours, rewards - value[:, None], rtol=2e-7)
+
+
+def several(seed):
+    """[32, 3] in groups of 8: NaN in places, a row of NaN, a group with one scorable row, an equal group."""
+    draw = np.random.default_rng(seed)
+    table = draw.normal(size=(32, 3)) * [1.0, 20.0, 0.5]
+    table[draw.random(table.shape) < 0.15] = np.nan
+    table[5], table[8:15], table[15], table[16:24] = np.nan, np.nan, 1.0, [0.5, 2.0, 0.25]
+    return table
+
+
+def test_leaving_one_out_compares_with_the_mean_of_the_others():
+    # 6 with (0 + 3) / 2, 0 with (6 + 3) / 2, 3 with (6 + 0) / 2; group 1 is ragged: 1 with 0
+    assert rloo([6.0, 0.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1]).tolist() == [4.5, -4.5, 0.0, 1.0, -1.0]
+    assert rloo([5.0, 1.0, NAN], [0, 1, 1], singleton="keep").tolist() == [5.0, 1.0, 0.0]
+    assert rloo([5.0, 1.0, NAN], [0, 1, 1], singleton="zero").tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ArgumentError, match="trace 0: group 4 has one scorable trace"):
+        rloo([5.0], [4])
+
+
+def test_long_traces_weigh_more_in_the_baseline_of_opo():
+    # (1 * 10 + 0 * 30 + 2 * 10) / 50 = 0.6; the unscorable trace weighs nothing
+    found = opo([1.0, 0.0, 2.0, NAN], [10, 30, 10, 1000], [0, 0, 0, 0])
+    np.testing.assert_allclose(found, [0.4, -0.6, 1.4, 0.0], rtol=1e-6)
+    assert opo([1.0, 2.0], [0, 0], [0, 0]).tolist() == [0.0, 0.0]
+    with pytest.raises(ArgumentError, match="the least is -1"):
+        opo([1.0, 2.0], [1, -1], [0, 0])
+
+
+def test_gpg_makes_up_for_what_carries_no_gradient():
+    # group 0: 1, 0 -> 0.5, -0.5; group 1: 1, 1 -> 0, 0
+    rewards, groups = [1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1]
+    assert gpg(rewards, groups, nonzero="advantages").tolist() == [1.0, -1.0, 0.0, 0.0]  # 4 traces, 2 with a gradient
+    np.testing.assert_allclose(gpg(rewards, groups, nonzero="rewards"), [2 / 3, -2 / 3, 0, 0], rtol=1e-7)  # 3 rewards
+    assert gpg([1.0, 1.0], [0, 0], nonzero="advantages").tolist() == [0.0, 0.0]
+    with pytest.raises(ArgumentError, match="which zeros alpha makes up for"):
+        gpg(rewards, groups, nonzero="groups")
+
+
+def test_max_rl_divides_by_the_mean_and_gives_nothing_where_none_solved_it():
+    # group 0: mean 0.25; group 1: none solved it; group 2: mean below 0
+    rewards, groups = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0, -3.0], [0, 0, 0, 0, 1, 1, 2, 2]
+    assert max_rl(rewards, groups).tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    np.testing.assert_allclose(max_rl(rewards[:4], groups[:4], eps=0.25), [1.5, -0.5, -0.5, -0.5], rtol=1e-7)
+
+
+def test_only_the_best_of_a_group_has_what_it_adds():
+    # group 0: 3 leads 1 by 2; group 1: two are best, no lead; group 2: -1 leads -4 by 3
+    rewards, groups = [1.0, 3.0, 0.0, 2.0, 2.0, -4.0, -1.0, NAN], [0, 0, 0, 1, 1, 2, 2, 2]
+    assert pass_at_k(rewards, groups).tolist() == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0]
+    # population deviation of -4 and -1 is 1.5
+    found = pass_at_k(rewards[5:], groups[5:], scale="std", ddof=0, eps=0.0)
+    assert found.tolist() == [0.0, 2.0, 0.0]
+    with pytest.raises(ArgumentError, match="no effect"):
+        pass_at_k(rewards, groups, ddof=1)
+
+
+def test_the_optimal_value_lies_between_mean_and_maximum_and_does_not_overflow():
+    # V* = ln((e^1 + e^0) / 2) = 0.6201
+    np.testing.assert_allclose(a_star([1.0, 0.0], [0, 0], beta=1.0), [0.3799, -0.6201], atol=1e-4)
+    np.testing.assert_allclose(a_star([1e6, 0.0], [0, 0], beta=0.001), [0.001 * np.log(2), -1e6], rtol=1e-5)
+    assert a_star([0.1, 0.1, 0.1, NAN], [0, 0, 0, 0], beta=0.3).tolist() == [0.0] * 4
+    with pytest.raises(ArgumentError, match="above 0"):
+        a_star([1.0, 0.0], [0, 0], beta=0.0)
+
+
+def test_the_deviation_of_the_batch_is_that_of_all_rewards():
+    # rewards 0, 2 and 4, 6: mean 3, squares 9 + 1 + 1 + 9 = 20, population deviation sqrt(5); differences -1 and 1
+    found = group_mean([0.0, 2.0, 4.0, 6.0], [0, 0, 1, 1], scale="batch_std", ddof=0, eps=0.0)
+    np.testing.assert_allclose(found, np.array([-1, 1, -1, 1]) / 5**0.5, rtol=1e-7)
+
+
+def test_no_spread_and_no_eps_is_zero_and_not_nan():
+    assert group_mean([2.0, 2.0], [0, 0], scale="std", ddof=1, eps=0.0).tolist() == [0.0, 0.0]
+    assert group_mean([NAN, NAN], [0, 0], scale="batch_std", ddof=1, eps=0.0).tolist() == [0.0, 0.0]
+
+
+def test_the_report_says_which_groups_teach_nothing():
+    found = group_counts([1.0, 1.0, 0.0, 0.0, 5.0, NAN, 0.0, 1.0], ["a", "a", "b", "b", "c", "d", "e", "e"])
+    assert (found.equal_ids, found.equal_rewards) == (("a", "b"), (1.0, 0.0))
+    assert (found.singleton_ids, found.unscorable_ids) == (("c",), ("d",))
+
+
+def test_a_reward_that_is_none_adds_nothing_and_all_of_them_make_a_trace_unscorable():
+    table = [[1.0, 10.0], [3.0, NAN], [NAN, NAN]]
+    np.testing.assert_array_equal(weighted_sum(table, [1.0, 0.1]), [2.0, 3.0, NAN])
+    # column 0: 1 and 3 -> -1, 1; column 1 has one reward in its group
+    each = normalize_then_sum(table, [0, 0, 0], ddof=0, eps=0.0, singleton="zero")
+    np.testing.assert_array_equal(each, [-1.0, 1.0, NAN])
+    with pytest.raises(ArgumentError, match="one scorable trace"):
+        normalize_then_sum(table, [0, 0, 0], ddof=0)
+    with pytest.raises(ArgumentError, match="one weight"):
+        weighted_sum(table, [1.0])
+    with pytest.raises(ArgumentError, match="trace 1: the reward is inf"):
+        weighted_sum([[0.0], [-np.inf]])
+
+
+def test_a_large_reward_drowns_a_small_one_only_if_summed_first():
+    table = np.array([[0.0, 100.0], [1.0, 0.0], [0.0, 0.0], [1.0, 100.0]])
+    summed = group_mean(weighted_sum(table), [0, 0, 0, 0], scale="std", ddof=0, eps=0.0)
+    each = normalize_then_sum(table, [0, 0, 0, 0], ddof=0, eps=0.0)
+    np.testing.assert_allclose(summed, [1.0, -1.0, -1.0, 1.0], atol=0.02)
+    assert each.tolist() == [0.0, 0.0, -2.0, 2.0]
+
+
+def test_whitening_leaves_out_what_is_not_known():
+    # 1, 3: mean 2, variance 2 with n - 1
+    np.testing.assert_allclose(whiten([1.0, NAN, 3.0], ddof=1, eps=2.0, eps_in="variance"), [-0.5, 0.0, 0.5], rtol=1e-7)
+    np.testing.assert_allclose(
+        whiten([1.0, NAN, 3.0], ddof=0, eps=1.0, eps_in="deviation"), [-0.5, 0.0, 0.5], rtol=1e-7
+    )
+    assert whiten([0.1, 0.1, 0.1], ddof=1, eps=0.0, eps_in="variance").tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(ArgumentError, match="1 of 2 values are known"):
+        whiten([1.0, NAN], ddof=1, eps=0.0, eps_in="variance")
+    with pytest.raises(ArgumentError, match="where eps stands"):
+        whiten([1.0, 2.0], ddof=1, eps=0.0, eps_in="mean")

@@ -2,9 +2,15 @@
 
 import pytest
 
+from tracegrad import presets
 from tracegrad.algebra import (
+    Budget,
     Clamp,
     Clip,
+    CrossEntropy,
+    DropCovariance,
+    Entropy,
+    Gamma,
     Gate,
     Identity,
     Level,
@@ -14,6 +20,9 @@ from tracegrad.algebra import (
     PolicyGradient,
     Ratio,
     Reduce,
+    Regress,
+    Shift,
+    TopEntropy,
     Weight,
     Window,
     override,
@@ -71,10 +80,20 @@ def test_weights_on_opposite_signs_do_not_multiply():
         (lambda: Level("token", "sum"), "Level.agg has no effect"),
         (lambda: Level("token", terms="kept"), "Level.terms has no effect"),
         (lambda: Level("trace"), "Level.agg is None"),
-        (lambda: Level("batch", "sum"), "Level.over is 'batch'"),
+        (lambda: Level("word", "sum"), "Level.over is 'word'"),
+        (lambda: Level("batch", "prefix_sum"), "Level.agg is 'prefix_sum'"),
+        (lambda: Level("trace", "sum", scope="microbatch"), "Level.scope has no effect"),
         (lambda: Clamp(3.0, 2.0), "low 3.0 above high 2.0"),
         (lambda: Window(5.0, 0.5), "low 5.0 above high 0.5"),
-        (lambda: Weight(DIRECT), "theta is for the surrogate"),
+        (lambda: Weight(DIRECT, normalize=True), "needs a mean over the step"),
+        (lambda: Weight(DIRECT, Level("batch", "mean")), "scope='microbatch'"),
+        (lambda: Weight(MISMATCH, Level("batch", "mean", scope="microbatch")), "known for the whole step"),
+        (lambda: Weight(DIRECT, shape=Gamma(2.0, -1.0)), "Gamma.rate is -1.0"),
+        (lambda: Weight(MISMATCH, shape=Gamma(2.0, 3.0), absorbs=True), "Weight.absorbs has no effect"),
+        (lambda: Weight(DIRECT, absorbs=True), "belongs to a Gamma"),
+        (lambda: Clamp(-0.2, 0.2), "no ratio is negative"),
+        (lambda: Clamp(0.0, 0.28), "Bounds are ratios, not distances from 1"),
+        (lambda: Window(0.1, 0.3), "Bounds are ratios, not distances from 1"),
         (lambda: Weight(MISMATCH, Level("trace", "mean", "token")), "Weight.level.grad has no effect"),
         (lambda: Weight(MISMATCH, when="A<0", normalize=True), "no defined mean"),
         (lambda: Weight(MISMATCH, when="negative"), "Weight.when is 'negative'"),
@@ -83,7 +102,31 @@ def test_weights_on_opposite_signs_do_not_multiply():
         (lambda: Gate(MISMATCH, high=2.0, over="kept"), "Gate.over has no effect"),
         (lambda: Gate(MISMATCH, "k1", Level("trace", "sum"), high=1.0, scope="turn"), "Gate.scope has no effect"),
         (lambda: Gate(MISMATCH, "k1", Level("trace", "sum", terms="kept"), high=1.0), "Gate.level.terms has no effect"),
-        (lambda: Gate(OLD, high=2.0), "theta is for the surrogate"),
+        (lambda: Gate(OLD, high=2.0, scope="group"), "stand in several micro-batches"),
+        (lambda: Gate(OLD, "k1", Level("batch", "mean"), high=2.0), "scope='microbatch'"),
+        (lambda: Gate(MISMATCH, "ratio", high=0.2), "Bounds are ratios, not distances from 1"),
+        (lambda: Gate(MISMATCH, "k1", low=0.8, high=1.2), "k1 is a difference"),
+        (lambda: Gate(MISMATCH, "k3", low=0.1), "k3 is never negative"),
+        (lambda: Gate(MISMATCH, "square", high=0.0), "square is 0 where the policies agree"),
+        (lambda: Budget(OLD), "Budget on theta/old"),
+        (lambda: TopEntropy(0.2, "step"), "TopEntropy.scope is 'step'"),
+        (lambda: TopEntropy(1.0, "microbatch"), "lies between 0 and 1"),
+        (lambda: Clip(0.8, 1.28), r"reads like bounds of the ratio.*Write Clip\(0.2, 0.28\)"),
+        (lambda: Clip(dual=3.0, delta=4.0), "bound the same branch"),
+        (lambda: Reduce("constant"), "without norm"),
+        (lambda: Shift(MISMATCH, 0.1), "must have theta above"),
+        (lambda: Entropy(-0.1, gated=False), "must not be negative"),
+        (lambda: Objective(CrossEntropy(), shifts=(Shift(OLD, 0.1),)), "A is not read"),
+        (lambda: Objective(Regress(), DIRECT, weights=(TIS,)), "fits a residual"),
+        (lambda: Objective(Clip(level=Level("batch", "mean")), OLD), "mix traces with different"),
+        (
+            lambda: Objective(Clip(), OLD, gates=(Gate(OLD, high=2.0), Gate(MISMATCH, high=2.0))),
+            "known before the step and stands after one that is not",
+        ),
+        (
+            lambda: Objective(PolicyGradient(), gates=(DropCovariance(0.1, 1.0, 5.0, "microbatch"),)),
+            "DropCovariance leaves clipped terms alone",
+        ),
         (lambda: Clip(low=-0.2), "must not be negative"),
         (lambda: Clip(low=1.2), "distance from 1, at most 1"),
         (lambda: Clip(dual=0.5), "must be above 1"),
@@ -122,6 +165,17 @@ def test_needs_say_what_to_compute():
     assert Objective(Clip(), DIRECT).needs == Needs(old=False, rollout=True, ref=False, trace_ratio=False)
     gspo = Objective(Clip(3e-4, 4e-4, level=Level("trace", "mean")), OLD, weights=(TIS,))
     assert with_kl(gspo, 0.1).needs == Needs(old=True, rollout=True, ref=True, trace_ratio=True)
+
+
+def test_an_objective_says_what_depends_on_the_cut_of_a_step():
+    assert [name for name in presets.__all__ if getattr(getattr(presets, name), "per_microbatch", ())] == [
+        "CLIP_COV",
+        "KL_COV",
+    ]
+    part = Weight(DIRECT, Level("batch", "mean", scope="microbatch"))
+    assert Objective(PolicyGradient(), weights=(part,)).per_microbatch == (str(part),)
+    centred = Shift(OLD, 0.1, "microbatch")
+    assert Objective(Clip(), OLD, shifts=(centred,)).per_microbatch == (str(centred),)
 
 
 def test_neutral_is_refused_where_rollout_is_trained_against():

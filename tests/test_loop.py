@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tiny import sampled, tiny_model  # noqa: E402
-from tracegrad import algebra, config, metrics, presets  # noqa: E402
+from tracegrad import advantage, algebra, config, metrics, presets  # noqa: E402
 from tracegrad.correction import Corrected  # noqa: E402
 from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
 from tracegrad.learner import Outcome, train  # noqa: E402
@@ -338,8 +338,9 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
         (presets.DAPO_DIRECT, {"train__updates_per_old": 3}, "takes no old logprobs"),
         (presets.WEIGHTED_SFT, {"train__missing": "refuse"}, "takes no rollout logprobs"),
         (presets.DAPO, {"data__holdout": 0, "train__stop_below_ess": 0.1}, "value is not measured"),
-        (presets.DAPO, {"advantage__ddof": 0}, "advantage.scale is not std"),
+        (presets.DAPO, {"advantage__ddof": 0}, "advantage.scale is none"),
         (presets.DAPO, {"advantage__baseline": "none", "advantage__scale": "std"}, "advantage.baseline is none"),
+        (presets.DAPO, {"advantage__baseline": "rloo", "advantage__scale": "std"}, "advantage.baseline is rloo"),
     ],
 )
 def test_an_option_without_effect_is_an_error(traces, objective, changes, said):
@@ -351,6 +352,21 @@ def test_equal_rewards_are_refused_as_there_is_nothing_to_learn(traces):
     equal = replace(traces, rewards=np.ones_like(traces.rewards))
     with pytest.raises(ArgumentError, match="in no group do rewards differ"):
         Feed.of(equal, presets.DAPO, told())
+
+
+def test_a_baseline_of_the_config_is_the_function_of_that_name(traces):
+    owner = np.repeat(traces.trace, np.diff(traces.cu_seqlens))
+    lengths = np.bincount(owner[traces.trainable], minlength=traces.traces)
+    whole = {"data__holdout": 0}
+    for name, expected in {
+        "rloo": advantage.rloo(traces.reward, traces.group),
+        "opo": advantage.opo(traces.reward, lengths, traces.group),
+        "max_rl": advantage.max_rl(traces.reward, traces.group),
+    }.items():
+        found = Feed.of(traces, presets.DAPO, told(advantage__baseline=name, **whole)).advantages
+        np.testing.assert_array_equal(found, expected)
+    found = Feed.of(traces, presets.DAPO, told(advantage__scale="batch_std", **whole)).advantages
+    np.testing.assert_array_equal(found, advantage.group_mean(traces.reward, traces.group, scale="batch_std", ddof=1))
 
 
 def test_a_group_of_one_is_an_explicit_choice(traces):

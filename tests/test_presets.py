@@ -1,10 +1,16 @@
 """presets: each value says what its paper says, in both forms, and is found by its name."""
 
+from pathlib import Path
+
 import pytest
 
-from tracegrad import presets
+from tracegrad import algebra, presets
 from tracegrad.algebra import Clamp, Clip, Needs, Objective, Ratio, Reduce
+from tracegrad.algebra.spell import spell
 from tracegrad.errors import ArgumentError
+from tracegrad.presets.describe import FAMILIES, describe, documented
+
+NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 
 
 @pytest.mark.parametrize(
@@ -45,3 +51,24 @@ def test_a_name_is_an_attribute_or_module_and_name():
 def test_everything_exported_is_an_objective_or_a_function():
     values = [getattr(presets, name) for name in presets.__all__]
     assert all(isinstance(value, Objective) or callable(value) for value in values)
+
+
+def test_the_page_of_losses_is_the_one_that_the_code_makes():
+    page = Path(__file__).parent.parent / "docs" / "losses.md"
+    assert page.read_text(encoding="utf-8") == describe()
+
+
+def test_every_preset_stands_on_the_page_with_its_paper():
+    told = {name: text for family in FAMILIES for name, _, text in documented(family)}
+    assert set(told) == set(NAMES)
+    assert not [name for name, text in told.items() if "Paper:" not in text]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_what_its_code_and_its_formula_say(name):
+    value = getattr(presets, name)
+    assert eval(spell(value), vars(algebra)) == value
+    text = str(value)
+    assert text.startswith("loss = sum of scale * keep")
+    assert text.count("\n  gate: ") == len(value.gates)
+    assert text.endswith(f"\n  scale = {value.reduce}")

@@ -22,10 +22,11 @@ MAX_TURNS = 4
 
 @dataclass
 class Episode:
-    """One conversation: the prompt, the messages so far, and the reward once it has ended."""
+    """One conversation: the prompt, the messages so far, the ids of each sampled turn, and the reward at its end."""
 
     prompt: task.Prompt
     messages: list[dict] = field(default_factory=list)
+    turns: list[list[int]] = field(default_factory=list)
     reward: float = 0.0
 
 
@@ -127,6 +128,7 @@ def play(
             for episode, (ids, ended) in zip(part, outcomes, strict=True):
                 message = assistant_message(tokenizer.decode(ids), ended, turn)
                 episode.messages.append(message)
+                episode.turns.append([*ids, tokenizer.eos_token_id] if ended else ids)
                 if message.get("tool_calls") and ended and turn + 1 < MAX_TURNS:
                     episode.messages += tool_messages(episode.prompt, message)
                     onward.append(episode)

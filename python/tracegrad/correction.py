@@ -100,6 +100,7 @@ def correct(
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
     reduce = reduce or Reduce()
+    gates, weights = [gate for gate in gates if gate.detached], [weight for weight in weights if weight.detached]
     layout = _Layout.of(rollout if rollout is not None else old, mask, trace)
     terms = _Flat(layout, old, rollout, trace, turn, group, advantages)
     if missing == "neutral" and old is None and rollout is not None:
@@ -222,7 +223,9 @@ def _plain_gate(gate: Gate) -> tuple[Any, ...]:
 
 
 def _plain_weight(weight: Weight) -> tuple[Any, ...]:
-    return (_plain_level(weight.level, weight.level.terms == "kept"), weight.shape.bounds, weight.when)
+    shape = weight.shape
+    bounds = (type(shape).__name__.lower(), getattr(shape, "low", 0.0), getattr(shape, "high", np.inf))
+    return (_plain_level(weight.level, weight.level.terms == "kept"), bounds, weight.when)
 
 
 def _reduced(named: Mapping[str, float], op: str, all_reduce: AllReduce | None) -> dict[str, float]:

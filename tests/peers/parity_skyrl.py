@@ -1,14 +1,12 @@
-"""SkyRL's functions beside ours: off-policy correction, the PPO losses with it, reductions, GRPO advantages."""
+"""SkyRL's functions beside ours: off-policy correction, the PPO losses with it, reductions."""
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from parity_verl import MISMATCH, case
 
 from test_objective import padded
-from tracegrad.advantage import group_mean
 from tracegrad.algebra import Clamp, Clip, Gate, Level, Objective, Ratio, Reduce, Weight
 from tracegrad.correction import correct
 from tracegrad.objective import Terms
@@ -116,14 +114,3 @@ def test_reductions(close, reduction, reduce):
     )
     ours = correct(data["old"], data["rollout"], mask=data["mask"], group=torch.arange(12) // 4, reduce=reduce)
     close(f"SkyRL {reduction}", ours.scale[data["mask"]], theirs[data["mask"]], 1e-12)
-
-
-@pytest.mark.parametrize("by_std", [True, False])
-def test_grpo_advantages(close, by_std):
-    rewards = torch.randn(24, generator=torch.Generator().manual_seed(0))
-    groups = np.repeat(np.arange(4), 6)
-    theirs, _ = ppo_utils.compute_grpo_outcome_advantage(
-        rewards[:, None], torch.ones(24, 1), groups, grpo_norm_by_std=by_std
-    )
-    ours = group_mean(rewards, groups, **({"scale": "std", "ddof": 1, "eps": 1e-6} if by_std else {}))
-    close("SkyRL grpo advantages", ours, theirs[:, 0], 1e-4)

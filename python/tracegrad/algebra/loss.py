@@ -1,126 +1,29 @@
-"""What carries the gradient and how it becomes one number: surrogate, penalties, reduction, and the whole Objective.
+"""The whole objective: a surrogate, what weighs and drops its terms, what is added to it, and how it is reduced.
 
-Values only; `tracegrad.objective` evaluates them on torch tensors.
+Values only; `tracegrad.correction` evaluates what is known before the step, `tracegrad.objective` what is not.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from tracegrad.algebra.detached import HOLDS, TOKEN, Gate, Level, Ratio, Weight
+from tracegrad.algebra.gate import AnyGate, Budget, DropCovariance, Gate, TopEntropy
+from tracegrad.algebra.penalty import Entropy, Penalty, Shift
+from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, Ratio, left_over
+from tracegrad.algebra.reduce import PER_TOKEN, Reduce
 from tracegrad.algebra.refuse import no_effect, one_of
+from tracegrad.algebra.surrogate import CrossEntropy, GeoClip, PolicyGradient, Ratioed, Regress, Surrogate
+from tracegrad.algebra.weight import Weight
 from tracegrad.errors import ArgumentError
 
 Missing = Literal["mask", "neutral", "refuse"]
 
 
 @dataclass(frozen=True)
-class PolicyGradient:
-    """-A * logp: the plain policy gradient; takes no ratio."""
-
-
-@dataclass(frozen=True)
-class Clip:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A dual.
-
-    Args:
-        low, high: distances from 1, as in verl, slime and TRL's GRPO; not absolute bounds.
-        dual: upper bound of r for negative advantages (dual clip), an absolute ratio above 1; None is without.
-        level: the level of r.
-
-    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; dual: Ye et al. 2019, arXiv 1912.09729, eq. 5.
-    """
-
-    low: float = 0.2
-    high: float = 0.2
-    dual: float | None = None
-    level: Level = TOKEN
-
-    def __post_init__(self) -> None:
-        for name, value in (("low", self.low), ("high", self.high)):
-            if not value >= 0:
-                raise ArgumentError(f"Clip.{name} is {value}. It is a distance from 1 and must not be negative.")
-        if self.low > 1:
-            raise ArgumentError(
-                f"Clip.low is {self.low}: no ratio is below 1 - {self.low}. It is a distance from 1, at most 1."
-            )
-        if self.dual is not None and not self.dual > 1:
-            raise ArgumentError(f"Clip.dual is {self.dual}. It is a ratio and must be above 1.")
-
-
-Surrogate = PolicyGradient | Clip
-
-
-@dataclass(frozen=True)
-class Penalty:
-    """coef * an estimate of KL(num || den) at each term, with l = log num - log den.
-
-    k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l: unbiased for tokens drawn by num, the last two never negative.
-
-    Args:
-        ratio: theta/ref or another with theta above.
-        kind: "k1", "k2" or "k3".
-        coef: its factor in the loss.
-        gated: whether terms that the gates dropped are left out.
-        weighted: whether the detached weights multiply it.
-
-    Source: Schulman 2020, "Approximating KL divergence".
-    """
-
-    ratio: Ratio
-    kind: Literal["k1", "k2", "k3"]
-    coef: float
-    gated: bool
-    weighted: bool
-
-    def __post_init__(self) -> None:
-        one_of("Penalty.kind", self.kind, ("k1", "k2", "k3"))
-        if self.ratio.num != "theta":
-            raise ArgumentError(f"the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
-        if not 0 < self.coef < float("inf"):
-            raise ArgumentError(f"Penalty.coef is {self.coef}. It must be positive; leave the penalty out for none.")
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """How terms become one number: gives the `scale` of each term.
-
-    per "token": 1 / terms. per "trace" (or "group"): inner "mean" gives 1 / (traces * terms of the trace), inner
-    "sum" gives 1 / (traces * norm).
-
-    Args:
-        per: "token", "trace" or "group".
-        inner: "mean" or "sum" within a trace or group; None where `per` is "token".
-        norm: constant that divides an inner sum; None is 1.
-        denominator: "all" counts every term of the step, "kept" those left by the detached gates and by
-            `missing="mask"`.
-    """
-
-    per: Literal["token", "trace", "group"] = "token"
-    inner: Literal["mean", "sum"] | None = None
-    norm: float | None = None
-    denominator: Literal["all", "kept"] = "all"
-
-    def __post_init__(self) -> None:
-        one_of("Reduce.per", self.per, ("token", "trace", "group"))
-        one_of("Reduce.denominator", self.denominator, ("all", "kept"))
-        if self.per == "token":
-            no_effect(self.inner is not None, "Reduce.inner", "per='token' has one mean over the step")
-        else:
-            one_of("Reduce.inner", self.inner, ("mean", "sum"))
-        no_effect(self.norm is not None and self.inner != "sum", "Reduce.norm", "it divides an inner sum")
-        if self.norm is not None and not 0 < self.norm < float("inf"):
-            raise ArgumentError(f"Reduce.norm is {self.norm}. It must be positive.")
-
-
-_PER_TOKEN = Reduce()
-
-
-@dataclass(frozen=True)
 class Needs:
-    """Which logprobs an objective takes, and whether it takes a trace's current-policy ratio.
+    """Which arrays an objective takes, and whether it takes a trace's current-policy ratio.
 
     With `trace_ratio` all branches of a trace must stand in one batch.
     """
@@ -129,6 +32,8 @@ class Needs:
     rollout: bool
     ref: bool
     trace_ratio: bool
+    entropy: bool = False
+    proximal: bool = False
 
 
 class Evaluable(Protocol):
@@ -138,109 +43,222 @@ class Evaluable(Protocol):
         """The loss of `objective` on these terms."""
         ...
 
+    def coefficients(self, objective: Any, logprobs: Any) -> Any:
+        """c with d loss / d logprob = -c."""
+        ...
+
 
 @dataclass(frozen=True)
 class Objective:
     """loss = sum of scale * keep * weight * surrogate(ratio, A) + sum over penalties of coef * scale * penalty.
 
     An objective is called with the logprobs being trained and the other arrays of the terms, which carry the evaluator:
-    `objective(logprobs, entropy, terms)`, see `tracegrad.objective`.
+    `objective(logprobs, entropy, terms)`, see `tracegrad.objective`. Printed, it is its formula.
 
     Args:
-        surrogate: PolicyGradient or Clip.
-        ratio: the ratio of a Clip; None with PolicyGradient.
-        weights: detached factors; their ratios times the surrogate's must telescope.
-        gates: detached, applied in order.
+        surrogate: PolicyGradient, CrossEntropy, Importance, Clip, Sigmoid, GeoClip or Regress.
+        ratio: the ratio of the surrogate; None with PolicyGradient and CrossEntropy.
+        weights: factors without gradient; their ratios times the surrogate's must telescope.
+        gates: applied in order, those on the policy being trained after the others.
         penalties: added, each with its own coefficient.
         reduce: the scale of each term.
+        shifts: subtracted from the advantage.
+        entropy: a bonus; None is without.
 
     Raises:
         ArgumentError: if multiplied ratios do not telescope to theta/rollout, theta/old or 1, or an option has no
             effect.
 
-    >>> from tracegrad.algebra import Clamp, Weight
-    >>> tis = Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0))
-    >>> Objective(Clip(), Ratio("theta", "old"), weights=(tis,)).needs
-    Needs(old=True, rollout=True, ref=False, trace_ratio=False)
-    >>> Objective(Clip(), Ratio("theta", "rollout"), weights=(tis,))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    tracegrad.ArgumentError: theta/rollout * old/rollout does not telescope ...
+    >>> from tracegrad.algebra import Clamp, Clip
+    >>> print(Objective(Clip(), Ratio("theta", "old"), (Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),)))
+    loss = sum of scale * keep * weight * S
+      S = max(-A r, -A clip(r, 0.8, 1.2)); r = theta/old
+      weight = clamp(w, 0, 2), w = old/rollout
+      scale = 1 / terms
     """
 
     surrogate: Surrogate
     ratio: Ratio | None = None
     weights: tuple[Weight, ...] = ()
-    gates: tuple[Gate, ...] = ()
+    gates: tuple[AnyGate, ...] = ()
     penalties: tuple[Penalty, ...] = ()
-    reduce: Reduce = _PER_TOKEN
+    reduce: Reduce = PER_TOKEN
+    shifts: tuple[Shift, ...] = ()
+    entropy: Entropy | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.surrogate, PolicyGradient):
-            no_effect(self.ratio is not None, "Objective.ratio", "PolicyGradient takes no ratio")
-        elif self.ratio is None or self.ratio.num != "theta" or "ref" in self.ratio:
-            raise ArgumentError(
-                f"Clip needs theta/old or theta/rollout, not {self.ratio}. Without theta nothing is trained."
-            )
+        self._check_ratio()
         for sign in "+0-":
             self._check_product([w.ratio for w in self.weights if sign in HOLDS[w.when]])
-        no_effect(
-            not self.weights and any(p.weighted for p in self.penalties), "Penalty.weighted", "there are no weights"
-        )
-        if self.reduce.denominator == "kept" and any(not p.gated for p in self.penalties):
+        self._check_gates()
+        self._check_effects()
+        gated = [part.gated for part in (*self.penalties, *([self.entropy] if self.entropy else []))]
+        own = [part.reduce for part in (*self.penalties, *([self.entropy] if self.entropy else []))]
+        for is_gated, reduce in zip(gated, own, strict=True):
+            if (reduce or self.reduce).denominator == "kept" and not is_gated:
+                raise ArgumentError(
+                    "a penalty with gated=False runs over terms that denominator='kept' does not count. "
+                    "Use gated=True or denominator='all'."
+                )
+
+    def _check_ratio(self) -> None:
+        name = type(self.surrogate).__name__
+        if not isinstance(self.surrogate, Ratioed):
+            no_effect(self.ratio is not None, "Objective.ratio", f"{name} takes no ratio")
+        elif self.ratio is None or self.ratio.num != "theta" or "ref" in self.ratio:
             raise ArgumentError(
-                "a penalty with gated=False runs over terms that denominator='kept' does not count. "
-                "Use gated=True or denominator='all'."
+                f"{name} needs theta/old or theta/rollout, not {self.ratio}. Without theta nothing is trained."
             )
+        if self.level.wide:
+            raise ArgumentError(
+                f"the surrogate's level is the {self.level.over}. Its ratio would mix traces with different "
+                "advantages. Take the token, turn or trace."
+            )
+        if isinstance(self.surrogate, Regress) and self.weights:
+            raise ArgumentError("Regress fits a residual, which no weight corrects. Leave the weights out.")
 
     def _check_product(self, ratios: list[Ratio]) -> None:
         if self.ratio is not None:
             ratios = [self.ratio, *ratios]
-        powers: Counter[str] = Counter()
-        for ratio in ratios:
-            powers[ratio.num] += 1
-            powers[ratio.den] -= 1
-        left = {policy: power for policy, power in powers.items() if power}
         allowed = [{}, {"theta": 1, "rollout": -1}, {"theta": 1, "old": -1}]
-        if isinstance(self.surrogate, PolicyGradient):
+        if isinstance(self.surrogate, (PolicyGradient, CrossEntropy)):
             allowed.append({"old": 1, "rollout": -1})  # the score function, at one update per batch
-        if left not in allowed:
+        if left_over(ratios) not in allowed:
             raise ArgumentError(
                 f"{' * '.join(map(str, ratios))} does not telescope to theta/rollout, theta/old or 1. "
                 "The same mismatch would be corrected twice, or one that is not there. "
                 "Weigh theta/old by old/rollout, or take theta/rollout without a weight."
             )
 
+    def _check_gates(self) -> None:
+        seen = False
+        for gate in self.gates:
+            if gate.detached and seen:
+                raise ArgumentError(
+                    f"the gate '{gate}' is known before the step and stands after one that is not. They are applied in "
+                    "order. Put it first."
+                )
+            seen |= not gate.detached
+        covariance = [gate for gate in self.gates if isinstance(gate, DropCovariance)]
+        if covariance and (self.ratio is None or not hasattr(self.surrogate, "low")):
+            raise ArgumentError("DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate.")
+
+    def _check_effects(self) -> None:
+        touched = any(penalty.weighted for penalty in self.penalties)
+        no_effect(touched and not self.weights, "Penalty.weighted", "there are no weights")
+        no_effect(bool(self.shifts) and isinstance(self.surrogate, CrossEntropy), "Objective.shifts", "A is not read")
+        absorbing = any(weight.absorbs for weight in self.weights)
+        no_effect(absorbing and not any(w.detached for w in self.weights), "Weight.absorbs", "no weight is detached")
+
+    @property
+    def level(self) -> Level:
+        """The level of the surrogate's ratio; the token where it takes none."""
+        return getattr(self.surrogate, "level", TOKEN)
+
+    @property
+    def per_microbatch(self) -> tuple[str, ...]:
+        """The parts that see one micro-batch, so that the gradient depends on how the step was cut; mostly none."""
+        parts = [*self.weights, *self.gates, *(penalty.where for penalty in self.penalties), *self.shifts]
+        scopes = [getattr(part, "scope", None) or getattr(part, "center", None) for part in parts]
+        levels = [getattr(part, "level", TOKEN).scope for part in parts]
+        seen = zip(parts, scopes, levels, strict=True)
+        return tuple(str(part) for part, *scope in seen if "microbatch" in scope)
+
+    @property
+    def reductions(self) -> tuple[Reduce, ...]:
+        """The distinct reductions of surrogate, penalties and entropy bonus, the surrogate's first."""
+        parts = [*self.penalties, *([self.entropy] if self.entropy else [])]
+        return tuple(dict.fromkeys([self.reduce, *(part.reduce for part in parts if part.reduce)]))
+
+    def _ratios(self) -> Iterator[tuple[Ratio, Level]]:
+        """Every ratio with its level."""
+        if self.ratio is not None:
+            yield self.ratio, self.level
+        for weight in self.weights:
+            yield weight.ratio, weight.level
+        for gate in self.gates:
+            if isinstance(gate, Gate):
+                yield gate.ratio, Level(gate.scope, "max") if gate.scope else gate.level
+            elif isinstance(gate, Budget):
+                yield gate.ratio, TOKEN
+        for penalty in self.penalties:
+            yield penalty.ratio, TOKEN
+            if penalty.importance is not None:
+                yield penalty.importance, penalty.importance_level
+        for shift in self.shifts:
+            yield shift.ratio, TOKEN
+
     @property
     def needs(self) -> Needs:
-        """Which logprobs it takes, and whether a whole trace must stand in one batch."""
-        ratios = [part.ratio for part in (*self.weights, *self.gates, *self.penalties)]
-        ratios += [self.ratio] if self.ratio is not None else []
-        level = self.surrogate.level.over if isinstance(self.surrogate, Clip) else "token"
+        """Which arrays it takes, and whether a whole trace must stand in one batch."""
+        used = list(self._ratios())
+        proximal = any("proximal" in ratio for ratio, _ in used)
         return Needs(
-            old=any("old" in ratio for ratio in ratios),
-            rollout=any("rollout" in ratio for ratio in ratios),
-            ref=any("ref" in ratio for ratio in ratios),
-            trace_ratio=level != "token",
+            old=any("old" in ratio for ratio, _ in used),
+            rollout=proximal or any("rollout" in ratio for ratio, _ in used),
+            ref=any("ref" in ratio for ratio, _ in used),
+            trace_ratio=any(level.over in ("turn", "trace") and not ratio.detached for ratio, level in used),
+            entropy=self.entropy is not None or any(isinstance(gate, TopEntropy) for gate in self.gates),
+            proximal=proximal,
         )
 
     def check_missing(self, missing: Missing) -> None:
         """Refuses a policy for missing rollout logprobs that would be a ratio of 1 in disguise.
 
         Raises:
-            ArgumentError: if `missing` is "neutral" and rollout stands in the surrogate or in a penalty.
+            ArgumentError: if `missing` is "neutral" and rollout stands beside theta in anything but a gate.
         """
         one_of("missing", missing, ("mask", "neutral", "refuse"))
-        trained = [self.ratio, *(penalty.ratio for penalty in self.penalties)]
-        if missing == "neutral" and any(ratio is not None and "rollout" in ratio for ratio in trained):
+        trained = [self.ratio, *(part.ratio for part in (*self.penalties, *self.shifts))]
+        trained += [weight.ratio for weight in self.weights if not weight.detached]
+        if missing == "neutral" and any(r is not None and ("rollout" in r or "proximal" in r) for r in trained):
             raise ArgumentError(
-                "missing='neutral' with rollout in the surrogate would assume a ratio of 1 where none is known. "
-                "Use missing='mask', or an objective on theta/old, or one without a ratio (WEIGHTED_SFT)."
+                "missing='neutral' with rollout beside the policy being trained would assume a ratio of 1 where none "
+                "is known. Use missing='mask', or an objective on theta/old, or one without a ratio (WEIGHTED_SFT)."
             )
 
     def __call__(self, logprobs: Any, entropy: Any, terms: Evaluable) -> Any:
         """The loss on `terms`, which bring the evaluator of their kind of array (see `tracegrad.objective.Terms`)."""
         return terms.evaluate(self, logprobs, entropy)
+
+    def coefficients(self, logprobs: Any, terms: Evaluable) -> Any:
+        """c with d loss / d logprob = -c at each term: per-token weights of -logp for any trainer.
+
+        A trainer that minimises sum of -c * logp, c held constant, takes the same step, in whatever framework.
+
+        Args:
+            logprobs: [m] or [B, S] of the policy being trained, nats; any array.
+            terms: the other arrays of the terms.
+
+        Returns:
+            numpy, of the shape of `logprobs`; float64 where they are, else float32.
+
+        Raises:
+            ArgumentError: with an entropy bonus, whose gradient needs the whole distribution.
+        """
+        return terms.coefficients(self, logprobs)
+
+    def __str__(self) -> str:
+        ratio = f"; r = {self._spoken_ratio()}" if self.ratio is not None else ""
+        lines = [
+            f"loss = sum of scale * keep * {'weight * ' if self.weights else ''}S",
+            f"  S = {self.surrogate}{ratio}",
+        ]
+        lines += [f"  {'*' if place else 'weight ='} {weight}" for place, weight in enumerate(self.weights)]
+        lines += [f"  gate: {gate}" for gate in self.gates]
+        lines += [f"  {shift}" for shift in self.shifts]
+        lines += [f"  + sum of scale * {penalty}" for penalty in self.penalties]
+        lines += [f"  - sum of scale * {self.entropy}"] if self.entropy else []
+        return "\n".join([*lines, f"  scale = {self.reduce}"])
+
+    def _spoken_ratio(self) -> str:
+        """What r is."""
+        if self.level == TOKEN:
+            return str(self.ratio)
+        logs = "the l" if isinstance(self.surrogate, GeoClip) else f"log {self.ratio}"
+        through = "" if self.level.grad == "through" else ", gradient through the token's own"
+        told = f", l = log {self.ratio}" if isinstance(self.surrogate, GeoClip) else ""
+        return f"exp({self.level} of {logs}){through}{told}"
 
 
 def with_kl(objective: Objective, coef: float) -> Objective:

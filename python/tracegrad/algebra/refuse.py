@@ -1,4 +1,4 @@
-"""Refusals that the types of the algebra share: a name that is not on the list, an option without effect, empty bounds.
+"""Refusals that the types of the algebra share: a name off the list, an option without effect, the wrong convention.
 
 No type is defined here; each raises ArgumentError with the field by its name.
 """
@@ -21,3 +21,27 @@ def no_effect(found: bool, name: str, why: str) -> None:
 def rising(name: str, low: float, high: float) -> None:
     if not low <= high:
         raise ArgumentError(f"{name} has low {low} above high {high}. Nothing lies between.")
+
+
+def around(name: str, low: float, high: float, centre: float, cure: str) -> None:
+    """Bounds of a quantity that is `centre` where two policies agree."""
+    rising(name, low, high)
+    if not low <= centre <= high:
+        raise ArgumentError(
+            f"{name} has bounds [{low:g}, {high:g}], and terms on which the policies agree lie at {centre:g}, outside. "
+            f"{cure}"
+        )
+
+
+def around_one(name: str, low: float, high: float) -> None:
+    """Bounds of a ratio: not negative, and 1 lies between them."""
+    if low < 0:
+        raise ArgumentError(
+            f"{name}.low is {low:g}, and no ratio is negative. Bounds are ratios, not distances from 1: write 1 - 0.2."
+        )
+    around(name, low, high, 1.0, "Bounds are ratios, not distances from 1: write 0.8 and 1.28 for 0.2 and 0.28.")
+
+
+def positive(name: str, value: float, cure: str = "") -> None:
+    if not 0 < value < float("inf"):
+        raise ArgumentError(f"{name} is {value}. It must be positive{'; ' + cure if cure else ''}.")

@@ -54,12 +54,12 @@ class Pack:
 class Advantage:
     """From rewards to advantages."""
 
-    baseline: Literal["group_mean", "batch_mean", "none"] = "group_mean"
-    """What is subtracted: the mean of the group, of all traces (logs with one sample a prompt), or nothing."""
-    scale: Literal["none", "std"] = "none"
-    """What it is divided by. std is GRPO as published, none is Dr. GRPO (arXiv 2503.20783)."""
+    baseline: Literal["group_mean", "batch_mean", "rloo", "opo", "max_rl", "none"] = "group_mean"
+    """Subtracted: the mean of the group, the batch, the others (rloo), by length (opo); max_rl divides by it too."""
+    scale: Literal["none", "std", "batch_std"] = "none"
+    """A mean's divisor: std of the group is GRPO as published, none Dr. GRPO (arXiv 2503.20783), batch_std of all."""
     ddof: int = 1
-    """With scale std: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART)."""
+    """With a scale: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART)."""
     singleton: Literal["refuse", "zero", "keep"] = "refuse"
     """A group of one trace has no baseline: stop, give it advantage 0, or let it keep its reward."""
 

@@ -56,10 +56,11 @@ class Feed:
         check_effective(config, objective)
         objective.check_missing(config.train.missing)
         notes = check_ratios(sequences, objective, config)
+        notes += [f"'{part}': the gradient depends on pack.token_budget." for part in objective.per_microbatch]
         rewards = reward_column(sequences, config.data.reward)
         held = held_out(sequences.group, config.data.holdout, config.train.seed)
         advantages = np.zeros(sequences.traces, np.float32)
-        advantages[~held] = _advantages(rewards[~held], sequences.group[~held], config)
+        advantages[~held] = _advantages(rewards, sequences, ~held, config)
         if not advantages.any():
             raise ArgumentError(
                 f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
@@ -120,14 +121,24 @@ def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
     return np.ascontiguousarray(sequences.rewards[:, names.index(name) if name else 0])
 
 
-def _advantages(rewards: NDArray[np.float32], group: NDArray[np.int32], config: Config) -> NDArray[np.float32]:
-    told = config.advantage
+def _advantages(
+    rewards: NDArray[np.float32], sequences: Sequences, used: NDArray[np.bool_], config: Config
+) -> NDArray[np.float32]:
+    """The advantages of the traces that are used, compared with one another."""
+    told, reward, group = config.advantage, rewards[used], sequences.group[used]
     if told.baseline == "none":
-        return np.nan_to_num(rewards, nan=0.0)
-    ddof = told.ddof if told.scale == "std" else None
-    if told.baseline == "batch_mean":
-        return advantage.batch_mean(rewards, scale=told.scale, ddof=ddof, singleton=told.singleton)
-    return advantage.group_mean(rewards, group, scale=told.scale, ddof=ddof, singleton=told.singleton)
+        return np.nan_to_num(reward, nan=0.0)
+    if told.baseline == "rloo":
+        return advantage.rloo(reward, group, singleton=told.singleton)
+    if told.baseline == "max_rl":
+        return advantage.max_rl(reward, group, singleton=told.singleton)
+    if told.baseline == "opo":
+        owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+        lengths = np.bincount(owner[sequences.trainable], minlength=sequences.traces)
+        return advantage.opo(reward, lengths[used], group, singleton=told.singleton)
+    groups = np.zeros_like(group) if told.baseline == "batch_mean" else group
+    ddof = None if told.scale == "none" else told.ddof
+    return advantage.group_mean(reward, groups, scale=told.scale, ddof=ddof, singleton=told.singleton)
 
 
 def check_effective(config: Config, objective: Objective) -> None:
@@ -138,13 +149,14 @@ def check_effective(config: Config, objective: Objective) -> None:
     """
     needs, told = objective.needs, config.advantage
     unmeasured = "data.holdout is 0, so value is not measured"
+    scalable = told.baseline in ("group_mean", "batch_mean")
     idle = {
         "train.updates_per_old": (not needs.old, "this objective takes no old logprobs"),
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
         "train.stop_below_ess": (config.data.holdout == 0, unmeasured),
         "train.value_per_epoch": (config.data.holdout == 0, unmeasured),
-        "advantage.ddof": (told.scale != "std", "advantage.scale is not std"),
-        "advantage.scale": (told.baseline == "none", "advantage.baseline is none"),
+        "advantage.ddof": (told.scale == "none", "advantage.scale is none"),
+        "advantage.scale": (not scalable, f"advantage.baseline is {told.baseline}"),
         "advantage.singleton": (told.baseline == "none", "advantage.baseline is none"),
     }
     values, known = as_dict(config), options()

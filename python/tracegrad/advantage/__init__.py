@@ -1,0 +1,62 @@
+"""Advantages: what a reward says in comparison with others, as arrays in and arrays out.
+
+Per trace [R] or per term [M], float32, computed in float64; groups by id, ragged; NaN is a reward that is not known: it
+stands outside every baseline and its advantage is 0. numpy alone, no tokens, no model.
+
+    GRPO, Dr. GRPO          group_mean(rewards, groups, scale="std", ddof=1) and without scale
+    RLOO, OPO, GPG          rloo, opo, gpg
+    max-RL, pass@k          max_rl, pass_at_k
+    OAPL, A*-PO             a_star
+    several rewards         group_mean(weighted_sum(table, weights), groups)
+    GDPO                    whiten(normalize_then_sum(table, groups, ...), ...)
+    REINFORCE++             reinforce_plus_plus, reinforce_plus_plus_baseline
+    ReMax, GAE              remax, gae
+    optimal token baseline  optimal_token_baseline
+    rewards of turns        turns_to_terms(turn_returns(...), ...) or returns(at_turn_ends(...), ...)
+"""
+
+from tracegrad.advantage.groups import GroupCounts, Singleton, group_counts
+from tracegrad.advantage.outcome import Counted, a_star, batch_mean, gpg, group_mean, max_rl, opo, pass_at_k, rloo
+from tracegrad.advantage.scale import EpsIn, Scale, whiten
+from tracegrad.advantage.several import normalize_then_sum, weighted_sum
+from tracegrad.advantage.token_baseline import Tail, optimal_token_baseline
+from tracegrad.advantage.tokens import (
+    Gae,
+    gae,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    returns,
+)
+from tracegrad.advantage.turns import at_turn_ends, turn_returns, turns_to_terms
+
+__all__ = [
+    "Counted",
+    "EpsIn",
+    "Gae",
+    "GroupCounts",
+    "Scale",
+    "Singleton",
+    "Tail",
+    "a_star",
+    "at_turn_ends",
+    "batch_mean",
+    "gae",
+    "gpg",
+    "group_counts",
+    "group_mean",
+    "max_rl",
+    "normalize_then_sum",
+    "opo",
+    "optimal_token_baseline",
+    "pass_at_k",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "returns",
+    "rloo",
+    "turn_returns",
+    "turns_to_terms",
+    "weighted_sum",
+    "whiten",
+]

@@ -1,0 +1,164 @@
+"""What is added to the surrogate: divergences from another policy, an entropy bonus, and shifts of the advantage.
+
+Values only; `tracegrad.objective` evaluates them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tracegrad.algebra.gate import TopCovariance
+from tracegrad.algebra.ratio import TOKEN, Level, Ratio
+from tracegrad.algebra.reduce import Reduce
+from tracegrad.algebra.refuse import no_effect, one_of, positive, rising
+from tracegrad.errors import ArgumentError
+
+KINDS = ("k1", "k2", "k3", "abs", "square")
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """coef * an estimate of KL(num || den) at each term, with l = log num - log den.
+
+    k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, abs = |l|, square = l^2. For tokens drawn by num k1 and k3 are unbiased
+    in value, and k2 in gradient.
+
+    Args:
+        ratio: theta/ref or another with theta above.
+        kind: one of the above.
+        coef: its factor in the loss.
+        gated: whether terms that the gates dropped are left out.
+        weighted: whether the weights multiply it.
+        straight_through: the value of `kind` with the gradient of k2 (verl's "k3+").
+        importance: this ratio multiplies it, with gradient, for tokens that another policy drew (TRL's
+            use_bias_correction_kl, DeepSeek-V3.2's unbiased KL); None is without.
+        importance_level: the level of that ratio.
+        cap: the estimate is held between -cap and cap and has no gradient beyond (verl and SkyRL: 10 for k3).
+        where: only on the terms it selects.
+        reduce: its own denominators; None is those of the objective.
+
+    Source: Schulman 2020, "Approximating KL divergence"; straight_through: verl's kl_penalty; importance:
+    DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
+    """
+
+    ratio: Ratio
+    kind: Literal["k1", "k2", "k3", "abs", "square"]
+    coef: float
+    gated: bool
+    weighted: bool
+    straight_through: bool = False
+    importance: Ratio | None = None
+    importance_level: Level = TOKEN
+    cap: float | None = None
+    where: TopCovariance | None = None
+    reduce: Reduce | None = None
+
+    def __post_init__(self) -> None:
+        one_of("Penalty.kind", self.kind, KINDS)
+        if self.ratio.num != "theta":
+            raise ArgumentError(f"the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
+        positive("Penalty.coef", self.coef, "leave the penalty out for none")
+        no_effect(self.straight_through and self.kind == "k2", "Penalty.straight_through", "k2 has its own gradient")
+        if self.importance is not None and self.importance.num != "theta":
+            raise ArgumentError(
+                f"Penalty.importance is {self.importance}. It corrects for the policy that drew the tokens: "
+                "Ratio('theta', 'old') or Ratio('theta', 'rollout')."
+            )
+        no_effect(
+            self.importance is None and self.importance_level != TOKEN, "Penalty.importance_level", "there is no ratio"
+        )
+        if self.cap is not None:
+            positive("Penalty.cap", self.cap)
+
+    def __str__(self) -> str:
+        kind = f"{self.kind}+" if self.straight_through else self.kind
+        level = "" if self.importance_level == TOKEN else f" ({self.importance_level})"
+        factors = f" * {self.importance}{level}" if self.importance else ""
+        touched = [name for name, on in (("kept terms only", self.gated), ("weighted", self.weighted)) if on]
+        touched += [str(self.where)] if self.where else []
+        touched += [f"at most {self.cap:g}"] if self.cap else []
+        touched += [f"scale {self.reduce}"] if self.reduce else []
+        return f"{self.coef:g} * {kind}({self.ratio}){factors}" + (f" [{', '.join(touched)}]" if touched else "")
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """An entropy coefficient that seeks a target: up by `delta` after a step at or below it, down after one above.
+
+    The bonus is applied only after a step at or below the target. The state lives in `learner.entropy.Control`.
+
+    Args:
+        target: nats.
+        delta: change of the coefficient after each optimizer step.
+        low, high: bounds of the coefficient.
+
+    Source: Skywork-OR1, arXiv 2505.22312, section 4.2; TRL's use_adaptive_entropy and its defaults.
+    """
+
+    target: float = 0.2
+    delta: float = 0.005
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        rising("Adapt", self.low, self.high)
+        positive("Adapt.target", self.target)
+        positive("Adapt.delta", self.delta)
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """A bonus: -coef * the entropy of the next-token distribution at each term, with gradient.
+
+    Args:
+        coef: its factor, not negative; where it adapts, the one it starts from.
+        gated: whether terms that the gates dropped are left out.
+        reduce: its own denominators; None is those of the objective.
+        adapt: how the coefficient changes between steps; None keeps it.
+
+    Source: Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms".
+    """
+
+    coef: float
+    gated: bool
+    reduce: Reduce | None = None
+    adapt: Adapt | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coef < float("inf"):
+            raise ArgumentError(f"Entropy.coef is {self.coef}. It is a bonus and must not be negative.")
+        no_effect(self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt")
+
+    def __str__(self) -> str:
+        told = ["kept terms only"] * self.gated + ([f"scale {self.reduce}"] if self.reduce else [])
+        told += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
+        return f"{self.coef:g} * entropy" + (f" [{', '.join(told)}]" if told else "")
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A - coef * l in place of A, l held constant: a divergence paid out of the advantage, term by term.
+
+    Args:
+        ratio: theta/ref, theta/rollout or theta/old.
+        coef: in units of the advantage per nat.
+        center: "microbatch" takes l - mean l over the terms evaluated together, said aloud: the gradient depends on
+            how the step was cut; None takes l.
+
+    Source: Kimi K2, arXiv 2507.20534, as ART's kimi_k2_tau; centred: ART's kl_penalty_coef.
+    """
+
+    ratio: Ratio
+    coef: float
+    center: Literal["microbatch"] | None = None
+
+    def __post_init__(self) -> None:
+        one_of("Shift.center", self.center, ("microbatch", None))
+        positive("Shift.coef", self.coef, "leave the shift out for none")
+        if self.ratio.num != "theta":
+            raise ArgumentError(f"the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
+
+    def __str__(self) -> str:
+        centre = f" - mean over the {self.center}" if self.center else ""
+        return f"A - {self.coef:g} * (log {self.ratio}{centre}) in place of A"

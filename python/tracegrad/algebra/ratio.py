@@ -1,0 +1,148 @@
+"""Ratios of policies and the levels they are aggregated at: the input of every gate, weight, surrogate and penalty.
+
+Values only; `tracegrad.correction` and `tracegrad.objective` evaluate them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tracegrad.algebra.refuse import no_effect, one_of
+from tracegrad.errors import ArgumentError
+
+Policy = Literal["theta", "old", "rollout", "ref", "proximal"]
+When = Literal["always", "A>0", "A>=0", "A<0", "A<=0"]
+Over = Literal["token", "turn", "trace", "group", "batch"]
+
+POLICIES = ("theta", "old", "rollout", "ref", "proximal")
+OVER = ("token", "turn", "trace", "group", "batch")
+HOLDS = {"always": "+0-", "A>0": "+", "A>=0": "+0", "A<0": "-", "A<=0": "0-"}
+"""Signs of the advantage on which each condition holds."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The probability ratio num / den of one sampled token under two policies.
+
+    Args:
+        num: "theta" (being trained), "old" (recomputed before the step), "rollout" (recorded), "ref" or "proximal":
+            log-linear between the recorded and the trained policy, log rollout + alpha (log theta - log rollout) held
+            constant, which stands in for old without a forward pass (`Terms.alpha`).
+        den: the same.
+
+    Source: proximal: A-3PO, arXiv 2512.06547; AReaL's prox_logp_method="loglinear".
+
+    >>> str(Ratio("old", "rollout"))
+    'old/rollout'
+    """
+
+    num: Policy
+    den: Policy
+
+    def __post_init__(self) -> None:
+        one_of("Ratio.num", self.num, POLICIES)
+        one_of("Ratio.den", self.den, POLICIES)
+        if self.num == self.den:
+            raise ArgumentError(f"the ratio {self} is always 1. Name two different policies.")
+
+    def __str__(self) -> str:
+        return f"{self.num}/{self.den}"
+
+    def __contains__(self, policy: object) -> bool:
+        return policy in (self.num, self.den)
+
+    @property
+    def detached(self) -> bool:
+        """True where it does not depend on the policy being trained, so that it is known before the step."""
+        return "theta" not in self and "proximal" not in self
+
+
+def left_over(ratios: Iterable[Ratio]) -> dict[str, int]:
+    """The powers of the policies that stay when ratios are multiplied; the proximal counts as old.
+
+    >>> left_over([Ratio("theta", "old"), Ratio("old", "rollout")])
+    {'theta': 1, 'rollout': -1}
+    """
+    powers: Counter[str] = Counter()
+    for ratio in ratios:
+        powers["old" if ratio.num == "proximal" else ratio.num] += 1
+        powers["old" if ratio.den == "proximal" else ratio.den] -= 1
+    return {policy: power for policy, power in powers.items() if power}
+
+
+@dataclass(frozen=True)
+class Level:
+    """Over which terms a log-ratio is aggregated before it is exponentiated and handed back to each of them.
+
+    A trace is what papers call a sequence, all its branches together; a turn is one generation of it. The product of
+    the token ratios is `Level("trace", "sum")`, their geometric mean `Level("trace", "mean")`: papers call either the
+    "sequence ratio".
+
+    Args:
+        over: "token", "turn", "trace", "group" or "batch", which is all terms of the step.
+        agg: "sum", "mean" or "max"; within a turn or trace also "prefix_sum" and "prefix_min", the sum and the lowest
+            over the terms up to each one, itself included; None where `over` is "token".
+        grad: "through" the aggregate, or only through the term's own "token" (GSPO-token); read in a surrogate only.
+        terms: "all" terms whose logprobs are known, or those still "kept" by the gates.
+        blend: mixes in the token's own ratio: "arithmetic" (r_token + r_level) / 2, "geometric" its geometric form
+            (ART's average and geometric_average).
+        scope: what "batch" and "group" reach over: the whole "step", or the "microbatch" that is evaluated together,
+            which is all that a ratio of the trained policy can see.
+    """
+
+    over: Over = "token"
+    agg: Literal["sum", "mean", "max", "prefix_sum", "prefix_min"] | None = None
+    grad: Literal["through", "token"] = "through"
+    terms: Literal["all", "kept"] = "all"
+    blend: Literal["arithmetic", "geometric"] | None = None
+    scope: Literal["step", "microbatch"] = "step"
+
+    def __post_init__(self) -> None:
+        one_of("Level.over", self.over, OVER)
+        one_of("Level.grad", self.grad, ("through", "token"))
+        one_of("Level.terms", self.terms, ("all", "kept"))
+        one_of("Level.blend", self.blend, ("arithmetic", "geometric", None))
+        one_of("Level.scope", self.scope, ("step", "microbatch"))
+        no_effect(self.scope != "step" and not self.wide, "Level.scope", f"a {self.over} stands in one batch whole")
+        if self.over == "token":
+            for name, default in (("agg", None), ("grad", "through"), ("terms", "all"), ("blend", None)):
+                no_effect(getattr(self, name) != default, f"Level.{name}", "a token is not aggregated")
+            return
+        prefixes = () if self.wide else ("prefix_sum", "prefix_min")
+        one_of("Level.agg", self.agg, ("sum", "mean", "max", *prefixes))
+
+    @property
+    def wide(self) -> bool:
+        """True for group and batch, which reach beyond one trace."""
+        return self.over in ("group", "batch")
+
+    def __str__(self) -> str:
+        if self.over == "token":
+            return "each token"
+        named = {"sum": "sum", "mean": "mean", "max": "max", "prefix_sum": "running sum", "prefix_min": "running min"}
+        within = " of the micro-batch" if self.scope == "microbatch" else ""
+        kept = " over kept terms" if self.terms == "kept" else ""
+        blend = f", {self.blend} mean with the token's own" if self.blend else ""
+        return f"{named[self.agg or 'sum']} over the {self.over}{within}{kept}{blend}"
+
+
+TOKEN = Level()
+"""Each term alone."""
+
+
+def check_reach(name: str, ratio: Ratio, level: Level) -> None:
+    """Refuses a statistic of the trained policy over more than a micro-batch can see, unless it says so.
+
+    Raises:
+        ArgumentError: with the part by its name.
+    """
+    if level.wide and not ratio.detached and level.scope == "step":
+        raise ArgumentError(
+            f"{name}: {ratio} depends on the policy being trained, which sees one micro-batch at a time, and the level "
+            f"is the whole {level.over}. The gradient would depend on how the step was cut. "
+            "Say Level(..., scope='microbatch') to accept that, or take old in place of theta."
+        )
+    no_effect(level.scope != "step" and ratio.detached, f"{name}.level.scope", f"{ratio} is known for the whole step")

@@ -1,0 +1,198 @@
+"""The loss of an objective on its terms: gates, weights, surrogate, penalties and bonus, summed with their scales.
+
+No formula is here but the sum; no metrics and no logging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tracegrad.algebra import Objective, Reduce
+from tracegrad.errors import ArgumentError
+from tracegrad.objective.gates import gated
+from tracegrad.objective.penalties import penalty_at, shifted
+from tracegrad.objective.surrogates import surrogate
+from tracegrad.objective.terms import View, check_shapes
+from tracegrad.objective.weights import weighed
+
+_POLICIES = ("old", "rollout", "ref", "alpha", "advantages", "trace", "turn", "group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What an objective needs of each term beside its logprob. All [m], or all [B, S]; tensors on any device, or numpy.
+
+    Args:
+        old, rollout, ref: float logprobs, nats; None where the objective does not need them.
+        advantages: float.
+        scale: float, 1 over the reduction's denominators (`Corrected.scale`); 0 marks padding.
+        weight: float, detached factor; None is 1.
+        keep: bool; None keeps all. Where it is False nothing is read, so NaN may stand there.
+        trace, turn, group: integer ids, needed for levels above the token.
+        alpha: float in [0, 1], where the proximal lies between rollout (0) and theta (1): `proximal_alpha`.
+        scales: `Corrected.scales`, for penalties and bonuses with their own reduction.
+
+    >>> from tracegrad import presets
+    >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    >>> terms = Terms(old=logprobs.detach(), advantages=torch.tensor([1.0, -1.0]), scale=torch.tensor([0.5, 0.5]))
+    >>> presets.GRPO(logprobs, None, terms).loss.backward()
+    >>> logprobs.grad.tolist()  # the gradient of -A * ratio, over two terms
+    [-0.5, 0.5]
+    """
+
+    advantages: Any
+    scale: Any
+    old: Any = None
+    rollout: Any = None
+    ref: Any = None
+    weight: Any = None
+    keep: Any = None
+    trace: Any = None
+    turn: Any = None
+    group: Any = None
+    alpha: Any = None
+    scales: Mapping[Reduce, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "scales":
+                value = {key: torch.as_tensor(array) for key, array in (value or {}).items()}
+            elif value is not None:
+                value = torch.as_tensor(value)
+            object.__setattr__(self, each.name, value)
+
+    def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> Loss:
+        """The loss of `objective` on these terms: what `objective(logprobs, entropy, terms)` calls."""
+        return evaluate(objective, logprobs, entropy, self)
+
+    def coefficients(self, objective: Objective, logprobs: Any) -> NDArray[Any]:
+        """c with d loss / d logprob = -c: what `objective.coefficients(logprobs, terms)` calls."""
+        return coefficients(objective, logprobs, self)
+
+
+@dataclass(frozen=True)
+class PerTerm:
+    """Detached values of each term, for metrics and the report; 0 (ratio and weight 1) where keep is False.
+
+    Args:
+        surrogate: before weight and scale.
+        ratio: of the surrogate at its level, clamped; 1 where it takes none.
+        clipped: bool, the clip took this term's gradient away: A > 0 above the bounds, A < 0 below them or above
+            `dual`.
+        penalty: sum of coef * penalty, before scale.
+        weight: the product of all weights.
+        keep: bool, what all gates have left.
+    """
+
+    surrogate: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    penalty: Tensor
+    weight: Tensor
+    keep: Tensor
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A scalar to call backward on, and the detached values it is made of."""
+
+    loss: Tensor
+    per_term: PerTerm
+
+
+def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> Loss:
+    """sum of scale * weight * surrogate over kept terms, plus the penalties, minus the entropy bonus.
+
+    The sum over the batches of a step is the loss of the step, however it was cut.
+
+    Args:
+        logprobs: [m] float32 or float64 of the policy being trained, nats, with gradient.
+        entropy: [m], read by objectives with an entropy bonus or gate only; None is fine without.
+        terms: the other arrays.
+
+    Raises:
+        ArgumentError: if the terms lack what the objective needs, or shapes differ.
+    """
+    view = _view(objective, logprobs, entropy, terms)
+    keep = view.counted if terms.keep is None else terms.keep.bool()
+    weight = torch.ones_like(view.logprobs) if terms.weight is None else terms.weight.to(view.logprobs.dtype)
+    advantages = shifted(objective.shifts, view, view.advantages(keep), keep)
+    value, ratio, clipped = surrogate(objective, view, advantages, keep)
+    kept = gated(objective.gates, view, keep, clipped)
+    weight = weighed(objective.weights, view, weight, kept)
+    scale = view.scale(None, objective.reduce)
+    loss = (scale * torch.where(kept, weight * value, 0)).sum()
+    loss, penalty = _add_penalties(objective, view, kept, weight, loss)
+    if objective.entropy is not None and view.entropy is not None:
+        here = kept if objective.entropy.gated else view.counted
+        bonus = view.scale(objective.entropy.reduce, objective.reduce) * torch.where(here, view.entropy, 0)
+        loss = loss - objective.entropy.coef * bonus.sum()
+    held = [torch.where(kept, each.detach(), neutral) for each, neutral in ((value, 0), (ratio, 1), (weight, 1))]
+    return Loss(loss, PerTerm(held[0], held[1], clipped & kept, penalty.detach(), held[2], kept))
+
+
+def coefficients(objective: Objective, logprobs: Any, terms: Terms) -> NDArray[Any]:
+    """c with d loss / d logprob = -c, by autograd of `evaluate` over a detached array.
+
+    Raises:
+        ArgumentError: where the objective takes the entropy, whose gradient needs the whole distribution.
+    """
+    if objective.needs.entropy:
+        raise ArgumentError(
+            "the objective takes the entropy of the next-token distribution, whose gradient does not go through the "
+            "sampled token's logprob. Take the entropy bonus or gate out, or train through objective(...)."
+        )
+    value = torch.as_tensor(np.asarray(logprobs) if not isinstance(logprobs, Tensor) else logprobs)
+    leaf = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32).clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(evaluate(objective, leaf, None, terms).loss, leaf)
+    return -gradient.cpu().numpy()
+
+
+def proximal_alpha(version: Tensor, proximal: int, current: int) -> Tensor:
+    """Where the proximal policy lies between the recorded and the trained one, by their version numbers.
+
+    (proximal - version) / (current - version), held within [0, 1]; 1 where the token is as new as the policy.
+
+    Args:
+        version: [m] integer, the policy version that sampled each token.
+        proximal: version of the proximal policy, usually current - 1.
+        current: version of the policy being trained.
+
+    Source: A-3PO, arXiv 2512.06547, eq. 5; AReaL's prox_logp_method="loglinear".
+
+    >>> proximal_alpha(torch.tensor([0, 2, 4]), 3, 4).tolist()
+    [0.75, 0.5, 1.0]
+    """
+    distance = current - version
+    alpha = (proximal - version) / distance.clamp(min=1)
+    return torch.where(distance > 0, alpha.clamp(0, 1), 1.0)
+
+
+def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:
+    given = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
+    check_shapes(objective, logprobs, entropy, given)
+    logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+    scales = {**(terms.scales or {}), objective.reduce: terms.scale}
+    arrays = {name: given[name] for name in _POLICIES}
+    return View(arrays, logprobs, entropy, terms.scale != 0, scales)
+
+
+def _add_penalties(
+    objective: Objective, view: View, keep: Tensor, weight: Tensor, loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss with its penalties, and their sum at each term before scale."""
+    total = torch.zeros_like(view.logprobs)
+    for penalty in objective.penalties:
+        value = penalty.coef * penalty_at(penalty, view, keep if penalty.gated else view.counted)
+        value = weight * value if penalty.weighted else value
+        loss = loss + (view.scale(penalty.reduce, objective.reduce) * value).sum()
+        total = total + value
+    return loss, total

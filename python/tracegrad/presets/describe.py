@@ -1,0 +1,114 @@
+"""docs/losses.md: every preset with its formula, its code and its paper, read from the values and their docstrings.
+
+python -m tracegrad.presets.describe docs/losses.md
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from tracegrad.algebra import Objective
+from tracegrad.algebra.spell import spell
+from tracegrad.presets import grpo, mismatch, offline, peers, trace_level, trust_region, weighted_gradient
+
+FAMILIES: tuple[ModuleType, ...] = (
+    grpo,
+    trace_level,
+    weighted_gradient,
+    trust_region,
+    mismatch,
+    offline,
+    peers,
+)
+
+_HEAD = """# Losses
+
+Every preset of `tracegrad.presets`: what it says, its formula as `print(preset)` shows it, the value as code, its
+paper, and how peers' conventions differ. Which one to pick: [choosing.md](choosing.md). Whose code gives the same
+numbers: [PARITY.md](../PARITY.md). Generated from the code: `python -m tracegrad.presets.describe docs/losses.md`.
+
+In the formulas *theta* is being trained, *old* is recomputed before the step, *rollout* is recorded, *ref* is the
+reference model; A is the advantage, a *trace* is what papers call a sequence, *scale* comes from integer counts over
+the whole step. Weights and gates carry no gradient. A preset is changed by its fields' names:
+`override(presets.DAPO, "surrogate.high", 0.3)`, or `--objective DAPO --objective.surrogate.high 0.3`.
+"""
+
+
+def describe() -> str:
+    """The page as markdown."""
+    parts = [_HEAD, _index()]
+    for module in FAMILIES:
+        title, _, rest = (module.__doc__ or "").partition("\n")
+        parts.append(f"## {title.rstrip('.')}\n" + (f"\n{rest.strip()}\n" if rest.strip() else ""))
+        parts += [_section(name, value, text) for name, value, text in documented(module)]
+    return "\n".join(parts)
+
+
+def documented(module: ModuleType) -> list[tuple[str, Objective, str]]:
+    """Name, value and docstring of each preset of a family, in the order of the source.
+
+    Raises:
+        ValueError: if one has no docstring.
+    """
+    body = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
+    found = []
+    for here, after in itertools.pairwise([*body, ast.Pass()]):
+        if not (isinstance(here, ast.Assign) and isinstance(here.targets[0], ast.Name)):
+            continue
+        name = here.targets[0].id
+        value = getattr(module, name)
+        if name.startswith("_") or not isinstance(value, Objective):
+            continue
+        if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+            raise ValueError(f"{module.__name__}: {name} without a docstring")
+        found.append((name, value, str(after.value.value)))
+    return found
+
+
+def _index() -> str:
+    rows = ["| preset | what it is | needs |", "|---|---|---|"]
+    for module in FAMILIES:
+        for name, value, text in documented(module):
+            needs = value.needs
+            wanted = [each for each in ("old", "rollout", "ref", "proximal") if getattr(needs, each)]
+            whole = ["whole traces in a batch"] if needs.trace_ratio else []
+            told = ", ".join([*wanted, *whole]) or "nothing"
+            first = _paragraphs(text)[0].replace("|", "\\|")
+            rows.append(f"| [{name}](#{name.lower()}) | {first} | {told} |")
+    return "\n".join(rows) + "\n"
+
+
+def _section(name: str, value: Objective, text: str) -> str:
+    first, *rest = _paragraphs(text)
+    parts = [f"### {name}", _linked(first), f"```text\n{value}\n```", f"```python\n{_wrapped(spell(value))}\n```"]
+    return "\n\n".join([*parts, *map(_linked, rest)]) + "\n"
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(each.split()) for each in text.strip().split("\n\n")]
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def _wrapped(code: str) -> str:
+    """One argument of the Objective a line where it is long."""
+    if len(code) <= 100:
+        return code
+    depth, out = 0, []
+    for character in code:
+        depth += (character in "([") - (character in ")]")
+        out.append(character)
+        if character == "," and depth == 1:
+            out.append("\n   ")
+    return "".join(out).replace("Objective(", "Objective(\n    ", 1)[:-1] + ",\n)"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(describe(), encoding="utf-8")

@@ -1,0 +1,143 @@
+"""Padded arrays of every policy, random and adversarial, and our loss on them: what the tests of losses share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracegrad.algebra import Objective
+from tracegrad.correction import Corrected, correct
+from tracegrad.objective import PerTerm, Terms
+
+NAN = float("nan")
+LOGPROBS = ("logprobs", "old", "rollout", "ref")
+
+
+def padded(seed=0, rows=6, width=11, dtype=torch.float64):
+    """[B, S] logprobs of all policies with tool holes, a single-token row, outliers and NaN off the mask."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(scale):
+        return scale * torch.randn(rows, width, generator=generator, dtype=dtype)
+
+    rollout = -draw(1.0).abs() - 0.05
+    old = rollout + draw(0.4)
+    logprobs, ref = old + draw(0.3), old + draw(0.3)
+    mask = torch.rand(rows, width, generator=generator) > 0.3
+    mask[0], mask[1] = False, True
+    mask[0, 4] = True
+    old[1, 2], logprobs[2, 3] = rollout[1, 2] + 9.0, old[2, 3] + 4.0  # far outside every bound
+    mask[2, 3] = True
+    advantages = torch.linspace(-1.5, 2.0, rows, dtype=dtype)
+    advantages[3] = 0.0
+    return {"logprobs": logprobs, "old": old, "rollout": rollout, "ref": ref, "mask": mask, "advantages": advantages}
+
+
+# How far the policies of a row lie apart, in nats: equal, a hair, a little, as after several epochs.
+SPREAD = (0.3, 0.3, 0.0, 2e-4, 0.02, 0.3, 0.3, 0.3)
+
+
+def hard(seed: int = 0, dtype: torch.dtype = torch.float64, width: int = 14) -> dict[str, Tensor]:
+    """As `padded`, with an empty row, rows of every distance, and outliers on both sides of both ratios.
+
+    All logprobs are negative, and no log-ratio of a token or a row leaves [-20, 20], where TRL would not clamp.
+    """
+    generator = torch.Generator().manual_seed(1000 + seed)
+    rows = len(SPREAD)
+
+    def draw(scale):
+        return scale * torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    spread = torch.tensor(SPREAD, dtype=torch.float64)[:, None]
+    rollout = -draw(1.0).abs() - 0.05
+    old = rollout + spread * draw(1.0)
+    logprobs, ref = old + spread * draw(1.0), old + draw(0.3)
+    mask = torch.rand(rows, width, generator=generator) > 0.3
+    mask[0], mask[1], mask[5] = True, False, False
+    mask[5, 6] = True
+    logprobs[0, 3], old[0, 3] = -9.0, -0.3
+    logprobs[4, 1], old[4, 1] = -0.3, -8.0
+    rollout[4, 1] = -8.0
+    old[6, 5], rollout[6, 5], logprobs[6, 5] = -12.0, -0.4, -11.8
+    old[7, 2], rollout[7, 2], logprobs[7, 2] = -0.5, -11.0, -0.7
+    for row, column in ((0, 3), (4, 1), (6, 5), (7, 2)):
+        mask[row, column] = True
+    advantages = torch.randn(rows, generator=generator, dtype=torch.float64)
+    advantages[(seed + 3) % rows] = 0.0
+    entropy = 2 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    arrays = {"logprobs": logprobs, "old": old, "rollout": rollout, "ref": ref}
+    arrays = {name: value.clamp(max=-1e-3) for name, value in arrays.items()}
+    arrays |= {"entropy": entropy, "advantages": advantages}
+    return {name: value.to(dtype) for name, value in arrays.items()} | {"mask": mask}
+
+
+def spoilt(data: dict[str, Tensor], value: float = NAN) -> dict[str, Tensor]:
+    """The same with `value` in every logprob off the mask."""
+    return {k: v.masked_fill(~data["mask"], value) if k in LOGPROBS else v for k, v in data.items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What our evaluators gave: the loss, its gradients, and the per-term values."""
+
+    loss: Tensor
+    gradient: Tensor
+    entropy_gradient: Tensor | None
+    per_term: PerTerm
+    corrected: Corrected
+
+
+def per_position(value: Tensor, like: Tensor) -> Tensor:
+    """[B] as [B, S]; [B, S] as it is."""
+    return value if value.shape == like.shape else value[:, None].expand_as(like)
+
+
+def run(objective: Objective, data: dict[str, Tensor], **options: Any) -> Outcome:
+    """Loss and gradient through correct() and the objective, as a trainer with padded tensors would call them.
+
+    Args:
+        options: of `correct`: missing, totals, group. `rows=True` counts empty rows as traces, as TRL does.
+    """
+    terms, corrected = terms_of(objective, data, **options)
+    logprobs = data["logprobs"].clone().requires_grad_()
+    entropy = data["entropy"].clone().requires_grad_() if objective.needs.entropy else None
+    found = objective(logprobs, entropy, terms)
+    found.loss.backward()
+    gradient = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
+    return Outcome(found.loss.detach(), gradient, getattr(entropy, "grad", None), found.per_term, corrected)
+
+
+def terms_of(objective: Objective, data: dict[str, Tensor], rows: bool = False, **options: Any):
+    """(Terms, Corrected) of padded data; needs.old and needs.rollout decide what correct() is given."""
+    needs, mask = objective.needs, data["mask"]
+    if rows:
+        options["totals"] = SimpleNamespace(terms=int(mask.sum()), traces=len(mask), groups=0)
+    old = data["old"] if needs.old or not needs.rollout else None
+    rollout = data["rollout"] if needs.rollout else None
+    plan = {"mask": mask, "advantages": data["advantages"], **options}
+    corrected = correct(
+        old, rollout, weights=objective.weights, gates=objective.gates, reduce=objective.reduce, **plan
+    )
+    scales = {each: correct(old, rollout, reduce=each, **plan).scale for each in objective.reductions[1:]}
+    group = options.get("group")
+    like = data["logprobs"]
+    return (
+        Terms(
+            old=data["old"] if needs.old else None,
+            rollout=rollout,
+            ref=data["ref"] if needs.ref else None,
+            advantages=per_position(data["advantages"], like),
+            weight=corrected.weight,
+            keep=corrected.keep,
+            scale=corrected.scale,
+            trace=torch.arange(len(like))[:, None].expand_as(like),
+            turn=data.get("turn"),
+            group=None if group is None else per_position(group, like),
+            scales=scales,
+        ),
+        corrected,
+    )

@@ -1,0 +1,88 @@
+"""verl's rollout correction and actor options as values of the algebra, and the objects its functions ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tracegrad.algebra import Clamp, Gate, Level, Ratio, Reduce, Weight, Window
+
+OLD, MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
+IS_LEVELS = {"token": Level(), "sequence": Level("trace", "sum")}
+RS_LEVELS = {
+    "token": Level(),
+    "seq_sum": Level("trace", "sum"),
+    "seq_mean": Level("trace", "mean"),
+    "seq_max": Level("trace", "max"),
+}
+# Thresholds at which some terms or rows of `padded.hard` fall and some stay.
+THRESHOLDS = {
+    "token_k1": "0.6_1.2",
+    "token_k2": 0.02,
+    "token_k3": 0.02,
+    "seq_sum_k1": "0.5_3.0",
+    "seq_sum_k2": 0.5,
+    "seq_sum_k3": 0.5,
+    "seq_mean_k1": "0.95_1.02",
+    "seq_mean_k2": 0.01,
+    "seq_mean_k3": 0.01,
+    "seq_max_k2": 0.06,
+    "seq_max_k3": 0.06,
+}
+REDUCTIONS = {
+    "token-mean": Reduce("token"),
+    "token-sum": Reduce("constant", norm=1.0),
+    "seq-mean-token-sum": Reduce("trace", "sum"),
+    "seq-mean-token-sum-norm": Reduce("trace", "sum", norm=64.0),
+    "seq-mean-token-mean": Reduce("trace", "mean"),
+}
+
+
+def weights_of(rollout_is: str | None, threshold: float | str = 2.0, normalize: bool = False, ratio: Ratio = MISMATCH):
+    """rollout_is and its threshold."""
+    if rollout_is is None:
+        return ()
+    low, _, high = str(threshold).rpartition("_")
+    shape = Window(float(low), float(high)) if low else Clamp(0.0, float(high))
+    return (Weight(ratio, IS_LEVELS[rollout_is], shape, normalize=normalize),)
+
+
+def gates_of(rollout_rs: str | None, threshold: Any = None, ratio: Ratio = MISMATCH) -> tuple[Gate, ...]:
+    """rollout_rs, a comma list, and its thresholds."""
+    options = rollout_rs.split(",") if rollout_rs else []
+    thresholds = str(threshold).split(",") if options else []
+    if len(thresholds) == 1:
+        thresholds = thresholds * len(options)
+    return tuple(_gate(option, each, ratio) for option, each in zip(options, thresholds, strict=True))
+
+
+def _gate(option: str, threshold: str, ratio: Ratio) -> Gate:
+    level, stat = option.rsplit("_", 1)
+    if stat != "k1":
+        return Gate(ratio, stat, RS_LEVELS[level], high=float(threshold))
+    low, _, high = threshold.rpartition("_")
+    # verl's k1 is -log(old/rollout), so its bounds are those of rollout/old.
+    return Gate(ratio, level=RS_LEVELS[level], low=1 / float(high), high=1 / float(low or 1 / float(high)))
+
+
+def thresholds_of(rollout_rs: str) -> str:
+    """The thresholds of a comma list."""
+    return ",".join(str(THRESHOLDS[option]) for option in rollout_rs.split(","))
+
+
+def actor_config(**options: Any) -> Any:
+    """verl's ActorConfig as its YAML ships, with `options` in place; `policy_loss` entries by their names."""
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    options = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, **options}
+    policy = {key: options.pop(key) for key in list(options) if key in PolicyLossConfig.__dataclass_fields__}
+    info = options.pop("global_batch_info", {})
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=False,
+        policy_loss=PolicyLossConfig(**policy),
+        **options,
+    )
+    config.global_batch_info.update({"loss_scale_factor": 64, **info})
+    return config
