@@ -244,6 +244,8 @@ def test_metrics_are_worked_by_hand():
         ratio=np.array([np.exp(0.5), 1.0, 1.0], np.float32),
         clipped=keep & [True, False, False],
         gradient=np.zeros(3, np.float32),
+        weight=np.ones(3, np.float32),
+        keep=keep,
     )
     found = tally(step, outcome, presets.DAPO, tokens=5).means() | off_policy(step, outcome, two).named()
     assert found["entropy"] == 3.0
