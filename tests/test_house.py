@@ -15,6 +15,7 @@ FLOORS = [
     {"batch", "config"},
     {"policy", "prepare"},
     {"learner", "report"},
+    {"integrations"},
     {"cli"},
 ]
 ARRAYS = {"algebra", "advantage", "correction", "objective", "presets"}

@@ -240,7 +240,7 @@ def pack(
         _check_counts(step_groups=step_groups)
     if not 0 <= rank < ranks:
         raise ArgumentError(f"rank is {rank} of {ranks}. Ranks count from 0.")
-    per_token = _advantages(sequences, advantages)
+    per_token = advantages_by_token(sequences, advantages)
     whole = needs is not None and needs.trace_ratio
     trace = _contiguous(sequences.trace, np.int32)
     cu = _contiguous(sequences.cu_seqlens, np.int64)
@@ -289,8 +289,16 @@ class _Groups(NamedTuple):
     totals: list[Totals]
 
 
-def _advantages(sequences: Sequences, advantages: ArrayLike) -> Floats:
-    """[T] float32: the advantage of each token that is a term."""
+def advantages_by_token(sequences: Sequences, advantages: ArrayLike) -> Floats:
+    """[T] float32: the advantage of each token that is a term, 0 elsewhere.
+
+    Args:
+        sequences: R traces.
+        advantages: [R], one per trace, or [M], one per term; where R = M they are read as per trace.
+
+    Raises:
+        ArgumentError: for another shape, or a term whose advantage is not finite.
+    """
     given = np.asarray(_host(advantages), np.float32)
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     terms = sequences.terms

@@ -1,6 +1,7 @@
 """Gates on the policy being trained: the torch twin of the core's, and the selectors that only exist here.
 
-Nothing here carries a gradient. A gate that does not see the policy being trained was applied by `correction`.
+Nothing here carries a gradient, and nothing waits for the device but the draw of `DropCovariance`. A gate that does not
+see the policy being trained was applied by `correction`.
 """
 
 from __future__ import annotations
@@ -78,12 +79,13 @@ def _stat(gate: Gate, view: View, known: Tensor) -> Tensor:
 
 
 def _top_entropy(gate: TopEntropy, view: View) -> Tensor:
+    """The terms at or above the quantile of the counted ones, linearly interpolated as torch.quantile does."""
     entropy = view.entropy
     assert entropy is not None  # checked with the shapes
-    inside = entropy[view.counted]
-    if not inside.numel():
-        return view.counted
-    return entropy >= torch.quantile(inside.float(), 1 - gate.share)
+    ordered = torch.where(view.counted, entropy, torch.inf).float().reshape(-1).sort().values
+    rank = (1 - gate.share) * (view.counted.sum() - 1).clamp(min=0).float()
+    ends = ordered.gather(0, torch.stack([rank.floor(), rank.ceil()]).long()) if len(ordered) else rank.expand(2)
+    return entropy >= torch.lerp(ends[0], ends[1], rank - rank.floor())
 
 
 def _covariance(view: View, here: Tensor) -> Tensor:
@@ -109,7 +111,9 @@ def _drawn(gate: DropCovariance, view: View, here: Tensor, clipped: Tensor) -> T
 def top_covariance(where: TopCovariance, view: View, here: Tensor) -> Tensor:
     """The terms of `here` with the highest covariance of advantage and logprob, at least one where there are any."""
     found = _covariance(view.detached(), here).reshape(-1)
-    count = int(here.sum())
+    count = here.sum()
+    wanted = torch.minimum((where.share * count.double()).long().clamp(min=1), count)
+    rank = torch.arange(len(found), device=found.device)
     chosen = torch.zeros(len(found), dtype=torch.bool, device=found.device)
-    chosen[torch.topk(found, min(max(int(where.share * count), 1), count)).indices] = True
+    chosen = chosen.scatter(0, torch.argsort(found, descending=True), rank < wanted)
     return chosen.reshape(here.shape)

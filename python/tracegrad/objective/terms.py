@@ -100,14 +100,17 @@ class View:
     def _index(self, over: str) -> Tensor:
         if over == "batch":
             return torch.zeros(self.logprobs.numel(), dtype=torch.long, device=self.logprobs.device)
-        keys = [self.array(name).reshape(-1) for name in (("trace", "turn") if over == "turn" else (over,))]
-        order = torch.arange(len(keys[0]), device=keys[0].device)
-        for key in reversed(keys):
-            order = order[torch.argsort(key[order], stable=True)]
-        starts = torch.zeros_like(order, dtype=torch.bool)
-        for key in keys:
-            starts[1:] |= key[order][1:] != key[order][:-1]
-        return torch.empty_like(order).scatter(0, order, starts.long().cumsum(0))
+        if over != "turn":
+            return _dense(self.array(over))
+        return _dense(self.segments("trace") * self.logprobs.numel() + _dense(self.array("turn")))
+
+
+def _dense(ids: Tensor) -> Tensor:
+    """[terms] the rank of each id among those present; unlike torch.unique without a wait for the device."""
+    ordered, order = torch.sort(ids.reshape(-1))
+    first = torch.zeros_like(ordered)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(ordered).scatter(0, order, first.cumsum(0)).long()
 
 
 def check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:

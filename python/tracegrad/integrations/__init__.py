@@ -1,0 +1,45 @@
+"""tracegrad inside other people's trainers. Each module is thin, and only `integrations/x` imports x, on use.
+
+`trl`, `verl`, `art` (back again: `art_groups`) and `transformers` are for those; `padded` is what those that pad share.
+Here is `peer`, which finds them. docs/trainers.md says what each does, and which versions it was run against.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from tracegrad.errors import ArgumentError
+
+
+def peer(module: str, versions: str, *attributes: str) -> Any:
+    """A module of another trainer, if it is installed and has what an integration takes of it.
+
+    Args:
+        module: its full name.
+        versions: those the integration was run against, as pip takes them.
+        attributes: dotted names within the module.
+
+    Raises:
+        ArgumentError: if it cannot be imported, or is of another shape.
+
+    >>> peer("json", "python>=3.10", "JSONDecoder.decode").__name__
+    'json'
+    """
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ArgumentError(
+            f"{module} cannot be imported: {error}. This integration works inside that trainer. "
+            f"pip install '{versions}', which it was run against."
+        ) from error
+    for attribute in attributes:
+        here = found
+        for part in attribute.split("."):
+            here = getattr(here, part, None)
+        if here is None:
+            raise ArgumentError(
+                f"{module} has no {attribute}, which this integration calls or replaces. This version is of another "
+                f"shape, and training would go on without us. pip install '{versions}', which it was run against."
+            )
+    return found

@@ -1,0 +1,180 @@
+"""Aligned traces for trainers that pad: branches as rows of tensors, and the arrays of their terms by token.
+
+No trainer is imported here. `integrations.trl` and `integrations.transformers` cut their micro-batches with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from tracegrad.algebra import Missing, Objective
+from tracegrad.batch import Totals, advantages_by_token
+from tracegrad.correction import AllReduce, correct
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import Terms
+from tracegrad.sequence import Sequences
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Branches of some traces, a row each, cut after their last term. Rows of a trace stand together.
+
+    Args:
+        ids, attention: [B, S] int64; 0 at padding.
+        row, column: [m] int64, where the terms are.
+        inv_temperature: [m] float32, what the logits that predict a term are multiplied by.
+        origin: [m] int64 numpy, the terms' tokens in the `Sequences`, in order.
+        first: the first column that holds a term.
+    """
+
+    ids: Tensor
+    attention: Tensor
+    row: Tensor
+    column: Tensor
+    inv_temperature: Tensor
+    origin: NDArray[np.int64]
+    first: int
+
+    def to(self, device: Any) -> Padded:
+        """The same on `device`."""
+        moved = [each.to(device) for each in (self.ids, self.attention, self.row, self.column, self.inv_temperature)]
+        return Padded(*moved, origin=self.origin, first=self.first)
+
+    @property
+    def target(self) -> Tensor:
+        """[m] int64: the terms' ids."""
+        return self.ids[self.row, self.column]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Aligned traces, what each of their terms is worth, and the objective they are trained with.
+
+    Args:
+        sequences: R traces.
+        advantages: [T] float32, read at terms.
+        objective: whose detached half `correct` evaluates.
+        missing: the policy for terms without a rollout logprob, as in `correct`.
+    """
+
+    sequences: Sequences
+    advantages: Floats
+    objective: Objective
+    missing: Missing
+
+    @classmethod
+    def of(cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing: Missing) -> Recorded:
+        """Checks and spreads the advantages, [R] by trace or [M] by term.
+
+        Raises:
+            ArgumentError: if a term is the first token of its branch, an advantage is not finite, or the objective
+                takes what a record cannot give.
+        """
+        objective.check_missing(missing)
+        if objective.needs.proximal:
+            raise ArgumentError(
+                "the objective takes the proximal policy, which lies between policy versions that this trainer does "
+                "not count. Its place would be invented. Take old in its place (DECOUPLED_PPO)."
+            )
+        starts = sequences.cu_seqlens[:-1][np.diff(sequences.cu_seqlens) > 0]
+        first = starts[sequences.trainable[starts]]
+        if len(first):
+            raise ArgumentError(
+                f"token {first[0]} is trainable and the first of its branch, and {len(first)} are. No token before it "
+                "predicts it. Begin each branch with a token that is not trained."
+            )
+        return cls(sequences, advantages_by_token(sequences, advantages), objective, missing)
+
+    @cached_property
+    def owner(self) -> NDArray[np.int32]:
+        """[T] the trace of each token."""
+        return np.repeat(self.sequences.trace, np.diff(self.sequences.cu_seqlens))
+
+    @cached_property
+    def traces(self) -> list[int]:
+        """The traces that have a term."""
+        return np.unique(self.owner[self.sequences.trainable]).tolist()
+
+    def padded(self, traces: Sequence[int], side: Literal["left", "right"]) -> Padded:
+        """All branches of `traces` that have a term, padded on one side."""
+        s, rows = self.sequences, []
+        for trace in traces:
+            first, last = np.searchsorted(s.trace, [trace, trace + 1])
+            for branch in range(first, last):
+                start, end = s.cu_seqlens[branch : branch + 2]
+                terms = np.flatnonzero(s.trainable[start:end])
+                if len(terms):
+                    rows.append((start, terms))
+        width = max(terms[-1] + 1 for _, terms in rows)
+        ids, attention = np.zeros((2, len(rows), width), np.int64)
+        columns = []
+        for row, (start, terms) in enumerate(rows):
+            length = terms[-1] + 1
+            offset = width - length if side == "left" else 0
+            ids[row, offset : offset + length] = s.ids[start : start + length]
+            attention[row, offset : offset + length] = 1
+            columns.append(offset + terms)
+        origin = np.concatenate([start + terms for start, terms in rows])
+        row = np.repeat(np.arange(len(rows)), [len(terms) for _, terms in rows])
+        column = np.concatenate(columns)
+        arrays = (ids, attention, row, column, s.inv_temperature[origin])
+        return Padded(*map(torch.from_numpy, arrays), origin=origin, first=int(column.min()))
+
+    def step(
+        self,
+        parts: Sequence[Padded],
+        old: Sequence[Tensor] | None,
+        ref: Sequence[Tensor] | None = None,
+        *,
+        totals: Totals | None = None,
+        all_reduce: AllReduce | None = None,
+    ) -> tuple[list[Terms], Mapping[str, float]]:
+        """What the objective takes of the micro-batches of one optimizer step, corrected together, and the metrics.
+
+        Args:
+            parts: this rank's micro-batches; a part of them where `totals` counts all.
+            old: [m] by micro-batch: logprobs of the policy before the step; None where the objective takes none.
+            ref: likewise of the reference policy.
+            totals, all_reduce: as in `correct`.
+        """
+        s, objective, origin = self.sequences, self.objective, np.concatenate([part.origin for part in parts])
+        needs, trace = objective.needs, self.owner[origin]
+        given = {"trace": trace, "turn": s.turn[origin], "group": s.group[trace], "advantages": self.advantages[origin]}
+        rollout = s.rollout_logprobs[origin] if needs.rollout else None
+        known = None if old is None else np.concatenate([_host(each) for each in old])
+        found = correct(
+            known if known is not None or needs.rollout else np.zeros(len(origin), np.float32),
+            rollout,
+            weights=objective.weights,
+            gates=objective.gates,
+            reduce=objective.reduce,
+            totals=totals,
+            missing=self.missing,
+            all_reduce=all_reduce,
+            **given,
+        )
+        given = {name: each.astype(np.int64) for name, each in given.items() if name != "advantages"}
+        given |= {"advantages": self.advantages[origin], "rollout": rollout}
+        given |= {"weight": found.weight, "keep": found.keep, "scale": found.scale}
+        terms, start = [], 0
+        for place, part in enumerate(parts):
+            here, device = slice(start, start + len(part.origin)), part.ids.device
+            arrays = {name: torch.from_numpy(each[here]).to(device) for name, each in given.items() if each is not None}
+            policies = {"old": old and old[place], "ref": ref and ref[place]}
+            terms.append(Terms(**arrays, **policies))
+            start = here.stop
+        return terms, found.metrics
+
+
+def _host(values: Tensor) -> Floats:
+    return values.detach().float().cpu().numpy()

@@ -1,0 +1,98 @@
+"""A plain transformers.Trainer on recorded traces: `compute_loss_func` and its data. Run against transformers 5.23.0.
+
+Here is `TraceLoss`. Denominators come from the Trainer's `num_items_in_batch`, which counts the labels of a whole
+optimizer step over micro-batches and ranks: the collator labels what the objective's reduction counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from tracegrad import presets
+from tracegrad.algebra import Budget, Missing, Objective
+from tracegrad.batch import Totals
+from tracegrad.errors import ArgumentError
+from tracegrad.integrations import peer
+from tracegrad.integrations.padded import Recorded
+from tracegrad.sequence import Sequences
+
+VERSIONS = "transformers==5.23.0"
+_IGNORED = -100
+
+
+class TraceLoss:
+    """`Trainer(model, args, train_dataset=x.dataset, data_collator=x.collate, compute_loss_func=x)`.
+
+    A row of the dataset is a trace, and stands in a micro-batch with all its branches. `old` is the policy before the
+    optimizer step, which is theta's own value: a clip has nothing to clip, weights and gates have old/rollout. An
+    objective on theta/rollout clips. Take `integrations.trl` or our learner to keep `old` over several steps.
+
+    Args:
+        sequences: from `align`, or `Sequences.from_arrays`.
+        advantages: [R] by trace or [M] by term.
+        objective: without what needs the whole step beside its denominators; `reduce.per` token, trace or constant.
+        missing: as in `correct`.
+
+    Raises:
+        ArgumentError: for another objective, or a Trainer without compute_loss_func.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        advantages: ArrayLike,
+        objective: Objective = presets.DAPO,
+        *,
+        missing: Missing = "mask",
+    ) -> None:
+        peer("transformers", VERSIONS, "Trainer._get_num_items_in_batch")
+        _check(objective)
+        self.recorded = Recorded.of(sequences, advantages, objective, missing)
+        self.dataset: list[int] = self.recorded.traces
+
+    def collate(self, traces: Sequence[int]) -> dict[str, Tensor]:
+        """ids and attention [B, S] padded on the right; labels [B, S] name the trace wherever the reduction counts."""
+        padded = self.recorded.padded(traces, "right")
+        trace = torch.from_numpy(self.recorded.owner[padded.origin]).long()
+        counted = torch.ones_like(trace, dtype=torch.bool)
+        if self.recorded.objective.reduce.per == "trace":
+            counted[1:] = trace[1:] != trace[:-1]
+        labels = torch.full_like(padded.ids, _IGNORED)
+        labels[padded.row[counted], padded.column[counted]] = trace[counted]
+        return {"input_ids": padded.ids, "attention_mask": padded.attention, "labels": labels}
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        """The micro-batch's share of the loss of its optimizer step."""
+        logits, objective = outputs.logits, self.recorded.objective
+        padded = self.recorded.padded(labels[labels != _IGNORED].unique_consecutive().tolist(), "right")
+        if num_items_in_batch is None or logits.shape[:2] != padded.ids.shape:
+            raise ArgumentError(
+                f"logits are {tuple(logits.shape)}, rows {tuple(padded.ids.shape)}, items {num_items_in_batch}. The "
+                "terms would not be found or counted. Pass data_collator=x.collate with compute_loss_func=x."
+            )
+        padded = padded.to(logits.device)
+        scores = logits[padded.row, padded.column - 1].float() * padded.inv_temperature[:, None]
+        scores = scores.log_softmax(-1)
+        logprobs = scores.gather(-1, padded.target[:, None]).squeeze(-1)
+        entropy = -(scores.exp() * scores).sum(-1) if objective.needs.entropy else None
+        count = int(num_items_in_batch)
+        (terms,), _ = self.recorded.step([padded], [logprobs.detach()], totals=Totals(count, count, count))
+        return objective(logprobs, entropy, terms).loss
+
+
+def _check(objective: Objective) -> None:
+    """Refuses what is of the whole step beside a count, and a reference policy."""
+    fixed = [part for part in (*objective.weights, *objective.gates) if part.detached]
+    wide = [part for part in fixed if isinstance(part, Budget) or part.level.wide or getattr(part, "normalize", False)]
+    counts = [one for one in objective.reductions if one.per in ("group", "prompt") or one.denominator == "kept"]
+    if wide or counts or len(objective.reductions) > 1 or objective.needs.ref:
+        found = [str(part) for part in (*wide, *counts)] or ["a reference policy, or two reductions"]
+        raise ArgumentError(
+            f"the objective has {'; '.join(found)}. compute_loss_func sees one micro-batch and one count of the step. "
+            "Take an objective without, integrations.trl, or our learner."
+        )

@@ -1,0 +1,99 @@
+"""Our weights and gates in place of verl's rollout correction, our objective as a policy loss. Run against verl 0.9.1.
+
+A row of a DataProto is a trace. `correct_batch` does what `compute_rollout_correction_and_add_to_batch` does in verl.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tracegrad.algebra import Clamp, Gate, Missing, Objective, Weight, Window
+from tracegrad.correction import correct
+from tracegrad.errors import ArgumentError
+from tracegrad.integrations import peer
+from tracegrad.metrics.groups import Rows
+from tracegrad.metrics.peers import as_verl
+from tracegrad.objective import Terms
+
+VERSIONS = "verl==0.9.1"
+_LEVELS = {("token", None): "token", ("trace", "sum"): "seq_sum", ("trace", "mean"): "seq_mean"}
+_AGGREGATES = {"token-mean": ("token", None), "token-sum": ("constant", None), "seq-mean-token-mean": ("trace", "mean")}
+_AGGREGATES |= dict.fromkeys(["seq-mean-token-sum", "seq-mean-token-sum-norm"], ("trace", "sum"))
+
+
+def correct_batch(batch: Any, objective: Objective, *, missing: Missing = "mask") -> tuple[Any, dict[str, float]]:
+    """The batch, rejected by gates in response_mask, with weights as rollout_is_weights; metrics under verl's names.
+
+    Where verl divides by zero, as with nothing left, they are 0.
+
+    Args:
+        batch: DataProto with old_log_probs, rollout_log_probs (NaN where missing) and response_mask; advantages for
+            parts with `when`, uid for group levels.
+        objective: its parts on old/rollout; those on theta are left to the loss.
+    """
+    proto = peer("verl.protocol", VERSIONS, "DataProto.union", "DataProto.from_dict").DataProto
+    tensors, uid = batch.batch, batch.non_tensor_batch.get("uid")
+    old, rollout, mask = (tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    rest = {"advantages": tensors.get("advantages", None), "missing": missing}
+    rest["group"] = None if uid is None else np.unique(uid, return_inverse=True)[1]
+    found = correct(old, rollout, mask=mask.bool(), weights=objective.weights, gates=objective.gates, **rest)
+    tensors["response_mask"] = (mask * found.keep).to(mask.dtype)
+    if any(weight.detached for weight in objective.weights):
+        batch = batch.union(proto.from_dict(tensors={"rollout_is_weights": found.weight}))
+    known = mask.bool() & ~rollout.isnan()
+    both = (each[known].double().cpu() for each in (old, rollout))
+    named = as_verl(*both, Rows.padded(known.cpu()), **_named(objective)).named()
+    return batch, named | {"rollout_corr/rollout_rs_masked_fraction": found.metrics["masked_fraction"]}
+
+
+def register(objective: Objective, name: str = "tracegrad") -> Any:
+    """Makes the objective verl's policy loss `name`, for actor.policy_loss.loss_mode.
+
+    What is on old/rollout comes in through `correct_batch`; denominators are those of verl's loss_agg_mode, which must
+    be the objective's. What verl does not hand to a policy loss is refused.
+    """
+    algos = peer("verl.trainer.ppo.core_algos", VERSIONS, "register_policy_loss", "agg_loss")
+    parts = [part for part in (*objective.weights, *objective.gates) if not part.detached]
+    parts += [objective, *objective.penalties, *objective.shifts]
+    ratios = [{part.ratio.num, part.ratio.den} for part in parts if getattr(part, "ratio", None)]
+    if objective.needs.entropy or any(ratio != {"theta", "old"} for ratio in ratios):
+        raise ArgumentError(
+            "beside theta/old the objective takes what verl does not hand to a policy loss. It would be made up. "
+            "Take theta/old; KL and entropy terms are verl's own options."
+        )
+
+    def loss(*, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, rollout_is_weights=None):
+        if _AGGREGATES.get(loss_agg_mode) != (objective.reduce.per, objective.reduce.inner):
+            found = f"loss_agg_mode is {loss_agg_mode}, the objective's scale {objective.reduce}"
+            raise ArgumentError(f"{found}. One of them would have no effect. Make them the same.")
+        mask, unit = response_mask.bool(), torch.zeros_like(log_prob, requires_grad=True)
+        info = {} if config is None else config.global_batch_info
+        (scale,) = torch.autograd.grad(algos.agg_loss(unit, response_mask, loss_agg_mode, **info), unit)
+        row = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
+        rest = {"old": old_log_prob, "scale": scale.nan_to_num(0.0), "weight": rollout_is_weights, "trace": row}
+        found = objective(log_prob, None, Terms(advantages=advantages, keep=mask, **rest))
+        count, gone = mask.sum().clamp(min=1), torch.where(mask, old_log_prob - log_prob.detach(), 0).sum()
+        clipped = found.per_term.clipped.sum() / count
+        return found.loss, {"actor/pg_clipfrac": clipped.item(), "actor/ppo_kl": (gone / count).item()}
+
+    return algos.register_policy_loss(name)(loss)
+
+
+def _named(objective: Objective) -> dict[str, Any]:
+    """The parts that verl has a name for. Its k1 is -log(old/rollout): bounds are of the inverse."""
+    found: dict[str, Any] = {"rollout_rs": {}}
+    for part in (part for part in (*objective.weights, *objective.gates) if part.detached and hasattr(part, "level")):
+        level = _LEVELS.get((part.level.over, part.level.agg))
+        if level in ("token", "seq_sum") and isinstance(part, Weight) and isinstance(part.shape, Clamp | Window):
+            bounds = (part.shape.low if isinstance(part.shape, Window) else None, part.shape.high)
+            found |= {"rollout_is_bounds": bounds, "batch_normalize": part.normalize}
+            found["rollout_is"] = "token" if level == "token" else "sequence"
+        elif level and isinstance(part, Gate) and part.scope is None and part.over == "all":
+            if part.stat in ("k2", "k3"):
+                found["rollout_rs"][f"{level}_{part.stat}"] = (None, part.high)
+            elif part.stat == "ratio" and part.low and part.high:
+                found["rollout_rs"][f"{level}_k1"] = (1 / part.high, 1 / part.low)
+    return found
