@@ -1,9 +1,19 @@
-//! Throughput of `tracegrad_core::ratio` in terms per second, within the cache and far beyond it.
+//! Throughput of `tracegrad_core::ratio` in terms per second, within the cache and far beyond it, on one core and on all.
+//!
+//! `copy` moves as many bytes as a step with token weights reads and writes (13 to a term): no kernel can be faster
+//! beyond the cache. Results are written into arrays that exist, as in a run where they are reused.
 
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use tracegrad_core::ratio::{Agg, Gate, Level, Missing, Over, Plan, Shape, Stat, Terms, Weight, When, correct, count};
+use rayon::prelude::*;
+use tracegrad_core::ratio::{
+    Agg, Alone, AnyGate, Gate, Level, Missing, Over, Per, Plan, Ratio, Reduction, Shape, Stat, Terms, Weight, When,
+    correct_into,
+};
+
+/// old and rollout read, weight and keep written.
+const BYTES: usize = 4 + 4 + 4 + 1;
 
 struct Step {
     old: Vec<f32>,
@@ -18,47 +28,54 @@ fn step(terms: usize) -> Step {
     Step { old, rollout, trace: (0..terms).map(|t| (t / 512) as i64).collect() }
 }
 
-fn plans() -> [(&'static str, Plan); 3] {
-    let weight = |level, shape| Weight { level, shape, when: When::Always };
-    let trace = |agg| Level { over: Over::Trace, agg, kept: false };
-    let geometric = Gate {
-        stat: Stat::Ratio,
-        level: trace(Agg::Mean),
-        low: 0.9,
-        high: 1.1,
-        when: When::Always,
-        scope: Over::Trace,
+fn plans() -> [(&'static str, Plan); 5] {
+    let weight = |level, shape| Weight { ratio: Ratio::MISMATCH, level, shape, when: When::Always, normalize: false };
+    let gate = |stat, level, low, high, scope| {
+        AnyGate::Gate(Gate { ratio: Ratio::MISMATCH, stat, level, low, high, when: When::Always, scope })
     };
-    let missing = Missing::Mask;
+    let trace = |agg| Level { over: Over::Trace, agg, ..Level::TOKEN };
+    let reduction = |per| Reduction { per, mean: true, norm: 1.0, kept: false };
+    let plan = |gates, weights, per| Plan { gates, weights, missing: Missing::Mask, reductions: vec![reduction(per)] };
     let tis = weight(Level::TOKEN, Shape::Clamp(0.0, 2.0));
+    let geometric = gate(Stat::Ratio, trace(Agg::Mean), 0.9, 1.1, Over::Trace);
+    let token = gate(Stat::Ratio, Level::TOKEN, 0.5, 2.0, Over::Token);
     [
-        ("token_tis", Plan { gates: vec![], weights: vec![tis], missing }),
-        (
-            "trace_product",
-            Plan { gates: vec![], weights: vec![weight(trace(Agg::Sum), Shape::Clamp(0.0, 5.0))], missing },
-        ),
-        ("geometric_gate_and_tis", Plan { gates: vec![geometric], weights: vec![tis], missing }),
+        ("token_tis", plan(vec![], vec![tis], Per::Token)),
+        ("token_gate_and_tis", plan(vec![token], vec![tis], Per::Token)),
+        ("trace_product", plan(vec![], vec![weight(trace(Agg::Sum), Shape::Clamp(0.0, 5.0))], Per::Token)),
+        ("geometric_gate_and_tis", plan(vec![geometric], vec![tis], Per::Token)),
+        ("token_tis_per_trace", plan(vec![], vec![tis], Per::Trace)),
     ]
 }
 
 fn bench(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("ratio");
-    group.sample_size(20);
-    for size in [1 << 14, 1 << 23] {
-        let step = step(size);
-        let terms =
-            Terms { old: Some(&step.old), rollout: &step.rollout, trace: &step.trace, turn: None, advantages: None };
-        group.throughput(Throughput::Elements(size as u64));
-        for (name, plan) in plans() {
-            group.bench_with_input(BenchmarkId::new(name, size), &plan, |bencher, plan| {
-                bencher.iter(|| correct(black_box(terms), plan).expect("the step is well formed"));
+    let cores = rayon::current_num_threads();
+    for threads in if cores > 1 { vec![1, cores] } else { vec![1] } {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads can be started");
+        let mut group = criterion.benchmark_group(format!("ratio, {threads} core(s)"));
+        group.sample_size(20);
+        for size in [1 << 14, 1 << 24] {
+            let step = step(size);
+            let terms = Terms::of(Some(&step.old), Some(&step.rollout), &step.trace);
+            let (mut weight, mut keep) = (vec![1.0; size], vec![true; size]);
+            group.throughput(Throughput::Elements(size as u64));
+            let (from, mut to) = (vec![1_u8; size * BYTES / 2], vec![2_u8; size * BYTES / 2]);
+            let part = from.len().div_ceil(threads);
+            group.bench_function(BenchmarkId::new("copy", size), |bencher| {
+                bencher.iter(|| {
+                    let copy = |(to, from): (&mut [u8], &[u8])| to.copy_from_slice(black_box(from));
+                    pool.install(|| to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(copy));
+                });
             });
+            for (name, plan) in plans() {
+                group.bench_with_input(BenchmarkId::new(name, size), &plan, |bencher, plan| {
+                    let mut run = || correct_into(black_box(&terms), plan, &Alone, &mut weight, &mut keep);
+                    bencher.iter(|| pool.install(&mut run).expect("the step is well formed"));
+                });
+            }
         }
-        group.bench_function(BenchmarkId::new("count", size), |bencher| {
-            bencher.iter(|| count(black_box(&step.trace), None));
-        });
+        group.finish();
     }
-    group.finish();
 }
 
 criterion_group!(benches, bench);

@@ -119,9 +119,7 @@ def terms_of(objective: Objective, data: dict[str, Tensor], rows: bool = False, 
     old = data["old"] if needs.old or not needs.rollout else None
     rollout = data["rollout"] if needs.rollout else None
     plan = {"mask": mask, "advantages": data["advantages"], **options}
-    corrected = correct(
-        old, rollout, weights=objective.weights, gates=objective.gates, reduce=objective.reduce, **plan
-    )
+    corrected = correct(old, rollout, weights=objective.weights, gates=objective.gates, reduce=objective.reduce, **plan)
     scales = {each: correct(old, rollout, reduce=each, **plan).scale for each in objective.reductions[1:]}
     group = options.get("group")
     like = data["logprobs"]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,7 +169,7 @@ class TestLayouts:
         )
         padded = correct(self.old, self.rollout, mask=self.mask, weights=[TIS])
         assert (flat.weight.numpy() == padded.weight[self.mask]).all()
-        assert flat.metrics == padded.metrics
+        assert flat.metrics == pytest.approx(padded.metrics, rel=1e-14)
 
     def test_what_does_not_fit_is_named(self):
         with pytest.raises(ArgumentError, match="need mask="):
@@ -260,119 +259,14 @@ class TestLevelsAndGates:
         assert found.metrics["clamped"] == 2
 
     def test_everything_rejected_is_zero_and_not_nan(self):
-        gate = Gate(MISMATCH, high=0.0)
+        gate = Gate(MISMATCH, low=1.0, high=1.0)
         reduce = Reduce("trace", "mean", denominator="kept")
         found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], weights=[TIS], reduce=reduce)
         assert not found.keep.any()
         assert found.scale.tolist() == [0.0] * 4
         assert found.metrics["ess"] == found.metrics["ess_count"] == found.metrics["weight_mean"] == 0.0
-        dead = correct(self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=Window(50.0, 60.0))])
+        dead = correct(self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=Window(1.0, 1.0))])
         assert dead.metrics["ess"] == 0.0
-
-
-class TestDenominators:
-    trace = np.array([0, 0, 1, 2])
-    group = np.array([0, 0, 0, 1])
-    logprobs = np.full(4, -1.0)
-
-    @pytest.mark.parametrize(
-        ("reduce", "expected"),
-        [
-            (Reduce("token"), [1 / 4] * 4),
-            (Reduce("trace", "mean"), [1 / 6, 1 / 6, 1 / 3, 1 / 3]),
-            (Reduce("trace", "sum"), [1 / 3] * 4),
-            (Reduce("trace", "sum", norm=10.0), [1 / 30] * 4),
-            (Reduce("group", "mean"), [1 / 6, 1 / 6, 1 / 6, 1 / 2]),
-            (Reduce("group", "sum", norm=2.0), [1 / 4] * 4),
-        ],
-    )
-    def test_scales_by_hand(self, reduce, expected):
-        found = correct(self.logprobs, self.logprobs, trace=self.trace, group=self.group, reduce=reduce)
-        np.testing.assert_allclose(found.scale, expected)
-
-    def test_totals_over_ranks_stand_in_all_denominators(self):
-        totals = SimpleNamespace(terms=100, traces=20, groups=5)
-        for reduce, expected in [
-            (Reduce("token"), [1 / 100] * 4),
-            (Reduce("trace", "mean"), [1 / 40, 1 / 40, 1 / 20, 1 / 20]),
-            (Reduce("group", "mean"), [1 / 50, 1 / 50, 1 / 50, 1 / 5]),
-        ]:
-            found = correct(
-                self.logprobs,
-                self.logprobs,
-                trace=self.trace,
-                group=self.group,
-                reduce=reduce,
-                totals=totals,
-                group_terms=[10, 10, 10, 1],
-            )
-            np.testing.assert_allclose(found.scale, expected)
-
-    @pytest.mark.parametrize(
-        "reduce", [Reduce("token", denominator="kept"), Reduce("trace", "mean", denominator="kept")]
-    )
-    def test_two_ranks_together_are_one(self, reduce):
-        generator = np.random.default_rng(1)
-        rollout = -generator.exponential(1.0, 60)
-        old = rollout + generator.normal(0, 0.7, 60)
-        rollout[5] = NAN
-        trace = np.arange(60) // 6
-        options = {
-            "weights": [Weight(MISMATCH, shape=Clamp(0, 2), normalize=True)],
-            "gates": [Gate(MISMATCH, "k1", Level("trace", "mean"), low=-0.3, high=0.3)],
-            "reduce": reduce,
-        }
-        whole = correct(old, rollout, trace=trace, **options)
-        halves = [slice(0, 24), slice(24, 60)]
-        ranks = _in_two_ranks(
-            [
-                lambda all_reduce, h=h: correct(old[h], rollout[h], trace=trace[h], all_reduce=all_reduce, **options)
-                for h in halves
-            ]
-        )
-        for half, rank in zip(halves, ranks, strict=True):
-            np.testing.assert_allclose(rank.weight, whole.weight[half], rtol=1e-12)
-            np.testing.assert_allclose(rank.scale, whole.scale[half], rtol=1e-15)
-            assert (rank.keep == whole.keep[half]).all()
-            for name, value in whole.metrics.items():
-                assert rank.metrics[name] == pytest.approx(value, rel=1e-12), name
-
-    def test_groups_that_may_span_ranks_need_totals(self):
-        with pytest.raises(ArgumentError, match="over ranks counts groups"):
-            correct(
-                self.logprobs,
-                self.logprobs,
-                trace=self.trace,
-                group=self.group,
-                reduce=Reduce("group", "mean"),
-                all_reduce=lambda array, op: array,
-            )
-        with pytest.raises(ArgumentError, match="without group"):
-            correct(self.logprobs, self.logprobs, trace=self.trace, reduce=Reduce("group", "mean"))
-
-
-def _in_two_ranks(calls):
-    """Runs the calls in threads whose all_reduce meets at a barrier."""
-    import threading
-
-    barrier, slots, found = threading.Barrier(2), [None, None], [None, None]
-
-    def rank(index):
-        def all_reduce(array, op):
-            slots[index] = array
-            barrier.wait()
-            result = {"sum": np.add, "max": np.maximum}[op](*slots)
-            barrier.wait()
-            return result
-
-        found[index] = calls[index](all_reduce)
-
-    threads = [threading.Thread(target=rank, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
 
 
 @pytest.mark.parametrize("bad", [0.3, float("inf"), -float("inf"), -9999.0])

@@ -17,8 +17,9 @@ from tracegrad.correction import Corrected  # noqa: E402
 from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
 from tracegrad.learner import Outcome, train  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
+from tracegrad.learner.row import off_policy, tally  # noqa: E402
 from tracegrad.learner.setup import learning_rate  # noqa: E402
-from tracegrad.learner.step import measure, optimizer_step, tally  # noqa: E402
+from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
 
 TIMES = {"seconds", "tokens_per_s"}
 
@@ -134,7 +135,7 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
     done, _ = run(traces, tmp_path, objective=algebra.with_kl(presets.DAPO, 0.01))
     named = {metric.name for metric in metrics.METRICS}
     for row in done.rows:
-        assert {name for name in row if not name.startswith("correction/")} <= named
+        assert {name.split("/")[0] for name in row if not name.startswith("correction/")} <= named
     assert metrics.read_rows(tmp_path / "metrics.jsonl") == done.rows
     assert done.rows[1]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the starting model
     assert done.rows[-1]["kl"] > 0
@@ -244,7 +245,7 @@ def test_metrics_are_worked_by_hand():
         clipped=keep & [True, False, False],
         gradient=np.zeros(3, np.float32),
     )
-    found = tally(step, outcome, presets.DAPO).means()
+    found = tally(step, outcome, presets.DAPO, tokens=5).means() | off_policy(step, outcome, two).named()
     assert found["entropy"] == 3.0
     assert found["frac_old_logprobs_valid"] == pytest.approx(2 / 3)
     assert found["mean_importance_ratio"] == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)  # theta - rollout: 0.5, 1

@@ -7,10 +7,13 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tracegrad import metrics
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.metrics import Rows, Sums, peers
+from tracegrad.metrics.__main__ import TABLES
 
 ROW = {"step": 1, "loss": 0.5, "value": 0.4, "value_low": 0.3, "value_high": 0.5, "value_known": 1}
 
@@ -20,13 +23,90 @@ def test_the_names_peers_use_are_there_with_their_ratio():
     assert len(table) == len(metrics.METRICS)
     assert table["mean_importance_ratio"].ratio == "theta / rollout"
     assert table["frac_old_logprobs_valid"].per == "terms"
+    assert {"reward_std", "frac_reward_zero_std", "kl", "entropy"} <= set(table)  # TRL's
     assert table["frac_old_logprobs_valid_all"].per == "tokens"
     assert "clip_fraction" in table
 
 
-def test_the_page_shows_the_table():
+def test_the_page_shows_the_tables():
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert metrics.table() in page
+    assert metrics.with_tables(page, TABLES) == page, "run: python -m tracegrad.metrics docs/metrics.md"
+
+
+def test_a_page_that_leaves_a_table_out_is_refused():
+    with pytest.raises(ArgumentError, match="the page shows one; there are one, two"):
+        metrics.with_tables("<!-- table: one --><!-- end -->", {"one": metrics.REWARDS, "two": metrics.REWARDS})
+
+
+def test_no_two_rows_of_a_table_bear_one_name():
+    for rows in (metrics.METRICS, *peers.PEERS.values()):
+        names = [row.name for row in rows]
+        assert len(set(names)) == len(names)
+
+
+def test_parts_of_two_definitions_do_not_add():
+    rows, logprobs = Rows.of([0, 1]), np.array([-1.0, -2.0])
+    token = peers.as_verl(logprobs, logprobs, rows, rollout_is="token")
+    with pytest.raises(ArgumentError, match="read by different names"):
+        token + peers.as_verl(logprobs, logprobs, rows, rollout_is="sequence")
+    with pytest.raises(ArgumentError, match="not measured alike: m, n is not in both"):
+        Sums.of(counts={"n": 1}) + Sums.of(counts={"m": 1})
+
+
+def test_moments_are_those_of_numpy_and_merge():
+    values = np.random.default_rng(0).normal(3.0, 0.5, 1000)
+    first, rest = (metrics.moments("x", part, low=2.5, high=3.5) for part in (values[:300], values[300:]))
+    found = metrics.Moments(first + rest, "x")
+    assert found.n == 1000
+    assert found.mean() == pytest.approx(values.mean(), rel=1e-14)
+    assert found.deviation(1) == pytest.approx(values.std(ddof=1), rel=1e-12)
+    assert found.clamped_deviation() == pytest.approx(values.clip(2.5, 3.5).std(), rel=1e-12)
+    assert (found.smallest, found.largest) == (values.min(), values.max())
+    assert (found.share("above"), found.share("below")) == ((values > 3.5).mean(), (values < 2.5).mean())
+    assert math.isnan(metrics.Moments(metrics.moments("x", [1.0]), "x").deviation(1))
+
+
+def test_rewards_are_counted_by_group_and_merge():
+    reward = np.array([1.0, 1.0, 0.0, math.nan, 0.5, 0.5, 0.5, 2.0])
+    group = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    found = metrics.Rewards.of(reward[:4], group[:4]) + metrics.Rewards.of(reward[4:], group[4:])
+    named = found.named()
+    # known: 1, 1, 0, .5, .5, .5, 2: sum 5.5; groups 0 and 2 are flat, group 1 has one known reward: 4 of 8 traces
+    assert named["reward"] == pytest.approx(5.5 / 7)
+    assert named["reward_std"] == pytest.approx(np.nanstd(reward, ddof=1))
+    assert (named["frac_reward_zero_std"], named["frac_unscorable"]) == (0.5, 1 / 8)
+    assert found.all_reduce(lambda array, op: array).named() == named
+    with pytest.raises(ArgumentError, match="one of each per trace"):
+        metrics.Rewards.of([1.0], [0, 1])
+
+
+def test_rows_are_those_of_the_padded_array():
+    rows = Rows.padded(np.array([[1, 0, 1], [0, 0, 0]], bool))
+    assert (rows.count, rows.positions, rows.lengths.tolist()) == (2, 6, [2.0, 0.0])
+    assert rows.mean(np.array([1.0, 3.0])).tolist() == [2.0, 0.0]
+    assert rows.where(np.array([False, True])).lengths.tolist() == [1.0, 0.0]
+    with pytest.raises(ArgumentError, match="ids from 0 to 3 with 2 rows"):
+        Rows.of([0, 3], rows=2)
+
+
+def test_peers_refuse_what_they_have_no_number_for():
+    rows, one = Rows.of([0]), np.array([-1.0])
+    with pytest.raises(ArgumentError, match="every logprob must be finite"):
+        peers.as_verl(one, np.array([np.nan]), rows)
+    with pytest.raises(ArgumentError, match="no option 'seq_max_k1'"):
+        peers.as_verl(one, one, rows, rollout_rs={"seq_max_k1": (None, 1.0)})
+    with pytest.raises(ArgumentError, match="'token' and 'sequence'"):
+        peers.as_verl(one, one, rows, rollout_is="turn")
+    with pytest.raises(ArgumentError, match="Leave missing terms out"):
+        peers.as_skyrl(one, np.array([np.nan]), rows)
+    with pytest.raises(ArgumentError, match="NeMo-RL has no kl_type 'k4'"):
+        peers.as_nemo(one, one, one, rows, kl_type="k4")
+    with pytest.raises(ArgumentError, match="the rows have 1 terms"):
+        peers.as_nemo(one, np.zeros(2), one, rows)
+    with pytest.raises(ArgumentError, match="Pass flat arrays"):
+        peers.as_art(one, np.zeros(2), rows, advantages=one)
+    with pytest.raises(ArgumentError, match="2 names"):
+        peers.as_trl_rewards([[1.0]], [0], names=["a", "b"])
 
 
 def test_a_mean_is_taken_over_all_parts_and_not_of_their_means():

@@ -190,6 +190,7 @@ SPLIT_CASES = [
     presets.DR_GRPO,
     replace(presets.GRPO, reduce=Reduce("trace", "mean", denominator="kept")),
     replace(presets.GRPO, reduce=Reduce("group", "mean")),
+    replace(presets.GRPO, reduce=Reduce("prompt", "mean")),
     presets.WEIGHTED_SFT,
 ]
 

@@ -1,5 +1,6 @@
 """Types of the compiled core. Arrays are numpy; shapes use the letters of DESIGN.md."""
 
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, Literal
 
@@ -126,16 +127,19 @@ def align_traces(
 LOG_RATIO_LIMIT: float
 
 def correct_terms(
-    old: NDArray[np.floating] | None,
-    rollout: NDArray[np.floating],
-    trace: NDArray[np.int64],
-    turn: NDArray[np.int64] | None,
-    advantages: NDArray[np.floating] | None,
+    columns: dict[str, Any],
     gates: list[tuple[Any, ...]],
     weights: list[tuple[Any, ...]],
+    reductions: list[tuple[Any, ...]],
     missing: str,
-) -> tuple[NDArray[np.floating], NDArray[np.bool_], dict[str, float], dict[str, float], list[tuple[float, float]]]: ...
-def count_terms(ids: NDArray[np.int64], keep: NDArray[np.bool_] | None = None) -> tuple[NDArray[np.int64], int]: ...
+    all_reduce: Callable[[NDArray[np.float64], str], NDArray[np.float64]] | None,
+) -> tuple[NDArray[np.floating], NDArray[np.bool_], list[NDArray[np.floating] | float], dict[str, float]]:
+    """Weight and keep of each position, the scale of each reduction, sums and extrema over all ranks.
+
+    Columns, all flat: old, rollout, ref, advantages (float32 or float64, all alike, or None), mask (bool or None),
+    trace, turn, group, group_terms, group_traces (int32 or int64, by position or by row of `width`; all but trace may be
+    None), positions, width, totals (terms, traces, groups, or None).
+    """
 
 # pack
 def pack_measure(

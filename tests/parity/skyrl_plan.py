@@ -91,7 +91,7 @@ def algorithm(loss: str, correction: Correction | None = None, **options: Any) -
         sapo=SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
         cispo=SimpleNamespace(cispo_eps_clip_low=1.0, cispo_eps_clip_high=4.0),
         dppo=SimpleNamespace(dppo_type=options.get("dppo", "binary_tv"), delta_low=0.2, delta_high=0.25),
-        clip_cov=SimpleNamespace(clip_ratio=0.1, clip_cov_lb=0.1, clip_cov_ub=2.0),
+        clip_cov=SimpleNamespace(clip_ratio=0.1, clip_cov_lb=1e-3, clip_cov_ub=0.03),
         kl_cov=SimpleNamespace(kl_cov_frac=0.2, ppo_kl_coef=1.0),
         off_policy_correction=(correction or Correction()).options,
     )

@@ -258,4 +258,6 @@ def test_every_branch_has_fired(fired):
     if counts["empty row"] < len(PRODUCTS):
         pytest.skip("the other tests of this file have not run")
     assert {name for name, count in counts.items() if count == 0} == set()
-    assert {"clip low", "delta", "token_mask", "sequence_truncate low", "OPSM drop", "entropy drop", "NaN"} <= set(counts)
+    assert {"clip low", "delta", "token_mask", "sequence_truncate low", "OPSM drop", "entropy drop", "NaN"} <= set(
+        counts
+    )

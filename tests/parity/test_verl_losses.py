@@ -1,4 +1,4 @@
-"""verl's policy losses beside ours: all of them with every aggregation, importance weights and rejection, and its KL."""
+"""verl's policy losses beside ours, with every aggregation, weight and rejection, and its KL estimators."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, weights_of
 
 from padded import hard, per_position, run, spoilt
 from tracegrad.algebra import (
@@ -27,7 +28,6 @@ from tracegrad.algebra import (
     TopCovariance,
     Weight,
 )
-from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, weights_of
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -83,7 +83,7 @@ class Case(NamedTuple):
     @property
     def objective(self) -> Objective:
         told, weights, gates, penalties = parts(self.loss, self.rollout_is is not None)
-        reduce = REDUCTIONS[{"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}.get(self.loss, self.mode)]
+        reduce = REDUCTIONS["seq-mean-token-mean" if self.loss in ("sapo", "geo_mean") else self.mode]
         if self.counts == "local" and self.loss != "geo_mean" and reduce.per != "constant":
             reduce = replace(reduce, denominator="kept")
         rejected = gates_of(self.rollout_rs, thresholds_of(self.rollout_rs)) if self.rollout_rs else ()

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from verl_plan import REDUCTIONS, THRESHOLDS, actor_config, gates_of, thresholds_of, weights_of
 
 from padded import hard, per_position, run
 from tracegrad import presets
 from tracegrad.algebra import Clip, Objective, PolicyGradient, Ratio
-from verl_plan import REDUCTIONS, THRESHOLDS, actor_config, gates_of, thresholds_of, weights_of
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -88,8 +88,8 @@ def test_each_preset_is_what_verl_does_with_it(close, fired, name, seed):
     else:
         loss, gradient = decoupled(data, correction)
     found = run(preset, data)
-    close(f"verl {name} loss", found.loss, loss, floor=0.1)
-    close(f"verl {name} gradient", found.gradient, gradient, floor=1e-5)
+    close("verl presets loss", found.loss, loss, floor=0.1)
+    close("verl presets gradient", found.gradient, gradient, floor=1e-5)
     fell = data["mask"] & ~found.per_term.keep
     assert fell.any() == (correction.rollout_rs is not None)
     assert (data["mask"] & found.per_term.keep).any()
@@ -101,7 +101,10 @@ def test_each_preset_is_what_verl_does_with_it(close, fired, name, seed):
 
 BYPASS = list(
     itertools.product(
-        ("ppo_clip", "reinforce"), ("token-mean", "seq-mean-token-sum"), (None, "token", "sequence"), [None, *THRESHOLDS]
+        ("ppo_clip", "reinforce"),
+        ("token-mean", "seq-mean-token-sum"),
+        (None, "token", "sequence"),
+        [None, *THRESHOLDS],
     )
 )
 

@@ -103,7 +103,7 @@ def test_the_ppo_loss_with_its_correction(close, name, loss_type, seed):
         ("token_mean", Reduce("token")),
         ("sequence_mean", Reduce("trace", "mean")),
         ("seq_mean_token_sum_norm", Reduce("trace", "sum", norm=40.0)),
-        ("prompt_mean", Reduce("group", "mean")),
+        ("prompt_mean", Reduce("prompt", "mean")),
     ],
 )
 def test_reductions(close, reduction, reduce):

@@ -24,8 +24,9 @@ from tracegrad.learner import checkpoint
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.record import TermRecord, Trained
+from tracegrad.learner.row import row_of
 from tracegrad.learner.setup import adamw, check_same, check_vocabulary, learning_rate, place
-from tracegrad.learner.step import Outcome, measure, optimizer_step, tally
+from tracegrad.learner.step import Outcome, measure, optimizer_step
 from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
 from tracegrad.sequence import Sequences
 
@@ -251,32 +252,14 @@ class _Loop:
                 grad_clip=self.config.optimizer.grad_clip,
                 precision=self.precision,
             )
-        row = self._row(step, outcome, lr, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        with self.watch("metrics"):
+            seen = row_of(step, outcome, self.feed)
         self._record(step, outcome)
         self.taken += 1
-        return row
-
-    def _row(self, step: Step, outcome: Outcome, lr: float, seconds: float) -> dict[str, Any]:
-        tokens = sum(len(batch.ids) for batch in step.batches)
-        sums = tally(step, outcome, self.feed.objective)
-        sums.add("frac_old_logprobs_valid_all", sums.sums["frac_old_logprobs_valid"], tokens)
-        traces = np.unique(step.trace)
-        rewards = self.feed.rewards[traces]
-        sums.add("reward", np.nansum(rewards, dtype=np.float64), int(np.isfinite(rewards).sum()))
-        return {
-            "step": self.taken + 1,
-            "epoch": self.plan.epoch_of(self.taken),
-            "loss": outcome.loss,
-            "lr": lr,
-            "grad_norm": outcome.grad_norm,
-            "terms": len(step),
-            "traces": len(traces),
-            "tokens": tokens,
-            "seconds": seconds,
-            "tokens_per_s": tokens / seconds,
-            **sums.means(),
-            **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
-        }
+        rate = seen["tokens"] / seconds
+        told = {"step": self.taken, "epoch": self.plan.epoch_of(self.taken - 1), "lr": lr}
+        return {**told, **seen, "seconds": seconds, "tokens_per_s": rate}
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         if self.plan.epoch_of(self.taken) == self.plan.epochs - 1:

@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tracegrad.algebra import LOG_RATIO_LIMIT, Clip, Objective
+from tracegrad.algebra import Objective
 from tracegrad.batch import Batch, Step
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
-from tracegrad.metrics import Tally
 from tracegrad.objective import Loss
 from tracegrad.policy import logprobs, logprobs_and_entropy
 
@@ -152,41 +151,3 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float
 
 def _host(values: Tensor) -> NDArray[Any]:
     return values.detach().cpu().numpy()
-
-
-def tally(step: Step, outcome: Outcome, objective: Objective) -> Tally:
-    """Sums of the step with their denominators, by the names of `tracegrad.metrics`."""
-    found = Tally()
-    terms, keep = len(step), np.asarray(outcome.corrected.keep)
-    theta = outcome.logprobs.astype(np.float64)
-    found.add("entropy", outcome.entropy.sum(dtype=np.float64), terms)
-    known = ~np.isnan(step.rollout_logprobs)
-    found.add("frac_old_logprobs_valid", known.sum(), terms)
-    to_rollout = (theta - step.rollout_logprobs)[known]
-    found.add("mean_importance_ratio", _exp(to_rollout).sum(), len(to_rollout))
-    found.add("kl_rollout", _k3(-to_rollout).sum(), len(to_rollout))
-    found.add("rollout_gap", np.abs(to_rollout).sum(), len(to_rollout))
-    if step.old_logprobs is not None:
-        found.add("kl_old", _k3(step.old_logprobs - theta).sum(), terms)
-    if step.ref_logprobs is not None:
-        found.add("kl", _k3(theta - step.ref_logprobs).sum(), terms)
-    if isinstance(objective.surrogate, Clip):
-        ratio = outcome.ratio[keep].astype(np.float64)
-        outside = (ratio < 1 - objective.surrogate.low) | (ratio > 1 + objective.surrogate.high)
-        found.add("ratio_mean", ratio.sum(), len(ratio))
-        found.maximum("ratio_max", ratio.max(initial=-math.inf))
-        found.add("clip_fraction", outcome.clipped.sum(), terms)
-        found.add("clip_fraction_any", outside.sum(), terms)
-    first = np.unique(step.trace, return_index=True)[1]
-    found.add("frac_zero_advantage", (step.advantages[first] == 0).sum(), len(first))
-    return found
-
-
-def _exp(log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.exp(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-
-
-def _k3(log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Estimate of KL(p || q) from draws of p: q/p - 1 - log(q/p), with log_ratio = log p - log q."""
-    inverse = np.clip(-log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return np.expm1(inverse) - inverse

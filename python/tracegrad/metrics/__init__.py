@@ -1,5 +1,9 @@
 """Names, units and denominators of what a run measures, and where the numbers go."""
 
+from tracegrad.metrics.groups import Rows
+from tracegrad.metrics.offpolicy import OffPolicy
+from tracegrad.metrics.offpolicy_rows import OFF_POLICY
+from tracegrad.metrics.rewards import REWARDS, Rewards
 from tracegrad.metrics.sinks import (
     JsonLines,
     Progress,
@@ -12,21 +16,38 @@ from tracegrad.metrics.sinks import (
     progress_line,
     read_rows,
 )
-from tracegrad.metrics.table import METRICS, Metric, Tally, table
+from tracegrad.metrics.sums import Moments, Sums, moments
+from tracegrad.metrics.table import Measured, Metric, Reading, table, with_tables
+from tracegrad.metrics.tally import TRAINING, Tally
+
+METRICS: tuple[Metric, ...] = (*TRAINING, *REWARDS, *OFF_POLICY)
+"""All that metrics.jsonl may hold, `NAME/turn_0` and the like under the name before the stroke."""
 
 __all__ = [
     "METRICS",
+    "OFF_POLICY",
+    "REWARDS",
+    "TRAINING",
     "JsonLines",
+    "Measured",
     "Metric",
+    "Moments",
+    "OffPolicy",
     "Progress",
+    "Reading",
+    "Rewards",
     "Row",
+    "Rows",
     "Sink",
     "Stopwatch",
+    "Sums",
     "Tally",
     "TensorBoard",
     "finite",
     "log_all",
+    "moments",
     "progress_line",
     "read_rows",
     "table",
+    "with_tables",
 ]

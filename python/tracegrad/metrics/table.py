@@ -1,27 +1,31 @@
-"""Metrics by the field's names: what each is of, and by what it is divided.
+"""What a metric is: a name, a unit, which policies it compares, by what it is divided, and the formula over sums.
 
-`METRICS` is the table that docs/metrics.md shows; `Tally` adds up sums with their integer denominators. Nothing here
-computes a ratio. Called by the learner, usable by any training loop.
+Here are the row type, the markdown tables of docs/metrics.md, and `Measured`, sums that know the names they are read
+by. The rows themselves stand beside their sums, in `tally`, `offpolicy`, `rewards` and `peers`.
 """
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tracegrad.errors import ArgumentError
+from tracegrad.metrics.sums import AllReduce, Sums
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table: a number that metrics.jsonl may hold.
+    """One row of a table.
 
     Args:
-        name: key in metrics.jsonl.
+        name: key under which it is logged; a peer's name may hold a placeholder in braces.
         unit: of the value.
         ratio: which policies it compares, numerator first; "" where it compares none.
         per: what the sum is divided by; "" where it is no mean.
         meaning: definition in one sentence.
+        value: the formula over the sums of its room; None where the learner computes it itself.
     """
 
     name: str
@@ -29,159 +33,91 @@ class Metric:
     ratio: str
     per: str
     meaning: str
+    value: Callable[[Sums], Any] | None = None
 
 
-METRICS: tuple[Metric, ...] = (
-    Metric("step", "optimizer steps", "", "", "Optimizer steps taken, this one included; 0 is before the first."),
-    Metric("epoch", "epochs", "", "", "Epoch of the step, from 0."),
-    Metric("loss", "1", "", "the objective's own denominator", "What was minimised: surrogate plus penalties."),
-    Metric("lr", "1", "", "", "Learning rate of the step."),
-    Metric("grad_norm", "1", "", "", "Euclidean norm of the whole gradient before clipping."),
-    Metric("terms", "terms", "", "", "Trained sampling events of the step."),
-    Metric("traces", "traces", "", "", "Traces of the step with at least one term."),
-    Metric("tokens", "tokens", "", "", "Tokens of the step that went through the model, padding excluded."),
-    Metric("seconds", "s", "", "", "Wall time of the step, its share of the `old` pass excluded."),
-    Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
-    Metric("reward", "reward", "", "traces", "Mean recorded reward of the step's traces."),
-    Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
-    Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
-    Metric(
-        "frac_old_logprobs_valid",
-        "share",
-        "",
-        "terms",
-        "Terms with a recorded rollout logprob. `old` is ART's word for the recorded logprobs.",
-    ),
-    Metric(
-        "frac_old_logprobs_valid_all",
-        "share",
-        "",
-        "tokens",
-        "The same over tokens of all kinds, prompts included: ART's denominator without padding.",
-    ),
-    Metric(
-        "mean_importance_ratio",
-        "1",
-        "theta / rollout",
-        "terms with a rollout logprob",
-        "Mean of exp(logprob - rollout logprob). ART counts a missing logprob as 1; here it stands outside.",
-    ),
-    Metric(
-        "ratio_mean",
-        "1",
-        "theta / old, or theta / rollout in objectives without old",
-        "kept terms",
-        "Mean of the ratio inside the surrogate, at the surrogate's level; absent where it takes none.",
-    ),
-    Metric("ratio_max", "1", "as ratio_mean", "", "Largest ratio inside the surrogate over the step's kept terms."),
-    Metric(
-        "clip_fraction",
-        "share",
-        "as ratio_mean",
-        "terms",
-        "Terms whose gradient the clip removed: ratio above 1 + high (A > 0), below 1 - low or above dual (A < 0).",
-    ),
-    Metric(
-        "clip_fraction_any",
-        "share",
-        "as ratio_mean",
-        "terms",
-        "Terms with a ratio outside the clip range, whatever the sign of the advantage: ART's clip_fraction.",
-    ),
-    Metric("kl", "nats", "theta / ref", "terms", "k3 estimate of KL(theta, ref); only with a reference model."),
-    Metric(
-        "kl_rollout",
-        "nats",
-        "theta / rollout",
-        "terms with a rollout logprob",
-        "k3 estimate of KL(rollout, theta): how far the policy has gone from the one that was recorded.",
-    ),
-    Metric(
-        "kl_old", "nats", "theta / old", "terms", "k3 estimate of KL(old, theta): how far since `old` was refreshed."
-    ),
-    Metric(
-        "rollout_gap",
-        "nats",
-        "theta / rollout",
-        "terms with a rollout logprob",
-        "Mean absolute difference of logprob and rollout logprob. At step 1 it is the mismatch of trainer and engine.",
-    ),
-    Metric(
-        "value",
-        "reward",
-        "theta / rollout, product over the trace",
-        "weights of held-out traces",
-        "Self-normalised importance-weighted reward on the held-out groups: sum w r / sum w.",
-    ),
-    Metric("value_low", "reward", "as value", "", "Lower end of value's 95 % interval (delta method over groups)."),
-    Metric("value_high", "reward", "as value", "", "Upper end of value's 95 % interval."),
-    Metric("value_recorded", "reward", "", "held-out traces", "Mean recorded reward of the same held-out traces."),
-    Metric(
-        "value_ess", "traces", "as value", "", "Kish effective sample size of the held-out traces: (sum w)^2 / sum w^2."
-    ),
-    Metric(
-        "value_ess_fraction", "share", "as value", "held-out traces", "value_ess / held-out traces with known ratios."
-    ),
-    Metric("value_known", "0 or 1", "as value", "", "1 while value_ess is large enough for value to mean something."),
-    Metric("value_traces", "traces", "", "", "Held-out traces all of whose terms have a rollout logprob."),
-    Metric("value_clamped", "traces", "as value", "", "Held-out traces whose summed log-ratio was clamped."),
-    Metric(
-        "logprob_good", "nats", "", "terms", "Mean logprob of held-out traces with a reward above their group's mean."
-    ),
-    Metric("logprob_bad", "nats", "", "terms", "The same for traces with a reward below their group's mean."),
-)
+@dataclass(frozen=True)
+class Reading:
+    """Rows and where the sums that they read stand.
 
-_BY_NAME = {metric.name: metric for metric in METRICS}
-
-
-def table() -> str:
-    """The metrics as a markdown table, as docs/metrics.md shows it.
-
-    >>> table().splitlines()[0]
-    '| name | unit | which ratio | divided by | meaning |'
-    """
-    rows = [f"| `{m.name}` | {m.unit} | {m.ratio or '-'} | {m.per or '-'} | {m.meaning} |" for m in METRICS]
-    return "\n".join(["| name | unit | which ratio | divided by | meaning |", "|---|---|---|---|---|", *rows])
-
-
-@dataclass
-class Tally:
-    """Sums with integer denominators; a mean is taken once, at the end, over everything added.
-
-    >>> tally = Tally()
-    >>> tally.add("entropy", 3.0, 2)
-    >>> tally.add("entropy", 1.0, 2)
-    >>> tally.means()
-    {'entropy': 1.0}
+    Args:
+        rows: of a table.
+        prefix: of the names of the sums.
+        words: what stands in the braces of the rows' names.
     """
 
-    sums: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
+    rows: tuple[Metric, ...]
+    prefix: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, total: float, count: int) -> None:
-        """Adds a sum over `count` elements.
-
-        Raises:
-            ArgumentError: if the table does not know `name`.
-        """
-        _known(name)
-        self.sums[name] = self.sums.get(name, 0.0) + float(total)
-        self.counts[name] = self.counts.get(name, 0) + int(count)
-
-    def maximum(self, name: str, value: float) -> None:
-        """Keeps the largest value seen."""
-        _known(name)
-        self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
-
-    def means(self) -> dict[str, float]:
-        """Each sum over its count; NaN where the count is 0."""
-        means = {name: self.sums[name] / n if n else math.nan for name, n in self.counts.items()}
-        return {**means, **self.maxima}
+    def named(self, sums: Sums) -> dict[str, float]:
+        """Each row's name and value."""
+        here = sums.under(self.prefix) if self.prefix else sums
+        return {row.name.format(**self.words): float(row.value(here)) for row in self.rows if row.value is not None}
 
 
-def _known(name: str) -> None:
-    if name not in _BY_NAME:
+@dataclass(frozen=True)
+class Measured:
+    """Sums of one part of a step, and the names that they are read by. Parts are added, then named once.
+
+    Args:
+        sums: mergeable.
+        readings: rows over them.
+    """
+
+    sums: Sums
+    readings: tuple[Reading, ...]
+
+    def __add__(self, other: Measured) -> Measured:
+        """Both parts together."""
+        if self.readings != other.readings:
+            raise ArgumentError(
+                "these parts are read by different names. Their sums would mix two definitions. Measure every part "
+                "with the same options."
+            )
+        return Measured(self.sums + other.sums, self.readings)
+
+    def __or__(self, other: Measured) -> Measured:
+        """Other metrics of the same part beside these."""
+        return Measured(self.sums | other.sums, (*self.readings, *other.readings))
+
+    def all_reduce(self, all_reduce: AllReduce) -> Measured:
+        """The same over all ranks."""
+        return Measured(self.sums.all_reduce(all_reduce), self.readings)
+
+    def named(self) -> dict[str, float]:
+        """Names to values; a mean over nothing is NaN."""
+        return {name: value for reading in self.readings for name, value in reading.named(self.sums).items()}
+
+
+def table(rows: Iterable[Metric]) -> str:
+    """Rows as a markdown table.
+
+    >>> print(table([Metric("kl", "nats", "theta / ref", "terms", "How far.")]))
+    | name | unit | which ratio | divided by | meaning |
+    |---|---|---|---|---|
+    | `kl` | nats | theta / ref | terms | How far. |
+    """
+    cells = [(f"`{m.name}`", m.unit, m.ratio or "-", m.per or "-", m.meaning) for m in rows]
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in cells]
+    head = ["| name | unit | which ratio | divided by | meaning |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {line} |" for line in lines)])
+
+
+def with_tables(page: str, tables: Mapping[str, Iterable[Metric]]) -> str:
+    """The page with every table between `<!-- table: NAME -->` and `<!-- end -->` written anew.
+
+    Raises:
+        ArgumentError: if the page does not show one of the tables, or shows one that there is not.
+    """
+    shown = re.findall(r"<!-- table: (.+?) -->", page)
+    if sorted(shown) != sorted(tables):
         raise ArgumentError(
-            f"metric {name!r} is not in the table. A number without a definition is not logged. Add it to METRICS."
+            f"the page shows {', '.join(shown)}; there are {', '.join(tables)}. Each is shown once, so that no metric "
+            "is without a definition. Add <!-- table: NAME --> and <!-- end -->."
         )
+
+    def anew(found: re.Match[str]) -> str:
+        return f"<!-- table: {found[1]} -->\n\n{table(tables[found[1]])}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (.+?) -->.*?<!-- end -->", anew, page, flags=re.DOTALL)

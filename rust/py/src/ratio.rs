@@ -1,103 +1,232 @@
-//! Binds `tracegrad_core::ratio`: terms and a plan in, weights, keeps and statistics out.
+//! Binds `tracegrad_core::ratio`: terms and a plan in, weights, keeps, scales and statistics out.
 
-use numpy::{IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tracegrad_core::ratio::{self, Agg, Gate, Level, Missing, Over, Plan, Real, Shape, Stat, Terms, Weight, When};
+use tracegrad_core::ratio::{
+    self, Agg, AnyGate, Blend, Budget, Exchange, Gate, Ids, Integers, Level, Missing, Op, Over, Per, Plan, Policy,
+    Ratio, Real, Reduction, Scale, Shape, Stat, Terms, Totals, Weight, When,
+};
 use tracegrad_core::{Error, Kind};
 
 use crate::errors::to_python;
 
-/// (over, agg, kept)
-type PlainLevel = (String, Option<String>, bool);
-/// (stat, level, low, high, when, scope)
-type PlainGate = (String, PlainLevel, f64, f64, String, String);
-/// (level, (shape, low, high), when)
-type PlainWeight = (PlainLevel, (String, f64, f64), String);
-/// weight, keep, sums, maxima, unit sums
+/// (num, den)
+type PlainRatio = (String, String);
+/// (over, agg, kept, blend)
+type PlainLevel = (String, Option<String>, bool, Option<String>);
+/// (ratio, level, (shape, first, second), when, normalize)
+type PlainWeight = (PlainRatio, PlainLevel, (String, f64, f64), String, bool);
+/// (per, mean, norm, kept)
+type PlainReduction = (String, bool, f64, bool);
+/// weight, keep, scales, statistics
 type PlainCorrected<'py> =
-    (Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<bool>>, Bound<'py, PyDict>, Bound<'py, PyDict>, Vec<(f64, f64)>);
+    (Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<bool>>, Vec<Bound<'py, PyAny>>, Bound<'py, PyDict>);
 
 #[derive(FromPyObject)]
-enum Floats<'py> {
-    Single(PyReadonlyArray1<'py, f32>),
-    Double(PyReadonlyArray1<'py, f64>),
+enum PlainGate {
+    /// (ratio, stat, level, low, high, when, scope)
+    Gate(PlainRatio, String, PlainLevel, f64, f64, String, String),
+    /// (ratio, stat, mean, kept)
+    Budget(PlainRatio, String, f64, bool),
 }
 
-/// Weights and gates of flat terms; `rollout` says whether it is computed in f32 or f64.
+#[derive(FromPyObject)]
+enum Whole<'py> {
+    Narrow(PyReadonlyArray1<'py, i32>),
+    Wide(PyReadonlyArray1<'py, i64>),
+}
+
+impl Whole<'_> {
+    /// As ids of positions; one for each, or one for each row.
+    fn ids(&self, columns: &Columns<'_>) -> PyResult<Ids<'_>> {
+        let values = match self {
+            Self::Narrow(values) => Integers::Narrow(values.as_slice()?),
+            Self::Wide(values) => Integers::Wide(values.as_slice()?),
+        };
+        let each = if values.len() == columns.positions { 1 } else { columns.width };
+        Ok(Ids { values, each })
+    }
+}
+
+/// The columns as they come; floats are all f32 or all f64, ids stand for one position or for a row of `width`.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Columns<'py> {
+    old: Option<Bound<'py, PyAny>>,
+    rollout: Option<Bound<'py, PyAny>>,
+    #[pyo3(item("ref"))]
+    reference: Option<Bound<'py, PyAny>>,
+    advantages: Option<Bound<'py, PyAny>>,
+    mask: Option<PyReadonlyArray1<'py, bool>>,
+    trace: Whole<'py>,
+    turn: Option<Whole<'py>>,
+    group: Option<Whole<'py>>,
+    group_terms: Option<Whole<'py>>,
+    group_traces: Option<Whole<'py>>,
+    positions: usize,
+    width: usize,
+    totals: Option<(i64, i64, i64)>,
+}
+
+/// The ranks behind a Python callable, for which alone the interpreter is attached.
+struct Ranks {
+    all_reduce: Option<Py<PyAny>>,
+    raised: Mutex<Option<PyErr>>,
+}
+
+impl Ranks {
+    fn lock(&self) -> MutexGuard<'_, Option<PyErr>> {
+        self.raised.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the callable raised.
+    fn raised(&self) -> Option<PyErr> {
+        self.lock().take()
+    }
+}
+
+impl Exchange for Ranks {
+    fn all_reduce(&self, values: &mut [f64], op: Op) -> Result<(), Error> {
+        let Some(all_reduce) = &self.all_reduce else { return Ok(()) };
+        let call = |py: Python<'_>| -> PyResult<()> {
+            let name = if op == Op::Max { "max" } else { "sum" };
+            let found: PyReadonlyArray1<'_, f64> =
+                all_reduce.bind(py).call1((values.to_vec().into_pyarray(py), name))?.extract()?;
+            let found = found.as_slice()?;
+            if found.len() != values.len() {
+                let what = format!("all_reduce gave {} numbers for {}", found.len(), values.len());
+                let error = Error::new(Kind::Argument, what).cure("Return the reduced array, of the same shape");
+                return Err(to_python(py, &error));
+            }
+            values.copy_from_slice(found);
+            Ok(())
+        };
+        Python::attach(call).map_err(|error| {
+            *self.lock() = Some(error);
+            Error::new(Kind::Argument, "all_reduce raised")
+        })
+    }
+
+    fn is_alone(&self) -> bool {
+        self.all_reduce.is_none()
+    }
+}
+
+/// Weights, gates and scales of the terms.
 #[pyfunction]
-#[pyo3(signature = (old, rollout, trace, turn, advantages, gates, weights, missing))]
-#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)]
 fn correct_terms<'py>(
     py: Python<'py>,
-    old: Option<Bound<'py, PyAny>>,
-    rollout: Floats<'py>,
-    trace: PyReadonlyArray1<'py, i64>,
-    turn: Option<PyReadonlyArray1<'py, i64>>,
-    advantages: Option<Bound<'py, PyAny>>,
+    columns: Columns<'py>,
     gates: Vec<PlainGate>,
     weights: Vec<PlainWeight>,
+    reductions: Vec<PlainReduction>,
     missing: &str,
+    all_reduce: Option<Py<PyAny>>,
 ) -> PyResult<PlainCorrected<'py>> {
-    let plan = Plan {
-        gates: gates.iter().map(gate).collect::<Result<_, _>>().map_err(|error| to_python(py, &error))?,
-        weights: weights.iter().map(weight).collect::<Result<_, _>>().map_err(|error| to_python(py, &error))?,
-        missing: named("missing", missing, &MISSING).map_err(|error| to_python(py, &error))?,
+    let plan = || -> Result<Plan, Error> {
+        Ok(Plan {
+            gates: gates.iter().map(gate).collect::<Result<_, _>>()?,
+            weights: weights.iter().map(weight).collect::<Result<_, _>>()?,
+            missing: named("missing", missing, &MISSING)?,
+            reductions: reductions.iter().map(reduction).collect::<Result<_, _>>()?,
+        })
     };
-    let (trace, turn) = (trace.as_slice()?, turn.as_ref().map(|turn| turn.as_slice()).transpose()?);
-    match rollout {
-        Floats::Single(rollout) => run::<f32>(py, old, &rollout, trace, turn, advantages, &plan),
-        Floats::Double(rollout) => run::<f64>(py, old, &rollout, trace, turn, advantages, &plan),
+    let plan = plan().map_err(|error| to_python(py, &error))?;
+    let ranks = Ranks { all_reduce, raised: Mutex::new(None) };
+    let floats = columns.rollout.as_ref().or(columns.old.as_ref());
+    if floats.is_some_and(|array| array.extract::<PyReadonlyArray1<'_, f64>>().is_ok()) {
+        run::<f64>(py, &columns, &plan, &ranks)
+    } else {
+        run::<f32>(py, &columns, &plan, &ranks)
     }
 }
 
-fn run<'py, F: Real + numpy::Element>(
+fn run<'py, F: Real + Element>(
     py: Python<'py>,
-    old: Option<Bound<'py, PyAny>>,
-    rollout: &PyReadonlyArray1<'py, F>,
-    trace: &[i64],
-    turn: Option<&[i64]>,
-    advantages: Option<Bound<'py, PyAny>>,
+    columns: &Columns<'py>,
     plan: &Plan,
+    ranks: &Ranks,
 ) -> PyResult<PlainCorrected<'py>> {
-    let old: Option<PyReadonlyArray1<'py, F>> = old.map(|array| array.extract()).transpose()?;
-    let advantages: Option<PyReadonlyArray1<'py, F>> = advantages.map(|array| array.extract()).transpose()?;
+    let [old, rollout, reference, advantages] =
+        [&columns.old, &columns.rollout, &columns.reference, &columns.advantages].map(floats::<F>);
+    let [old, rollout, reference, advantages] = [old?, rollout?, reference?, advantages?];
     let terms = Terms {
-        old: old.as_ref().map(PyReadonlyArray1::as_slice).transpose()?,
-        rollout: rollout.as_slice()?,
-        trace,
-        turn,
-        advantages: advantages.as_ref().map(PyReadonlyArray1::as_slice).transpose()?,
+        old: slice(&old)?,
+        rollout: slice(&rollout)?,
+        reference: slice(&reference)?,
+        mask: slice(&columns.mask)?,
+        trace: columns.trace.ids(columns)?,
+        turn: ids(&columns.turn, columns)?,
+        group: ids(&columns.group, columns)?,
+        advantages: slice(&advantages)?,
+        totals: columns.totals.map(|(terms, traces, groups)| Totals { terms, traces, groups }),
+        group_terms: ids(&columns.group_terms, columns)?,
+        group_traces: ids(&columns.group_traces, columns)?,
     };
-    let found = py.detach(|| ratio::correct(terms, plan)).map_err(|error| to_python(py, &error))?;
-    let (sums, maxima) = (PyDict::new(py), PyDict::new(py));
-    for (name, value) in found.stats.sums() {
-        sums.set_item(name, value)?;
+    // numpy's own memory comes in large pages, which are filled several times as fast.
+    let weight = PyArray1::<F>::zeros(py, terms.len(), false);
+    let keep = PyArray1::<bool>::zeros(py, terms.len(), false);
+    let found = {
+        let (mut weight, mut keep) = (weight.try_readwrite()?, keep.try_readwrite()?);
+        let (weight, keep) = (weight.as_slice_mut()?, keep.as_slice_mut()?);
+        py.detach(|| ratio::correct_into(&terms, plan, ranks, weight, keep))
+    };
+    let (scales, stats) = found.map_err(|error| ranks.raised().unwrap_or_else(|| to_python(py, &error)))?;
+    let named = PyDict::new(py);
+    for (name, value) in stats.named() {
+        named.set_item(name, value)?;
     }
-    for (name, value) in found.stats.maxima() {
-        maxima.set_item(name, value)?;
-    }
-    let weight = found.weight.into_pyarray(py).as_untyped().clone();
-    Ok((weight, found.keep.into_pyarray(py), sums, maxima, found.unit_sums))
+    let scale = |scale: Scale<F>| -> PyResult<Bound<'py, PyAny>> {
+        Ok(match scale {
+            Scale::All(value) => value.wide().into_pyobject(py)?.into_any(),
+            Scale::Each(values) => values.into_pyarray(py).into_any(),
+        })
+    };
+    let scales = scales.into_iter().map(scale).collect::<PyResult<_>>()?;
+    Ok((weight.as_untyped().clone(), keep, scales, named))
 }
 
-/// For each term how many (kept) terms share its id, and how many ids have one.
-#[pyfunction]
-#[pyo3(signature = (ids, keep=None))]
-#[allow(clippy::needless_pass_by_value)]
-fn count_terms<'py>(
-    py: Python<'py>,
-    ids: PyReadonlyArray1<'py, i64>,
-    keep: Option<PyReadonlyArray1<'py, bool>>,
-) -> PyResult<(Bound<'py, PyArray1<i64>>, i64)> {
-    let (ids, keep) = (ids.as_slice()?, keep.as_ref().map(|keep| keep.as_slice()).transpose()?);
-    let counts = py.detach(|| ratio::count(ids, keep));
-    Ok((counts.terms.into_pyarray(py), counts.units))
+fn floats<'py, F: Element>(array: &Option<Bound<'py, PyAny>>) -> PyResult<Option<PyReadonlyArray1<'py, F>>> {
+    Ok(array.as_ref().map(|array| array.extract()).transpose()?)
 }
 
-const OVER: [(&str, Over); 3] = [("token", Over::Token), ("turn", Over::Turn), ("trace", Over::Trace)];
-const AGG: [(&str, Agg); 3] = [("sum", Agg::Sum), ("mean", Agg::Mean), ("max", Agg::Max)];
-const STAT: [(&str, Stat); 4] = [("ratio", Stat::Ratio), ("k1", Stat::K1), ("k2", Stat::K2), ("k3", Stat::K3)];
+fn ids<'a>(whole: &'a Option<Whole<'_>>, columns: &Columns<'_>) -> PyResult<Option<Ids<'a>>> {
+    whole.as_ref().map(|whole| whole.ids(columns)).transpose()
+}
+
+fn slice<'a, T: Element>(array: &'a Option<PyReadonlyArray1<'_, T>>) -> PyResult<Option<&'a [T]>> {
+    Ok(array.as_ref().map(PyReadonlyArray1::as_slice).transpose()?)
+}
+
+const OVER: [(&str, Over); 5] = [
+    ("token", Over::Token),
+    ("turn", Over::Turn),
+    ("trace", Over::Trace),
+    ("group", Over::Group),
+    ("batch", Over::Batch),
+];
+const AGG: [(&str, Agg); 5] = [
+    ("sum", Agg::Sum),
+    ("mean", Agg::Mean),
+    ("max", Agg::Max),
+    ("prefix_sum", Agg::PrefixSum),
+    ("prefix_min", Agg::PrefixMin),
+];
+const BLEND: [(&str, Blend); 2] = [("arithmetic", Blend::Arithmetic), ("geometric", Blend::Geometric)];
+const POLICY: [(&str, Policy); 3] = [("old", Policy::Old), ("rollout", Policy::Rollout), ("ref", Policy::Reference)];
+const STAT: [(&str, Stat); 8] = [
+    ("ratio", Stat::Ratio),
+    ("k1", Stat::K1),
+    ("k2", Stat::K2),
+    ("k3", Stat::K3),
+    ("abs", Stat::Abs),
+    ("square", Stat::Square),
+    ("dprob", Stat::Dprob),
+    ("binary_kl", Stat::BinaryKl),
+];
 const WHEN: [(&str, When); 5] = [
     ("always", When::Always),
     ("A>0", When::Positive),
@@ -107,6 +236,13 @@ const WHEN: [(&str, When); 5] = [
 ];
 const MISSING: [(&str, Missing); 3] =
     [("mask", Missing::Mask), ("neutral", Missing::Neutral), ("refuse", Missing::Refuse)];
+const PER: [(&str, Per); 5] = [
+    ("token", Per::Token),
+    ("trace", Per::Trace),
+    ("group", Per::Group),
+    ("prompt", Per::Prompt),
+    ("constant", Per::Constant),
+];
 
 fn named<T: Copy>(what: &str, name: &str, valid: &[(&str, T)]) -> Result<T, Error> {
     valid.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
@@ -115,31 +251,61 @@ fn named<T: Copy>(what: &str, name: &str, valid: &[(&str, T)]) -> Result<T, Erro
     })
 }
 
-fn level((over, agg, kept): &PlainLevel) -> Result<Level, Error> {
-    let agg = agg.as_deref().map_or(Ok(Agg::Sum), |agg| named("agg", agg, &AGG))?;
-    Ok(Level { over: named("over", over, &OVER)?, agg, kept: *kept })
+fn quotient((num, den): &PlainRatio) -> Result<Ratio, Error> {
+    Ok(Ratio { num: named("num", num, &POLICY)?, den: named("den", den, &POLICY)? })
 }
 
-fn gate((stat, plain, low, high, when, scope): &PlainGate) -> Result<Gate, Error> {
-    Ok(Gate {
-        stat: named("stat", stat, &STAT)?,
-        level: level(plain)?,
-        low: *low,
-        high: *high,
-        when: named("when", when, &WHEN)?,
-        scope: named("scope", scope, &OVER)?,
+fn level((over, agg, kept, blend): &PlainLevel) -> Result<Level, Error> {
+    let agg = agg.as_deref().map_or(Ok(Agg::Sum), |agg| named("agg", agg, &AGG))?;
+    let blend = blend.as_deref().map(|blend| named("blend", blend, &BLEND)).transpose()?;
+    Ok(Level { over: named("over", over, &OVER)?, agg, kept: *kept, blend })
+}
+
+fn gate(plain: &PlainGate) -> Result<AnyGate, Error> {
+    Ok(match plain {
+        PlainGate::Gate(ratio, stat, plain, low, high, when, scope) => AnyGate::Gate(Gate {
+            ratio: quotient(ratio)?,
+            stat: named("stat", stat, &STAT)?,
+            level: level(plain)?,
+            low: *low,
+            high: *high,
+            when: named("when", when, &WHEN)?,
+            scope: named("scope", scope, &OVER)?,
+        }),
+        PlainGate::Budget(ratio, stat, mean, kept) => AnyGate::Budget(Budget {
+            ratio: quotient(ratio)?,
+            stat: named("stat", stat, &STAT)?,
+            mean: *mean,
+            kept: *kept,
+        }),
     })
 }
 
-fn weight((plain, (shape, low, high), when): &PlainWeight) -> Result<Weight, Error> {
-    let shapes =
-        [("identity", Shape::Identity), ("clamp", Shape::Clamp(*low, *high)), ("window", Shape::Window(*low, *high))];
-    Ok(Weight { level: level(plain)?, shape: named("shape", shape, &shapes)?, when: named("when", when, &WHEN)? })
+fn weight((ratio, plain, (shape, first, second), when, normalize): &PlainWeight) -> Result<Weight, Error> {
+    let (first, second) = (*first, *second);
+    let shapes = [
+        ("identity", Shape::Identity),
+        ("clamp", Shape::Clamp(first, second)),
+        ("window", Shape::Window(first, second)),
+        ("strict_window", Shape::StrictWindow(first, second)),
+        ("gamma", Shape::Gamma { power: first, rate: second }),
+        ("gaussian", Shape::Gaussian(first)),
+    ];
+    Ok(Weight {
+        ratio: quotient(ratio)?,
+        level: level(plain)?,
+        shape: named("shape", shape, &shapes)?,
+        when: named("when", when, &WHEN)?,
+        normalize: *normalize,
+    })
+}
+
+fn reduction((per, mean, norm, kept): &PlainReduction) -> Result<Reduction, Error> {
+    Ok(Reduction { per: named("per", per, &PER)?, mean: *mean, norm: *norm, kept: *kept })
 }
 
 /// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("LOG_RATIO_LIMIT", ratio::LOG_RATIO_LIMIT)?;
-    module.add_function(wrap_pyfunction!(correct_terms, module)?)?;
-    module.add_function(wrap_pyfunction!(count_terms, module)?)
+    module.add_function(wrap_pyfunction!(correct_terms, module)?)
 }

@@ -1,66 +1,65 @@
-//! Terms that belong together by id, and one number of each such segment.
+//! One number of each segment, or of each term's past in it, in f64.
 
-use std::collections::HashMap;
-
+use super::lanes::{maximum, ones, wide_sum};
+use super::segments::Local;
 use super::{Agg, Real};
 
-/// The segment of each term: dense, in order of first appearance. Terms of a segment need not stand together.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Segments {
-    /// Segment of each term.
-    pub of: Vec<u32>,
-    /// Number of segments.
-    pub len: usize,
+/// What the segments of a block add up to.
+#[derive(Debug, Clone)]
+pub(super) struct Totals {
+    /// Sums or maxima, by segment.
+    pub value: Vec<f64>,
+    /// Terms counted, by segment.
+    pub count: Vec<f64>,
 }
 
-impl Segments {
-    /// One segment for each id.
-    pub fn of(ids: &[i64]) -> Self {
-        Self::build(ids.iter().map(|&id| (id, 0)))
-    }
-
-    /// One segment for each pair of ids.
-    pub fn of_pairs(first: &[i64], second: &[i64]) -> Self {
-        Self::build(first.iter().copied().zip(second.iter().copied()))
-    }
-
-    fn build(keys: impl ExactSizeIterator<Item = (i64, i64)>) -> Self {
-        let mut seen: HashMap<(i64, i64), u32> = HashMap::new();
-        let mut of = Vec::with_capacity(keys.len());
-        let mut last: Option<((i64, i64), u32)> = None;
-        for key in keys {
-            let segment = match last {
-                Some((same, segment)) if same == key => segment,
-                _ => {
-                    let next = seen.len() as u32;
-                    *seen.entry(key).or_insert(next)
-                }
-            };
-            last = Some((key, segment));
-            of.push(segment);
+impl Totals {
+    /// Adds up the segments of a block. Values that are not counted are NaN; `buffer` is overwritten.
+    #[inline(always)]
+    pub fn of<F: Real>(local: Local<'_>, values: &[F], buffer: &mut [F], counted: &[bool], agg: Agg) -> Self {
+        let max = agg == Agg::Max;
+        let mut totals =
+            Self { value: vec![if max { f64::NEG_INFINITY } else { 0.0 }; local.len], count: vec![0.0; local.len] };
+        for (out, &value) in buffer.iter_mut().zip(values) {
+            *out = if value.is_known() || max { value } else { F::ZERO };
         }
-        Self { of, len: seen.len() }
-    }
-
-    /// One number for each segment over the counted terms, in f64 and in order of the terms; NaN where none is counted.
-    pub fn aggregate<F: Real>(&self, values: &[F], counted: impl Fn(usize) -> bool, agg: Agg) -> Vec<f64> {
-        let start = if agg == Agg::Max { f64::NEG_INFINITY } else { 0.0 };
-        let mut totals = vec![start; self.len];
-        let mut counts = vec![0_u32; self.len];
-        for (term, (&segment, &value)) in self.of.iter().zip(values).enumerate() {
-            if counted(term) {
-                let total = &mut totals[segment as usize];
-                *total = if agg == Agg::Max { total.max(value.wide()) } else { *total + value.wide() };
-                counts[segment as usize] += 1;
-            }
-        }
-        for (total, &count) in totals.iter_mut().zip(&counts) {
-            match (count, agg) {
-                (0, _) => *total = f64::NAN,
-                (_, Agg::Mean) => *total /= f64::from(count),
-                _ => {}
-            }
+        for (run, segment) in local.runs() {
+            let (value, here) = (&mut totals.value[segment], &buffer[run.clone()]);
+            *value = if max { value.max(maximum(here)) } else { *value + wide_sum(here) };
+            totals.count[segment] += ones(&counted[run]);
         }
         totals
     }
+
+    /// The level of each segment, NaN where nothing is counted.
+    pub fn finish(mut self, agg: Agg) -> Vec<f64> {
+        for (value, &count) in self.value.iter_mut().zip(&self.count) {
+            if count == 0.0 {
+                *value = f64::NAN;
+            } else if agg == Agg::Mean {
+                *value /= count;
+            }
+        }
+        self.value
+    }
+}
+
+/// For each term the running sum or minimum of its segment, NaN before the first counted one.
+pub(super) fn prefix<F: Real>(local: Local<'_>, values: &[F], agg: Agg) -> Vec<f64> {
+    let mut state = vec![f64::NAN; local.len];
+    let mut found = vec![f64::NAN; values.len()];
+    for (run, segment) in local.runs() {
+        let state = &mut state[segment];
+        for (out, value) in found[run.clone()].iter_mut().zip(&values[run]) {
+            if value.is_known() {
+                *state = match (state.is_nan(), agg) {
+                    (true, _) => value.wide(),
+                    (false, Agg::PrefixMin) => state.min(value.wide()),
+                    (false, _) => *state + value.wide(),
+                };
+            }
+            *out = *state;
+        }
+    }
+    found
 }

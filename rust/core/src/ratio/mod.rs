@@ -1,26 +1,52 @@
-//! Importance ratios of recorded terms: levels, gates and weights, everything that carries no gradient.
+//! Importance ratios of recorded terms: levels, gates, weights and denominators, everything that carries no gradient.
 //!
-//! Flat slices in, vectors out. A plan whose levels are all tokens runs block by block in cache; one with turns or
-//! traces makes its passes over the whole arrays with the same kernels. Denominators are in [`count`].
+//! Flat slices in, vectors out. Blocks of terms that cut no segment run through the whole plan while they are in cache,
+//! several threads at a time; what the plan says of the batch needs one block, and what it says of ranks an [`Exchange`].
+#![allow(clippy::inline_always, reason = "a kernel is compiled for the vectors of the function it is inlined into")]
+#![allow(clippy::needless_bitwise_bool, reason = "a branch on data is no vector code")]
 
-mod count;
-mod kernel;
+mod block;
+mod budget;
+mod exchange;
+mod gate;
+mod lanes;
 mod level;
+mod plan;
 mod real;
+mod scale;
+mod segments;
+mod stat;
 mod stats;
+mod terms;
+mod weigh;
 
-use crate::error::{Error, Kind, Result};
+use std::ops::Range;
 
-pub use count::{Counts, count};
-pub use level::Segments;
+use rayon::prelude::*;
+
+use crate::error::Result;
+use block::{Context, Levels, Scratch, Sums};
+use segments::{Index, Segments};
+use terms::argument;
+
+pub use exchange::{Alone, Exchange, Op};
+pub use plan::{
+    Agg, AnyGate, Blend, Budget, Gate, Level, Missing, Over, Per, Plan, Policy, Ratio, Reduction, Shape, Stat, Weight,
+    When,
+};
 pub use real::Real;
+pub use scale::Scale;
 pub use stats::Stats;
+pub use terms::{Ids, Integers, Terms, Totals};
 
 /// Log-ratios are clamped to plus or minus this many nats before they are exponentiated.
 pub const LOG_RATIO_LIMIT: f64 = 20.0;
 
-/// Terms of one block: small enough for the first-level cache, a multiple of every lane count.
+/// Fewest terms of a block: its arrays stay in the first caches.
 const BLOCK: usize = 1024;
+
+/// Fewest terms that a thread takes at a time. It does not depend on the number of threads, nor does any result.
+const SHARE: usize = 1 << 16;
 
 /// A rollout logprob above this is not a logprob.
 const POSITIVE_TOLERANCE: f64 = 1e-3;
@@ -28,176 +54,8 @@ const POSITIVE_TOLERANCE: f64 = 1e-3;
 /// How some servers write a logprob that they do not have, or minus infinity.
 const SENTINEL: f64 = -9999.0;
 
-/// What a log-ratio is aggregated over.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Over {
-    /// Each term alone.
-    Token,
-    /// The terms of one generation of a trace.
-    Turn,
-    /// The terms of a trace, all its branches together.
-    Trace,
-}
-
-/// How terms become one number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Agg {
-    /// The sum.
-    Sum,
-    /// The sum over the number of terms counted.
-    Mean,
-    /// The largest.
-    Max,
-}
-
-/// Over which terms, how, and whether only those still kept are counted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Level {
-    /// Token, turn or trace.
-    pub over: Over,
-    /// Read where `over` is not a token.
-    pub agg: Agg,
-    /// Count only the terms that the gates before have kept.
-    pub kept: bool,
-}
-
-impl Level {
-    /// Each term alone.
-    pub const TOKEN: Self = Self { over: Over::Token, agg: Agg::Sum, kept: false };
-}
-
-/// On which sign of the advantage a gate or weight applies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum When {
-    /// On every term.
-    Always,
-    /// A > 0.
-    Positive,
-    /// A >= 0.
-    NonNegative,
-    /// A < 0.
-    Negative,
-    /// A <= 0.
-    NonPositive,
-}
-
-impl When {
-    fn holds(self, advantage: f64) -> bool {
-        match self {
-            Self::Always => true,
-            Self::Positive => advantage > 0.0,
-            Self::NonNegative => advantage >= 0.0,
-            Self::Negative => advantage < 0.0,
-            Self::NonPositive => advantage <= 0.0,
-        }
-    }
-}
-
-/// A function of the log-ratio l that a gate bounds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stat {
-    /// exp of the aggregated l.
-    Ratio,
-    /// l.
-    K1,
-    /// l^2 / 2.
-    K2,
-    /// exp(l) - 1 - l.
-    K3,
-}
-
-/// Keeps a term iff low <= stat <= high, of old/rollout.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Gate {
-    /// Which function of the log-ratio.
-    pub stat: Stat,
-    /// Over which terms.
-    pub level: Level,
-    /// Lower bound, included.
-    pub low: f64,
-    /// Upper bound, included.
-    pub high: f64,
-    /// Terms that it can drop.
-    pub when: When,
-    /// What falls with a term that fails; at least as wide as the level.
-    pub scope: Over,
-}
-
-/// What becomes of a ratio on its way to a weight.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Shape {
-    /// Itself.
-    Identity,
-    /// Held between two bounds.
-    Clamp(f64, f64),
-    /// Itself between two bounds, 0 elsewhere.
-    Window(f64, f64),
-}
-
-/// A factor of the loss, made of old/rollout.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Weight {
-    /// Over which terms the log-ratio is aggregated.
-    pub level: Level,
-    /// What becomes of the ratio.
-    pub shape: Shape,
-    /// Terms that it applies to; 1 elsewhere.
-    pub when: When,
-}
-
-/// What a missing (NaN) rollout logprob means.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Missing {
-    /// keep 0.
-    Mask,
-    /// Weight 1, no part in sums and means.
-    Neutral,
-    /// An error.
-    Refuse,
-}
-
-/// Gates in order, then weights.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
-    /// Applied in order.
-    pub gates: Vec<Gate>,
-    /// Multiplied.
-    pub weights: Vec<Weight>,
-    /// The policy for NaN.
-    pub missing: Missing,
-}
-
-impl Plan {
-    fn only_tokens(&self) -> bool {
-        let gates = self.gates.iter().all(|gate| gate.level.over == Over::Token && gate.scope == Over::Token);
-        gates && self.weights.iter().all(|weight| weight.level.over == Over::Token)
-    }
-
-    fn uses(&self, over: Over) -> bool {
-        self.gates.iter().any(|gate| gate.level.over == over || gate.scope == over)
-            || self.weights.iter().any(|weight| weight.level.over == over)
-    }
-
-    fn conditional(&self) -> bool {
-        self.gates.iter().any(|gate| gate.when != When::Always)
-            || self.weights.iter().any(|weight| weight.when != When::Always)
-    }
-}
-
-/// The terms of a step, flat.
-#[derive(Debug, Clone, Copy)]
-pub struct Terms<'a, F> {
-    /// Logprobs of the proximal policy, nats; `None` in the direct form, where no weight and no gate can be.
-    pub old: Option<&'a [F]>,
-    /// Recorded logprobs, nats, NaN where not known.
-    pub rollout: &'a [F],
-    /// Trace of each term, any integers.
-    pub trace: &'a [i64],
-    /// Generation of its trace, read where a turn is named.
-    pub turn: Option<&'a [i64]>,
-    /// Advantages, read where `when` is not always.
-    pub advantages: Option<&'a [F]>,
-}
+/// A mean weight up to this is not divided by (verl's bound).
+const SMALLEST_MEAN: f64 = 1e-8;
 
 /// What the loss takes of each term, and what the run reports.
 #[derive(Debug, Clone)]
@@ -206,69 +64,162 @@ pub struct Corrected<F> {
     pub weight: Vec<F>,
     /// Whether the term trains.
     pub keep: Vec<bool>,
-    /// Sums and extrema.
+    /// One for each reduction of the plan.
+    pub scales: Vec<Scale<F>>,
+    /// Sums and extrema over all ranks.
     pub stats: Stats,
-    /// For each weight the sum of its values and their number, each token, turn or trace once.
-    pub unit_sums: Vec<(f64, f64)>,
 }
 
-/// Weights and gates of the terms.
+/// Weights, gates and scales of the terms, in new vectors; see [`correct_into`].
 ///
 /// # Errors
-/// [`Kind::Argument`] for slices of unequal length, a plan that names what was not given, `old` that is not finite,
-/// `rollout` that is positive or infinite, and NaN under [`Missing::Refuse`].
-pub fn correct<F: Real>(terms: Terms<'_, F>, plan: &Plan) -> Result<Corrected<F>> {
-    check(terms, plan)?;
-    let total = terms.rollout.len();
-    let mut out = Corrected {
-        weight: vec![F::ONE; total],
-        keep: vec![true; total],
-        stats: Stats::default(),
-        unit_sums: vec![(0.0, 0.0); plan.weights.len()],
-    };
-    let turns = plan.uses(Over::Turn).then(|| Segments::of_pairs(terms.trace, terms.turn.unwrap_or(&[])));
-    let traces = plan.uses(Over::Trace).then(|| Segments::of(terms.trace));
-    let segments = kernel::Levels { turn: turns.as_ref(), trace: traces.as_ref() };
-    let block = if plan.only_tokens() { BLOCK } else { total.max(1) };
-    let mut scratch = kernel::Scratch::new(block.min(total));
-    for start in (0..total).step_by(block) {
-        let range = start..(start + block).min(total);
-        kernel::run(terms, plan, segments, range, &mut scratch, &mut out)?;
-    }
-    Ok(out)
+/// As [`correct_into`].
+pub fn correct<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) -> Result<Corrected<F>> {
+    let (mut weight, mut keep) = (vec![F::ZERO; terms.len()], vec![false; terms.len()]);
+    let (scales, stats) = correct_into(terms, plan, exchange, &mut weight, &mut keep)?;
+    Ok(Corrected { weight, keep, scales, stats })
 }
 
-fn check<F: Real>(terms: Terms<'_, F>, plan: &Plan) -> Result<()> {
-    let total = terms.rollout.len();
+/// Writes the weight and the keep of each position; gives the scales and the statistics.
+///
+/// # Errors
+/// [`crate::Kind::Argument`] for slices of unequal length, a plan that names what was not given, `old` or `reference`
+/// that is not finite, `rollout` that is positive or infinite, NaN under [`Missing::Refuse`], and groups over ranks.
+pub fn correct_into<F: Real>(
+    terms: &Terms<'_, F>,
+    plan: &Plan,
+    exchange: &dyn Exchange,
+    weight: &mut [F],
+    keep: &mut [bool],
+) -> Result<(Vec<Scale<F>>, Stats)> {
+    check(terms, plan, exchange)?;
+    let index = Index::new(terms);
+    let used = |over: Over| if plan.spans(over) { index.of(over) } else { None };
+    let [turn, trace, group, batch] = [Over::Turn, Over::Trace, Over::Group, Over::Batch].map(used);
+    let levels = Levels { turn, trace, group, batch };
+    let uncut: Vec<&Segments> = [batch, group, trace, turn].into_iter().flatten().collect();
+    let ends = segments::blocks(terms.len(), &uncut, BLOCK);
+    let mut sums = if let [_] = ends[..] {
+        let (mut sums, context) = (Sums::new(plan), Context { plan, levels, exchange });
+        block::run(terms, 0..terms.len(), context, &mut Scratch::default(), (&mut *weight, &mut *keep), &mut sums)?;
+        sums
+    } else {
+        in_shares(terms, plan, levels, &ends, weight, keep)?
+    };
+    sums.stats.exchange(exchange)?;
+    normalize(terms, plan, exchange, weight, &mut sums)?;
+    let counting = scale::Counting { terms, index: &index, keep, stats: sums.stats, exchange };
+    let scales = plan.reductions.iter().map(|reduction| counting.scale(reduction)).collect::<Result<_>>()?;
+    Ok((scales, sums.stats))
+}
+
+/// Neighbouring blocks, and where their weights and keeps go.
+type Share<'a, F> = (Vec<Range<usize>>, Option<(&'a mut [F], &'a mut [bool])>);
+
+/// Runs the blocks, several threads at a time; sums are added in the order of the blocks.
+fn in_shares<F: Real>(
+    terms: &Terms<'_, F>,
+    plan: &Plan,
+    levels: Levels<'_>,
+    ends: &[usize],
+    mut weight: &mut [F],
+    mut keep: &mut [bool],
+) -> Result<Sums> {
+    let (mut shares, mut start, mut blocks) = (Vec::new(), 0, Vec::new());
+    for &end in ends {
+        blocks.push(blocks.last().map_or(start, |last: &Range<usize>| last.end)..end);
+        if end - start >= SHARE || end == terms.len() {
+            let here = weight.split_off_mut(..end - start).zip(keep.split_off_mut(..end - start));
+            shares.push((std::mem::take(&mut blocks), here));
+            start = end;
+        }
+    }
+    let run = |(blocks, out): Share<'_, F>| {
+        let (mut sums, mut scratch) = (Sums::new(plan), Scratch::default());
+        let context = Context { plan, levels, exchange: &Alone };
+        let (mut weight, mut keep) = out.unwrap_or_default();
+        for range in blocks {
+            let here = weight.split_off_mut(..range.len()).zip(keep.split_off_mut(..range.len()));
+            block::run(terms, range, context, &mut scratch, here.unwrap_or_default(), &mut sums)?;
+        }
+        Ok(sums)
+    };
+    let found: Vec<Result<Sums>> = shares.into_par_iter().map(run).collect();
+    let mut total = Sums::new(plan);
+    for sums in found {
+        total.merge(&sums?);
+    }
+    Ok(total)
+}
+
+/// Divides by the mean of each weight that asks for it.
+fn normalize<F: Real>(
+    terms: &Terms<'_, F>,
+    plan: &Plan,
+    exchange: &dyn Exchange,
+    weight: &mut [F],
+    sums: &mut Sums,
+) -> Result<()> {
+    let asking = plan.weights.iter().zip(&sums.units).filter(|(weight, _)| weight.normalize);
+    let mut units: Vec<f64> = asking.flat_map(|(_, &(sum, count))| [sum, count]).collect();
+    if units.is_empty() {
+        return Ok(());
+    }
+    exchange.all_reduce(&mut units, Op::Sum)?;
+    let means = units.as_chunks::<2>().0.iter().map(|[sum, count]| sum / count.max(1.0));
+    let mean: f64 = means.filter(|&mean| mean > SMALLEST_MEAN).product();
+    let by = F::of(mean);
+    for (position, weight) in weight.iter_mut().enumerate() {
+        let known = terms.rollout.is_none_or(|rollout| rollout[position].is_known());
+        *weight = if known { *weight / by } else { *weight };
+    }
+    sums.stats.weight /= mean;
+    sums.stats.weight_squared /= mean * mean;
+    Ok(())
+}
+
+fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) -> Result<()> {
+    let total = terms.len();
     let lengths = [
         ("old", terms.old.map(<[F]>::len)),
-        ("trace", Some(terms.trace.len())),
-        ("turn", terms.turn.map(<[i64]>::len)),
+        ("rollout", terms.rollout.map(<[F]>::len)),
+        ("ref", terms.reference.map(<[F]>::len)),
+        ("mask", terms.mask.map(<[bool]>::len)),
+        ("turn", terms.turn.map(|ids| ids.terms())),
+        ("group", terms.group.map(|ids| ids.terms())),
         ("advantages", terms.advantages.map(<[F]>::len)),
     ];
     for (name, length) in lengths {
         if let Some(length) = length.filter(|&length| length != total) {
-            return Err(argument(format!("{name} has {length} entries but rollout has {total}"))
+            return Err(argument(format!("{name} has {length} entries but trace has {total}"))
                 .cure("Pass one entry per term in every array"));
         }
     }
     let absent = |what: &str, given: &str| {
         argument(format!("{what} without {given}")).cure(format!("Pass {given}, one entry per term"))
     };
-    if terms.old.is_none() && !(plan.gates.is_empty() && plan.weights.is_empty()) {
-        return Err(absent("a weight or gate on old and rollout", "old").why("Its ratio is not known"));
+    for ratio in plan.ratios() {
+        if let Some(policy) = [ratio.num, ratio.den].into_iter().find(|&policy| terms.logprobs(policy).is_none()) {
+            let (num, den, name) = (ratio.num.name(), ratio.den.name(), policy.name());
+            return Err(argument(format!("a weight or gate takes {num}/{den}, and {name} is None"))
+                .why("Its ratio is not known")
+                .cure(format!("Pass the logprobs of {name}, one entry per term")));
+        }
     }
-    if terms.turn.is_none() && plan.uses(Over::Turn) {
-        return Err(absent("a turn level", "turn"));
+    for (over, given, name) in [(Over::Turn, terms.turn, "turn"), (Over::Group, terms.group, "group")] {
+        if given.is_none() && plan.spans(over) {
+            return Err(absent(&format!("a {name} level"), name));
+        }
     }
-    if terms.advantages.is_none() && plan.conditional() {
+    if plan.spans(Over::Group) && !exchange.is_alone() {
+        return Err(argument("a group level over ranks".into())
+            .why("A group may stand on several of them, and each sees its own part")
+            .cure("Take the trace, or the batch"));
+    }
+    if terms.advantages.is_none() && plan.is_conditional() {
         return Err(absent("a weight or gate that depends on the sign of A", "advantages"));
     }
     Ok(())
-}
-
-fn argument(what: String) -> Error {
-    Error::new(Kind::Argument, what)
 }
 
 #[cfg(test)]

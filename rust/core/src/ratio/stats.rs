@@ -1,99 +1,86 @@
 //! What a step's ratios look like: sums and maxima, so that ranks and blocks merge exactly.
 
-/// Sums over terms (mergeable by addition), then maxima (mergeable by the larger). All ratios are old/rollout.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Stats {
-    /// Terms.
-    pub terms: f64,
-    /// Terms whose rollout logprob is known.
-    pub known: f64,
-    /// Terms with keep 1.
-    pub kept: f64,
-    /// Terms that a gate dropped.
-    pub gated: f64,
-    /// Terms whose log-ratio was clamped at [`super::LOG_RATIO_LIMIT`].
-    pub clamped: f64,
-    /// Turns or traces whose aggregated log-ratio was clamped, over all gates and weights.
-    pub clamped_levels: f64,
-    /// Known terms where a shape changed a ratio on its way to a weight.
-    pub truncated: f64,
-    /// Over known terms: log-ratio.
-    pub log_ratio: f64,
-    /// Over known terms: its absolute value.
-    pub log_ratio_abs: f64,
-    /// Over known terms: ratio, clamped.
-    pub ratio: f64,
-    /// Over known terms: its square.
-    pub ratio_squared: f64,
-    /// Over known terms: ratio - 1 - log-ratio.
-    pub k3: f64,
-    /// Terms known and kept.
-    pub weighted: f64,
-    /// Over them: weight.
-    pub weight: f64,
-    /// Over them: its square.
-    pub weight_squared: f64,
-    /// Largest ratio.
-    pub ratio_max: f64,
-    /// Largest of minus the ratio.
-    pub minus_ratio_min: f64,
-    /// Largest absolute log-ratio.
-    pub log_ratio_abs_max: f64,
-}
+use super::{Exchange, Op};
+use crate::error::Result;
 
-impl Default for Stats {
-    fn default() -> Self {
-        Self {
-            terms: 0.0,
-            known: 0.0,
-            kept: 0.0,
-            gated: 0.0,
-            clamped: 0.0,
-            clamped_levels: 0.0,
-            truncated: 0.0,
-            log_ratio: 0.0,
-            log_ratio_abs: 0.0,
-            ratio: 0.0,
-            ratio_squared: 0.0,
-            k3: 0.0,
-            weighted: 0.0,
-            weight: 0.0,
-            weight_squared: 0.0,
-            ratio_max: f64::NEG_INFINITY,
-            minus_ratio_min: f64::NEG_INFINITY,
-            log_ratio_abs_max: f64::NEG_INFINITY,
+macro_rules! stats {
+    (sums { $($(#[$sum_doc:meta])* $sum:ident,)* } maxima { $($(#[$max_doc:meta])* $max:ident,)* }) => {
+        /// Sums over terms, then maxima, which are minus infinity without a term. All ratios are old/rollout.
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        pub struct Stats {
+            $($(#[$sum_doc])* pub $sum: f64,)*
+            $($(#[$max_doc])* pub $max: f64,)*
         }
-    }
+
+        impl Default for Stats {
+            fn default() -> Self {
+                Self { $($sum: 0.0,)* $($max: f64::NEG_INFINITY,)* }
+            }
+        }
+
+        impl Stats {
+            /// Names and values.
+            pub fn named(&self) -> Vec<(&'static str, f64)> {
+                vec![$((stringify!($sum), self.$sum),)* $((stringify!($max), self.$max),)*]
+            }
+
+            /// Adds the statistics of other terms.
+            pub(super) fn merge(&mut self, other: &Self) {
+                $(self.$sum += other.$sum;)*
+                $(self.$max = self.$max.max(other.$max);)*
+            }
+
+            /// The same over all ranks.
+            pub(super) fn exchange(&mut self, exchange: &dyn Exchange) -> Result<()> {
+                let mut sums = [$(self.$sum,)*];
+                let mut maxima = [$(self.$max,)*];
+                exchange.all_reduce(&mut sums, Op::Sum)?;
+                exchange.all_reduce(&mut maxima, Op::Max)?;
+                [$(self.$sum,)*] = sums;
+                [$(self.$max,)*] = maxima;
+                Ok(())
+            }
+        }
+    };
 }
 
-impl Stats {
-    /// Names and values that merge by addition.
-    pub fn sums(&self) -> [(&'static str, f64); 15] {
-        [
-            ("terms", self.terms),
-            ("known", self.known),
-            ("kept", self.kept),
-            ("gated", self.gated),
-            ("clamped", self.clamped),
-            ("clamped_levels", self.clamped_levels),
-            ("truncated", self.truncated),
-            ("log_ratio", self.log_ratio),
-            ("log_ratio_abs", self.log_ratio_abs),
-            ("ratio", self.ratio),
-            ("ratio_squared", self.ratio_squared),
-            ("k3", self.k3),
-            ("weighted", self.weighted),
-            ("weight", self.weight),
-            ("weight_squared", self.weight_squared),
-        ]
+stats! {
+    sums {
+        /// Terms.
+        terms,
+        /// Terms whose rollout logprob is known.
+        known,
+        /// Terms with keep 1.
+        kept,
+        /// Terms that a gate dropped.
+        gated,
+        /// Terms whose log-ratio was clamped at [`super::LOG_RATIO_LIMIT`].
+        clamped,
+        /// Aggregated log-ratios that were clamped, over all gates and weights.
+        clamped_levels,
+        /// Known terms where a bound changed a ratio on its way to a weight.
+        truncated,
+        /// Over known terms: log-ratio.
+        log_ratio,
+        /// Over known terms: its absolute value.
+        log_ratio_abs,
+        /// Over known terms: ratio, clamped.
+        ratio,
+        /// Over known terms: its square.
+        ratio_squared,
+        /// Over known terms: ratio - 1 - log-ratio.
+        k3,
+        /// Terms known and kept.
+        weighted,
+        /// Over them: weight.
+        weight,
+        /// Over them: its square.
+        weight_squared,
     }
-
-    /// Names and values that merge by the larger.
-    pub fn maxima(&self) -> [(&'static str, f64); 3] {
-        [
-            ("ratio_max", self.ratio_max),
-            ("minus_ratio_min", self.minus_ratio_min),
-            ("log_ratio_abs_max", self.log_ratio_abs_max),
-        ]
+    maxima {
+        /// Largest log-ratio.
+        log_ratio_max,
+        /// Largest of minus the log-ratio.
+        minus_log_ratio_min,
     }
 }

@@ -1,0 +1,9 @@
+"""Off-policy correction of recorded terms: the detached half of a loss, evaluated in Rust once per step.
+
+`correct` is all of it; `layout` brings arrays there and back, `plain` the plan. Called by the learner, or by any
+trainer.
+"""
+
+from tracegrad.correction.evaluator import AllReduce, Corrected, Totals, correct
+
+__all__ = ["AllReduce", "Corrected", "Totals", "correct"]

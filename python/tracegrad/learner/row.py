@@ -1,0 +1,90 @@
+"""The row of a step: what metrics.jsonl says of it, by the names of `tracegrad.metrics`.
+
+Arrays in, names and numbers out; no model and no files. Called by `loop`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.algebra import Clip, Objective
+from tracegrad.batch import Step
+from tracegrad.learner.feed import Feed
+from tracegrad.learner.step import Outcome
+from tracegrad.metrics import OffPolicy, Rewards, Tally
+from tracegrad.sequence import Sequences
+
+
+def row_of(step: Step, outcome: Outcome, feed: Feed) -> dict[str, Any]:
+    """All that is known of a step from its arrays: the loop adds what it alone knows (number, rate, time).
+
+    Args:
+        step: with the logprobs it was taken with.
+        outcome: of the step.
+        feed: what the run trains on.
+    """
+    tokens = sum(len(batch.ids) for batch in step.batches)
+    traces = np.unique(step.trace)
+    return {
+        "loss": outcome.loss,
+        "grad_norm": outcome.grad_norm,
+        "terms": len(step),
+        "traces": len(traces),
+        "tokens": tokens,
+        **tally(step, outcome, feed.objective, tokens).means(),
+        **Rewards.of(feed.rewards[traces], feed.sequences.group[traces]).named(),
+        **off_policy(step, outcome, feed.sequences).named(),
+        **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
+    }
+
+
+def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int) -> Tally:
+    """Sums of the step with their denominators, as far as the learner alone knows them."""
+    found = Tally()
+    terms, keep = len(step), np.asarray(outcome.corrected.keep)
+    found.add("entropy", outcome.entropy.sum(dtype=np.float64), terms)
+    known = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
+    found.add("frac_old_logprobs_valid", known, terms)
+    found.add("frac_old_logprobs_valid_all", known, tokens)
+    if isinstance(objective.surrogate, Clip):
+        ratio = outcome.ratio[keep].astype(np.float64)
+        outside = (ratio < 1 - objective.surrogate.low) | (ratio > 1 + objective.surrogate.high)
+        found.add("ratio_mean", ratio.sum(), len(ratio))
+        found.maximum("ratio_max", ratio.max(initial=-math.inf))
+        found.add("clip_fraction", outcome.clipped.sum(), terms)
+        found.add("clip_fraction_any", outside.sum(), terms)
+    first = np.unique(step.trace, return_index=True)[1]
+    found.add("frac_zero_advantage", (step.advantages[first] == 0).sum(), len(first))
+    return found
+
+
+def off_policy(step: Step, outcome: Outcome, sequences: Sequences) -> OffPolicy:
+    """How far the step's policies are apart, by turn, tier and version lag; theta stands in for an old there is not."""
+    # An objective that takes no rollout logprobs trains on infinite ones; one that takes them has refused them.
+    rollout = np.where(np.isfinite(step.rollout_logprobs), step.rollout_logprobs, np.nan)
+    old = outcome.logprobs if step.old_logprobs is None else step.old_logprobs
+    return OffPolicy.of(
+        old,
+        rollout,
+        trace=step.trace,
+        keep=outcome.corrected.keep,
+        weight=outcome.corrected.weight,
+        theta=outcome.logprobs,
+        ref=step.ref_logprobs,
+        advantages=step.advantages,
+        gradient=outcome.gradient,
+        turn=step.turn,
+        tier=np.asarray(sequences.tier)[step.origin],
+        lag=version_lag(step, sequences),
+    )
+
+
+def version_lag(step: Step, sequences: Sequences) -> NDArray[np.int64]:
+    """[M] policy versions between the newest one recorded in the sequences and the term's; -1 where it is unknown."""
+    version = step.version.astype(np.int64)
+    newest = int(np.max(sequences.version, initial=-1))
+    return np.where(version < 0, -1, newest - version)

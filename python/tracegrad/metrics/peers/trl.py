@@ -1,0 +1,240 @@
+"""TRL's metrics: `sampling/*`, `clip_ratio/*`, `kl`, `entropy` and the rewards, by GRPOTrainer 1.16's definitions.
+
+TRL takes means over ranks of each rank's mean of `sampling/*`, and over the micro-batches of a logging step of all
+names; these sums merge instead. On one rank and one micro-batch they are equal (tests/parity/test_metrics.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from tracegrad.errors import ArgumentError
+from tracegrad.metrics.groups import Rows
+from tracegrad.metrics.rewards import flat
+from tracegrad.metrics.sums import Moments, Sums, moments, per
+from tracegrad.metrics.table import Measured, Metric, Reading
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Losses that report `clip_ratio/*`."""
+
+
+def as_trl_sampling(old: ArrayLike, sampling: ArrayLike, weight: ArrayLike) -> Measured:
+    """`sampling/*` of the terms.
+
+    Args:
+        old, sampling: [M] logprobs, NaN in `sampling` where not known: outside the difference.
+        weight: TRL's importance ratio after clipping, [M] at token level, one per row at sequence level (an empty row
+            has the ratio 1, a term without a logprob too).
+
+    >>> found = as_trl_sampling([-1.0, -2.0], [-1.5, float("nan")], [1.6, 1.0]).named()
+    >>> found["sampling/sampling_logp_difference/mean"], found["sampling/importance_sampling_ratio/max"]
+    (0.5, 1.6)
+    """
+    gap = np.abs(np.asarray(old, np.float64) - np.asarray(sampling, np.float64))
+    sums = moments("gap", gap[~np.isnan(gap)]) | moments("ratio", weight)
+    return Measured(sums.at("sampling/"), (Reading(SAMPLING, "sampling/"),))
+
+
+def as_trl_loss(
+    rows: Rows,
+    *,
+    loss_type: str = "dapo",
+    clipped: ArrayLike | None = None,
+    advantages: ArrayLike | None = None,
+    sequence: bool = False,
+    theta: ArrayLike | None = None,
+    ref: ArrayLike | None = None,
+    kl_weight: ArrayLike | None = None,
+    entropy: ArrayLike | None = None,
+    phi: ArrayLike | None = None,
+) -> Measured:
+    """What `_compute_loss` reports.
+
+    Args:
+        rows: the terms' rows.
+        loss_type: TRL's.
+        clipped: [M] bool, `Loss.per_term.clipped`: the clip took the gradient. In cispo: above the cap.
+        advantages: [M], whose sign says which side was clipped.
+        sequence: the ratio is of the row (`importance_sampling_level="sequence"`): shares are then of rows.
+        theta, ref: [M] logprobs, for `kl`.
+        kl_weight: [M] theta / old at the ratio's level, where `use_bias_correction_kl` multiplies the KL by it.
+        entropy: [M] nats.
+        phi: [R] gamma weight of each row, of vespo.
+
+    >>> rows = Rows.of([0, 0, 1])
+    >>> found = as_trl_loss(rows, clipped=[True, False, False], advantages=[1.0, 1.0, -1.0]).named()
+    >>> round(found["clip_ratio/high_mean"], 6), found["clip_ratio/high_max"], found["clip_ratio/low_min"]
+    (0.333333, 0.5, 0.0)
+    """
+    totals: dict[str, float] = {}
+    sums, tables = Sums.of(), []
+    if theta is not None and ref is not None:
+        log = np.asarray(ref, np.float64) - np.asarray(theta, np.float64)
+        k3 = (np.exp(log) - log - 1) * (1.0 if kl_weight is None else np.asarray(kl_weight, np.float64))
+        totals["kl"] = k3.sum()
+        tables.append(KL)
+    if entropy is not None:
+        totals["entropy"] = np.asarray(entropy, np.float64).sum()
+        tables.append(ENTROPY)
+    if clipped is not None and advantages is not None:
+        flags, signs = np.asarray(clipped, bool), np.asarray(advantages, np.float64)
+        sums = sums | _clips(flags & (signs < 0), "low", rows, sequence)
+        sums = sums | _clips(flags & (signs > 0), "high", rows, sequence)
+        tables.append(CLIP if loss_type in CLIPPED else CISPO)
+    if phi is not None:
+        sums = sums | moments("phi", phi)
+        tables.append(VESPO)
+    sums = sums | Sums.of(totals, {"n": rows.groups.terms})
+    return Measured(sums.at("loss/"), tuple(Reading(table, "loss/") for table in tables))
+
+
+def as_trl_rewards(
+    rewards: ArrayLike,
+    group: ArrayLike,
+    *,
+    names: Sequence[str],
+    weights: ArrayLike | None = None,
+    scale_rewards: str = "group",
+) -> Measured:
+    """Rewards of traces; parts are cut between groups.
+
+    Args:
+        rewards: [R, K], NaN where a function does not apply.
+        group: [R] ids. TRL's groups are of one size and stand in order; here neither is needed.
+        names: K names.
+        weights: [K], default 1.
+        scale_rewards: "group" or "none" test the deviation of each group for 0, "batch" that of all rewards.
+
+    >>> named = as_trl_rewards([[1.0], [1.0], [0.0], [1.0]], [0, 0, 1, 1], names=["exact"]).named()
+    >>> named["rewards/exact/mean"], named["reward_std"], named["frac_reward_zero_std"]
+    (0.75, 0.5, 0.5)
+    """
+    table = np.asarray(rewards, np.float64)
+    if table.ndim != 2 or table.shape[1] != len(names):
+        raise ArgumentError(
+            f"rewards are {table.shape} and there are {len(names)} names. Which column is which reward is not known. "
+            "Pass rewards [R, K] and K names."
+        )
+    weighted = table * (np.ones(len(names)) if weights is None else np.asarray(weights, np.float64))
+    reward = np.where(np.isnan(table).all(1), np.nan, np.nansum(weighted, 1))
+    found = Measured(Sums.of(), ())
+    for name, column in zip(names, table.T, strict=True):
+        sums = moments("reward", column[~np.isnan(column)]).at(f"rewards/{name}/")
+        found = found | Measured(sums, (Reading(NAMED_REWARD, f"rewards/{name}/", {"name": name}),))
+    counts = {"rows": len(reward), "flat": np.count_nonzero(flat(reward, np.asarray(group)))}
+    sums = moments("reward", reward[~np.isnan(reward)]) | Sums.of(counts=counts)
+    rows = REWARD_BY_BATCH if scale_rewards == "batch" else REWARD
+    return found | Measured(sums.at("reward/"), (Reading(rows, "reward/"),))
+
+
+def _clips(flags: np.ndarray, side: str, rows: Rows, sequence: bool) -> Sums:
+    """Shares of clipped terms: one value a row, and the mean over rows or over terms."""
+    by_row = rows.any(flags).astype(np.float64) if sequence else rows.mean(flags)[rows.filled]
+    bottom = rows.count if sequence else rows.groups.terms
+    counts = {f"{side}.hit": by_row.sum() if sequence else np.count_nonzero(flags), f"{side}.of": bottom}
+    return moments(side, by_row) | Sums.of(counts=counts)
+
+
+def _over(name: str, bottom: str) -> Callable[[Sums], float]:
+    """name / bottom, where TRL has max(bottom, 1)."""
+    return lambda s: float(s[name]) / max(float(s[bottom]), 1.0)
+
+
+def _extreme(name: str, side: str, nothing: float) -> Callable[[Sums], float]:
+    return lambda s: getattr(Moments(s, name), side) if Moments(s, name).n else nothing
+
+
+def _read(name: str, how: Callable[[Moments], float]) -> Callable[[Sums], float]:
+    return lambda s: how(Moments(s, name))
+
+
+_NAN = float("nan")
+_SAMPLING = "sampling/sampling_logp_difference/"
+_RATIO = "sampling/importance_sampling_ratio/"
+_WEIGHTED = "old / rollout"
+_UNITS = "terms; rows at sequence level"
+
+SAMPLING = (
+    Metric(f"{_SAMPLING}mean", "nats", _WEIGHTED, "known terms", "Mean of |l|; 0 of none.", _over("gap", "gap.n")),
+    Metric(f"{_SAMPLING}max", "nats", _WEIGHTED, "", "Largest |l|.", _extreme("gap", "largest", 0.0)),
+    Metric(f"{_RATIO}min", "1", _WEIGHTED, "", "Smallest weight after clipping.", _extreme("ratio", "smallest", 0.0)),
+    Metric(f"{_RATIO}mean", "1", _WEIGHTED, _UNITS, "Mean weight: not the raw ratio.", _over("ratio", "ratio.n")),
+    Metric(f"{_RATIO}max", "1", _WEIGHTED, "", "Largest weight after clipping.", _extreme("ratio", "largest", 0.0)),
+)
+KL = (
+    Metric("kl", "nats", "theta / ref", "terms", "k3 of theta || ref, times theta / old by default.", _over("kl", "n")),
+)
+ENTROPY = (Metric("entropy", "nats", "", "terms", "Mean entropy.", _over("entropy", "n")),)
+CLIP = (
+    Metric("clip_ratio/low_mean", "share", "theta / old", _UNITS, "A < 0, below 1 - low.", _over("low.hit", "low.of")),
+    Metric(
+        "clip_ratio/low_min",
+        "share",
+        "theta / old",
+        "",
+        "Smallest share of a row: 0 unless every row was clipped somewhere.",
+        _extreme("low", "smallest", _NAN),
+    ),
+    Metric(
+        "clip_ratio/high_mean", "share", "theta / old", _UNITS, "A > 0, above 1 + high.", _over("high.hit", "high.of")
+    ),
+    Metric(
+        "clip_ratio/high_max", "share", "theta / old", "", "Largest share of a row.", _extreme("high", "largest", _NAN)
+    ),
+    Metric(
+        "clip_ratio/region_mean",
+        "share",
+        "theta / old",
+        _UNITS,
+        "Either side: our clip_fraction without dual.",
+        lambda s: _over("low.hit", "low.of")(s) + _over("high.hit", "high.of")(s),
+    ),
+)
+CISPO = (
+    Metric("cispo_clip_ratio", "share", "theta / old", _UNITS, "A > 0, above the cap.", _over("high.hit", "high.of")),
+)
+VESPO = (Metric("vespo/phi_seq_mean", "1", "theta / rollout", "rows", "Mean gamma weight.", _over("phi", "phi.n")),)
+NAMED_REWARD = (
+    Metric(
+        "rewards/{name}/mean", "reward", "", "scored traces", "Of one function.", _read("reward", lambda m: m.mean())
+    ),
+    Metric(
+        "rewards/{name}/std",
+        "reward",
+        "",
+        "scored traces, less one",
+        "Its deviation.",
+        _read("reward", lambda m: m.deviation(1)),
+    ),
+)
+_REWARD = (
+    Metric(
+        "reward", "reward", "", "scored traces", "Weighted sum of the functions.", _read("reward", lambda m: m.mean())
+    ),
+    Metric(
+        "reward_std",
+        "reward",
+        "",
+        "scored traces, less one",
+        "Over all traces.",
+        _read("reward", lambda m: m.deviation(1)),
+    ),
+)
+
+
+def _one_value(s: Sums) -> float:
+    reward = Moments(s, "reward")
+    return float(reward.n > 1 and reward.largest == reward.smallest)
+
+
+_FLAT = "Traces of groups without a difference; TRL takes a deviation below 1e-8 for none."
+REWARD = (
+    *_REWARD,
+    Metric("frac_reward_zero_std", "share", "", "traces", _FLAT, lambda s: per(s["flat"], s["rows"])),
+)
+REWARD_BY_BATCH = (*_REWARD, Metric("frac_reward_zero_std", "0 or 1", "", "", "All rewards are equal.", _one_value))
+TRL: tuple[Metric, ...] = (*SAMPLING, *KL, *ENTROPY, *CLIP, *CISPO, *VESPO, *NAMED_REWARD, *REWARD)
+"""The table."""

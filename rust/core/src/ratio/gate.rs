@@ -1,0 +1,127 @@
+//! What drops terms, and the levels that gates and weights share.
+
+use super::block::Block;
+use super::level::{Totals, prefix};
+use super::segments::Local;
+use super::stat::clamped;
+use super::{Agg, Gate, LOG_RATIO_LIMIT, Level, Op, Over, Real, Stat, When};
+use crate::error::Result;
+
+/// What a level is of each segment, or of each term; NaN where nothing is counted.
+pub(super) enum Found {
+    Segments(Vec<f64>),
+    Terms(Vec<f64>),
+}
+
+/// How many log-ratios are clamped before they are exponentiated.
+pub(super) fn beyond(found: &Found) -> f64 {
+    let (Found::Segments(levels) | Found::Terms(levels)) = found;
+    levels.iter().filter(|level| level.abs() > LOG_RATIO_LIMIT).count() as f64
+}
+
+impl<F: Real> Block<'_, F> {
+    /// Aggregates `work.values`, in which NaN is not counted; `work.factor` is overwritten.
+    #[inline(always)]
+    pub fn aggregate(&mut self, local: Local<'_>, level: Level) -> Result<Found> {
+        let work = &mut *self.work;
+        if level.kept {
+            for (value, &keep) in work.values.iter_mut().zip(&*self.keep) {
+                *value = if keep { *value } else { F::NAN };
+            }
+        }
+        if level.agg.is_prefix() {
+            return Ok(Found::Terms(prefix(local, &work.values, level.agg)));
+        }
+        for (flag, value) in work.flags.iter_mut().zip(&work.values) {
+            *flag = value.is_known();
+        }
+        let mut totals = Totals::of(local, &work.values, &mut work.factor, &work.flags, level.agg);
+        if level.over == Over::Batch {
+            let op = if level.agg == Agg::Max { Op::Max } else { Op::Sum };
+            self.context.exchange.all_reduce(&mut totals.value, op)?;
+            self.context.exchange.all_reduce(&mut totals.count, Op::Sum)?;
+        }
+        Ok(Found::Segments(totals.finish(level.agg)))
+    }
+
+    /// Drops the terms that the gate fails.
+    #[inline(always)]
+    pub fn gate(&mut self, gate: &Gate) -> Result<()> {
+        self.take(gate.ratio);
+        let [num, den] = self.logprobs(gate.ratio);
+        let work = &mut *self.work;
+        gate.stat.of(&work.log_ratio, num, den, &mut work.values);
+        match self.local(gate.level.over) {
+            None => self.fail_tokens(gate),
+            Some(local) => {
+                let found = self.aggregate(local, gate.level)?;
+                self.fail_levels(gate, local, found);
+            }
+        }
+        if gate.when != When::Always {
+            let holds = self.holds(gate.when);
+            for (failed, holds) in self.work.flags.iter_mut().zip(holds) {
+                *failed &= holds;
+            }
+        }
+        if let Some(local) = self.local(gate.scope).filter(|_| gate.scope != gate.level.over) {
+            self.widen(local);
+        }
+        for (keep, &failed) in self.keep.iter_mut().zip(&self.work.flags) {
+            *keep &= !failed;
+        }
+        Ok(())
+    }
+
+    /// Flags the terms outside the bounds; NaN, which is not known, never is.
+    #[inline(always)]
+    fn fail_tokens(&mut self, gate: &Gate) {
+        let (low, high) = (F::of(gate.low), F::of(gate.high));
+        let work = &mut *self.work;
+        if gate.stat == Stat::Ratio {
+            for (value, &ratio) in work.values.iter_mut().zip(&work.ratio) {
+                *value = if value.is_known() { ratio } else { F::NAN };
+            }
+        }
+        for (failed, &value) in work.flags.iter_mut().zip(&work.values) {
+            *failed = (value < low) | (value > high);
+        }
+    }
+
+    /// Flags the terms whose turn, trace, group, batch or past lies outside; an unknown one falls with it.
+    fn fail_levels(&mut self, gate: &Gate, local: Local<'_>, found: Found) {
+        let is_log = gate.stat == Stat::Ratio;
+        if is_log && gate.level.over != Over::Batch {
+            self.sums.stats.clamped_levels += beyond(&found);
+        }
+        let fails = |level: f64| {
+            let level = if is_log { clamped(level).exp() } else { level };
+            level < gate.low || level > gate.high
+        };
+        match found {
+            Found::Segments(levels) => {
+                let failed: Vec<bool> = levels.into_iter().map(fails).collect();
+                for (run, segment) in local.runs() {
+                    self.work.flags[run].fill(failed[segment]);
+                }
+            }
+            Found::Terms(levels) => {
+                for (flag, level) in self.work.flags.iter_mut().zip(levels) {
+                    *flag = fails(level);
+                }
+            }
+        }
+    }
+
+    /// A flag on one term becomes a flag on all of its segment.
+    fn widen(&mut self, local: Local<'_>) {
+        let flags = &mut self.work.flags;
+        let mut fallen = vec![false; local.len];
+        for (run, segment) in local.runs() {
+            fallen[segment] |= flags[run].contains(&true);
+        }
+        for (run, segment) in local.runs() {
+            flags[run].fill(fallen[segment]);
+        }
+    }
+}

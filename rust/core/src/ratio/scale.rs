@@ -1,0 +1,148 @@
+//! Integer denominators: 1 over how many terms, traces or groups there are.
+
+use super::lanes::ones;
+use super::segments::{Index, Segments};
+use super::terms::argument;
+use super::{Exchange, Ids, Op, Over, Per, Real, Reduction, Stats, Terms};
+use crate::error::Result;
+
+/// The scale of every term, in one number where it is the same for all positions.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Scale<F> {
+    /// Of each position.
+    All(F),
+    /// By position; 0 off the mask and where a denominator counts nothing.
+    Each(Vec<F>),
+}
+
+/// What a scale is counted from.
+pub(super) struct Counting<'a, F> {
+    pub terms: &'a Terms<'a, F>,
+    pub index: &'a Index<'a>,
+    pub keep: &'a [bool],
+    /// Over all ranks.
+    pub stats: Stats,
+    pub exchange: &'a dyn Exchange,
+}
+
+impl<F: Real> Counting<'_, F> {
+    pub fn scale(&self, reduction: &Reduction) -> Result<Scale<F>> {
+        let counted = if reduction.kept { Some(self.keep) } else { self.terms.mask };
+        let totals = self.terms.totals.filter(|_| !reduction.kept);
+        match reduction.per {
+            Per::Constant => Ok(self.constant(reduction.norm)),
+            Per::Token => {
+                let here = if reduction.kept { self.stats.kept } else { self.stats.terms };
+                Ok(self.constant(totals.map_or(here, |totals| totals.terms as f64)))
+            }
+            Per::Trace => {
+                let traces = self.segments(Over::Trace)?;
+                let terms = counts(traces, counted);
+                let units = self.units(totals.map(|totals| totals.traces), &terms)?;
+                Ok(self.spread(traces, |segment, _| units * inner(reduction, terms[segment])))
+            }
+            Per::Prompt => {
+                let groups = self.segments(Over::Group)?;
+                let terms = counts(groups, counted);
+                let units = self.units(totals.map(|totals| totals.groups), &terms)?;
+                let given = self.terms.group_terms.filter(|_| !reduction.kept);
+                self.check_ranks(!reduction.mean || given.is_some(), reduction, "group_terms")?;
+                Ok(self.spread(groups, |segment, start| units * inner(reduction, stated(given, start, terms[segment]))))
+            }
+            Per::Group => {
+                let (groups, traces) = (self.segments(Over::Group)?, self.segments(Over::Trace)?);
+                let terms = counts(traces, counted);
+                let units = self.units(totals.map(|totals| totals.groups), &counts(groups, counted))?;
+                let given = self.terms.group_traces.filter(|_| !reduction.kept);
+                self.check_ranks(given.is_some(), reduction, "group_traces")?;
+                let members = members(groups, traces, counted);
+                Ok(self.spread(traces, |segment, start| {
+                    units * stated(given, start, members[groups.at(start)]) * inner(reduction, terms[segment])
+                }))
+            }
+        }
+    }
+
+    fn segments(&self, over: Over) -> Result<&Segments> {
+        self.index.of(over).ok_or_else(|| {
+            argument("a reduction that counts groups, without group".into()).cure("Pass group=, one id per term")
+        })
+    }
+
+    /// Groups may stand on several ranks, which then cannot count for themselves.
+    fn check_ranks(&self, given: bool, reduction: &Reduction, what: &str) -> Result<()> {
+        if self.exchange.is_alone() || (given && self.terms.totals.is_some() && !reduction.kept) {
+            return Ok(());
+        }
+        Err(argument("a reduction over ranks counts groups".into())
+            .why("A group may stand on several of them, and each sees its own part")
+            .cure(format!("Pass totals= and {what}= of the step, with denominator='all'")))
+    }
+
+    /// Units with a counted term, over all ranks.
+    fn units(&self, stated: Option<i64>, terms: &[f64]) -> Result<f64> {
+        if let Some(units) = stated {
+            return Ok(units as f64);
+        }
+        let mut units = [terms.iter().filter(|&&terms| terms > 0.0).count() as f64];
+        self.exchange.all_reduce(&mut units, Op::Sum)?;
+        Ok(units[0])
+    }
+
+    fn constant(&self, bottom: f64) -> Scale<F> {
+        let value = reciprocal(bottom);
+        match self.terms.mask {
+            None => Scale::All(value),
+            Some(mask) => Scale::Each(mask.iter().map(|&here| if here { value } else { F::ZERO }).collect()),
+        }
+    }
+
+    /// 1 over a number of each run, told by its segment and its first position.
+    fn spread(&self, segments: &Segments, bottom: impl Fn(usize, usize) -> f64) -> Scale<F> {
+        let mut scale = vec![F::ZERO; self.terms.len()];
+        for run in &segments.runs {
+            scale[run.start..run.end].fill(reciprocal(bottom(run.segment, run.start)));
+        }
+        for (scale, &here) in scale.iter_mut().zip(self.terms.mask.unwrap_or(&[])) {
+            *scale = if here { *scale } else { F::ZERO };
+        }
+        Scale::Each(scale)
+    }
+}
+
+/// 1 / bottom, 0 where nothing is counted.
+fn reciprocal<F: Real>(bottom: f64) -> F {
+    F::of(if bottom > 0.0 { 1.0 / bottom } else { 0.0 })
+}
+
+/// What an inner sum is divided by; 0 where it is empty.
+fn inner(reduction: &Reduction, terms: f64) -> f64 {
+    if reduction.mean || terms == 0.0 { terms } else { reduction.norm }
+}
+
+/// A count over all ranks where it is given, else the one of this rank.
+fn stated(given: Option<Ids<'_>>, position: usize, here: f64) -> f64 {
+    given.map_or(here, |given| given.at(position) as f64)
+}
+
+/// Counted terms of each segment.
+fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
+    let mut counts = vec![0.0; segments.len];
+    for run in &segments.runs {
+        counts[run.segment] += counted.map_or((run.end - run.start) as f64, |flags| ones(&flags[run.start..run.end]));
+    }
+    counts
+}
+
+/// Traces with a counted term of each group.
+fn members(groups: &Segments, traces: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
+    let (mut members, mut seen) = (vec![0.0; groups.len], vec![false; traces.len]);
+    for run in &traces.runs {
+        let any = counted.is_none_or(|flags| flags[run.start..run.end].contains(&true));
+        if any && !seen[run.segment] {
+            seen[run.segment] = true;
+            members[groups.at(run.start)] += 1.0;
+        }
+    }
+    members
+}
