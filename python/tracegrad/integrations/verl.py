@@ -56,7 +56,7 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
     be the objective's. What verl does not hand to a policy loss is refused.
     """
     algos = peer("verl.trainer.ppo.core_algos", VERSIONS, "register_policy_loss", "agg_loss")
-    parts = [part for part in (*objective.weights, *objective.gates) if not part.detached]
+    parts: list[Any] = [part for part in (*objective.weights, *objective.gates) if not part.detached]
     parts += [objective, *objective.penalties, *objective.shifts]
     ratios = [{part.ratio.num, part.ratio.den} for part in parts if getattr(part, "ratio", None)]
     if objective.needs.entropy or any(ratio != {"theta", "old"} for ratio in ratios):
@@ -85,7 +85,8 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
 def _named(objective: Objective) -> dict[str, Any]:
     """The parts that verl has a name for. Its k1 is -log(old/rollout): bounds are of the inverse."""
     found: dict[str, Any] = {"rollout_rs": {}}
-    for part in (part for part in (*objective.weights, *objective.gates) if part.detached and hasattr(part, "level")):
+    parts: list[Any] = [each for each in (*objective.weights, *objective.gates) if each.detached]
+    for part in (part for part in parts if hasattr(part, "level")):
         level = _LEVELS.get((part.level.over, part.level.agg))
         if level in ("token", "seq_sum") and isinstance(part, Weight) and isinstance(part.shape, Clamp | Window):
             bounds = (part.shape.low if isinstance(part.shape, Window) else None, part.shape.high)
