@@ -244,7 +244,9 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
     [step] = pack(two, [1.0, -1.0], token_budget=16)
     assert version_lag(step, two).tolist() == [2, 2, 0, -1]  # from 5, the newest
     ones = np.ones(4, np.float32)
-    outcome = Outcome(0.0, 0.0, Corrected(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages)
+    outcome = Outcome(
+        0.0, 0.0, Corrected(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages, ones, ones > 0
+    )
     found = off_policy(step, outcome, two).named()
     assert {name: found[name] for name in found if name.startswith("known_terms/")} == {
         "known_terms/turn_0": 3,

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from metric_cases import KINDS, compare, drawn, merged
 
+from metric_cases import KINDS, compare, drawn, merged
 from tracegrad.metrics import peers
 
 

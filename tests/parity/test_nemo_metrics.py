@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from metric_cases import KINDS, compare, drawn, merged
 
+from metric_cases import KINDS, compare, drawn, merged
 from tracegrad.metrics import peers
 
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
-from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged, run_statement
 
+from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged, run_statement
 from tracegrad.algebra import Clip, Level, Objective, Ratio
 from tracegrad.metrics import peers
 

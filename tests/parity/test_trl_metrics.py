@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
 
 import peer_code
+from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
 from tracegrad.algebra import Clip, Level, Objective, Ratio
 from tracegrad.metrics import Rows, peers
 

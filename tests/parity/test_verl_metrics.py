@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
 
+from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
 from tracegrad.algebra import Clip, Level, Objective, Ratio
 from tracegrad.metrics import Rows, peers
 
