@@ -244,7 +244,7 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
     [step] = pack(two, [1.0, -1.0], token_budget=16)
     assert version_lag(step, two).tolist() == [2, 2, 0, -1]  # from 5, the newest
     ones = np.ones(4, np.float32)
-    outcome = Outcome(0.0, 0.0, Corrected(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages)
+    outcome = Outcome(0.0, 0.0, Corrected(ones, ones > 0, ones, {}, {}), -ones, ones, ones, ones < 0, step.advantages)
     found = off_policy(step, outcome, two).named()
     assert {name: found[name] for name in found if name.startswith("known_terms/")} == {
         "known_terms/turn_0": 3,
@@ -271,7 +271,7 @@ def test_metrics_are_worked_by_hand():
     outcome = Outcome(
         loss=0.0,
         grad_norm=0.0,
-        corrected=Corrected(np.ones(3), keep, np.ones(3), {}),
+        corrected=Corrected(np.ones(3), keep, np.ones(3), {}, {}),
         logprobs=np.array([-0.5, -1.0, -3.0], np.float32),
         entropy=np.array([1.0, 2.0, 6.0], np.float32),
         ratio=np.array([np.exp(0.5), 1.0, 1.0], np.float32),
