@@ -273,7 +273,7 @@ def test_metrics_are_worked_by_hand():
     outcome = Outcome(
         loss=0.0,
         grad_norm=0.0,
-        corrected=Corrected(np.ones(3), keep, np.ones(3), {}),
+        corrected=Corrected(np.ones(3), keep, np.ones(3), {}, {}),
         logprobs=np.array([-0.5, -1.0, -3.0], np.float32),
         entropy=np.array([1.0, 2.0, 6.0], np.float32),
         ratio=np.array([np.exp(0.5), 1.0, 1.0], np.float32),
