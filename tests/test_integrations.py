@@ -295,6 +295,7 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
 
 PLAIN = {name: SPLIT[name] for name in ("dapo", "grpo", "theta/rollout", "gspo, the trace's own ratio")}
 PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=Entropy(0.01, gated=False))
+PLAIN["a constant"] = replace(presets.DAPO, reduce=Reduce("constant", norm=100.0))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])

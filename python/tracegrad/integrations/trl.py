@@ -22,7 +22,7 @@ from tracegrad.integrations.padded import Padded, Recorded
 from tracegrad.sequence import Sequences
 
 VERSIONS = "trl==1.16.0"
-_BEHIND: Any = object  # GRPOTrainer, which the user puts behind the mixin
+_BEHIND: Any = object  # the user puts GRPOTrainer there
 _TAKEN = ("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_get_train_sampler")
 
 
@@ -35,8 +35,7 @@ class FromTraces(_BEHIND):
 
     Args:
         model, args: as GRPOTrainer's. per_device_train_batch_size counts traces.
-        sequences: from `align`, or `Sequences.from_arrays`.
-        advantages: [R] by trace or [M] by term.
+        sequences, advantages: aligned traces; [R] by trace or [M] by term.
         objective: its reference policy is the ref_model that TRL loads where args.beta is not 0.
         missing: as in `correct`.
         trainer: GRPOTrainer's other arguments. Evaluation is TRL's own: it generates, and calls reward_funcs.

@@ -37,15 +37,15 @@ def correct_batch(batch: Any, objective: Objective, *, missing: Missing = "mask"
     proto = peer("verl.protocol", VERSIONS, "DataProto.union", "DataProto.from_dict").DataProto
     tensors, uid = batch.batch, batch.non_tensor_batch.get("uid")
     old, rollout, mask = (tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    rest = {"advantages": tensors.get("advantages", None), "missing": missing}
+    rest = {"ref": tensors.get("ref_log_prob"), "advantages": tensors.get("advantages"), "missing": missing}
     rest["group"] = None if uid is None else np.unique(uid, return_inverse=True)[1]
     found = correct(old, rollout, mask=mask.bool(), weights=objective.weights, gates=objective.gates, **rest)
     tensors["response_mask"] = (mask * found.keep).to(mask.dtype)
     if any(weight.detached for weight in objective.weights):
         batch = batch.union(proto.from_dict(tensors={"rollout_is_weights": found.weight}))
     known = mask.bool() & ~rollout.isnan()
-    both = (each[known].double().cpu() for each in (old, rollout))
-    named = as_verl(*both, Rows.padded(known.cpu()), **_named(objective)).named()
+    old, rollout = old[known].double().cpu(), rollout[known].double().cpu()
+    named = as_verl(old, rollout, Rows.padded(known.cpu()), **_named(objective)).named()
     return batch, named | {"rollout_corr/rollout_rs_masked_fraction": found.metrics["masked_fraction"]}
 
 
