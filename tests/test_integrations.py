@@ -1,6 +1,8 @@
 """integrations in TRL and transformers: their loops, trained from traces, take the steps that theirs or ours take."""
 
 import copy
+import importlib
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, Trainer, TrainingArguments
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 import tracegrad as tg
@@ -197,7 +200,7 @@ def branched(start):
     """The same tokens, two branches to a trace, so that a trace has holes and rows of its own."""
     s = start.data
     data = tg.Sequences.from_arrays(
-        s.ids, s.cu_seqlens, s.rollout_logprobs, s.trainable,
+        s.ids, s.cu_seqlens, s.rollout_logprobs, s.trainable.copy(),
         trace=np.arange(s.branches) // 2, group=np.arange(s.branches // 2) // GROUP, turn=np.where(s.trainable, 0, -1),
     )  # fmt: skip
     data.trainable[data.terms[5::9]] = False  # holes, as tools leave them
@@ -267,7 +270,7 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
     def build(objective=presets.DAPO, missing="mask", **changes):
         args = config(tmp_path, start.data.traces, **changes)
         return OnTraces(
-            start.model,
+            copy.deepcopy(start.model),
             args,
             start.data,
             start.advantages,
@@ -292,6 +295,7 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
 
 PLAIN = {name: SPLIT[name] for name in ("dapo", "grpo", "theta/rollout", "gspo, the trace's own ratio")}
 PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=Entropy(0.01, gated=False))
+PLAIN["a constant"] = replace(presets.DAPO, reduce=Reduce("constant", norm=100.0))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
@@ -334,3 +338,65 @@ def test_the_trl_mixin_is_at_most_150_lines_and_the_others_100():
     for name, limit in limits.items():
         if (house / f"{name}.py").exists():
             assert len((house / f"{name}.py").read_text().splitlines()) <= limit, name
+
+
+def test_token_weights_of_the_page_give_any_trainer_our_learners_step(branched):
+    page = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 12
+    scope = {"tg": tg}
+    exec(block, scope)
+    for objective in (presets.DAPO, presets.GSPO):
+        model = copy.deepcopy(branched.model)
+        (step,) = tg.pack(branched.data, branched.advantages, token_budget=512, needs=objective.needs)
+        (batch,) = step.batches
+        logprobs = tg.policy.logprobs(model, batch.to("cpu"))
+        order = np.argsort(batch.term)
+        weights = scope["token_weights"](step, logprobs.detach().numpy()[order], objective)
+        (-torch.from_numpy(weights[batch.term]) * logprobs).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+        assert_same_step(SimpleNamespace(model=model), own_step(branched, objective), branched, rtol=1e-6, atol=1e-6)
+
+
+QUICK = {"per_device_train_batch_size": 4, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+
+
+@pytest.mark.parametrize("name", ["grpo_trainer_from_traces", "plain_trainer_from_traces"])
+def test_the_example_scripts_train_the_bundled_example(name, example, tmp_path):
+    script = importlib.import_module(name)
+    model = str(example / "model")
+    quick = QUICK | {"gradient_checkpointing": False}
+    trainer = script.train(str(example / "traces.jsonl.zst"), model, 2, out=str(tmp_path), **quick)
+    assert trainer.state.global_step == 2
+    assert all(np.isfinite(row["loss"]) for row in trainer.state.log_history[:2])
+    start = AutoModelForCausalLM.from_pretrained(model)
+    pairs = zip(trainer.model.parameters(), start.parameters(), strict=True)
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs) > 1e-5
+    lines = Path(script.__file__).read_text().splitlines()
+    assert len(lines) <= 42
+
+
+def test_a_router_loss_is_added_as_trl_adds_it(start, tokenizer, tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "num_attention_heads": 2}
+    experts = {
+        "num_key_value_heads": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "router_aux_loss_coef": 1.0,
+    }
+    moe = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=48, **shape, **experts))
+    routed = SimpleNamespace(model=moe, data=start.data, advantages=start.advantages)
+    args = config(tmp_path, start.data.traces, epsilon_high=0.28, learning_rate=0.5, **TOKEN_TIS)
+    mine = ours(routed, tokenizer, args)
+    routerless = ours(
+        routed, tokenizer, config(tmp_path, start.data.traces, learning_rate=0.5, router_aux_loss_coef=0.0)
+    )
+    assert mine.aux_loss_enabled
+    assert not routerless.aux_loss_enabled
+    assert_same_step(mine, trls_own(routed, tokenizer, args), routed)
+    gates = [trainer.model.model.layers[0].mlp.gate.weight for trainer in (mine, routerless)]
+    assert not torch.allclose(*gates, atol=1e-5)

@@ -18,10 +18,8 @@ class Trainer(FromTraces, GRPOTrainer):
 
 def train(traces, model, steps, out="out/grpo_trainer", **config):
     data = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(model))
-    args = GRPOConfig(
-        out, max_steps=steps, learning_rate=2e-4, per_device_train_batch_size=16, gradient_accumulation_steps=2,
-        logging_steps=1, report_to=[], save_strategy="no", bf16=False, **config,
-    )  # fmt: skip
+    defaults = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "learning_rate": 2e-4}
+    args = GRPOConfig(out, max_steps=steps, logging_steps=1, report_to=[], bf16=False, **(defaults | config))
     trainer = Trainer(
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         args,

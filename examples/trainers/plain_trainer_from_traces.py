@@ -14,13 +14,10 @@ from tracegrad.integrations.transformers import TraceLoss
 def train(traces, model, steps, out="out/plain_trainer", **config):
     data = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(model))
     loss = TraceLoss(data, tg.advantage.group_mean(data.reward, data.group), tg.presets.DAPO_DIRECT)
-    args = TrainingArguments(
-        out, max_steps=steps, learning_rate=2e-4, per_device_train_batch_size=16, gradient_accumulation_steps=2,
-        logging_steps=1, report_to=[], save_strategy="no", **config,
-    )  # fmt: skip
+    defaults = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "learning_rate": 2e-4}
     trainer = Trainer(
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
-        args,
+        TrainingArguments(out, max_steps=steps, logging_steps=1, report_to=[], **(defaults | config)),
         train_dataset=loss.dataset,
         data_collator=loss.collate,
         compute_loss_func=loss,

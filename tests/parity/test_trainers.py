@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -327,3 +328,17 @@ def test_ruler_sees_no_logprob_and_the_scored_trajectories_still_have_them(monke
     failed = SimpleNamespace(choices=[])
     monkeypatch.setattr(ruler, "acompletion", lambda **_: asyncio.sleep(0, failed))
     assert asyncio.run(from_art.ruler_score_group(group, "openai/judge", swallow_exceptions=True)) is None
+
+
+def test_the_example_scripts_run_on_the_bundled_example(example):
+    sys.path.insert(0, str(example.parent / "trainers"))
+    traces, model = str(example / "traces.jsonl.zst"), str(example / "model")
+    script = importlib.import_module("data_proto_from_traces")
+    trained, log = script.train(traces, model, steps=2, rows_per_step=8)
+    assert all(np.isfinite(value) for row in log for value in row.values())
+    assert log[0]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert any(parameter.grad.any() for parameter in trained.parameters())
+    groups, found = importlib.import_module("trajectory_groups_and_traces").run(traces, model, limit=16)
+    assert [len(group) for group in groups] == [8, 8]
+    assert found["mean_importance_ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert 0 < found["frac_old_logprobs_valid"] < 1

@@ -149,31 +149,42 @@ class Recorded:
         """
         s, objective, origin = self.sequences, self.objective, np.concatenate([part.origin for part in parts])
         needs, trace = objective.needs, self.owner[origin]
-        given = {"trace": trace, "turn": s.turn[origin], "group": s.group[trace], "advantages": self.advantages[origin]}
         rollout = s.rollout_logprobs[origin] if needs.rollout else None
-        known = None if old is None else np.concatenate([_host(each) for each in old])
+        known = {name: given and np.concatenate([*map(_host, given)]) for name, given in (("old", old), ("ref", ref))}
+        of_terms = {
+            "trace": trace.astype(np.int64),
+            "turn": s.turn[origin].astype(np.int64),
+            "group": s.group[trace].astype(np.int64),
+            "advantages": self.advantages[origin],
+        }
         found = correct(
-            known if known is not None or needs.rollout else np.zeros(len(origin), np.float32),
+            np.zeros(len(origin), np.float32) if known["old"] is None and rollout is None else known["old"],
             rollout,
+            ref=known["ref"],
             weights=objective.weights,
             gates=objective.gates,
             reduce=objective.reduce,
+            reductions=objective.reductions,
             totals=totals,
             missing=self.missing,
             all_reduce=all_reduce,
-            **given,
+            **of_terms,
         )
-        given = {name: each.astype(np.int64) for name, each in given.items() if name != "advantages"}
-        given |= {"advantages": self.advantages[origin], "rollout": rollout}
-        given |= {"weight": found.weight, "keep": found.keep, "scale": found.scale}
+        of_terms |= {"weight": found.weight, "keep": found.keep, "scale": found.scale}
+        of_terms |= {} if rollout is None else {"rollout": rollout}
         terms, start = [], 0
         for place, part in enumerate(parts):
-            here, device = slice(start, start + len(part.origin)), part.ids.device
-            arrays = {name: torch.from_numpy(each[here]).to(device) for name, each in given.items() if each is not None}
-            policies = {"old": old and old[place], "ref": ref and ref[place]}
-            terms.append(Terms(**arrays, **policies))
+            here = slice(start, start + len(part.origin))
+            arrays: dict[str, Any] = {name: _moved(each[here], part) for name, each in of_terms.items()}
+            arrays |= {"old": old and old[place], "ref": ref and ref[place]}
+            scales = {reduce: _moved(scale[here], part) for reduce, scale in found.scales.items()}
+            terms.append(Terms(**arrays, scales=scales))
             start = here.stop
         return terms, found.metrics
+
+
+def _moved(values: Any, part: Padded) -> Tensor:
+    return torch.from_numpy(np.array(values)).to(part.ids.device)
 
 
 def _host(values: Tensor) -> Floats:

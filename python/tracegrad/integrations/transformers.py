@@ -87,7 +87,7 @@ class TraceLoss:
 
 def _check(objective: Objective) -> None:
     """Refuses what is of the whole step beside a count, and a reference policy."""
-    fixed = [part for part in (*objective.weights, *objective.gates) if part.detached]
+    fixed: list[Any] = [part for part in (*objective.weights, *objective.gates) if part.detached]
     wide = [part for part in fixed if isinstance(part, Budget) or part.level.wide or getattr(part, "normalize", False)]
     counts = [one for one in objective.reductions if one.per in ("group", "prompt") or one.denominator == "kept"]
     if wide or counts or len(objective.reductions) > 1 or objective.needs.ref:

@@ -22,10 +22,11 @@ from tracegrad.integrations.padded import Padded, Recorded
 from tracegrad.sequence import Sequences
 
 VERSIONS = "trl==1.16.0"
+_BEHIND: Any = object  # the user puts GRPOTrainer there
 _TAKEN = ("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_get_train_sampler")
 
 
-class FromTraces:
+class FromTraces(_BEHIND):
     """Put before GRPOTrainer: `class Trainer(FromTraces, GRPOTrainer): ...`.
 
     `old` is measured before every `steps_per_generation` micro-batches and kept over `num_iterations`, as TRL does with
@@ -34,8 +35,7 @@ class FromTraces:
 
     Args:
         model, args: as GRPOTrainer's. per_device_train_batch_size counts traces.
-        sequences: from `align`, or `Sequences.from_arrays`.
-        advantages: [R] by trace or [M] by term.
+        sequences, advantages: aligned traces; [R] by trace or [M] by term.
         objective: its reference policy is the ref_model that TRL loads where args.beta is not 0.
         missing: as in `correct`.
         trainer: GRPOTrainer's other arguments. Evaluation is TRL's own: it generates, and calls reward_funcs.
@@ -61,7 +61,7 @@ class FromTraces:
         traces = self.recorded.traces
         rows = peer("datasets", VERSIONS).Dataset.from_dict({"prompt": [""] * len(traces), "trace": traces})
         trainer.setdefault("reward_funcs", [_recorded_reward])
-        super().__init__(model=model, args=args, train_dataset=rows, **trainer)  # type: ignore[call-arg]
+        super().__init__(model=model, args=args, train_dataset=rows, **trainer)
         if objective.needs.ref and self.ref_model is None:
             raise ArgumentError(
                 "the objective takes a reference policy and TRL has loaded none, as it does with beta=0 and with PEFT. "
@@ -70,13 +70,13 @@ class FromTraces:
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """TRL's sampler over traces, each once: groups are known by their ids and need not stand together."""
-        sampler = super()._get_train_sampler(dataset)  # type: ignore[misc]
+        sampler = super()._get_train_sampler(dataset)
         sampler.mini_repeat_count, sampler.batch_size = 1, self.args.generation_batch_size
         return sampler
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if not self.model.training:
-            return super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+            return super()._prepare_inputs(generation_batch)
         every = self.args.steps_per_generation
         if self._step % (every * self.num_iterations) == 0 or self._buffered_inputs is None:
             self._buffered_inputs = self._micro_batches([row["trace"] for row in generation_batch])
@@ -101,7 +101,7 @@ class FromTraces:
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if "padded" not in inputs:
-            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+            return super()._compute_loss(model, inputs)
         options = {"compute_aux_loss": True} if self.aux_loss_enabled else {}
         logprobs, entropy, *aux = self._score(model, inputs["padded"], compute_entropy=True, **options)
         found = self.recorded.objective(logprobs, entropy, inputs["terms"])

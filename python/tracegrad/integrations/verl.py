@@ -37,15 +37,15 @@ def correct_batch(batch: Any, objective: Objective, *, missing: Missing = "mask"
     proto = peer("verl.protocol", VERSIONS, "DataProto.union", "DataProto.from_dict").DataProto
     tensors, uid = batch.batch, batch.non_tensor_batch.get("uid")
     old, rollout, mask = (tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    rest = {"advantages": tensors.get("advantages", None), "missing": missing}
+    rest = {"ref": tensors.get("ref_log_prob"), "advantages": tensors.get("advantages"), "missing": missing}
     rest["group"] = None if uid is None else np.unique(uid, return_inverse=True)[1]
     found = correct(old, rollout, mask=mask.bool(), weights=objective.weights, gates=objective.gates, **rest)
     tensors["response_mask"] = (mask * found.keep).to(mask.dtype)
     if any(weight.detached for weight in objective.weights):
         batch = batch.union(proto.from_dict(tensors={"rollout_is_weights": found.weight}))
     known = mask.bool() & ~rollout.isnan()
-    both = (each[known].double().cpu() for each in (old, rollout))
-    named = as_verl(*both, Rows.padded(known.cpu()), **_named(objective)).named()
+    old, rollout = old[known].double().cpu(), rollout[known].double().cpu()
+    named = as_verl(old, rollout, Rows.padded(known.cpu()), **_named(objective)).named()
     return batch, named | {"rollout_corr/rollout_rs_masked_fraction": found.metrics["masked_fraction"]}
 
 
@@ -56,7 +56,7 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
     be the objective's. What verl does not hand to a policy loss is refused.
     """
     algos = peer("verl.trainer.ppo.core_algos", VERSIONS, "register_policy_loss", "agg_loss")
-    parts = [part for part in (*objective.weights, *objective.gates) if not part.detached]
+    parts: list[Any] = [part for part in (*objective.weights, *objective.gates) if not part.detached]
     parts += [objective, *objective.penalties, *objective.shifts]
     ratios = [{part.ratio.num, part.ratio.den} for part in parts if getattr(part, "ratio", None)]
     if objective.needs.entropy or any(ratio != {"theta", "old"} for ratio in ratios):
@@ -85,7 +85,8 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
 def _named(objective: Objective) -> dict[str, Any]:
     """The parts that verl has a name for. Its k1 is -log(old/rollout): bounds are of the inverse."""
     found: dict[str, Any] = {"rollout_rs": {}}
-    for part in (part for part in (*objective.weights, *objective.gates) if part.detached and hasattr(part, "level")):
+    parts: list[Any] = [each for each in (*objective.weights, *objective.gates) if each.detached]
+    for part in (part for part in parts if hasattr(part, "level")):
         level = _LEVELS.get((part.level.over, part.level.agg))
         if level in ("token", "seq_sum") and isinstance(part, Weight) and isinstance(part.shape, Clamp | Window):
             bounds = (part.shape.low if isinstance(part.shape, Window) else None, part.shape.high)

@@ -107,10 +107,10 @@ class View:
 
 def _dense(ids: Tensor) -> Tensor:
     """[terms] the rank of each id among those present; unlike torch.unique without a wait for the device."""
-    ordered, order = torch.sort(ids.reshape(-1))
+    ordered, order = torch.sort(ids.reshape(-1).long())
     first = torch.zeros_like(ordered)
     first[1:] = ordered[1:] != ordered[:-1]
-    return torch.empty_like(ordered).scatter(0, order, first.cumsum(0)).long()
+    return torch.empty_like(ordered).scatter(0, order, first.cumsum(0))
 
 
 def check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:

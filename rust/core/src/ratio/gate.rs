@@ -88,16 +88,15 @@ impl<F: Real> Block<'_, F> {
         }
     }
 
-    /// Flags the terms whose turn, trace, group, batch or past lies outside; an unknown one falls with it, and nothing
-    /// falls where none is counted.
+    /// Flags the terms whose turn, trace, group, batch or past lies outside; an unknown one falls with it.
     fn fail_levels(&mut self, gate: &Gate, local: Local<'_>, found: Found) {
         let is_log = gate.stat == Stat::Ratio;
         if is_log && gate.level.over != Over::Batch {
             self.sums.stats.clamped_levels += beyond(&found);
         }
         let fails = |level: f64| {
-            let level = if is_log && !level.is_nan() { clamped(level).exp() } else { level };
-            level < gate.low || level > gate.high
+            let bounded = if is_log { clamped(level).exp() } else { level };
+            !level.is_nan() && (bounded < gate.low || bounded > gate.high)
         };
         match found {
             Found::Segments(levels) => {
