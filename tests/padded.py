@@ -17,34 +17,15 @@ NAN = float("nan")
 LOGPROBS = ("logprobs", "old", "rollout", "ref")
 
 
-def padded(seed=0, rows=6, width=11, dtype=torch.float64):
-    """[B, S] logprobs of all policies with tool holes, a single-token row, outliers and NaN off the mask."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(scale):
-        return scale * torch.randn(rows, width, generator=generator, dtype=dtype)
-
-    rollout = -draw(1.0).abs() - 0.05
-    old = rollout + draw(0.4)
-    logprobs, ref = old + draw(0.3), old + draw(0.3)
-    mask = torch.rand(rows, width, generator=generator) > 0.3
-    mask[0], mask[1] = False, True
-    mask[0, 4] = True
-    old[1, 2], logprobs[2, 3] = rollout[1, 2] + 9.0, old[2, 3] + 4.0  # far outside every bound
-    mask[2, 3] = True
-    advantages = torch.linspace(-1.5, 2.0, rows, dtype=dtype)
-    advantages[3] = 0.0
-    return {"logprobs": logprobs, "old": old, "rollout": rollout, "ref": ref, "mask": mask, "advantages": advantages}
-
-
 # How far the policies of a row lie apart, in nats: equal, a hair, a little, as after several epochs.
 SPREAD = (0.3, 0.3, 0.0, 2e-4, 0.02, 0.3, 0.3, 0.3)
 
 
 def hard(seed: int = 0, dtype: torch.dtype = torch.float64, width: int = 14) -> dict[str, Tensor]:
-    """As `padded`, with an empty row, rows of every distance, and outliers on both sides of both ratios.
+    """[B, S] of all policies: an empty row, a row of one term, tool holes, and outliers on both sides of both ratios.
 
-    All logprobs are negative, and no log-ratio of a token or a row leaves [-20, 20], where TRL would not clamp.
+    The policies of a row lie SPREAD apart. All logprobs are negative, and no log-ratio of a token or a row leaves
+    [-20, 20], where TRL would not clamp.
     """
     generator = torch.Generator().manual_seed(1000 + seed)
     rows = len(SPREAD)
@@ -120,9 +101,17 @@ def terms_of(objective: Objective, data: dict[str, Tensor], rows: bool = False, 
         options["totals"] = SimpleNamespace(terms=int(mask.sum()), traces=len(mask), groups=0)
     old = data["old"] if needs.old or not needs.rollout else None
     rollout = data["rollout"] if needs.rollout else None
-    plan = {"mask": mask, "advantages": data["advantages"], **options}
-    corrected = correct(old, rollout, weights=objective.weights, gates=objective.gates, reduce=objective.reduce, **plan)
-    scales = {each: correct(old, rollout, reduce=each, **plan).scale for each in objective.reductions[1:]}
+    corrected = correct(
+        old,
+        rollout,
+        mask=mask,
+        advantages=data["advantages"],
+        weights=objective.weights,
+        gates=objective.gates,
+        reduce=objective.reduce,
+        reductions=objective.reductions,
+        **options,
+    )
     group = options.get("group")
     like = data["logprobs"]
     return (
@@ -138,7 +127,7 @@ def terms_of(objective: Objective, data: dict[str, Tensor], rows: bool = False, 
             turn=data.get("turn"),
             alpha=data["alpha"] if needs.proximal else None,
             group=None if group is None else per_position(group, like),
-            scales=scales,
+            scales=corrected.scales,
         ),
         corrected,
     )
