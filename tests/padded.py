@@ -69,10 +69,12 @@ def hard(seed: int = 0, dtype: torch.dtype = torch.float64, width: int = 14) -> 
     advantages = torch.randn(rows, generator=generator, dtype=torch.float64)
     advantages[(seed + 3) % rows] = 0.0
     entropy = 2 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    alpha = torch.rand(rows, width, generator=generator, dtype=torch.float64)
     arrays = {"logprobs": logprobs, "old": old, "rollout": rollout, "ref": ref}
     arrays = {name: value.clamp(max=-1e-3) for name, value in arrays.items()}
-    arrays |= {"entropy": entropy, "advantages": advantages}
-    return {name: value.to(dtype) for name, value in arrays.items()} | {"mask": mask}
+    arrays |= {"entropy": entropy, "advantages": advantages, "alpha": alpha}
+    turn = torch.arange(width)[None, :].expand(rows, -1) // 4
+    return {name: value.to(dtype) for name, value in arrays.items()} | {"mask": mask, "turn": turn}
 
 
 def spoilt(data: dict[str, Tensor], value: float = NAN) -> dict[str, Tensor]:
@@ -134,6 +136,7 @@ def terms_of(objective: Objective, data: dict[str, Tensor], rows: bool = False, 
             scale=corrected.scale,
             trace=torch.arange(len(like))[:, None].expand_as(like),
             turn=data.get("turn"),
+            alpha=data["alpha"] if needs.proximal else None,
             group=None if group is None else per_position(group, like),
             scales=scales,
         ),

@@ -1,5 +1,6 @@
 """Packing: what lies where, what is counted, what is refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tracegrad.algebra import Reduce
 from tracegrad.batch import Batch, Step, TooLong, Totals, pack
+from tracegrad.correction import Corrected
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
 
@@ -229,7 +232,8 @@ def test_terms_are_gathered_from_the_step_for_one_batch():
     torch = pytest.importorskip("torch")
     [step] = pack(SMALL, [1.0, -1.0, 0.0, 0.5], token_budget=8)
     step = step.with_logprobs(old=np.arange(6, dtype=np.float32) * -1)
-    corrected = SimpleNamespace(weight=np.arange(6.0), keep=np.arange(6) > 2, scale=np.full(6, 0.25, np.float32))
+    scales = {Reduce("constant", norm=2.0): np.full(6, 0.5, np.float32)}
+    corrected = Corrected(np.arange(6.0), np.arange(6) > 2, np.full(6, 0.25, np.float32), {}, scales)
     second = step.batches[1].to("cpu")
     assert second.ids.dtype == second.read.dtype == torch.int64
     terms = step.terms(second, corrected)
@@ -240,12 +244,25 @@ def test_terms_are_gathered_from_the_step_for_one_batch():
     assert terms.weight.tolist() == [2.0, 5.0]
     assert terms.keep.tolist() == [False, True]
     assert terms.scale.tolist() == [0.25, 0.25]
+    assert {reduce: scale.tolist() for reduce, scale in terms.scales.items()} == {next(iter(scales)): [0.5, 0.5]}
+    assert terms.alpha is None
+    assert replace(step, alpha=np.arange(6.0)).terms(second, corrected).alpha.tolist() == [2.0, 5.0]
     assert (terms.trace.tolist(), terms.turn.tolist(), terms.group.tolist()) == ([1, 3], [0, 0], [7, 3])
+
+
+def test_as_many_terms_as_traces_are_told_apart_by_a_word():
+    one_each = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], [np.nan, -1, -2, np.nan, np.nan], [0, 1, 1, 0, 0])
+    [by_trace] = pack(one_each, [1.0, -1.0], token_budget=8)
+    [by_term] = pack(one_each, [1.0, -1.0], token_budget=8, per="term")
+    assert (by_trace.advantages.tolist(), by_term.advantages.tolist()) == ([1.0, 1.0], [1.0, -1.0])
+    with pytest.raises(ArgumentError, match=r"advantages has shape \(2,\), but per='trace'"):
+        pack(SMALL, [1.0, -1.0], token_budget=8, per="trace")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"per": "turn"}, "per is 'turn'"),
         ({"share_prefixes": True}, "not built yet"),
         ({"token_budget": 0}, "token_budget is 0"),
         ({"step_groups": 0}, "step_groups is 0"),

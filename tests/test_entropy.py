@@ -36,6 +36,14 @@ def test_the_bonus_applies_only_after_a_step_at_or_below_the_target():
     assert seen.applied().entropy is None
 
 
+def test_a_gated_bonus_looks_at_kept_terms_alone():
+    seen = Control(replace(presets.DAPO, entropy=Entropy(0.1, gated=True, adapt=ADAPT)))
+    seen.update([0.2, 9.0], [True, False])
+    assert seen.last == 0.2
+    seen.update([0.2, 9.0], [False, False])
+    assert seen.last == 0.0
+
+
 def test_a_fixed_bonus_and_none_stay_as_they_are():
     fixed = control(adapt=None)
     fixed.update(0.1)
@@ -74,5 +82,5 @@ def test_the_controller_is_that_of_trl():
         bonus = seen.applied().entropy
         loss = trl_loss_of(trainer, logprobs, inputs, entropy)
         assert loss.item() == pytest.approx(-(bonus.coef if bonus else 0.0) * entropy.mean().item(), abs=1e-7)
-        seen.update(entropy.mean().item())
+        seen.update(entropy.reshape(-1).numpy())
         assert seen.coef == pytest.approx(trainer.entropy_coef)

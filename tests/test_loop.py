@@ -138,6 +138,9 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
         assert {name.split("/")[0] for name in row if not name.startswith("correction/")} <= named
     assert metrics.read_rows(tmp_path / "metrics.jsonl") == done.rows
     assert done.rows[1]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the starting model
+    told = {"ess", "ess_count", "mismatch_p50", "weight_p99_9", "kl_rollout_old_k3_se", "chi2_trace", "perplexity_gap"}
+    assert told | {"gradient_largest_trace", "gradient_share_positive", "reward_std"} <= set(done.rows[1])
+    assert done.rows[1]["mismatch_mean"] == pytest.approx(1, abs=1e-4)  # the model is the one that was recorded
     assert done.rows[-1]["kl"] > 0
 
 
@@ -224,6 +227,38 @@ def test_a_folder_that_cannot_be_written_is_one_error(traces, tmp_path):
         run(traces, tmp_path / "out")
 
 
+def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
+    from tracegrad.batch import pack
+    from tracegrad.learner.row import version_lag
+    from tracegrad.sequence import Sequences
+
+    ids, trainable = [5, 6, 7, 8, 9, 3], [0, 1, 1, 1, 0, 1]
+    logprobs = [np.nan, -1, -2, -1, np.nan, -1]
+    two = Sequences.from_arrays(ids, [0, 4, 6], logprobs, trainable, group=[0, 0])
+    two = replace(
+        two,
+        turn=np.array([-1, 0, 0, 1, -1, 0], np.int32),
+        version=np.array([-1, 3, 3, 5, -1, -1], np.int32),
+        tier=np.array([255, 0, 0, 2, 255, 2], np.uint8),
+    )
+    [step] = pack(two, [1.0, -1.0], token_budget=16)
+    assert version_lag(step, two).tolist() == [2, 2, 0, -1]  # from 5, the newest
+    ones = np.ones(4, np.float32)
+    outcome = Outcome(
+        0.0, 0.0, Corrected(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages, ones, ones > 0
+    )
+    found = off_policy(step, outcome, two).named()
+    assert {name: found[name] for name in found if name.startswith("known_terms/")} == {
+        "known_terms/turn_0": 3,
+        "known_terms/turn_1": 1,
+        "known_terms/tier_T0": 2,
+        "known_terms/tier_T2": 2,
+        "known_terms/lag_0": 1,
+        "known_terms/lag_2": 2,
+        "known_terms/lag_unknown": 1,
+    }
+
+
 def test_metrics_are_worked_by_hand():
     """Three terms of two traces; the last has no rollout logprob and was dropped by a gate."""
     from tracegrad.sequence import Sequences
@@ -238,12 +273,14 @@ def test_metrics_are_worked_by_hand():
     outcome = Outcome(
         loss=0.0,
         grad_norm=0.0,
-        corrected=Corrected(np.ones(3), keep, np.ones(3), {}),
+        corrected=Corrected(np.ones(3), keep, np.ones(3), {}, {}),
         logprobs=np.array([-0.5, -1.0, -3.0], np.float32),
         entropy=np.array([1.0, 2.0, 6.0], np.float32),
         ratio=np.array([np.exp(0.5), 1.0, 1.0], np.float32),
         clipped=keep & [True, False, False],
         gradient=np.zeros(3, np.float32),
+        weight=np.ones(3, np.float32),
+        keep=keep,
     )
     found = tally(step, outcome, presets.DAPO, tokens=5).means() | off_policy(step, outcome, two).named()
     assert found["entropy"] == 3.0

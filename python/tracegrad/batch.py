@@ -98,6 +98,7 @@ class Step:
             and before any gate.
         too_long: what was dropped or cut. A trace whose whole group was dropped is counted in the first step.
         old_logprobs, ref_logprobs: [M], nats, or None until `with_logprobs`.
+        alpha: [M] in [0, 1], where the proximal policy lies between rollout (0) and theta (1); None where none is used.
     """
 
     batches: tuple[Batch, ...]
@@ -116,6 +117,7 @@ class Step:
     too_long: TooLong = TooLong()
     old_logprobs: NDArray[np.floating] | None = None
     ref_logprobs: NDArray[np.floating] | None = None
+    alpha: NDArray[np.floating] | None = None
 
     def __len__(self) -> int:
         """Number of terms M on this rank."""
@@ -140,7 +142,7 @@ class Step:
 
         Args:
             batch: one of this step's, moved or not.
-            corrected: of the whole step: weight, keep and scale [M].
+            corrected: of the whole step: weight, keep and scales [M].
         """
         import torch
 
@@ -162,6 +164,8 @@ class Step:
             trace=gathered(self.trace.astype(np.int64)),
             turn=gathered(self.turn.astype(np.int64)),
             group=gathered(self.group.astype(np.int64)),
+            alpha=gathered(self.alpha),
+            scales={reduce: gathered(scale) for reduce, scale in corrected.scales.items()},
         )
 
     def _ordered(self, name: str, given: Any) -> NDArray[np.floating]:
@@ -189,6 +193,7 @@ def pack(
     advantages: ArrayLike,
     *,
     token_budget: int,
+    per: Literal["trace", "term"] | None = None,
     step_groups: int | None = None,
     ranks: int = 1,
     rank: int = 0,
@@ -205,8 +210,9 @@ def pack(
 
     Args:
         sequences: R traces.
-        advantages: [R], one per trace, or [M], one per term of `sequences`. Where R = M they are read as per trace.
+        advantages: [R], one per trace, or [M], one per term of `sequences`.
         token_budget: the most tokens a row holds, before padding.
+        per: which of the two `advantages` are; None goes by their number, and takes them per trace where R = M.
         step_groups: groups per optimizer step that have a term; the last step may have fewer. None: one step of all.
         ranks, rank: how many processes share each step, and which of them this is. All compute the same plan.
         needs: `objective.needs`. Where it takes a trace's current-policy ratio, all its branches lie in one row.
@@ -240,7 +246,7 @@ def pack(
         _check_counts(step_groups=step_groups)
     if not 0 <= rank < ranks:
         raise ArgumentError(f"rank is {rank} of {ranks}. Ranks count from 0.")
-    per_token = advantages_by_token(sequences, advantages)
+    per_token = advantages_by_token(sequences, advantages, per)
     whole = needs is not None and needs.trace_ratio
     trace = _contiguous(sequences.trace, np.int32)
     cu = _contiguous(sequences.cu_seqlens, np.int64)
@@ -289,27 +295,33 @@ class _Groups(NamedTuple):
     totals: list[Totals]
 
 
-def advantages_by_token(sequences: Sequences, advantages: ArrayLike) -> Floats:
+def advantages_by_token(
+    sequences: Sequences, advantages: ArrayLike, per: Literal["trace", "term"] | None = None
+) -> Floats:
     """[T] float32: the advantage of each token that is a term, 0 elsewhere.
 
     Args:
         sequences: R traces.
-        advantages: [R], one per trace, or [M], one per term; where R = M they are read as per trace.
+        advantages: [R], one per trace, or [M], one per term.
+        per: which of the two; None goes by their number, and takes them per trace where R = M.
 
     Raises:
         ArgumentError: for another shape, or a term whose advantage is not finite.
     """
+    if per not in ("trace", "term", None):
+        raise ArgumentError(f"per is {per!r}. It must be 'trace', 'term' or None.")
     given = np.asarray(_host(advantages), np.float32)
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     terms = sequences.terms
     out = np.zeros(sequences.tokens, np.float32)
-    if given.shape == (sequences.traces,):
+    if per != "term" and given.shape == (sequences.traces,):
         out[terms] = given[owner[terms]]
-    elif given.shape == terms.shape:
+    elif per != "trace" and given.shape == terms.shape:
         out[terms] = given
     else:
+        told = f"per={per!r} and there" if per else "there"
         raise ArgumentError(
-            f"advantages has shape {given.shape}, but there are {sequences.traces} traces and {len(terms)} terms. "
+            f"advantages has shape {given.shape}, but {told} are {sequences.traces} traces and {len(terms)} terms. "
             "Pass one per trace, or one per trainable token."
         )
     bad = terms[~np.isfinite(out[terms])]

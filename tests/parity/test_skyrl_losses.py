@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from skyrl_plan import DIRECT, MEAN, MISMATCH, OLD, REDUCTIONS, Correction, algorithm
 
 from padded import hard, per_position, run, spoilt
+from skyrl_plan import DIRECT, MEAN, MISMATCH, OLD, REDUCTIONS, Correction, algorithm
 from tracegrad import presets
 from tracegrad.algebra import (
     Clamp,

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from verl_plan import THRESHOLDS, gates_of, thresholds_of, weights_of
 
 from padded import hard, spoilt
 from tracegrad.algebra import Reduce
 from tracegrad.correction import correct
+from verl_plan import THRESHOLDS, gates_of, thresholds_of, weights_of
 
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 

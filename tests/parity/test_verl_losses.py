@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, weights_of
 
 from padded import hard, per_position, run, spoilt
 from tracegrad.algebra import (
@@ -28,6 +27,7 @@ from tracegrad.algebra import (
     TopCovariance,
     Weight,
 )
+from verl_plan import OLD, REDUCTIONS, actor_config, gates_of, thresholds_of, weights_of
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")

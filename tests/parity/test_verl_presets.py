@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from verl_plan import REDUCTIONS, THRESHOLDS, actor_config, gates_of, thresholds_of, weights_of
 
 from padded import hard, per_position, run
 from tracegrad import presets
 from tracegrad.algebra import Clip, Objective, PolicyGradient, Ratio
+from verl_plan import REDUCTIONS, THRESHOLDS, actor_config, gates_of, thresholds_of, weights_of
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")

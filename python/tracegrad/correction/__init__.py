@@ -5,5 +5,6 @@ trainer.
 """
 
 from tracegrad.correction.evaluator import AllReduce, Corrected, Totals, correct
+from tracegrad.correction.proximal import proximal_alpha
 
-__all__ = ["AllReduce", "Corrected", "Totals", "correct"]
+__all__ = ["AllReduce", "Corrected", "Totals", "correct", "proximal_alpha"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,7 +50,7 @@ class Corrected:
     keep: Any
     scale: Any
     metrics: Mapping[str, float]
-    scales: Mapping[Reduce, Any]
+    scales: Mapping[Reduce, Any] = field(default_factory=dict)
 
 
 def correct(

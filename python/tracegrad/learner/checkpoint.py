@@ -51,12 +51,14 @@ class Progress:
         fingerprint: of the data, the same for the same terms.
         config: dotted names to values, as the run was told.
         logprobs: named [terms] float32 arrays: `old` for the steps not yet taken, `ref`.
+        control: what adapts from step to step, `learner.entropy.Control.state`.
     """
 
     step: int
     fingerprint: str
     config: Mapping[str, Any]
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    control: Mapping[str, float] = field(default_factory=dict)
 
 
 def save(
@@ -123,7 +125,7 @@ def read_progress(path: Path) -> Progress:
             "be taken up. Resume with the version that wrote it, or start anew from it with --model."
         )
     logprobs = {name: tensor.numpy() for name, tensor in arrays.items()}
-    return Progress(said["step"], said["fingerprint"], said["config"], logprobs)
+    return Progress(said["step"], said["fingerprint"], said["config"], logprobs, said.get("control", {}))
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
@@ -165,6 +167,7 @@ def _save_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
         "step": progress.step,
         "fingerprint": progress.fingerprint,
         "config": dict(progress.config),
+        "control": dict(progress.control),
     }
     _write_json(folder / "progress.json", said)
 

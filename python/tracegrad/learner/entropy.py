@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from tracegrad.algebra import Objective
 
 
@@ -23,7 +26,7 @@ class Control:
     >>> from tracegrad.algebra import Adapt, Entropy
     >>> from tracegrad import presets
     >>> control = Control(replace(presets.DAPO, entropy=Entropy(0.01, gated=False, adapt=Adapt(target=0.5))))
-    >>> control.update(0.4)
+    >>> control.update([0.3, 0.5])
     >>> round(control.applied().entropy.coef, 3)
     0.015
     """
@@ -50,15 +53,21 @@ class Control:
             return replace(self.objective, entropy=None)
         return replace(self.objective, entropy=replace(bonus, coef=self.coef))
 
-    def update(self, entropy: float) -> None:
-        """Takes the mean entropy over the terms of a whole optimizer step, nats."""
+    def update(self, entropy: ArrayLike, keep: ArrayLike | None = None) -> None:
+        """Takes the entropy of the terms of a whole optimizer step.
+
+        Args:
+            entropy: [M] nats.
+            keep: [M] bool, what the gates have left; read where the bonus is gated. None is all.
+        """
         bonus = self.objective.entropy
         if bonus is None or bonus.adapt is None:
             return
+        counted = np.asarray(keep, bool) if bonus.gated and keep is not None else np.ones(np.shape(entropy), bool)
+        self.last = float(np.asarray(entropy, np.float64)[counted].sum() / max(np.count_nonzero(counted), 1))
         told = bonus.adapt
-        up = entropy <= told.target
+        up = self.last <= told.target
         self.coef = min(self.coef + told.delta, told.high) if up else max(self.coef - told.delta, told.low)
-        self.last = entropy
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""

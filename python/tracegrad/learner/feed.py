@@ -72,6 +72,12 @@ class Feed:
         """The steps of an epoch, its groups shuffled by a seed."""
         return self._pack(~self.held, plan_seed, self.config.pack.step_groups)
 
+    def age(self, step: Step) -> NDArray[np.int64]:
+        """[M] policy versions between the newest one recorded and the one that sampled the term; 0 where unknown."""
+        version = step.version.astype(np.int64)
+        newest = int(np.max(self.sequences.version, initial=-1))
+        return np.where(version < 0, 0, newest - version)
+
     def plan(self) -> Plan:
         """When what happens."""
         return Plan.of(self.config, len(self.steps(0)))
@@ -98,6 +104,7 @@ class Feed:
             replace(s, trainable=s.trainable & traces[owner]),
             self.advantages[owner[s.trainable & traces[owner]]],
             token_budget=self.config.pack.token_budget,
+            per="term",
             step_groups=step_groups,
             needs=self.objective.needs,
             too_long=self.config.pack.too_long,
@@ -151,7 +158,7 @@ def check_effective(config: Config, objective: Objective) -> None:
     unmeasured = "data.holdout is 0, so value is not measured"
     scalable = told.baseline in ("group_mean", "batch_mean")
     idle = {
-        "train.updates_per_old": (not needs.old, "this objective takes no old logprobs"),
+        "train.updates_per_old": (not needs.old and not needs.proximal, "this objective takes no old logprobs"),
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
         "train.stop_below_ess": (config.data.holdout == 0, unmeasured),
         "train.value_per_epoch": (config.data.holdout == 0, unmeasured),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,10 @@ from tracegrad import metrics
 from tracegrad.algebra import Objective
 from tracegrad.batch import Step
 from tracegrad.config import Config, as_dict, to_toml
+from tracegrad.correction import proximal_alpha
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.learner import checkpoint
+from tracegrad.learner.entropy import Control
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.record import TermRecord, Trained
@@ -114,6 +116,7 @@ class _Loop:
         self.optimizer = adamw(self.model, self.config)
         self.known = {name: np.full(self.feed.sequences.tokens, np.nan, np.float32) for name in self._wanted()}
         self.fingerprint = self.feed.fingerprint()
+        self.control = Control(self.feed.objective)
         self.epochs: dict[int, list[Step]] = {}
 
     def _wanted(self) -> list[str]:
@@ -146,6 +149,7 @@ class _Loop:
         check_same(path, progress, self._told(), self.fingerprint)
         checkpoint.restore(path, self.model, self.optimizer)
         self.taken = progress.step
+        self.control.restore(progress.control)
         for name, values in self.known.items():
             values[self.feed.sequences.terms] = progress.logprobs[name]
 
@@ -167,7 +171,7 @@ class _Loop:
         """Writes a checkpoint of the state as it is."""
         terms = self.feed.sequences.terms
         logprobs = {name: values[terms] for name, values in self.known.items()}
-        progress = checkpoint.Progress(self.taken, self.fingerprint, self._told(), logprobs)
+        progress = checkpoint.Progress(self.taken, self.fingerprint, self._told(), logprobs, self.control.state())
         with self.watch("checkpoint"):
             keep = self.config.checkpoint.keep
             checkpoint.save(self.out, self.model, self.optimizer, progress, tokenizer=self.tokenizer, keep=keep)
@@ -211,6 +215,8 @@ class _Loop:
         """The packed step with its old and reference logprobs, as far as they are known."""
         epoch, place = divmod(index, self.plan.steps_per_epoch)
         step = self.steps(epoch)[place]
+        if self.feed.objective.needs.proximal:
+            step = replace(step, alpha=proximal_alpha(-self.feed.age(step), self.plan.refreshed(index), index))
         return step.with_logprobs(**{name: values[step.origin] for name, values in self.known.items()})
 
     def _measure(self, name: str, steps: list[Step], interrupt: Interrupt) -> bool:
@@ -246,33 +252,33 @@ class _Loop:
             outcome = optimizer_step(
                 self.model,
                 step,
-                self.feed.objective,
+                self.control.applied(),
                 self.optimizer,
                 missing=self.config.train.missing,
                 grad_clip=self.config.optimizer.grad_clip,
                 precision=self.precision,
             )
         seconds = time.perf_counter() - began
+        bonus = {"entropy_coef": self.control.coef} if self.control.adapts else {}
+        self.control.update(outcome.entropy, outcome.keep)
         with self.watch("metrics"):
             seen = row_of(step, outcome, self.feed)
         self._record(step, outcome)
         self.taken += 1
         rate = seen["tokens"] / seconds
-        told = {"step": self.taken, "epoch": self.plan.epoch_of(self.taken - 1), "lr": lr}
+        told = {"step": self.taken, "epoch": self.plan.epoch_of(self.taken - 1), "lr": lr, **bonus}
         return {**told, **seen, "seconds": seconds, "tokens_per_s": rate}
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         if self.plan.epoch_of(self.taken) == self.plan.epochs - 1:
-            corrected = outcome.corrected
-            weight, keep = np.asarray(corrected.weight), np.asarray(corrected.keep)
             self.terms.append(
                 TermRecord(
                     step=self.taken + 1,
                     origin=step.origin,
                     trace=step.trace,
                     ratio=outcome.ratio,
-                    weight=weight,
-                    keep=keep,
+                    weight=outcome.weight,
+                    keep=outcome.keep,
                     clipped=outcome.clipped,
                     advantages=step.advantages,
                     logprobs=outcome.logprobs,

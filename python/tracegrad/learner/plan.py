@@ -55,12 +55,15 @@ class Plan:
 
     def refreshes_old(self, step: int) -> bool:
         """Whether `old` is measured anew before `step`."""
-        return step % self._old_every == 0
+        return step == self.refreshed(step)
 
     def window(self, step: int) -> range:
         """The steps from `step` to the next refresh of `old`."""
-        end = (step // self._old_every + 1) * self._old_every
-        return range(step, min(end, self.total))
+        return range(step, min(self.refreshed(step) + self._old_every, self.total))
+
+    def refreshed(self, step: int) -> int:
+        """The step at which `old` was last measured, `step` included."""
+        return step // self._old_every * self._old_every
 
     def measures_value(self, taken: int) -> bool:
         """Whether value is measured after `taken` steps: before the first, and evenly within each epoch."""

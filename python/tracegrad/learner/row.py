@@ -45,7 +45,7 @@ def row_of(step: Step, outcome: Outcome, feed: Feed) -> dict[str, Any]:
 def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int) -> Tally:
     """Sums of the step with their denominators, as far as the learner alone knows them."""
     found = Tally()
-    terms, keep = len(step), np.asarray(outcome.corrected.keep)
+    terms, keep = len(step), outcome.keep
     found.add("entropy", outcome.entropy.sum(dtype=np.float64), terms)
     known = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
     found.add("frac_old_logprobs_valid", known, terms)
@@ -71,8 +71,8 @@ def off_policy(step: Step, outcome: Outcome, sequences: Sequences) -> OffPolicy:
         old,
         rollout,
         trace=step.trace,
-        keep=outcome.corrected.keep,
-        weight=outcome.corrected.weight,
+        keep=outcome.keep,
+        weight=outcome.weight,
         theta=outcome.logprobs,
         ref=step.ref_logprobs,
         advantages=step.advantages,

@@ -39,6 +39,8 @@ class Outcome:
         ratio: of the surrogate, at its level; 1 where it takes none.
         clipped: whether the clip took the term's gradient away.
         gradient: d loss / d logprob, what the term pulls with.
+        weight: the product of all weights, those on the trained policy included; 1 where not kept.
+        keep: what all gates have left, those on the trained policy included.
     """
 
     loss: float
@@ -49,6 +51,8 @@ class Outcome:
     ratio: Floats
     clipped: NDArray[np.bool_]
     gradient: Floats
+    weight: Floats
+    keep: NDArray[np.bool_]
 
 
 def optimizer_step(
@@ -76,8 +80,8 @@ def optimizer_step(
     corrected = detached(step, objective, missing)
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
-    seen = {name: np.zeros(len(step), np.float32) for name in ("logprobs", "entropy", "ratio", "gradient")}
-    clipped = np.zeros(len(step), bool)
+    seen = {name: np.zeros(len(step), np.float32) for name in ("logprobs", "entropy", "ratio", "weight", "gradient")}
+    flags = {name: np.zeros(len(step), bool) for name in ("clipped", "keep")}
     for batch in step.batches:
         moved = batch.to(device_of(model))
         with autocast(model, precision):
@@ -86,12 +90,14 @@ def optimizer_step(
         loss: Loss = objective(logp, entropy, step.terms(moved, corrected))
         loss.loss.backward()
         total += float(loss.loss.detach())
-        columns = {"logprobs": logp, "entropy": entropy, "ratio": loss.per_term.ratio, "gradient": logp.grad}
-        for name, values in columns.items():
+        told = loss.per_term
+        columns = {"logprobs": logp, "entropy": entropy, "ratio": told.ratio, "weight": told.weight}
+        for name, values in {**columns, "gradient": logp.grad}.items():
             seen[name][batch.term] = 0.0 if values is None else _host(values)
-        clipped[batch.term] = _host(loss.per_term.clipped)
+        for name, values in flags.items():
+            values[batch.term] = _host(getattr(told, name))
     norm = _update(model, optimizer, grad_clip)
-    return Outcome(loss=total, grad_norm=norm, corrected=corrected, clipped=clipped, **seen)
+    return Outcome(loss=total, grad_norm=norm, corrected=corrected, **seen, **flags)
 
 
 def detached(step: Step, objective: Objective, missing: Literal["mask", "neutral", "refuse"]) -> Corrected:
@@ -101,6 +107,7 @@ def detached(step: Step, objective: Objective, missing: Literal["mask", "neutral
     return correct(
         step.old_logprobs if needs.old else nothing,
         step.rollout_logprobs if needs.rollout else None,
+        ref=step.ref_logprobs if needs.ref else None,
         trace=step.trace,
         turn=step.turn,
         group=step.group,
@@ -108,8 +115,10 @@ def detached(step: Step, objective: Objective, missing: Literal["mask", "neutral
         weights=objective.weights,
         gates=objective.gates,
         reduce=objective.reduce,
+        reductions=objective.reductions,
         totals=step.totals,
         group_terms=step.group_terms,
+        group_traces=step.group_traces,
         missing=missing,
     )
 

@@ -25,6 +25,7 @@ TRAINING: tuple[Metric, ...] = (
     Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
     Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
     Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
+    Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
     Metric(
         "frac_old_logprobs_valid",
         "share",

@@ -6,6 +6,6 @@ trainer.
 """
 
 from tracegrad.algebra import Objective
-from tracegrad.objective.evaluate import Loss, PerTerm, Terms, coefficients, evaluate, proximal_alpha
+from tracegrad.objective.evaluate import Loss, PerTerm, Terms, coefficients, evaluate
 
-__all__ = ["Loss", "Objective", "PerTerm", "Terms", "coefficients", "evaluate", "proximal_alpha"]
+__all__ = ["Loss", "Objective", "PerTerm", "Terms", "coefficients", "evaluate"]

@@ -36,7 +36,7 @@ class Terms:
         weight: float, detached factor; None is 1.
         keep: bool; None keeps all. Where it is False nothing is read, so NaN may stand there.
         trace, turn, group: integer ids, needed for levels above the token.
-        alpha: float in [0, 1], where the proximal lies between rollout (0) and theta (1): `proximal_alpha`.
+        alpha: float in [0, 1], where the proximal lies between rollout (0) and theta (1): `correction.proximal_alpha`.
         scales: `Corrected.scales`, for penalties and bonuses with their own reduction.
 
     >>> from tracegrad import presets
@@ -154,26 +154,6 @@ def coefficients(objective: Objective, logprobs: Any, terms: Terms) -> NDArray[A
     leaf = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32).clone().requires_grad_()
     (gradient,) = torch.autograd.grad(evaluate(objective, leaf, None, terms).loss, leaf)
     return -gradient.cpu().numpy()
-
-
-def proximal_alpha(version: Tensor, proximal: int, current: int) -> Tensor:
-    """Where the proximal policy lies between the recorded and the trained one, by their version numbers.
-
-    (proximal - version) / (current - version), held within [0, 1]; 1 where the token is as new as the policy.
-
-    Args:
-        version: [m] integer, the policy version that sampled each token.
-        proximal: version of the proximal policy, usually current - 1.
-        current: version of the policy being trained.
-
-    Source: A-3PO, arXiv 2512.06547, eq. 5; AReaL's prox_logp_method="loglinear".
-
-    >>> proximal_alpha(torch.tensor([0, 2, 4]), 3, 4).tolist()
-    [0.75, 0.5, 1.0]
-    """
-    distance = current - version
-    alpha = (proximal - version) / distance.clamp(min=1)
-    return torch.where(distance > 0, alpha.clamp(0, 1), 1.0)
 
 
 def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:

@@ -71,7 +71,7 @@ def _stat(gate: Gate, view: View, known: Tensor) -> Tensor:
         return log_ratio.square() * (0.5 if gate.stat == "k2" else 1.0)
     if gate.stat == "k3":
         return torch.expm1(bounded(log_ratio)) - bounded(log_ratio)
-    p, q = view.log(gate.ratio.num, known).exp(), view.log(gate.ratio.den, known).exp()
+    p, q = (view.log(policy, known).clamp(max=0).exp() for policy in (gate.ratio.num, gate.ratio.den))
     if gate.stat == "dprob":
         return p - q
     rest = (1 - q) * torch.log((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON))

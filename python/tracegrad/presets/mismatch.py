@@ -78,6 +78,6 @@ A3PO = replace(
 )
 """DECOUPLED_PPO with old interpolated between the recorded and the trained policy: no forward pass for old.
 
-Use with `objective.proximal_alpha`, from the policy version of each token. Paper: A-3PO, arXiv 2512.06547. Peers:
+Use with `correction.proximal_alpha`, from the policy version of each token. Paper: A-3PO, arXiv 2512.06547. Peers:
 AReaL's prox_logp_method="loglinear".
 """

@@ -1,7 +1,7 @@
 """Peers' metrics under the peers' own names, by the peers' own definitions: for dashboards that already exist.
 
 Each function gives `Measured`: sums of a part of a step, added over parts and ranks, then named. Nothing here imports a
-peer; tests/parity/test_metrics.py runs them beside theirs.
+peer; tests/parity/test_*_metrics.py run them beside theirs.
 """
 
 from tracegrad.metrics.peers.art import ART, as_art

@@ -1,7 +1,7 @@
 """ART's metrics: the three of its pull request 467, the off-policy diagnostics of its main branch, `probs_corr`.
 
 In ART "old" is the recorded policy, and a missing logprob counts as a ratio of 1. `loss/*` and `probs_corr` are run
-beside ART's code (tests/parity/test_metrics.py); the pull request was closed, and its three follow its design page.
+beside ART's code (tests/parity/test_art_metrics.py); the pull request was closed, and its three follow its design page.
 """
 
 from __future__ import annotations

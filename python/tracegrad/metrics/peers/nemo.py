@@ -1,7 +1,7 @@
 """NeMo-RL's metrics of its clipped policy gradient: probability ratios, errors between engine and trainer, weights.
 
 Definitions are those of NVIDIA-NeMo/RL 7ea279a; "prev" is old, "generation" rollout, a row a sample whose mask is 1.
-NeMo-RL cannot be installed from an index: tests/parity/test_metrics.py runs its function where it can be imported.
+NeMo-RL cannot be installed from an index: tests/parity/test_nemo_metrics.py runs its function where it can be imported.
 """
 
 from __future__ import annotations

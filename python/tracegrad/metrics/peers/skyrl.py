@@ -1,7 +1,7 @@
 """SkyRL's metrics: `is_ratio_*`, `tis_*`, `outlier_seq_*`, `token_mask_ratio`, `*_sequence_mask_*`, logprob gaps.
 
-Definitions are skyrl 0.3.0's (tests/parity/test_metrics.py runs both); SkyRL has its ratios in float32. Its masks work
-one after the other, each on what the former left. A row is a trace; empty rows count, as there.
+Definitions are skyrl 0.3.0's (tests/parity/test_skyrl_metrics.py runs both); SkyRL has its ratios in float32. Its masks
+work one after the other, each on what the former left. A row is a trace; empty rows count, as there.
 """
 
 from __future__ import annotations

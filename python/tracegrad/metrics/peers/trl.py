@@ -1,7 +1,7 @@
 """TRL's metrics: `sampling/*`, `clip_ratio/*`, `kl`, `entropy` and the rewards, by GRPOTrainer 1.16's definitions.
 
 TRL takes means over ranks of each rank's mean of `sampling/*`, and over the micro-batches of a logging step of all
-names; these sums merge instead. On one rank and one micro-batch they are equal (tests/parity/test_metrics.py).
+names; these sums merge instead. On one rank and one micro-batch they are equal (tests/parity/test_trl_metrics.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """verl's metrics: `rollout_corr/*` of rollout correction, and `actor/*` of its policy losses.
 
-Definitions are verl 0.9.1's (tests/parity/test_metrics.py runs both). In means over rows verl counts empty ones: give
-`Rows` with all rows of the padded array. verl divides by the counts of one process; these sums merge.
+Definitions are verl 0.9.1's (tests/parity/test_verl_metrics.py runs both). In means over rows verl counts empty ones:
+give `Rows` with all rows of the padded array. verl divides by the counts of one process; these sums merge.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ impl<F: Real> Block<'_, F> {
             self.sums.stats.clamped_levels += beyond(&found);
         }
         let fails = |level: f64| {
-            let level = if is_log { clamped(level).exp() } else { level };
-            level < gate.low || level > gate.high
+            let bounded = if is_log { clamped(level).exp() } else { level };
+            !level.is_nan() && (bounded < gate.low || bounded > gate.high)
         };
         match found {
             Found::Segments(levels) => {

@@ -1,0 +1,178 @@
+"""TRL's metrics beside ours: `_compute_loss` as it is, and statements of the generation step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import peer_code
+from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
+from tracegrad.algebra import Clip, Level, Objective, Ratio
+from tracegrad.metrics import Rows, peers
+
+
+def reported(logprobs, inputs, entropy=None, **config):
+    """What `_compute_loss` puts into the trainer's metrics."""
+    trainer = peer_code.trl_trainer(**config)
+    peer_code.trl_loss_of(trainer, logprobs, inputs, entropy)
+    return {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+def given(data):
+    return {
+        "completion_mask": data.mask.int(),
+        "advantages": data.advantages[:, 0],
+        "old_per_token_logps": data.old,
+        "ref_per_token_logps": data.ref,
+    }
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "bnpo", "luspo", "cispo"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss(close, fired, kind, loss, level, weighted):
+    data = drawn(kind)
+    entropy = data.theta.abs()
+    theirs = reported(
+        data.theta,
+        given(data),
+        entropy,
+        loss_type=loss,
+        importance_sampling_level=level,
+        beta=0.1,
+        epsilon=0.05,
+        epsilon_high=1.1 if loss == "cispo" else 0.2,
+        use_bias_correction_kl=weighted,
+    )
+    levels = Level("trace", "mean") if level == "sequence" else Level()
+    clip = Clip(0.05, 0.1 if loss == "cispo" else 0.2, level=levels)  # cispo's epsilon_high is the cap itself
+    per_term = evaluated(Objective(clip, Ratio("theta", "old")), data)
+    ours = merged(
+        data,
+        lambda rows, part: peers.as_trl_loss(
+            rows,
+            loss_type=loss,
+            clipped=part(per_term.clipped),
+            advantages=part(data.advantages),
+            sequence=level == "sequence",
+            theta=part(data.theta),
+            ref=part(data.ref),
+            kl_weight=part(per_term.ratio) if weighted else None,
+            entropy=part(entropy),
+        ),
+    )
+    compare(close, fired, "TRL", ours, theirs)
+
+
+def test_vespo(close):
+    data = drawn("random")
+    phi = peer_code.GRPOTrainer.get_gamma_weights(
+        data.advantages[:, :1],
+        data.theta - data.old,
+        data.mask.int(),
+        None,
+        k_pos=2.0,
+        lambda_pos=3.0,
+        k_neg=3.0,
+        lambda_neg=2.0,
+    )
+    theirs = reported(data.theta, given(data), loss_type="vespo")
+    ours = peers.as_trl_loss(Rows.padded(data.mask), phi=phi[:, 0].numpy()).named()
+    close("TRL metrics", ours["vespo/phi_seq_mean"], theirs["vespo/phi_seq_mean"], 1e-6)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampling(close, fired, kind, mode, missing):
+    data = drawn(kind)
+    rollout = data.rollout.clone()
+    if missing:
+        rollout[0, 0], rollout[:, 5] = math.nan, math.nan
+    mask = data.mask.int()
+    ratio = peer_code.trl_importance_ratio(data.old, rollout, mask, mode, clip_min=0.5, clip_max=3.0)
+    sequence = mode.startswith("sequence")
+    scope = {
+        "self": SimpleNamespace(
+            use_vllm=True,
+            vllm_importance_sampling_correction=True,
+            accelerator=SimpleNamespace(gather=lambda value: value.reshape(1)),
+            _metrics={"train": defaultdict(list)},
+        ),
+        "mode": "train",
+        "device": "cpu",
+        "old_per_token_logps": data.old,
+        "sampling_per_token_logps": rollout,
+        "completion_mask": mask,
+        "tool_mask": None,
+        "sequence_level_is": sequence,
+        "vllm_importance_sampling_ratio": ratio,
+        "nanmin": peer_code.grpo_trainer.nanmin,
+        "nanmax": peer_code.grpo_trainer.nanmax,
+    }
+    peer_code._run("if self.use_vllm and self.vllm_importance_sampling_correction:\n    delta =", scope)
+    theirs = {name: values[0] for name, values in scope["self"]._metrics["train"].items()}
+    weights = ratio[:, 0] if sequence else ratio
+    cut = len(mask) // 2
+
+    def measure(here):
+        weight = weights[here] if sequence else weights[here][data.mask[here]]
+        inside = data.mask[here]
+        return peers.as_trl_sampling(data.old[here][inside], rollout[here][inside], weight)
+
+    ours = (measure(slice(0, cut)) + measure(slice(cut, None))).named()
+    compare(close, fired, "TRL", ours, theirs)
+
+
+@pytest.mark.parametrize("scale", ["group", "none", "batch"])
+@pytest.mark.parametrize("kind", ["random", "flat groups", "unscorable", "all equal"])
+def test_rewards(close, fired, kind, scale):
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(24, 2, generator=generator)
+    if kind == "flat groups":
+        rewards[:8] = 0.25
+    if kind == "unscorable":
+        rewards[1], rewards[5, 0], rewards[8:12] = math.nan, math.nan, math.nan
+    if kind == "all equal":
+        rewards[:] = 0.5
+    weights = torch.tensor([1.0, 0.5])
+    scope = {
+        "self": SimpleNamespace(
+            multi_objective_aggregation="sum_then_normalize",
+            reward_weights=weights,
+            scale_rewards=scale,
+            reward_func_names=["first", "second"],
+            _metrics={"train": defaultdict(list)},
+        ),
+        "mode": "train",
+        "device": "cpu",
+        "rewards_per_func": rewards,
+        "num_generations": 4,
+        "unscorable_mask": rewards.isnan().all(1),
+        "nanstd": peer_code.grpo_trainer.nanstd,
+    }
+    scope |= peer_code._run("if self.multi_objective_aggregation == 'sum_then_normalize':", scope)
+    append = "self._metrics[mode]"
+    for first in (
+        "for i, reward_func_name in enumerate(self.reward_func_names):\n    mean_rewards",
+        f"{append}['reward'].append",
+        f"{append}['reward_std'].append",
+        f"{append}['frac_reward_zero_std'].append",
+    ):
+        peer_code._run(first, scope)
+    theirs = {name: values[0] for name, values in scope["self"]._metrics["train"].items()}
+    group = np.repeat(np.arange(6), 4)
+    told = {"names": ["first", "second"], "weights": weights, "scale_rewards": scale}
+    parts = (slice(0, 8), slice(8, None))
+    a, b = (peers.as_trl_rewards(rewards[here], group[here], **told) for here in parts)
+    compare(close, fired, "TRL", (a + b).named(), theirs, 2e-6)  # its rewards are float32
+
+
+def test_every_bound_was_crossed_in_some_case(fired):
+    assert_every_bound_was_crossed(fired("TRL metrics"))

@@ -1,0 +1,195 @@
+"""The conventions in which peers differ without saying so, each pinned down as a sentence."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from padded import NAN, hard, run
+from tracegrad import presets
+from tracegrad.advantage import group_mean, rloo
+from tracegrad.algebra import Clamp, Clip, Gate, Level, Objective, PolicyGradient, Ratio, Reduce, Weight, Window
+from tracegrad.correction import correct
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import Terms, evaluate
+
+OLD, MISMATCH, DIRECT = Ratio("theta", "old"), Ratio("old", "rollout"), Ratio("theta", "rollout")
+
+
+def kept_at(ratios, gate):
+    """Which of these values of old/rollout a gate keeps, each in a trace of its own."""
+    old = np.full(len(ratios), -3.0)
+    return correct(old, old - np.log(ratios), trace=np.arange(len(ratios)), gates=[gate]).keep.tolist()
+
+
+class TestVerlsK1BoundsTheInverseRatio:
+    # "0.5_3" in verl keeps rollout/old in [0.5, 3], that is old/rollout in [1/3, 2]
+    ratios = (0.3, 0.4, 1.0, 1.9, 2.5, 3.5)
+
+    def test_the_same_numbers_mean_another_band_in_nemo_rl_skyrl_and_here(self):
+        assert kept_at(self.ratios, Gate(MISMATCH, low=0.5, high=3.0)) == [False, False, True, True, True, False]
+
+    def test_inverted_they_are_verls(self):
+        inverted = kept_at(self.ratios, Gate(MISMATCH, low=1 / 3.0, high=1 / 0.5))
+        assert inverted == [False, True, True, True, False, False]
+        helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
+        log_ratio = torch.tensor(self.ratios, dtype=torch.float64).log()[:, None]
+        kept, _ = helper.compute_rollout_rejection_mask(log_ratio, torch.ones(6, 1).bool(), "token_k1", "0.5_3")
+        assert kept[:, 0].tolist() == inverted
+
+
+class TestDenominatorsAfterRejection:
+    # two traces of two terms, one term rejected: 4 terms in all, 3 kept
+    old, rollout = np.array([-1.0, -1.0, -1.0, -1.0]), np.array([-1.0, -1.0, -1.0, -4.0])
+    gate = Gate(MISMATCH, high=2.0)
+
+    def scale(self, reduce):
+        return correct(self.old, self.rollout, trace=np.array([0, 0, 1, 1]), gates=[self.gate], reduce=reduce).scale
+
+    def test_all_terms_count_in_trl_slime_skyrl_areal_and_by_default(self):
+        assert self.scale(Reduce("token")).tolist() == [1 / 4] * 4
+        assert self.scale(Reduce("trace", "mean")).tolist() == [1 / 4] * 4
+
+    def test_kept_terms_count_in_verl_without_global_counts(self):
+        assert self.scale(Reduce("token", denominator="kept"))[:3].tolist() == pytest.approx([1 / 3] * 3)
+        found = self.scale(Reduce("trace", "mean", denominator="kept"))
+        assert found[:3].tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 2])
+
+
+class TestWhereEverythingIsRejected:
+    def test_loss_and_gradient_are_zero_and_so_is_the_effective_sample_size(self):
+        data = hard(0)
+        data["old"] = data["rollout"] - 3.0
+        objective = replace(presets.ICEPOP, gates=presets.GEO_RS.gates)
+        found = run(objective, data)
+        assert found.loss == 0
+        assert (found.gradient == 0).all()
+        assert not found.per_term.keep.any()
+        weights = correct(data["old"], data["rollout"], mask=data["mask"], weights=presets.ICEPOP.weights)
+        assert weights.metrics["ess"] == 0
+        assert (weights.weight == 0).all()
+
+    def test_also_where_the_kept_terms_are_the_denominator(self):
+        data = hard(0)
+        data["old"] = data["rollout"] - 3.0
+        found = run(presets.VERL_DECOUPLED_GEO_RS, data)
+        assert found.loss == 0
+        assert (found.gradient == 0).all()
+
+
+class TestBounds:
+    def test_those_of_a_clip_are_distances_and_those_of_weights_and_gates_are_ratios(self):
+        with pytest.raises(ArgumentError, match="distance"):
+            Clip(0.8, 1.28)
+        for wrong in (lambda: Clamp(0.0, 0.2), lambda: Window(0.2, 0.28), lambda: Gate(MISMATCH, high=0.28)):
+            with pytest.raises(ArgumentError, match="not distances from 1"):
+                wrong()
+
+    def test_they_belong_to_the_band_but_in_a_strict_window(self):
+        # SkyRL's rollout_is excludes its bounds, everyone else includes them: old/rollout of exactly 2 and 0.5
+        old = np.log([0.5, 0.25])
+        rollout = np.log([0.25, 0.5])
+        for strict, expected in ((False, [2.0, 0.5]), (True, [0.0, 0.0])):
+            weight = Weight(MISMATCH, shape=Window(0.5, 2.0, strict=strict))
+            found = correct(old, rollout, trace=np.arange(2), weights=[weight]).weight
+            assert found.tolist() == pytest.approx(expected)
+        assert kept_at([2.0], Gate(MISMATCH, high=np.exp(np.log(2.0)))) == [True]
+
+
+def test_a_sequence_ratio_is_a_product_or_a_geometric_mean_and_says_which():
+    # log-ratios of 0.5 at each of 4 terms: e^2 or e^0.5
+    old, rollout, trace = np.full(4, -1.0), np.full(4, -1.5), np.zeros(4, int)
+    product, mean = (Weight(MISMATCH, Level("trace", agg)) for agg in ("sum", "mean"))
+    assert correct(old, rollout, trace=trace, weights=[product]).weight == pytest.approx(np.full(4, np.exp(2.0)))
+    assert correct(old, rollout, trace=trace, weights=[mean]).weight == pytest.approx(np.full(4, np.exp(0.5)))
+    assert "sum over the trace" in str(product)
+    assert "mean over the trace" in str(mean)
+    with pytest.raises(ArgumentError, match="'sum', 'mean', 'max'"):
+        Level("trace")
+
+
+class TestTheSameMismatchIsCorrectedOnce:
+    @pytest.mark.parametrize(
+        ("surrogate", "ratio", "weights"),
+        [
+            (Clip(), DIRECT, (Weight(MISMATCH),)),  # bypass mode's clip with its own weights
+            (Clip(), OLD, (Weight(MISMATCH), Weight(MISMATCH, Level("trace", "sum")))),
+            (PolicyGradient(), None, (Weight(DIRECT), Weight(MISMATCH))),  # SkyRL's cispo_anchor="rollout" with TIS
+            (PolicyGradient(), None, (Weight(DIRECT), Weight(DIRECT))),  # ART's truncation on its own ratio
+        ],
+    )
+    def test_ratios_that_do_not_telescope_are_refused(self, surrogate, ratio, weights):
+        with pytest.raises(ArgumentError, match="corrected twice"):
+            Objective(surrogate, ratio, weights)
+
+    def test_gates_are_no_factors(self):
+        gates = (Gate(MISMATCH, high=2.0), Gate(MISMATCH, level=Level("trace", "mean"), high=1.01))
+        assert Objective(Clip(), OLD, (Weight(MISMATCH),), gates).weights
+
+
+def test_cispo_has_no_lower_bound_and_a_default_of_a_clip_is_not_its_own():
+    bound = presets.CISPO.weights[-1].shape
+    assert (bound.low, bound.high) == (0.0, 5.0)
+    # verl's default of 0.2 on both sides lifts a ratio of 0.1 to 0.8; the paper leaves it
+    terms = Terms(old=torch.zeros(1), advantages=torch.ones(1), scale=torch.ones(1))
+    logprobs = torch.tensor([0.1]).log()
+    for shape, expected in ((bound, 0.1), (Clamp(0.8, 1.2), 0.8)):
+        objective = Objective(PolicyGradient(), weights=(Weight(OLD, shape=shape),))
+        assert evaluate(objective, logprobs, None, terms).per_term.weight.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("preset", ["DPPO_TV", "DPPO_KL", "PRIME_RL_DEFAULT"])
+def test_an_advantage_of_zero_takes_dppos_low_branch_which_changes_what_is_counted_and_no_loss(preset):
+    # p - q = 0.05 - 0.5 is below -0.2, so the term is dropped where A = 0; A * r is 0 there anyway
+    objective = replace(presets.find(preset), penalties=())
+    logprobs = torch.tensor([0.05]).log().requires_grad_()
+    terms = Terms(rollout=torch.tensor([0.5]).log(), advantages=torch.zeros(1), scale=torch.ones(1))
+    found = evaluate(objective, logprobs, None, terms)
+    found.loss.backward()
+    assert found.per_term.keep.tolist() == [False]
+    assert found.loss == 0
+    assert logprobs.grad.item() == 0
+    bad = replace(terms, advantages=-torch.ones(1))
+    assert evaluate(objective, logprobs, None, bad).per_term.keep.tolist() == [False]
+    good = replace(terms, advantages=torch.ones(1))
+    assert evaluate(objective, logprobs, None, good).per_term.keep.tolist() == [True]
+
+
+class TestAGroupOfOne:
+    rewards, groups = np.array([1.0, 3.0, 0.7]), np.array([0, 0, 1])
+
+    def test_is_refused_until_the_caller_says_what_it_means(self):
+        with pytest.raises(ArgumentError, match="singleton"):
+            rloo(self.rewards, self.groups)
+
+    def test_keeps_its_reward_in_verls_rloo_and_is_zero_in_its_vectorized_form(self):
+        assert rloo(self.rewards, self.groups, singleton="keep") == pytest.approx([-2.0, 2.0, 0.7])
+        assert rloo(self.rewards, self.groups, singleton="zero") == pytest.approx([-2.0, 2.0, 0.0])
+
+    def test_keeps_its_reward_in_verls_and_skyrls_grpo(self):
+        found = group_mean(self.rewards, self.groups, scale="std", ddof=1, eps=1e-6, singleton="keep")
+        assert found[2] == pytest.approx(0.7, rel=1e-5)
+
+
+class TestAMissingLogprob:
+    old, rollout, trace = np.array([-1.0, -1.0]), np.array([-1.5, NAN]), np.array([0, 0])
+    weights = (Weight(MISMATCH, Level("trace", "mean")),)
+
+    def correct(self, missing):
+        return correct(self.old, self.rollout, trace=self.trace, weights=self.weights, missing=missing)
+
+    def test_is_dropped_and_counted_by_default(self):
+        found = self.correct("mask")
+        assert found.keep.tolist() == [True, False]
+        assert found.weight.tolist() == pytest.approx([np.exp(0.5), 0.0])
+        assert found.metrics["missing"] == 1
+
+    def test_weighs_one_where_asked_as_in_trl(self):
+        assert self.correct("neutral").weight.tolist() == pytest.approx([np.exp(0.5), 1.0])
+
+    def test_is_an_error_where_asked_and_never_a_ratio_of_one_in_disguise(self):
+        with pytest.raises(ArgumentError, match="missing"):
+            self.correct("refuse")
+        with pytest.raises(ArgumentError, match="a ratio of 1"):
+            presets.GRPO_DIRECT.check_missing("neutral")

@@ -1,0 +1,198 @@
+"""The torch twin of gates and weights against the core: the same statistic, level, bound and shape on the same numbers.
+
+A part on theta/rollout evaluated in torch, with the old logprobs in the place of those being trained, must do what the
+same part on old/rollout does in Rust. The tables below are the algebra's own lists.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tracegrad.algebra import (
+    Clamp,
+    Gamma,
+    Gate,
+    Gaussian,
+    Identity,
+    Level,
+    Objective,
+    PolicyGradient,
+    Ratio,
+    Weight,
+    Window,
+)
+from tracegrad.algebra.gate import STATS
+from tracegrad.algebra.ratio import HOLDS
+from tracegrad.correction import correct
+from tracegrad.errors import ArgumentError
+from tracegrad.objective import Terms, evaluate
+
+SIZE = 150
+AGGS = ("sum", "mean", "max", "prefix_sum", "prefix_min")
+LEVELS = [("token", None)] + [
+    (over, agg)
+    for over, agg in itertools.product(("turn", "trace", "group", "batch"), AGGS)
+    if over in ("turn", "trace") or not agg.startswith("prefix")
+]
+BOUNDS = {
+    "ratio": (0.8, 1.3),
+    "k1": (-0.2, 0.3),
+    "k2": (None, 0.05),
+    "k3": (None, 0.05),
+    "abs": (None, 0.3),
+    "square": (None, 0.1),
+    "dprob": (-0.05, 0.06),
+    "binary_kl": (-0.01, 0.01),
+}
+SHAPES = [
+    Identity(),
+    Clamp(0.5, 2.0),
+    Window(0.8, 1.25),
+    Window(0.8, 1.25, strict=True),
+    Gamma(2.0, 3.0),
+    Gaussian(0.5),
+]
+
+
+def arrays(seed, dtype=torch.float64):
+    """Terms of 12 interleaved traces in 4 groups, with missing rollout logprobs, outliers and a trace without any."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(SIZE, generator=generator, dtype=torch.float64) * 3 - 0.01
+    spread = torch.tensor([0.02, 0.1, 0.4, 1.0], dtype=torch.float64)
+    trace = torch.randint(0, 12, (SIZE,), generator=generator)
+    old = rollout + spread[trace % 4] * torch.randn(SIZE, generator=generator, dtype=torch.float64)
+    rollout[3], old[3] = -30.0, -0.1  # beyond the limit of 20
+    rollout[torch.rand(SIZE, generator=generator) < 0.1] = float("nan")
+    rollout[trace == 11] = float("nan")
+    advantages = torch.randn(SIZE, generator=generator, dtype=torch.float64)
+    advantages[::9] = 0.0
+    return {
+        "old": old.clamp(max=-1e-3).to(dtype),
+        "rollout": rollout.to(dtype),
+        "advantages": advantages.to(dtype),
+        "trace": trace,
+        "turn": torch.randint(0, 3, (SIZE,), generator=generator),
+        "group": trace // 3,
+    }
+
+
+def level_of(over, agg, theta, **options):
+    """The level; a statistic of the trained policy says that it reaches over a micro-batch only."""
+    wide = {"scope": "microbatch"} if theta and over in ("group", "batch") else {}
+    return Level(over, agg, **wide, **options)
+
+
+def both(data, missing, gates=((), ()), weights=((), ())):
+    """(keep, weight) of the torch twin and of the core; the parts are given on theta/rollout and on old/rollout."""
+    given = {name: data[name] for name in ("trace", "turn", "group", "advantages")}
+    ids = {name: value.numpy() for name, value in given.items()}
+    old, rollout = data["old"].numpy(), data["rollout"].numpy()
+    plain = correct(old, rollout, missing=missing, **ids)
+    core = correct(old, rollout, missing=missing, gates=gates[1], weights=weights[1], **ids)
+    terms = Terms(rollout=data["rollout"], scale=torch.ones(SIZE), keep=plain.keep, **given)
+    objective = Objective(PolicyGradient(), weights=weights[0], gates=gates[0])
+    twin = evaluate(objective, data["old"], None, terms).per_term
+    return (twin.keep, twin.weight), (torch.from_numpy(core.keep.copy()), torch.from_numpy(core.weight.copy()))
+
+
+def gate_of(theta, stat, over, agg, when, scope, kept):
+    low, high = BOUNDS[stat]
+    ratio = Ratio("theta" if theta else "old", "rollout")
+    return Gate(ratio, stat, level_of(over, agg, theta), low, high, when, scope, "kept" if kept else "all")
+
+
+def possible(over, agg, scope, kept):
+    reach = ("token", "turn", "trace", "group", "batch")
+    return not (scope and reach.index(scope) <= reach.index(over)) and not (kept and over == "token")
+
+
+GATES = [
+    case
+    for case in itertools.product(STATS, LEVELS, (None, "turn", "trace"), (False, True))
+    if possible(*case[1], *case[2:])
+]
+SIGNS = list(HOLDS)
+
+
+@pytest.mark.parametrize("missing", ["mask", "neutral"])
+@pytest.mark.parametrize("stat", STATS)
+def test_gates_keep_the_same_terms(stat, missing):
+    outcomes = set()
+    for place, (name, (over, agg), scope, kept) in enumerate(GATES):
+        if name != stat:
+            continue
+        data = arrays(place % 7)
+        before = [(Gate(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
+        gates = [before[at] + (gate_of(at == 0, stat, over, agg, SIGNS[place % 5], scope, kept),) for at in (0, 1)]
+        twin, core = both(data, missing, gates=gates)
+        assert torch.equal(twin[0], core[0]), f"{gates[1][-1]}: {int((twin[0] != core[0]).sum())} terms differ"
+        dropped = int((~core[0] & ~data["rollout"].isnan()).sum())
+        outcomes.add((over, agg, 0 < dropped < 0.9 * SIZE))
+    assert {(over, agg, True) for over, agg in LEVELS if over not in ("group", "batch")} <= outcomes
+
+
+WEIGHTS = [
+    case
+    for case in itertools.product(SHAPES, LEVELS, (False, True), (None, "arithmetic", "geometric"))
+    if case[1][0] != "token" or not (case[2] or case[3])
+]
+
+
+@pytest.mark.parametrize("missing", ["mask", "neutral"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_are_the_same(shape, missing):
+    values = set()
+    for place, (each, (over, agg), kept, blend) in enumerate(WEIGHTS):
+        if each != shape:
+            continue
+        data, options = arrays(place % 7), {"terms": "kept" if kept else "all", "blend": blend}
+        gates = [(Gate(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
+        weights = [
+            (Weight(Ratio(num, "rollout"), level_of(over, agg, num == "theta", **options), shape, SIGNS[place % 5]),)
+            for num in ("theta", "old")
+        ]
+        twin, core = both(data, missing, gates, weights)
+        assert torch.equal(twin[0], core[0])
+        said = f"{weights[1][0]} ({missing})"
+        torch.testing.assert_close(
+            twin[1][twin[0]], core[1][twin[0]], rtol=1e-12, atol=1e-30, msg=lambda m, s=said: s + m
+        )
+        values.update(core[1][twin[0]].tolist())
+    assert len(values) > 10
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("level", [("token", None), ("trace", "sum"), ("trace", "mean"), ("turn", "prefix_sum")])
+def test_weights_are_the_same_in_float32(level, shape):
+    data = arrays(1, torch.float32)
+    weights = [(Weight(Ratio(num, "rollout"), Level(*level), shape),) for num in ("theta", "old")]
+    twin, core = both(data, "mask", weights=weights)
+    assert twin[1].dtype == core[1].dtype == torch.float32
+    torch.testing.assert_close(twin[1][twin[0]], core[1][twin[0]], rtol=2e-5, atol=1e-30)
+
+
+def test_gates_of_the_reference_and_of_old_against_ref_are_the_same():
+    data = arrays(2)
+    ref = data["old"] - 0.1 * torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).double()
+    ref = ref.clamp(max=-1e-3)
+    ids = {name: data[name].numpy() for name in ("trace", "advantages")}
+    for stat in STATS:
+        low, high = BOUNDS[stat]
+        core = correct(
+            data["old"].numpy(),
+            None,
+            ref=ref.numpy(),
+            gates=[Gate(Ratio("old", "ref"), stat, Level(), low, high)],
+            **ids,
+        )
+        given = {name: data[name] for name in ("trace", "advantages")}
+        objective = Objective(PolicyGradient(), gates=(Gate(Ratio("theta", "ref"), stat, Level(), low, high),))
+        twin = evaluate(objective, data["old"], None, Terms(ref=ref, scale=torch.ones(SIZE), **given)).per_term
+        assert twin.keep.tolist() == core.keep.tolist()
+        assert 0 < core.keep.sum() < SIZE
+
+
+def test_a_trained_statistic_over_the_batch_says_that_it_sees_one_micro_batch():
+    with pytest.raises(ArgumentError, match="one micro-batch at a time"):
+        Gate(Ratio("theta", "rollout"), level=Level("batch", "mean"), low=0.9)
