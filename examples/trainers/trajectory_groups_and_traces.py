@@ -1,4 +1,4 @@
-"""ART's TrajectoryGroups as traces: aligned, measured by pull request 467's metrics, and back with exact token ids.
+"""Traces as ART's TrajectoryGroups and back, and what the recorded logprobs are worth to a policy, by ART's metrics.
 
 python examples/trainers/trajectory_groups_and_traces.py traces.jsonl model
 """
@@ -13,26 +13,27 @@ import tracegrad as tg
 from tracegrad.integrations import art, art_groups
 
 
-def measure(groups, model):
-    """Groups from ART's rollouts; the policy about to be trained; what the recorded logprobs are worth to it."""
-    tokenizer = tg.Tokenizer.from_pretrained(model)
+def policy_logprobs(data, model):
+    """[M] of the policy about to be trained. Before ART is imported: it patches another transformers than this one."""
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    traces = art.to_traces(groups)
-    data = tg.align(traces, tokenizer)
-    advantages = tg.advantage.group_mean(data.reward, data.group, scale="std", ddof=0, eps=1e-6)
-    (step,) = tg.pack(data, advantages, token_budget=4096)
-    logprobs = np.empty(len(step), np.float32)
+    (step,) = tg.pack(data, np.zeros(data.traces), token_budget=4096)
+    found = np.empty(len(step), np.float32)
     for batch in step.batches:
         with torch.no_grad():
-            logprobs[batch.term] = tg.policy.logprobs(model, batch.to("cpu")).numpy()
-    found = art.metrics(data, logprobs, step.advantages)
-    return art_groups.to_groups(traces, data), found  # each Choice now has the ids that were sampled
+            found[batch.term] = tg.policy.logprobs(model, batch.to("cpu")).numpy()
+    return found
 
 
 def run(traces, model, limit=64):
+    tokenizer = tg.Tokenizer.from_pretrained(model)
     recorded = tg.read(traces, limit=limit)
-    groups = art_groups.to_groups(recorded, tg.align(recorded, tg.Tokenizer.from_pretrained(model)))
-    return measure(groups, model)
+    data = tg.align(recorded, tokenizer)
+    logprobs = policy_logprobs(data, model)
+    groups = art_groups.to_groups(recorded, data)  # for ART's backends: each Choice has the ids that were sampled
+    data = tg.align(art.to_traces(groups), tokenizer)  # from ART's rollouts: groups, rewards and logprobs as they were
+    advantages = tg.advantage.group_mean(data.reward, data.group, scale="std", ddof=0, eps=1e-6)
+    owner = np.repeat(data.trace, np.diff(data.cu_seqlens))[data.terms]
+    return groups, art.metrics(data, logprobs, advantages[owner])
 
 
 if __name__ == "__main__":
