@@ -97,17 +97,25 @@ def _linked(text: str) -> str:
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 
-def _wrapped(code: str) -> str:
-    """One argument of the Objective a line where it is long."""
-    if len(code) <= 100:
-        return code
-    depth, out = 0, []
-    for character in code:
-        depth += (character in "([") - (character in ")]")
-        out.append(character)
-        if character == "," and depth == 1:
-            out.append("\n   ")
-    return "".join(out).replace("Objective(", "Objective(\n    ", 1)[:-1] + ",\n)"
+def _wrapped(code: str, indent: str = "") -> str:
+    """One argument a line where a call or a tuple is long, as a formatter would."""
+    if len(indent) + len(code) <= 100 or not code.endswith(")"):
+        return indent + code
+    opening = code.index("(") + 1
+    parts = [_wrapped(part, indent + "    ") for part in _arguments(code[opening:-1])]
+    return "\n".join([indent + code[:opening], *(f"{part}," for part in parts), f"{indent})"])
+
+
+def _arguments(inner: str) -> list[str]:
+    """The arguments of a call, split at its own commas."""
+    depth, parts = 0, [""]
+    for character in inner:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
 
 
 if __name__ == "__main__":
