@@ -175,12 +175,12 @@ def percent(rows: list[dict], situation: str, preset: str) -> str:
 
 
 def page(rows: list[dict], told: dict) -> str:
-    """docs/choosing.md: choosing.md here with every `{preset @ situation}` in it filled in, and the whole table."""
+    """docs/choosing.md: choosing.md.in with every `{preset @ situation}` in it filled in, and the whole table."""
     lines = ["| situation | before | preset | after |", "|---|---|---|---|"]
     for here in SITUATIONS:
         before = percent(rows, here.name, "before")
         lines += [f"| {here.name} | {before} | {name} | {percent(rows, here.name, name)} |" for name in here.tries]
-    text = (HERE / "choosing.md").read_text(encoding="utf-8")
+    text = (HERE / "choosing.md.in").read_text(encoding="utf-8")
     text = re.sub(r"\{([^{}@]+) @ ([^{}@]+)\}", lambda found: percent(rows, found[2], found[1]), text)
     for name, value in {"table": "\n".join(lines), **told}.items():
         text = text.replace(f"{{{name}}}", str(value))
