@@ -64,9 +64,9 @@ class Terms:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name == "scales":
-                value = {key: torch.as_tensor(array) for key, array in (value or {}).items()}
+                value = {key: _tensor(array) for key, array in (value or {}).items()}
             elif value is not None:
-                value = torch.as_tensor(value)
+                value = _tensor(value)
             object.__setattr__(self, each.name, value)
 
     def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> Loss:
@@ -154,6 +154,11 @@ def coefficients(objective: Objective, logprobs: Any, terms: Terms) -> NDArray[A
     leaf = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32).clone().requires_grad_()
     (gradient,) = torch.autograd.grad(evaluate(objective, leaf, None, terms).loss, leaf)
     return -gradient.cpu().numpy()
+
+
+def _tensor(value: Any) -> Tensor:
+    """A tensor as it is; an array as one, copied where it is read-only (as a scale that is one number may be)."""
+    return torch.as_tensor(value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value)
 
 
 def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:
