@@ -137,8 +137,8 @@ def correct_terms(
     """Weight and keep of each position, the scale of each reduction, sums and extrema over all ranks.
 
     Columns, all flat: old, rollout, ref, advantages (float32 or float64, all alike, or None), mask (bool or None),
-    trace, turn, group, group_terms, group_traces (int32 or int64, by position or by row of `width`; all but trace may be
-    None), positions, width, totals (terms, traces, groups, or None).
+    trace, turn, group, group_terms, group_traces (int32 or int64, by position or by row of `width`; all but trace may
+    be None), positions, width, totals (terms, traces, groups, or None).
     """
 
 # pack
