@@ -224,6 +224,12 @@ class TestOverride:
         with pytest.raises(ArgumentError, match="does not telescope"):
             override(self.objective, "ratio.den", "rollout")
 
+    def test_an_entropy_bonus_is_one_number(self):
+        changed = override(self.objective, "entropy", "0.01")
+        assert changed.entropy == Entropy(0.01, gated=False)
+        assert override(changed, "entropy.coef", 0.02).entropy.coef == 0.02
+        assert override(changed, "entropy", 0) == self.objective
+
     def test_kl_zero_takes_the_penalty_out(self):
         assert override(with_kl(self.objective, 0.1), "kl", "0") == self.objective
         assert with_kl(with_kl(self.objective, 0.1), 0.2).penalties[0].coef == 0.2

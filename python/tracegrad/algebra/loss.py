@@ -275,3 +275,13 @@ def with_kl(objective: Objective, coef: float) -> Objective:
     gated = objective.reduce.denominator == "kept"
     kl = Penalty(Ratio("theta", "ref"), "k3", coef, gated=gated, weighted=False)
     return replace(objective, penalties=(*others, kl))
+
+
+def with_entropy(objective: Objective, coef: float) -> Objective:
+    """The objective with a fixed entropy bonus over all its terms, or without one where `coef` is 0.
+
+    >>> with_entropy(Objective(PolicyGradient()), 0.01).needs.entropy
+    True
+    """
+    gated = objective.reduce.denominator == "kept"
+    return replace(objective, entropy=Entropy(coef, gated=gated) if coef else None)
