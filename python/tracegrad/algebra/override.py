@@ -35,8 +35,8 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
 
     Args:
         changes: dotted names to values; a text is read as its field's type ("none" for None). Entries of a tuple go by
-            their index (`weights.0.shape.high`), "none" empties it; `kl` is the coefficient of `with_kl`, `entropy` that
-            of `with_entropy`.
+            their index (`weights.0.shape.high`), "none" empties it; `kl` is the coefficient of `with_kl`, `entropy`
+            that of `with_entropy`.
 
     Raises:
         ArgumentError: for an unknown name, with the nearest valid one; for a value of the wrong type; for a
