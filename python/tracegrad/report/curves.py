@@ -55,7 +55,7 @@ PANELS = (
     Panel("clip fraction", ("clip_fraction",), "share of terms whose gradient the clip removed", floor=0.0),
     Panel(
         "effective sample size",
-        ("value_ess_fraction", "correction/ess"),
+        ("value_ess_fraction", "ess"),
         "share of samples that still count: held-out traces, weighted terms",
         floor=0.0,
     ),
