@@ -151,20 +151,21 @@ fn run<'py, F: Real + Element>(
     ranks: &Ranks,
 ) -> PyResult<PlainCorrected<'py>> {
     let [old, rollout, reference, advantages] =
-        [&columns.old, &columns.rollout, &columns.reference, &columns.advantages].map(floats::<F>);
+        [&columns.old, &columns.rollout, &columns.reference, &columns.advantages]
+            .map(|array| floats::<F>(array.as_ref()));
     let [old, rollout, reference, advantages] = [old?, rollout?, reference?, advantages?];
     let terms = Terms {
-        old: slice(&old)?,
-        rollout: slice(&rollout)?,
-        reference: slice(&reference)?,
-        mask: slice(&columns.mask)?,
+        old: slice(old.as_ref())?,
+        rollout: slice(rollout.as_ref())?,
+        reference: slice(reference.as_ref())?,
+        mask: slice(columns.mask.as_ref())?,
         trace: columns.trace.ids(columns)?,
-        turn: ids(&columns.turn, columns)?,
-        group: ids(&columns.group, columns)?,
-        advantages: slice(&advantages)?,
+        turn: ids(columns.turn.as_ref(), columns)?,
+        group: ids(columns.group.as_ref(), columns)?,
+        advantages: slice(advantages.as_ref())?,
         totals: columns.totals.map(|(terms, traces, groups)| Totals { terms, traces, groups }),
-        group_terms: ids(&columns.group_terms, columns)?,
-        group_traces: ids(&columns.group_traces, columns)?,
+        group_terms: ids(columns.group_terms.as_ref(), columns)?,
+        group_traces: ids(columns.group_traces.as_ref(), columns)?,
     };
     // numpy's own memory comes in large pages, which are filled several times as fast.
     let weight = PyArray1::<F>::zeros(py, terms.len(), false);
@@ -189,16 +190,16 @@ fn run<'py, F: Real + Element>(
     Ok((weight.as_untyped().clone(), keep, scales, named))
 }
 
-fn floats<'py, F: Element>(array: &Option<Bound<'py, PyAny>>) -> PyResult<Option<PyReadonlyArray1<'py, F>>> {
-    Ok(array.as_ref().map(|array| array.extract()).transpose()?)
+fn floats<'py, F: Element>(array: Option<&Bound<'py, PyAny>>) -> PyResult<Option<PyReadonlyArray1<'py, F>>> {
+    array.map(PyAnyMethods::extract).transpose()
 }
 
-fn ids<'a>(whole: &'a Option<Whole<'_>>, columns: &Columns<'_>) -> PyResult<Option<Ids<'a>>> {
-    whole.as_ref().map(|whole| whole.ids(columns)).transpose()
+fn ids<'a>(whole: Option<&'a Whole<'_>>, columns: &Columns<'_>) -> PyResult<Option<Ids<'a>>> {
+    whole.map(|whole| whole.ids(columns)).transpose()
 }
 
-fn slice<'a, T: Element>(array: &'a Option<PyReadonlyArray1<'_, T>>) -> PyResult<Option<&'a [T]>> {
-    Ok(array.as_ref().map(PyReadonlyArray1::as_slice).transpose()?)
+fn slice<'a, T: Element>(array: Option<&'a PyReadonlyArray1<'_, T>>) -> PyResult<Option<&'a [T]>> {
+    Ok(array.map(PyReadonlyArray1::as_slice).transpose()?)
 }
 
 const OVER: [(&str, Over); 5] = [

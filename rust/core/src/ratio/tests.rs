@@ -158,6 +158,11 @@ proptest! {
         }
     }
 
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))] // each of a hundred thousand terms
+
     #[test]
     fn results_do_not_depend_on_the_number_of_threads((old, rollout, trace) in steps(3000)) {
         let many = |values: &[f32]| values.repeat(60);
