@@ -179,7 +179,7 @@ def test_the_config_is_printed_and_read_back(tmp_path, capsys):
     arguments = ["train", "t.jsonl", "--model", "m", "--out", str(tmp_path), "--print-config", "--objective", "GRPO"]
     assert main([*arguments, "--objective.surrogate.high", "0.3", "--seed", "7", "--train.epochs=3"]) == 0
     said = capsys.readouterr().out
-    assert "high=0.3" in said
+    assert "\n#   S = max(-A r, -A clip(r, 0.8, 1.3)); r = theta/old\n" in said
     (tmp_path / "run.toml").write_text(said)
     told = tg.config.load(tmp_path / "run.toml")
     assert (told.train.seed, told.train.epochs, told.objective.preset) == (7, 3, "GRPO")
@@ -196,7 +196,7 @@ def test_a_dry_run_says_what_would_be_done_and_touches_no_weights(example, forty
     ("more", "said"),
     [
         (["--optimizer.lrr", "1"], "Did you mean optimizer.lr"),
-        (["--objective", "GPRO"], "Did you mean GRPO"),
+        (["--objective", "GRPPO"], "Did you mean GRPO"),
         (["--objective.surrogate.hihg", "0.3"], "Did you mean 'high'"),
         (["--stop-below-ess", "20"], "train.stop_below_ess is 20"),
         (["--config", "gone.toml"], "gone.toml: No such file"),

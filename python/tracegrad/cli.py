@@ -133,7 +133,7 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     chosen = _config(told, overrides)
     objective = algebra.override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
     if told.print_config or told.dry_run:
-        _say(config.to_toml(chosen) + f"\n# {objective}")
+        _say(config.to_toml(chosen), *(f"# {line}" for line in str(objective).splitlines()))
     if told.print_config:
         return 0
     watch = Stopwatch()

@@ -163,6 +163,6 @@ def find(name: str) -> Objective:
     if isinstance(value, Objective):
         return value
     names = [key for key, each in vars(home).items() if isinstance(each, Objective)]
-    near = difflib.get_close_matches(attribute, names, 1, 0.4)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = difflib.get_close_matches(attribute, names, 2, 0.6)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     raise ArgumentError(f"no objective is called {name!r}.{hint} There are {', '.join(sorted(names)) or 'none'}.")
