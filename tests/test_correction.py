@@ -44,7 +44,6 @@ def test_metrics_by_hand():
         "ratio_mean": np.exp(log_ratio).mean(),
         "ratio_min": 1.0,
         "ratio_max": np.exp(2.0),
-        "ratio_ess": np.exp(log_ratio).sum() ** 2 / np.exp(2 * log_ratio).sum() / 4,
         "weight_mean": weight.mean(),
         "ess": weight.sum() ** 2 / (weight**2).sum() / 4,
         "ess_count": weight.sum() ** 2 / (weight**2).sum(),

@@ -170,7 +170,6 @@ def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
         "ratio_mean": stats["ratio"] / known,
         "ratio_min": math.exp(max(low, -LOG_RATIO_LIMIT)),
         "ratio_max": math.exp(min(high, LOG_RATIO_LIMIT)),
-        "ratio_ess": stats["ratio"] ** 2 / stats["ratio_squared"] / known,
         "weight_mean": stats["weight"] / weighted,
         "ess": kish / weighted,
         "ess_count": kish,

@@ -3,7 +3,7 @@
 //! Pure Rust: no Python, no network, no torch. The walk: [`read`] turns bytes into [`trace::Trace`]s through
 //! [`format`], [`template`] and [`tokenizer`] supply the text and ids that were not sampled, [`align`] gives every
 //! token one source, [`ratio`] computes detached weights, [`pack`] lays traces into rows.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod align;
 pub mod error;

@@ -4,12 +4,14 @@
 
 use std::ops::Range;
 
-use super::lanes::{LANES, each, largest, ones, sum};
+use super::aligned::Aligned;
+use super::lanes::{count, map2, ones};
+use super::passes::{exponentiate, mismatch, weights};
 use super::segments::{Local, Segments};
-use super::stat::{clamped, exponentiate};
+use super::simd::Vector;
 use super::{
-    AnyGate, BLOCK, Exchange, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, Real, SENTINEL,
-    Stats, Terms, When, budget,
+    AnyGate, Exchange, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, Real, SENTINEL, Stats,
+    Terms, When, budget,
 };
 use crate::error::Result;
 
@@ -111,11 +113,13 @@ pub(super) struct Scratch<F> {
 #[derive(Debug, Default)]
 pub(super) struct Work<F> {
     /// Of the ratio at hand; NaN where not known.
-    pub log_ratio: Vec<F>,
+    pub log_ratio: Aligned<F>,
     /// exp of it, clamped; 1 where not known.
-    pub ratio: Vec<F>,
-    pub values: Vec<F>,
-    pub factor: Vec<F>,
+    pub ratio: Aligned<F>,
+    pub values: Aligned<F>,
+    pub factor: Aligned<F>,
+    /// The product of the factors so far.
+    pub weight: Aligned<F>,
     pub known: Vec<bool>,
     pub flags: Vec<bool>,
     /// A bound has changed the ratio on its way to the weight.
@@ -124,8 +128,8 @@ pub(super) struct Work<F> {
 
 impl<F: Real> Work<F> {
     fn resize(&mut self, size: usize) {
-        for floats in [&mut self.log_ratio, &mut self.ratio, &mut self.values, &mut self.factor] {
-            floats.resize(size, F::ZERO);
+        for floats in [&mut self.log_ratio, &mut self.ratio, &mut self.values, &mut self.factor, &mut self.weight] {
+            floats.resize(size);
         }
         for flags in [&mut self.known, &mut self.flags, &mut self.bounded] {
             flags.resize(size, false);
@@ -139,7 +143,7 @@ pub(super) struct Block<'a, F> {
     pub context: Context<'a>,
     range: Range<usize>,
     pub work: &'a mut Work<F>,
-    pub weight: &'a mut [F],
+    weight: &'a mut [F],
     pub keep: &'a mut [bool],
     pub sums: &'a mut Sums,
     /// The ratio whose logarithm stands in `work`.
@@ -148,7 +152,7 @@ pub(super) struct Block<'a, F> {
 
 /// Runs the plan on the terms of `range`, which cuts no segment of its levels.
 #[inline(always)]
-pub(super) fn run<F: Real>(
+pub(super) fn run<F: Real, V: Vector<Element = F>>(
     terms: &Terms<'_, F>,
     range: Range<usize>,
     context: Context<'_>,
@@ -160,81 +164,106 @@ pub(super) fn run<F: Real>(
     work.resize(range.len());
     let columns = Columns::of(terms, range.clone(), visible);
     let mut block = Block { columns, context, range: range.clone(), work, weight, keep, sums, at_hand: None };
-    if !block.open() {
+    if !block.open::<V>() {
         terms.check(range, context.plan.missing == Missing::Refuse)?;
     }
     let before = ones(block.keep);
     for gate in &context.plan.gates {
         match gate {
-            AnyGate::Gate(gate) => block.gate(gate)?,
-            AnyGate::Budget(plan) => budget::apply(&mut block, plan)?,
+            AnyGate::Gate(gate) => block.gate::<V>(gate)?,
+            AnyGate::Budget(plan) => budget::apply::<F, V>(&mut block, plan)?,
         }
     }
     let after = ones(block.keep);
     block.sums.stats.kept += after;
     block.sums.stats.gated += before - after;
-    block.weight.fill(F::ONE);
-    block.work.bounded.fill(false);
-    for (index, weight) in context.plan.weights.iter().enumerate() {
-        block.weigh(weight, index)?;
+    if context.plan.weights.is_empty() {
+        block.work.weight.fill(F::ONE);
+        block.work.bounded.fill(false);
     }
-    block.close();
+    for (index, weight) in context.plan.weights.iter().enumerate() {
+        block.weigh::<V>(weight, index)?;
+    }
+    block.close::<V>();
     Ok(())
 }
 
 impl<'a, F: Real> Block<'a, F> {
     /// Finds what is known and starts `keep`; false where a value is no logprob.
     #[inline(always)]
-    fn open(&mut self) -> bool {
+    fn open<V: Vector<Element = F>>(&mut self) -> bool {
         let Columns { old, rollout, reference, mask, .. } = self.columns;
-        let size = self.keep.len();
-        let mut sound = true;
+        let (missing, size) = (self.context.plan.missing, self.keep.len());
+        // The longest loop reads the columns first, so that it need not wait for them.
+        let mut sound = match (old, rollout) {
+            (Some(old), Some(rollout)) => self.open_mismatch::<V>(old, rollout),
+            _ => rollout.is_none_or(is_possible) & old.is_none_or(is_finite),
+        };
+        sound &= reference.is_none_or(is_finite);
+        let work = &mut *self.work;
         match (rollout, mask) {
             (Some(rollout), _) => {
-                for (known, logprob) in self.work.known.iter_mut().zip(rollout) {
-                    *known = logprob.is_known();
+                let source = if old.is_some() { &*work.log_ratio } else { rollout };
+                for (known, value) in work.known.iter_mut().zip(source) {
+                    *known = value.is_known();
                 }
-                sound &= is_sound(rollout);
             }
-            (None, Some(mask)) => self.work.known.copy_from_slice(mask),
-            (None, None) => self.work.known.fill(true),
+            (None, Some(mask)) => work.known.copy_from_slice(mask),
+            (None, None) => work.known.fill(true),
         }
-        for logprobs in [old, reference].into_iter().flatten() {
-            sound &= is_finite(logprobs);
-        }
-        let missing = self.context.plan.missing;
         match mask {
             _ if missing == Missing::Mask => self.keep.copy_from_slice(&self.work.known),
             Some(mask) => self.keep.copy_from_slice(mask),
             None => self.keep.fill(true),
         }
         let (terms, known) = (mask.map_or(size as f64, ones), ones(&self.work.known));
-        self.sums.stats.terms += terms;
-        self.sums.stats.known += known;
-        sound &= missing != Missing::Refuse || terms == known;
+        let stats = &mut self.sums.stats;
+        stats.terms += terms;
+        stats.known += known;
         if old.is_some() && rollout.is_some() {
-            self.take(Ratio::MISMATCH);
-            self.describe_ratios(size as f64 - known);
+            // A term that is not known was added with a ratio of 1.
+            stats.ratio -= size as f64 - known;
         }
-        sound
+        sound & (missing != Missing::Refuse || terms == known)
+    }
+
+    /// Brings old/rollout to hand and adds it to the statistics; false where a value is no logprob.
+    #[inline(always)]
+    fn open_mismatch<V: Vector<Element = F>>(&mut self, old: &[F], rollout: &[F]) -> bool {
+        self.at_hand = Some(Ratio::MISMATCH);
+        let (work, stats) = (&mut *self.work, &mut self.sums.stats);
+        let found = mismatch::<V>((old, rollout), (&mut work.log_ratio, &mut work.ratio), &mut work.values);
+        let ([log_ratio, log_ratio_abs], [ratio, k3]) = (found.logs, found.ratios);
+        let (low, high) = found.extremes;
+        stats.log_ratio += log_ratio;
+        stats.log_ratio_abs += log_ratio_abs;
+        stats.ratio += ratio;
+        stats.k3 += k3;
+        stats.log_ratio_max = stats.log_ratio_max.max(high);
+        stats.minus_log_ratio_min = stats.minus_log_ratio_min.max(-low);
+        if high.max(-low) > LOG_RATIO_LIMIT {
+            let limit = F::of(LOG_RATIO_LIMIT);
+            stats.clamped += count(&work.log_ratio, |l| l.abs() > limit) as f64;
+        }
+        found.is_sound
     }
 
     /// Brings the log-ratio of two policies to hand, and its exponential.
     #[inline(always)]
-    pub fn take(&mut self, ratio: Ratio) {
+    pub fn take<V: Vector<Element = F>>(&mut self, ratio: Ratio) {
         if self.at_hand == Some(ratio) {
             return;
         }
         self.at_hand = Some(ratio);
         let (num, den) = (self.columns.logprobs(ratio.num), self.columns.logprobs(ratio.den));
         let work = &mut *self.work;
-        each([num, den], [&mut work.log_ratio], |_, [num, den]| [num - den]);
+        map2(&mut work.log_ratio, num, den, |num, den| num - den);
         if ratio.num != Policy::Rollout && ratio.den != Policy::Rollout {
             for (l, &known) in work.log_ratio.iter_mut().zip(&work.known) {
                 *l = if known { *l } else { F::NAN };
             }
         }
-        exponentiate(&work.log_ratio, &mut work.ratio);
+        exponentiate::<V>(&work.log_ratio, &mut work.ratio);
     }
 
     /// The logprobs of the ratio at hand, above and below.
@@ -260,75 +289,23 @@ impl<'a, F: Real> Block<'a, F> {
         self.columns.advantages.unwrap_or(&[]).iter().map(move |advantage| when.holds(advantage.wide()))
     }
 
-    /// Adds old/rollout, which is at hand, to the statistics.
-    #[inline(always)]
-    fn describe_ratios(&mut self, unknown: f64) {
-        let stats = &mut self.sums.stats;
-        let mut extremes = [[F::of(f64::NEG_INFINITY); LANES]; 2];
-        for (logs, ratios) in self.work.log_ratio.chunks(BLOCK).zip(self.work.ratio.chunks_mut(BLOCK)) {
-            let mut sums = [[F::ZERO; LANES]; 5];
-            each([logs], [], |lane, [l]| {
-                extremes[0][lane] = l.at_least(extremes[0][lane]);
-                extremes[1][lane] = (F::ZERO - l).at_least(extremes[1][lane]);
-                let l = l.or(F::ZERO);
-                sums[0][lane] = sums[0][lane] + l;
-                sums[1][lane] = sums[1][lane] + l.abs();
-                []
-            });
-            each([logs], [ratios], |lane, [l]| {
-                let (ratio, k3) = clamped(l.or(F::ZERO)).exp_k3();
-                sums[2][lane] = sums[2][lane] + ratio;
-                sums[3][lane] = sums[3][lane] + ratio * ratio;
-                sums[4][lane] = sums[4][lane] + k3;
-                [ratio]
-            });
-            stats.log_ratio += sum(&sums[0]);
-            stats.log_ratio_abs += sum(&sums[1]);
-            stats.ratio += sum(&sums[2]);
-            stats.ratio_squared += sum(&sums[3]);
-            stats.k3 += sum(&sums[4]);
-        }
-        stats.ratio -= unknown;
-        stats.ratio_squared -= unknown;
-        let (most, least) = (largest(&extremes[0]), largest(&extremes[1]));
-        stats.log_ratio_max = stats.log_ratio_max.max(most);
-        stats.minus_log_ratio_min = stats.minus_log_ratio_min.max(least);
-        if most.max(least) > LOG_RATIO_LIMIT {
-            let limit = F::of(LOG_RATIO_LIMIT);
-            stats.clamped += self.work.log_ratio.iter().filter(|l| l.abs() > limit).count() as f64;
-        }
-    }
-
     /// Sets the weights of what is not known, and adds the weights to the statistics.
     #[inline(always)]
-    fn close(&mut self) {
+    fn close<V: Vector<Element = F>>(&mut self) {
         let (work, stats) = (&mut *self.work, &mut self.sums.stats);
-        let unknown = if self.context.plan.missing == Missing::Mask { F::ZERO } else { F::ONE };
-        for (weight, &known) in self.weight.iter_mut().zip(&work.known) {
-            *weight = if known { *weight } else { unknown };
+        for (flag, (&known, &keep)) in work.flags.iter_mut().zip(work.known.iter().zip(&*self.keep)) {
+            *flag = known & keep;
         }
-        if let Some(mask) = self.columns.mask {
+        let unknown = if self.context.plan.missing == Missing::Mask { F::ZERO } else { F::ONE };
+        let [sum, squares] = weights::<V>(&work.weight, &work.known, &work.flags, unknown, self.weight);
+        stats.weighted += ones(&work.flags);
+        stats.weight += sum;
+        stats.weight_squared += squares;
+        if let Some(mask) = self.columns.mask.filter(|_| unknown != F::ZERO) {
             for (weight, &here) in self.weight.iter_mut().zip(mask) {
                 *weight = if here { *weight } else { F::ZERO };
             }
         }
-        for (flag, (&known, &keep)) in work.flags.iter_mut().zip(work.known.iter().zip(&*self.keep)) {
-            *flag = known & keep;
-        }
-        for ((value, &weight), &counted) in work.values.iter_mut().zip(&*self.weight).zip(&work.flags) {
-            *value = if counted { weight } else { F::ZERO };
-        }
-        for weights in work.values.chunks(BLOCK) {
-            let mut sums = [[F::ZERO; LANES]; 2];
-            each([weights], [], |lane, [weight]| {
-                sums[0][lane] = sums[0][lane] + weight;
-                sums[1][lane] = sums[1][lane] + weight * weight;
-                []
-            });
-            stats.weight += sum(&sums[0]);
-            stats.weight_squared += sum(&sums[1]);
-        }
-        stats.weighted += ones(&work.flags);
         for (bounded, &known) in work.bounded.iter_mut().zip(&work.known) {
             *bounded &= known;
         }
@@ -338,22 +315,13 @@ impl<'a, F: Real> Block<'a, F> {
 
 /// Whether no rollout logprob is impossible.
 #[inline(always)]
-fn is_sound<F: Real>(rollout: &[F]) -> bool {
+fn is_possible<F: Real>(rollout: &[F]) -> bool {
     let (top, sentinel) = (F::of(POSITIVE_TOLERANCE), F::of(SENTINEL));
-    let mut wrong = false;
-    for &logprob in rollout {
-        wrong |= (logprob > top) | (logprob <= sentinel);
-    }
-    !wrong
+    count(rollout, |logprob| (logprob > top) | (logprob <= sentinel)) == 0
 }
 
 /// Whether all are finite: 0 times any other is NaN.
 #[inline(always)]
 fn is_finite<F: Real>(logprobs: &[F]) -> bool {
-    let mut zeros = [F::ZERO; LANES];
-    each([logprobs], [], |lane, [logprob]| {
-        zeros[lane] = zeros[lane] + logprob * F::ZERO;
-        []
-    });
-    zeros.iter().all(|zero| zero.is_known())
+    count(logprobs, |logprob| !(logprob * F::ZERO).is_known()) == 0
 }

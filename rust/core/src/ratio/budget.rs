@@ -3,6 +3,7 @@
 //! Source: M2PO, arXiv 2510.01161; AReaL sorts instead.
 
 use super::block::Block;
+use super::simd::Vector;
 use super::{Budget, Exchange, Op, Real};
 use crate::error::Result;
 
@@ -10,8 +11,8 @@ use crate::error::Result;
 const DIGIT: u32 = 11;
 
 /// Drops the terms with the largest statistic, so many that the mean of the others is within the budget.
-pub(super) fn apply<F: Real>(block: &mut Block<'_, F>, plan: &Budget) -> Result<()> {
-    block.take(plan.ratio);
+pub(super) fn apply<F: Real, V: Vector<Element = F>>(block: &mut Block<'_, F>, plan: &Budget) -> Result<()> {
+    block.take::<V>(plan.ratio);
     let [num, den] = block.logprobs(plan.ratio);
     let work = &mut *block.work;
     plan.stat.of(&work.log_ratio, num, den, &mut work.values);

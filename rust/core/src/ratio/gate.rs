@@ -3,6 +3,7 @@
 use super::block::Block;
 use super::level::{Totals, prefix};
 use super::segments::Local;
+use super::simd::Vector;
 use super::stat::clamped;
 use super::{Agg, Gate, LOG_RATIO_LIMIT, Level, Op, Over, Real, Stat, When};
 use crate::error::Result;
@@ -46,8 +47,8 @@ impl<F: Real> Block<'_, F> {
 
     /// Drops the terms that the gate fails.
     #[inline(always)]
-    pub fn gate(&mut self, gate: &Gate) -> Result<()> {
-        self.take(gate.ratio);
+    pub fn gate<V: Vector<Element = F>>(&mut self, gate: &Gate) -> Result<()> {
+        self.take::<V>(gate.ratio);
         let [num, den] = self.logprobs(gate.ratio);
         let work = &mut *self.work;
         gate.stat.of(&work.log_ratio, num, den, &mut work.values);

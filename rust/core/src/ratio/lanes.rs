@@ -1,61 +1,95 @@
-//! Loops over slices in fixed lanes, so that a sum is vector code with one order of its additions on every machine.
+//! Loops over slices that become vector code: by compilers where they are simple, by [`Vector`] where sums run along.
+//!
+//! Sums run in fixed lanes, in one order on every machine.
 
 use super::Real;
+use super::simd::{LANES, Vector};
 
-/// Independent partial sums.
-pub(super) const LANES: usize = 16;
+/// Terms whose sum stays in the type itself before it goes on in f64.
+pub(super) const SHORT: usize = 1024;
 
-/// One partial result for each lane.
-pub(super) type Lanes<F> = [F; LANES];
-
-/// Calls `f` with the lane and the inputs of each position, and writes what it gives.
+/// out = f(a).
 #[inline(always)]
-pub(super) fn each<F: Real, const I: usize, const O: usize>(
-    inputs: [&[F]; I],
-    outputs: [&mut [F]; O],
-    mut f: impl FnMut(usize, [F; I]) -> [F; O],
-) {
-    let size = inputs[0].len();
-    let inputs = inputs.map(|input| input[..size].as_chunks::<LANES>());
-    let mut outputs = outputs.map(|output| output[..size].as_chunks_mut::<LANES>());
-    for chunk in 0..size / LANES {
-        for lane in 0..LANES {
-            let found = f(lane, std::array::from_fn(|input| inputs[input].0[chunk][lane]));
-            for (output, found) in outputs.iter_mut().zip(found) {
-                output.0[chunk][lane] = found;
-            }
-        }
-    }
-    for lane in 0..size % LANES {
-        let found = f(lane, std::array::from_fn(|input| inputs[input].1[lane]));
-        for (output, found) in outputs.iter_mut().zip(found) {
-            output.1[lane] = found;
-        }
+pub(super) fn map<F: Real>(out: &mut [F], a: &[F], f: impl Fn(F) -> F) {
+    for (out, &a) in out.iter_mut().zip(a) {
+        *out = f(a);
     }
 }
 
-/// The sum of the lanes.
-pub(super) fn sum<F: Real>(lanes: &Lanes<F>) -> f64 {
-    lanes.iter().map(|lane| lane.wide()).sum()
-}
-
-/// The largest of the lanes.
-pub(super) fn largest<F: Real>(lanes: &Lanes<F>) -> f64 {
-    lanes.iter().fold(f64::NEG_INFINITY, |most, lane| most.max(lane.wide()))
-}
-
-/// How many are true; counted in bytes, which a vector holds most of.
+/// out = f(a, b).
 #[inline(always)]
-pub(super) fn ones(flags: &[bool]) -> f64 {
-    let count = |flags: &[bool]| usize::from(flags.iter().map(|&flag| u8::from(flag)).sum::<u8>());
-    flags.chunks(128).map(count).sum::<usize>() as f64
+pub(super) fn map2<F: Real>(out: &mut [F], a: &[F], b: &[F], f: impl Fn(F, F) -> F) {
+    for ((out, &a), &b) in out.iter_mut().zip(a).zip(b) {
+        *out = f(a, b);
+    }
+}
+
+/// Sums of vectors, which go on in f64 whenever [`Sums::widen`] is called.
+pub(super) struct Sums<V, const N: usize> {
+    lanes: [V; N],
+    total: [f64; N],
+}
+
+impl<V: Vector, const N: usize> Sums<V, N> {
+    #[inline(always)]
+    pub fn new() -> Self {
+        Self { lanes: [V::splat(V::Element::ZERO); N], total: [0.0; N] }
+    }
+
+    #[inline(always)]
+    pub fn add(&mut self, terms: [V; N]) {
+        for (lanes, term) in self.lanes.iter_mut().zip(terms) {
+            *lanes = *lanes + term;
+        }
+    }
+
+    #[inline(always)]
+    pub fn widen(&mut self) {
+        for (total, lanes) in self.total.iter_mut().zip(&mut self.lanes) {
+            *total += to_array(*lanes).iter().map(|lane| lane.wide()).sum::<f64>();
+            *lanes = V::splat(V::Element::ZERO);
+        }
+    }
+
+    #[inline(always)]
+    pub fn total(self) -> [f64; N] {
+        self.total
+    }
+}
+
+/// The numbers of a vector.
+#[inline(always)]
+pub(super) fn to_array<V: Vector>(vector: V) -> [V::Element; LANES] {
+    let mut array = [V::Element::ZERO; LANES];
+    vector.store(&mut array);
+    array
+}
+
+/// The largest number of a vector.
+#[inline(always)]
+pub(super) fn largest<V: Vector>(vector: V) -> f64 {
+    let array = to_array(vector);
+    array.iter().fold(array[0], |most, lane| lane.at_least(most)).wide()
+}
+
+/// The largest; NaN is passed over, and without any it is minus infinity.
+#[inline(always)]
+pub(super) fn maximum<F: Real>(values: &[F]) -> f64 {
+    let mut lanes = [F::of(f64::NEG_INFINITY); 2 * LANES];
+    let (chunks, tail) = values.as_chunks::<{ 2 * LANES }>();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane = value.at_least(*lane);
+        }
+    }
+    lanes.iter().chain(tail).fold(f64::NEG_INFINITY, |most, value| most.max(value.wide()))
 }
 
 /// The sum in f64, whatever the type of the values.
 #[inline(always)]
 pub(super) fn wide_sum<F: Real>(values: &[F]) -> f64 {
-    let mut lanes = [0.0; LANES];
-    let (chunks, tail) = values.as_chunks::<LANES>();
+    let mut lanes = [0.0; 2 * LANES];
+    let (chunks, tail) = values.as_chunks::<{ 2 * LANES }>();
     for chunk in chunks {
         for (lane, value) in lanes.iter_mut().zip(chunk) {
             *lane += value.wide();
@@ -67,13 +101,15 @@ pub(super) fn wide_sum<F: Real>(values: &[F]) -> f64 {
     lanes.iter().sum()
 }
 
-/// The largest value, minus infinity without one; NaN is passed over.
+/// How many values f holds for.
 #[inline(always)]
-pub(super) fn maximum<F: Real>(values: &[F]) -> f64 {
-    let mut lanes = [F::of(f64::NEG_INFINITY); LANES];
-    each([values], [], |lane, [value]| {
-        lanes[lane] = value.at_least(lanes[lane]);
-        []
-    });
-    largest(&lanes)
+pub(super) fn count<F: Real>(values: &[F], f: impl Fn(F) -> bool) -> usize {
+    values.iter().map(|&value| u32::from(f(value))).sum::<u32>() as usize
+}
+
+/// How many are true; counted in bytes, which a vector holds most of.
+#[inline(always)]
+pub(super) fn ones(flags: &[bool]) -> f64 {
+    let count = |flags: &[bool]| usize::from(flags.iter().map(|&flag| u8::from(flag)).sum::<u8>());
+    flags.chunks(128).map(count).sum::<usize>() as f64
 }

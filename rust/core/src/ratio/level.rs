@@ -1,6 +1,6 @@
 //! One number of each segment, or of each term's past in it, in f64.
 
-use super::lanes::{maximum, ones, wide_sum};
+use super::lanes::{map, maximum, ones, wide_sum};
 use super::segments::Local;
 use super::{Agg, Real};
 
@@ -20,9 +20,7 @@ impl Totals {
         let max = agg == Agg::Max;
         let mut totals =
             Self { value: vec![if max { f64::NEG_INFINITY } else { 0.0 }; local.len], count: vec![0.0; local.len] };
-        for (out, &value) in buffer.iter_mut().zip(values) {
-            *out = if value.is_known() || max { value } else { F::ZERO };
-        }
+        map(buffer, values, |value| if max { value } else { value.or(F::ZERO) });
         for (run, segment) in local.runs() {
             let (value, here) = (&mut totals.value[segment], &buffer[run.clone()]);
             *value = if max { value.max(maximum(here)) } else { *value + wide_sum(here) };

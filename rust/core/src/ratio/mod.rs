@@ -5,16 +5,19 @@
 #![allow(clippy::inline_always, reason = "a kernel is compiled for the vectors of the function it is inlined into")]
 #![allow(clippy::needless_bitwise_bool, reason = "a branch on data is no vector code")]
 
+mod aligned;
 mod block;
 mod budget;
 mod exchange;
 mod gate;
 mod lanes;
 mod level;
+mod passes;
 mod plan;
 mod real;
 mod scale;
 mod segments;
+mod simd;
 mod stat;
 mod stats;
 mod terms;
@@ -27,6 +30,7 @@ use rayon::prelude::*;
 use crate::error::Result;
 use block::{Context, Levels, Scratch, Sums};
 use segments::{Index, Segments};
+use simd::{Kernel, Vector};
 use terms::argument;
 
 pub use exchange::{Alone, Exchange, Op};
@@ -99,10 +103,10 @@ pub fn correct_into<F: Real>(
     let levels = Levels { turn, trace, group, batch };
     let uncut: Vec<&Segments> = [batch, group, trace, turn].into_iter().flatten().collect();
     let ends = segments::blocks(terms.len(), &uncut, BLOCK);
+    let context = Context { plan, levels, exchange };
     let mut sums = if let [_] = ends[..] {
-        let (mut sums, context) = (Sums::new(plan), Context { plan, levels, exchange });
-        block::run(terms, 0..terms.len(), context, &mut Scratch::default(), (&mut *weight, &mut *keep), &mut sums)?;
-        sums
+        let blocks = std::iter::once(0..terms.len()).collect();
+        F::dispatch(Share { terms, context, blocks, weight: &mut *weight, keep: &mut *keep })?
     } else {
         in_shares(terms, plan, levels, &ends, weight, keep)?
     };
@@ -114,7 +118,28 @@ pub fn correct_into<F: Real>(
 }
 
 /// Neighbouring blocks, and where their weights and keeps go.
-type Share<'a, F> = (Vec<Range<usize>>, Option<(&'a mut [F], &'a mut [bool])>);
+struct Share<'a, F> {
+    terms: &'a Terms<'a, F>,
+    context: Context<'a>,
+    blocks: Vec<Range<usize>>,
+    weight: &'a mut [F],
+    keep: &'a mut [bool],
+}
+
+impl<F: Real> Kernel<F> for Share<'_, F> {
+    type Output = Result<Sums>;
+
+    #[inline(always)]
+    fn run<V: Vector<Element = F>>(self) -> Result<Sums> {
+        let Self { terms, context, blocks, mut weight, mut keep } = self;
+        let (mut sums, mut scratch) = (Sums::new(context.plan), Scratch::default());
+        for range in blocks {
+            let here = weight.split_off_mut(..range.len()).zip(keep.split_off_mut(..range.len()));
+            block::run::<F, V>(terms, range, context, &mut scratch, here.unwrap_or_default(), &mut sums)?;
+        }
+        Ok(sums)
+    }
+}
 
 /// Runs the blocks, several threads at a time; sums are added in the order of the blocks.
 fn in_shares<F: Real>(
@@ -130,19 +155,13 @@ fn in_shares<F: Real>(
         blocks.push(blocks.last().map_or(start, |last: &Range<usize>| last.end)..end);
         if end - start >= SHARE || end == terms.len() {
             let here = weight.split_off_mut(..end - start).zip(keep.split_off_mut(..end - start));
-            shares.push((std::mem::take(&mut blocks), here));
+            shares.push((std::mem::take(&mut blocks), here.unwrap_or_default()));
             start = end;
         }
     }
-    let run = |(blocks, out): Share<'_, F>| {
-        let (mut sums, mut scratch) = (Sums::new(plan), Scratch::default());
+    let run = |(blocks, (weight, keep))| {
         let context = Context { plan, levels, exchange: &Alone };
-        let (mut weight, mut keep) = out.unwrap_or_default();
-        for range in blocks {
-            let here = weight.split_off_mut(..range.len()).zip(keep.split_off_mut(..range.len()));
-            block::run(terms, range, context, &mut scratch, here.unwrap_or_default(), &mut sums)?;
-        }
-        Ok(sums)
+        F::dispatch(Share { terms, context, blocks, weight, keep })
     };
     let found: Vec<Result<Sums>> = shares.into_par_iter().map(run).collect();
     let mut total = Sums::new(plan);

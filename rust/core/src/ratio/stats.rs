@@ -66,8 +66,6 @@ stats! {
         log_ratio_abs,
         /// Over known terms: ratio, clamped.
         ratio,
-        /// Over known terms: its square.
-        ratio_squared,
         /// Over known terms: ratio - 1 - log-ratio.
         k3,
         /// Terms known and kept.

@@ -2,17 +2,19 @@
 
 use super::block::Block;
 use super::gate::{Found, beyond};
-use super::lanes::{LANES, each, ones, sum};
+use super::lanes::{map2, ones, wide_sum};
+use super::passes::exponentiate;
 use super::segments::Local;
-use super::stat::exponentiate;
-use super::{BLOCK, Blend, Over, Real, Shape, Weight, When};
+use super::simd::Vector;
+use super::stat::clamped;
+use super::{Blend, Over, Real, Shape, Weight, When};
 use crate::error::Result;
 
 impl<F: Real> Block<'_, F> {
     /// Multiplies the weights by the factor of `weight`, the plan's one of this index.
     #[inline(always)]
-    pub fn weigh(&mut self, weight: &Weight, index: usize) -> Result<()> {
-        self.take(weight.ratio);
+    pub fn weigh<V: Vector<Element = F>>(&mut self, weight: &Weight, index: usize) -> Result<()> {
+        self.take::<V>(weight.ratio);
         self.work.flags.fill(false);
         let unit = match self.local(weight.level.over) {
             None => {
@@ -20,15 +22,15 @@ impl<F: Real> Block<'_, F> {
                 weight.shape.apply(&work.log_ratio, &work.ratio, &mut work.factor, &mut work.flags);
                 self.unit_of_tokens(weight)
             }
-            Some(local) => self.weigh_level(weight, local)?,
+            Some(local) => self.weigh_level::<V>(weight, local)?,
         };
         self.sums.units[index].0 += unit.0;
         self.sums.units[index].1 += unit.1;
-        self.multiply(weight.when);
+        self.multiply(weight.when, index == 0);
         Ok(())
     }
 
-    fn weigh_level(&mut self, weight: &Weight, local: Local<'_>) -> Result<(f64, f64)> {
+    fn weigh_level<V: Vector<Element = F>>(&mut self, weight: &Weight, local: Local<'_>) -> Result<(f64, f64)> {
         let work = &mut *self.work;
         work.values.copy_from_slice(&work.log_ratio);
         let found = self.aggregate(local, weight.level)?;
@@ -44,22 +46,21 @@ impl<F: Real> Block<'_, F> {
                 for (run, segment) in local.runs() {
                     self.work.values[run].fill(F::of(levels[segment]));
                 }
-                Ok(self.weigh_terms(weight))
+                Ok(self.weigh_terms::<V>(weight))
             }
             Found::Terms(levels) => {
                 for (value, level) in self.work.values.iter_mut().zip(levels) {
                     *value = F::of(level);
                 }
-                Ok(self.weigh_terms(weight))
+                Ok(self.weigh_terms::<V>(weight))
             }
         }
     }
 
     /// One factor for each segment, 1 where nothing of it is counted.
     fn weigh_segments(&mut self, shape: Shape, local: Local<'_>, levels: &[f64]) -> (f64, f64) {
-        let mut ratio = vec![0.0; levels.len()];
+        let ratio: Vec<f64> = levels.iter().map(|&level| clamped(level.or(0.0)).exp()).collect();
         let (mut factor, mut bounded) = (ratio.clone(), vec![false; levels.len()]);
-        exponentiate(levels, &mut ratio);
         shape.apply(levels, &ratio, &mut factor, &mut bounded);
         for (run, segment) in local.runs() {
             self.work.factor[run.clone()].fill(F::of(factor[segment]));
@@ -70,14 +71,14 @@ impl<F: Real> Block<'_, F> {
     }
 
     /// A factor for each term from a level of its own, which stands in `work.values`.
-    fn weigh_terms(&mut self, weight: &Weight) -> (f64, f64) {
+    fn weigh_terms<V: Vector<Element = F>>(&mut self, weight: &Weight) -> (f64, f64) {
         let (work, blend) = (&mut *self.work, weight.level.blend);
         for (level, &l) in work.values.iter_mut().zip(&work.log_ratio) {
             let mean = if blend == Some(Blend::Geometric) { (l + *level) * F::of(0.5) } else { *level };
             *level = if l.is_known() { mean } else { F::NAN };
         }
         let mut ratio = vec![F::ZERO; work.values.len()];
-        exponentiate(&work.values, &mut ratio);
+        exponentiate::<V>(&work.values, &mut ratio);
         if blend == Some(Blend::Arithmetic) {
             for ((level, ratio), &own) in work.values.iter_mut().zip(&mut ratio).zip(&work.ratio) {
                 *ratio = (*ratio + own) * F::of(0.5);
@@ -91,25 +92,18 @@ impl<F: Real> Block<'_, F> {
 
     /// The sum and the number of token factors; only what normalises needs them.
     #[inline(always)]
-    fn unit_of_tokens(&self, weight: &Weight) -> (f64, f64) {
+    fn unit_of_tokens(&mut self, weight: &Weight) -> (f64, f64) {
         if !weight.normalize {
             return (0.0, 0.0);
         }
-        let mut total = 0.0;
-        for (logs, factors) in self.work.log_ratio.chunks(BLOCK).zip(self.work.factor.chunks(BLOCK)) {
-            let mut lanes = [F::ZERO; LANES];
-            each([logs, factors], [], |lane, [l, factor]| {
-                lanes[lane] = lanes[lane] + if l.is_known() { factor } else { F::ZERO };
-                []
-            });
-            total += sum(&lanes);
-        }
-        (total, ones(&self.work.known))
+        let work = &mut *self.work;
+        map2(&mut work.values, &work.factor, &work.log_ratio, |factor, l| if l.is_known() { factor } else { F::ZERO });
+        (wide_sum(&work.values), ones(&work.known))
     }
 
-    /// Multiplies by `work.factor` where the condition on the advantage holds.
+    /// Multiplies by `work.factor` where the condition on the advantage holds; the first factor is the product.
     #[inline(always)]
-    fn multiply(&mut self, when: When) {
+    fn multiply(&mut self, when: When, first: bool) {
         if when != When::Always {
             let holds = self.holds(when);
             for ((factor, flag), holds) in self.work.factor.iter_mut().zip(&mut self.work.flags).zip(holds) {
@@ -118,7 +112,12 @@ impl<F: Real> Block<'_, F> {
             }
         }
         let work = &mut *self.work;
-        for (weight, &factor) in self.weight.iter_mut().zip(&work.factor) {
+        if first {
+            std::mem::swap(&mut work.weight, &mut work.factor);
+            std::mem::swap(&mut work.bounded, &mut work.flags);
+            return;
+        }
+        for (weight, &factor) in work.weight.iter_mut().zip(&work.factor) {
             *weight = *weight * factor;
         }
         for (bounded, &flag) in work.bounded.iter_mut().zip(&work.flags) {

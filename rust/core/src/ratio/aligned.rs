@@ -1,0 +1,51 @@
+//! Buffers that start with a cache line, so that no vector of theirs lies on two.
+
+use std::ops::{Deref, DerefMut};
+
+use super::Real;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Numbers, the first of them at the start of a cache line.
+#[derive(Debug, Default)]
+pub(super) struct Aligned<F> {
+    space: Vec<F>,
+    start: usize,
+    len: usize,
+}
+
+impl<F: Real> Aligned<F> {
+    /// Makes room for exactly `len` numbers; what stands there is not specified.
+    pub fn resize(&mut self, len: usize) {
+        if self.start + len > self.space.len() {
+            self.space = vec![F::ZERO; len + LINE];
+            self.start = self.space.as_ptr().align_offset(LINE).min(LINE);
+        }
+        self.len = len;
+    }
+}
+
+impl<F> Deref for Aligned<F> {
+    type Target = [F];
+    #[inline(always)]
+    fn deref(&self) -> &[F] {
+        &self.space[self.start..self.start + self.len]
+    }
+}
+
+impl<F> DerefMut for Aligned<F> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [F] {
+        &mut self.space[self.start..self.start + self.len]
+    }
+}
+
+impl<'a, F> IntoIterator for &'a Aligned<F> {
+    type Item = &'a F;
+    type IntoIter = std::slice::Iter<'a, F>;
+    #[inline(always)]
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}

@@ -1,0 +1,288 @@
+//! Vectors of eight numbers: portable, and in AVX2 where the processor has it; the one place with unsafe code.
+//!
+//! A kernel is written once over [`Vector`] and compiled for each. Multiplications and additions are fused where the code
+//! says so and nowhere else, so all give the same bits. (A fused operation that the processor lacks is a slow call: that
+//! is an x86-64 from before 2013.)
+#![allow(unsafe_code, reason = "instructions that not every processor has")]
+
+use std::array::from_fn;
+use std::ops::{Add, Mul, Sub};
+
+use super::Real;
+
+/// Numbers in a vector.
+pub(super) const LANES: usize = 8;
+
+/// Eight numbers at a time.
+pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> {
+    type Element: Real;
+    /// A flag for each number.
+    type Mask: Copy;
+    fn splat(value: Self::Element) -> Self;
+    fn load(values: &[Self::Element; LANES]) -> Self;
+    fn store(self, out: &mut [Self::Element; LANES]);
+    /// The larger; the other one where this is NaN.
+    fn at_least(self, low: Self) -> Self;
+    /// The smaller; the other one where this is NaN.
+    fn at_most(self, high: Self) -> Self;
+    fn abs(self) -> Self;
+    /// See [`Real::exp_k3`].
+    fn exp_k3(self) -> (Self, Self);
+    /// Where this is a number.
+    fn is_known(self) -> Self::Mask;
+    fn mask(flags: [bool; LANES]) -> Self::Mask;
+    fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
+}
+
+/// A computation over vectors of some kind. `run` must be `#[inline(always)]`, as all that it calls.
+pub trait Kernel<F> {
+    type Output;
+    fn run<V: Vector<Element = F>>(self) -> Self::Output;
+}
+
+/// Runs a kernel of f32 in the widest vectors that the processor has.
+pub(super) fn run_single<K: Kernel<f32>>(kernel: K) -> K::Output {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+        // SAFETY: the processor has both, as the line above has found.
+        return unsafe { avx2::run(kernel) };
+    }
+    run_portable(kernel)
+}
+
+/// Runs a kernel in what every processor has.
+pub(super) fn run_portable<F: Real, K: Kernel<F>>(kernel: K) -> K::Output {
+    kernel.run::<Portable<F>>()
+}
+
+/// An array, whose loops a compiler may turn into vectors.
+#[derive(Clone, Copy)]
+struct Portable<F>([F; LANES]);
+
+macro_rules! elementwise {
+    ($($name:ident $function:ident $sign:tt;)*) => {
+        $(impl<F: Real> $name for Portable<F> {
+            type Output = Self;
+            #[inline(always)]
+            fn $function(self, other: Self) -> Self {
+                Self(from_fn(|lane| self.0[lane] $sign other.0[lane]))
+            }
+        })*
+    };
+}
+elementwise!(Add add +; Sub sub -; Mul mul *;);
+
+impl<F: Real> Vector for Portable<F> {
+    type Element = F;
+    type Mask = [bool; LANES];
+    #[inline(always)]
+    fn splat(value: F) -> Self {
+        Self([value; LANES])
+    }
+    #[inline(always)]
+    fn load(values: &[F; LANES]) -> Self {
+        Self(*values)
+    }
+    #[inline(always)]
+    fn store(self, out: &mut [F; LANES]) {
+        *out = self.0;
+    }
+    #[inline(always)]
+    fn at_least(self, low: Self) -> Self {
+        Self(from_fn(|lane| self.0[lane].at_least(low.0[lane])))
+    }
+    #[inline(always)]
+    fn at_most(self, high: Self) -> Self {
+        Self(from_fn(|lane| self.0[lane].at_most(high.0[lane])))
+    }
+    #[inline(always)]
+    fn abs(self) -> Self {
+        Self(self.0.map(F::abs))
+    }
+    #[inline(always)]
+    fn exp_k3(self) -> (Self, Self) {
+        let found = self.0.map(F::exp_k3);
+        (Self(found.map(|(exp, _)| exp)), Self(found.map(|(_, k3)| k3)))
+    }
+    #[inline(always)]
+    fn is_known(self) -> [bool; LANES] {
+        self.0.map(F::is_known)
+    }
+    #[inline(always)]
+    fn mask(flags: [bool; LANES]) -> [bool; LANES] {
+        flags
+    }
+    #[inline(always)]
+    fn select(mask: [bool; LANES], yes: Self, no: Self) -> Self {
+        Self(from_fn(|lane| if mask[lane] { yes.0[lane] } else { no.0[lane] }))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::{
+        __m256, _CMP_EQ_OQ, _CMP_ORD_Q, _mm_loadl_epi64, _mm256_add_epi32, _mm256_add_ps, _mm256_andnot_ps,
+        _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepu8_epi32,
+        _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_set1_epi32,
+        _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_epi32, _mm256_sub_ps,
+    };
+    use std::ops::{Add, Mul, Sub};
+
+    use super::super::real::{Single, exp_k3};
+    use super::{Kernel, LANES, Vector};
+
+    /// Eight f32. Private, so that none is made but by a kernel that [`run`] runs.
+    #[derive(Clone, Copy)]
+    struct F32x8(__m256);
+
+    /// Runs a kernel compiled for AVX2 and FMA.
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn run<K: Kernel<f32>>(kernel: K) -> K::Output {
+        kernel.run::<F32x8>()
+    }
+
+    /// An instruction of AVX2 or FMA.
+    macro_rules! instruction {
+        ($call:expr) => {
+            // SAFETY: the type is private and only `run` names it, which is called where the processor has both;
+            // pointers come from references to as many bytes as are read or written, and need no alignment.
+            unsafe { $call }
+        };
+    }
+
+    impl Add for F32x8 {
+        type Output = Self;
+        #[inline(always)]
+        fn add(self, other: Self) -> Self {
+            Self(instruction!(_mm256_add_ps(self.0, other.0)))
+        }
+    }
+
+    impl Sub for F32x8 {
+        type Output = Self;
+        #[inline(always)]
+        fn sub(self, other: Self) -> Self {
+            Self(instruction!(_mm256_sub_ps(self.0, other.0)))
+        }
+    }
+
+    impl Mul for F32x8 {
+        type Output = Self;
+        #[inline(always)]
+        fn mul(self, other: Self) -> Self {
+            Self(instruction!(_mm256_mul_ps(self.0, other.0)))
+        }
+    }
+
+    impl Single for F32x8 {
+        #[inline(always)]
+        fn constant(value: f32) -> Self {
+            Self::splat(value)
+        }
+        #[inline(always)]
+        fn times_plus(self, by: Self, plus: Self) -> Self {
+            Self(instruction!(_mm256_fmadd_ps(self.0, by.0, plus.0)))
+        }
+        #[inline(always)]
+        fn two_to_low_bits(self) -> Self {
+            Self(instruction!(_mm256_castsi256_ps(_mm256_add_epi32(
+                _mm256_slli_epi32::<23>(_mm256_castps_si256(self.0)),
+                _mm256_set1_epi32(127 << 23),
+            ))))
+        }
+        #[inline(always)]
+        fn if_zero(self, yes: Self, no: Self) -> Self {
+            Self(instruction!(_mm256_blendv_ps(no.0, yes.0, _mm256_cmp_ps::<_CMP_EQ_OQ>(self.0, _mm256_setzero_ps()))))
+        }
+    }
+
+    impl Vector for F32x8 {
+        type Element = f32;
+        type Mask = __m256;
+        #[inline(always)]
+        fn splat(value: f32) -> Self {
+            Self(instruction!(_mm256_set1_ps(value)))
+        }
+        #[inline(always)]
+        fn load(values: &[f32; LANES]) -> Self {
+            Self(instruction!(_mm256_loadu_ps(values.as_ptr())))
+        }
+        #[inline(always)]
+        fn store(self, out: &mut [f32; LANES]) {
+            instruction!(_mm256_storeu_ps(out.as_mut_ptr(), self.0));
+        }
+        #[inline(always)]
+        fn at_least(self, low: Self) -> Self {
+            Self(instruction!(_mm256_max_ps(self.0, low.0)))
+        }
+        #[inline(always)]
+        fn at_most(self, high: Self) -> Self {
+            Self(instruction!(_mm256_min_ps(self.0, high.0)))
+        }
+        #[inline(always)]
+        fn abs(self) -> Self {
+            Self(instruction!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0)))
+        }
+        #[inline(always)]
+        fn exp_k3(self) -> (Self, Self) {
+            exp_k3(self)
+        }
+        #[inline(always)]
+        fn is_known(self) -> __m256 {
+            instruction!(_mm256_cmp_ps::<_CMP_ORD_Q>(self.0, self.0))
+        }
+        #[inline(always)]
+        fn mask(flags: [bool; LANES]) -> __m256 {
+            // 1 becomes minus 1, whose bits are all set.
+            instruction!(_mm256_castsi256_ps(_mm256_sub_epi32(
+                _mm256_castps_si256(_mm256_setzero_ps()),
+                _mm256_cvtepu8_epi32(_mm_loadl_epi64(flags.as_ptr().cast())),
+            )))
+        }
+        #[inline(always)]
+        fn select(mask: __m256, yes: Self, no: Self) -> Self {
+            Self(instruction!(_mm256_blendv_ps(no.0, yes.0, mask)))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bits of everything that a vector can do with each eight of the values.
+    struct Everything<'a>(&'a [f32]);
+
+    impl Kernel<f32> for Everything<'_> {
+        type Output = Vec<u32>;
+        #[inline(always)]
+        fn run<V: Vector<Element = f32>>(self) -> Vec<u32> {
+            let mut bits = Vec::new();
+            for values in self.0.as_chunks::<LANES>().0 {
+                let x = V::load(values);
+                let bounded = x.at_least(V::splat(-20.0)).at_most(V::splat(20.0));
+                let (exp, k3) = bounded.exp_k3();
+                let flags = values.map(|value| value > 0.0);
+                let chosen = V::select(V::mask(flags), exp + k3, exp - k3 * x.abs());
+                for found in [exp, k3, chosen, V::select(x.is_known(), x, V::splat(0.0))] {
+                    let mut out = [0.0; LANES];
+                    found.store(&mut out);
+                    bits.extend(out.map(f32::to_bits));
+                }
+            }
+            bits
+        }
+    }
+
+    #[test]
+    fn the_widest_vectors_give_the_bits_of_the_portable_ones() {
+        let mut values: Vec<f32> = (-24_000..24_000).map(|step| step as f32 * 1e-3).collect();
+        values.extend([0.0, -0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-30, -1e-30, f32::MIN_POSITIVE]);
+        let (wide, portable) = (run_single(Everything(&values)), run_portable::<f32, _>(Everything(&values)));
+        assert_eq!(wide.len(), portable.len());
+        for (place, (wide, portable)) in wide.iter().zip(&portable).enumerate() {
+            let both_unknown = f32::from_bits(*wide).is_nan() && f32::from_bits(*portable).is_nan();
+            assert!(wide == portable || both_unknown, "{place}: {wide:#x} {portable:#x}");
+        }
+    }
+}
