@@ -2,7 +2,7 @@
 
     python benches/peers_ratio.py --out benches/results/ratio.json
 
-The same padded float32 arrays for all, beyond the cache; the best of five runs. The limit is a copy of the bytes that
+The same padded float32 arrays for all, beyond the cache; the best of nine runs. The limit is a copy of the bytes that
 ours reads and writes (13 a term). Peers that are not installed are left out.
 """
 
@@ -31,7 +31,7 @@ GEOMETRIC = Gate(MISMATCH, level=Level("trace", "mean"), low=1 / 1.02, high=1 / 
 BYTES = 13
 
 
-def best(run: Callable[[], object], times: int = 5) -> float:
+def best(run: Callable[[], object], times: int = 9) -> float:
     """Seconds of the fastest run."""
     found = []
     for _ in range(times):
