@@ -142,12 +142,17 @@ pub(super) struct Block<'a, F> {
     columns: Columns<'a, F>,
     pub context: Context<'a>,
     range: Range<usize>,
+    /// The columns of the next block, as many terms as this one has.
+    ahead: [&'a [F]; 2],
     pub work: &'a mut Work<F>,
     weight: &'a mut [F],
     pub keep: &'a mut [bool],
     pub sums: &'a mut Sums,
     /// The ratio whose logarithm stands in `work`.
     at_hand: Option<Ratio>,
+    /// Terms that are known, and terms with keep 1 before any gate.
+    known: f64,
+    open: f64,
 }
 
 /// Runs the plan on the terms of `range`, which cuts no segment of its levels.
@@ -163,23 +168,21 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
     let Scratch { visible, work } = scratch;
     work.resize(range.len());
     let columns = Columns::of(terms, range.clone(), visible);
-    let mut block = Block { columns, context, range: range.clone(), work, weight, keep, sums, at_hand: None };
+    let next = range.end..terms.len().min(range.end + range.len());
+    let ahead = [terms.old, terms.rollout].map(|column| column.map_or(&[][..], |column| &column[next.clone()]));
+    let (at_hand, known, open, place) = (None, 0.0, 0.0, range.clone());
+    let mut block = Block { columns, context, range: place, ahead, work, weight, keep, sums, at_hand, known, open };
     if !block.open::<V>() {
         terms.check(range, context.plan.missing == Missing::Refuse)?;
     }
-    let before = ones(block.keep);
     for gate in &context.plan.gates {
         match gate {
             AnyGate::Gate(gate) => block.gate::<V>(gate)?,
             AnyGate::Budget(plan) => budget::apply::<F, V>(&mut block, plan)?,
         }
     }
-    let after = ones(block.keep);
-    block.sums.stats.kept += after;
-    block.sums.stats.gated += before - after;
     if context.plan.weights.is_empty() {
         block.work.weight.fill(F::ONE);
-        block.work.bounded.fill(false);
     }
     for (index, weight) in context.plan.weights.iter().enumerate() {
         block.weigh::<V>(weight, index)?;
@@ -220,6 +223,7 @@ impl<'a, F: Real> Block<'a, F> {
         let stats = &mut self.sums.stats;
         stats.terms += terms;
         stats.known += known;
+        (self.known, self.open) = (known, if missing == Missing::Mask { known } else { terms });
         if old.is_some() && rollout.is_some() {
             // A term that is not known was added with a ratio of 1.
             stats.ratio -= size as f64 - known;
@@ -232,7 +236,12 @@ impl<'a, F: Real> Block<'a, F> {
     fn open_mismatch<V: Vector<Element = F>>(&mut self, old: &[F], rollout: &[F]) -> bool {
         self.at_hand = Some(Ratio::MISMATCH);
         let (work, stats) = (&mut *self.work, &mut self.sums.stats);
-        let found = mismatch::<V>((old, rollout), (&mut work.log_ratio, &mut work.ratio), &mut work.values);
+        let found = mismatch::<V>(
+            (old, rollout),
+            (&mut work.log_ratio, &mut work.ratio),
+            &mut work.values,
+            [self.ahead[0], self.ahead[1], &*self.weight],
+        );
         let ([log_ratio, log_ratio_abs], [ratio, k3]) = (found.logs, found.ratios);
         let (low, high) = found.extremes;
         stats.log_ratio += log_ratio;
@@ -292,13 +301,25 @@ impl<'a, F: Real> Block<'a, F> {
     /// Sets the weights of what is not known, and adds the weights to the statistics.
     #[inline(always)]
     fn close<V: Vector<Element = F>>(&mut self) {
-        let (work, stats) = (&mut *self.work, &mut self.sums.stats);
-        for (flag, (&known, &keep)) in work.flags.iter_mut().zip(work.known.iter().zip(&*self.keep)) {
-            *flag = known & keep;
+        let (plan, work, stats) = (self.context.plan, &mut *self.work, &mut self.sums.stats);
+        if self.at_hand.is_none() {
+            for (l, &known) in work.log_ratio.iter_mut().zip(&work.known) {
+                *l = if known { F::ZERO } else { F::NAN };
+            }
         }
-        let unknown = if self.context.plan.missing == Missing::Mask { F::ZERO } else { F::ONE };
-        let [sum, squares] = weights::<V>(&work.weight, &work.known, &work.flags, unknown, self.weight);
-        stats.weighted += ones(&work.flags);
+        let (mut kept, mut weighted, mut counted) = (self.open, self.known, &*work.log_ratio);
+        if !plan.gates.is_empty() {
+            for ((value, &l), &keep) in work.values.iter_mut().zip(&work.log_ratio).zip(&*self.keep) {
+                *value = if keep { l } else { F::NAN };
+            }
+            counted = &work.values;
+            (kept, weighted) = (ones(self.keep), count(counted, Real::is_known) as f64);
+        }
+        let unknown = if plan.missing == Missing::Mask { F::ZERO } else { F::ONE };
+        let [sum, squares] = weights::<V>([&work.weight, &work.log_ratio, counted], unknown, self.weight);
+        stats.kept += kept;
+        stats.gated += self.open - kept;
+        stats.weighted += weighted;
         stats.weight += sum;
         stats.weight_squared += squares;
         if let Some(mask) = self.columns.mask.filter(|_| unknown != F::ZERO) {
@@ -306,10 +327,12 @@ impl<'a, F: Real> Block<'a, F> {
                 *weight = if here { *weight } else { F::ZERO };
             }
         }
-        for (bounded, &known) in work.bounded.iter_mut().zip(&work.known) {
-            *bounded &= known;
+        if plan.weights.iter().any(|weight| weight.shape.is_bounded()) {
+            for (bounded, &known) in work.bounded.iter_mut().zip(&work.known) {
+                *bounded &= known;
+            }
+            stats.truncated += ones(&work.bounded);
         }
-        stats.truncated += ones(&work.bounded);
     }
 }
 

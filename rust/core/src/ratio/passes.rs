@@ -3,7 +3,7 @@
 //! Each keeps its constants and sums in registers, which is why there are several.
 
 use super::lanes::{SHORT, Sums, largest};
-use super::simd::{LANES, Vector};
+use super::simd::{LANES, Vector, prefetch};
 use super::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, Real, SENTINEL};
 
 /// What is done with a vector of each input. `step` must be `#[inline(always)]`.
@@ -90,7 +90,7 @@ impl<V: Vector> Pass<V, 2, 2> for Difference<V> {
     #[inline(always)]
     fn step(&mut self, [old, rollout]: [V; 2]) -> [V; 2] {
         let zero = V::splat(V::Element::ZERO);
-        self.zeros = self.zeros + old * zero;
+        self.zeros = old.times_plus(zero, self.zeros);
         self.rollout.add(rollout);
         let l = old - rollout;
         self.log_ratio.add(l);
@@ -113,19 +113,29 @@ fn clamped<V: Vector>(log_ratio: V) -> V {
 }
 
 /// An exponent to the ratio, with the sums of ratio and of ratio - 1 - log-ratio.
-struct Ratio<V>(Sums<V, 2>);
+struct Ratio<'a, V: Vector> {
+    sums: Sums<V, 2>,
+    /// What is needed next: the columns of the next block, and where the weights of this one go.
+    ahead: [&'a [V::Element]; 3],
+}
 
-impl<V: Vector> Pass<V, 1, 1> for Ratio<V> {
+impl<V: Vector> Pass<V, 1, 1> for Ratio<'_, V> {
     #[inline(always)]
     fn step(&mut self, [exponent]: [V; 1]) -> [V; 1] {
+        for column in &mut self.ahead {
+            if let Some((line, rest)) = column.split_first_chunk::<{ 2 * LANES }>() {
+                prefetch(line);
+                *column = rest;
+            }
+        }
         let (ratio, k3) = exponent.exp_k3();
-        self.0.add([ratio, k3]);
+        self.sums.add([ratio, k3]);
         [ratio]
     }
 
     #[inline(always)]
     fn rest(&mut self) {
-        self.0.widen();
+        self.sums.widen();
     }
 }
 
@@ -164,15 +174,16 @@ pub(super) fn mismatch<V: Vector>(
     (old, rollout): (&[V::Element], &[V::Element]),
     (log_ratio, ratio): (&mut [V::Element], &mut [V::Element]),
     exponent: &mut [V::Element],
+    ahead: [&[V::Element]; 3],
 ) -> Mismatch {
     let zero = V::splat(V::Element::ZERO);
     let mut difference =
         Difference { zeros: zero, rollout: Extremes::new(), log_ratio: Extremes::new(), sums: Sums::new() };
     let padding = [V::Element::ZERO, V::Element::NAN];
     each::<V, _, 2, 2>(&mut difference, [old, rollout], padding, [log_ratio, &mut *exponent]);
-    let mut sum = Ratio(Sums::new());
+    let mut sum = Ratio { sums: Sums::new(), ahead };
     each::<V, _, 1, 1>(&mut sum, [exponent], [V::Element::ZERO], [ratio]);
-    let mut ratios = sum.0.total();
+    let mut ratios = sum.sums.total();
     ratios[0] -= (old.len().next_multiple_of(LANES) - old.len()) as f64;
     let infinity = V::splat(V::Element::of(f64::INFINITY));
     let is_finite = largest(V::select(difference.zeros.is_known(), zero, infinity)) == 0.0;
@@ -181,52 +192,35 @@ pub(super) fn mismatch<V: Vector>(
     Mismatch { is_sound, logs: difference.sums.total(), ratios, extremes: difference.log_ratio.found() }
 }
 
-/// Sum and sum of squares of the weights that count.
+/// A weight, and NaN where it is not known and where it does not count, to the weight that is given out.
 struct Weights<V> {
     unknown: V,
+    /// Of the weights that count, and of their squares.
     sums: Sums<V, 2>,
 }
 
-impl<V: Vector> Weights<V> {
+impl<V: Vector> Pass<V, 3, 1> for Weights<V> {
     #[inline(always)]
-    fn step(
-        &mut self,
-        weight: &[V::Element; LANES],
-        (known, counted): (&[bool; LANES], &[bool; LANES]),
-        out: &mut [V::Element; LANES],
-    ) {
-        let weight = V::load(weight);
-        V::select(V::mask(*known), weight, self.unknown).store(out);
-        let weight = V::select(V::mask(*counted), weight, V::splat(V::Element::ZERO));
-        self.sums.add([weight, weight * weight]);
+    fn step(&mut self, [weight, known, counted]: [V; 3]) -> [V; 1] {
+        let here = V::select(counted.is_known(), weight, V::splat(V::Element::ZERO));
+        self.sums.add([here, here * here]);
+        [V::select(known.is_known(), weight, self.unknown)]
+    }
+
+    #[inline(always)]
+    fn rest(&mut self) {
+        self.sums.widen();
     }
 }
 
-/// out = weight where known, else `unknown`; gives the sum and the sum of squares of the weights that count.
+/// out = weight where `known` is no NaN, else `unknown`; gives sum and sum of squares where `counted` is none.
 #[inline(always)]
 pub(super) fn weights<V: Vector>(
-    weight: &[V::Element],
-    known: &[bool],
-    counted: &[bool],
+    [weight, known, counted]: [&[V::Element]; 3],
     unknown: V::Element,
     out: &mut [V::Element],
 ) -> [f64; 2] {
     let mut weights = Weights { unknown: V::splat(unknown), sums: Sums::<V, 2>::new() };
-    let (weight, weight_tail) = weight.as_chunks::<LANES>();
-    let (known, known_tail) = known.as_chunks::<LANES>();
-    let (counted, counted_tail) = counted.as_chunks::<LANES>();
-    let (out, out_tail) = out.as_chunks_mut::<LANES>();
-    let parts = (weight.chunks(SHORT / LANES), known.chunks(SHORT / LANES), counted.chunks(SHORT / LANES));
-    for (((weight, known), counted), out) in parts.0.zip(parts.1).zip(parts.2).zip(out.chunks_mut(SHORT / LANES)) {
-        for (((weight, known), counted), out) in weight.iter().zip(known).zip(counted).zip(out) {
-            weights.step(weight, (known, counted), out);
-        }
-        weights.sums.widen();
-    }
-    let mut last = [V::Element::ZERO; LANES];
-    let flags = (padded(known_tail, false), padded(counted_tail, false));
-    weights.step(&padded(weight_tail, V::Element::ZERO), (&flags.0, &flags.1), &mut last);
-    out_tail.copy_from_slice(&last[..out_tail.len()]);
-    weights.sums.widen();
+    each::<V, _, 3, 1>(&mut weights, [weight, known, counted], [V::Element::NAN; 3], [out]);
     weights.sums.total()
 }

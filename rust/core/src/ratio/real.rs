@@ -42,6 +42,9 @@ pub trait Real:
     /// e^x and e^x - 1 - x, the latter without cancellation around 0, of a value within [`Real::EXPONENTS`].
     #[must_use]
     fn exp_k3(self) -> (Self, Self);
+    /// self * by + plus, rounded once.
+    #[must_use]
+    fn times_plus(self, by: Self, plus: Self) -> Self;
     /// The natural logarithm.
     #[must_use]
     fn ln(self) -> Self;
@@ -113,6 +116,10 @@ impl Real for f64 {
     fn dispatch<K: Kernel<Self>>(kernel: K) -> K::Output {
         simd::run_portable(kernel)
     }
+    fn times_plus(self, by: Self, plus: Self) -> Self {
+        self.mul_add(by, plus)
+    }
+    #[inline(always)]
     fn ln(self) -> Self {
         Self::ln(self)
     }
@@ -148,6 +155,10 @@ impl Real for f32 {
     }
     fn dispatch<K: Kernel<Self>>(kernel: K) -> K::Output {
         simd::run_single(kernel)
+    }
+    #[inline(always)]
+    fn times_plus(self, by: Self, plus: Self) -> Self {
+        self.mul_add(by, plus)
     }
     #[inline(always)]
     fn ln(self) -> Self {

@@ -21,6 +21,8 @@ pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = 
     fn splat(value: Self::Element) -> Self;
     fn load(values: &[Self::Element; LANES]) -> Self;
     fn store(self, out: &mut [Self::Element; LANES]);
+    /// self * by + plus, rounded once.
+    fn times_plus(self, by: Self, plus: Self) -> Self;
     /// The larger; the other one where this is NaN.
     fn at_least(self, low: Self) -> Self;
     /// The smaller; the other one where this is NaN.
@@ -30,8 +32,19 @@ pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = 
     fn exp_k3(self) -> (Self, Self);
     /// Where this is a number.
     fn is_known(self) -> Self::Mask;
-    fn mask(flags: [bool; LANES]) -> Self::Mask;
     fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
+}
+
+/// Asks for a cache line that will soon be needed, where the processor can be asked: its own foresight ends with a page.
+#[inline(always)]
+pub(super) fn prefetch<T>(line: &T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which has no effect on any value; SSE is part of x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(line).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = line;
 }
 
 /// A computation over vectors of some kind. `run` must be `#[inline(always)]`, as all that it calls.
@@ -88,6 +101,10 @@ impl<F: Real> Vector for Portable<F> {
         *out = self.0;
     }
     #[inline(always)]
+    fn times_plus(self, by: Self, plus: Self) -> Self {
+        Self(from_fn(|lane| self.0[lane].times_plus(by.0[lane], plus.0[lane])))
+    }
+    #[inline(always)]
     fn at_least(self, low: Self) -> Self {
         Self(from_fn(|lane| self.0[lane].at_least(low.0[lane])))
     }
@@ -109,10 +126,6 @@ impl<F: Real> Vector for Portable<F> {
         self.0.map(F::is_known)
     }
     #[inline(always)]
-    fn mask(flags: [bool; LANES]) -> [bool; LANES] {
-        flags
-    }
-    #[inline(always)]
     fn select(mask: [bool; LANES], yes: Self, no: Self) -> Self {
         Self(from_fn(|lane| if mask[lane] { yes.0[lane] } else { no.0[lane] }))
     }
@@ -121,10 +134,10 @@ impl<F: Real> Vector for Portable<F> {
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use std::arch::x86_64::{
-        __m256, _CMP_EQ_OQ, _CMP_ORD_Q, _mm_loadl_epi64, _mm256_add_epi32, _mm256_add_ps, _mm256_andnot_ps,
-        _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepu8_epi32,
-        _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_set1_epi32,
-        _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_epi32, _mm256_sub_ps,
+        __m256, _CMP_EQ_OQ, _CMP_ORD_Q, _mm256_add_epi32, _mm256_add_ps, _mm256_andnot_ps, _mm256_blendv_ps,
+        _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_max_ps,
+        _mm256_min_ps, _mm256_mul_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_ps, _mm256_slli_epi32,
+        _mm256_storeu_ps, _mm256_sub_ps,
     };
     use std::ops::{Add, Mul, Sub};
 
@@ -212,6 +225,10 @@ mod avx2 {
             instruction!(_mm256_storeu_ps(out.as_mut_ptr(), self.0));
         }
         #[inline(always)]
+        fn times_plus(self, by: Self, plus: Self) -> Self {
+            Single::times_plus(self, by, plus)
+        }
+        #[inline(always)]
         fn at_least(self, low: Self) -> Self {
             Self(instruction!(_mm256_max_ps(self.0, low.0)))
         }
@@ -232,20 +249,11 @@ mod avx2 {
             instruction!(_mm256_cmp_ps::<_CMP_ORD_Q>(self.0, self.0))
         }
         #[inline(always)]
-        fn mask(flags: [bool; LANES]) -> __m256 {
-            // 1 becomes minus 1, whose bits are all set.
-            instruction!(_mm256_castsi256_ps(_mm256_sub_epi32(
-                _mm256_castps_si256(_mm256_setzero_ps()),
-                _mm256_cvtepu8_epi32(_mm_loadl_epi64(flags.as_ptr().cast())),
-            )))
-        }
-        #[inline(always)]
         fn select(mask: __m256, yes: Self, no: Self) -> Self {
             Self(instruction!(_mm256_blendv_ps(no.0, yes.0, mask)))
         }
     }
 }
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -262,8 +270,7 @@ mod tests {
                 let x = V::load(values);
                 let bounded = x.at_least(V::splat(-20.0)).at_most(V::splat(20.0));
                 let (exp, k3) = bounded.exp_k3();
-                let flags = values.map(|value| value > 0.0);
-                let chosen = V::select(V::mask(flags), exp + k3, exp - k3 * x.abs());
+                let chosen = V::select(x.is_known(), exp + k3, exp - k3 * x.abs());
                 for found in [exp, k3, chosen, V::select(x.is_known(), x, V::splat(0.0))] {
                     let mut out = [0.0; LANES];
                     found.store(&mut out);

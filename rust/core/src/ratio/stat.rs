@@ -86,11 +86,16 @@ impl Shape {
                 });
             }
         }
-        if matches!(self, Self::Clamp(..) | Self::Window(..) | Self::StrictWindow(..)) {
+        if self.is_bounded() {
             for ((bounded, ratio), weight) in bounded.iter_mut().zip(ratio).zip(out) {
                 *bounded = ratio != weight;
             }
         }
+    }
+
+    /// Whether it can take a ratio's value away.
+    pub(super) fn is_bounded(self) -> bool {
+        matches!(self, Self::Clamp(..) | Self::Window(..) | Self::StrictWindow(..))
     }
 }
 
