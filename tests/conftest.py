@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart")
 
 def pytest_addoption(parser):
     parser.addoption("--vllm-python", help="interpreter of an environment that holds vLLM")
+    parser.addoption("--strings", type=int, default=20_000, help="adversarial strings for each tokenizer")
 
 
 @pytest.fixture(scope="session")

@@ -322,3 +322,10 @@ def test_strip_logprobs_leaves_nothing_that_align_could_take_for_numbers(tokeniz
         assert '"token_ids":' not in text
         assert '"prompt_token_ids":' not in text
         assert "token_id:" not in text
+
+
+def test_one_trace_of_many_is_aligned_alone(example, tokenizer):
+    traces = tg.read(example / "traces.jsonl.zst", limit=4)
+    alone = tg.align(traces[2], tokenizer)
+    assert alone.trace_ids == (traces[2].id,)
+    assert alone.ids.tolist() == tg.align(traces[2:3], tokenizer).ids.tolist()

@@ -31,7 +31,7 @@ BAD = {
     "fraction": (b'{"messages": [{"role": "assistant", "token_ids": [0.5]}]}', "token id 0.5 is not an integer"),
     "large id": (b'{"messages": [{"role": "assistant", "token_ids": [2147483648]}]}', "is beyond 2147483647"),
     "reward": (b'{"messages": [{"role": "user"}], "reward": Infinity}', "`reward` is inf, not a finite float32"),
-    "choices": (b'{"choices": [{"message": {"content": "x"}}]}', "Record the request as well"),
+    "choices": (b'{"choices": [{"finish_reason": "stop"}]}', "a choice has no `message`"),
 }
 
 

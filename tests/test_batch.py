@@ -263,7 +263,8 @@ def test_as_many_terms_as_traces_are_told_apart_by_a_word():
     ("change", "message"),
     [
         ({"per": "turn"}, "per is 'turn'"),
-        ({"share_prefixes": True}, "not built yet"),
+        ({"skip_zero_advantage": True}, "it is not known what the objective looks at"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0"),
         ({"token_budget": 0}, "token_budget is 0"),
         ({"step_groups": 0}, "step_groups is 0"),
         ({"ranks": 2, "rank": 2}, "rank is 2 of 2"),

@@ -92,7 +92,8 @@ def test_train_takes_what_prepare_has_written(example, forty, tmp_path, capsys):
     assert main(train(example, shards, tmp_path / "o", "--dry-run")) == 0
     said = capsys.readouterr().out
     assert "take 4 steps, 2 an epoch, on 32 traces, with 8 held out" in said
-    assert all(line in said for line in prepared[1:-1])
+    # Shards do not know the forms of the records they were made of.
+    assert all(line in said for line in prepared[1:-1] if ": it has `" not in line)
     assert main(train(example, shards, tmp_path / "o", "--dry-run", "--lenient")) == 1
     assert "data.lenient has no effect" in capsys.readouterr().err
 
@@ -141,6 +142,13 @@ def test_a_run_leaves_what_it_says(example, forty, tmp_path, capsys):
     assert tg.config.load(out / "config.toml").train.epochs == 2
 
 
+def tensors(path):
+    """The bytes of each tensor of a file; what else it says may stand in another order."""
+    from safetensors.numpy import load_file
+
+    return {name: (array.dtype, array.shape, array.tobytes()) for name, array in load_file(path).items()}
+
+
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit_as_if_it_had_not_come(
     example, forty, tmp_path, capsys
 ):
@@ -169,10 +177,12 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit_as_if_it
     assert main(shlex.split(again)) == 0
     assert f"resumed after step {taken}" in capsys.readouterr().out
     one, other = (tmp_path / name / "checkpoint" for name in ("whole", "cut"))
-    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-    for name in ("optimizer", "logprobs"):
-        file = f"resume/{name}.safetensors"
-        assert (one / file).read_bytes() == (other / file).read_bytes()
+    files = sorted(file.relative_to(one) for file in one.rglob("*.safetensors"))
+    # One run was this process, whose random state is its own; training draws nothing from it here.
+    files = [file for file in files if not file.name.startswith("random-")]
+    assert len(files) >= 3  # weights, sampled logprobs, the state of the optimizer
+    for file in files:
+        assert tensors(one / file) == tensors(other / file), file
 
 
 def test_the_config_is_printed_and_read_back(tmp_path, capsys):

@@ -10,11 +10,11 @@ import pytest
 HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
 FLOORS = [
     {"_core", "errors"},
-    {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "shards", "store"},
-    {"sequence", "correction", "objective", "presets"},
+    {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "shards", "store", "strip"},
+    {"sequence", "recover", "tables", "correction", "objective", "presets"},
     {"batch", "config"},
     {"policy", "prepare"},
-    {"learner", "report"},
+    {"learner", "report", "doctor"},
     {"integrations"},
     {"cli"},
 ]

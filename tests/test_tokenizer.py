@@ -116,9 +116,9 @@ def _both(directory: Path) -> tuple[Tokenizer, Any]:
     return Tokenizer.from_pretrained(directory), theirs
 
 
-def _adversarial(count: int, added: list[str]) -> list[str]:
+def _adversarial(count: int, added: list[str], seed: int = 7) -> list[str]:
     """Strings of everything tokenizers have stumbled over, from a fixed seed."""
-    chance = random.Random(7)
+    chance = random.Random(seed)
     odd = ["\u0301", "e\u0301", "\u200d", "\u200b", "\ufeff", "\u00a0", "\u2028", "\x00", "\x1c", "\x85", "\ufdd0", "ﬁ"]
     odd += ["각", "각", "İ", "ß", "ς", "👩\u200d🚀", "🇩🇪", "日本", "שלום", "नमस्ते", "\u0e33", "\U0001d518"]
     plain = ["the", " cat", "'s", "'LL", "don't", "  ", "   \n", "\r\n", "\t", "1", "2345", "3.14", "{}", '":', "//"]
@@ -134,18 +134,27 @@ def _offset_bytes(text: str, encoding: Any) -> list[int]:
     return [int(bytes_before[end]) for _, end in encoding.offsets]
 
 
+def _check_ids(ours: Tokenizer, theirs: Any, strings: int) -> None:
+    """Ids of so many adversarial strings beside transformers', 10,000 at a time."""
+    added = sorted(theirs.get_added_vocab())[:40]
+    for seed in range(0, strings, 10_000):
+        texts = _adversarial(min(10_000, strings - seed), added, seed)
+        ids, offsets = ours.encode_batch(texts)
+        assert (ids.dtype, offsets.dtype) == (np.int32, np.int64)
+        rows = [ids[start:end].tolist() for start, end in itertools.pairwise(offsets)]
+        assert rows == theirs(texts, add_special_tokens=False)["input_ids"]
+        for text, row in list(zip(texts, rows, strict=True))[:50]:
+            assert ours.encode(text).tolist() == row
+
+
 @pytest.mark.parametrize("name", ["small", "qwen", "deepseek", "example"])
-def test_ids_are_those_of_transformers_for_adversarial_strings(name: str, request: pytest.FixtureRequest) -> None:
+def test_ids_are_those_of_transformers_for_adversarial_strings(
+    name: str, request: pytest.FixtureRequest, pytestconfig: pytest.Config
+) -> None:
     ours, theirs = _both(EXAMPLE) if name == "example" else request.getfixturevalue(name)
-    texts = _adversarial(2500, sorted(theirs.get_added_vocab())[:40])
-    expected = theirs(texts, add_special_tokens=False)["input_ids"]
-    ids, offsets = ours.encode_batch(texts)
-    assert ids.dtype == np.int32
-    assert offsets.dtype == np.int64
-    rows = [ids[start:end].tolist() for start, end in itertools.pairwise(offsets)]
-    assert rows == expected
-    for text in texts[:50]:
-        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.report.backend == "fastokens", ours.report
+    assert ours.report.no_memo is None
+    _check_ids(ours, theirs, pytestconfig.getoption("--strings"))
 
 
 @pytest.mark.parametrize("name", ["small", "qwen", "deepseek"])
@@ -165,9 +174,12 @@ def test_bytes_of_tokens_are_the_text_and_ends_add_them_up(name: str, request: p
             assert [int(ends[at]) for at in whole] == [by_crate[at] for at in whole]
             spelled += 1
         else:
-            # NFC changed the text: ends are the crate's.
+            # NFC changed the text: ends are the crate's, or within its character where a part was not changed.
             assert name == "qwen"
-            assert ends[:-1].tolist() == np.maximum.accumulate(by_crate)[:-1].tolist()
+            assert len(ends) == len(by_crate)
+            starts = [0, *np.maximum.accumulate(by_crate)[:-1].tolist()]
+            assert np.all(ends <= np.maximum.accumulate([*by_crate[:-1], len(data)]))
+            assert np.all(ends >= np.minimum(starts, ends[-1]) - 3)
     assert spelled > 300
 
 

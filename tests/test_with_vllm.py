@@ -1,6 +1,9 @@
 """A real vLLM on loopback: what it reports, what alignment makes of it, and what the trainer computes, agree."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,3 +86,36 @@ def test_one_step_trains_on_them(recorded, example, tmp_path):
     assert last["frac_old_logprobs_valid"] > 0.95
     assert abs(last["mean_importance_ratio"] - 1) < 1e-3
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint")
+
+
+OBJECTS = """
+import json
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from tracegrad.integrations.vllm import traces_from_outputs
+steps = [{5: Logprob(-0.125, 1, " a")}, {9: Logprob(-0.0625, 1, "b"), 6: Logprob(-2.5, 4, "c")}]
+flat = FlatLogprobs()
+for step in steps:
+    flat.append(step)
+outputs = [
+    CompletionOutput(i, " ac", [5, 6], -2.625, logprobs, finish_reason="stop", stop_reason=7)
+    for i, logprobs in enumerate([steps, flat])
+]
+request = RequestOutput("r", "p", [1, 2], None, outputs, True)
+traces = traces_from_outputs([request], rewards=[[1, 0]], temperature=0.5)
+print(json.dumps([
+    [trace.id, trace.reward, g.prompt_token_ids.tolist(), g.token_ids.tolist(), g.logprobs.tolist(), g.stop_reason]
+    for trace in traces for g in trace.generations
+]))
+"""
+
+
+def test_vllms_own_objects_are_taken_in_its_own_process(request, tmp_path):
+    python = request.config.getoption("--vllm-python")
+    # Only tracegrad is put on the path: the packages beside it are another environment's.
+    (tmp_path / "tracegrad").symlink_to(Path(tg.__file__).parent, target_is_directory=True)
+    told = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([python, "-c", OBJECTS], capture_output=True, text=True, check=False, env=told)
+    assert done.returncode == 0, done.stderr
+    expected = [[1, 2], [5, 6], [-0.125, -2.5], 7]
+    assert json.loads(done.stdout.splitlines()[-1]) == [["r-0", 1.0, *expected], ["r-1", 0.0, *expected]]

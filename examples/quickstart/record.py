@@ -127,12 +127,12 @@ def trace(base_url: str, prompt: task.Prompt, group: str, sample: int) -> dict:
 
 
 @contextlib.contextmanager
-def server(python: str, model: Path, port: int, log: Path) -> Iterator[str]:
+def server(python: str, model: Path, port: int, log: Path, more: str = "") -> Iterator[str]:
     """Start vLLM on `model` with the interpreter `python`, yield its base URL once healthy, and stop it in the end."""
     flags = "--enforce-eager --dtype float32 --max-model-len 1024 --generation-config vllm"
     flags += " --enable-auto-tool-choice --tool-call-parser hermes"
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
-    command += [MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), *flags.split()]
+    command += [MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), *flags.split(), *more.split()]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)

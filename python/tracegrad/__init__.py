@@ -22,9 +22,9 @@ from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces, read, stream, strip_logprobs, write
 
 if TYPE_CHECKING:
-    from tracegrad import learner, objective, policy, report
+    from tracegrad import doctor, learner, objective, policy, report
 
-_ON_USE = ("learner", "objective", "policy", "report")
+_ON_USE = ("doctor", "learner", "objective", "policy", "report")
 
 __all__ = [
     "Batch",
@@ -40,6 +40,7 @@ __all__ = [
     "advantage",
     "align",
     "correct",
+    "doctor",
     "learner",
     "objective",
     "pack",

@@ -35,7 +35,9 @@ class Traces:
     @staticmethod
     def concatenate(parts: list[Traces]) -> Traces: ...
     @staticmethod
-    def decode(records: list[bytes], name: str) -> tuple[Traces, dict[str, Any]]: ...
+    def decode(records: list[bytes], name: str, first: int, format: str) -> tuple[Traces, dict[str, Any]]: ...
+    @staticmethod
+    def compose(rows: list[list[Any]], name: str, first: int, format: str) -> tuple[Traces, dict[str, Any]]: ...
     def id(self, index: int) -> str: ...
     def location(self, index: int) -> tuple[str | None, int | None]: ...
     def group(self, index: int) -> str | None: ...
@@ -50,6 +52,17 @@ class Traces:
     def template_kwargs(self, index: int) -> dict[str, Any]: ...
     def generations(self, index: int) -> list[dict[str, Any]]: ...
     def reward_column(self) -> NDArray[np.float32]: ...
+    def columns(self) -> dict[str, Any]:
+        """One entry per generation of every trace, G in all, in order.
+
+        [G] int64: trace, turn, tokens (listed), ids, prompt_ids, logprobs (their entries, -1 where there are none),
+        rendered (1 where the prompt is what the template makes of the messages), missing, invalid, logprob_kind (0
+        unknown, 1 raw, 2 processed), version (-1 unknown), context (messages), content_bytes (of string content, U+FFFD
+        counted as one; -1 where it is none), system (1 where the context begins with such a message), stop_id (-1
+        none), stop_text (0, 1). [G] float64, NaN unknown: temperature, top_p, cumulative_logprob. finish_reason: G
+        strings, "" unsaid. flat_logprobs: float32, end to end. prompt_head: [2 G] int32, the first two prompt ids, -1
+        where there are none.
+        """
 
 class TraceReader:
     def __new__(
@@ -60,6 +73,7 @@ class TraceReader:
         limit: int | None,
         max_record_bytes: int,
         chunk_bytes: int,
+        format: str,
     ) -> TraceReader: ...
     def batch(self, count: int) -> Traces: ...
     def report(self) -> dict[str, Any]: ...
@@ -94,7 +108,11 @@ class Tokenizer:
     @property
     def spelling(self) -> Literal["byte-level", "sentencepiece", "other"]: ...
     @property
+    def has_generation(self) -> bool: ...
+    @property
     def has_template(self) -> bool: ...
+    @property
+    def report(self) -> tuple[str, str, int, str | None]: ...
     def __len__(self) -> int: ...
     def encode(self, text: str) -> NDArray[np.int32]: ...
     def encode_with_ends(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
@@ -119,9 +137,14 @@ def align_traces(
     *,
     lenient: bool,
     text_only: bool,
+    assume_canonical: bool,
+    mode: str,
+    merge: str,
+    strict: bool,
     logprob_kind: str | None,
     skip_errors: bool,
 ) -> dict[str, Any]: ...
+def recover_ids(traces: Traces, tokenizer: Tokenizer) -> dict[str, Any]: ...
 
 # ratio
 LOG_RATIO_LIMIT: float
@@ -145,23 +168,31 @@ def correct_terms(
 def pack_measure(
     cu_seqlens: NDArray[np.int64],
     trace: NDArray[np.int32],
+    ids: NDArray[np.int32],
     trainable: NDArray[np.bool_],
     names: list[str],
     token_budget: int,
     whole_traces: bool,
+    shared: bool,
     too_long: str,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
     """Length [N] and terms [N] of each branch, terms lost [R], traces that were too long."""
 
 def pack_place(
+    ids: NDArray[np.int32],
+    cu_seqlens: NDArray[np.int64],
     length: NDArray[np.int32],
+    terms: NDArray[np.int32],
     trace: NDArray[np.int32],
     step: NDArray[np.int32],
     ranks: int,
     token_budget: int,
     whole_traces: bool,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Rank [N] and row [N] of each branch (-1: none), rows [steps * ranks]."""
+    cost: tuple[float, float, float],
+    least_gain: float | None,
+) -> list[NDArray[Any]]:
+    """Rank, row and order [N] of each branch (-1: none), rows and load [steps * ranks]; per step whether prefixes are
+    shared, whether a trace needs it, tokens without and with it, the ratio of the costs."""
 
 def pack_lay(
     ids: NDArray[np.int32],
@@ -171,8 +202,10 @@ def pack_lay(
     length: NDArray[np.int32],
     step: NDArray[np.int32],
     row: NDArray[np.int32],
+    order: NDArray[np.int32],
     rows: NDArray[np.int32],
+    shared: NDArray[np.bool_],
     multiple: int,
 ) -> list[NDArray[Any]]:
-    """ids, positions, tree_end, cu_tokens, read, target, inv_temperature, row, term, cu_heads, cu_rows, origin, branch,
-    cu_terms of one rank; the type `Layout` of the core says what each is."""
+    """ids, positions, tree_end, cu_tokens, read, target, inv_temperature, row, term, cu_heads, cu_row_terms,
+    cu_rows, origin, branch, cu_terms of one rank; the type `Layout` of the core says what each is."""

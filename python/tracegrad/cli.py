@@ -1,22 +1,26 @@
-"""The command line: `tracegrad train`, `tracegrad prepare`, `tracegrad --version`.
+"""The command line: `tracegrad train`, `tracegrad prepare`, `tracegrad doctor`, `tracegrad --version`.
 
 Options and their refusals, the story that a run prints, and exit codes: 0, 1 for an error of ours in one line, 2 for
-usage, 128 + signal. No torch until `train` needs it.
+usage, 128 + signal; `doctor` gives 1 where training would be wrong. No torch until `train` needs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tracegrad import _core, config, prepare
+from tracegrad import _core, config, doctor, prepare
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
 from tracegrad.report import write_report
+from tracegrad.sequence import LOGPROB_KINDS
 from tracegrad.tokenizer import Tokenizer
 
 SHORT = {
@@ -77,6 +81,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, An
     run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
     shards = _command(commands, "prepare", "align traces into shards, without torch", _prepare)
     shards.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces in a shard (default 4096)")
+    _doctor_command(commands)
     told, rest = parser.parse_known_args(arguments)
     given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
     return told, [*((name, value) for name, value in given if value is not None), *_dotted(rest, told.parser)]
@@ -95,6 +100,25 @@ def _command(commands: Any, name: str, text: str, run: Any) -> argparse.Argument
     data.add_argument("--text-only", action="store_const", const=True, help="train text that has no logprobs")
     data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an unknown id")
     return parser
+
+
+def _doctor_command(commands: Any) -> None:
+    text = "say why training on traces would be wrong, what it costs, and the cure"
+    parser = commands.add_parser("doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    parser.set_defaults(run=_doctor, parser=parser)
+    parser.add_argument("traces", help="JSONL of traces, plain, .gz or .zst; - for standard input")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
+    parser.add_argument("--json", action="store_true", help="the same for machines, one object")
+    parser.add_argument(
+        "--held-out", action="append", default=[], metavar="FILE", help="traces whose prompts must not be trained on"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest trace (default: the model's positions)")
+    parser.add_argument(
+        "--logprob-kind", dest="kind", choices=LOGPROB_KINDS, help="what the logprobs are of, over what the records say"
+    )
+    parser.add_argument(
+        "--rescore", type=int, nargs="?", const=64, default=0, metavar="N", help="compare N traces with the model (64)"
+    )
 
 
 def _dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
@@ -127,6 +151,21 @@ def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     return 0
 
 
+def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    if overrides:
+        raise ArgumentError(f"{overrides[0][0]} has no effect on doctor, which trains nothing. Leave it for train.")
+    diagnosis = doctor.examine(
+        told.traces,
+        told.model,
+        max_tokens=told.max_tokens,
+        held_out=told.held_out,
+        logprob_kind=told.kind,
+        rescored=told.rescore,
+    )
+    _say(*([json.dumps(diagnosis.as_dict(), indent=1)] if told.json else doctor.lines(diagnosis)))
+    return diagnosis.exit_code
+
+
 def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     from tracegrad import algebra, presets
 
@@ -137,10 +176,11 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     if told.print_config:
         return 0
     watch = Stopwatch()
-    sequences, account = prepare.load(told.traces, told.model, chosen.data, told.out, watch)
+    data = chosen.data if _first() or chosen.data.on_error != "quarantine" else replace(chosen.data, on_error="skip")
+    sequences, account = prepare.load(told.traces, told.model, data, told.out, watch)
     _say(*account.lines())
     if told.dry_run:
-        return _dry_run(sequences, objective, chosen)
+        return _dry_run(sequences, objective, chosen, told.model)
     return _learn(told, arguments, chosen, objective, sequences, account, watch)
 
 
@@ -151,11 +191,12 @@ def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> confi
     return config.load(told.config, overrides, start=start)
 
 
-def _dry_run(sequences: Any, objective: Any, chosen: config.Config) -> int:
-    """What would be done: steps, rows and their fill."""
+def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path) -> int:
+    """What would be done: steps, rows and their fill, memory and time."""
     from tracegrad.learner.feed import Feed
 
-    feed = Feed.of(sequences, objective, chosen)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    feed = Feed.of(sequences, objective, chosen, ranks=ranks)
     plan, steps = feed.plan(), feed.steps(0)
     rows = [len(batch.ids) for step in steps for batch in step.batches]
     fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
@@ -164,9 +205,26 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config) -> int:
         f"would    take {plan.total:,} steps, {plan.steps_per_epoch:,} an epoch, on {int((~feed.held).sum()):,} "
         f"traces, with {int(feed.held.sum()):,} held out for value",
         f"         {len(rows):,} rows an epoch, the longest {max(rows):,} tokens, {fill:.0%} of the budget filled, "
-        f"{sum(map(len, steps)):,} terms",
+        f"{sum(map(len, steps)):,} terms" + ("" if ranks == 1 else f", on the first of {ranks} ranks"),
+        *_sharing(steps),
     )
+    _say(*_forecast(model, chosen, feed, ranks))
     return 0
+
+
+def _sharing(steps: list[Any]) -> list[str]:
+    """What shared prefixes save, where the steps say it."""
+    reports = [report for step in steps if (report := getattr(step, "sharing", None)) is not None]
+    return [f"sharing  {reports[0]}"] if reports else []
+
+
+def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> list[str]:
+    """Memory and time, as far as they are known before a weight is read; says so where torch is not there."""
+    try:
+        from tracegrad.learner.forecast import forecast
+    except ImportError as error:
+        return [f"memory   not known: {error.name} is not installed"]
+    return forecast(model, chosen, feed, ranks).lines()
 
 
 def _learn(
@@ -191,6 +249,8 @@ def _learn(
         model = load_model(told.model)
     places = {"out": told.out, "tokenizer": told.model, "resume": told.resume}
     done = learner.train(sequences, model, objective=objective, config=chosen, say=_say, **places)
+    if not _first():
+        return done.exit_code
     watch.seconds.update(done.seconds)
     summary = _summary(chosen, account, done, watch.seconds)
     prepare.write_json(told.out / "summary.json", summary)
@@ -215,6 +275,7 @@ def _summary(chosen: config.Config, account: prepare.Account, done: Any, seconds
         "value": {name: value[name] for name in value if name.startswith("value")},
         "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
         "checkpoint": str(done.checkpoint),
+        "device_idle": done.idle,
     }
 
 
@@ -227,6 +288,12 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
     lines = [
         reasons[done.stopped],
         *_value_line(done.rows),
+        "device   "
+        + (
+            "a CPU: host and device are one, no idle share"
+            if done.idle is None
+            else f"{done.idle:.1%} of its time idle"
+        ),
         f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
         f"         {told.out / 'report.html'}  shows the run and its tokens",
         f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
@@ -249,8 +316,13 @@ def _value_line(rows: list[dict[str, Any]]) -> list[str]:
     return [f"value    {last['value_recorded']:.3f} as recorded, {last['value']:.3f} now ({span}, {sample})"]
 
 
+def _first() -> bool:
+    """Whether this process is the one that speaks: torchrun numbers them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _say(*lines: str) -> None:
-    for line in lines:
+    for line in lines if _first() else ():
         print(line, flush=True)
 
 

@@ -16,6 +16,7 @@ from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
 from tracegrad.sequence import TIER_TEXT, Sequences, align
+from tracegrad.tables import ParquetStream, is_parquet
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import ReadReport, Traces, TraceStream, stream, write
 
@@ -32,6 +33,7 @@ class Account:
         drift: reason to findings, traces and tokens concerned.
         recorded, exact: tokens recorded as sampled, and of those held with an exact id and a logprob.
         errors: one line for each trace that could not be aligned and was left out.
+        template: what the probe found of the chat template, and `warnings` of it.
     """
 
     source: str
@@ -44,6 +46,7 @@ class Account:
     drift: dict[str, dict[str, int]] = field(default_factory=dict)
     recorded: int = 0
     exact: int = 0
+    template: dict[str, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     group_names: set[str] = field(default_factory=set)
 
@@ -65,21 +68,28 @@ class Account:
         _add(self.tiers, sequences.tiers())
         _add(self.drift, sequences.drift.table())
 
+    def probe(self, tokenizer: Tokenizer) -> None:
+        """Keeps what the tokenizer's chat template does to a conversation."""
+        found = tokenizer.probe()
+        self.template = {**found.as_dict(), "warnings": found.warnings()}
+
     def as_dict(self) -> dict[str, Any]:
         """What drift.json holds."""
         counts = {name: getattr(self, name) for name in ("source", "traces", "groups", "branches", "tokens", "terms")}
         found = {"tiers": self.tiers, "recorded": self.recorded, "exact": self.exact, "drift": self.drift}
-        return {**counts, **found, "errors": self.errors, "read": asdict(self.read)}
+        return {**counts, **found, "errors": self.errors, "template": self.template, "read": asdict(self.read)}
 
     def lines(self) -> list[str]:
         """The account for a terminal."""
         bad = f", {self.read.bad:,} bad records left out" if self.read.bad else ""
         out = [
             f"read     {self.traces:,} traces in {self.groups:,} groups from {self.source}{bad}",
+            *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
         ]
         if self.errors:
             out.append(f"         {len(self.errors):,} traces could not be aligned, the first: {self.errors[0]}")
+        out += [f"template {warning}" for warning in self.template.get("warnings", ())]
         out += _table("tier", ("tokens", "trainable", "generations"), self.tiers, TIER_TEXT)
         if self.recorded:
             share = 1 - self.exact / self.recorded
@@ -116,6 +126,7 @@ def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> t
     with watch("align"):
         sequences = _aligned(whole, tokenizer, data, out, account, 0)
     account.read = traces.read_report
+    account.probe(tokenizer)
     return sequences, account
 
 
@@ -140,6 +151,7 @@ def prepare(source: str, model: Path, data: Data, out: Path, *, shard_traces: in
         raise ArgumentError(f"{out} holds shards. New ones among them would be read as one set. Give another --out.")
     account = Account(source)
     tokenizer = Tokenizer.from_pretrained(model)
+    account.probe(tokenizer)
     _make(out)
     traces = _open(source, data, out, shard_traces)
     for index, part in enumerate(traces):
@@ -167,7 +179,9 @@ def write_json(path: Path, value: Any) -> None:
         ) from error
 
 
-def _open(source: str, data: Data, out: Path, batch: int = 1024) -> TraceStream:
+def _open(source: str, data: Data, out: Path, batch: int = 1024) -> TraceStream | ParquetStream:
+    if is_parquet(source):
+        return ParquetStream(source, batch=batch, on_error=data.on_error)
     aside = None
     if data.on_error == "quarantine":
         _make(out)

@@ -17,8 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _core, store
 from tracegrad.errors import ArgumentError
+from tracegrad.ragged import Ragged
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces
+from tracegrad.trace import Trace, Traces
 
 GIVEN, TEMPLATE, SAMPLED = 0, 1, 2
 SOURCES = ("given", "template", "sampled")
@@ -28,6 +29,7 @@ TIER_TEXT = {
     "T1": "completion ids recorded",
     "T2": "ids from each token's bytes",
     "T3": "ids from text, one segmentation fits",
+    "T4": "canonical tokens of the text: assumed, the count fits",
     "T5": "canonical tokens, the count fits",
     "T6": "text only: no ratio",
 }
@@ -118,7 +120,8 @@ class Sequences:
         temperature: [R] float32: of sampling, NaN unknown.
         trace_ids: R names, `group_names`: what the integers of `group` stand for.
         drift: what did not fit.
-        extras: named per-token arrays [T, ...], sliced along with the tokens.
+        extras: named per-token arrays [T, ...], or `Ragged` where rows differ in length; sliced along with the tokens.
+            `routed_experts` (-1 where a token has none) and `sampling_mask` come from the records.
     """
 
     ids: NDArray[np.int32]
@@ -141,7 +144,7 @@ class Sequences:
     trace_ids: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
     drift: Drift = field(default_factory=no_drift)
-    extras: Mapping[str, Array] = field(default_factory=dict)
+    extras: Mapping[str, Array | Ragged] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -201,7 +204,7 @@ class Sequences:
         version: ArrayLike | None = None,
         inv_temperature: ArrayLike | None = None,
         logprob_kind: str = "processed",
-        extras: Mapping[str, Array] | None = None,
+        extras: Mapping[str, Array | Ragged] | None = None,
     ) -> Sequences:
         """Takes tokens that a trainer holds already; no JSON on the way.
 
@@ -333,21 +336,33 @@ def _check_traces(trace: Array) -> None:
 
 
 def align(
-    traces: Traces,
+    traces: Traces | Trace,
     tokenizer: Tokenizer,
     *,
+    mode: str = "splice",
+    merge: str = "mask",
+    strict: bool = True,
     lenient: bool = False,
     text_only: bool = False,
+    assume_canonical: bool = False,
     logprob_kind: str | None = None,
     on_error: str = "raise",
 ) -> Sequences:
     """Recorded traces to the ids the trainer will use: sampled ids are the data, the template supplies the rest.
 
     Args:
-        traces: what `read` gave.
+        traces: what `read` gave, or one of them.
         tokenizer: of the model that will be trained.
+        mode: "splice" keeps the sampled ids; "align" takes those of the rendered conversation, each with the logprob of
+            the sampled token that it is. For trainers that render again.
+        merge: in align mode, what a rendered token gets that is several sampled ones: "mask" nothing, "sum" the sum of
+            their logprobs, which is the probability of one way to write it.
+        strict: in align mode, mask what follows the first token of a turn that is not the sampled one: the policy saw
+            other ids there.
         lenient: go on after an id that cannot be known, with the canonical tokens of its text, untrained and counted.
         text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
+        assume_canonical: train on the canonical tokens of a text whose tokens are not recorded, where their number is
+            that of the logprobs (tier T4): likely the sampled ones, not known to be.
         logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
         on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
 
@@ -360,11 +375,16 @@ def align(
     """
     if on_error not in ("raise", "skip"):
         raise ArgumentError(f"on_error is {on_error!r}. It must be 'raise' or 'skip'.")
+    _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
     found = _core.align_traces(
-        traces.core,
+        traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core,
         tokenizer._core,
         lenient=lenient,
         text_only=text_only,
+        assume_canonical=assume_canonical,
+        mode=mode,
+        merge=merge,
+        strict=strict,
         logprob_kind=logprob_kind,
         skip_errors=on_error == "skip",
     )
@@ -377,4 +397,22 @@ def align(
     )
     names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
-    return Sequences(**found, **names, drift=drift)
+    extras = {name: _extra(*parts) for name, parts in found.pop("extras").items()}
+    return Sequences(**found, **names, drift=drift, extras=extras)
+
+
+def _check_mode(mode: str, merge: str, strict: bool, of_splice: bool) -> None:
+    if mode not in ("splice", "align"):
+        raise ArgumentError(f"mode is {mode!r}. It must be 'splice' or 'align'.")
+    if merge not in ("mask", "sum"):
+        raise ArgumentError(f"merge is {merge!r}. It must be 'mask' or 'sum'.")
+    if mode == "splice" and (merge != "mask" or not strict):
+        raise ArgumentError("merge and strict have no effect in splice mode, which keeps sampled ids. Leave them out.")
+    if mode == "align" and of_splice:
+        raise ArgumentError(
+            "lenient, text_only and assume_canonical have no effect in align mode. Leave them out, or splice."
+        )
+
+
+def _extra(shape: list[int], offsets: Array, values: Array) -> Array | Ragged:
+    return values.reshape(-1, *shape) if shape else Ragged(offsets, values)

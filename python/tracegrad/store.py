@@ -7,7 +7,7 @@ Here are the columns with their dtypes, the checks of what is loaded, and the jo
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import shards
-from tracegrad.errors import FormatError, ReadError
+from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.ragged import Ragged
 
 Array = NDArray[Any]
 
@@ -43,7 +44,7 @@ class Stored(NamedTuple):
     """Fields of a `Sequences` and its `Drift`, whose arrays stand in `columns` as `drift.reason` and so on."""
 
     columns: dict[str, Array]
-    extras: dict[str, Array]
+    extras: dict[str, Array | Ragged]
     names: dict[str, tuple[str, ...]]
     drift: dict[str, Any]
 
@@ -59,7 +60,12 @@ def save(folder: Path, stored: Stored) -> None:
         (folder / _TABLE).unlink(missing_ok=True)
     except OSError as error:
         raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
-    arrays = stored.columns | {f"extra.{name}": array for name, array in stored.extras.items()}
+    arrays = dict(stored.columns)
+    for name, extra in stored.extras.items():
+        if isinstance(extra, Ragged):
+            arrays |= {f"ragged.{name}": extra.values, f"ragged.{name}.offsets": extra.offsets}
+        else:
+            arrays[f"extra.{name}"] = extra
     shards.write(folder / _ARRAYS, arrays, {"format": _FORMAT})
     text = json.dumps({"format": _FORMAT, **stored.names, "drift": stored.drift}, ensure_ascii=False)
     shards.write_bytes(folder / _TABLE, [text.encode("utf-8", "surrogatepass")])
@@ -94,14 +100,28 @@ def _loaded(folder: Path) -> Stored:
         raise ReadError(f"{folder / _TABLE}: cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{folder}: not what `save` writes ({str(error)[:80]}). Prepare the traces again.") from error
-    extras = {name.removeprefix("extra."): array for name, array in arrays.items()}
+    try:
+        extras = _extras(arrays)
+    except ArgumentError as error:
+        raise FormatError(f"{folder}: {error} The files were changed; prepare the traces again.") from error
     wrong = _misfit(columns, extras, names, drift)
     if wrong:
         raise FormatError(f"{folder}: {wrong} does not fit the rest. The files were changed; prepare the traces again.")
     return Stored(columns, extras, names, drift)
 
 
-def _misfit(columns: dict[str, Array], extras: dict[str, Array], names: dict[str, Any], drift: dict[str, Any]) -> str:
+def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
+    """What stands under `extra.NAME`, and under `ragged.NAME` with `ragged.NAME.offsets`."""
+    extras: dict[str, Array | Ragged] = {}
+    for name, array in arrays.items():
+        if not name.startswith("ragged."):
+            extras[name.removeprefix("extra.")] = array
+        elif f"{name}.offsets" in arrays:
+            extras[name.removeprefix("ragged.")] = Ragged(arrays[f"{name}.offsets"], array)
+    return extras
+
+
+def _misfit(columns: dict[str, Array], extras: Mapping[str, Any], names: dict[str, Any], drift: dict[str, Any]) -> str:
     """The first array whose dtype, shape or values do not fit the others, or ""."""
     tokens, branches, traces = (len(columns[name]) if columns[name].ndim else -1 for name in ("ids", "trace", "group"))
     lengths = dict.fromkeys(_TOKENS, tokens) | dict.fromkeys(_TRACES, traces)
@@ -113,7 +133,7 @@ def _misfit(columns: dict[str, Array], extras: dict[str, Array], names: dict[str
         if len(array) != lengths.get(name, len(array)):
             return name
     for name, array in extras.items():
-        if array.shape[:1] != (tokens,):
+        if (len(array) if isinstance(array, Ragged) or array.ndim else -1) != tokens:
             return name
     if len(names["trace_ids"]) not in (0, traces):
         return "trace_ids"
@@ -138,11 +158,8 @@ def _joined(parts: Sequence[Stored]) -> Stored:
     """All traces of the parts, in order; groups are one where their names are equal."""
     first = parts[0]
     names = {name: sum((part.names[name] for part in parts), ()) for name in ("trace_ids", "group_names")}
-    if any(
-        part.names["reward_names"] != first.names["reward_names"] or set(part.extras) != set(first.extras)
-        for part in parts
-    ):
-        raise FormatError("the shards have different rewards or extras. Prepare them with the same options.")
+    if any(part.names["reward_names"] != first.names["reward_names"] for part in parts):
+        raise FormatError("the shards have different rewards. Prepare them with the same options.")
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
     rows = np.cumsum([0, *(len(part.columns["group"]) for part in parts)]).astype(np.int32)
     for name in ("trace", "drift.trace"):
@@ -158,7 +175,7 @@ def _joined(parts: Sequence[Stored]) -> Stored:
         )
     return Stored(
         columns,
-        {name: np.concatenate([part.extras[name] for part in parts]) for name in first.extras},
+        {name: _extra_of(name, parts) for name in dict.fromkeys(name for part in parts for name in part.extras)},
         {**names, "group_names": tuple(number), "reward_names": first.names["reward_names"]},
         {
             "reasons": first.drift["reasons"],
@@ -166,3 +183,23 @@ def _joined(parts: Sequence[Stored]) -> Stored:
             **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
         },
     )
+
+
+def _extra_of(name: str, parts: Sequence[Stored]) -> Array | Ragged:
+    """One extra of all parts; the tokens of a part that lacks it have -1, or an empty row."""
+    found: Any = next(part.extras[name] for part in parts if name in part.extras)
+    columns: list[Any] = []
+    for part in parts:
+        tokens = len(part.columns["ids"])
+        if name in part.extras:
+            columns.append(part.extras[name])
+        elif isinstance(found, Ragged):
+            columns.append(Ragged(np.zeros(tokens + 1, np.int64), found.values[:0]))
+        else:
+            columns.append(np.full((tokens, *found.shape[1:]), -1, found.dtype))
+    if all(isinstance(column, Ragged) for column in columns):
+        return Ragged.concatenate(columns)
+    shapes = {None if isinstance(column, Ragged) else column.shape[1:] for column in columns}
+    if len(shapes) > 1:
+        raise FormatError(f"the shards have rows of unlike shapes in {name}. Prepare the traces at once.")
+    return np.concatenate(columns)

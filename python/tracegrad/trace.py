@@ -18,26 +18,11 @@ from numpy.typing import NDArray
 
 from tracegrad import _core
 from tracegrad.errors import ArgumentError, FormatError
+from tracegrad.strip import without_numbers
 
 ON_ERROR = ("raise", "skip", "quarantine")
 MAX_RECORD_BYTES = 1 << 30
 CHUNK_BYTES = 8 << 20
-
-# Keys that hold logprobs or ids, wherever a message, choice, response or generation record stands.
-TOKEN_KEYS = frozenset(
-    {"logprobs", "top_logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids", "cumulative_logprob"}
-)
-GENERATION_KEYS = TOKEN_KEYS | {"tokens", "bytes"}
-NESTED_KEYS = (
-    "messages",
-    "extra_messages",
-    "calls",
-    "request",
-    "response",
-    "choices",
-    "message",
-    "messages_and_choices",
-)
 
 Record = TypeVar("Record")
 Path = str | os.PathLike[str]
@@ -50,6 +35,7 @@ class ReadReport:
     Args:
         records: good and bad ones.
         traces: good ones.
+        formats: good ones by the form they were read in: how many, and the sign by which it was known.
         bad: bad ones, left out or written aside.
         reasons: bad ones by reason, such as `not_json`, `wrong_type`, `stream`.
         errors: the first five errors in full.
@@ -63,6 +49,7 @@ class ReadReport:
 
     records: int = 0
     traces: int = 0
+    formats: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     bad: int = 0
     reasons: Mapping[str, int] = field(default_factory=dict)
     errors: Sequence[str] = ()
@@ -83,7 +70,7 @@ class Generation:
         context: indices into `Trace.pool` of the messages it was conditioned on.
         tokens: how many tokens the record lists.
         token_ids: [tokens] int32, or None.
-        prompt_token_ids: int32, or None.
+        prompt_token_ids: all ids before the first sampled one, int32, or None.
         logprobs: [tokens] float32 in nats, NaN where missing or invalid, or None.
         has_bytes, has_texts: whether the record has the tokens' bytes or texts.
         missing, invalid: how many logprobs were null, NaN or -inf; positive or -9999.0.
@@ -92,6 +79,9 @@ class Generation:
         temperature, top_p: as recorded, or None.
         policy_version: -1 unknown.
         cumulative_logprob: nats, or None.
+        text: what the tokens spell, where the record has it apart from the message.
+        versions: (first token, one past the last, policy version), where it changed while sampling.
+        notes: (reason, tokens concerned, what was found) of the reader.
     """
 
     message: int
@@ -111,6 +101,9 @@ class Generation:
     top_p: float | None
     policy_version: int
     cumulative_logprob: float | None
+    text: str | None
+    versions: list[tuple[int, int, int]]
+    notes: list[tuple[str, int, str]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -246,13 +239,18 @@ class Traces(Sequence[Trace]):
     read_report: ReadReport | None = None
 
     @classmethod
-    def from_records(cls, records: Iterable[Any]) -> Traces:
+    def from_records(cls, records: Iterable[Any], *, format: str = "auto") -> Traces:
         """Takes records in any accepted form: dicts, or objects with `model_dump`, which may also stand inside dicts.
+
+        Args:
+            records: one for each trace.
+            format: as for `read`.
 
         Raises:
             FormatError: if one is in no accepted form; its line is its number, from 1.
         """
-        core, report = _core.Traces.decode([_to_json(record, i) for i, record in enumerate(records, 1)], "<records>")
+        texts = [_to_json(record, i) for i, record in enumerate(records, 1)]
+        core, report = _core.Traces.decode(texts, "<records>", 1, format)
         return cls(core, ReadReport(**report))
 
     def __len__(self) -> int:
@@ -303,6 +301,7 @@ def _escape(cell: object) -> str:
 def read(
     path: Path,
     *,
+    format: str = "auto",
     on_error: str = "raise",
     quarantine: Path | None = None,
     limit: int | None = None,
@@ -312,6 +311,8 @@ def read(
 
     Args:
         path: the file.
+        format: "auto" tells each record's form by its structure, and `read_report.formats` says which and why; or the
+            name of one form of docs/trace-format.md, which every record must then have.
         on_error: "raise", "skip" (counted in `read_report`), or "quarantine": bad records go to
             `PREFIX.quarantine.raw` byte for byte and, with file, line and reason, to `PREFIX.quarantine.jsonl`.
         quarantine: PREFIX; the path itself by default.
@@ -322,7 +323,14 @@ def read(
         ReadError: if the file cannot be read, is empty, or, with "raise", breaks off.
         FormatError: if a record is bad, with "raise".
     """
-    traces = stream(path, on_error=on_error, quarantine=quarantine, limit=limit, max_record_bytes=max_record_bytes)
+    traces = stream(
+        path,
+        format=format,
+        on_error=on_error,
+        quarantine=quarantine,
+        limit=limit,
+        max_record_bytes=max_record_bytes,
+    )
     parts = [part.core for part in traces]
     return Traces(_core.Traces.concatenate(parts), traces.read_report)
 
@@ -331,6 +339,7 @@ def stream(
     path: Path,
     *,
     batch: int = 1024,
+    format: str = "auto",
     on_error: str = "raise",
     quarantine: Path | None = None,
     limit: int | None = None,
@@ -355,7 +364,8 @@ def stream(
     if batch < 1 or chunk_bytes < 1 or max_record_bytes < 1 or (limit is not None and limit < 0):
         raise ArgumentError("batch, chunk_bytes and max_record_bytes must be at least 1, and limit at least 0.")
     aside = None if quarantine is None else os.fspath(quarantine)
-    return TraceStream(_core.TraceReader(path, on_error, aside, limit, max_record_bytes, chunk_bytes), batch)
+    reader = _core.TraceReader(path, on_error, aside, limit, max_record_bytes, chunk_bytes, format)
+    return TraceStream(reader, batch)
 
 
 class TraceStream(Iterator[Traces]):
@@ -411,33 +421,30 @@ def strip_logprobs(trace: Record) -> Record:
         return Traces.from_records([_stripped_record(one) for one in trace])  # type: ignore[return-value]
     if isinstance(trace, Trace):
         return Trace.from_dict(_stripped_record(trace))  # type: ignore[return-value]
-    return _stripped(trace, TOKEN_KEYS)
+    return without_numbers(trace)
 
 
 def _stripped_record(trace: Trace) -> dict[str, Any]:
-    """Keeps the id, and makes a bare response, which was known by its prompt ids, the answer to no messages."""
-    record = {"id": trace.id, **_stripped(trace.to_dict(), TOKEN_KEYS)}
-    if record.keys() & {"messages", "calls", "request"}:
+    """What was said, by the trace's own id. A form that cannot be without its numbers becomes a list of messages."""
+    record = {**without_numbers(trace.to_dict()), "id": trace.id}
+    if _says_the_same(record, trace):
         return record
-    return {"id": trace.id, "request": {"messages": []}, "response": record}
+    head = {"group": trace.group, "reward": trace.reward, "model": trace.model, "tools": trace.tools}
+    told = {key: value for key, value in head.items() if value is not None}
+    return {"format": "tracegrad/1", "id": trace.id, **told, "rewards": trace.rewards, "messages": trace.messages}
 
 
-def _stripped(value: Any, dropped: frozenset[str]) -> Any:
-    if hasattr(value, "model_dump"):
-        value = value.model_dump()
-    if isinstance(value, list | tuple):
-        return [_stripped(item, dropped) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    kept: dict[str, Any] = {}
-    for key, item in value.items():
-        if key == "generation":
-            kept[key] = _stripped(item, GENERATION_KEYS)
-        elif key in NESTED_KEYS:
-            kept[key] = _stripped(item, TOKEN_KEYS)
-        elif key not in dropped:
-            kept[key] = item
-    return kept
+def _says_the_same(record: dict[str, Any], trace: Trace) -> bool:
+    """Whether a stripped record is still read, as the same messages, and holds nothing of tokens."""
+    try:
+        [again] = Traces.from_records([record])
+    except FormatError:
+        return False
+    kept = any(
+        generation.token_ids is not None or generation.prompt_token_ids is not None or generation.tokens
+        for generation in again.generations
+    )
+    return not kept and again.messages == trace.messages
 
 
 def _to_json(record: Any, number: int) -> bytes:

@@ -6,12 +6,13 @@ Values only; `tracegrad.correction` evaluates what is known before the step, `tr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from tracegrad.algebra.gate import AnyGate, Budget, DropCovariance, Gate, TopEntropy
+from tracegrad.algebra.idle import why_dropped, why_weightless, why_zero_advantage
 from tracegrad.algebra.penalty import Entropy, Penalty, Shift
-from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, Ratio, left_over
+from tracegrad.algebra.ratio import HOLDS, OVER, TOKEN, Level, Ratio, left_over
 from tracegrad.algebra.reduce import PER_TOKEN, Reduce
 from tracegrad.algebra.refuse import no_effect, one_of
 from tracegrad.algebra.surrogate import CrossEntropy, GeoClip, PolicyGradient, Ratioed, Regress, Surrogate
@@ -19,13 +20,19 @@ from tracegrad.algebra.weight import Weight
 from tracegrad.errors import ArgumentError
 
 Missing = Literal["mask", "neutral", "refuse"]
+Locality = Literal["term", "turn", "trace", "batch"]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Which arrays an objective takes, and whether it takes a trace's current-policy ratio.
+    """Which arrays an objective takes, whether it takes a trace's current-policy ratio, and what it cannot feel.
 
     With `trace_ratio` all branches of a trace must stand in one batch.
+
+    Args:
+        zero_advantage: why a trace whose every advantage is 0 matters to the gradient; "" where it can be left out.
+        dropped: why the logprob of a term that `correct` dropped matters; "" where its head row can be left out.
+        weightless: why the logprob of a term with weight or advantage 0 matters; likewise.
     """
 
     old: bool
@@ -34,6 +41,9 @@ class Needs:
     trace_ratio: bool
     entropy: bool = False
     proximal: bool = False
+    zero_advantage: str = field(default="nothing is said of traces without an advantage", compare=False)
+    dropped: str = field(default="nothing is said of terms that are dropped", compare=False)
+    weightless: str = field(default="nothing is said of terms without a weight", compare=False)
 
 
 class Evaluable(Protocol):
@@ -165,12 +175,29 @@ class Objective:
         return tuple(str(part) for part, *scope in seen if "microbatch" in scope)
 
     @property
+    def locality(self) -> Locality:
+        """The smallest set of terms that can be evaluated apart from the others of a batch, with the same sum.
+
+        "term": the loss is a sum over terms. "turn", "trace": over turns or traces, whose current-policy ratios are
+        aggregated. "batch": a part looks at all terms that are evaluated together. What is detached was evaluated
+        before and does not count.
+
+        >>> Objective(PolicyGradient()).locality
+        'term'
+        """
+        if self.per_microbatch:
+            return "batch"
+        seen = [level.over for ratio, level in self.ratios() if not ratio.detached]
+        widest = max(seen, key=OVER.index, default="token")
+        return {"token": "term", "turn": "turn", "trace": "trace"}.get(widest, "batch")  # type: ignore[return-value]
+
+    @property
     def reductions(self) -> tuple[Reduce, ...]:
         """The distinct reductions of surrogate, penalties and entropy bonus, the surrogate's first."""
         parts = [*self.penalties, *([self.entropy] if self.entropy else [])]
         return tuple(dict.fromkeys([self.reduce, *(part.reduce for part in parts if part.reduce)]))
 
-    def _ratios(self) -> Iterator[tuple[Ratio, Level]]:
+    def ratios(self) -> Iterator[tuple[Ratio, Level]]:
         """Every ratio with its level."""
         if self.ratio is not None:
             yield self.ratio, self.level
@@ -191,7 +218,7 @@ class Objective:
     @property
     def needs(self) -> Needs:
         """Which arrays it takes, and whether a whole trace must stand in one batch."""
-        used = list(self._ratios())
+        used = list(self.ratios())
         proximal = any("proximal" in ratio for ratio, _ in used)
         return Needs(
             old=any("old" in ratio for ratio, _ in used),
@@ -200,6 +227,9 @@ class Objective:
             trace_ratio=any(level.over in ("turn", "trace") and not ratio.detached for ratio, level in used),
             entropy=self.entropy is not None or any(isinstance(gate, TopEntropy) for gate in self.gates),
             proximal=proximal,
+            zero_advantage=why_zero_advantage(self),
+            dropped=why_dropped(self),
+            weightless=why_weightless(self),
         )
 
     def check_missing(self, missing: Missing) -> None:

@@ -9,6 +9,7 @@ from tracegrad.config.options import (
     Data,
     Optimizer,
     Pack,
+    Parallel,
     Train,
 )
 from tracegrad.config.reading import as_dict, describe, load, nearest, options, read_toml, to_toml, update
@@ -22,6 +23,7 @@ __all__ = [
     "Data",
     "Optimizer",
     "Pack",
+    "Parallel",
     "Train",
     "as_dict",
     "describe",

@@ -116,13 +116,31 @@ class Train:
     """Stop, with a checkpoint, when value's effective sample size falls below this share of the held-out traces."""
     tensorboard: bool = False
     """Write TensorBoard scalars beside metrics.jsonl."""
+    memory: Literal["speed", "balanced", "low"] = "speed"
+    """Memory or time: balanced recomputes layers and cuts the head's chunks, low shrinks more and takes longer."""
+    compile: bool = False
+    """Compile each layer by torch.compile; needs a C++ or CUDA compiler on the machine."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters on all linear layers but the head, which alone are then trained (peft); 0: none."""
+    ref_every: int = 0
+    """Optimizer steps after which the policy becomes its own reference again; 0: the reference stays as it began."""
+    ref_model: str = ""
+    """Folder of another model as reference; empty: the starting model, with adapters the model without them."""
 
     def __post_init__(self) -> None:
         _require(self.epochs > 0, "train.epochs", self.epochs, "it must be at least 1")
-        for name in ("seed", "updates_per_old"):
+        for name in ("seed", "updates_per_old", "lora_rank", "ref_every"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "it must not be negative")
         _require(self.value_per_epoch > 0, "train.value_per_epoch", self.value_per_epoch, "it must be at least 1")
         _require(0 <= self.stop_below_ess < 1, "train.stop_below_ess", self.stop_below_ess, "it must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Several processes, which torchrun starts."""
+
+    mode: Literal["auto", "fsdp", "ddp", "none"] = "auto"
+    """fsdp shards parameters, gradients and optimizer; ddp copies them; auto: fsdp on CUDA, ddp on CPU, none alone."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +180,7 @@ class Config:
     advantage: Advantage = field(default_factory=Advantage)
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     objective: Choice = field(default_factory=Choice)
 

@@ -1,7 +1,7 @@
 """tracegrad inside other people's trainers. Each module is thin, and only `integrations/x` imports x, on use.
 
-`trl`, `verl`, `art` (back again: `art_groups`) and `transformers` are for those; `padded` is what those that pad share.
-Here is `peer`, which finds them. docs/trainers.md says what each does, and which versions it was run against.
+`trl`, `verl`, `art` (back again: `art_groups`), `transformers` and `vllm` are for those; `padded` is what those that
+pad share. Here is `peer`, which finds them. docs/trainers.md says what each does, and with which versions it was run.
 """
 
 from __future__ import annotations

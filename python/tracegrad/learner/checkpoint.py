@@ -1,7 +1,7 @@
 """Checkpoints: a model folder that transformers loads, and beside it what a run needs to go on exactly.
 
-A checkpoint appears whole or not at all: it is written to a temporary folder, flushed to disk and renamed. Tensors are
-safetensors and the rest is JSON, so that reading one runs no code. Called by the loop and the command line.
+A checkpoint appears whole or not at all: it is written to a temporary folder, what marks it as whole last, flushed to
+disk and renamed. Tensors are safetensors and the rest is JSON, so that reading one runs no code. Called by the loop.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tracegrad.errors import ReadError, TracegradError
-from tracegrad.learner.model import first_line, load_model, quiet
+from tracegrad.learner import state
+from tracegrad.learner.model import first_line, quiet
+from tracegrad.learner.ranks import Ranks
 
 FOLDER = "checkpoints"
 LINK = "checkpoint"
-FORMAT = "tracegrad-checkpoint/1"
+FORMAT = "tracegrad-checkpoint/2"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,39 +64,71 @@ class Progress:
 
 
 def save(
-    out: Path, model: Any, optimizer: torch.optim.Optimizer, progress: Progress, *, tokenizer: Path | None, keep: int
+    out: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    *,
+    tokenizer: Path | None,
+    keep: int,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Writes `out/checkpoints/step-N`, points `out/checkpoint` at it and removes all but the newest `keep`.
 
+    Every rank writes its part of the parameters and the optimizer, the first rank the model for transformers as well.
+
     Args:
-        model: a transformers model; written by its own `save_pretrained`.
+        model: a transformers or peft model, sharded or not; written by its own `save_pretrained`.
         tokenizer: folder whose tokenizer files are copied beside the weights, or None.
+        ranks: who takes part; each calls this. The folder is one that all of them see.
 
     Raises:
         TracegradError: if it cannot be written whole; checkpoints written before stay as they are.
     """
+    ranks = ranks or Ranks()
     folder = out / FOLDER
     final = folder / f"step-{progress.step:08d}"
     staged = folder / f".tmp-{final.name}"
-    with _whole_or_nothing(staged, final):
-        if not final.exists():
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
-            with quiet():
-                model.save_pretrained(staged)
-            for name in TOKENIZER_FILES:
-                if tokenizer is not None and (tokenizer / name).is_file() and not (staged / name).exists():
-                    shutil.copyfile(tokenizer / name, staged / name)
-            _save_resume(staged / "resume", model, optimizer, progress)
-            _flush_tree(staged)
-            staged.rename(final)
-            _flush(folder)
-        _point(out / LINK, final)
+    with _whole_or_nothing(staged, final, ranks):
+        if not _there(final, ranks):
+            with _together(ranks):
+                if ranks.first:
+                    shutil.rmtree(staged, ignore_errors=True)
+                    (staged / "resume" / "state").mkdir(parents=True)
+            whole = state.whole_state(model, ranks)
+            with _together(ranks):
+                if ranks.first:
+                    _export(staged, model, whole, tokenizer)
+            with _together(ranks):
+                _save_random(staged / "resume" / f"random-{ranks.rank}.safetensors")
+            state.write(staged / "resume" / "state", model, optimizer, ranks)
+        with _together(ranks):
+            if ranks.first:
+                _finish(out, staged, final, progress, keep)
+    return final
+
+
+def _export(staged: Path, model: Any, whole: Mapping[str, torch.Tensor], tokenizer: Path | None) -> None:
+    with quiet():
+        model.save_pretrained(staged, state_dict=whole)
+    (staged / "README.md").unlink(missing_ok=True)  # peft writes a model card with nothing in it
+    for name in TOKENIZER_FILES:
+        if tokenizer is not None and (tokenizer / name).is_file() and not (staged / name).exists():
+            shutil.copyfile(tokenizer / name, staged / name)
+
+
+def _finish(out: Path, staged: Path, final: Path, progress: Progress, keep: int) -> None:
+    """Marks the folder as whole, gives it its name, and lets go of what is too old."""
+    if not final.exists():
+        _save_progress(staged / "resume", progress)
+        _flush_tree(staged)
+        staged.rename(final)
+        _flush(final.parent)
+    _point(out / LINK, final)
     for old in list_checkpoints(out)[:-keep]:
-        doomed = folder / f".tmp-{old.name}"
+        doomed = old.with_name(f".tmp-{old.name}")
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-    return final
 
 
 def list_checkpoints(out: Path) -> list[Path]:
@@ -128,40 +162,29 @@ def read_progress(path: Path) -> Progress:
     return Progress(said["step"], said["fingerprint"], said["config"], logprobs, said.get("control", {}))
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None) -> Progress:
     """Puts parameters, optimizer and random states of a checkpoint back, and says where the run stood.
+
+    The number of ranks may be another than when it was written; a rank that there was not takes the first one's
+    random states.
 
     Raises:
         ReadError: if the checkpoint is damaged or of another model.
     """
+    ranks = ranks or Ranks()
     progress = read_progress(path)
-    loaded = load_model(path)
+    own = path / "resume" / f"random-{ranks.rank}.safetensors"
     try:
-        model.load_state_dict(loaded.state_dict())
-    except RuntimeError as error:
-        raise ReadError(
-            f"{path}: its parameters are not those of the model given: {str(error).splitlines()[-1].strip()}. "
-            "The run cannot go on from it. Resume with the --model that the run was started with."
-        ) from error
-    del loaded
-    try:
-        tensors = load_file(path / "resume" / "optimizer.safetensors")
-        rest = json.loads((path / "resume" / "optimizer.json").read_text(encoding="utf-8"))
-        _load_optimizer(optimizer, model, tensors, rest)
-        _set_random(load_file(path / "resume" / "random.safetensors"), path)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        state.read(path / "resume" / "state", model, optimizer, ranks)
+        _set_random(own if own.is_file() else own.with_name("random-0.safetensors"))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _damaged(path, error) from error
     return progress
 
 
-def _save_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    folder.mkdir()
-    tensors, rest = _optimizer_parts(optimizer, model)
-    save_file(tensors, folder / "optimizer.safetensors")
-    _write_json(folder / "optimizer.json", rest)
+def _save_progress(folder: Path, progress: Progress) -> None:
     arrays = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in progress.logprobs.items()}
     save_file(arrays, folder / "logprobs.safetensors")
-    save_file(_random_states(), folder / "random.safetensors", metadata={"python": json.dumps(random.getstate())})
     said = {
         "format": FORMAT,
         "step": progress.step,
@@ -172,33 +195,8 @@ def _save_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     _write_json(folder / "progress.json", said)
 
 
-def _optimizer_parts(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Optimizer state by parameter name: tensors, and what is no tensor."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tensors: dict[str, torch.Tensor] = {}
-    rest: dict[str, Any] = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            where = f"{key}:{names[id(parameter)]}"
-            if isinstance(value, torch.Tensor):
-                tensors[where] = value.detach().cpu().contiguous()
-            else:
-                rest[where] = value
-    return tensors, rest
-
-
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]
-) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for where, value in [*tensors.items(), *rest.items()]:
-        key, _, name = where.partition(":")
-        state.setdefault(order.index(name), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def _save_random(path: Path) -> None:
+    save_file(_random_states(), path, metadata={"python": json.dumps(random.getstate())})
 
 
 def _random_states() -> dict[str, torch.Tensor]:
@@ -214,14 +212,13 @@ def _random_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _set_random(states: Mapping[str, torch.Tensor], path: Path) -> None:
-    from safetensors import safe_open
-
+def _set_random(path: Path) -> None:
+    states = load_file(path)
     torch.set_rng_state(states["torch"])
     position, has_gauss, gauss = states["numpy_rest"].tolist()
     keys = states["numpy_keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, int(position), int(has_gauss), gauss))  # noqa: NPY002
-    with safe_open(path / "resume" / "random.safetensors", framework="pt") as file:
+    with safe_open(path, framework="pt") as file:
         version, inner, gaussian = json.loads(file.metadata()["python"])
     random.setstate((version, tuple(inner), gaussian))
     if torch.cuda.is_available():
@@ -231,11 +228,27 @@ def _set_random(states: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 @contextmanager
-def _whole_or_nothing(staged: Path, final: Path) -> Iterator[None]:
+def _together(ranks: Ranks) -> Iterator[None]:
+    """Work after which the ranks wait for one another, and fail together."""
+    error = None
+    try:
+        yield
+    except (OSError, SafetensorError) as raised:
+        error = raised
+    ranks.agree(error)
+
+
+def _there(final: Path, ranks: Ranks) -> bool:
+    return bool(ranks.largest(int(ranks.first and final.exists())))
+
+
+@contextmanager
+def _whole_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(staged, ignore_errors=True)
+        if ranks.first:
+            shutil.rmtree(staged, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise TracegradError(
             f"{final}: {reason}. This checkpoint is not written; those before it are as they were. "

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tracegrad.algebra import Objective
+from tracegrad.metrics.sums import AllReduce
 
 
 @dataclass
@@ -53,18 +54,21 @@ class Control:
             return replace(self.objective, entropy=None)
         return replace(self.objective, entropy=replace(bonus, coef=self.coef))
 
-    def update(self, entropy: ArrayLike, keep: ArrayLike | None = None) -> None:
+    def update(self, entropy: ArrayLike, keep: ArrayLike | None = None, all_reduce: AllReduce | None = None) -> None:
         """Takes the entropy of the terms of a whole optimizer step.
 
         Args:
             entropy: [M] nats.
             keep: [M] bool, what the gates have left; read where the bonus is gated. None is all.
+            all_reduce: of the ranks that share the step.
         """
         bonus = self.objective.entropy
         if bonus is None or bonus.adapt is None:
             return
         counted = np.asarray(keep, bool) if bonus.gated and keep is not None else np.ones(np.shape(entropy), bool)
-        self.last = float(np.asarray(entropy, np.float64)[counted].sum() / max(np.count_nonzero(counted), 1))
+        sums = np.array([np.asarray(entropy, np.float64)[counted].sum(), np.count_nonzero(counted)])
+        total, terms = sums if all_reduce is None else all_reduce(sums, "sum")
+        self.last = float(total / max(terms, 1))
         told = bonus.adapt
         up = self.last <= told.target
         self.coef = min(self.coef + told.delta, told.high) if up else max(self.coef - told.delta, told.low)

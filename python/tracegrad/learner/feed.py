@@ -35,6 +35,7 @@ class Feed:
         held: [R] bool, kept out of training.
         objective, config: of the run.
         notes: what a user should know of them, one sentence each.
+        ranks, rank: how many processes share each step, and which of them this is.
     """
 
     sequences: Sequences
@@ -44,9 +45,11 @@ class Feed:
     objective: Objective
     config: Config
     notes: tuple[str, ...]
+    ranks: int = 1
+    rank: int = 0
 
     @classmethod
-    def of(cls, sequences: Sequences, objective: Objective, config: Config) -> Feed:
+    def of(cls, sequences: Sequences, objective: Objective, config: Config, *, ranks: int = 1, rank: int = 0) -> Feed:
         """Splits, checks and scores.
 
         Raises:
@@ -66,7 +69,7 @@ class Feed:
                 f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
                 "Give traces whose rewards differ within a group, or set advantage.baseline."
             )
-        return cls(sequences, rewards, advantages, held, objective, config, tuple(notes))
+        return cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank)
 
     def steps(self, plan_seed: int) -> list[Step]:
         """The steps of an epoch, its groups shuffled by a seed."""
@@ -109,6 +112,8 @@ class Feed:
             needs=self.objective.needs,
             too_long=self.config.pack.too_long,
             seed=seed,
+            ranks=self.ranks,
+            rank=self.rank,
         )
 
 
@@ -156,9 +161,12 @@ def check_effective(config: Config, objective: Objective) -> None:
     """
     needs, told = objective.needs, config.advantage
     unmeasured = "data.holdout is 0, so value is not measured"
+    no_own_reference = "train.ref_model is the reference" if needs.ref else "this objective takes no reference"
     scalable = told.baseline in ("group_mean", "batch_mean")
     idle = {
         "train.updates_per_old": (not needs.old and not needs.proximal, "this objective takes no old logprobs"),
+        "train.ref_model": (not needs.ref, "this objective takes no reference"),
+        "train.ref_every": (bool(config.train.ref_model) or not needs.ref, no_own_reference),
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
         "train.stop_below_ess": (config.data.holdout == 0, unmeasured),
         "train.value_per_epoch": (config.data.holdout == 0, unmeasured),

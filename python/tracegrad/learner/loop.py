@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,16 +20,21 @@ from tracegrad import metrics
 from tracegrad.algebra import Objective
 from tracegrad.batch import Step
 from tracegrad.config import Config, as_dict, to_toml
-from tracegrad.correction import proximal_alpha
+from tracegrad.correction import Corrected, proximal_alpha
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.learner import checkpoint
+from tracegrad.learner.adapters import adapters_off
+from tracegrad.learner.ahead import Ahead
 from tracegrad.learner.entropy import Control
 from tracegrad.learner.feed import Feed
+from tracegrad.learner.idle import Idle
 from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.parallel import Placed
+from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.row import row_of
-from tracegrad.learner.setup import adamw, check_same, check_vocabulary, learning_rate, place
-from tracegrad.learner.step import Outcome, measure, optimizer_step
+from tracegrad.learner.setup import Optimizers, Prepared, check_same, check_vocabulary, other_model, prepared
+from tracegrad.learner.step import Floats, Outcome, detached, measure, optimizer_step
 from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
 from tracegrad.sequence import Sequences
 
@@ -42,19 +48,27 @@ def train(
     config: Config | None = None,
     tokenizer: str | Path | None = None,
     resume: bool = False,
+    optimizer: Optimizers | None = None,
+    reference: Any = None,
     sinks: Sequence[metrics.Sink] | None = None,
     say: Callable[[str], None] = print,
 ) -> Trained:
     """Trains `model` on recorded sequences; its parameters are changed in place.
 
+    Under torchrun every rank calls this alike; files are written and things said by the first.
+
     Args:
         sequences: from `align` or `Sequences.from_arrays`.
-        model: a transformers causal LM; moved to the device and to float32, dropout off.
+        model: a transformers causal LM, with peft's adapters or without; moved to the device, float32, dropout off.
         objective: a preset or another value of `Objective`.
-        out: folder for metrics.jsonl, config.toml and checkpoints; made if it is not there.
+        out: folder for metrics.jsonl, config.toml and checkpoints; made if it is not there. One that all ranks see.
         config: default `Config()`; its `objective` section is for the command line and not read.
         tokenizer: folder whose tokenizer files go into each checkpoint.
         resume: go on from the newest checkpoint in `out`, where there is one.
+        optimizer: over `model.parameters()`, or a function of groups of parameters that makes one; default AdamW as the
+            config says. Warm-up and clipping stay the config's.
+        reference: a causal LM to measure the reference logprobs with, for objectives that take them; default the
+            folder `train.ref_model`, or the starting model (without its adapters, where it has any).
         sinks: where rows go beside metrics.jsonl; default a progress line, and TensorBoard where the config says so.
         say: takes the few sentences that a user should read.
 
@@ -63,27 +77,34 @@ def train(
         ReadError: if the checkpoint to resume from is damaged.
         TracegradError: if the gradient is not finite or a checkpoint cannot be written.
     """
-    config, out = config or Config(), Path(out)
-    feed = Feed.of(sequences, objective, config)
-    loop = _Loop(feed, model, out, Path(tokenizer) if tokenizer else None)
+    config, out, ranks = config or Config(), Path(out), Ranks.join()
+    feed = Feed.of(sequences, objective, config, ranks=ranks.world, rank=ranks.rank)
+    model, policy = prepared(model, config, ranks, optimizer)
+    other = other_model(reference, feed, policy)
+    loop = _Loop(feed, policy, model, other, out, Path(tokenizer) if tokenizer else None)
     rows = loop.start(resume)
-    for sentence in [*feed.notes, *loop.opening()]:
-        say(f"note     {sentence}")
-    shown = _sinks(loop, sinks)
+    if ranks.first:
+        for sentence in [*feed.notes, *loop.opening()]:
+            say(f"note     {sentence}")
+    shown = _sinks(loop, sinks) if ranks.first else []
     try:
         with Interrupt() as interrupt:
             stopped = loop.run([loop.lines, *shown], rows, interrupt)
     except torch.OutOfMemoryError as error:
         raise TracegradError(
             f"step {loop.taken + 1}: the device has no memory left ({str(error).split('.')[0]}). It was not taken. "
-            f"Lower pack.token_budget ({config.pack.token_budget}); the gradient stays the same."
+            f"Lower pack.token_budget ({config.pack.token_budget}) or set train.memory (now {config.train.memory}) to "
+            "balanced or low; the gradient stays the same."
         ) from error
     finally:
+        loop.ahead.close()
         for sink in [loop.lines, *shown]:
             sink.close()
     code = (interrupt.exit_code or 0) if stopped == "signal" else 0
     last = checkpoint.list_checkpoints(out)[-1]
-    return Trained(loop.taken, loop.plan.total, stopped, code, last, rows, loop.terms, loop.watch.seconds)
+    terms = [record for part in ranks.gathered(loop.terms) for record in part]
+    idle = loop.idle.overall()
+    return Trained(loop.taken, loop.plan.total, stopped, code, last, rows, terms, loop.watch.seconds, idle)
 
 
 def _sinks(loop: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.Sink]:
@@ -95,12 +116,24 @@ def _sinks(loop: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.Si
     return [*chosen, metrics.Progress(loop.plan.total, loop.taken)]
 
 
+class _Silent:
+    """What a rank that is not the first writes: nothing."""
+
+    def log(self, row: metrics.Row) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass
 class _Loop:
     """State of a run between two steps."""
 
     feed: Feed
+    policy: Prepared
     model: Any
+    reference: Placed | None
     out: Path
     tokenizer: Path | None
     taken: int = 0
@@ -109,15 +142,17 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.config = self.feed.config
+        self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
+        self.ranks = self.target.ranks
         self.plan = self.feed.plan()
         self.held = self.feed.held_step()
-        self.precision = place(self.model, self.config)
         check_vocabulary(self.feed.sequences, self.model)
-        self.optimizer = adamw(self.model, self.config)
         self.known = {name: np.full(self.feed.sequences.tokens, np.nan, np.float32) for name in self._wanted()}
         self.fingerprint = self.feed.fingerprint()
         self.control = Control(self.feed.objective)
         self.epochs: dict[int, list[Step]] = {}
+        self.ahead = Ahead(self._make)
+        self.idle = Idle(self.target.device)
 
     def _wanted(self) -> list[str]:
         needs = self.feed.objective.needs
@@ -131,23 +166,25 @@ class _Loop:
                 f"{self.out} holds a run, its newest checkpoint is {found[-1].name}. A new run would overwrite it. "
                 "Go on with --resume, or give another --out."
             )
+        self.lines: metrics.Sink = _Silent()
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
             if found:
-                checkpoint.clear_staged(self.out)
                 self._take_up(found[-1])
-            (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-            self.lines = metrics.JsonLines(self.out / "metrics.jsonl", keep_to_step=self.taken or None)
+            if self.ranks.first:
+                self.out.mkdir(parents=True, exist_ok=True)
+                checkpoint.clear_staged(self.out)
+                (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+                self.lines = metrics.JsonLines(self.out / "metrics.jsonl", keep_to_step=self.taken or None)
         except OSError as error:
             raise TracegradError(
                 f"{error.filename or self.out}: {error.strerror}. Checkpoints have no place there. Give another --out."
             ) from error
-        return metrics.read_rows(self.out / "metrics.jsonl")
+        return metrics.read_rows(self.out / "metrics.jsonl") if self.ranks.first else []
 
     def _take_up(self, path: Path) -> None:
         progress = checkpoint.read_progress(path)
         check_same(path, progress, self._told(), self.fingerprint)
-        checkpoint.restore(path, self.model, self.optimizer)
+        checkpoint.restore(path, self.model, self.optimizer, self.ranks)
         self.taken = progress.step
         self.control.restore(progress.control)
         for name, values in self.known.items():
@@ -160,6 +197,7 @@ class _Loop:
     def opening(self) -> list[str]:
         """What a user should know before the first step."""
         said = [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
+        said.append(self.policy.sentence(self.config))
         held = int(self.feed.held.sum())
         if self.config.data.holdout and held < MIN_ESS:
             said.append(
@@ -174,7 +212,8 @@ class _Loop:
         progress = checkpoint.Progress(self.taken, self.fingerprint, self._told(), logprobs, self.control.state())
         with self.watch("checkpoint"):
             keep = self.config.checkpoint.keep
-            checkpoint.save(self.out, self.model, self.optimizer, progress, tokenizer=self.tokenizer, keep=keep)
+            where = {"tokenizer": self.tokenizer, "keep": keep, "ranks": self.ranks}
+            checkpoint.save(self.out, self.model, self.optimizer, progress, **where)
 
     def run(
         self, sinks: Sequence[metrics.Sink], rows: list[dict[str, Any]], interrupt: Interrupt
@@ -187,12 +226,11 @@ class _Loop:
 
         if self.taken == 0:
             log({"step": 0, **self.value_row()})
-            self._measure_reference(interrupt)
-        while self.taken < self.plan.total and not interrupt.received:
-            if self._refresh_old(interrupt):
+        while self.taken < self.plan.total and not self._stops(interrupt):
+            if self._refresh_ref(interrupt) or self._refresh_old(interrupt):
                 break
             row = self._step()
-            if self.plan.measures_value(self.taken) and not interrupt.received:
+            if self.plan.measures_value(self.taken) and not self._stops(interrupt):
                 row.update(self.value_row())
             log(row)
             if 0 < row.get("value_ess_fraction", 1.0) < self.config.train.stop_below_ess:
@@ -201,73 +239,109 @@ class _Loop:
             if self.plan.saves(self.taken):
                 self.save()
         self.save()
-        return "signal" if interrupt.received and self.taken < self.plan.total else "done"
+        return "signal" if self._stops(interrupt) and self.taken < self.plan.total else "done"
+
+    def _stops(self, interrupt: Interrupt) -> bool:
+        """Whether a signal came, to any rank."""
+        interrupt.received = self.ranks.largest(interrupt.received or 0) or None
+        return interrupt.received is not None
 
     def steps(self, epoch: int) -> list[Step]:
         """The packed steps of an epoch; at most two epochs are held."""
         if epoch not in self.epochs:
             self.epochs = {e: s for e, s in self.epochs.items() if e >= epoch - 1}
-            with self.watch("pack"):
-                self.epochs[epoch] = self.feed.steps(self.plan.shuffle_seed(epoch))
+            self.epochs[epoch] = self.feed.steps(self.plan.shuffle_seed(epoch))
         return self.epochs[epoch]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        return divmod(index, self.plan.steps_per_epoch)
 
     def step_at(self, index: int) -> Step:
         """The packed step with its old and reference logprobs, as far as they are known."""
-        epoch, place = divmod(index, self.plan.steps_per_epoch)
+        epoch, place = self._place(index)
         step = self.steps(epoch)[place]
         if self.feed.objective.needs.proximal:
             step = replace(step, alpha=proximal_alpha(-self.feed.age(step), self.plan.refreshed(index), index))
         return step.with_logprobs(**{name: values[step.origin] for name, values in self.known.items()})
 
-    def _measure(self, name: str, steps: list[Step], interrupt: Interrupt) -> bool:
-        """Fills `known[name]` for the terms of the steps; False where a signal came first."""
-        with self.watch(name):
-            for step in steps:
-                if interrupt.received:
-                    return False
-                measured = step.with_logprobs(old=measure(self.model, step.batches, self.precision))
-                self.known[name][step.origin] = measured.old_logprobs
-        return True
+    def _measured(self, model: Any, steps: list[Step], interrupt: Interrupt | None) -> Floats | None:
+        """[tokens] logprobs of the terms of the steps on all ranks, NaN elsewhere; None where a signal came first."""
+        found, here = np.zeros(self.feed.sequences.tokens, np.float32), np.zeros(self.feed.sequences.tokens, bool)
+        for step in steps:
+            if interrupt is not None and self._stops(interrupt):
+                return None
+            logprobs = step.with_logprobs(old=measure(model, step.batches, self.precision)).old_logprobs
+            assert logprobs is not None
+            found[step.origin], here[step.origin] = logprobs, True
+        return self.ranks.merge(found, here)
 
-    def _measure_reference(self, interrupt: Interrupt) -> None:
-        if "ref" in self.known:
-            self._measure("ref", self.steps(0), interrupt)
+    def _refresh(self, name: str, model: Any, window: range, interrupt: Interrupt) -> bool:
+        """Measures `known[name]` for the terms of a window; True where a signal came first and a resumed run must."""
+        steps = [self.steps(epoch)[place] for epoch, place in (self._place(index) for index in window)]
+        with self.watch(name):
+            found = self._measured(model, steps, interrupt)
+        if found is not None:
+            self.known[name][:] = np.where(np.isnan(found), self.known[name], found)
+        return found is None
+
+    def _refresh_ref(self, interrupt: Interrupt) -> bool:
+        if "ref" not in self.known or not self.plan.refreshes_ref(self.taken):
+            return False
+        own = self.reference is None and not self.config.train.ref_every
+        with adapters_off(self.model) if own else nullcontext():
+            return self._refresh("ref", self.reference or self.target, self.plan.ref_window(self.taken), interrupt)
 
     def _refresh_old(self, interrupt: Interrupt) -> bool:
-        """Measures `old` where it is due; True where a signal came first and the resumed run has to do it."""
         if "old" not in self.known or not self.plan.refreshes_old(self.taken):
             return False
         self.known["old"][:] = np.nan
-        window = [self.step_at(index) for index in self.plan.window(self.taken)]
-        return not self._measure("old", window, interrupt)
+        return self._refresh("old", self.target, self.plan.window(self.taken), interrupt)
+
+    def _make(self, index: int, beside: bool) -> tuple[Step, Corrected]:
+        """A step and all of it that does not depend on the policy being trained."""
+        step = self.step_at(index)
+        reduce = self.ranks.all_reduce_beside if beside else self.ranks.all_reduce
+        missing = self.config.train.missing
+        return step, detached(step, self.feed.objective, missing, None if self.ranks.alone else reduce)
+
+    def _announce(self) -> None:
+        """Has the step after this one made ready, where nothing must be measured in between."""
+        following = self.taken + 1
+        due = ("old" in self.known and self.plan.refreshes_old(following)) or (
+            "ref" in self.known and self.plan.refreshes_ref(following)
+        )
+        if following < self.plan.total and not due:
+            self.ahead.announce(following)
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; the row of its metrics."""
         began = time.perf_counter()
-        step = self.step_at(self.taken)
-        lr = learning_rate(self.config, self.taken)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        with self.watch("prepare"):
+            step, corrected = self.ahead.take(self.taken)
+        self._announce()
+        lr = self.policy.warm(self.config, self.taken)
         with self.watch("train"):
             outcome = optimizer_step(
-                self.model,
+                self.target,
                 step,
                 self.control.applied(),
                 self.optimizer,
-                missing=self.config.train.missing,
                 grad_clip=self.config.optimizer.grad_clip,
                 precision=self.precision,
+                corrected=corrected,
+                idle=self.idle,
             )
         seconds = time.perf_counter() - began
         bonus = {"entropy_coef": self.control.coef} if self.control.adapts else {}
-        self.control.update(outcome.entropy, outcome.keep)
+        self.control.update(outcome.entropy, outcome.keep, self.ranks.all_reduce)
         with self.watch("metrics"):
-            seen = row_of(step, outcome, self.feed)
+            seen = row_of(step, outcome, self.feed, self.ranks)
         self._record(step, outcome)
         self.taken += 1
-        rate = seen["tokens"] / seconds
+        rate, idle = seen["tokens"] / seconds, self.idle.share()
         told = {"step": self.taken, "epoch": self.plan.epoch_of(self.taken - 1), "lr": lr, **bonus}
-        return {**told, **seen, "seconds": seconds, "tokens_per_s": rate}
+        waited = {} if idle is None else {"device_idle": idle}
+        return {**told, **seen, "seconds": seconds, "tokens_per_s": rate, **waited}
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         if self.plan.epoch_of(self.taken) == self.plan.epochs - 1:
@@ -291,10 +365,11 @@ class _Loop:
         if self.held is None:
             return {}
         with self.watch("value"):
-            found = measure(self.model, self.held.batches, self.precision)
-        theta = self.held.with_logprobs(old=found).old_logprobs
-        assert theta is not None
-        rewards, group = self.feed.rewards, self.feed.sequences.group
-        value: Value = estimate(theta, self.held.rollout_logprobs, self.held.trace, rewards, group)
-        good, bad = good_and_bad(theta, self.held.trace, rewards, group)
+            found = self._measured(self.target, [self.held], None)
+        assert found is not None
+        s, rewards = self.feed.sequences, self.feed.rewards
+        terms = np.flatnonzero(~np.isnan(found))
+        theta, trace = found[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
+        value: Value = estimate(theta, np.asarray(s.rollout_logprobs)[terms], trace, rewards, s.group)
+        good, bad = good_and_bad(theta, trace, rewards, s.group)
         return {**value.row(), "logprob_good": good, "logprob_bad": bad}

@@ -19,7 +19,7 @@ class Plan:
 
     Args:
         steps_per_epoch: optimizer steps in an epoch.
-        epochs, seed, updates_per_old, value_per_epoch, checkpoint_every: as in the config.
+        epochs, seed, updates_per_old, value_per_epoch, checkpoint_every, ref_every: as in the config.
 
     >>> plan = Plan(steps_per_epoch=3, epochs=2)
     >>> plan.total, plan.epoch_of(4), plan.window(4)
@@ -32,12 +32,13 @@ class Plan:
     updates_per_old: int = 0
     value_per_epoch: int = 4
     checkpoint_every: int = 0
+    ref_every: int = 0
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int) -> Plan:
         """The plan that a config makes."""
         train = config.train
-        cadence = (train.updates_per_old, train.value_per_epoch, config.checkpoint.every)
+        cadence = (train.updates_per_old, train.value_per_epoch, config.checkpoint.every, train.ref_every)
         return cls(steps_per_epoch, train.epochs, train.seed, *cadence)
 
     @property
@@ -64,6 +65,14 @@ class Plan:
     def refreshed(self, step: int) -> int:
         """The step at which `old` was last measured, `step` included."""
         return step // self._old_every * self._old_every
+
+    def refreshes_ref(self, step: int) -> bool:
+        """Whether the reference is measured anew before `step`."""
+        return step == 0 or (self.ref_every > 0 and step % self.ref_every == 0)
+
+    def ref_window(self, step: int) -> range:
+        """The steps from `step` to the next reference."""
+        return range(step, min(step + self.ref_every, self.total) if self.ref_every else self.steps_per_epoch)
 
     def measures_value(self, taken: int) -> bool:
         """Whether value is measured after `taken` steps: before the first, and evenly within each epoch."""

@@ -43,8 +43,9 @@ class Trained:
         exit_code: 0, or 128 + signal.
         checkpoint: the newest one.
         rows: of metrics.jsonl, those before a resume included.
-        terms: of the last epoch's steps taken by this process.
+        terms: of the last epoch's steps, all ranks' on the first and its own on the others.
         seconds: wall time by stage.
+        idle: share of the device's time without work queued, a lower bound; None on a CPU, where it does not apply.
     """
 
     step: int
@@ -55,3 +56,4 @@ class Trained:
     rows: list[dict[str, Any]]
     terms: list[TermRecord]
     seconds: dict[str, float]
+    idle: float | None = None

@@ -14,30 +14,36 @@ from numpy.typing import NDArray
 from tracegrad.algebra import Clip, Objective
 from tracegrad.batch import Step
 from tracegrad.learner.feed import Feed
+from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.step import Outcome
 from tracegrad.metrics import OffPolicy, Rewards, Tally
 from tracegrad.sequence import Sequences
 
 
-def row_of(step: Step, outcome: Outcome, feed: Feed) -> dict[str, Any]:
+def row_of(step: Step, outcome: Outcome, feed: Feed, ranks: Ranks | None = None) -> dict[str, Any]:
     """All that is known of a step from its arrays: the loop adds what it alone knows (number, rate, time).
 
     Args:
-        step: with the logprobs it was taken with.
+        step: with the logprobs it was taken with; of this rank.
         outcome: of the step.
         feed: what the run trains on.
+        ranks: with whom the step is shared; every one of them calls this.
     """
-    tokens = sum(len(batch.ids) for batch in step.batches)
-    traces = np.unique(step.trace)
+    ranks = ranks or Ranks()
+    here = np.zeros(feed.sequences.traces)
+    here[step.trace] = 1
+    traces = np.flatnonzero(ranks.all_reduce(here, "max"))
+    own = sum(len(batch.ids) for batch in step.batches if len(batch.read))
+    terms, tokens = (int(n) for n in ranks.all_reduce(np.array([len(step), own]), "sum"))
     return {
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
-        "terms": len(step),
+        "terms": terms,
         "traces": len(traces),
         "tokens": tokens,
-        **tally(step, outcome, feed.objective, tokens).means(),
+        **tally(step, outcome, feed.objective, own).all_reduce(ranks.all_reduce).means(),
         **Rewards.of(feed.rewards[traces], feed.sequences.group[traces]).named(),
-        **off_policy(step, outcome, feed.sequences).named(),
+        **off_policy(step, outcome, feed.sequences).all_reduce(ranks.all_reduce).named(),
         **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
     }
 

@@ -5,54 +5,219 @@ Called by the loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tracegrad.config import Config
+from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
+from tracegrad.learner.adapters import with_adapters
 from tracegrad.learner.checkpoint import Progress
+from tracegrad.learner.feed import Feed
+from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
+from tracegrad.learner.model import load_model
+from tracegrad.learner.parallel import Placed, auto_mode, local_device, prepare
+from tracegrad.learner.ranks import Ranks
 from tracegrad.sequence import Sequences
 
-MAY_CHANGE = ("train.epochs", "train.value_per_epoch", "train.stop_below_ess", "train.tensorboard", "checkpoint.")
+MAY_CHANGE = (
+    *(f"train.{name}" for name in ("epochs", "value_per_epoch", "stop_below_ess", "tensorboard", "memory")),
+    "checkpoint.",
+    "parallel.",
+)
 """Options that a resumed run may have otherwise than the run it goes on with."""
+
+
+Optimizers = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""An optimizer over the model's parameters, or what makes one from groups of them."""
 
 
 def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW as the config says; vectors (norms, biases) are not decayed."""
     told = config.optimizer
+    foreach = Memory.of(config.train.memory).foreach
+    kind = {"betas": (told.beta1, told.beta2), "eps": told.eps, "foreach": foreach}
+    return torch.optim.AdamW(groups_of(model, told.weight_decay), lr=told.lr, **kind)
+
+
+def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters: those that decay, and the vectors, which do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": told.weight_decay},
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=told.lr, betas=(told.beta1, told.beta2), eps=told.eps)
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """lr of optimizer step `step`, from 0: linear warm-up, then constant.
+class Held:
+    """The parameters of somebody's optimizer by name, as sharding gives the model new ones.
+
+    Args:
+        optimizer: over parameters of the model.
+        model: before it is placed.
+
+    Raises:
+        ArgumentError: for a parameter that is not the model's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        self.optimizer = optimizer
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        try:
+            self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        except KeyError:
+            raise ArgumentError(
+                f"{type(optimizer).__name__} holds a parameter that is not the model's. It would train something "
+                "else. Make it from model.parameters(), after adapters are on, or pass a function of the groups."
+            ) from None
+
+    def of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over the parameters that the model has now.
+
+        Raises:
+            ArgumentError: if they are others, and it has state of the ones before.
+        """
+        now = dict(model.named_parameters())
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
+            fresh = [now[name] for name in names]
+            if self.optimizer.state and any(a is not b for a, b in zip(fresh, group["params"], strict=True)):
+                raise ArgumentError(
+                    f"{type(self.optimizer).__name__} has taken steps, and the model is sharded anew. Its state is of "
+                    "whole parameters. Pass a new one, and resume from a checkpoint."
+                )
+            group["params"] = fresh
+        return self.optimizer
+
+
+def learning_rate(config: Config, step: int, lr: float | None = None) -> float:
+    """lr of optimizer step `step`, from 0: linear warm-up to the config's `lr` or the one given, then constant.
 
     >>> learning_rate(Config(), 0)
     1e-06
     """
-    return config.optimizer.lr * min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
+    full = config.optimizer.lr if lr is None else lr
+    return full * min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
 
 
-def place(model: Any, config: Config) -> torch.dtype:
-    """Moves the model where it trains, in float32 and without dropout; returns the precision of its forward pass."""
+def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype]:
+    """Moves the model where it trains, in float32 and without dropout; and the precision of its forward pass."""
     told = config.train.device
     try:
-        device = torch.device(
-            "cuda" if told == "auto" and torch.cuda.is_available() else "cpu" if told == "auto" else told
-        )
-        model.to(device=device, dtype=torch.float32).eval()
+        device = local_device() if told == "auto" else torch.device(told)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
             f"train.device is {told!r}: {str(error).splitlines()[0]}. The model cannot go there. Leave it out for auto."
         ) from error
     bf16 = config.train.dtype == "bf16" or (config.train.dtype == "auto" and device.type == "cuda")
-    return torch.bfloat16 if bf16 else torch.float32
+    precision = torch.bfloat16 if bf16 else torch.float32
+    memory = Memory.of(config.train.memory)
+    model.to(dtype=torch.float32).eval()
+    if memory.recompute:
+        recompute_layers(model)
+    if config.train.compile:
+        compile_layers(model)
+    mode = auto_mode(ranks) if config.parallel.mode == "auto" else config.parallel.mode
+    return prepare(model, mode, ranks=ranks, device=device, precision=precision, memory=memory), precision
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A policy that is ready to train.
+
+    Args:
+        target: the model in its place.
+        precision: of the forward pass.
+        optimizer: over its parameters.
+        rates: full learning rate of each group; None where the config's goes for all.
+    """
+
+    target: Placed
+    precision: torch.dtype
+    optimizer: torch.optim.Optimizer
+    rates: tuple[float, ...] | None = None
+
+    def warm(self, config: Config, step: int) -> float:
+        """Sets the learning rate of a step, and gives that of the first group."""
+        groups = self.optimizer.param_groups
+        for group, full in zip(groups, self.rates or (None,) * len(groups), strict=True):
+            group["lr"] = learning_rate(config, step, full)
+        return float(groups[0]["lr"])
+
+    def sentence(self, config: Config) -> str:
+        """Where it trains and what that costs, for the one who reads the run."""
+        ranks = self.target.ranks
+        where = "one process" if ranks.alone else f"{ranks.world} ranks ({self.target.mode})"
+        dtype = "bf16" if self.precision == torch.bfloat16 else "fp32"
+        told = config.train.memory
+        does = self.target.memory.sentence(self.target.mode == "fsdp")
+        return f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {told}: {does}."
+
+
+def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, Prepared]:
+    """The model with the adapters the config asks for, and the policy it has become.
+
+    Raises:
+        ArgumentError: if the device, the mode, the adapters or the optimizer cannot be had.
+    """
+    if config.train.lora_rank:
+        with torch.random.fork_rng(devices=[]):  # the same adapters on every rank
+            torch.manual_seed(config.train.seed)
+            model = with_adapters(model, config.train.lora_rank)
+    held = Held(given, model) if isinstance(given, torch.optim.Optimizer) else None
+    if given is not None:
+        check_optimizer(config)
+    target, precision = place(model, config, ranks)
+    if given is None:
+        return model, Prepared(target, precision, adamw(model, config))
+    if held is not None:
+        optimizer = held.of(model)
+    else:
+        assert callable(given)
+        optimizer = given(groups_of(model, 0.0))
+    rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+    return model, Prepared(target, precision, optimizer, rates)
+
+
+def other_model(reference: Any, feed: Feed, policy: Prepared) -> Placed | None:
+    """The reference model in its place; None where the policy itself is what is measured.
+
+    Raises:
+        ArgumentError: if the objective takes no reference, or the policy is to become its own.
+    """
+    config = feed.config
+    if reference is None and not config.train.ref_model:
+        return None
+    if reference is not None and (not feed.objective.needs.ref or config.train.ref_every or config.train.ref_model):
+        raise ArgumentError(
+            "reference has no effect: the objective takes none, or train.ref_every or train.ref_model say what it is. "
+            "Two answers to one question hide a mistake. Leave it out."
+        )
+    model = reference if reference is not None else load_model(Path(config.train.ref_model))
+    model.to(dtype=torch.float32).eval().requires_grad_(False)
+    check_vocabulary(feed.sequences, model)
+    target = policy.target
+    mode = target.mode if target.mode == "fsdp" else "none"
+    ranks = target.ranks if mode == "fsdp" else Ranks()
+    return prepare(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)
+
+
+def check_optimizer(config: Config) -> None:
+    """Refuses options of an optimizer that somebody else made.
+
+    Raises:
+        ArgumentError: with the option.
+    """
+    values, known = as_dict(config), options()
+    for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
+        if values[f"optimizer.{name}"] != known[f"optimizer.{name}"][1]:
+            raise ArgumentError(
+                f"optimizer.{name} has no effect: the run was given an optimizer. Two answers to one question hide a "
+                "mistake. Set it there, and leave it out here."
+            )
 
 
 def check_vocabulary(sequences: Sequences, model: Any) -> None:

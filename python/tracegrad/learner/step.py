@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from tracegrad.algebra import Objective
 from tracegrad.batch import Batch, Step
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
+from tracegrad.learner.idle import Idle
+from tracegrad.learner.parallel import Placed, placed, whole
+from tracegrad.metrics.sums import AllReduce
 from tracegrad.objective import Loss
-from tracegrad.policy import logprobs, logprobs_and_entropy
 
 Floats = NDArray[np.float32]
 
@@ -56,7 +57,7 @@ class Outcome:
 
 
 def optimizer_step(
-    model: nn.Module,
+    model: Any,
     step: Step,
     objective: Objective,
     optimizer: torch.optim.Optimizer,
@@ -64,44 +65,91 @@ def optimizer_step(
     missing: Literal["mask", "neutral", "refuse"] = "mask",
     grad_clip: float = 0.0,
     precision: torch.dtype = torch.float32,
+    corrected: Corrected | None = None,
+    idle: Idle | None = None,
 ) -> Outcome:
-    """Takes one step, gradients accumulated over the batches.
+    """Takes one step, gradients accumulated over the batches and summed over the ranks.
 
     Args:
-        model: a transformers causal LM on its device.
-        step: with the old and ref logprobs that the objective needs.
+        model: a transformers causal LM on its device, or what `parallel.prepare` or accelerate made of it.
+        step: with the old and ref logprobs that the objective needs; of this rank, where there are several.
         missing: the policy for terms without a rollout logprob, as in `correct`.
         grad_clip: the gradient is scaled down to this norm; 0 leaves it.
         precision: bfloat16 runs the forward pass under autocast.
+        corrected: `detached(step, ...)`, where it is known already.
+        idle: takes the times of the device's work.
 
     Raises:
         TracegradError: if the gradient is not finite; the parameters are then as they were.
     """
-    corrected = detached(step, objective, missing)
+    target = placed(model)
+    ranks = target.ranks
+    corrected = corrected or detached(step, objective, missing, None if ranks.alone else ranks.all_reduce)
     optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    seen = {name: np.zeros(len(step), np.float32) for name in ("logprobs", "entropy", "ratio", "weight", "gradient")}
-    flags = {name: np.zeros(len(step), bool) for name in ("clipped", "keep")}
-    for batch in step.batches:
-        moved = batch.to(device_of(model))
-        with autocast(model, precision):
-            logp, entropy = logprobs_and_entropy(model, moved)
-        logp.retain_grad()
-        loss: Loss = objective(logp, entropy, step.terms(moved, corrected))
-        loss.loss.backward()
-        total += float(loss.loss.detach())
+    seen = _accumulate(target, step, objective, corrected, precision, idle or Idle(target.device))
+    norm = _update(target, optimizer, grad_clip)
+    return Outcome(loss=ranks.sum(seen.loss()), grad_norm=norm, corrected=corrected, **seen.arrays(step))
+
+
+@dataclass
+class _Seen:
+    """What the batches of a step left on the device, copied to the host once, after the last."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    columns: dict[str, list[Tensor | None]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
+
+    def add(self, logp: Tensor, entropy: Tensor, loss: Loss, scale: float) -> None:
+        gradient = None if logp.grad is None else logp.grad / scale
         told = loss.per_term
-        columns = {"logprobs": logp, "entropy": entropy, "ratio": told.ratio, "weight": told.weight}
-        for name, values in {**columns, "gradient": logp.grad}.items():
-            seen[name][batch.term] = 0.0 if values is None else _host(values)
-        for name, values in flags.items():
-            values[batch.term] = _host(getattr(told, name))
-    norm = _update(model, optimizer, grad_clip)
-    return Outcome(loss=total, grad_norm=norm, corrected=corrected, **seen, **flags)
+        found = (logp, entropy, told.ratio, told.weight, gradient, told.clipped, told.keep)
+        self.losses.append(loss.loss.detach())
+        for name, value in zip(_COLUMNS, found, strict=True):
+            self.columns[name].append(None if value is None else value.detach())
+
+    def loss(self) -> float:
+        return sum(float(loss) for loss in self.losses)
+
+    def arrays(self, step: Step) -> dict[str, NDArray[Any]]:
+        """[M] each, in the step's order."""
+        out = {name: np.zeros(len(step), dtype) for name, dtype in _COLUMNS.items()}
+        for name, parts in self.columns.items():
+            for batch, part in zip(step.batches, parts, strict=True):
+                out[name][batch.term] = 0 if part is None else part.cpu().numpy()
+        return out
 
 
-def detached(step: Step, objective: Objective, missing: Literal["mask", "neutral", "refuse"]) -> Corrected:
-    """`correct` with everything it takes from a step and an objective."""
+_COLUMNS: dict[str, Any] = {
+    **dict.fromkeys(("logprobs", "entropy", "ratio", "weight", "gradient"), np.float32),
+    **dict.fromkeys(("clipped", "keep"), np.bool_),
+}
+
+
+def _accumulate(
+    target: Placed, step: Step, objective: Objective, corrected: Corrected, precision: torch.dtype, idle: Idle
+) -> _Seen:
+    """Forward and backward passes of all batches; the next batch is on its way while one is worked on."""
+    seen = _Seen()
+    moved = step.batches[0].to(target.device)
+    for index in range(len(step.batches)):
+        batch, last = moved, index + 1 == len(step.batches)
+        with idle.busy(), target.last(last):
+            logp, entropy = target.forward(batch, precision)
+            logp.retain_grad()
+            loss: Loss = objective(logp, entropy, step.terms(batch, corrected))
+            (loss.loss if target.scale == 1 else loss.loss * target.scale).backward()
+        if not last:
+            moved = step.batches[index + 1].to(target.device)
+        seen.add(logp, entropy, loss, target.scale)
+    return seen
+
+
+def detached(
+    step: Step,
+    objective: Objective,
+    missing: Literal["mask", "neutral", "refuse"],
+    all_reduce: AllReduce | None = None,
+) -> Corrected:
+    """`correct` with everything it takes from a step and an objective; over ranks with `all_reduce`."""
     needs = objective.needs
     nothing = None if needs.rollout else np.zeros_like(step.advantages)  # without any ratio only keep and scale matter
     return correct(
@@ -120,43 +168,28 @@ def detached(step: Step, objective: Objective, missing: Literal["mask", "neutral
         group_terms=step.group_terms,
         group_traces=step.group_traces,
         missing=missing,
+        all_reduce=all_reduce,
     )
 
 
-def measure(model: nn.Module, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
+def measure(model: Any, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
     """Logprobs of the terms of each batch under the model as it is, without gradient: `old`, `ref`, or for value."""
-    found = []
+    target = placed(model)
     with torch.no_grad():
-        for batch in batches:
-            with autocast(model, precision):
-                found.append(_host(logprobs(model, batch.to(device_of(model)))))
-    return found
+        found = [target.forward(batch.to(target.device), precision)[0] for batch in batches]
+    return [each.cpu().numpy() for each in found]
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are."""
-    return next(model.parameters()).device
-
-
-def autocast(model: nn.Module, precision: torch.dtype) -> AbstractContextManager[Any]:
-    """Autocast to `precision` on the model's device; nothing for float32."""
-    if precision == torch.float32:
-        return nullcontext()
-    return torch.autocast(device_of(model).type, dtype=precision)
-
-
-def _update(model: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = float(torch.nn.utils.clip_grad_norm_(trained, grad_clip or math.inf))
+def _update(target: Placed, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:
+    trained = [parameter for parameter in target.model.parameters() if parameter.grad is not None]
+    total = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained])  # type: ignore[misc]
+    norm = float(whole(total))
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         raise TracegradError(
             f"the norm of the gradient is {norm}. The step would turn every parameter into NaN, so it was not taken. "
             "Lower optimizer.lr or set optimizer.grad_clip, and go on from the last checkpoint with --resume."
         )
+    torch.nn.utils.clip_grads_with_norm_(trained, grad_clip or math.inf, whole(total))
     optimizer.step()
     return norm
-
-
-def _host(values: Tensor) -> NDArray[Any]:
-    return values.detach().cpu().numpy()

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from tracegrad.errors import ArgumentError
+from tracegrad.metrics.sums import AllReduce, Sums
 from tracegrad.metrics.table import Metric
 
 TRAINING: tuple[Metric, ...] = (
@@ -23,6 +24,7 @@ TRAINING: tuple[Metric, ...] = (
     Metric("tokens", "tokens", "", "", "Tokens of the step that went through the model, padding excluded."),
     Metric("seconds", "s", "", "", "Wall time of the step, its share of the `old` pass excluded."),
     Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
+    Metric("device_idle", "share", "", "", "Of the device's time since the last step, without work queued; CUDA only."),
     Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
     Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
     Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
@@ -120,6 +122,13 @@ class Tally:
         """Keeps the largest value seen."""
         _known(name)
         self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
+
+    def all_reduce(self, all_reduce: AllReduce) -> Tally:
+        """The same over all ranks, each of which added the same names."""
+        counts = {f"{name}.n": n for name, n in self.counts.items()}
+        found = Sums.of(self.sums, counts, self.maxima).all_reduce(all_reduce)
+        sums, maxima = ({name: float(v) for name, v in part.items()} for part in (found.totals, found.maxima))
+        return Tally(sums, {name: int(found[f"{name}.n"]) for name in self.counts}, maxima)
 
     def means(self) -> dict[str, float]:
         """Each sum over its count; NaN where the count is 0."""

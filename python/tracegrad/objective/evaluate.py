@@ -69,6 +69,12 @@ class Terms:
                 value = _tensor(value)
             object.__setattr__(self, each.name, value)
 
+    def select(self, where: Any) -> Terms:
+        """The terms at `where`, a slice or an index: what a part of the loss that looks no further is evaluated on."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scales"}
+        chosen = {name: None if value is None else value[where] for name, value in given.items()}
+        return Terms(**chosen, scales={key: value[where] for key, value in (self.scales or {}).items()})
+
     def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> Loss:
         """The loss of `objective` on these terms: what `objective(logprobs, entropy, terms)` calls."""
         return evaluate(objective, logprobs, entropy, self)

@@ -6,8 +6,10 @@
 #![deny(unsafe_code)]
 
 pub mod align;
+pub mod drift;
 pub mod error;
 pub mod format;
+mod generations;
 pub mod pack;
 pub mod ratio;
 pub mod read;

@@ -3,6 +3,7 @@
 //! Every recorded format is read into this one normal form by `format`; `align` consumes it. Nothing here parses or
 //! tokenizes.
 
+use crate::drift::Reason;
 use crate::error::Location;
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -36,6 +37,26 @@ pub struct Trace {
     pub record: Arc<[u8]>,
 }
 
+impl Trace {
+    /// All ids before the first sampled token of generation `turn`, where the record says them.
+    pub fn prompt_ids(&self, turn: usize) -> Option<Vec<u32>> {
+        let (mut parts, mut at) = (Vec::new(), turn);
+        loop {
+            match &self.generations.get(at)?.prompt {
+                Prompt::Ids(ids) => parts.push(ids.as_slice()),
+                Prompt::Follows { turn, ids } if (*turn as usize) < at => {
+                    parts.push(ids);
+                    at = *turn as usize;
+                    parts.push(self.generations[at].tokens.ids.as_deref()?);
+                    continue;
+                }
+                _ => return None,
+            }
+            return Some(parts.iter().rev().flat_map(|part| part.iter().copied()).collect());
+        }
+    }
+}
+
 /// One chat message as the template gets it (no logprobs, no generation record).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Message {
@@ -59,10 +80,12 @@ pub struct Generation {
     pub message: u32,
     /// Indices into `Trace::messages` of the messages it was conditioned on, in order.
     pub context: Vec<u32>,
-    /// Prompt ids as the server reported them.
-    pub prompt_ids: Option<Vec<u32>>,
+    /// What the policy saw before the first sampled token.
+    pub prompt: Prompt,
     /// The sampled tokens.
     pub tokens: Tokens,
+    /// What the sampled tokens spell, where the record has that text apart from the message.
+    pub text: Option<String>,
     /// `stop`, `length`, `tool_calls`, ... as recorded.
     pub finish_reason: Option<String>,
     /// What stopped it, where the server says.
@@ -75,8 +98,110 @@ pub struct Generation {
     pub top_p: Option<f32>,
     /// Version of the policy that sampled it; -1 unknown.
     pub policy_version: i32,
+    /// Versions of parts of it, where the policy changed while it was being sampled.
+    pub versions: Vec<VersionSpan>,
     /// Sum of the logprobs as the server reported it: a checksum.
     pub cumulative_logprob: Option<f64>,
+    /// Further numbers beside the tokens: routed experts, sampling masks.
+    pub extras: Vec<Extra>,
+    /// What the reader noticed about how it was recorded.
+    pub notes: Vec<Note>,
+}
+
+impl Default for Generation {
+    fn default() -> Self {
+        Self {
+            message: 0,
+            context: Vec::new(),
+            prompt: Prompt::default(),
+            tokens: Tokens::default(),
+            text: None,
+            finish_reason: None,
+            stop: Stop::Unsaid,
+            logprob_kind: LogprobKind::Unknown,
+            temperature: None,
+            top_p: None,
+            policy_version: -1,
+            versions: Vec::new(),
+            cumulative_logprob: None,
+            extras: Vec::new(),
+            notes: Vec::new(),
+        }
+    }
+}
+
+/// What the policy saw before the first sampled token, as far as the record says.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub enum Prompt {
+    /// The messages of the context, as the chat template renders them.
+    #[default]
+    Rendered,
+    /// All ids, as the server reported them.
+    Ids(Vec<u32>),
+    /// The ids after the last sampled token of generation `turn` of the same trace.
+    Follows {
+        /// An earlier generation.
+        turn: u32,
+        /// The ids between them.
+        ids: Vec<u32>,
+    },
+    /// Text that was sent without a chat template.
+    Text(String),
+    /// Not recorded, and no message to render it from.
+    Unknown,
+}
+
+impl Prompt {
+    /// All ids, where the record has them.
+    pub fn ids(&self) -> Option<&[u32]> {
+        if let Self::Ids(ids) = self { Some(ids) } else { None }
+    }
+}
+
+/// Sampled tokens `start..end` came from policy `version`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct VersionSpan {
+    /// First token.
+    pub start: u32,
+    /// One past the last token.
+    pub end: u32,
+    /// Version, -1 unknown.
+    pub version: i32,
+}
+
+/// Integers beside the tokens of a generation, one row for each of some consecutive tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Extra {
+    /// `routed_experts` or `sampling_mask`.
+    pub name: &'static str,
+    /// The token of row 0: an index into prompt ids and sampled ids end to end, or into the sampled ids alone.
+    pub first: ExtraStart,
+    /// Trailing shape of every row (layers, experts per token); empty where rows differ in length.
+    pub shape: Vec<u32>,
+    /// End of each row in `values`.
+    pub ends: Vec<u32>,
+    /// The rows, end to end.
+    pub values: Vec<i32>,
+}
+
+/// Which token the first row of an `Extra` belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExtraStart {
+    /// The first token of the prompt.
+    Prompt,
+    /// The first sampled token.
+    Sampled,
+}
+
+/// Something that the reader of a format noticed about one generation; `align` passes it on as a finding.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Note {
+    /// Why it matters.
+    pub reason: Reason,
+    /// Tokens it concerns.
+    pub count: u32,
+    /// What was found.
+    pub detail: String,
 }
 
 /// What ended a generation beside its finish reason.

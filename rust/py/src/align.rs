@@ -6,19 +6,24 @@ use crate::traces::PyTraces;
 use numpy::IntoPyArray;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tracegrad_core::align::{self, Aligned, Options};
+use tracegrad_core::align::{self, Aligned, Merge, Mode, Options};
 use tracegrad_core::trace::LogprobKind;
 use tracegrad_core::{Error, Kind};
 
 /// Aligns traces; returns the arrays of `Sequences` by name, `drift_*` columns, and `errors`.
 #[pyfunction]
-#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, logprob_kind, skip_errors))]
+#[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
+#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors))]
 fn align_traces<'py>(
     py: Python<'py>,
     traces: &PyTraces,
     tokenizer: &PyTokenizer,
     lenient: bool,
     text_only: bool,
+    assume_canonical: bool,
+    mode: &str,
+    merge: &str,
+    strict: bool,
     logprob_kind: Option<&str>,
     skip_errors: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -29,7 +34,9 @@ fn align_traces<'py>(
         })
     };
     let logprob_kind = logprob_kind.map(parse).transpose()?;
-    let options = Options { lenient, text_only, logprob_kind, skip_errors };
+    let mode = if mode == "align" { Mode::Align } else { Mode::Splice };
+    let merge = if merge == "sum" { Merge::Sum } else { Merge::Mask };
+    let options = Options { lenient, text_only, mode, merge, strict, assume_canonical, logprob_kind, skip_errors };
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
     let aligned = py.detach(|| align::align(&traces, &tokenizer, options)).map_err(|error| to_python(py, &error))?;
     to_dict(py, aligned)
@@ -53,6 +60,12 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("cu_turns", aligned.cu_turns.into_pyarray(py))?;
     arrays.set_item("logprob_kind", aligned.logprob_kind.into_pyarray(py))?;
     arrays.set_item("temperature", aligned.temperature.into_pyarray(py))?;
+    let extras = PyDict::new(py);
+    for column in aligned.extras {
+        let parts = (column.shape, column.offsets.into_pyarray(py), column.values.into_pyarray(py));
+        extras.set_item(column.name, parts)?;
+    }
+    arrays.set_item("extras", extras)?;
     arrays.set_item("group_names", aligned.group_names)?;
     arrays.set_item("trace_ids", aligned.trace_ids)?;
     arrays.set_item("reward_names", aligned.reward_names)?;
@@ -69,8 +82,25 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     Ok(arrays)
 }
 
+/// The ids that the records determine; returns the arrays of `Recovered` by name.
+#[pyfunction]
+fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer) -> PyResult<Bound<'py, PyDict>> {
+    let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
+    let found = py.detach(|| align::recover(&traces, &tokenizer));
+    let arrays = PyDict::new(py);
+    arrays.set_item("ids", found.ids.into_pyarray(py))?;
+    arrays.set_item("tier", found.tier.into_pyarray(py))?;
+    arrays.set_item("logprobs", found.logprobs.into_pyarray(py))?;
+    arrays.set_item("cu_tokens", found.cu_tokens.into_pyarray(py))?;
+    arrays.set_item("trace", found.trace.into_pyarray(py))?;
+    arrays.set_item("turn", found.turn.into_pyarray(py))?;
+    arrays.set_item("reason", found.reason.into_pyarray(py))?;
+    Ok(arrays)
+}
+
 /// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(align_traces, module)?)?;
+    module.add_function(wrap_pyfunction!(recover_ids, module)?)?;
     module.add("DRIFT_REASONS", align::NAMES)
 }

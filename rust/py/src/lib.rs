@@ -7,6 +7,7 @@
 use pyo3::prelude::*;
 
 mod align;
+mod compose;
 mod errors;
 mod pack;
 mod ratio;

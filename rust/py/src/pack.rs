@@ -3,7 +3,7 @@
 use crate::errors::to_python;
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
-use tracegrad_core::pack::{self, Branches, Tokens, TooLong};
+use tracegrad_core::pack::{self, Branches, Cost, Demand, Plan, Tokens, TooLong, Whole};
 use tracegrad_core::{Error, Kind};
 
 type Column<'py, T> = Bound<'py, PyArray1<T>>;
@@ -19,9 +19,9 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
     }
 }
 
-/// Length and terms of each branch, terms lost by each trace, traces too long.
+/// Length and terms of each branch, terms lost by each trace, traces too long. `shared` matters with `whole_traces`.
 #[pyfunction]
-#[pyo3(signature = (cu_seqlens, trace, trainable, names, token_budget, whole_traces, too_long))]
+#[pyo3(signature = (cu_seqlens, trace, ids, trainable, names, token_budget, whole_traces, shared, too_long))]
 #[expect(
     clippy::too_many_arguments,
     clippy::type_complexity,
@@ -32,20 +32,28 @@ fn pack_measure<'py>(
     py: Python<'py>,
     cu_seqlens: PyReadonlyArray1<'py, i64>,
     trace: PyReadonlyArray1<'py, i32>,
+    ids: PyReadonlyArray1<'py, i32>,
     trainable: PyReadonlyArray1<'py, bool>,
     names: Vec<String>,
     token_budget: usize,
     whole_traces: bool,
+    shared: bool,
     too_long: &str,
 ) -> PyResult<(Column<'py, i32>, Column<'py, i32>, Column<'py, i64>, Column<'py, i32>)> {
     let branches = Branches {
         cu_seqlens: cu_seqlens.as_slice()?,
         trace: trace.as_slice()?,
+        ids: ids.as_slice()?,
         trainable: trainable.as_slice()?,
         names: &names,
     };
+    let whole = match (whole_traces, shared) {
+        (false, _) => Whole::Branch,
+        (true, false) => Whole::Trace,
+        (true, true) => Whole::Tree,
+    };
     let out = py
-        .detach(|| pack::measure(branches, token_budget, whole_traces, too_long_named(too_long)?))
+        .detach(|| pack::measure(branches, token_budget, whole, too_long_named(too_long)?))
         .map_err(|error| to_python(py, &error))?;
     Ok((
         out.length.into_pyarray(py),
@@ -55,29 +63,56 @@ fn pack_measure<'py>(
     ))
 }
 
-/// Rank and row of each branch, and the rows of each step and rank.
+/// Rank, row and order of each branch, rows and load of each step and rank, and per step what sharing does: whether it
+/// is done and whether a trace needs it, tokens without and with it, the ratio of the costs.
 #[pyfunction]
-#[pyo3(signature = (length, trace, step, ranks, token_budget, whole_traces))]
-#[expect(clippy::needless_pass_by_value, reason = "a border of arrays")]
+#[pyo3(signature = (ids, cu_seqlens, length, terms, trace, step, ranks, token_budget, whole_traces, cost, least_gain))]
+#[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "a border of arrays")]
 fn pack_place<'py>(
     py: Python<'py>,
+    ids: PyReadonlyArray1<'py, i32>,
+    cu_seqlens: PyReadonlyArray1<'py, i64>,
     length: PyReadonlyArray1<'py, i32>,
+    terms: PyReadonlyArray1<'py, i32>,
     trace: PyReadonlyArray1<'py, i32>,
     step: PyReadonlyArray1<'py, i32>,
     ranks: usize,
     token_budget: usize,
     whole_traces: bool,
-) -> PyResult<(Column<'py, i32>, Column<'py, i32>, Column<'py, i32>)> {
-    let (length, trace, step) = (length.as_slice()?, trace.as_slice()?, step.as_slice()?);
-    let out = py
-        .detach(|| pack::place(length, trace, step, ranks, token_budget, whole_traces))
-        .map_err(|error| to_python(py, &error))?;
-    Ok((out.rank.into_pyarray(py), out.row.into_pyarray(py), out.rows.into_pyarray(py)))
+    cost: (f64, f64, f64),
+    least_gain: Option<f64>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let demand = Demand {
+        ids: ids.as_slice()?,
+        cu_seqlens: cu_seqlens.as_slice()?,
+        length: length.as_slice()?,
+        terms: terms.as_slice()?,
+        trace: trace.as_slice()?,
+        step: step.as_slice()?,
+        ranks,
+        token_budget,
+        whole_traces,
+        cost: Cost { token: cost.0, pair: cost.1, term: cost.2 },
+        least_gain,
+    };
+    let out = py.detach(|| pack::place(demand)).map_err(|error| to_python(py, &error))?;
+    Ok(vec![
+        out.rank.into_pyarray(py).into_any(),
+        out.row.into_pyarray(py).into_any(),
+        out.order.into_pyarray(py).into_any(),
+        out.rows.into_pyarray(py).into_any(),
+        out.load.into_pyarray(py).into_any(),
+        out.gain.iter().map(|gain| gain.shared).collect::<Vec<_>>().into_pyarray(py).into_any(),
+        out.gain.iter().map(|gain| gain.needed).collect::<Vec<_>>().into_pyarray(py).into_any(),
+        out.gain.iter().map(|gain| gain.tokens).collect::<Vec<_>>().into_pyarray(py).into_any(),
+        out.gain.iter().map(|gain| gain.tree_tokens).collect::<Vec<_>>().into_pyarray(py).into_any(),
+        out.gain.iter().map(|gain| gain.ratio).collect::<Vec<_>>().into_pyarray(py).into_any(),
+    ])
 }
 
 /// The rows of one rank as the arrays of `tracegrad_core::pack::Layout`, in its order.
 #[pyfunction]
-#[pyo3(signature = (ids, trainable, inv_temperature, cu_seqlens, length, step, row, rows, multiple))]
+#[pyo3(signature = (ids, trainable, inv_temperature, cu_seqlens, length, step, row, order, rows, shared, multiple))]
 #[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "a border of arrays")]
 fn pack_lay<'py>(
     py: Python<'py>,
@@ -88,7 +123,9 @@ fn pack_lay<'py>(
     length: PyReadonlyArray1<'py, i32>,
     step: PyReadonlyArray1<'py, i32>,
     row: PyReadonlyArray1<'py, i32>,
+    order: PyReadonlyArray1<'py, i32>,
     rows: PyReadonlyArray1<'py, i32>,
+    shared: PyReadonlyArray1<'py, bool>,
     multiple: usize,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let tokens = Tokens {
@@ -97,9 +134,15 @@ fn pack_lay<'py>(
         inv_temperature: inv_temperature.as_slice()?,
         cu_seqlens: cu_seqlens.as_slice()?,
     };
-    let (length, step, row, rows) = (length.as_slice()?, step.as_slice()?, row.as_slice()?, rows.as_slice()?);
-    let out =
-        py.detach(|| pack::lay(tokens, length, step, row, rows, multiple)).map_err(|error| to_python(py, &error))?;
+    let plan = Plan {
+        length: length.as_slice()?,
+        step: step.as_slice()?,
+        row: row.as_slice()?,
+        order: order.as_slice()?,
+        rows: rows.as_slice()?,
+        shared: shared.as_slice()?,
+    };
+    let out = py.detach(|| pack::lay(tokens, plan, multiple)).map_err(|error| to_python(py, &error))?;
     Ok(vec![
         out.ids.into_pyarray(py).into_any(),
         out.positions.into_pyarray(py).into_any(),
@@ -111,6 +154,7 @@ fn pack_lay<'py>(
         out.row.into_pyarray(py).into_any(),
         out.term.into_pyarray(py).into_any(),
         out.cu_heads.into_pyarray(py).into_any(),
+        out.cu_row_terms.into_pyarray(py).into_any(),
         out.cu_rows.into_pyarray(py).into_any(),
         out.origin.into_pyarray(py).into_any(),
         out.branch.into_pyarray(py).into_any(),

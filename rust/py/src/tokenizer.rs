@@ -134,6 +134,18 @@ impl PyTokenizer {
         }
     }
 
+    /// `(backend, reason, probes, no_memo)`.
+    #[getter]
+    fn report(&self) -> (&'static str, &str, usize, Option<&'static str>) {
+        let report = self.inner.report();
+        (report.backend, &report.reason, report.probes, report.no_memo)
+    }
+
+    #[getter]
+    fn has_generation(&self) -> bool {
+        self.inner.template().is_some_and(tracegrad_core::template::Template::has_generation)
+    }
+
     #[getter]
     fn has_template(&self) -> bool {
         self.inner.template().is_some()

@@ -1,5 +1,6 @@
 //! Binds `tracegrad_core::read`: traces as handles, their parts as Python objects when asked for.
 
+use crate::compose::compose;
 use crate::errors::to_python;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::exceptions::PyIndexError;
@@ -8,8 +9,10 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 use serde_json::Value;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tracegrad_core::drift::NAMES;
+use tracegrad_core::format::forms;
 use tracegrad_core::read::{OnError, Options, Reader, Report, Writer, decode_all};
-use tracegrad_core::trace::{Generation, LogprobKind, Stop, Trace};
+use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
 use tracegrad_core::{Error, Kind};
 
 /// Traces in memory, shared and never changed.
@@ -48,10 +51,30 @@ impl PyTraces {
     }
 
     #[staticmethod]
-    fn decode<'py>(py: Python<'py>, records: Vec<Vec<u8>>, name: &str) -> PyResult<(Self, Bound<'py, PyDict>)> {
-        let decoded = py.detach(|| decode_all(records.into_iter().map(Into::into).collect(), name));
+    fn decode<'py>(
+        py: Python<'py>,
+        records: Vec<Vec<u8>>,
+        name: &str,
+        first: u64,
+        format: &str,
+    ) -> PyResult<(Self, Bound<'py, PyDict>)> {
+        let format = form_name(py, format)?;
+        let decoded = py.detach(|| decode_all(records.into_iter().map(Into::into).collect(), name, first, format));
         let (traces, report) = decoded.map_err(|error| to_python(py, &error))?;
         Ok((Self::new(traces), report_dict(py, &report)?))
+    }
+
+    /// Reads records given as pieces: JSON text, and between it lists of numbers or pairs of ids and logprob objects.
+    #[staticmethod]
+    fn compose<'py>(
+        py: Python<'py>,
+        rows: Vec<Bound<'py, PyList>>,
+        name: &str,
+        first: u64,
+        format: &str,
+    ) -> PyResult<(Self, Bound<'py, PyDict>)> {
+        let records = rows.iter().map(compose).collect::<PyResult<_>>()?;
+        Self::decode(py, records, name, first, format)
     }
 
     fn id(&self, index: usize) -> PyResult<&str> {
@@ -116,24 +139,94 @@ impl PyTraces {
     }
 
     fn generations<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        self.get(index)?.generations.iter().map(|generation| generation_dict(py, generation)).collect()
+        let trace = self.get(index)?;
+        (0..trace.generations.len()).map(|turn| generation_dict(py, trace, turn)).collect()
     }
 
     fn reward_column<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f32>> {
         let rewards: Vec<f32> = self.inner.iter().map(|trace| trace.reward.unwrap_or(f32::NAN)).collect();
         rewards.into_pyarray(py)
     }
+
+    /// One row per generation of every trace, flat; `Traces.columns` in `_core.pyi` says what each is.
+    fn columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let rows: Vec<Row<'_>> = self
+            .inner
+            .iter()
+            .enumerate()
+            .flat_map(|(at, trace)| trace.generations.iter().enumerate().map(move |(turn, g)| (at, turn, &**trace, g)))
+            .collect();
+        let columns = PyDict::new(py);
+        let ints = |f: &dyn Fn(&Row<'_>) -> i64| rows.iter().map(f).collect::<Vec<i64>>().into_pyarray(py);
+        let floats =
+            |f: &dyn Fn(&Generation) -> f64| rows.iter().map(|row| f(row.3)).collect::<Vec<f64>>().into_pyarray(py);
+        columns.set_item("trace", ints(&|row| row.0 as i64))?;
+        columns.set_item("turn", ints(&|row| row.1 as i64))?;
+        columns.set_item("tokens", ints(&|row| row.3.tokens.len() as i64))?;
+        columns.set_item("ids", ints(&|row| row.3.tokens.ids.as_ref().map_or(-1, |ids| ids.len() as i64)))?;
+        columns.set_item("prompt_ids", ints(&|row| prompt_ids(row.3).map_or(-1, |ids| ids.len() as i64)))?;
+        columns.set_item("rendered", ints(&|row| i64::from(row.3.prompt == Prompt::Rendered)))?;
+        columns.set_item("missing", ints(&|row| row.3.tokens.missing.into()))?;
+        columns.set_item("invalid", ints(&|row| row.3.tokens.invalid.into()))?;
+        columns.set_item("logprob_kind", ints(&|row| row.3.logprob_kind as i64))?;
+        columns.set_item("version", ints(&|row| row.3.policy_version.into()))?;
+        columns.set_item("context", ints(&|row| row.3.context.len() as i64))?;
+        columns.set_item("content_bytes", ints(&|row| content_bytes(row.2, row.3.message)))?;
+        columns.set_item("system", ints(&|row| i64::from(starts_with_system(row.2, row.3))))?;
+        columns.set_item("stop_id", ints(&|row| if let Stop::Id(id) = row.3.stop { id.into() } else { -1 }))?;
+        columns.set_item("stop_text", ints(&|row| i64::from(matches!(row.3.stop, Stop::Text(_)))))?;
+        columns.set_item("temperature", floats(&|row| row.temperature.map_or(f64::NAN, Into::into)))?;
+        columns.set_item("top_p", floats(&|row| row.top_p.map_or(f64::NAN, Into::into)))?;
+        columns.set_item("cumulative_logprob", floats(&|row| row.cumulative_logprob.unwrap_or(f64::NAN)))?;
+        let finish: Vec<&str> = rows.iter().map(|row| row.3.finish_reason.as_deref().unwrap_or("")).collect();
+        columns.set_item("finish_reason", finish)?;
+        let listed = |row: &Row<'_>| row.3.tokens.logprobs.as_ref().map_or(-1, |l| l.len() as i64);
+        columns.set_item("logprobs", ints(&listed))?;
+        let flat = rows.iter().flat_map(|row| row.3.tokens.logprobs.iter().flatten().copied());
+        columns.set_item("flat_logprobs", flat.collect::<Vec<f32>>().into_pyarray(py))?;
+        let head = rows.iter().flat_map(|row| {
+            let ids = row.3.prompt.ids().unwrap_or_default();
+            [0, 1].map(|at| ids.get(at).map_or(-1, |&id| id as i32))
+        });
+        columns.set_item("prompt_head", head.collect::<Vec<i32>>().into_pyarray(py))?;
+        Ok(columns)
+    }
 }
 
-fn generation_dict<'py>(py: Python<'py>, generation: &Generation) -> PyResult<Bound<'py, PyDict>> {
+/// A generation with the index of its trace and its turn.
+type Row<'a> = (usize, usize, &'a Trace, &'a Generation);
+
+/// Bytes of a message's content where that is a string, U+FFFD counted as the one byte it may stand for; -1 where it is
+/// none.
+fn content_bytes(trace: &Trace, message: u32) -> i64 {
+    let content = trace.messages.get(message as usize).and_then(|message| message.value.get("content"));
+    content.and_then(Value::as_str).map_or(-1, |text| (text.len() - 2 * text.matches('\u{FFFD}').count()) as i64)
+}
+
+/// The prompt ids that a generation records, all of them or those after an earlier turn.
+fn prompt_ids(generation: &Generation) -> Option<&[u32]> {
+    match &generation.prompt {
+        Prompt::Ids(ids) | Prompt::Follows { ids, .. } => Some(ids),
+        _ => None,
+    }
+}
+
+/// Whether the messages before a generation begin with a system or developer message.
+fn starts_with_system(trace: &Trace, generation: &Generation) -> bool {
+    let first = generation.context.first().and_then(|&index| trace.messages.get(index as usize));
+    first.is_some_and(|message| matches!(message.role(), "system" | "developer"))
+}
+
+fn generation_dict<'py>(py: Python<'py>, trace: &Trace, turn: usize) -> PyResult<Bound<'py, PyDict>> {
+    let generation: &Generation = &trace.generations[turn];
     let tokens = &generation.tokens;
-    let ids = |ids: &Vec<u32>| ids.iter().map(|id| *id as i32).collect::<Vec<_>>().into_pyarray(py);
+    let ids = |ids: &[u32]| ids.iter().map(|id| *id as i32).collect::<Vec<_>>().into_pyarray(py);
     let fields = PyDict::new(py);
     fields.set_item("message", generation.message)?;
     fields.set_item("context", generation.context.clone())?;
     fields.set_item("tokens", tokens.len())?;
-    fields.set_item("token_ids", tokens.ids.as_ref().map(ids))?;
-    fields.set_item("prompt_token_ids", generation.prompt_ids.as_ref().map(ids))?;
+    fields.set_item("token_ids", tokens.ids.as_deref().map(ids))?;
+    fields.set_item("prompt_token_ids", trace.prompt_ids(turn).as_deref().map(ids))?;
     fields.set_item("logprobs", tokens.logprobs.clone().map(|logprobs| logprobs.into_pyarray(py)))?;
     fields.set_item("has_bytes", tokens.bytes.is_some())?;
     fields.set_item("has_texts", tokens.texts.is_some())?;
@@ -155,6 +248,11 @@ fn generation_dict<'py>(py: Python<'py>, generation: &Generation) -> PyResult<Bo
     fields.set_item("top_p", generation.top_p)?;
     fields.set_item("policy_version", generation.policy_version)?;
     fields.set_item("cumulative_logprob", generation.cumulative_logprob)?;
+    fields.set_item("text", generation.text.as_deref())?;
+    let versions = generation.versions.iter().map(|span| (span.start, span.end, span.version));
+    fields.set_item("versions", versions.collect::<Vec<_>>())?;
+    let notes = generation.notes.iter().map(|note| (NAMES[note.reason as usize], note.count, note.detail.as_str()));
+    fields.set_item("notes", notes.collect::<Vec<_>>())?;
     Ok(fields)
 }
 
@@ -186,6 +284,19 @@ pub fn to_object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyA
     })
 }
 
+/// The form that a user names; `auto` is none.
+fn form_name(py: Python<'_>, format: &str) -> PyResult<Option<&'static str>> {
+    if format == "auto" {
+        return Ok(None);
+    }
+    let found = forms().find(|form| form.name == format);
+    found.map(|form| Some(form.name)).ok_or_else(|| {
+        let names: Vec<_> = forms().map(|form| form.name).collect();
+        let error = Error::new(Kind::Argument, format!("format is '{format}'"));
+        to_python(py, &error.cure(format!("It is auto or one of {}", names.join(", "))))
+    })
+}
+
 fn report_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let reasons = PyDict::new(py);
     for (reason, count) in &report.reasons {
@@ -194,6 +305,11 @@ fn report_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyD
     let fields = PyDict::new(py);
     fields.set_item("records", report.records)?;
     fields.set_item("traces", report.traces)?;
+    let formats = PyDict::new(py);
+    for (form, count) in &report.forms {
+        formats.set_item(form.name, (count, form.sign))?;
+    }
+    fields.set_item("formats", formats)?;
     fields.set_item("bad", report.bad)?;
     fields.set_item("reasons", reasons)?;
     fields.set_item("errors", report.first_errors.iter().map(Error::to_string).collect::<Vec<_>>())?;
@@ -219,7 +335,8 @@ pub struct PyTraceReader {
 #[pymethods]
 impl PyTraceReader {
     #[new]
-    #[pyo3(signature = (path, on_error, quarantine, limit, max_record_bytes, chunk_bytes))]
+    #[pyo3(signature = (path, on_error, quarantine, limit, max_record_bytes, chunk_bytes, format))]
+    #[allow(clippy::too_many_arguments, reason = "the keywords of one Python function")]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -228,13 +345,15 @@ impl PyTraceReader {
         limit: Option<u64>,
         max_record_bytes: usize,
         chunk_bytes: usize,
+        format: &str,
     ) -> PyResult<Self> {
+        let format = form_name(py, format)?;
         let on_error = match (on_error, quarantine) {
             ("raise", _) => OnError::Raise,
             ("quarantine", Some(path)) => OnError::Quarantine(path),
             _ => OnError::Skip,
         };
-        let options = Options { on_error, limit, max_record_bytes, chunk_bytes };
+        let options = Options { on_error, limit, max_record_bytes, chunk_bytes, format };
         let reader = py.detach(|| Reader::open(&path, options)).map_err(|error| to_python(py, &error))?;
         Ok(Self { inner: Mutex::new(reader) })
     }

@@ -3,14 +3,31 @@
 //! `align` weaves each trace (in parallel) and lays the results end to end as flat arrays. It never guesses an id:
 //! what cannot be known ends the trainable part of its branch, counted.
 
+mod body;
 mod branch;
+mod bridge;
+mod compare;
+mod dates;
+mod diff;
+mod duplicates;
+mod extras;
+mod pieces;
+mod place;
 mod prompt;
-mod reason;
+mod recover;
+mod rerender;
 mod resolve;
+mod sampled;
 mod segment;
+mod splice;
+mod stop;
+#[cfg(test)]
+mod tests;
 mod weave;
 
-pub use reason::{Finding, NAMES, Reason};
+pub use crate::drift::{Finding, NAMES, Reason};
+pub use extras::{Column, NO_VALUE};
+pub use recover::{Recovered, recover};
 
 use crate::error::{Error, Result};
 use crate::tokenizer::Tokenizer;
@@ -20,13 +37,42 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use weave::Woven;
 
+/// Which ids the sequences have.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// Those that were sampled, between what the template supplies.
+    #[default]
+    Splice,
+    /// Those of the rendered conversation, with the logprobs of the sampled tokens they are.
+    Align,
+}
+
+/// What a rendered token gets that is several sampled ones.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Merge {
+    /// Nothing: its own probability is not known.
+    #[default]
+    Mask,
+    /// The sum of their logprobs: the probability of one way to write it.
+    Sum,
+}
+
 /// What the caller decides.
 #[derive(Debug, Clone, Copy, Default)]
+#[allow(clippy::struct_excessive_bools, reason = "independent choices of the caller")]
 pub struct Options {
     /// Go on after an id that cannot be known, with the canonical tokens of its text, untrained.
     pub lenient: bool,
     /// Train on text without logprobs (T6): weighted fine-tuning.
     pub text_only: bool,
+    /// Which ids the sequences have.
+    pub mode: Mode,
+    /// In align mode: what a rendered token gets that is several sampled ones.
+    pub merge: Merge,
+    /// In align mode: mask what follows the first token of a turn that is not the sampled one.
+    pub strict: bool,
+    /// Train on canonical tokens where only text and count are recorded and the count fits (T4).
+    pub assume_canonical: bool,
     /// What the logprobs are of, where the record does not say or says it wrongly.
     pub logprob_kind: Option<LogprobKind>,
     /// A trace that cannot be aligned: leave it out, counted, instead of raising.
@@ -56,6 +102,7 @@ pub struct Aligned {
     pub cu_turns: Vec<i64>,
     pub logprob_kind: Vec<u8>,
     pub temperature: Vec<f32>,
+    pub extras: Vec<Column>,
     pub drift_trace: Vec<i32>,
     pub drift: Vec<Finding>,
     pub recorded: u64,
@@ -68,11 +115,12 @@ pub struct Aligned {
 /// # Errors
 /// The first trace that cannot be aligned, unless `options.skip_errors`.
 pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> Result<Aligned> {
-    let scaffold = prompt::Scaffold::new(tokenizer);
+    let scaffold = prompt::Scaffold::new(tokenizer)?;
     let woven: Vec<Result<Woven>> =
         traces.par_iter().map(|trace| weave::weave(trace, tokenizer, &scaffold, options)).collect();
     let mut aligned = Aligned { cu_seqlens: vec![0], cu_turns: vec![0], ..Aligned::default() };
     aligned.reward_names = reward_names(traces);
+    aligned.extras = extras::columns(traces);
     let mut groups = HashMap::new();
     for (trace, woven) in traces.iter().zip(woven) {
         match woven {
@@ -108,6 +156,9 @@ impl Aligned {
             self.inv_temperature.extend_from_slice(&branch.inv_temperature);
             self.cu_seqlens.push(self.ids.len() as i64);
             self.trace.push(row);
+            for column in &mut self.extras {
+                column.push(branch, &trace.generations);
+            }
         }
         self.recorded += woven.recorded;
         self.exact += woven.exact;
@@ -132,7 +183,8 @@ impl Aligned {
             self.rewards.push(value.unwrap_or(f32::NAN));
         }
         for generation in &trace.generations {
-            self.turn_rewards.push(trace.messages[generation.message as usize].reward.unwrap_or(f32::NAN));
+            let message = trace.messages.get(generation.message as usize);
+            self.turn_rewards.push(message.and_then(|message| message.reward).unwrap_or(f32::NAN));
         }
         self.cu_turns.push(self.turn_rewards.len() as i64);
         let first = trace.generations.first();

@@ -1,8 +1,9 @@
 //! The text that was not sampled: a rendered context, its ids, and which of them are content.
 //!
-//! One `Prompt` is one call of the chat template; `Scaffold` holds what is probed once per template. Sampled tokens
-//! are not handled here.
+//! `Text` is ids with sources; `Scaffold` renders with one tokenizer and holds what is asked of a template once.
+//! Sampled tokens are not handled here.
 
+use super::bridge::Closing;
 use crate::error::Result;
 use crate::template::{Rendered, Template};
 use crate::tokenizer::Tokenizer;
@@ -28,24 +29,74 @@ pub struct Text {
     pub sources: Vec<u8>,
 }
 
+impl Text {
+    /// Ids that are all given.
+    pub fn given(ids: &[u32]) -> Self {
+        Self { ids: ids.to_vec(), sources: vec![source::GIVEN; ids.len()] }
+    }
+
+    /// The part from `start` on.
+    pub fn tail(&self, start: usize) -> Self {
+        Self { ids: self.ids[start..].to_vec(), sources: self.sources[start..].to_vec() }
+    }
+}
+
 /// Renders contexts of one trace after another with one tokenizer.
 pub struct Scaffold<'a> {
     tokenizer: &'a Tokenizer,
     /// What the template writes after an assistant's body: `<|im_end|>\n`. Empty where there is none.
     pub closer: String,
+    /// The special token that opens the closer, with the bytes it takes, and the tokens behind it.
+    pub closing: Closing,
+    /// Bytes of the closing token.
+    pub closing_bytes: usize,
+    /// Whether the template prints the date of the day it is rendered on.
+    pub prints_date: bool,
 }
+
+/// The variable that says that the last message is the beginning of the answer (a prefill).
+const PREFILL: &str = "continue_final_message";
 
 impl<'a> Scaffold<'a> {
     /// Probes the template for its turn closer.
-    pub fn new(tokenizer: &'a Tokenizer) -> Self {
-        Self { tokenizer, closer: tokenizer.template().and_then(probe_closer).unwrap_or_default() }
+    ///
+    /// # Errors
+    /// As `Tokenizer::encode`, for the closer.
+    pub fn new(tokenizer: &'a Tokenizer) -> Result<Self> {
+        let closer = tokenizer.template().and_then(probe_closer).unwrap_or_default();
+        let (ids, ends) = tokenizer.encode_with_ends(&closer)?;
+        let token = ids.first().copied().filter(|&id| tokenizer.is_special(id));
+        let closing_bytes = if token.is_some() { ends[0] as usize } else { 0 };
+        let separator = if token.is_some() { ids[1..].to_vec() } else { Vec::new() };
+        let prints_date = tokenizer.template().is_some_and(prints_date);
+        Ok(Self { tokenizer, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
     }
 
     /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text.
     pub fn render(&self, trace: &Trace, context: &[u32], add_generation_prompt: bool) -> Result<Rendered> {
+        self.render_on(trace, context, add_generation_prompt, None)
+    }
+
+    /// As `render`, on the day `date` (ISO) where the record pins none.
+    pub fn render_on(&self, trace: &Trace, context: &[u32], prompt: bool, date: Option<&str>) -> Result<Rendered> {
         let message = |&index: &u32| trace.messages[index as usize].value.clone();
         let messages: Vec<Value> = context.iter().map(message).collect();
-        self.tokenizer.render(&messages, trace.tools.as_ref(), add_generation_prompt, &trace.template_kwargs)
+        let pinned;
+        let kwargs = if trace.template_kwargs.contains_key(PREFILL) || date.is_some() {
+            let mut kwargs = trace.template_kwargs.clone();
+            kwargs.remove(PREFILL);
+            kwargs.extend(date.map(|date| ("strftime_now".to_owned(), Value::from(date))));
+            pinned = kwargs;
+            &pinned
+        } else {
+            &trace.template_kwargs
+        };
+        let prefill = prompt && trace.template_kwargs.get(PREFILL).is_some_and(|value| value == true);
+        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_ref(), prompt && !prefill, kwargs)?;
+        if prefill {
+            end_at_last_content(&mut rendered);
+        }
+        Ok(rendered)
     }
 
     /// Ids of `rendered.text[from..]` with their sources.
@@ -75,13 +126,12 @@ impl<'a> Scaffold<'a> {
         let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
         Ok(end.map(|end| rest[..end].to_owned()))
     }
+}
 
-    /// The special token that opens the closer, with its text.
-    pub fn closing_token(&self) -> Result<Option<(u32, String)>> {
-        let (ids, ends) = self.tokenizer.encode_with_ends(&self.closer)?;
-        let first = ids.first().zip(ends.first()).filter(|&(&id, _)| self.tokenizer.is_special(id));
-        Ok(first.map(|(&id, &end)| (id, self.closer[..end as usize].to_owned())))
-    }
+/// Cuts what stands behind the content of the last message: a prefill that the policy continued.
+fn end_at_last_content(rendered: &mut Rendered) {
+    let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
+    rendered.text.truncate(end);
 }
 
 /// The text between an assistant's body and the end of a rendered conversation.
@@ -91,4 +141,14 @@ fn probe_closer(template: &Template) -> Option<String> {
     let rendered = template.render(&messages, None, false, &Map::new()).ok()?;
     let at = rendered.text.rfind(BODY)?;
     Some(rendered.text[at + BODY.len()..].to_owned())
+}
+
+/// Whether a prompt differs between two days.
+fn prints_date(template: &Template) -> bool {
+    let messages = [json!({"role": "user", "content": "hello"})];
+    let on = |day: &str| {
+        let kwargs = Map::from_iter([("strftime_now".to_owned(), Value::from(day))]);
+        template.render_text(&messages, None, true, &kwargs).ok()
+    };
+    on("2001-02-03") != on("2004-05-06")
 }

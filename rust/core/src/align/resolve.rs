@@ -3,10 +3,10 @@
 //! T0 and T1 have ids, T2 has every token's own bytes, T3 has text or a run of bytes for several tokens. What a record
 //! determines is recovered; an id that cannot be known stays unknown, with its reason. Nothing is rendered here.
 
-use super::reason::{Finding, Reason};
-use super::segment::{self, Piece};
+use super::pieces::{from_pieces, own_bytes};
+use crate::drift::{Finding, Reason};
 use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Pieces, Stop, Tokens};
+use crate::trace::{Generation, Stop, Tokens};
 
 /// Exactness of a token, as `Sequences.tier` has it.
 pub mod tier {
@@ -18,6 +18,8 @@ pub mod tier {
     pub const BYTES: u8 = 2;
     /// Text, or bytes shared by a run of tokens, that only one segmentation fits.
     pub const TEXT: u8 = 3;
+    /// Text without tokens, canonical ids because the count fits: assumed, not known.
+    pub const ASSUMED: u8 = 4;
     /// Logprobs without text: the count equals that of the canonical tokenization.
     pub const COUNT: u8 = 5;
     /// Text only.
@@ -43,32 +45,47 @@ pub struct Resolved {
     pub foreign: bool,
     /// Runs of unknown ids whose text is known: first token, one past the last, bytes.
     pub runs: Vec<(usize, usize, Vec<u8>)>,
+    /// Why ids are unknown: first token of each run of them, and the reason.
+    pub unknown: Vec<(usize, Reason)>,
 }
 
 impl Resolved {
-    fn push(&mut self, id: Option<u32>, tier: u8) {
+    pub(super) fn push(&mut self, id: Option<u32>, tier: u8) {
         self.ids.push(id.unwrap_or(0));
         self.known.push(id.is_some());
         self.tiers.push(tier);
     }
 
-    fn find(&mut self, reason: Reason, token: usize, count: usize, detail: String) {
+    /// Why the id of token `index` is not known.
+    pub fn why_unknown(&self, index: usize) -> Reason {
+        self.unknown.iter().rev().find(|(first, _)| *first <= index).map_or(Reason::PartialUtf8, |(_, reason)| *reason)
+    }
+
+    pub(super) fn find(&mut self, reason: Reason, token: usize, count: usize, detail: String) {
         let finding = Finding { reason, turn: 0, token: token as i32, count: count as i32, detail };
         self.findings.push(finding);
     }
 }
 
 /// Resolves the tokens that a generation lists. `Tokens` with logprobs alone, or with nothing, resolve to no token.
-pub fn resolve(generation: &Generation, content: Option<&str>, tokenizer: &Tokenizer) -> Resolved {
+///
+/// `hides_specials` is asked whether a special token may show nothing in these records.
+pub fn resolve(
+    generation: &Generation,
+    content: Option<&str>,
+    tokenizer: &Tokenizer,
+    hides_specials: &dyn Fn() -> bool,
+) -> Resolved {
     let tokens = &generation.tokens;
+    let content = generation.text.as_deref().or(content);
     let mut resolved = Resolved::default();
     if let Some(ids) = &tokens.ids {
-        let level = if generation.prompt_ids.is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
+        let level = if generation.prompt.ids().is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
         from_ids(ids, level, tokens, content, tokenizer, &mut resolved);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
-        from_pieces(generation, content, tokenizer, &mut resolved);
+        from_pieces(generation, content, tokenizer, hides_specials, &mut resolved);
     }
-    attach_logprobs(tokens, &mut resolved);
+    attach_logprobs(generation, &mut resolved);
     resolved
 }
 
@@ -103,7 +120,7 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
     let mut shown = false;
     for (index, &id) in ids.iter().enumerate() {
         // vLLM writes the placeholder itself where it has no entry for the token.
-        let own = own_bytes(tokens, index, tokenizer).filter(|own| !own.starts_with(b"token_id:"));
+        let own = own_bytes(tokens, index, tokenizer).map(|(own, _)| own).filter(|own| !own.starts_with(b"token_id:"));
         shown |= own.is_some();
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         if let Some(own) = own.as_deref().filter(|own| !after_silence && *own != bytes) {
@@ -113,7 +130,9 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
     }
     let content = content.map(str::trim).filter(|text| !shown && !text.is_empty() && !text.contains('\u{FFFD}'))?;
     let (plain, whole) = (spell(ids, tokenizer), spell_all(ids, tokenizer));
-    if contains(&plain, content.as_bytes()) || contains(&whole, content.as_bytes()) {
+    // A server may have written the reasoning into the content, between tags of its own.
+    let mut parts = content.split("<reasoning>").flat_map(|part| part.split("</reasoning>")).map(str::trim);
+    if contains(&plain, content.as_bytes()) || parts.all(|part| contains(&whole, part.as_bytes())) {
         return None;
     }
     Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
@@ -144,181 +163,8 @@ pub fn excerpt(bytes: &[u8]) -> String {
     format!("{short:?}")
 }
 
-/// What the record shows of one listed token.
-enum Seen<'a> {
-    /// Its own bytes, and the id that has them.
-    Own(u32),
-    /// Nothing: a lone part of a character, or a special token.
-    Silent,
-    /// Text with U+FFFD.
-    Lossy(&'a str),
-    /// Text after silent tokens: the recorder corrects by context (vLLM), so it may hold their bytes too.
-    Closing(Vec<u8>),
-}
-
-fn from_pieces(generation: &Generation, content: Option<&str>, tokenizer: &Tokenizer, resolved: &mut Resolved) {
+fn attach_logprobs(generation: &Generation, resolved: &mut Resolved) {
     let tokens = &generation.tokens;
-    let count = tokens.len();
-    let stop = stop_token(generation, tokenizer, count);
-    let listed = count - usize::from(stop.is_some());
-    let level = if tokens.bytes.is_some() { tier::BYTES } else { tier::TEXT };
-    let mut seen: Vec<Seen<'_>> = Vec::with_capacity(listed);
-    for index in 0..listed {
-        let after_silence = matches!(seen.last(), Some(Seen::Silent));
-        match see(tokens, index, after_silence, tokenizer) {
-            Ok(piece) => seen.push(piece),
-            Err(bytes) => {
-                let detail = format!("token {} is not in the vocabulary", excerpt(&bytes));
-                resolved.find(Reason::TokenizerMismatch, index, 1, detail);
-                resolved.foreign = true;
-                return;
-            }
-        }
-    }
-    let whole = || whole_text(tokens, &seen, content?, tokenizer);
-    if seen.iter().all(|piece| matches!(piece, Seen::Own(_))) {
-        for piece in &seen {
-            if let Seen::Own(id) = piece {
-                resolved.push(Some(*id), level);
-            }
-        }
-    } else if let Some(ids) = whole() {
-        for (id, piece) in ids.into_iter().zip(&seen) {
-            resolved.push(Some(id), if matches!(piece, Seen::Own(_)) { level } else { tier::TEXT });
-        }
-    } else {
-        by_runs(&seen, level, tokenizer, resolved);
-    }
-    if let Some(id) = stop {
-        resolved.push(Some(id), level);
-    }
-}
-
-/// What the record shows of token `index`; its bytes where the vocabulary does not have them.
-fn see<'a>(tokens: &'a Tokens, index: usize, after_silence: bool, tokenizer: &Tokenizer) -> Result<Seen<'a>, Vec<u8>> {
-    if let Some(bytes) = own_bytes(tokens, index, tokenizer) {
-        let added = || std::str::from_utf8(&bytes).ok().and_then(|text| tokenizer.id_of_added(text));
-        return match tokenizer.id_of_bytes(&bytes).or_else(added) {
-            Some(id) if !after_silence || tokenizer.is_special(id) => Ok(Seen::Own(id)),
-            None if !after_silence => Err(bytes),
-            _ => Ok(Seen::Closing(bytes)),
-        };
-    }
-    let text = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
-    let lossy = text(&tokens.texts).or_else(|| text(&tokens.bytes)).filter(|text| text.contains('\u{FFFD}'));
-    Ok(lossy.map_or(Seen::Silent, Seen::Lossy))
-}
-
-/// The ids, where the whole text is known and only one segmentation of it fits what is seen.
-fn whole_text(tokens: &Tokens, seen: &[Seen<'_>], text: &str, tokenizer: &Tokenizer) -> Option<Vec<u32>> {
-    if text.is_empty() || text.contains('\u{FFFD}') || tokens.is_empty() {
-        return None;
-    }
-    let pieces: Vec<Piece<'_>> = seen
-        .iter()
-        .map(|piece| match piece {
-            Seen::Own(id) if tokenizer.is_special(*id) => Piece::Special(*id),
-            Seen::Own(id) => tokenizer.token_bytes(*id).map_or(Piece::Any, Piece::Known),
-            Seen::Silent => Piece::Silent,
-            Seen::Lossy(text) => Piece::Lossy(text),
-            Seen::Closing(_) => Piece::Any,
-        })
-        .collect();
-    segment::unique(&pieces, text.as_bytes(), tokenizer.max_piece_bytes(), &|bytes| tokenizer.id_of_bytes(bytes))
-}
-
-/// The ids run by run, where the whole text is not known or does not decide: what a closing piece spells.
-fn by_runs(seen: &[Seen<'_>], level: u8, tokenizer: &Tokenizer, resolved: &mut Resolved) {
-    let mut at = 0;
-    while at < seen.len() {
-        if let Seen::Own(id) = &seen[at] {
-            resolved.push(Some(*id), level);
-            at += 1;
-            continue;
-        }
-        let silent = seen[at..].iter().take_while(|piece| matches!(piece, Seen::Silent)).count();
-        let last = at + silent;
-        let closing = if let Some(Seen::Closing(text)) = seen.get(last) { Some(text.as_slice()) } else { None };
-        let end = (last + usize::from(matches!(seen.get(last), Some(Seen::Closing(_) | Seen::Lossy(_))))).max(at + 1);
-        run(at, end, closing, tokenizer, resolved);
-        at = end;
-    }
-}
-
-/// Tokens `at..end` are silent but for the last, which shows `text`; `None` where that is not all of their bytes.
-fn run(at: usize, end: usize, text: Option<&[u8]>, tokenizer: &Tokenizer, resolved: &mut Resolved) {
-    let mut pieces = vec![Piece::Silent; end - at];
-    let ids = text.and_then(|text| {
-        *pieces.last_mut()? = Piece::Any;
-        segment::unique(&pieces, text, tokenizer.max_piece_bytes(), &|bytes| tokenizer.id_of_bytes(bytes))
-    });
-    if let Some(ids) = ids {
-        for id in ids {
-            resolved.push(Some(id), tier::TEXT);
-        }
-        return;
-    }
-    for _ in at..end {
-        resolved.push(None, tier::TEXT);
-    }
-    let shown = text.map_or_else(|| "no text".to_owned(), excerpt);
-    let detail = format!("{} tokens show {shown}: more than one way to spell it, or none", end - at);
-    resolved.find(Reason::PartialUtf8, at, end - at, detail);
-    resolved.runs.extend(text.map(|text| (at, end, text.to_vec())));
-}
-
-/// The bytes of token `index` alone, or `None` where the record does not give them.
-fn own_bytes(tokens: &Tokens, index: usize, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
-    const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
-    let has = |bytes: &&[u8]| !bytes.is_empty() && memchr::memmem::find(bytes, REPLACEMENT).is_none();
-    if let Some(bytes) = tokens.bytes.as_ref().and_then(|pieces| pieces.get(index)) {
-        return Some(bytes).filter(has).map(<[u8]>::to_vec);
-    }
-    let text = tokens.texts.as_ref().and_then(|pieces| pieces.get(index)).filter(has)?;
-    let text = std::str::from_utf8(text).ok()?;
-    Some(escaped_bytes(text).or_else(|| glyph_bytes(text, tokenizer)).unwrap_or_else(|| text.as_bytes().to_vec()))
-}
-
-/// `bytes:\xe2\x80` and a token that is nothing but `\x` escapes are bytes, not text.
-fn escaped_bytes(text: &str) -> Option<Vec<u8>> {
-    let escapes = text.strip_prefix("bytes:").unwrap_or(text);
-    if escapes.is_empty() || !escapes.len().is_multiple_of(4) || !escapes.is_ascii() {
-        return None;
-    }
-    let byte = |chunk: &[u8]| {
-        let digits = std::str::from_utf8(chunk.strip_prefix(b"\\x")?).ok()?;
-        u8::from_str_radix(digits, 16).ok()
-    };
-    escapes.as_bytes().chunks(4).map(byte).collect()
-}
-
-/// The byte-level alphabet (`Ġthat`), where the text as it stands is no vocabulary entry.
-fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
-    if text.is_ascii() || tokenizer.id_of_bytes(text.as_bytes()).is_some() {
-        return None;
-    }
-    tokenizer.glyphs_to_bytes(text).filter(|bytes| tokenizer.id_of_bytes(bytes).is_some())
-}
-
-/// The stop token, where the last listed piece is empty and the record says what stopped it.
-fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> Option<u32> {
-    let last = count.checked_sub(1)?;
-    let tokens = &generation.tokens;
-    let piece = |pieces: &Option<Pieces>| pieces.as_ref().and_then(|p| p.get(last)).is_none_or(<[u8]>::is_empty);
-    if !piece(&tokens.bytes) || !piece(&tokens.texts) {
-        return None;
-    }
-    if matches!(generation.finish_reason.as_deref(), None | Some("length" | "abort" | "content_filter")) {
-        return None;
-    }
-    match generation.stop {
-        Stop::Id(id) => tokenizer.token_bytes(id).map(|_| id),
-        Stop::Unsaid => tokenizer.stop_id(),
-        Stop::Text(_) => None,
-    }
-}
-
-fn attach_logprobs(tokens: &Tokens, resolved: &mut Resolved) {
     let count = resolved.ids.len();
     resolved.logprobs = vec![f32::NAN; count];
     let Some(logprobs) = &tokens.logprobs else {
@@ -330,12 +176,16 @@ fn attach_logprobs(tokens: &Tokens, resolved: &mut Resolved) {
     if resolved.foreign {
         return;
     }
-    if logprobs.len() != count {
+    if logprobs.len() > count && count > 0 && matches!(generation.stop, Stop::Text(_)) {
+        // TensorRT-LLM takes the stop string's tokens out of the ids and leaves their logprobs.
+        let more = logprobs.len() - count;
+        resolved.find(Reason::StopStringTruncated, count, more, format!("{more} logprobs belong to the stop string"));
+    } else if logprobs.len() != count {
         let detail = format!("{count} tokens but {} logprobs", logprobs.len());
         resolved.find(Reason::CountMismatch, 0, count, detail);
         return;
     }
-    resolved.logprobs.copy_from_slice(logprobs);
+    resolved.logprobs.copy_from_slice(&logprobs[..count]);
     if tokens.missing > 0 {
         let detail = format!("{} logprobs are null, NaN or -inf", tokens.missing);
         resolved.find(Reason::MissingLogprob, usize::MAX, tokens.missing as usize, detail);

@@ -1,15 +1,16 @@
 //! A call log: `{"calls": [{"request", "response"}, ...]}`, one request with its response, or a bare response.
 //!
 //! Requests carry whole histories; `history` makes a pool of them. Sampling parameters, tools and template variables are
-//! those of the requests.
+//! those of the requests. Here are chat completions; calls of other servers come through `foreign`.
 
 use super::body::Body;
+use super::coverage;
 use super::fields::{Fields, Header, Sampling, count, mapping, number, text, tools};
 use super::history::History;
 use super::message::{Entry, streamed};
 use super::object::{Node, Object};
 use super::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::Message;
+use crate::trace::{Message, Prompt};
 use serde_json::Value;
 
 /// Temperature and top-p of a request that names none: the defaults of the chat completions API.
@@ -41,16 +42,16 @@ pub(super) fn decode_single(record: Object, header: &Header) -> Decoded<Body> {
     log.finish()
 }
 
-/// Reads a record that is a response, which must name its prompt ids.
+/// Reads a record that is a response. Where it does not name its prompt ids, the prompt is not known.
 pub(super) fn decode_response(record: Object, header: &Header) -> Decoded<Body> {
     let choice = count(&record.fields, "choice")?;
     let mut log = Log::new(header, choice);
-    log.answer(None, record, choice, &header.sampling)?;
+    log.answer(None, record, choice, &header.sampling, None)?;
     log.finish()
 }
 
 /// A call log while it is being read.
-struct Log<'a> {
+pub(super) struct Log<'a> {
     header: &'a Header,
     choice: Option<i32>,
     history: History,
@@ -61,29 +62,38 @@ struct Log<'a> {
 }
 
 /// The parts of a request that count.
-struct Request {
-    messages: Vec<Message>,
-    tools: Option<Value>,
-    template_kwargs: Fields,
+#[derive(Debug, Default)]
+pub(super) struct Request {
+    pub messages: Vec<Message>,
+    pub tools: Option<Value>,
+    pub template_kwargs: Fields,
+    pub model: Option<String>,
+    /// `Rendered` for messages; what was sent where no template is involved.
+    pub prompt: Prompt,
+    /// How it asked to sample.
+    pub sampling: Sampling,
+}
+
+/// One call, whatever server it went to.
+pub(super) struct Call {
+    pub request: Option<Request>,
+    pub entry: Entry,
+    /// Model as the response names it.
+    pub model: Option<String>,
+    pub reward: Option<f32>,
 }
 
 impl<'a> Log<'a> {
-    fn new(header: &'a Header, choice: Option<i32>) -> Self {
+    pub fn new(header: &'a Header, choice: Option<i32>) -> Self {
         let (history, body) = (History::default(), Body::default());
         Self { header, choice, history, body, scaffold: None, scaffold_varies: false }
     }
 
     fn call(&mut self, mut call: Object) -> Decoded<()> {
-        let request = call.take_object("request")?;
         let own = Sampling::read(&call.fields)?;
-        let (request, sampling) = match request {
-            None => (None, own.or(&self.header.sampling)),
-            Some(request) => {
-                let asked = Sampling::read(&request.fields).map_err(|rejection| rejection.inside("request"))?;
-                let sampling = own.or(&asked).or(&self.header.sampling).or(&API_DEFAULTS);
-                (Some(self.request(request).map_err(|rejection| rejection.inside("request"))?), sampling)
-            }
-        };
+        let request = call.take_object("request")?;
+        let request = request.map(read_request).transpose().map_err(|rejection| rejection.inside("request"))?;
+        let sampling = own.or(&self.sampling(request.as_ref()));
         let choice = count(&call.fields, "choice")?.or(self.choice);
         let reward = number(&call.fields, "reward")?.map(|reward| reward as f32);
         let response = match call.take("response") {
@@ -91,71 +101,71 @@ impl<'a> Log<'a> {
             Some(node) => node.object("response")?,
             None => return Err(no_response("the call has no `response`")),
         };
-        let message =
-            self.answer(request, response, choice, &sampling).map_err(|rejection| rejection.inside("response"))?;
-        let message = &mut self.history.messages[message as usize];
-        message.reward = message.reward.or(reward);
-        Ok(())
+        self.answer(request, response, choice, &sampling, reward).map_err(|rejection| rejection.inside("response"))
     }
 
-    fn request(&mut self, mut request: Object) -> Decoded<Request> {
-        let extra = mapping(&request.fields, "extra_body")?;
-        let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
-        template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
-        if self.body.model.is_none() {
-            self.body.model = text(&request.fields, "model")?;
-        }
-        let nodes = request.take_list("messages")?.ok_or_else(|| {
-            reject(Reason::Incomplete, "no `messages`")
-                .why("What the policy was asked is not known")
-                .cure("Record the request as it was sent")
-        })?;
-        let mut messages = Vec::with_capacity(nodes.len());
-        for (position, node) in nodes.into_iter().enumerate() {
-            let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::default()));
-            messages.push(entry.map_err(|rejection| rejection.inside(format!("messages[{position}]")))?.message);
-        }
-        Ok(Request { messages, tools: tools(&request.fields)?, template_kwargs })
+    /// How the tokens of a call were sampled, beside what the call itself says.
+    pub fn sampling(&self, request: Option<&Request>) -> Sampling {
+        self.sampling_by(request, &API_DEFAULTS)
     }
 
-    /// Adds a response to the log; returns the pool index of the message.
+    /// The same for a server whose requests leave out `defaults`.
+    pub fn sampling_by(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
+        match request {
+            None => self.header.sampling.clone(),
+            Some(request) => request.sampling.clone().or(&self.header.sampling).or(defaults),
+        }
+    }
+
     fn answer(
         &mut self,
         request: Option<Request>,
         response: Object,
         choice: Option<i32>,
         sampling: &Sampling,
-    ) -> Decoded<u32> {
+        reward: Option<f32>,
+    ) -> Decoded<()> {
         if !response.has("choices") {
             return Err(no_response("the response has no `choices`"));
         }
-        if self.body.model.is_none() {
-            self.body.model = text(&response.fields, "model")?;
-        }
+        let model = text(&response.fields, "model")?;
         let entry = Entry::of_response(response, choice, sampling)?;
-        let Some(mut generation) = entry.generation else {
+        self.add(Call { request, entry, model, reward })
+    }
+
+    /// Adds a call to the log.
+    pub fn add(&mut self, call: Call) -> Decoded<()> {
+        let Some(mut generation) = call.entry.generation else {
             return Err(reject(Reason::Contradiction, "the choice says that it was not sampled")
                 .why("A response is what the policy sampled")
                 .cure("Leave the call out"));
         };
-        if request.is_none() && generation.prompt_ids.is_none() {
-            return Err(reject(Reason::Incomplete, "a response without its request and without `prompt_token_ids`")
-                .why("What the policy was asked is not known")
-                .cure("Record the request as well, or ask the server for return_token_ids"));
-        }
-        let path = match request {
+        let asked = call.request.as_ref().and_then(|request| request.model.clone());
+        let model = &mut self.body.model;
+        *model = model.take().or(asked).or(call.model);
+        let path = match call.request {
             None => super::history::Path::default(),
             Some(request) => {
+                if generation.prompt == Prompt::Rendered {
+                    generation.prompt = request.prompt;
+                }
                 self.note_scaffold(request.tools, request.template_kwargs);
                 self.history.follow(request.messages)
             }
         };
-        self.body.unused_choices += entry.unused_choices;
-        let index = self.history.produce(&path, entry.message);
+        if path.context.is_empty() && generation.prompt == Prompt::Rendered {
+            generation.prompt = Prompt::Unknown;
+        }
+        self.body.unused_choices += call.entry.unused_choices;
+        let before = path.context.last().map(|index| &self.history.messages[*index as usize]);
+        coverage::check(&mut generation, &call.entry.message, before);
+        let index = self.history.produce(&path, call.entry.message);
         generation.message = index;
         generation.context = path.context;
         self.body.generations.push(generation);
-        Ok(index)
+        let message = &mut self.history.messages[index as usize];
+        message.reward = message.reward.or(call.reward);
+        Ok(())
     }
 
     fn note_scaffold(&mut self, tools: Option<Value>, template_kwargs: Fields) {
@@ -166,9 +176,10 @@ impl<'a> Log<'a> {
         }
     }
 
-    fn finish(mut self) -> Decoded<Body> {
+    /// The body of the trace.
+    pub fn finish(mut self) -> Decoded<Body> {
         let (tools, template_kwargs) = self.scaffold.unwrap_or_default();
-        let rendered = self.body.generations.iter().position(|generation| generation.prompt_ids.is_none());
+        let rendered = self.body.generations.iter().position(|generation| generation.prompt == Prompt::Rendered);
         if let (true, Some(turn)) = (self.scaffold_varies, rendered) {
             return Err(varying_scaffold(turn));
         }
@@ -181,6 +192,31 @@ impl<'a> Log<'a> {
     }
 }
 
+/// The parts of a chat completions request that count.
+pub(super) fn read_request(mut request: Object) -> Decoded<Request> {
+    let extra = mapping(&request.fields, "extra_body")?;
+    let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
+    template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
+    let nodes = request.take_list("messages")?.ok_or_else(|| {
+        reject(Reason::Incomplete, "no `messages`")
+            .why("What the policy was asked is not known")
+            .cure("Record the request as it was sent")
+    })?;
+    let mut messages = Vec::with_capacity(nodes.len());
+    for (position, node) in nodes.into_iter().enumerate() {
+        let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::default()));
+        messages.push(entry.map_err(|rejection| rejection.inside(format!("messages[{position}]")))?.message);
+    }
+    Ok(Request {
+        messages,
+        tools: tools(&request.fields)?,
+        template_kwargs,
+        model: text(&request.fields, "model")?,
+        prompt: Prompt::Rendered,
+        sampling: Sampling::read(&request.fields)?,
+    })
+}
+
 fn varying_scaffold(turn: usize) -> Rejection {
     reject(Reason::Contradiction, "requests of one trace differ in `tools` or `chat_template_kwargs`")
         .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
@@ -188,6 +224,7 @@ fn varying_scaffold(turn: usize) -> Rejection {
         .in_turn(turn)
 }
 
-fn no_response(what: &str) -> Rejection {
+/// A complaint about a call without an answer.
+pub(super) fn no_response(what: &str) -> Rejection {
     reject(Reason::Incomplete, what).why("There is no generation to read").cure("Leave out failed calls when recording")
 }

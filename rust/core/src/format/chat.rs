@@ -4,6 +4,7 @@
 //! `"sampled": false`. Token lists may stand on the message, on a choice around it, or in its `generation`.
 
 use super::body::Body;
+use super::coverage;
 use super::fields::{Fields, Sampling};
 use super::message::Entry;
 use super::object::{Node, Object};
@@ -37,8 +38,11 @@ pub(super) fn append(body: &mut Body, nodes: Vec<Node>, sampling: &Sampling, lis
         body.messages.push(entry.message);
         body.unused_choices += entry.unused_choices;
         if let Some(mut generation) = entry.generation {
+            body.budget.spend(index as usize)?;
             generation.message = index;
             generation.context = (0..index).collect();
+            let before = index.checked_sub(1).map(|before| &body.messages[before as usize]);
+            coverage::check(&mut generation, &body.messages[index as usize], before);
             placings.push((body.generations.len(), entry.placing));
             body.generations.push(generation);
         }

@@ -5,6 +5,7 @@
 use super::numbers::ID_COMPLAINT;
 use super::object::{Node, Object, Record, describe};
 use super::rejection::{Decoded, Reason, Rejection, reject};
+use super::scan;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
@@ -14,7 +15,10 @@ use std::fmt;
 
 /// Parses the bytes of a record.
 pub(super) fn parse(record: &[u8]) -> Decoded<Object> {
-    let text = std::str::from_utf8(record).map_err(|error| not_utf8(record, error.valid_up_to()))?;
+    let text = utf8(record)?;
+    if let Some(object) = scan::record(text) {
+        return Ok(object);
+    }
     let node = match serde_json::from_str::<Record>(text) {
         Ok(Record(node)) => node,
         Err(error) => parse_again(text, &error)?,
@@ -30,6 +34,13 @@ fn not_an_object(found: &str) -> Rejection {
     reject(Reason::UnknownForm, format!("the record is {found}, not an object"))
         .why("A trace is one JSON object")
         .cure("See docs/trace-format.md for the accepted forms")
+}
+
+/// The text of a record, with NaN and Infinity in quotes where they stand bare.
+pub(super) fn text(record: &[u8]) -> Decoded<Cow<'_, str>> {
+    let text = utf8(record)?;
+    let is_json = serde_json::from_str::<IgnoredAny>(text).is_ok();
+    Ok(if is_json { Cow::Borrowed(text) } else { quote_literals(text) })
 }
 
 /// Python's `json` writes NaN and Infinity bare: they are read as the same words in quotes.
@@ -83,6 +94,10 @@ fn string_end(bytes: &[u8], start: usize) -> usize {
     bytes.len()
 }
 
+fn utf8(record: &[u8]) -> Decoded<&str> {
+    simdutf8::compat::from_utf8(record).map_err(|error| not_utf8(record, error.valid_up_to()))
+}
+
 fn not_utf8(record: &[u8], offset: usize) -> Rejection {
     let rejection = reject(Reason::NotUtf8, format!("invalid UTF-8 at byte {offset} of the record"));
     let wide = offset < 2 && (record.starts_with(&[0xff, 0xfe]) || record.starts_with(&[0xfe, 0xff]));
@@ -95,7 +110,7 @@ fn not_utf8(record: &[u8], offset: usize) -> Rejection {
 }
 
 /// Turns serde's complaint into ours: what, at which path, why, cure.
-fn explain(text: &str, error: &serde_json::Error) -> Rejection {
+pub(super) fn explain(text: &str, error: &serde_json::Error) -> Rejection {
     let complaint = error.to_string();
     let complaint = complaint.split(" at line ").next().unwrap_or_default().to_owned();
     let byte = byte_offset(text, error);

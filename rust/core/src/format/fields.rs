@@ -33,20 +33,26 @@ pub(super) fn text(fields: &Fields, key: &str) -> Decoded<Option<String>> {
 
 /// A string, or a number as its digits.
 fn name(fields: &Fields, key: &str) -> Decoded<Option<String>> {
-    match present(fields, key) {
-        None => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(Value::Number(number)) => Ok(Some(number.to_string())),
-        Some(other) => Err(wrong(key, other, "a string or a number")),
+    present(fields, key).map_or(Ok(None), |value| name_of(key, value))
+}
+
+/// `value` as a name.
+pub(super) fn name_of(key: &str, value: &Value) -> Decoded<Option<String>> {
+    match value {
+        Value::Null => Ok(None),
+        Value::String(text) => Ok(Some(text.clone())),
+        Value::Number(number) => Ok(Some(number.to_string())),
+        other => Err(wrong(key, other, "a string or a number")),
     }
 }
 
 /// A finite number; null and NaN are none.
 pub(super) fn number(fields: &Fields, key: &str) -> Decoded<Option<f64>> {
-    present(fields, key).map_or(Ok(None), |value| as_number(key, value))
+    present(fields, key).map_or(Ok(None), |value| number_of(key, value))
 }
 
-fn as_number(key: &str, value: &Value) -> Decoded<Option<f64>> {
+/// `value` as a finite number; null and NaN are none.
+pub(super) fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
     let found = match value {
         Value::Null => return Ok(None),
         Value::Bool(flag) => f64::from(u8::from(*flag)),
@@ -64,7 +70,12 @@ fn as_number(key: &str, value: &Value) -> Decoded<Option<f64>> {
 
 /// A number that is at least 0.
 fn magnitude(fields: &Fields, key: &str) -> Decoded<Option<f32>> {
-    match number(fields, key)? {
+    present(fields, key).map_or(Ok(None), |value| magnitude_of(key, value))
+}
+
+/// `value` as a number that is at least 0.
+pub(super) fn magnitude_of(key: &str, value: &Value) -> Decoded<Option<f32>> {
+    match number_of(key, value)? {
         Some(value) if value < 0.0 => Err(reject(Reason::WrongType, format!("`{key}` is {value}, below 0"))
             .why("No distribution is sampled so")
             .cure("Write null where it is not known")),
@@ -74,8 +85,13 @@ fn magnitude(fields: &Fields, key: &str) -> Decoded<Option<f32>> {
 
 /// An integer of at least 0 that fits an i32, also written as a string of digits.
 pub(super) fn count(fields: &Fields, key: &str) -> Decoded<Option<i32>> {
-    let Some(value) = present(fields, key) else { return Ok(None) };
+    present(fields, key).map_or(Ok(None), |value| count_of(key, value))
+}
+
+/// `value` as an integer of at least 0 that fits an i32.
+pub(super) fn count_of(key: &str, value: &Value) -> Decoded<Option<i32>> {
     let found = match value {
+        Value::Null => return Ok(None),
         Value::Number(number) => number.as_u64(),
         Value::String(digits) => digits.parse().ok(),
         _ => None,
@@ -155,18 +171,18 @@ fn logprob_kind(fields: &Fields) -> Decoded<Option<LogprobKind>> {
     }
 }
 
-/// What stopped a generation, where the server says.
-pub(super) fn stop(fields: &Fields) -> Decoded<Stop> {
-    match present(fields, "stop_reason") {
+/// What stopped a generation, where the server says so under this key.
+pub(super) fn stop_under(fields: &Fields, key: &str) -> Decoded<Stop> {
+    match present(fields, key) {
         None => Ok(Stop::Unsaid),
         Some(Value::String(text)) => Ok(Stop::Text(text.clone())),
         Some(Value::Number(number)) => match number.as_u64().filter(|id| *id <= MAX_ID) {
             Some(id) => Ok(Stop::Id(id as u32)),
-            None => Err(reject(Reason::IdOutOfRange, format!("`stop_reason` is {number}, not a token id"))
+            None => Err(reject(Reason::IdOutOfRange, format!("`{key}` is {number}, not a token id"))
                 .why("Token ids are integers from 0 to 2147483647")
                 .cure("Write the id or the string that the server reported, or null")),
         },
-        Some(other) => Err(wrong("stop_reason", other, "a token id or a stop string")),
+        Some(other) => Err(wrong(key, other, "a token id or a stop string")),
     }
 }
 
@@ -205,7 +221,7 @@ fn rewards(fields: &Fields) -> Decoded<Vec<(String, f32)>> {
     mapping(fields, "rewards")?
         .iter()
         .map(|(name, value)| {
-            let found = as_number(name, value).map_err(|rejection| rejection.inside("rewards"))?;
+            let found = number_of(name, value).map_err(|rejection| rejection.inside("rewards"))?;
             Ok((name.clone(), found.map_or(f32::NAN, |reward| reward as f32)))
         })
         .collect()

@@ -24,7 +24,7 @@ impl<'de> Deserialize<'de> for Logprobs {
 
 /// Columns of a token list while it is being read.
 #[derive(Default)]
-struct Columns {
+pub(super) struct Columns {
     values: Vec<f32>,
     missing: u32,
     invalid: u32,
@@ -33,7 +33,8 @@ struct Columns {
     ids: Vec<u32>,
     /// Entries that named no id; an id column with holes is none.
     without_id: usize,
-    scratch: [Vec<u8>; 2],
+    /// Text and bytes of the entry that is being read.
+    pub scratch: [Vec<u8>; 2],
 }
 
 impl Columns {
@@ -53,7 +54,7 @@ impl Columns {
     }
 
     /// One entry of a list, from the scratch buffers.
-    fn entry(&mut self, reading: Reading, text: bool, bytes: bool, id: Option<Id>) {
+    pub fn entry(&mut self, reading: Reading, text: bool, bytes: bool, id: Option<Id>) {
         self.value(reading);
         match id {
             Some(Id(id)) => self.ids.push(id),
@@ -74,7 +75,8 @@ impl Columns {
         }
     }
 
-    fn finish<E: de::Error>(self) -> Result<Option<Tokens>, E> {
+    /// The tokens; `None` where there are none.
+    pub fn finish<E: de::Error>(self) -> Result<Option<Tokens>, E> {
         let listed = self.values.len().max(self.texts.len()).max(self.ids.len());
         if listed == 0 {
             return Ok(None);

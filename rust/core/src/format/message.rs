@@ -2,10 +2,12 @@
 //!
 //! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a whole response (`{"choices"}`).
 
-use super::fields::{Fields, Sampling, count, number, present, stop, text};
+use super::fields::{Fields, Sampling, count, number, present, stop_under, text};
 use super::object::{Node, Numbers, Object, describe};
 use super::rejection::{Decoded, Reason, not_a_trace, reject};
-use crate::trace::{Generation, LogprobKind, Message};
+use super::server::finish;
+use super::strays;
+use crate::trace::{Generation, LogprobKind, Message, Prompt};
 use serde_json::Value;
 
 /// What one entry says.
@@ -20,6 +22,11 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// A message that the policy sampled, as a producer's own reader found it.
+    pub fn sampled(message: Message, generation: Generation, unused_choices: u32) -> Self {
+        Self { message, generation: Some(generation), placing: Fields::new(), unused_choices }
+    }
+
     /// Reads an entry; `outer` is how the record says its tokens were sampled.
     pub fn read(mut item: Object, outer: &Sampling) -> Decoded<Self> {
         let is_message = item.fields.contains_key("role");
@@ -32,10 +39,13 @@ impl Entry {
         let generation = item.take_object("generation")?;
         let said = generation.is_some() || item.numbers.any_sampled() || role(&item.fields) == Some("assistant");
         let sampled = said && !declined(&item.fields);
-        let (placing, numbers) = match generation {
+        let (placing, mut numbers) = match generation {
             Some(inner) => (inner.fields, inner.numbers.or(item.numbers)),
             None => (Fields::new(), item.numbers),
         };
+        if sampled {
+            strays::gather(&mut numbers, &item.fields)?;
+        }
         let generation =
             sampled.then(|| generation_of(&[&placing, &item.fields], numbers, outer, &placing)).transpose()?;
         Ok(Self { message: message_of(item.fields)?, generation, placing, unused_choices: 0 })
@@ -48,7 +58,11 @@ impl Entry {
         let mut picked = pick(choices, choice)?;
         let prompt = response.numbers.prompt_token_ids.take();
         picked.numbers = picked.numbers.or(Numbers { prompt_token_ids: prompt, ..Numbers::default() });
+        let index = picked.fields.get("index").and_then(Value::as_u64).unwrap_or(0) as usize;
+        strays::gather(&mut picked.numbers, &response.fields)?;
+        strays::gather_sglext(&mut picked.numbers, &response.fields, index)?;
         let mut entry = Self::of_choice(picked, outer)?;
+        entry.generation.iter_mut().try_for_each(|generation| strays::versions(generation, &response.fields))?;
         entry.unused_choices = if choice.is_some() { 0 } else { (total - 1) as u32 };
         Ok(entry)
     }
@@ -62,7 +76,9 @@ impl Entry {
                 .why("What the policy said is not known")
                 .cure("Record the choice as the chat endpoint returned it"));
         };
-        let numbers = choice.numbers.or(std::mem::take(&mut inner.numbers));
+        let mut numbers = choice.numbers.or(std::mem::take(&mut inner.numbers));
+        strays::gather(&mut numbers, &choice.fields)?;
+        strays::gather(&mut numbers, &inner.fields)?;
         let generation = generation_of(&[&choice.fields, &inner.fields], numbers, outer, &Fields::new())?;
         inner.fields.entry("role").or_insert_with(|| "assistant".into());
         let mut message = message_of(inner.fields)?;
@@ -113,22 +129,24 @@ fn declined(fields: &Fields) -> bool {
 /// The generation that fields and token lists describe; the first of `fields` that says something counts.
 fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, sampling: &Fields) -> Decoded<Generation> {
     let mut numbers = numbers;
-    let prompt_ids = numbers.prompt_token_ids.take();
+    let prompt = numbers.prompt_token_ids.take().map_or(Prompt::Rendered, Prompt::Ids);
     let first = |key| fields.iter().copied().find(|fields| present(fields, key).is_some());
     let sampling = Sampling::read(sampling)?.or(outer);
+    let finish = first("finish_reason").map_or(Ok(None), |fields| text(fields, "finish_reason"))?;
+    // SGLang's name for it is `matched_stop`.
+    let stop = ["stop_reason", "matched_stop"].into_iter().find_map(|key| Some((key, first(key)?)));
     Ok(Generation {
-        message: 0,
-        context: Vec::new(),
-        prompt_ids,
+        prompt,
         tokens: numbers.into_tokens()?,
-        finish_reason: first("finish_reason").map_or(Ok(None), |fields| text(fields, "finish_reason"))?,
-        stop: first("stop_reason").map_or(Ok(crate::trace::Stop::Unsaid), stop)?,
+        finish_reason: finish.map(|raw| finish::common(&raw).to_owned()),
+        stop: stop.map_or(Ok(crate::trace::Stop::Unsaid), |(key, fields)| stop_under(fields, key))?,
         logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
         temperature: sampling.temperature,
         top_p: sampling.top_p,
         policy_version: sampling.policy_version.unwrap_or(-1),
         cumulative_logprob: first("cumulative_logprob")
             .map_or(Ok(None), |fields| number(fields, "cumulative_logprob"))?,
+        ..Generation::default()
     })
 }
 
@@ -136,7 +154,7 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
 ///
 /// Token lists are gone already. An assistant message loses keys that are null or an empty `tool_calls`, as API objects
 /// have them when they are written whole: templates ask whether such a key is there.
-fn message_of(mut fields: Fields) -> Decoded<Message> {
+pub(super) fn message_of(mut fields: Fields) -> Decoded<Message> {
     match fields.get("role") {
         Some(Value::String(_)) => {}
         None => return Err(not_a_trace("a message has no `role`")),

@@ -6,15 +6,23 @@
 mod body;
 mod calls;
 mod chat;
+mod coverage;
 mod diagnose;
+mod dump;
 mod fields;
+mod foreign;
+mod form;
 mod history;
 mod logprobs;
 mod message;
 mod native;
 mod numbers;
 mod object;
+mod outline;
 mod rejection;
+mod scan;
+mod server;
+mod strays;
 #[cfg(test)]
 mod tests;
 
@@ -22,27 +30,13 @@ use crate::error::Location;
 use crate::trace::Trace;
 use body::Body;
 use fields::Header;
+use foreign::Foreign;
+pub use form::Form;
 use object::Object;
 pub(crate) use rejection::reject;
 pub use rejection::{Decoded, Reason, Rejection};
 use serde_json::Value;
 use std::sync::Arc;
-
-/// The accepted forms of a record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Form {
-    /// `{"format": "tracegrad/1", "messages": [...]}`
-    Native,
-    /// `{"calls": [{"request", "response"}, ...]}`
-    Calls,
-    /// `{"messages": [...]}`
-    Chat,
-    /// `{"request", "response"}`
-    Call,
-    /// `{"choices": [...], "prompt_token_ids": [...]}`
-    Response,
-}
 
 /// A decoded record.
 #[derive(Debug)]
@@ -58,53 +52,97 @@ pub struct Record {
 /// Reads one record: the bytes of one JSON object.
 ///
 /// Raises nothing that depends on other records. `place` gives the file and line for errors and for the id of a record
-/// that has none.
-pub fn decode(record: &Arc<[u8]>, place: &Location) -> Decoded<Record> {
-    let object = diagnose::parse(record).map_err(|rejection| rejection.at(place))?;
+/// that has none. `wanted` is the name of the form it is to be read in; `None` detects it by structure.
+pub fn decode(record: &Arc<[u8]>, place: &Location, wanted: Option<&str>) -> Decoded<Record> {
     let mut place = place.clone();
-    let decoded = Header::read(&object.fields).and_then(|header| {
-        place.trace.clone_from(&header.id);
-        let form = detect(&object, record)?;
-        let body = decode_form(form, object, &header)?;
-        Ok((form, header, body))
-    });
-    let (form, header, body) = decoded.map_err(|rejection| rejection.at(&place))?;
+    let (form, header, body) = match parse(record, wanted) {
+        Ok(Parsed::Foreign(foreign)) => Ok((foreign.form, foreign.header, foreign.body)),
+        Ok(Parsed::Shaped(object)) => decode_shaped(*object, record, wanted, &mut place),
+        Err(rejection) => Err(rejection),
+    }
+    .map_err(|rejection| rejection.at(&place))?;
     let unused_choices = body.unused_choices;
     Ok(Record { trace: assemble(header, body, record, place), form, unused_choices })
 }
 
+/// A record by the kind of reader that takes it.
+enum Parsed {
+    Shaped(Box<Object>),
+    Foreign(Box<Foreign>),
+}
+
+fn parse(record: &[u8], wanted: Option<&str>) -> Decoded<Parsed> {
+    let shaped = wanted.is_none_or(|name| form::SHAPED.iter().any(|form| form.name == name));
+    let object = if shaped { Some(diagnose::parse(record)) } else { None };
+    let native = |object: &Object| object.fields.get("format").is_some_and(|name| name == native::NAME);
+    let plain = |object: &Object| wanted.is_some() || native(object) || !object.signed && object.speaks_chat();
+    match object {
+        Some(Ok(object)) if plain(&object) => Ok(Parsed::Shaped(Box::new(object))),
+        Some(Ok(object)) => match foreign::decode(&diagnose::text(record)?, wanted)? {
+            Some(foreign) => Ok(Parsed::Foreign(Box::new(foreign))),
+            None => Ok(Parsed::Shaped(Box::new(object))),
+        },
+        Some(Err(rejection)) if rejection.reason == Reason::WrongType => {
+            // A producer may use one of our keys for something else.
+            let text = diagnose::text(record)?;
+            if let Some(dumped) = foreign::dump_that_knows(&text).filter(|_| wanted.is_none()) {
+                return dumped.map(|foreign| Parsed::Foreign(Box::new(foreign)));
+            }
+            let foreign = foreign::decode(&text, wanted).ok().flatten();
+            foreign.map(|foreign| Parsed::Foreign(Box::new(foreign))).ok_or(rejection)
+        }
+        Some(Err(rejection)) => Err(rejection),
+        None => foreign::decode(&diagnose::text(record)?, wanted)?
+            .map(|foreign| Parsed::Foreign(Box::new(foreign)))
+            .ok_or_else(|| unknown_form(record)),
+    }
+}
+
+fn decode_shaped(
+    object: Object,
+    record: &[u8],
+    wanted: Option<&str>,
+    place: &mut Location,
+) -> Decoded<(Form, Header, Body)> {
+    let header = Header::read(&object.fields)?;
+    place.trace.clone_from(&header.id);
+    let form = detect(&object, record)?;
+    if let Some(name) = wanted.filter(|name| *name != form.name) {
+        return Err(reject(
+            Reason::UnknownForm,
+            format!("the form is {} because {}, not {name}", form.name, form.sign),
+        )
+        .why("A record of another form would be read as something it is not")
+        .cure("Read it with format=\"auto\", or name its own form"));
+    }
+    let body = decode_form(form, object, &header)?;
+    Ok((form, header, body))
+}
+
 fn decode_form(form: Form, mut object: Object, header: &Header) -> Decoded<Body> {
     match form {
-        Form::Native => native::decode(&mut object, &header.sampling),
-        Form::Chat => chat::decode(&mut object, &header.sampling),
-        Form::Calls => calls::decode(&mut object, header),
-        Form::Call => calls::decode_single(object, header),
-        Form::Response => calls::decode_response(object, header),
+        form::NATIVE => native::decode(&mut object, &header.sampling),
+        form::CHAT => chat::decode(&mut object, &header.sampling),
+        form::CALLS => calls::decode(&mut object, header),
+        form::CALL => calls::decode_single(object, header),
+        _ => calls::decode_response(object, header),
     }
 }
 
-impl Form {
-    /// The sign by which the form is known.
-    pub fn sign(self) -> &'static str {
-        match self {
-            Self::Native => "`format` is tracegrad/1",
-            Self::Calls => "it has `calls`",
-            Self::Chat => "it has `messages`",
-            Self::Call => "it has `request` and `response`",
-            Self::Response => "it has `choices`",
-        }
-    }
+/// All forms that are read: the names that `format=` takes.
+pub fn forms() -> impl Iterator<Item = Form> {
+    form::SHAPED.into_iter().chain(foreign::forms())
 }
 
-/// Which form a record has; `Form::sign` says why.
+/// Which OpenAI-shaped form a record has; `Form::sign` says why.
 fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
     match object.fields.get("format").and_then(Value::as_str) {
-        Some(native::NAME) => return Ok(Form::Native),
+        Some(native::NAME) => return Ok(form::NATIVE),
         Some(other) if other.starts_with("tracegrad/") => return Err(unknown_version(other)),
         _ => {}
     }
     if object.has_list("calls") {
-        return Ok(Form::Calls);
+        return Ok(form::CALLS);
     }
     if object.has("messages") && object.has_object("response") && !object.has("request") {
         return Err(reject(Reason::UnknownForm, "the record has both `messages` and `response`")
@@ -112,15 +150,15 @@ fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
             .cure("Put the messages under `request`: {\"request\": {\"messages\": ...}, \"response\": ...}"));
     }
     if object.has("messages") {
-        return Ok(Form::Chat);
+        return Ok(form::CHAT);
     }
     if object.has("request") && object.has("response") {
-        return Ok(Form::Call);
+        return Ok(form::CALL);
     }
     if object.has("choices") {
-        return Ok(Form::Response);
+        return Ok(form::RESPONSE);
     }
-    if object.has("calls") { Ok(Form::Calls) } else { Err(unknown_form(record)) }
+    if object.has("calls") { Ok(form::CALLS) } else { Err(unknown_form(record)) }
 }
 
 fn unknown_version(version: &str) -> Rejection {

@@ -2,7 +2,7 @@
 //!
 //! Typed serde visitors, so that a token costs no `serde_json::Value`. Called by `logprobs` and `object`.
 
-use crate::trace::Pieces;
+use crate::trace::{Pieces, Tokens};
 use serde::de::{self, Deserialize, DeserializeSeed, Deserializer, SeqAccess, Unexpected, Visitor};
 use std::fmt;
 
@@ -27,9 +27,16 @@ pub(super) enum Reading {
 }
 
 impl Reading {
-    fn of(value: f64) -> Self {
+    /// The logprob of a probability; 0 has none.
+    pub fn of_probability(value: f64) -> Self {
+        if value < 0.0 { Self::Invalid } else { Self::of(value.ln()) }
+    }
+
+    /// What a number says.
+    pub fn of(value: f64) -> Self {
         let short = value as f32;
-        if value.is_nan() || short == f32::NEG_INFINITY {
+        // llama.cpp and SGLang write the lowest float32 where the probability is 0.
+        if value.is_nan() || short <= f32::MIN {
             Self::Missing
         } else if value > 0.0 || value == SENTINEL {
             Self::Invalid
@@ -46,6 +53,18 @@ pub(super) fn spelled(word: &str) -> Option<f64> {
         "Infinity" | "inf" | "+inf" | "Inf" => Some(f64::INFINITY),
         "-Infinity" | "-inf" | "-Inf" => Some(f64::NEG_INFINITY),
         _ => None,
+    }
+}
+
+impl Tokens {
+    /// A reading as its number, NaN where there is none, which is counted.
+    pub(super) fn take(&mut self, reading: Reading) -> f32 {
+        match reading {
+            Reading::Known(value) => return value,
+            Reading::Missing => self.missing += 1,
+            Reading::Invalid => self.invalid += 1,
+        }
+        f32::NAN
     }
 }
 
@@ -120,6 +139,10 @@ impl Visitor<'_> for IdVisitor {
     }
 
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<Id, E> {
+        // Together's SDK types ids as floats.
+        if value.fract() == 0.0 && (0.0..=MAX_ID as f64).contains(&value) {
+            return Ok(Id(value as u32));
+        }
         Err(E::custom(format_args!("{ID_COMPLAINT}{value} is not an integer from 0 to 2147483647")))
     }
 }
@@ -221,6 +244,10 @@ impl<'de> Visitor<'de> for TokenText<'_> {
         self.0.clear();
         self.0.extend_from_slice(value);
         Ok(std::str::from_utf8(value).is_ok())
+    }
+
+    fn visit_str<E: de::Error>(self, value: &str) -> Result<bool, E> {
+        self.visit_bytes(value.as_bytes())
     }
 }
 

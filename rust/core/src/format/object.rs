@@ -3,9 +3,11 @@
 //! One visitor for records, messages, choices, requests and responses: the kind of the object says which keys carry
 //! numbers, which hold further objects, and which are of no use here. Meaning is given to them by the format files.
 
+use super::foreign::is_sign;
 use super::logprobs::{Logprobs, take_placeholders};
 use super::numbers::{Ids, PieceList};
 use super::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+use super::strays;
 use crate::trace::{Pieces, Tokens};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -30,7 +32,7 @@ pub(super) enum Kind {
 }
 
 /// What to do with the value of a key.
-enum Slot {
+pub(super) enum Slot {
     Logprobs,
     TokenIds,
     PromptIds,
@@ -38,11 +40,14 @@ enum Slot {
     Bytes,
     Nested(&'static str, Kind),
     Keep,
+    /// Some producer's sign: the tables of `foreign` are asked about the record.
+    Sign,
     Skip,
 }
 
 impl Kind {
-    fn slot(self, key: &str) -> Slot {
+    /// What to do with the value of a key of such an object.
+    pub fn slot(self, key: &str) -> Slot {
         use Kind::{Call, Generation, Item, Record, Request, Response};
         match (self, key) {
             (Item | Generation, "logprobs") => Slot::Logprobs,
@@ -59,8 +64,10 @@ impl Kind {
             (Item, "message") => Slot::Nested("message", Item),
             (Item, "generation") => Slot::Nested("generation", Generation),
             (Record, _) if RECORD_KEYS.contains(&key) => Slot::Keep,
+            (Record, _) if is_sign(key) => Slot::Sign,
             (Request, _) if REQUEST_KEYS.contains(&key) => Slot::Keep,
-            (Response, "model" | "object" | "error") => Slot::Keep,
+            (Response, "model" | "object" | "error" | "metadata") => Slot::Keep,
+            (Record | Response, _) if strays::KEYS.contains(&key) => Slot::Keep,
             (Record | Request | Response, _) | (_, "prompt_logprobs") => Slot::Skip,
             (Item | Generation | Call, _) => Slot::Keep,
         }
@@ -151,6 +158,8 @@ pub(super) struct Object {
     /// The token lists.
     pub numbers: Numbers,
     nested: Vec<(&'static str, Node)>,
+    /// A key stands here that may be the sign of a producer's own form.
+    pub signed: bool,
 }
 
 impl Object {
@@ -175,6 +184,27 @@ impl Object {
         self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::Object(_)))
     }
 
+    /// Whether every response in it, its own or its calls', is a chat completion.
+    pub fn speaks_chat(&self) -> bool {
+        self.nested.iter().all(|(name, node)| match (*name, node) {
+            ("calls", Node::List(calls)) => calls.iter().all(|call| match call {
+                Node::Object(call) => call.speaks_chat(),
+                _ => true,
+            }),
+            ("response", Node::Object(response)) => response.has_list("choices") && response.speaks_chat(),
+            ("response", Node::List(_)) => false,
+            ("response", Node::Other(value)) => !value.is_string(),
+            ("choices", Node::List(choices)) => choices.iter().all(|choice| match choice {
+                Node::Object(choice) if choice.fields.get("raw_output").is_some_and(Value::is_object) => false,
+                Node::Object(choice) => {
+                    choice.has("message") || !choice.fields.contains_key("text") && !choice.numbers.any_sampled()
+                }
+                _ => true,
+            }),
+            _ => true,
+        })
+    }
+
     /// Takes the object under a key.
     pub fn take_object(&mut self, key: &str) -> Decoded<Option<Object>> {
         self.take(key).map(|node| node.object(key)).transpose()
@@ -189,7 +219,8 @@ impl Object {
         }
     }
 
-    fn put(&mut self, key: &'static str, node: Node) {
+    /// Puts a nested value; of duplicate keys the last one counts.
+    pub fn put(&mut self, key: &'static str, node: Node) {
         self.nested.retain(|(name, _)| *name != key);
         self.nested.push((key, node));
     }
@@ -268,6 +299,10 @@ impl<'de> Visitor<'de> for Kind {
                 Slot::Keep => {
                     let value = map.next_value()?;
                     object.fields.insert(key, value);
+                }
+                Slot::Sign => {
+                    map.next_value::<IgnoredAny>()?;
+                    object.signed = true;
                 }
                 Slot::Skip => {
                     map.next_value::<IgnoredAny>()?;

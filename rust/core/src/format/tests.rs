@@ -1,10 +1,10 @@
 use super::*;
-use crate::trace::{LogprobKind, Stop, Tokens};
+use crate::trace::{LogprobKind, Prompt, Stop, Tokens};
 use serde_json::json;
 
 fn read(record: &[u8]) -> Decoded<Trace> {
     let place = Location { file: Some("runs.jsonl".into()), line: Some(7), ..Location::default() };
-    decode(&record.into(), &place).map(|record| record.trace)
+    decode(&record.into(), &place, None).map(|record| record.trace)
 }
 
 fn read_json(record: &Value) -> Decoded<Trace> {
@@ -227,10 +227,7 @@ fn a_native_trace_carries_everything_it_says() {
     assert_eq!((trace.messages[1].reward, trace.conversation.as_slice()), (Some(0.25), &[0, 1][..]));
     let generation = &trace.generations[0];
     assert_eq!((generation.message, generation.context.as_slice()), (1, &[0][..]));
-    assert_eq!(
-        (generation.prompt_ids.as_deref(), generation.tokens.ids.as_deref()),
-        (Some(&[1, 2][..]), Some(&[3, 4][..]))
-    );
+    assert_eq!((generation.prompt.ids(), generation.tokens.ids.as_deref()), (Some(&[1, 2][..]), Some(&[3, 4][..])));
     assert_eq!(pieces(generation.tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), None]);
     assert_eq!((generation.temperature, generation.top_p, generation.policy_version), (Some(1.0), Some(0.9), 8));
     assert_eq!((generation.logprob_kind, &generation.stop), (LogprobKind::Raw, &Stop::Id(4)));
@@ -288,12 +285,12 @@ fn choices_and_responses_may_stand_in_a_message_list() {
         "logprobs": null, "token_ids": [5]});
     let response = json!({"object": "chat.completion", "prompt_token_ids": [1, 2, 3], "choices": [choice.clone(), choice.clone()]});
     let record = json!({"messages": [{"role": "user", "content": "?"}, choice, response]}).to_string();
-    let decoded = decode(&record.as_bytes().into(), &Location::default()).unwrap();
+    let decoded = decode(&record.as_bytes().into(), &Location::default(), None).unwrap();
     let trace = decoded.trace;
     assert_eq!(decoded.unused_choices, 1);
     assert_eq!(trace.messages[1].value, json!({"content": "a", "role": "assistant"}));
     assert_eq!(trace.generations[0].finish_reason.as_deref(), Some("length"));
-    assert_eq!(trace.generations[1].prompt_ids, Some(vec![1, 2, 3]));
+    assert_eq!(trace.generations[1].prompt.ids(), Some(&[1, 2, 3][..]));
     assert_eq!(trace.generations[1].context, [0, 1]);
 }
 
@@ -385,25 +382,23 @@ fn requests_that_differ_in_tools_need_recorded_prompts() {
 }
 
 #[test]
-fn a_bare_response_needs_its_prompt_ids() {
+fn a_bare_response_without_prompt_ids_has_an_unknown_prompt() {
     let mut response = call(&json!([]), "a", &[5])["response"].clone();
-    let (reason, text) = reason_of(read_json(&response));
-    assert_eq!(reason, Reason::Incomplete);
-    assert!(text.contains("Record the request as well"), "{text}");
+    assert_eq!(read_json(&response).unwrap().generations[0].prompt, Prompt::Unknown);
     response["prompt_token_ids"] = json!([1, 2]);
     let trace = read_json(&response).unwrap();
-    assert_eq!(trace.generations[0].prompt_ids, Some(vec![1, 2]));
+    assert_eq!(trace.generations[0].prompt.ids(), Some(&[1, 2][..]));
     assert!(trace.generations[0].context.is_empty());
 }
 
 #[test]
-fn failed_and_streamed_calls_are_refused() {
+fn failed_calls_and_lone_chunks_are_refused() {
     let request = json!({"messages": [{"role": "user", "content": "?"}]});
     for (response, what) in [
         (json!(null), "no `response`"),
         (json!({"error": {"message": "overloaded"}}), "no `choices`"),
         (json!({"choices": []}), "the response has 0 choices"),
-        (json!([{"choices": []}]), "streamed"),
+        (json!([{"choices": []}]), "a stream of 1 chunks"),
         (json!({"choices": [{"delta": {"content": "a"}}]}), "streamed"),
     ] {
         let (_, text) = reason_of(read_json(&json!({"calls": [{"request": request, "response": response}]})));
@@ -437,4 +432,12 @@ fn keys_of_an_application_do_not_change_the_form() {
     let both = json!({"messages": [{"role": "user"}], "response": {"choices": []}});
     assert!(reason_of(read_json(&both)).1.contains("both `messages` and `response`"));
     assert!(reason_of(read_json(&json!({"calls": 2}))).1.contains("`calls` is a number, not a list"));
+}
+
+#[test]
+fn a_megabyte_of_tiny_turns_is_refused_before_its_contexts_fill_the_memory() {
+    let turns = vec![r#"{"role":"assistant"}"#; 50_000].join(",");
+    let (reason, text) = reason_of(read(format!(r#"{{"messages":[{turns}]}}"#).as_bytes()));
+    assert_eq!(reason, Reason::TooLong);
+    assert!(text.contains("hold more than"), "{text}");
 }

@@ -66,6 +66,12 @@ impl BestFit {
         self.older.clear();
     }
 
+    /// Forgets the rows; those to come hold `capacity`, at most that of `new`.
+    pub fn reset_to(&mut self, capacity: usize) {
+        self.reset();
+        self.capacity = capacity.min(self.newest.len() - 1);
+    }
+
     fn push(&mut self, row: u32, room: usize) {
         if self.newest[room] == NONE {
             let mut index = room;

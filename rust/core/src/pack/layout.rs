@@ -1,7 +1,9 @@
 //! The rows of one rank, written out as flat arrays.
 
 use super::check_length;
+use super::lexical::common;
 use crate::{Error, Kind, Result};
+use std::collections::HashMap;
 
 /// Per-token arrays of the branches.
 #[derive(Debug, Clone, Copy)]
@@ -16,6 +18,23 @@ pub struct Tokens<'a> {
     pub cu_seqlens: &'a [i64],
 }
 
+/// Where the branches of one rank lie.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan<'a> {
+    /// [N] tokens laid out of each branch.
+    pub length: &'a [i32],
+    /// [N] its step, -1 for branches of other ranks.
+    pub step: &'a [i32],
+    /// [N] its row in the step.
+    pub row: &'a [i32],
+    /// [N] rows list their branches by this; in a step that shares prefixes, lexicographically.
+    pub order: &'a [i32],
+    /// [steps] rows of each (more than the rank fills where another rank fills more: those rows are empty).
+    pub rows: &'a [i32],
+    /// [steps] whether branches of a row that begin alike are laid out as a tree.
+    pub shared: &'a [bool],
+}
+
 /// All rows of one rank, step after step, row after row; indices within a row or a step begin at 0 there.
 #[derive(Debug, Default)]
 pub struct Layout {
@@ -27,7 +46,8 @@ pub struct Layout {
     pub tree_end: Vec<i32>,
     /// [rows + 1] where each row's tokens begin.
     pub cu_tokens: Vec<i64>,
-    /// [U] the position in the row whose hidden state predicts the token.
+    /// [U] the position in the row whose hidden state predicts the token. Rows of the head differ in this, `target` or
+    /// `inv_temperature`.
     pub read: Vec<i32>,
     /// [U] the token predicted.
     pub target: Vec<i32>,
@@ -37,8 +57,10 @@ pub struct Layout {
     pub row: Vec<i32>,
     /// [m] place of each term in its step.
     pub term: Vec<i32>,
-    /// [rows + 1] where each row's head rows begin, and its terms too: in a plain pack they are one to one.
+    /// [rows + 1] where each row's head rows begin.
     pub cu_heads: Vec<i64>,
+    /// [rows + 1] where each row's terms begin.
+    pub cu_row_terms: Vec<i64>,
     /// [steps + 1] where each step's rows begin.
     pub cu_rows: Vec<i64>,
     /// [M] of each step's terms, ordered by branch and position: the token of the input it is.
@@ -51,54 +73,59 @@ pub struct Layout {
 
 /// Writes the rows of one rank.
 ///
-/// `length`, `step` and `row` are per branch, -1 in `step` for branches of other ranks; `rows` is the number of rows of
-/// each step (more than the rank fills where another rank fills more: those rows are empty). Each row is padded with
-/// tokens that see only themselves to a multiple of `multiple`, and an empty one has one such bucket.
+/// Each row is padded with tokens that see only themselves to a multiple of `multiple`, and an empty one has one such
+/// bucket. What two neighbours of a shared row begin with alike is compared here again, id by id.
 ///
 /// # Errors
 /// Slices that contradict one another.
-pub fn lay(
-    tokens: Tokens<'_>,
-    length: &[i32],
-    step: &[i32],
-    row: &[i32],
-    rows: &[i32],
-    multiple: usize,
-) -> Result<Layout> {
-    check(tokens, length, step, row, multiple)?;
-    let cu_rows = offsets(rows.iter().map(|&count| count.max(0) as i64));
+pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout> {
+    check(tokens, plan, multiple)?;
+    let cu_rows = offsets(plan.rows.iter().map(|&count| count.max(0) as i64));
     let mut out = Layout { cu_rows, ..Layout::default() };
-    let terms = terms_of(tokens, length, step);
-    let first_term = number_terms(&mut out, tokens, length, step, &terms, rows.len());
-    let by_row = branches_by_row(&out.cu_rows, step, row)?;
-    out.reserve(length, step, &terms);
-    out.cu_tokens.push(0);
-    out.cu_heads.push(0);
+    let terms = terms_of(tokens, plan);
+    let first_term = number_terms(&mut out, tokens, plan, &terms);
+    let by_row = branches_by_row(&out.cu_rows, plan)?;
+    out.reserve(plan, &terms);
+    for offsets in [&mut out.cu_tokens, &mut out.cu_heads, &mut out.cu_row_terms] {
+        offsets.push(0);
+    }
     for branches in &by_row {
-        let start = out.ids.len();
-        let heads = out.read.len();
+        let shares = branches.first().is_some_and(|&branch| plan.shared[plan.step[branch as usize] as usize]);
+        let mut row = Row::begin(&mut out, shares);
+        let mut before: &[i32] = &[];
         for &branch in branches {
-            out.write(tokens, branch as usize, length[branch as usize] as usize, start, first_term[branch as usize]);
+            let branch = branch as usize;
+            let piece = tokens.piece(branch, plan.length[branch] as usize);
+            let shared = if shares { common(before, piece.ids) } else { 0 };
+            row.write(piece, shared, first_term[branch]);
+            before = piece.ids;
         }
-        out.row.extend(0..(out.read.len() - heads) as i32);
-        let filled = out.ids.len() - start;
-        out.pad(filled, filled.max(1).next_multiple_of(multiple));
-        out.cu_tokens.push(out.ids.len() as i64);
-        out.cu_heads.push(out.read.len() as i64);
+        row.end(multiple);
     }
     Ok(out)
 }
 
-fn check(tokens: Tokens<'_>, length: &[i32], step: &[i32], row: &[i32], multiple: usize) -> Result<()> {
+fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
+    let count = plan.length.len();
     check_length("trainable", tokens.trainable.len(), tokens.ids.len())?;
     check_length("inv_temperature", tokens.inv_temperature.len(), tokens.ids.len())?;
-    check_length("cu_seqlens", tokens.cu_seqlens.len(), length.len() + 1)?;
-    check_length("step", step.len(), length.len())?;
-    check_length("row", row.len(), length.len())?;
+    check_length("cu_seqlens", tokens.cu_seqlens.len(), count + 1)?;
+    for (name, column) in [("step", plan.step), ("row", plan.row), ("order", plan.order)] {
+        check_length(name, column.len(), count)?;
+    }
+    check_length("shared", plan.shared.len(), plan.rows.len())?;
     let room = |n: usize| tokens.cu_seqlens[n + 1] - tokens.cu_seqlens[n];
-    let fits = (0..length.len()).all(|n| tokens.cu_seqlens[n] >= 0 && i64::from(length[n]) <= room(n));
+    let fits = (0..count).all(|n| tokens.cu_seqlens[n] >= 0 && i64::from(plan.length[n]) <= room(n));
     if !fits || tokens.cu_seqlens.last().is_some_and(|&end| end > tokens.ids.len() as i64) {
         return Err(Error::new(Kind::Argument, "a branch reaches beyond its tokens"));
+    }
+    if plan.step.iter().any(|&step| step >= plan.rows.len() as i32) {
+        return Err(Error::new(Kind::Argument, format!("a branch lies in a step beyond the {}", plan.rows.len())));
+    }
+    let starts = |n: usize| tokens.trainable.get(tokens.cu_seqlens[n] as usize) == Some(&true);
+    if let Some(n) = (0..count).find(|&n| plan.step[n] >= 0 && plan.length[n] > 0 && starts(n)) {
+        return Err(Error::new(Kind::Argument, format!("the first token of branch {n} is trainable"))
+            .why("Nothing stands before it, so no hidden state predicts it"));
     }
     if multiple == 0 {
         return Err(Error::new(Kind::Argument, "pad_to_multiple_of is 0").cure("Pass 1 for no padding"));
@@ -117,68 +144,94 @@ fn offsets(counts: impl Iterator<Item = i64>) -> Vec<i64> {
 }
 
 /// Terms of each branch that is laid out.
-fn terms_of(tokens: Tokens<'_>, length: &[i32], step: &[i32]) -> Vec<i64> {
+fn terms_of(tokens: Tokens<'_>, plan: Plan<'_>) -> Vec<i64> {
     let count = |n: usize| {
         let start = tokens.cu_seqlens[n] as usize;
-        tokens.trainable[start..start + length[n].max(0) as usize].iter().filter(|&&term| term).count() as i64
+        tokens.trainable[start..start + plan.length[n].max(0) as usize].iter().filter(|&&term| term).count() as i64
     };
-    (0..length.len()).map(|n| if step[n] < 0 { 0 } else { count(n) }).collect()
+    (0..plan.length.len()).map(|n| if plan.step[n] < 0 { 0 } else { count(n) }).collect()
 }
 
 /// Fills `origin`, `branch` and `cu_terms`; returns where in its step each branch's terms begin.
-fn number_terms(
-    out: &mut Layout,
-    tokens: Tokens<'_>,
-    length: &[i32],
-    step: &[i32],
-    terms: &[i64],
-    steps: usize,
-) -> Vec<i32> {
-    let mut per_step = vec![0; steps];
-    let mut first = vec![0; length.len()];
-    for n in (0..length.len()).filter(|&n| step[n] >= 0) {
-        first[n] = per_step[step[n] as usize] as i32;
-        per_step[step[n] as usize] += terms[n];
+fn number_terms(out: &mut Layout, tokens: Tokens<'_>, plan: Plan<'_>, terms: &[i64]) -> Vec<i32> {
+    let mut per_step = vec![0; plan.rows.len()];
+    let mut first = vec![0; plan.length.len()];
+    let mine = |&n: &usize| plan.step[n] >= 0;
+    for n in (0..plan.length.len()).filter(mine) {
+        first[n] = per_step[plan.step[n] as usize] as i32;
+        per_step[plan.step[n] as usize] += terms[n];
     }
     out.cu_terms = offsets(per_step.into_iter());
     let total = *out.cu_terms.last().unwrap_or(&0) as usize;
     out.origin = vec![0; total];
     out.branch = vec![0; total];
-    for n in (0..length.len()).filter(|&n| step[n] >= 0) {
+    for n in (0..plan.length.len()).filter(mine) {
         let start = tokens.cu_seqlens[n];
-        let mut place = out.cu_terms[step[n] as usize] as usize + first[n] as usize;
-        for offset in 0..i64::from(length[n].max(0)) {
-            if tokens.trainable[(start + offset) as usize] {
-                out.origin[place] = start + offset;
-                out.branch[place] = n as i32;
-                place += 1;
-            }
+        let place = out.cu_terms[plan.step[n] as usize] as usize + first[n] as usize;
+        let here = place..place + terms[n] as usize;
+        out.branch[here.clone()].fill(n as i32);
+        let piece = tokens.piece(n, plan.length[n].max(0) as usize);
+        for (origin, offset) in out.origin[here].iter_mut().zip(places(piece.trainable)) {
+            *origin = start + offset as i64;
         }
     }
     first
 }
 
+/// Where flags are set, ascending.
+fn places(flags: &[bool]) -> impl Iterator<Item = usize> {
+    const CHUNK: usize = 32;
+    let some = flags.chunks(CHUNK).enumerate().filter(|(_, chunk)| chunk.iter().fold(false, |any, &flag| any | flag));
+    some.flat_map(|(n, chunk)| {
+        chunk.iter().enumerate().filter(|&(_, &flag)| flag).map(move |(offset, _)| n * CHUNK + offset)
+    })
+}
+
 /// Branches of each row, in order.
-fn branches_by_row(cu_rows: &[i64], step: &[i32], row: &[i32]) -> Result<Vec<Vec<u32>>> {
+fn branches_by_row(cu_rows: &[i64], plan: Plan<'_>) -> Result<Vec<Vec<u32>>> {
     let mut by_row = vec![Vec::new(); cu_rows.last().map_or(0, |&rows| rows as usize)];
-    for n in (0..step.len()).filter(|&n| step[n] >= 0) {
-        let (first, end) = cu_rows.get(step[n] as usize).zip(cu_rows.get(step[n] as usize + 1)).unwrap_or((&0, &0));
-        let place = first + i64::from(row[n]);
-        if row[n] < 0 || place >= *end {
+    for n in (0..plan.step.len()).filter(|&n| plan.step[n] >= 0) {
+        let (step, row) = (plan.step[n], plan.row[n]);
+        let (first, end) = (cu_rows[step as usize], cu_rows[step as usize + 1]);
+        let place = first + i64::from(row);
+        if row < 0 || place >= end {
             return Err(Error::new(
                 Kind::Argument,
-                format!("branch {n} lies in row {} of step {}, which has {}", row[n], step[n], end - first),
+                format!("branch {n} lies in row {row} of step {step}, which has {}", end - first),
             ));
         }
         by_row[place as usize].push(n as u32);
     }
+    for branches in &mut by_row {
+        branches.sort_by_key(|&branch| plan.order[branch as usize]);
+    }
     Ok(by_row)
 }
 
+/// What is laid out of one branch.
+#[derive(Debug, Clone, Copy)]
+struct Piece<'a> {
+    ids: &'a [i32],
+    trainable: &'a [bool],
+    inv_temperature: &'a [f32],
+}
+
+impl<'a> Tokens<'a> {
+    fn piece(&self, branch: usize, length: usize) -> Piece<'a> {
+        let start = self.cu_seqlens[branch] as usize;
+        let here = start..start + length;
+        Piece {
+            ids: &self.ids[here.clone()],
+            trainable: &self.trainable[here.clone()],
+            inv_temperature: &self.inv_temperature[here],
+        }
+    }
+}
+
 impl Layout {
-    fn reserve(&mut self, length: &[i32], step: &[i32], terms: &[i64]) {
-        let tokens =
-            length.iter().zip(step).filter(|&(_, &step)| step >= 0).map(|(&length, _)| length.max(0) as usize).sum();
+    fn reserve(&mut self, plan: Plan<'_>, terms: &[i64]) {
+        let mine = plan.length.iter().zip(plan.step).filter(|&(_, &step)| step >= 0);
+        let tokens = mine.map(|(&length, _)| length.max(0) as usize).sum();
         let heads = terms.iter().sum::<i64>() as usize;
         for column in [&mut self.ids, &mut self.positions, &mut self.tree_end] {
             column.reserve(tokens);
@@ -188,29 +241,142 @@ impl Layout {
         }
         self.inv_temperature.reserve(heads);
     }
+}
 
-    /// Appends a branch to the row that begins at token `start`.
-    fn write(&mut self, tokens: Tokens<'_>, branch: usize, length: usize, start: usize, first_term: i32) {
-        let from = tokens.cu_seqlens[branch] as usize;
-        let here = (self.ids.len() - start) as i32;
-        let ids = &tokens.ids[from..from + length];
-        self.ids.extend_from_slice(ids);
-        self.positions.extend(0..length as i32);
-        self.tree_end.resize(self.tree_end.len() + length, here + length as i32);
-        let places = tokens.trainable[from..from + length].iter().enumerate().filter(|&(_, &term)| term);
-        for (term, (offset, _)) in (first_term..).zip(places) {
-            self.read.push(here + offset as i32 - 1);
-            self.target.push(ids[offset]);
-            self.inv_temperature.push(tokens.inv_temperature[from + offset]);
-            self.term.push(term);
+/// A stretch of the path from the root to the token written last: depths from `depth` on lie from `place` on.
+#[derive(Debug, Clone, Copy)]
+struct Stretch {
+    depth: usize,
+    place: usize,
+}
+
+/// One row while it is written, in pre-order.
+#[derive(Debug)]
+struct Row<'a> {
+    out: &'a mut Layout,
+    /// Where the row begins in the tokens, and in the head rows.
+    start: usize,
+    head: usize,
+    /// The path, and how deep it is.
+    path: Vec<Stretch>,
+    depth: usize,
+    /// Whether branches may begin alike.
+    shares: bool,
+    /// Per token of the row the head row that predicts it, -1 where none does yet; empty if nothing is shared.
+    heads: Vec<i32>,
+    /// Further head rows of a token, by the bits of their inverse temperature.
+    others: HashMap<(usize, u32), i32>,
+}
+
+impl<'a> Row<'a> {
+    fn begin(out: &'a mut Layout, shares: bool) -> Self {
+        let (start, head) = (out.ids.len(), out.read.len());
+        Self { out, start, head, path: Vec::new(), depth: 0, shares, heads: Vec::new(), others: HashMap::new() }
+    }
+
+    fn filled(&self) -> usize {
+        self.out.ids.len() - self.start
+    }
+
+    /// Appends a branch whose first `shared` tokens are those of the path.
+    fn write(&mut self, piece: Piece<'_>, shared: usize, first_term: i32) {
+        self.climb(shared);
+        let (mut term, mut stretch) = (first_term, 0);
+        for depth in places(&piece.trainable[..shared]) {
+            // Terms come by depth, so the stretch of a term's predecessor is that of the last one or a later one.
+            let read = self.place(depth - 1, &mut stretch);
+            let token = self.place(depth, &mut stretch.clone());
+            let head = self.head_row(token, read, piece.ids[depth], piece.inv_temperature[depth]);
+            self.out.row.push(head);
+            self.out.term.push(term);
+            term += 1;
+        }
+        let length = piece.ids.len();
+        if shared < length {
+            let above = shared.checked_sub(1).map(|depth| self.place(depth, &mut stretch));
+            let here = self.filled();
+            self.path.push(Stretch { depth: shared, place: here });
+            self.depth = length;
+            self.out.ids.extend_from_slice(&piece.ids[shared..]);
+            self.out.positions.extend(shared as i32..length as i32);
+            self.out.tree_end.resize(self.out.ids.len(), 0);
+            self.write_terms(piece, shared, here, above, term);
         }
     }
 
-    /// Appends tokens that see only themselves.
-    fn pad(&mut self, filled: usize, to: usize) {
-        self.ids.resize(self.ids.len() + to - filled, 0);
-        self.positions.resize(self.ids.len(), 0);
-        self.tree_end.extend((filled as i32..to as i32).map(|k| k + 1));
+    /// Appends the terms of tokens that no branch before had, from depth `shared` on: each has a head row of its own.
+    fn write_terms(&mut self, piece: Piece<'_>, shared: usize, here: usize, above: Option<usize>, first_term: i32) {
+        if self.shares {
+            self.heads.resize(self.filled(), -1);
+        }
+        for (term, offset) in (first_term..).zip(places(&piece.trainable[shared..])) {
+            let head = (self.out.read.len() - self.head) as i32;
+            if self.shares {
+                self.heads[here + offset] = head;
+            }
+            // No first token of a branch is a term, so what stands above is there.
+            let read = offset.checked_sub(1).map_or(above.unwrap_or(here), |offset| here + offset);
+            self.out.read.push(read as i32);
+            self.out.target.push(piece.ids[shared + offset]);
+            self.out.inv_temperature.push(piece.inv_temperature[shared + offset]);
+            self.out.row.push(head);
+            self.out.term.push(term);
+        }
+    }
+
+    /// Leaves what is deeper than `depth`: its subtree ends here.
+    fn climb(&mut self, depth: usize) {
+        let end = self.filled();
+        while let Some(last) = self.path.last().copied().filter(|_| self.depth > depth) {
+            let left = last.depth.max(depth);
+            let from = self.start + last.place + (left - last.depth);
+            self.out.tree_end[from..from + (self.depth - left)].fill(end as i32);
+            self.depth = left;
+            if left == last.depth {
+                self.path.pop();
+            }
+        }
+    }
+
+    /// Where the token of the path at `depth` lies; `stretch` is where the search begins and ends.
+    fn place(&self, depth: usize, stretch: &mut usize) -> usize {
+        while self.path.get(*stretch + 1).is_some_and(|next| next.depth <= depth) {
+            *stretch += 1;
+        }
+        self.path[*stretch].place + (depth - self.path[*stretch].depth)
+    }
+
+    /// The head row that predicts a token at a temperature: the one there is, or a new one.
+    fn head_row(&mut self, token: usize, read: usize, target: i32, inv_temperature: f32) -> i32 {
+        let new = (self.out.read.len() - self.head) as i32;
+        let first = self.heads[token];
+        let found = if first < 0 {
+            self.heads[token] = new;
+            new
+        } else if self.out.inv_temperature[self.head + first as usize].to_bits() == inv_temperature.to_bits() {
+            first
+        } else {
+            *self.others.entry((token, inv_temperature.to_bits())).or_insert(new)
+        };
+        if found == new {
+            self.out.read.push(read as i32);
+            self.out.target.push(target);
+            self.out.inv_temperature.push(inv_temperature);
+        }
+        found
+    }
+
+    /// Ends every subtree, and pads with tokens that see only themselves.
+    fn end(mut self, multiple: usize) {
+        self.climb(0);
+        let (filled, to) = (self.filled(), self.filled().max(1).next_multiple_of(multiple));
+        let out = self.out;
+        out.ids.resize(self.start + to, 0);
+        out.positions.resize(self.start + to, 0);
+        out.tree_end.extend((filled as i32..to as i32).map(|k| k + 1));
+        out.cu_tokens.push(out.ids.len() as i64);
+        out.cu_heads.push(out.read.len() as i64);
+        out.cu_row_terms.push(out.row.len() as i64);
     }
 }
 
@@ -226,9 +392,13 @@ mod tests {
         cu_seqlens: &[0, 3, 5, 9],
     };
 
+    fn plan<'a>(length: &'a [i32], step: &'a [i32], row: &'a [i32], rows: &'a [i32]) -> Plan<'a> {
+        Plan { length, step, row, order: &[0, 1, 2, 3, 4][..length.len()], rows, shared: &[false; 2][..rows.len()] }
+    }
+
     #[test]
     fn a_row_reads_each_term_at_its_predecessor() {
-        let out = lay(TOKENS, &[3, 2, 4], &[0, 0, 0], &[1, 0, 0], &[2], 1).unwrap();
+        let out = lay(TOKENS, plan(&[3, 2, 4], &[0, 0, 0], &[1, 0, 0], &[2]), 1).unwrap();
         assert_eq!(out.ids, [20, 21, 30, 31, 32, 33, 10, 11, 12]);
         assert_eq!(out.positions, [0, 1, 0, 1, 2, 3, 0, 1, 2]);
         assert_eq!(out.tree_end, [2, 2, 6, 6, 6, 6, 3, 3, 3]);
@@ -246,7 +416,7 @@ mod tests {
 
     #[test]
     fn steps_number_their_terms_from_zero_and_lengths_cut_branches() {
-        let out = lay(TOKENS, &[2, 2, 4], &[1, -1, 0], &[0, 0, 0], &[1, 1], 1).unwrap();
+        let out = lay(TOKENS, plan(&[2, 2, 4], &[1, -1, 0], &[0, 0, 0], &[1, 1]), 1).unwrap();
         assert_eq!(out.ids, [30, 31, 32, 33, 10, 11]);
         assert_eq!(out.term, [0, 1, 0]);
         assert_eq!(out.origin, [7, 8, 1]);
@@ -255,7 +425,7 @@ mod tests {
 
     #[test]
     fn padding_and_empty_rows_see_only_themselves() {
-        let out = lay(TOKENS, &[3, 0, 0], &[0, -1, -1], &[0, 0, 0], &[2], 4).unwrap();
+        let out = lay(TOKENS, plan(&[3, 0, 0], &[0, -1, -1], &[0, 0, 0], &[2]), 4).unwrap();
         assert_eq!(out.ids, [10, 11, 12, 0, 0, 0, 0, 0]);
         assert_eq!(out.tree_end, [3, 3, 3, 4, 1, 2, 3, 4]);
         assert_eq!(out.positions, [0, 1, 2, 0, 0, 0, 0, 0]);
@@ -264,7 +434,40 @@ mod tests {
 
     #[test]
     fn a_row_that_does_not_exist_is_refused() {
-        assert!(lay(TOKENS, &[3, 2, 4], &[0, 0, 0], &[0, 0, 1], &[1], 1).is_err());
-        assert!(lay(TOKENS, &[4, 2, 4], &[0, 0, 0], &[0, 0, 0], &[1], 1).is_err());
+        assert!(lay(TOKENS, plan(&[3, 2, 4], &[0, 0, 0], &[0, 0, 1], &[1]), 1).is_err());
+        assert!(lay(TOKENS, plan(&[4, 2, 4], &[0, 0, 0], &[0, 0, 0], &[1]), 1).is_err());
+        assert!(lay(TOKENS, plan(&[3, 2, 4], &[0, 1, 0], &[0, 0, 0], &[1]), 1).is_err());
+    }
+
+    // 0: 4 5 6 7 8, terms 6 7 8. 1: 4 5 6 7, term 7. 2: 4 5 6 9, terms 6 9. 3: 4 5 6 7 8 again, term 8, another
+    // temperature, and 4: once more, as branch 0. In order: 1, 0, 3, 4, 2.
+    const FORKED: Tokens<'static> = Tokens {
+        ids: &[4, 5, 6, 7, 8, 4, 5, 6, 7, 4, 5, 6, 9, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8],
+        trainable: &[
+            false, false, true, true, true, false, false, false, true, false, false, true, true, false, false, false,
+            false, true, false, false, false, false, true,
+        ],
+        inv_temperature: &[
+            1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0,
+            2.0, 2.0,
+        ],
+        cu_seqlens: &[0, 5, 9, 13, 18, 23],
+    };
+
+    #[test]
+    fn a_shared_row_holds_each_prefix_once_and_each_head_row_once() {
+        let plan = Plan { order: &[1, 0, 4, 2, 3], shared: &[true], ..plan(&[5, 4, 4, 5, 5], &[0; 5], &[0; 5], &[1]) };
+        let out = lay(FORKED, plan, 1).unwrap();
+        assert_eq!(out.ids, [4, 5, 6, 7, 8, 9]);
+        assert_eq!(out.positions, [0, 1, 2, 3, 4, 3]);
+        assert_eq!(out.tree_end, [6, 6, 6, 5, 5, 6]);
+        // 7 (by branch 1), then 6 and 8 (by branch 0), 8 at the other temperature, 9.
+        assert_eq!(out.read, [2, 1, 3, 3, 2]);
+        assert_eq!(out.target, [7, 6, 8, 8, 9]);
+        assert_eq!(out.inv_temperature, [1.0, 1.0, 1.0, 2.0, 1.0]);
+        // Branch 1: term 3. Branch 0: terms 0 1 2 are 6 7 8. Branches 3 and 4: 8. Branch 2: 6 9.
+        assert_eq!(out.row, [0, 1, 0, 2, 3, 3, 1, 4]);
+        assert_eq!(out.term, [3, 0, 1, 2, 6, 7, 4, 5]);
+        assert_eq!((out.cu_heads, out.cu_row_terms), (vec![0, 5], vec![0, 8]));
     }
 }

@@ -1,5 +1,6 @@
 //! How much of each branch is laid out, and what is longer than a row.
 
+use super::lexical::sorted;
 use super::{check_budget, check_length};
 use crate::{Error, Kind, Location, Result};
 
@@ -10,10 +11,23 @@ pub struct Branches<'a> {
     pub cu_seqlens: &'a [i64],
     /// [N] the trace of each branch: from 0 without gaps, branches of a trace side by side.
     pub trace: &'a [i32],
+    /// [T] token ids.
+    pub ids: &'a [i32],
     /// [T] whether a token is a term.
     pub trainable: &'a [bool],
     /// [R] names of the traces for errors; may be empty.
     pub names: &'a [String],
+}
+
+/// What must fit one row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whole {
+    /// Each branch.
+    Branch,
+    /// All branches of a trace, side by side.
+    Trace,
+    /// All branches of a trace, prefixes that they share laid out once.
+    Tree,
 }
 
 /// What is done with a trace that does not fit a row.
@@ -42,13 +56,13 @@ pub struct Measured {
 
 /// Measures branches against rows of `token_budget` tokens.
 ///
-/// With `whole_traces` a trace must fit one row with all its branches, and cannot be cut.
+/// A trace that must fit one row with all its branches cannot be cut.
 ///
 /// # Errors
 /// A first token that is a term (nothing predicts it), a trace too long under [`TooLong::Refuse`], and slices that
 /// contradict one another.
-pub fn measure(branches: Branches<'_>, token_budget: usize, whole_traces: bool, too_long: TooLong) -> Result<Measured> {
-    check(branches, token_budget, whole_traces, too_long)?;
+pub fn measure(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: TooLong) -> Result<Measured> {
+    check(branches, token_budget, whole, too_long)?;
     let mut out = Measured::default();
     let mut first = 0;
     let mut refused = 0u64;
@@ -65,7 +79,12 @@ pub fn measure(branches: Branches<'_>, token_budget: usize, whole_traces: bool, 
             out.length.push(length as i32);
             out.terms.push(terms as i32);
         }
-        let needed = if whole_traces { total } else { longest };
+        let needed = match whole {
+            Whole::Branch => longest,
+            Whole::Trace => total,
+            Whole::Tree if total <= token_budget => total,
+            Whole::Tree => tree_size(branches, first, &out.length[first..]),
+        };
         if needed > token_budget {
             refused += 1;
             if needed > worst.0 {
@@ -78,14 +97,15 @@ pub fn measure(branches: Branches<'_>, token_budget: usize, whole_traces: bool, 
         first += run.len();
     }
     if refused > 0 && too_long == TooLong::Refuse {
-        return Err(refusal(branches, worst, refused, token_budget, whole_traces));
+        return Err(refusal(branches, worst, refused, token_budget, whole));
     }
     Ok(out)
 }
 
-fn check(branches: Branches<'_>, token_budget: usize, whole_traces: bool, too_long: TooLong) -> Result<()> {
+fn check(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: TooLong) -> Result<()> {
     check_budget(token_budget)?;
     let cu = branches.cu_seqlens;
+    check_length("ids", branches.ids.len(), branches.trainable.len())?;
     check_length("cu_seqlens", cu.len(), branches.trace.len() + 1)?;
     if cu[0] != 0 || cu[cu.len() - 1] != branches.trainable.len() as i64 || cu.windows(2).any(|w| w[1] < w[0]) {
         return Err(Error::new(Kind::Argument, "cu_seqlens does not rise from 0 to the number of tokens")
@@ -99,7 +119,7 @@ fn check(branches: Branches<'_>, token_budget: usize, whole_traces: bool, too_lo
         return Err(Error::new(Kind::Argument, "trace does not count up from 0 without gaps")
             .why("Branches of a trace stand side by side"));
     }
-    if whole_traces && too_long == TooLong::Truncate {
+    if whole != Whole::Branch && too_long == TooLong::Truncate {
         return Err(Error::new(Kind::Argument, "too_long is 'truncate' with an objective that takes whole traces")
             .why("A ratio of the whole trace is not defined on part of it")
             .cure("Pass too_long='drop' or 'refuse'"));
@@ -120,6 +140,16 @@ fn extent(branches: Branches<'_>, branch: usize, limit: usize) -> Result<(usize,
     }
     let length = tokens.iter().rposition(|&term| term).map_or(0, |last| last + 1);
     Ok((length, tokens[..length].iter().filter(|&&term| term).count()))
+}
+
+/// Tokens of the prefix tree of branches `first..first + length.len()`.
+fn tree_size(branches: Branches<'_>, first: usize, length: &[i32]) -> usize {
+    let text = |branch: u32| {
+        let start = branches.cu_seqlens[first + branch as usize] as usize;
+        &branches.ids[start..start + length[branch as usize] as usize]
+    };
+    let order = sorted(&(0..length.len() as u32).collect::<Vec<_>>(), text);
+    order.iter().map(|entry| text(entry.branch).len() - entry.shared as usize).sum()
 }
 
 /// Leaves a trace out, or cuts its branches at the budget; returns the terms lost.
@@ -143,17 +173,16 @@ fn named(branches: Branches<'_>, trace: i32) -> Location {
     Location { trace: Some(name), ..Location::default() }
 }
 
-fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budget: usize, whole: bool) -> Error {
+fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budget: usize, whole: Whole) -> Error {
     let (tokens, trace, branch) = worst;
-    let (what, why) = if whole {
-        (
-            "all its branches together have".to_owned(),
-            "The objective takes a ratio of the whole trace, so it must lie in one row",
-        )
-    } else {
-        (format!("branch {branch} has"), "Attention does not reach from one row into another")
+    let ratio = "The objective takes a ratio of the whole trace, so it must lie in one row";
+    let (what, why, cut) = match whole {
+        Whole::Branch => {
+            (format!("branch {branch} has"), "Attention does not reach from one row into another", " or 'truncate'")
+        }
+        Whole::Trace => ("all its branches together have".to_owned(), ratio, ""),
+        Whole::Tree => ("all its branches together, shared prefixes counted once, have".to_owned(), ratio, ""),
     };
-    let cut = if whole { "" } else { " or 'truncate'" };
     Error::new(
         Kind::Argument,
         format!("{what} {tokens} tokens up to its last trained one, but token_budget is {budget} ({count} traces are too long, this one most)"),
@@ -170,17 +199,19 @@ mod tests {
     const NAMES: [String; 0] = [];
 
     fn branches<'a>(cu: &'a [i64], trace: &'a [i32], trainable: &'a [bool]) -> Branches<'a> {
-        Branches { cu_seqlens: cu, trace, trainable, names: &NAMES }
+        Branches { cu_seqlens: cu, trace, ids: &IDS[..trainable.len()], trainable, names: &NAMES }
     }
 
     // trace 0: a branch of 4 tokens, terms at 1 and 2; trace 1: branches of 3 (term at 2) and 6 (terms at 1, 4, 5).
+    // The branches of trace 1 begin alike with two tokens.
+    const IDS: [i32; 13] = [1, 2, 3, 4, 5, 6, 7, 5, 6, 8, 9, 10, 11];
     const CU: [i64; 4] = [0, 4, 7, 13];
     const TRACE: [i32; 3] = [0, 1, 1];
     const TRAINABLE: [bool; 13] = [false, true, true, false, false, false, true, false, true, false, false, true, true];
 
     #[test]
     fn a_branch_is_laid_out_up_to_its_last_term() {
-        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 6, false, TooLong::Refuse).unwrap();
+        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 6, Whole::Branch, TooLong::Refuse).unwrap();
         assert_eq!(out.length, [3, 3, 6]);
         assert_eq!(out.terms, [2, 1, 3]);
         assert_eq!((out.lost, out.too_long), (vec![0, 0], vec![]));
@@ -188,14 +219,14 @@ mod tests {
 
     #[test]
     fn dropping_takes_the_whole_trace_and_counts_its_terms() {
-        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 5, false, TooLong::Drop).unwrap();
+        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 5, Whole::Branch, TooLong::Drop).unwrap();
         assert_eq!(out.length, [3, 0, 0]);
         assert_eq!((out.lost, out.too_long), (vec![0, 4], vec![1]));
     }
 
     #[test]
     fn truncating_cuts_the_long_branch_alone_at_its_last_term_within_the_budget() {
-        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 4, false, TooLong::Truncate).unwrap();
+        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 4, Whole::Branch, TooLong::Truncate).unwrap();
         assert_eq!(out.length, [3, 3, 2]);
         assert_eq!(out.terms, [2, 1, 1]);
         assert_eq!((out.lost, out.too_long), (vec![0, 2], vec![1]));
@@ -204,16 +235,25 @@ mod tests {
     #[test]
     fn a_whole_trace_counts_all_its_branches_and_is_never_cut() {
         let long = branches(&CU, &TRACE, &TRAINABLE);
-        assert_eq!(measure(long, 8, true, TooLong::Drop).unwrap().length, [3, 0, 0]);
-        assert_eq!(measure(long, 9, true, TooLong::Drop).unwrap().length, [3, 3, 6]);
-        assert!(measure(long, 9, true, TooLong::Truncate).unwrap_err().to_string().contains("whole traces"));
+        assert_eq!(measure(long, 8, Whole::Trace, TooLong::Drop).unwrap().length, [3, 0, 0]);
+        assert_eq!(measure(long, 9, Whole::Trace, TooLong::Drop).unwrap().length, [3, 3, 6]);
+        assert!(measure(long, 9, Whole::Trace, TooLong::Truncate).unwrap_err().to_string().contains("whole traces"));
+    }
+
+    #[test]
+    fn a_whole_trace_as_a_tree_counts_a_shared_prefix_once() {
+        let long = branches(&CU, &TRACE, &TRAINABLE);
+        assert_eq!(measure(long, 7, Whole::Tree, TooLong::Drop).unwrap().length, [3, 3, 6]);
+        assert_eq!(measure(long, 6, Whole::Tree, TooLong::Drop).unwrap().length, [3, 0, 0]);
+        let text = measure(long, 6, Whole::Tree, TooLong::Refuse).unwrap_err().to_string();
+        assert!(text.contains("shared prefixes counted once, have 7 tokens"), "{text}");
     }
 
     #[test]
     fn the_refusal_names_the_longest_trace_and_the_cure() {
         let names = ["a".to_owned(), "b".to_owned()];
         let long = Branches { names: &names, ..branches(&CU, &TRACE, &TRAINABLE) };
-        let error = measure(long, 2, false, TooLong::Refuse).unwrap_err();
+        let error = measure(long, 2, Whole::Branch, TooLong::Refuse).unwrap_err();
         assert_eq!(error.location.trace.as_deref(), Some("b"));
         let text = error.to_string();
         assert!(text.contains("branch 1 has 6 tokens") && text.contains("(2 traces"), "{text}");
@@ -222,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_first_token_cannot_be_a_term() {
-        let error = measure(branches(&[0, 2], &[0], &[true, false]), 8, false, TooLong::Refuse).unwrap_err();
+        let error = measure(branches(&[0, 2], &[0], &[true, false]), 8, Whole::Branch, TooLong::Refuse).unwrap_err();
         assert!(error.to_string().contains("first token of branch 0 is trainable"));
     }
 }

@@ -1,18 +1,23 @@
 //! Branches of traces laid into rows of at most a token budget: measured, placed, written out as flat arrays.
 //!
 //! Three steps, each a pure function of flat slices: [`measure`] says how much of each branch is laid out and what is
-//! too long, [`place`] gives each branch a rank and a row (best fit decreasing), [`lay`] writes the rows of one rank.
-//! Which trace belongs to which optimizer step is the caller's business; no advantages, no logprobs here.
+//! too long, [`place`] gives each branch a rank and a row (best fit decreasing, over the prefix tree where prefixes are
+//! shared), [`lay`] writes the rows of one rank. Which trace belongs to which optimizer step is the caller's business; no
+//! advantages, no logprobs here.
 
 mod fit;
 mod layout;
+mod lexical;
 mod measure;
 mod place;
+mod ranks;
+mod rows;
 
 pub use fit::BestFit;
-pub use layout::{Layout, Tokens, lay};
-pub use measure::{Branches, Measured, TooLong, measure};
-pub use place::{Placed, place};
+pub use layout::{Layout, Plan, Tokens, lay};
+pub use measure::{Branches, Measured, TooLong, Whole, measure};
+pub use place::{Demand, Gain, Placed, place};
+pub use ranks::Cost;
 
 use crate::{Error, Kind, Result};
 

@@ -1,9 +1,54 @@
-//! Which rank and which row each branch goes to.
+//! Which rank and which row each branch goes to, and whether the rows share prefixes.
 
+use super::lexical::{Entry, RunningMin, common, sorted};
+use super::ranks::{Cost, Work, balance};
+use super::rows::{Unit, rows_of};
 use super::{BestFit, check_budget, check_length};
 use crate::{Error, Kind, Result};
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Branches to place, and into what.
+#[derive(Debug, Clone, Copy)]
+pub struct Demand<'a> {
+    /// [T] token ids.
+    pub ids: &'a [i32],
+    /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
+    pub cu_seqlens: &'a [i64],
+    /// [N] tokens laid out, 0 where nothing is.
+    pub length: &'a [i32],
+    /// [N] terms among them.
+    pub terms: &'a [i32],
+    /// [N] the trace of each branch, from 0 without gaps.
+    pub trace: &'a [i32],
+    /// [R] the optimizer step of each trace, -1 for traces of none.
+    pub step: &'a [i32],
+    /// Processes that train.
+    pub ranks: usize,
+    /// The most tokens a row holds.
+    pub token_budget: usize,
+    /// Whether all branches of a trace must lie in one row.
+    pub whole_traces: bool,
+    /// What a rank's work is measured in.
+    pub cost: Cost,
+    /// Share prefixes in a step where that divides its cost by more than this; None never does.
+    pub least_gain: Option<f64>,
+}
+
+/// What sharing prefixes does to a step, over all ranks.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Gain {
+    /// Whether the step's rows share prefixes.
+    pub shared: bool,
+    /// Whether a trace fits a row only so.
+    pub needed: bool,
+    /// Tokens of all its branches.
+    pub tokens: u64,
+    /// Tokens of its rows if prefixes are shared.
+    pub tree_tokens: u64,
+    /// Cost without over cost with shared prefixes.
+    pub ratio: f64,
+}
 
 /// Where each branch lies.
 #[derive(Debug, Default)]
@@ -12,183 +57,432 @@ pub struct Placed {
     pub rank: Vec<i32>,
     /// [N] row among those of its step and rank, -1 where the branch is not laid out.
     pub row: Vec<i32>,
+    /// [N] place of the branch in the order of its row: rows list their branches by it.
+    pub order: Vec<i32>,
     /// [steps, ranks] rows of each rank, step by step.
     pub rows: Vec<i32>,
-}
-
-/// Branches that must lie in one row, and their tokens.
-struct Unit {
-    tokens: usize,
-    branches: std::ops::Range<usize>,
+    /// [steps, ranks] what each rank has to do.
+    pub load: Vec<f64>,
+    /// [steps] what sharing does.
+    pub gain: Vec<Gain>,
 }
 
 /// Places every branch that has a length and whose trace has a step.
 ///
-/// Traces go to ranks longest first, each to the rank with the fewest tokens so far; all branches of a trace to one
-/// rank. Within a rank, branches (with `whole_traces`: traces) go to rows by best fit, longest first. Ties go to the
-/// lower rank and the earlier branch, so the result depends on nothing but the arguments. O(n log n).
-///
-/// Args: `length` and `trace` [N], `step` [R] with -1 for traces of no step.
+/// Traces go to ranks by [`Cost`], all branches of a trace to one rank. Within a rank, branches (with `whole_traces`:
+/// traces) go to rows by best fit, longest first; where prefixes are shared, those with the longest common prefix are
+/// put together first and a row's budget counts a shared token once. Ties go to the lower rank and the earlier branch,
+/// so the result depends on nothing but the arguments. O(tokens + n log n).
 ///
 /// # Errors
 /// A length above the budget, or slices that contradict one another.
-pub fn place(
-    length: &[i32],
-    trace: &[i32],
-    step: &[i32],
-    ranks: usize,
-    token_budget: usize,
-    whole_traces: bool,
-) -> Result<Placed> {
-    check(length, trace, step, ranks, token_budget)?;
-    let steps = step.iter().copied().max().map_or(0, |last| (last + 1).max(0) as usize);
-    let mut out =
-        Placed { rank: vec![-1; length.len()], row: vec![-1; length.len()], rows: Vec::with_capacity(steps * ranks) };
-    let total = length.iter().map(|&tokens| tokens.max(0) as usize).sum::<usize>();
-    let mut rows = BestFit::new(token_budget.min(total.max(1)));
-    for traces in traces_by_step(length, trace, step, steps) {
-        for (rank, share) in share(traces, ranks).into_iter().enumerate() {
-            rows.reset();
-            for unit in units(length, share, whole_traces) {
-                if unit.tokens > token_budget {
-                    return Err(Error::new(
-                        Kind::Argument,
-                        format!(
-                            "branch {} has {} tokens to lay out, but token_budget is {token_budget}",
-                            unit.branches.start, unit.tokens
-                        ),
-                    ));
-                }
-                let row = rows.place(unit.tokens) as i32;
-                for branch in unit.branches.filter(|&branch| length[branch] > 0) {
-                    out.rank[branch] = rank as i32;
-                    out.row[branch] = row;
-                }
-            }
-            out.rows.push(rows.rows() as i32);
+pub fn place(demand: Demand<'_>) -> Result<Placed> {
+    check(demand)?;
+    let (count, steps) = (demand.length.len(), demand.step.iter().copied().max().map_or(0, |last| (last + 1).max(0)));
+    let by_step = traces_by_step(demand, steps as usize);
+    let plans: Vec<Plan> = by_step.into_par_iter().map(|traces| plan(demand, &traces)).collect::<Result<_>>()?;
+    let mut out = Placed { rank: vec![-1; count], row: vec![-1; count], order: vec![-1; count], ..Placed::default() };
+    for plan in plans {
+        for (order, spot) in (0..).zip(&plan.spots) {
+            out.rank[spot.branch as usize] = spot.rank as i32;
+            out.row[spot.branch as usize] = spot.row as i32;
+            out.order[spot.branch as usize] = order;
         }
+        out.rows.extend(plan.rows.iter().map(|&rows| rows as i32));
+        out.load.extend(plan.load);
+        out.gain.push(plan.gain);
     }
     Ok(out)
 }
 
-fn check(length: &[i32], trace: &[i32], step: &[i32], ranks: usize, token_budget: usize) -> Result<()> {
-    check_budget(token_budget)?;
-    check_length("length", length.len(), trace.len())?;
-    check_length("step", step.len(), trace.last().map_or(0, |&last| last as usize + 1))?;
-    if ranks == 0 {
+fn check(demand: Demand<'_>) -> Result<()> {
+    check_budget(demand.token_budget)?;
+    let count = demand.length.len();
+    check_length("trace", demand.trace.len(), count)?;
+    check_length("terms", demand.terms.len(), count)?;
+    check_length("cu_seqlens", demand.cu_seqlens.len(), count + 1)?;
+    check_length("step", demand.step.len(), demand.trace.last().map_or(0, |&last| last as usize + 1))?;
+    if demand.ranks == 0 {
         return Err(Error::new(Kind::Argument, "ranks is 0").cure("Pass the number of processes that train"));
+    }
+    let costs = [demand.cost.token, demand.cost.pair, demand.cost.term];
+    if costs.iter().any(|cost| !cost.is_finite() || *cost < 0.0) {
+        return Err(Error::new(Kind::Argument, format!("the cost {costs:?} is not finite or is negative"))
+            .why("It says what a token, a pair and a term cost")
+            .cure("Take it from the shape of the model"));
+    }
+    let ends = demand.cu_seqlens.windows(2).zip(demand.length);
+    let inside = ends.into_iter().all(|(ends, &length)| ends[0] >= 0 && i64::from(length) <= ends[1] - ends[0]);
+    if !inside || demand.cu_seqlens.last().is_some_and(|&end| end > demand.ids.len() as i64) {
+        return Err(Error::new(Kind::Argument, "a branch reaches beyond its tokens"));
+    }
+    let trace = demand.trace;
+    if trace.first().is_some_and(|&first| first != 0) || trace.windows(2).any(|w| !(0..=1).contains(&(w[1] - w[0]))) {
+        return Err(Error::new(Kind::Argument, "trace does not count up from 0 without gaps"));
     }
     Ok(())
 }
 
-/// Per step, its traces with something to lay out, in order.
-fn traces_by_step(length: &[i32], trace: &[i32], step: &[i32], steps: usize) -> Vec<Vec<Unit>> {
-    let mut by_step: Vec<Vec<Unit>> = Vec::new();
-    by_step.resize_with(steps, Vec::new);
+/// Per step, its traces with something to lay out, as ranges of branches, in order.
+fn traces_by_step(demand: Demand<'_>, steps: usize) -> Vec<Vec<Range<usize>>> {
+    let mut by_step = vec![Vec::new(); steps];
     let mut first = 0;
-    for run in trace.chunk_by(|a, b| a == b) {
+    for run in demand.trace.chunk_by(|a, b| a == b) {
         let branches = first..first + run.len();
         first = branches.end;
-        let tokens = length[branches.clone()].iter().map(|&tokens| tokens.max(0) as usize).sum();
-        let step = step[run[0] as usize];
-        if step >= 0 && tokens > 0 {
-            by_step[step as usize].push(Unit { tokens, branches });
+        let step = demand.step[run[0] as usize];
+        if step >= 0 && demand.length[branches.clone()].iter().any(|&tokens| tokens > 0) {
+            by_step[step as usize].push(branches);
         }
     }
     by_step
 }
 
-/// Longest first to the rank with the fewest tokens; each rank's share in the order of the traces.
-fn share(traces: Vec<Unit>, ranks: usize) -> Vec<Vec<Unit>> {
-    if ranks == 1 {
-        return vec![traces];
-    }
-    let mut load: BinaryHeap<Reverse<(usize, usize)>> = (0..ranks).map(|rank| Reverse((0, rank))).collect();
-    let mut shares: Vec<Vec<Unit>> = Vec::new();
-    shares.resize_with(ranks, Vec::new);
-    for unit in longest_first(traces) {
-        let Some(Reverse((tokens, rank))) = load.pop() else { continue };
-        load.push(Reverse((tokens + unit.tokens, rank)));
-        shares[rank].push(unit);
-    }
-    shares
+/// Where one branch lies.
+#[derive(Debug, Clone, Copy)]
+struct Spot {
+    /// In the step's order.
+    place: u32,
+    branch: u32,
+    rank: u32,
+    row: u32,
 }
 
-fn units(length: &[i32], traces: Vec<Unit>, whole_traces: bool) -> Vec<Unit> {
-    if whole_traces {
-        return longest_first(traces);
-    }
-    let branches = traces.into_iter().flat_map(|unit| unit.branches);
-    let single = |branch| Unit { tokens: length[branch] as usize, branches: branch..branch + 1 };
-    longest_first(branches.filter(|&branch| length[branch] > 0).map(single).collect())
+/// One step: its branches in order, and what is known of it.
+#[derive(Debug, Default)]
+struct Plan {
+    spots: Vec<Spot>,
+    rows: Vec<usize>,
+    load: Vec<f64>,
+    gain: Gain,
 }
 
-fn longest_first(mut units: Vec<Unit>) -> Vec<Unit> {
-    units.sort_unstable_by_key(|unit| (Reverse(unit.tokens), unit.branches.start));
-    units
+/// Branches that are moved as one, by their places in the step's order, ascending, and what they take together.
+#[derive(Debug, Clone)]
+struct Together {
+    places: Vec<u32>,
+    tokens: usize,
+    cost: f64,
+}
+
+fn plan(demand: Demand<'_>, traces: &[Range<usize>]) -> Result<Plan> {
+    let laid = |branch: &u32| demand.length[*branch as usize] > 0;
+    let branches: Vec<u32> = traces.iter().cloned().flatten().map(|branch| branch as u32).filter(laid).collect();
+    let alone: Vec<Entry> = branches.iter().map(|&branch| Entry { branch, shared: 0 }).collect();
+    let Some(least) = demand.least_gain else { return place_step(Order { demand, entries: &alone, shares: false }) };
+    let entries = sorted(&branches, |branch| demand.text(branch));
+    let mut shared = place_step(Order { demand, entries: &entries, shares: true })?;
+    let fits = |trace: &Range<usize>| {
+        let tokens: usize = demand.length[trace.clone()].iter().map(|&tokens| tokens.max(0) as usize).sum();
+        tokens <= demand.token_budget
+    };
+    let needed = demand.whole_traces && !traces.iter().all(fits);
+    let found = gain(demand, &shared.spots);
+    shared.gain = Gain { needed, shared: needed || found.ratio > least, ..found };
+    if shared.gain.shared {
+        return Ok(shared);
+    }
+    Ok(Plan { gain: shared.gain, ..place_step(Order { demand, entries: &alone, shares: false })? })
+}
+
+/// Places the branches of a step.
+fn place_step(order: Order<'_>) -> Result<Plan> {
+    let demand = order.demand;
+    let traces = order.traces();
+    let shared = order.shared(traces.iter().map(|trace| trace.places[0]));
+    let works: Vec<Work> = traces.iter().zip(shared).map(|(trace, shared)| order.work(trace, shared)).collect();
+    let (rank_of, load) = balance(&works, demand.ranks, demand.cost);
+    let laid: usize = order.entries.iter().map(|entry| demand.text(entry.branch).len()).sum();
+    let mut fit = BestFit::new(demand.token_budget.min(laid.max(1)));
+    let mut shares: Vec<Vec<Together>> = vec![Vec::new(); demand.ranks];
+    for (trace, rank) in traces.into_iter().zip(rank_of) {
+        shares[rank as usize].push(trace);
+    }
+    let mut out = Plan { load, spots: Vec::with_capacity(order.entries.len()), ..Plan::default() };
+    for (rank, mut units) in (0..).zip(shares) {
+        if !demand.whole_traces {
+            let mut places: Vec<u32> = units.into_iter().flat_map(|unit| unit.places).collect();
+            places.sort_unstable();
+            units = places.into_iter().map(|place| order.together(vec![place])).collect();
+        }
+        out.rows.push(place_rank(order, &units, rank, &mut fit, &mut out.spots)?);
+    }
+    out.spots.sort_unstable_by_key(|spot| spot.place);
+    Ok(out)
+}
+
+/// Gives the units of a rank their rows; returns how many.
+fn place_rank(
+    order: Order<'_>,
+    units: &[Together],
+    rank: u32,
+    fit: &mut BestFit,
+    spots: &mut Vec<Spot>,
+) -> Result<usize> {
+    let budget = order.demand.token_budget;
+    if let Some(long) = units.iter().find(|unit| unit.tokens > budget) {
+        let branch = order.entries[long.places[0] as usize].branch;
+        return Err(Error::new(
+            Kind::Argument,
+            format!("branch {branch} has {} tokens to lay out, but token_budget is {budget}", long.tokens),
+        ));
+    }
+    let shared = order.shared(units.iter().map(|unit| unit.places[0]));
+    let sized: Vec<Unit> =
+        units.iter().zip(shared).map(|(unit, shared)| Unit { tokens: unit.tokens, shared: shared as usize }).collect();
+    let (rows, count) = rows_of(&sized, budget, fit);
+    for (unit, row) in units.iter().zip(rows) {
+        let spot = |&place: &u32| Spot { place, branch: order.entries[place as usize].branch, rank, row };
+        spots.extend(unit.places.iter().map(spot));
+    }
+    Ok(count)
+}
+
+/// Cost and tokens of the rows as they are, if each lays out a common prefix once.
+fn gain(demand: Demand<'_>, spots: &[Spot]) -> Gain {
+    let mut by_row: Vec<&Spot> = spots.iter().collect();
+    by_row.sort_by_key(|spot| (spot.rank, spot.row)); // stable: within a row as ordered
+    let (mut out, mut plain, mut tree) = (Gain::default(), 0.0, 0.0);
+    let mut before: Option<&Spot> = None;
+    for spot in by_row {
+        let text = demand.text(spot.branch);
+        let above = before.filter(|before| (before.rank, before.row) == (spot.rank, spot.row));
+        let shared = above.map_or(0, |above| common(demand.text(above.branch), text));
+        let head = demand.cost.term * f64::from(demand.terms[spot.branch as usize]);
+        out.tokens += text.len() as u64;
+        out.tree_tokens += (text.len() - shared) as u64;
+        plain += demand.cost.of(text.len()) + head;
+        tree += demand.cost.of(text.len()) - demand.cost.of(shared) + head;
+        before = Some(spot);
+    }
+    Gain { ratio: if tree > 0.0 { plain / tree } else { 1.0 }, ..out }
+}
+
+impl<'a> Demand<'a> {
+    /// What is laid out of a branch.
+    fn text(&self, branch: u32) -> &'a [i32] {
+        let start = self.cu_seqlens[branch as usize] as usize;
+        &self.ids[start..start + self.length[branch as usize].max(0) as usize]
+    }
+}
+
+/// The branches of a step in an order, which is lexicographic where prefixes are shared.
+#[derive(Debug, Clone, Copy)]
+struct Order<'a> {
+    demand: Demand<'a>,
+    entries: &'a [Entry],
+    shares: bool,
+}
+
+impl Order<'_> {
+    fn text(&self, place: u32) -> &[i32] {
+        self.demand.text(self.entries[place as usize].branch)
+    }
+
+    /// The traces, ordered by their first places.
+    fn traces(&self) -> Vec<Together> {
+        let trace = |place: u32| self.demand.trace[self.entries[place as usize].branch as usize];
+        let mut places: Vec<u32> = (0..self.entries.len() as u32).collect();
+        places.sort_by_key(|&place| trace(place));
+        let mut out: Vec<Together> =
+            places.chunk_by(|&a, &b| trace(a) == trace(b)).map(|run| self.together(run.to_vec())).collect();
+        out.sort_unstable_by_key(|trace| trace.places[0]);
+        out
+    }
+
+    /// Branches as one, with what they take: common prefixes once where they are shared.
+    fn together(&self, places: Vec<u32>) -> Together {
+        let (cost, mut tokens, mut total) = (self.demand.cost, 0, 0.0);
+        for (n, &place) in places.iter().enumerate() {
+            let text = self.text(place);
+            let shared = if self.shares && n > 0 { common(self.text(places[n - 1]), text) } else { 0 };
+            let terms = self.demand.terms[self.entries[place as usize].branch as usize];
+            tokens += text.len() - shared;
+            total += cost.of(text.len()) - cost.of(shared) + cost.term * f64::from(terms);
+        }
+        Together { places, tokens, cost: total }
+    }
+
+    fn work(&self, trace: &Together, shared: u32) -> Work {
+        Work { cost: trace.cost, prefix: self.demand.cost.of(shared as usize), shared }
+    }
+
+    /// What each of ascending places begins with like the one before it.
+    fn shared(&self, places: impl Iterator<Item = u32>) -> Vec<u32> {
+        let mut running = RunningMin::default();
+        let (mut before, mut pushed) = (None, 0);
+        let mut out = Vec::new();
+        for place in places.map(|place| place as usize) {
+            for (at, entry) in self.entries.iter().enumerate().take(place + 1).skip(pushed) {
+                running.push(at, entry.shared);
+            }
+            pushed = place + 1;
+            out.push(before.map_or(0, |before| running.after(before)));
+            before = Some(place);
+        }
+        out
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::collections::HashMap;
+
+    const TOKENS: Cost = Cost { token: 1.0, pair: 0.0, term: 0.0 };
+
+    /// Branches of the given ids, placed with the given changes to a demand of one rank and one step.
+    fn placed(texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut Demand<'_>)) -> Result<Placed> {
+        placed_in(&vec![0; trace.last().map_or(0, |&last| last as usize + 1)], texts, trace, change)
+    }
+
+    fn placed_in(
+        step: &[i32],
+        texts: &[Vec<i32>],
+        trace: &[i32],
+        change: impl FnOnce(&mut Demand<'_>),
+    ) -> Result<Placed> {
+        let ids: Vec<i32> = texts.concat();
+        let mut cu = vec![0];
+        cu.extend(texts.iter().scan(0, |end, text| {
+            *end += text.len() as i64;
+            Some(*end)
+        }));
+        let length: Vec<i32> = texts.iter().map(|text| text.len() as i32).collect();
+        let mut demand = Demand {
+            ids: &ids,
+            cu_seqlens: &cu,
+            length: &length,
+            terms: &length,
+            trace,
+            step,
+            ranks: 1,
+            token_budget: 10,
+            whole_traces: false,
+            cost: TOKENS,
+            least_gain: None,
+        };
+        change(&mut demand);
+        place(demand)
+    }
+
+    fn of_lengths(lengths: &[usize]) -> Vec<Vec<i32>> {
+        lengths.iter().map(|&length| vec![0; length]).collect()
+    }
 
     #[test]
     fn rows_are_filled_longest_first_by_best_fit() {
         // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
-        let placed = place(&[3, 6, 4, 5, 2], &[0, 1, 2, 3, 4], &[0; 5], 1, 10, false).unwrap();
+        let placed = placed(&of_lengths(&[3, 6, 4, 5, 2]), &[0, 1, 2, 3, 4], |_| ()).unwrap();
         assert_eq!(placed.row, [1, 0, 0, 1, 1]);
         assert_eq!(placed.rows, [2]);
     }
 
     #[test]
     fn branches_of_a_trace_lie_in_one_row_when_it_is_taken_whole() {
-        let placed = place(&[3, 6, 4, 5], &[0, 0, 1, 1], &[0, 0], 1, 9, true).unwrap();
+        let whole = |demand: &mut Demand<'_>| (demand.token_budget, demand.whole_traces) = (9, true);
+        let placed = placed(&of_lengths(&[3, 6, 4, 5]), &[0, 0, 1, 1], whole).unwrap();
         assert_eq!(placed.row, [0, 0, 1, 1]);
     }
 
     #[test]
-    fn ranks_get_the_longest_traces_in_turn() {
+    fn ranks_get_the_costliest_traces_in_turn() {
         // Trace totals 9, 2, 8, 3: rank 0 gets 9 then 2 (loads 9, 8 -> 3 goes to rank 1 -> 11; 2 to rank 0 -> 11).
-        let placed = place(&[9, 2, 4, 4, 3], &[0, 1, 2, 2, 3], &[0; 4], 2, 10, false).unwrap();
+        let texts = of_lengths(&[9, 2, 4, 4, 3]);
+        let placed = placed(&texts, &[0, 1, 2, 2, 3], |demand| demand.ranks = 2).unwrap();
         assert_eq!(placed.rank, [0, 0, 1, 1, 1]);
         assert_eq!(placed.rows, [2, 2]);
+        assert_eq!(placed.load, [11.0, 11.0]);
     }
 
     #[test]
     fn traces_without_a_step_or_a_length_lie_nowhere() {
-        let placed = place(&[3, 0, 4], &[0, 1, 2], &[1, 0, -1], 1, 10, false).unwrap();
+        let change = |demand: &mut Demand<'_>| (demand.length, demand.step) = (&[3, 0, 4], &[1, 0, -1]);
+        let placed = placed(&of_lengths(&[3, 2, 4]), &[0, 1, 2], change).unwrap();
         assert_eq!(placed.rank, [0, -1, -1]);
         assert_eq!(placed.rows, [0, 1]);
+    }
+
+    // Two groups of two branches, 6 of 8 tokens alike.
+    fn two_groups() -> Vec<Vec<i32>> {
+        let branch = |stem: i32, tail: i32| [vec![stem; 6], vec![tail; 2]].concat();
+        vec![branch(5, 1), branch(3, 1), branch(5, 2), branch(3, 2)]
+    }
+
+    #[test]
+    fn branches_that_share_a_prefix_lie_in_one_row_that_counts_it_once() {
+        let sharing = |demand: &mut Demand<'_>| demand.least_gain = Some(1.05);
+        let out = placed(&two_groups(), &[0, 1, 2, 3], sharing).unwrap();
+        assert_eq!((out.row, out.rows), (vec![1, 0, 1, 0], vec![2])); // rows of 10, filled by groups of 6 + 2 + 2
+        assert_eq!(out.order, [2, 0, 3, 1]);
+        let gain = Gain { shared: true, needed: false, tokens: 32, tree_tokens: 20, ratio: 32.0 / 20.0 };
+        assert_eq!(out.gain, [gain]);
+        assert_eq!(placed(&two_groups(), &[0, 1, 2, 3], |_| ()).unwrap().rows, [4]);
+    }
+
+    #[test]
+    fn a_step_that_gains_too_little_shares_nothing_and_says_what_it_would_have_gained() {
+        let plain = placed(&two_groups(), &[0, 1, 2, 3], |_| ()).unwrap();
+        let out = placed(&two_groups(), &[0, 1, 2, 3], |demand| demand.least_gain = Some(1.6)).unwrap();
+        assert_eq!(out.row, plain.row);
+        assert_eq!((out.gain[0].shared, out.gain[0].ratio), (false, 1.6));
+    }
+
+    #[test]
+    fn a_trace_that_fits_a_row_only_as_a_tree_is_shared_whatever_the_gain() {
+        let change = |demand: &mut Demand<'_>| (demand.whole_traces, demand.least_gain) = (true, Some(100.0));
+        let texts = vec![vec![1, 2, 3, 4, 5, 6], vec![1, 2, 3, 4, 7, 8]];
+        let out = placed(&texts, &[0, 0], change).unwrap();
+        assert!(out.gain[0].needed && out.gain[0].shared);
+        assert_eq!(out.rows, [1]);
+        let plain = placed(&texts, &[0, 0], |demand| demand.whole_traces = true);
+        assert!(plain.unwrap_err().to_string().contains("has 12 tokens"));
     }
 
     proptest! {
         #[test]
         fn every_branch_lies_in_one_row_within_the_budget(
-            lengths in prop::collection::vec((0i32..60, any::<bool>()), 1..80),
-            ranks in 1usize..4, whole in any::<bool>(),
+            texts in prop::collection::vec((0usize..3, prop::collection::vec(0i32..2, 1..20), any::<bool>()), 1..60),
+            ranks in 1usize..4, whole in any::<bool>(), share in any::<bool>(),
         ) {
             let mut trace: Vec<i32> = Vec::new();
-            for (_, fresh) in &lengths {
+            for (_, _, fresh) in &texts {
                 trace.push(trace.last().map_or(0, |&last| last + i32::from(*fresh)));
             }
-            let length: Vec<i32> = lengths.iter().map(|(length, _)| *length).collect();
+            let texts: Vec<Vec<i32>> =
+                texts.iter().map(|(stem, tail, _)| [vec![*stem as i32; 20 * stem], tail.clone()].concat()).collect();
             let traces = *trace.last().unwrap() as usize + 1;
             let step: Vec<i32> = (0..traces as i32).map(|trace| trace / 5).collect();
-            let budget = if whole { 60 * 80 } else { 64 };
-            let placed = place(&length, &trace, &step, ranks, budget, whole).unwrap();
-            let mut fill = std::collections::HashMap::new();
-            let mut home = std::collections::HashMap::new();
-            for branch in 0..length.len() {
-                let (rank, row) = (placed.rank[branch], placed.row[branch]);
-                prop_assert_eq!(rank >= 0, length[branch] > 0);
-                if rank < 0 { continue; }
-                let key = (step[trace[branch] as usize], rank, row);
-                prop_assert!(row < placed.rows[key.0 as usize * ranks + rank as usize]);
-                *fill.entry(key).or_insert(0) += length[branch];
-                prop_assert_eq!(*home.entry(trace[branch]).or_insert(rank), rank);
+            let budget = if whole { 60 * 60 } else { 64 };
+            let out = placed_in(&step, &texts, &trace, |demand| {
+                (demand.ranks, demand.whole_traces, demand.token_budget) = (ranks, whole, budget);
+                demand.least_gain = share.then_some(0.0);
+            }).unwrap();
+            let mut rows: HashMap<_, Vec<usize>> = HashMap::new();
+            let mut home = HashMap::new();
+            for branch in 0..texts.len() {
+                let (step, rank, row) = (step[trace[branch] as usize], out.rank[branch], out.row[branch]);
+                prop_assert!(row < out.rows[step as usize * ranks + rank as usize]);
+                rows.entry((step, rank, row)).or_default().push(branch);
+                let place = (rank, if whole { row } else { 0 });
+                prop_assert_eq!(*home.entry(trace[branch]).or_insert(place), place);
             }
-            prop_assert!(fill.values().all(|&tokens| tokens <= budget as i32));
+            let mut tokens = 0;
+            for branches in rows.values_mut() {
+                branches.sort_by_key(|&branch| out.order[branch]);
+                let mut size = texts[branches[0]].len();
+                for pair in branches.windows(2) {
+                    let (a, b) = (&texts[pair[0]], &texts[pair[1]]);
+                    prop_assert!(!share || a <= b);
+                    size += b.len() - if share { common(a, b) } else { 0 };
+                }
+                prop_assert!(size <= budget);
+                tokens += size;
+            }
+            if share {
+                prop_assert_eq!(out.gain.iter().map(|gain| gain.tree_tokens).sum::<u64>(), tokens as u64);
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 //! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order. What a record means is
 //! decided in `format`.
 
+mod events;
 mod quarantine;
 mod report;
 mod source;
@@ -48,11 +49,13 @@ pub struct Options {
     pub max_record_bytes: usize,
     /// Bytes of records parsed at once. Default 8 MiB.
     pub chunk_bytes: usize,
+    /// The form of every record, by its name; `None` tells each by its structure.
+    pub format: Option<&'static str>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { on_error: OnError::Raise, limit: None, max_record_bytes: 1 << 30, chunk_bytes: 8 << 20 }
+        Self { on_error: OnError::Raise, limit: None, max_record_bytes: 1 << 30, chunk_bytes: 8 << 20, format: None }
     }
 }
 
@@ -71,11 +74,16 @@ struct Outcome {
     continued: bool,
 }
 
-/// Decodes records that are in memory already; an error names `name` and the record's number, from 1.
-pub fn decode_all(records: Vec<Arc<[u8]>>, name: &str) -> Result<(Vec<Arc<Trace>>, Report)> {
+/// Decodes records that are in memory already; an error names `name` and the record's number, from `first`.
+pub fn decode_all(
+    records: Vec<Arc<[u8]>>,
+    name: &str,
+    first: u64,
+    format: Option<&'static str>,
+) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
-    let pieces: Vec<_> = (1..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes }).collect();
-    let outcomes: Vec<_> = pieces.into_par_iter().map(|piece| Outcome::of(piece, &file, usize::MAX)).collect();
+    let pieces: Vec<_> = (first..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes }).collect();
+    let outcomes: Vec<_> = pieces.into_par_iter().map(|piece| Outcome::of(piece, &file, usize::MAX, format)).collect();
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
     for outcome in outcomes {
         let record = outcome.decoded.map_err(|rejection| rejection.error)?;
@@ -87,11 +95,11 @@ pub fn decode_all(records: Vec<Arc<[u8]>>, name: &str) -> Result<(Vec<Arc<Trace>
 }
 
 impl Outcome {
-    fn of(piece: Piece, file: &Arc<str>, limit: usize) -> Self {
+    fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&str>) -> Self {
         let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };
         let (line, bytes, continued, problem) = match piece {
             Piece::Record { line, bytes } => {
-                let decoded = decode(&bytes, &place(line));
+                let decoded = decode(&bytes, &place(line), format);
                 return Self { line, bytes, decoded, continued: false };
             }
             Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
@@ -184,8 +192,8 @@ impl Reader {
         }
         self.next_chunk = (self.next_chunk * 4).min(self.options.chunk_bytes).max(1);
         self.report.bytes += bytes as u64;
-        let (file, limit) = (&self.file, self.options.max_record_bytes);
-        let outcomes: Vec<_> = records.into_par_iter().map(|piece| Outcome::of(piece, file, limit)).collect();
+        let (file, limit, format) = (&self.file, self.options.max_record_bytes, self.options.format);
+        let outcomes: Vec<_> = records.into_par_iter().map(|piece| Outcome::of(piece, file, limit, format)).collect();
         self.waiting.extend(outcomes);
     }
 

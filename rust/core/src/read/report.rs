@@ -1,7 +1,7 @@
 //! Counts of what was read, and of what was wrong with it.
 
 use crate::error::Error;
-use crate::format::{Reason, Record};
+use crate::format::{Form, Reason, Record};
 use std::collections::BTreeMap;
 
 /// What a reader has seen so far.
@@ -11,6 +11,8 @@ pub struct Report {
     pub records: u64,
     /// Good ones.
     pub traces: u64,
+    /// Good ones by form.
+    pub forms: BTreeMap<Form, u64>,
     /// Bad ones.
     pub bad: u64,
     /// Bad ones by reason.
@@ -38,6 +40,7 @@ impl Report {
     pub(super) fn count(&mut self, record: &Record) {
         self.records += 1;
         self.traces += 1;
+        *self.forms.entry(record.form).or_default() += 1;
         self.unused_choices += u64::from(record.unused_choices);
         for generation in &record.trace.generations {
             self.generations += 1;

@@ -19,6 +19,9 @@ const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 /// Largest zstd window: `zstd --long=31`.
 const ZSTD_WINDOW_LOG: u32 = 31;
 
+/// First bytes of a Parquet file.
+const PARQUET: &[u8] = b"PAR1";
+
 /// Bytes read from the file at once.
 const BLOCK: usize = 1 << 18;
 
@@ -44,6 +47,12 @@ impl Source {
     pub fn new(mut bytes: Box<dyn Read + Send>, name: &str) -> Result<Self> {
         let mut magic = Vec::with_capacity(4);
         bytes.by_ref().take(4).read_to_end(&mut magic).map_err(|error| unreadable(name, &error))?;
+        if magic == PARQUET {
+            return Err(Error::new(Kind::Io, "it is a Parquet file")
+                .why("Its columns are read through pyarrow, not as lines of JSON")
+                .cure("pip install 'tracegrad[arrow]', then tracegrad.tables.ParquetStream(path) or the command line")
+                .at(&in_file(name)));
+        }
         let is_gzip = magic.starts_with(GZIP);
         let is_zstd = magic.starts_with(ZSTD) || is_skippable(&magic);
         let whole: Chain<_, _> = Cursor::new(magic).chain(bytes);

@@ -1,7 +1,9 @@
-//! Cuts a byte stream into records: lines, the elements of one JSON array, or pretty-printed objects one after another.
+//! Cuts a byte stream into records: lines, the elements of one JSON array, pretty-printed objects one after another, or
+//! streams of server-sent events among the lines.
 //!
 //! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
 
+use super::events;
 use crate::format::{Reason, Rejection, reject};
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -52,6 +54,7 @@ const BLOCK: usize = 1 << 18;
 const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
 
 /// Cuts a stream into records.
+#[allow(clippy::struct_excessive_bools, reason = "each says something of the bytes that the others do not")]
 pub(super) struct Splitter {
     stream: Box<dyn Read + Send>,
     buffer: Vec<u8>,
@@ -61,6 +64,10 @@ pub(super) struct Splitter {
     scanned: usize,
     nesting: Nesting,
     layout: Layout,
+    /// Where the line being read begins, in a layout of lines.
+    line_start: usize,
+    /// The record being read is a stream of events.
+    in_stream: bool,
     /// Line on which the record being read begins.
     line: u64,
     /// Line of `scanned`.
@@ -83,6 +90,8 @@ impl Splitter {
             scanned: 0,
             nesting: Nesting::default(),
             layout: Layout::Unknown,
+            line_start: 0,
+            in_stream: false,
             line: 1,
             line_now: 1,
             limit,
@@ -129,6 +138,7 @@ impl Splitter {
         }
         self.buffer.drain(..self.start);
         self.scanned -= self.start;
+        self.line_start = self.line_start.saturating_sub(self.start);
         self.start = 0;
         let length = self.buffer.len();
         self.buffer.resize(length + BLOCK, 0);
@@ -174,6 +184,7 @@ impl Splitter {
                 _ => Layout::Lines,
             };
             self.scanned = self.start;
+            self.line_start = self.start;
             return true;
         }
     }
@@ -181,9 +192,7 @@ impl Splitter {
     /// The end of the record that begins at `start`, if the buffer has it.
     fn find_end(&mut self) -> Option<usize> {
         if self.layout == Layout::Lines {
-            let found = memchr::memchr(b'\n', &self.buffer[self.scanned..]);
-            self.scanned = found.map_or(self.buffer.len(), |step| self.scanned + step);
-            return found.map(|_| self.scanned);
+            return self.find_line_end();
         }
         if self.nesting.depth == 0 && self.start == self.scanned {
             self.skip_between();
@@ -200,6 +209,30 @@ impl Splitter {
             }
         }
         None
+    }
+
+    /// The end of a line, or of the stream of events that it belongs to.
+    fn find_line_end(&mut self) -> Option<usize> {
+        loop {
+            let found = memchr::memchr(b'\n', &self.buffer[self.scanned..]);
+            self.scanned = found.map_or(self.buffer.len(), |step| self.scanned + step);
+            let end = found.map(|_| self.scanned)?;
+            let line = &self.buffer[self.line_start.min(end)..end];
+            if !self.in_stream && !events::is_field(line) {
+                return Some(end);
+            }
+            if self.in_stream && events::begins_another(line) && self.line_start > self.start {
+                // The line break before it ends the record and is counted there.
+                self.line_now -= 1;
+                return Some(self.line_start - 1);
+            }
+            self.in_stream = true;
+            if events::is_done(line) {
+                return Some(end);
+            }
+            (self.scanned, self.line_start) = (end + 1, end + 1);
+            self.line_now += 1;
+        }
     }
 
     /// Whether what stands at `start` cannot begin a record.
@@ -245,12 +278,14 @@ impl Splitter {
         if self.layout == Layout::Lines {
             self.start = (end + 1).min(self.buffer.len());
             self.scanned = self.start;
+            self.line_start = self.start;
             self.line_now += 1;
             self.line = self.line_now;
         } else if let Layout::Array { comma_due, .. } = &mut self.layout {
             *comma_due = true;
         }
         self.nesting = Nesting::default();
+        let in_stream = std::mem::take(&mut self.in_stream);
         let mut bytes = &self.buffer[begin..end];
         if self.layout == Layout::Lines {
             bytes = bytes.strip_suffix(b"\r").unwrap_or(bytes);
@@ -261,14 +296,15 @@ impl Splitter {
         if bytes.len() > self.limit {
             return Some(Piece::Overlong { line, bytes: bytes.to_vec(), continued: false });
         }
-        (!bytes.trim_ascii().is_empty()).then(|| Piece::Record { line, bytes: bytes.into() })
+        let blank = bytes.trim_ascii().is_empty();
+        (!blank).then(|| Piece::Record { line, bytes: if in_stream { events::record(bytes) } else { bytes.into() } })
     }
 
     /// Lets go of what is held of a record that is too long.
     fn cut_overlong(&mut self) -> Piece {
         self.buffer.drain(..self.start);
         let bytes = std::mem::take(&mut self.buffer);
-        (self.start, self.scanned) = (0, 0);
+        (self.start, self.scanned, self.line_start) = (0, 0, 0);
         let continued = std::mem::replace(&mut self.overlong, true);
         Piece::Overlong { line: self.line, bytes, continued }
     }
@@ -293,6 +329,7 @@ impl Splitter {
         if rest == 0 || self.layout == Layout::Unknown {
             return None;
         }
+        self.in_stream |= self.layout == Layout::Lines && events::is_field(&self.buffer[self.start..]);
         let piece = self.cut(self.buffer.len());
         self.start = self.buffer.len();
         piece

@@ -186,6 +186,25 @@ fn what_is_written_is_what_was_read() {
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 3);
 }
 
+#[test]
+fn streams_of_events_among_lines_are_records_of_their_own() {
+    let chunk = |text: &str, end: &str| {
+        format!(r#"data: {{"choices":[{{"index":0,"delta":{{"content":"{text}"}},"finish_reason":{end}}}]}}"#)
+    };
+    let stream = format!("{}\r\n\r\n: still here\r\n{}\r\n\r\n", chunk("a", "null"), chunk("b", "\"stop\""));
+    let text = format!("{stream}data: [DONE]\r\n\r\n{}\n{stream}{}\n{stream}", line("x"), line("y"));
+    let found: Vec<_> = reader(text.as_bytes(), OnError::Raise).map(|trace| trace.expect("good")).collect();
+    let lines: Vec<_> = found.iter().map(|trace| trace.location.line.expect("a line")).collect();
+    assert_eq!(lines, [1, 8, 9, 14, 15]);
+    for at in [0, 2, 4] {
+        assert_eq!(found[at].messages[0].value["content"], "ab");
+    }
+    let kept: serde_json::Value = serde_json::from_slice(&found[0].record).expect("JSON");
+    assert_eq!(kept["response"].as_str().expect("text").trim_end(), format!("{stream}data: [DONE]").trim_end());
+    let again = decode_all(vec![Arc::clone(&found[0].record)], "again", 1, None).expect("reads");
+    assert_eq!(again.0[0].messages, found[0].messages);
+}
+
 /// Gives at most a few bytes at a time.
 struct Trickle(io::Cursor<Vec<u8>>, usize);
 
@@ -201,7 +220,7 @@ proptest! {
 
     #[test]
     fn the_result_does_not_depend_on_chunks_or_on_how_bytes_arrive(
-        kinds in prop::collection::vec(0_u8..5, 1..40),
+        kinds in prop::collection::vec(0_u8..6, 1..40),
         chunk_bytes in 1_usize..3000,
         step in 1_usize..97,
         array in any::<bool>(),
@@ -209,6 +228,9 @@ proptest! {
         let records: Vec<String> = kinds.iter().enumerate().map(|(index, kind)| match kind {
             0 => "{\"messages\": 5}".to_owned(),
             1 => format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"]}}\\\"{index}\"}}]}}"),
+            2 if !array => format!(
+                "data: {{\"choices\":[{{\"delta\":{{\"content\":\"{index}\"}}}}]}}\n\ndata: [DONE]\n"
+            ),
             _ => line(&index.to_string()),
         }).collect();
         let text = if array { format!("[{}]", records.join(" ,\n")) } else { records.join("\n") };

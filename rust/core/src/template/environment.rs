@@ -3,7 +3,7 @@
 //! One environment holds one compiled template. Errors of the engine become ours here. Called by `Template`.
 
 use super::clock::Clock;
-use super::json::{Style, dumps, float_of, float_repr};
+use super::json::{Style, dumps, float_of, float_repr, printed};
 use super::limits::{self, Size};
 use super::methods;
 use super::scan::{BOUND_FILTER, GENERATION_FILTER};
@@ -175,8 +175,8 @@ fn write_value(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Jin
         return write_limited(out, &float_repr(float));
     }
     match value.downcast_object_ref::<Tagged>() {
-        Some(tagged) => write_limited(out, &tagged.enclose(&value.to_string())),
-        None => write_limited(out, &value.to_string()),
+        Some(tagged) => write_limited(out, &tagged.enclose(&printed(value))),
+        None => write_limited(out, &printed(value)),
     }
 }
 

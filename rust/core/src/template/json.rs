@@ -181,6 +181,46 @@ pub(super) fn float_repr(float: f64) -> String {
     format!("{mantissa}e{sign}{:02}", exponent.abs())
 }
 
+/// What `str` gives for a list or dict: the engine's own text but for floats.
+pub(super) fn printed(value: &Value) -> String {
+    let text = value.to_string();
+    if has_float(value) && text.starts_with(['[', '{']) { repr(value) } else { text }
+}
+
+fn has_float(value: &Value) -> bool {
+    match value.kind() {
+        ValueKind::Number => !value.is_integer(),
+        ValueKind::Seq => value.try_iter().is_ok_and(|mut items| items.any(|item| has_float(&item))),
+        ValueKind::Map => pairs(value).any(|(_, item)| has_float(&item)),
+        _ => false,
+    }
+}
+
+fn pairs(value: &Value) -> impl Iterator<Item = (Value, Value)> {
+    value.as_object().and_then(DynObject::try_iter_pairs).into_iter().flatten()
+}
+
+fn repr(value: &Value) -> String {
+    let listed = |items: Vec<String>| items.join(", ");
+    match value.kind() {
+        ValueKind::Number => float_of(value).map_or_else(|| value.to_string(), float_repr),
+        ValueKind::Map => {
+            format!(
+                "{{{}}}",
+                listed(pairs(value).map(|(key, item)| format!("{}: {}", repr(&key), repr(&item))).collect())
+            )
+        }
+        ValueKind::Seq if value.to_string().starts_with('[') => {
+            format!("[{}]", listed(value.try_iter().into_iter().flatten().map(|item| repr(&item)).collect()))
+        }
+        ValueKind::String => {
+            let text = Value::from(vec![value.clone()]).to_string();
+            text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text).to_owned()
+        }
+        _ => value.to_string(),
+    }
+}
+
 fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
     out.reserve(text.len() + 2);
     out.push('"');
@@ -238,6 +278,14 @@ mod tests {
         ];
         let floats = [1.0, 1e16, 1e15, 1e-4, 1e-5, 1.5e300, -0.0, 0.1, 123_456_789_012_345_680.0];
         assert_eq!(floats.map(float_repr), expected);
+    }
+
+    #[test]
+    fn a_printed_list_has_pythons_floats() {
+        // python3 -c "print({'a': [1, 2.5, None, True, 1e-07, 1e20], 'b': \"x\\n'\"})"
+        let list = vec![1.into(), 2.5.into(), Value::from(()), true.into(), 1e-7.into(), 1e20.into()];
+        let value = Value::from_pairs([("a", Value::from(list)), ("b", Value::from("x\n'"))]);
+        assert_eq!(printed(&value), r#"{'a': [1, 2.5, None, True, 1e-07, 1e+20], 'b': "x\n'"}"#);
     }
 
     #[test]

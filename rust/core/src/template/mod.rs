@@ -16,6 +16,7 @@ mod marking;
 mod marks;
 mod methods;
 mod provenance;
+mod renders;
 mod scan;
 mod value;
 
@@ -29,6 +30,7 @@ use marking::Tools;
 use marks::{Alphabet, Used};
 use minijinja::Environment;
 use minijinja::value::Value;
+use renders::{Asked, Renders};
 use serde_json::{Map, Value as Json};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -102,6 +104,9 @@ pub struct Template {
     seams: Option<AhoCorasick>,
     used: Used,
     tools: Mutex<Vec<Arc<Tools>>>,
+    renders: Renders,
+    /// Whether the text may depend on when it is rendered.
+    reads_clock: bool,
 }
 
 /// What the renders of one call share.
@@ -132,6 +137,8 @@ impl Template {
             seams,
             used,
             tools: Mutex::default(),
+            renders: Renders::default(),
+            reads_clock: source.contains("strftime_now"),
         })
     }
 
@@ -140,8 +147,10 @@ impl Template {
         self.has_generation
     }
 
-    /// Renders `messages` with provenance. `kwargs` are further variables, and win over special tokens; a date in
-    /// `kwargs["strftime_now"]` (ISO) pins the clock that `strftime_now` reads.
+    /// Renders `messages` with provenance; what was rendered before is remembered, within bounds.
+    ///
+    /// `kwargs` are further variables, and win over special tokens; a date in `kwargs["strftime_now"]` (ISO) pins the
+    /// clock that `strftime_now` reads.
     ///
     /// # Errors
     /// `Kind::Template` where the template raises, fails, or does not end; `Kind::Argument` for messages that are no
@@ -153,9 +162,15 @@ impl Template {
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
-        let conversation = Conversation::new(messages)?;
-        let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
-        Ok(self.with_provenance(&call, text))
+        let render = || {
+            let conversation = Conversation::new(messages)?;
+            let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
+            Ok(self.with_provenance(&call, text))
+        };
+        if self.reads_clock && !kwargs.contains_key("strftime_now") {
+            return render();
+        }
+        self.renders.get(Asked { messages, tools, add_generation_prompt, kwargs }, render)
     }
 
     /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
@@ -243,7 +258,7 @@ impl Template {
                 .cure("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
         }
         let mut remembered = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = remembered.iter().position(|tools| tools.json == *json) {
+        if let Some(at) = remembered.iter().position(|tools| renders::same(&tools.json, json)) {
             return Ok(Arc::clone(&remembered[at]));
         }
         let tools = Arc::new(Tools::new(json, &self.literals));

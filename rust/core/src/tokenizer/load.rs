@@ -4,31 +4,50 @@
 //! by `Tokenizer::from_dir` and `Tokenizer::from_json`.
 
 use super::config::{Eos, TokenizerConfig, located};
+use super::encoder::{self, Encoder};
 use super::pieces::{Pieces, Spelling};
-use super::{ExtraToken, Tokenizer};
+use super::{ExtraToken, Tokenizer, tiktoken};
 use crate::error::{Error, Kind, Result};
 use crate::template::Template;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::fs;
+use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use tokenizers::AddedToken;
 
 pub(super) fn from_dir(dir: &Path) -> Result<Tokenizer> {
-    let file = dir.join("tokenizer.json");
-    let json = fs::read(&file).map_err(|error| missing(dir, &error))?;
-    let config = TokenizerConfig::from_dir(dir)?;
-    from_json(&json, &config).map_err(|error| match error.kind {
+    let mut config = TokenizerConfig::from_dir(dir)?;
+    let (file, loaded) = match (fs::read(dir.join("tokenizer.json")), tiktoken_file(dir)) {
+        (Err(error), Some(file)) if error.kind() == ErrorKind::NotFound => {
+            let ranks = fs::read(&file).map_err(|error| missing(dir, &error))?;
+            let loaded = tiktoken::document(&ranks, &mut config).and_then(|json| from_json(&json, &config));
+            (file, loaded)
+        }
+        (Err(error), _) => return Err(missing(dir, &error)),
+        (Ok(json), _) => (dir.join("tokenizer.json"), from_json(&json, &config)),
+    };
+    loaded.map_err(|error| match error.kind {
         Kind::Template => located(error, dir),
         _ => located(error, &file),
     })
 }
 
+/// The one tiktoken file of a directory.
+fn tiktoken_file(dir: &Path) -> Option<PathBuf> {
+    let files = fs::read_dir(dir).ok()?.filter_map(|entry| Some(entry.ok()?.path()));
+    let is_tiktoken = |path: &PathBuf| {
+        path.extension().is_some_and(|end| end == "tiktoken") || path.file_name().is_some_and(|n| n == "tiktoken.model")
+    };
+    let mut found = files.filter(is_tiktoken);
+    found.next().filter(|_| found.next().is_none())
+}
+
 /// Why tokenizer.json cannot be read, and what the directory holds instead.
 fn missing(dir: &Path, error: &std::io::Error) -> Error {
-    let other =
-        ["tokenizer.model", "vocab.json", "qwen.tiktoken", "tekken.json"].into_iter().find(|f| dir.join(f).exists());
+    let other = ["tokenizer.model", "vocab.json", "tekken.json"].into_iter().find(|f| dir.join(f).exists());
     let what = match (dir.is_dir(), other) {
         (false, _) => "there is no such directory".to_owned(),
         (true, Some(other)) => format!("there is {other} but no tokenizer.json"),
@@ -41,12 +60,11 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
 
 pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokenizer> {
     let document: Value = serde_json::from_slice(json).map_err(|error| refused(&format!("it is not JSON: {error}")))?;
-    let mut inner = build(json)?;
-    let _ = inner.with_truncation(None);
-    inner.with_padding(None);
-    check_stated_ids(&document, &inner)?;
-    add_extra(&mut inner, &config.extra_tokens)?;
+    let (inner, fast) =
+        rayon::join(|| reference(json, &document, config), || encoder::prepare(&document, &config.extra_tokens));
+    let inner = inner?;
     let spelling = spelling(&document);
+    let drops_first_space = document.get("decoder").is_some_and(drops_first_space);
     let added: HashMap<u32, bool> =
         inner.get_added_tokens_decoder().iter().map(|(id, token)| (*id, token.special)).collect();
     let mut pieces = Pieces::new(&inner.get_vocab(false), spelling, |id| added.contains_key(&id));
@@ -61,18 +79,45 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
     let eos_ids = eos_ids(config, &inner, pieces.size())?;
     let named = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
     let named = named.and_then(|(_, text)| inner.token_to_id(text)).filter(|id| eos_ids.contains(id));
+    let prefix = prefix(&inner);
+    let mut special_ids: Vec<u32> = added.iter().filter(|(_, special)| **special).map(|(id, _)| *id).collect();
+    special_ids.sort_unstable();
+    let listed: Vec<(u32, AddedToken)> = inner.get_added_tokens_decoder().into_iter().collect();
     Ok(Tokenizer {
+        prefix,
+        special_ids,
+        partial: OnceLock::new(),
         stop_id: named.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
         eos_ids,
         template: compile(&config.chat_template)?,
         tool_template: compile(&config.tool_template)?,
         name: config.name.clone(),
-        inner,
+        encoder: Encoder::new(inner, &document, &listed, fast),
         spelling,
+        drops_first_space,
         pieces,
         added,
         added_ids,
     })
+}
+
+/// What the post-processor puts before a text: BOS, where there is one.
+fn prefix(inner: &tokenizers::Tokenizer) -> Vec<u32> {
+    const TEXT: &str = "a";
+    let ids = |special| inner.encode_fast(TEXT, special).map(|encoding| encoding.get_ids().to_vec());
+    let (Ok(plain), Ok(processed)) = (ids(false), ids(true)) else { return Vec::new() };
+    let at = processed.windows(plain.len().max(1)).position(|window| window == plain);
+    at.map(|at| processed[..at].to_vec()).unwrap_or_default()
+}
+
+/// The crate's tokenizer with the ids that the files state.
+fn reference(json: &[u8], document: &Value, config: &TokenizerConfig) -> Result<tokenizers::Tokenizer> {
+    let mut inner = build(json)?;
+    let _ = inner.with_truncation(None);
+    inner.with_padding(None);
+    check_stated_ids(document, &inner)?;
+    add_extra(&mut inner, &config.extra_tokens)?;
+    Ok(inner)
 }
 
 fn refused(what: &str) -> Error {
@@ -149,6 +194,15 @@ fn spelling(document: &Value) -> Spelling {
     } else {
         Spelling::Other
     }
+}
+
+/// Whether a decoder takes the space off the first token, which SentencePiece models write before every text.
+fn drops_first_space(decoder: &Value) -> bool {
+    let kind = decoder.get("type").and_then(Value::as_str);
+    let strips = kind == Some("Strip") && decoder.get("start").and_then(Value::as_u64).is_some_and(|start| start > 0);
+    let prepends = kind == Some("Metaspace") && decoder.get("prepend_scheme").is_none_or(|scheme| scheme != "never");
+    let parts = decoder.get("decoders").and_then(Value::as_array);
+    strips || prepends || parts.is_some_and(|parts| parts.iter().any(drops_first_space))
 }
 
 /// Whether a component or one of a sequence of them is of `kind`.

@@ -1,22 +1,33 @@
 //! tokenizer.json to ids, bytes and byte ends.
 //!
-//! Ids come from the `tokenizers` crate; the bytes of each id and the way back from bytes are ours. Chat templates are
+//! Ids come from the `tokenizers` crate, or from a faster one that agrees with it; the bytes of each id and the way back
+//! from bytes are ours. Chat templates are
 //! `template`'s. Called by `align` and the Python border.
 
 mod config;
+mod cut;
+mod encoder;
 mod load;
+mod memo;
+mod partial;
 mod pieces;
+mod probe;
+mod tiktoken;
 
 pub use config::{Eos, ExtraToken, TokenizerConfig};
+pub use encoder::Report;
+pub use partial::Partial;
 pub use pieces::Spelling;
 
 use crate::error::{Error, Kind, Result};
 use crate::template::{Rendered, Template};
+use encoder::Encoder;
 use pieces::Pieces;
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::OnceLock;
 
 /// A tokenizer with the bytes of its vocabulary, its chat template and its end-of-sequence ids.
 ///
@@ -31,21 +42,26 @@ use std::path::Path;
 /// ```
 #[derive(Debug)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    encoder: Encoder,
     name: String,
     spelling: Spelling,
+    drops_first_space: bool,
     pieces: Pieces,
     /// Added tokens: id to whether it is special.
     added: HashMap<u32, bool>,
     added_ids: HashMap<String, u32>,
+    special_ids: Vec<u32>,
+    partial: OnceLock<Partial>,
     eos_ids: Vec<u32>,
     stop_id: Option<u32>,
+    /// What the post-processor puts before a text.
+    prefix: Vec<u32>,
     template: Option<Template>,
     tool_template: Option<Template>,
 }
 
 impl Tokenizer {
-    /// Loads a model directory: tokenizer.json, and what stands beside it.
+    /// Loads a model directory: tokenizer.json, or a tiktoken file of a known family, and what stands beside it.
     ///
     /// # Errors
     /// `Kind::Io` where there is no tokenizer.json or a file cannot be read; `Kind::Tokenizer` where one is not what
@@ -67,8 +83,14 @@ impl Tokenizer {
     /// # Errors
     /// `Kind::Tokenizer` where the tokenizer cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|error| encoding_error(&*error))?;
-        Ok(encoding.get_ids().to_vec())
+        self.encoder.encode(text)
+    }
+
+    /// The special tokens that the tokenizer puts before a text it is given without a chat template (BOS), none where
+    /// the text begins with them already.
+    pub fn prefix_ids(&self, text: &str) -> &[u32] {
+        let written = self.decode_bytes(&self.prefix).unwrap_or_default();
+        if !written.is_empty() && text.as_bytes().starts_with(&written) { &[] } else { &self.prefix }
     }
 
     /// Ids of each text, the texts spread over threads.
@@ -81,8 +103,9 @@ impl Tokenizer {
 
     /// Ids of `text`, and for each the byte of `text` behind it.
     ///
-    /// Exact where tokens spell the text byte for byte. Where the tokenizer changes the text first (NFC, a prefix
-    /// space), ends are the crate's offsets: a token that is a part of a character then ends where the character ends.
+    /// Exact where tokens spell the text byte for byte. Where the tokenizer changes the text between two added tokens
+    /// first (NFC, a prefix space), ends there are the crate's offsets: a token that is a part of a character then ends
+    /// where the character ends.
     ///
     /// # Errors
     /// As [`Tokenizer::encode`]; and `Kind::Argument` for a text of 4 GiB or more.
@@ -92,40 +115,12 @@ impl Tokenizer {
                 .why("Byte ends are 32-bit numbers")
                 .cure("Split the text"));
         }
-        let ids = self.encode(text)?;
-        match self.summed_ends(text.as_bytes(), &ids) {
-            Some(ends) => Ok((ids, ends)),
-            None => self.offset_ends(text),
-        }
+        self.encoder.encode_with_ends(text, &self.pieces)
     }
 
-    /// Ends by adding up the tokens' own bytes, if these are the text.
-    fn summed_ends(&self, text: &[u8], ids: &[u32]) -> Option<Vec<u32>> {
-        let mut at = 0;
-        let mut ends = Vec::with_capacity(ids.len());
-        for &id in ids {
-            let piece = self.pieces.get(id)?;
-            if !text[at..].starts_with(piece) {
-                return None;
-            }
-            at += piece.len();
-            ends.push(at as u32);
-        }
-        (at == text.len()).then_some(ends)
-    }
-
-    fn offset_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<u32>)> {
-        let encoding = self.inner.encode(text, false).map_err(|error| encoding_error(&*error))?;
-        let mut last = 0;
-        let rising = encoding.get_offsets().iter().map(|(_, end)| {
-            last = last.max(*end as u32);
-            last
-        });
-        let mut ends: Vec<u32> = rising.collect();
-        if let Some(end) = ends.last_mut() {
-            *end = text.len() as u32;
-        }
-        Ok((encoding.get_ids().to_vec(), ends))
+    /// Which code makes the ids, and why.
+    pub fn report(&self) -> &Report {
+        self.encoder.report()
     }
 
     /// The bytes of `id`: what it adds to a text. For an added token its content.
@@ -159,6 +154,19 @@ impl Tokenizer {
         self.added.get(&id).copied().unwrap_or(false)
     }
 
+    /// Ids of the added tokens marked special, in order.
+    pub fn special_ids(&self) -> &[u32] {
+        &self.special_ids
+    }
+
+    /// The ordinary entries that hold a part of a character.
+    pub fn partial(&self) -> &Partial {
+        self.partial.get_or_init(|| {
+            let entries = (0..self.vocab_size()).filter(|&id| !self.is_added(id));
+            Partial::new(entries.filter_map(|id| Some((id, self.pieces.get(id)?))))
+        })
+    }
+
     /// Whether `id` is an added token.
     pub fn is_added(&self, id: u32) -> bool {
         self.added.contains_key(&id)
@@ -182,6 +190,12 @@ impl Tokenizer {
     /// How the vocabulary spells bytes.
     pub fn spelling(&self) -> Spelling {
         self.spelling
+    }
+
+    /// Whether decoding takes the space off the first token (SentencePiece's dummy prefix): its text does not tell whether
+    /// it had one.
+    pub fn drops_first_space(&self) -> bool {
+        self.drops_first_space
     }
 
     /// Every id is below this; the model's embedding may be wider.
@@ -241,10 +255,4 @@ impl Tokenizer {
     pub fn name(&self) -> &str {
         &self.name
     }
-}
-
-fn encoding_error(error: &(dyn std::error::Error + Send + Sync)) -> Error {
-    Error::new(Kind::Tokenizer, format!("the text cannot be encoded: {error}"))
-        .why("The tokenizer knows no token for a part of it")
-        .cure("Use a tokenizer with byte fallback or an unk_token")
 }

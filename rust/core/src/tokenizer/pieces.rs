@@ -46,6 +46,11 @@ pub(super) fn glyphs_to_bytes(text: &str) -> Option<Vec<u8>> {
     text.chars().map(|glyph| BYTES.get(glyph as usize).copied().flatten()).collect()
 }
 
+/// `bytes` in GPT-2's alphabet.
+pub(super) fn glyphs(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| GLYPHS[*byte as usize]).collect()
+}
+
 /// All entries' bytes, end to end.
 #[derive(Debug, Default)]
 pub(super) struct Pieces {

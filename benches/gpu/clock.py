@@ -1,0 +1,75 @@
+"""Milliseconds and peak memory of something that runs on the device: medians, interleaved, told apart from failures."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Times functions on one device.
+
+    Args:
+        device: "cuda", or "cpu" to see that everything runs.
+        warm: runs before the first that counts.
+        repeat: runs that count; their median is told with their spread.
+    """
+
+    def __init__(self, device: str, warm: int = 3, repeat: int = 10) -> None:
+        self.device, self.warm, self.repeat = device, warm, repeat
+        self.cuda = device.startswith("cuda")
+
+    def ms(self, run: Callable[[], Any]) -> float:
+        """One run."""
+        if not self.cuda:
+            began = time.perf_counter()
+            run()
+            return 1000 * (time.perf_counter() - began)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        run()
+        ended.record()
+        torch.cuda.synchronize()
+        return began.elapsed_time(ended)
+
+    def peak(self, run: Callable[[], Any]) -> int | None:
+        """Bytes beyond what was allocated before; None off CUDA."""
+        if not self.cuda:
+            run()
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def compare(self, arms: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+        """Each arm's median, spread and peak; runs are interleaved. An arm that cannot run is told with its reason."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, run in arms.items():
+            found[name] = self._first(run)
+        runs: dict[str, list[float]] = {name: [] for name, told in found.items() if "skipped" not in told}
+        for _ in range(self.repeat):
+            for name, taken in runs.items():
+                taken.append(self.ms(arms[name]))
+        for name, taken in runs.items():
+            found[name] |= {"ms": statistics.median(taken), "spread_ms": max(taken) - min(taken)}
+        return found
+
+    def _first(self, run: Callable[[], Any]) -> dict[str, Any]:
+        try:
+            peak = self.peak(run)
+            for _ in range(self.warm):
+                self.ms(run)
+        except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+            if self.cuda:
+                torch.cuda.empty_cache()
+            first = (str(error).strip().splitlines() or [""])[0]
+            return {"skipped": f"{type(error).__name__}: {first[:200]}"}
+        return {"peak_bytes": peak}

@@ -1,0 +1,100 @@
+"""What a pass forward and backward costs, predicted from the shape of a model alone.
+
+Here are `ModelShape` and its FLOP counts, which decide whether prefixes are shared and how ranks are balanced. No
+torch, no model is read. Called by `pack`, and by whoever prints a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tracegrad.errors import ArgumentError
+
+LEAST_GAIN = 1.05
+"""Prefixes are shared where the predicted FLOP ratio is above this."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a causal transformer that FLOP are counted from. The defaults are those of Qwen3-4B.
+
+    A row costs token_flop * tokens + pair_flop * (key, query) pairs + term_flop * terms. A branch of n tokens has
+    n (n + 1) / 2 pairs, one that shares its first l tokens with another n (n + 1) / 2 - l (l + 1) / 2 more.
+
+    Args:
+        hidden: H.
+        layers: with attention and an MLP each.
+        intermediate: width of the gated MLP; with experts, those that one token passes together.
+        heads, kv_heads, head_dim: of attention.
+        vocab: V.
+
+    Source: matrix products count 2 FLOP forward and 4 backward for each weight (Kaplan et al. 2020, arXiv 2001.08361,
+    section 2.1); attention 4 * heads * head_dim a pair forward and 2.5 times that backward, where scores are computed
+    again (Dao 2023, arXiv 2307.08691, section 4.1). Sliding windows are counted as if they reached all the way.
+
+    >>> shape = ModelShape()
+    >>> f"{shape.token_flop:.3g} {shape.pair_flop:.3g} {shape.term_flop:.3g}"
+    '2.18e+10 2.06e+06 2.33e+09'
+    """
+
+    hidden: int = 2560
+    layers: int = 36
+    intermediate: int = 9728
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 151936
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"ModelShape.{field.name} is {value!r}. It must be an integer of at least 1.")
+
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """The shape that a transformers config describes.
+
+        Raises:
+            ArgumentError: if the config does not say one of the sizes.
+        """
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        heads = _said(config, "num_attention_heads")
+        hidden = _said(config, "hidden_size")
+        experts = getattr(config, "num_experts_per_tok", None)
+        width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+        return cls(
+            hidden=hidden,
+            layers=_said(config, "num_hidden_layers"),
+            intermediate=(width or 4 * hidden) * (experts or 1),
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // heads,
+            vocab=_said(config, "vocab_size"),
+        )
+
+    @property
+    def token_flop(self) -> float:
+        """Of one token in the linear layers of the body, forward and backward."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return 6.0 * self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def pair_flop(self) -> float:
+        """Of one key that one query sees, over all layers and heads, forward and backward."""
+        return 3.5 * 4.0 * self.layers * self.heads * self.head_dim
+
+    @property
+    def term_flop(self) -> float:
+        """Of one term in the head, forward and backward."""
+        return 6.0 * self.hidden * self.vocab
+
+
+def _said(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if value is None:
+        raise ArgumentError(
+            f"{type(config).__name__} has no {name}, so the cost of a pass is not known. Pass ModelShape(...) by hand."
+        )
+    return int(value)

@@ -1,0 +1,332 @@
+"""The plan of optimizer steps: which trace lies in which step, on which rank, in which row.
+
+Here is `pack`. Measuring, placement and layout are computed in Rust; groups and counts here. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tracegrad import _core
+from tracegrad.batch.cost import LEAST_GAIN, ModelShape
+from tracegrad.batch.step import Batch, Counts, Floats, Ints, Sharing, Skipped, Step, TooLong, Totals, host
+from tracegrad.errors import ArgumentError
+from tracegrad.sequence import Sequences
+
+if TYPE_CHECKING:
+    from tracegrad.algebra import Needs
+
+
+def pack(
+    sequences: Sequences,
+    advantages: ArrayLike,
+    *,
+    token_budget: int,
+    per: Literal["trace", "term"] | None = None,
+    step_groups: int | None = None,
+    ranks: int = 1,
+    rank: int = 0,
+    needs: Needs | None = None,
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse",
+    share_prefixes: bool = False,
+    skip_zero_advantage: bool = False,
+    shape: ModelShape | None = None,
+    seed: int | None = None,
+    pad_to_multiple_of: int = 1,
+) -> list[Step]:
+    """Packs traces into optimizer steps of rows of at most `token_budget` tokens.
+
+    A group stays in one step, a trace on one rank, a branch in one row: best fit, longest first, deterministic. A
+    branch is laid out up to its last trainable token, as what follows cannot matter; one without any is left out.
+    Ranks get traces by what they cost (`ModelShape`), the costliest first; `Step.imbalance` says how even that is.
+
+    Args:
+        sequences: R traces.
+        advantages: [R], one per trace, or [M], one per term of `sequences`.
+        token_budget: the most tokens a row holds, before padding.
+        per: which of the two `advantages` are; None goes by their number, and takes them per trace where R = M.
+        step_groups: groups per optimizer step that have a term; the last step may have fewer. None: one step of all.
+        ranks, rank: how many processes share each step, and which of them this is. All compute the same plan.
+        needs: `objective.needs`. Where it takes a trace's current-policy ratio, all its branches lie in one row.
+        too_long: what is done with a trace longer than a row: an error that names the longest, the trace left out, or
+            its branch cut at the budget. The last two are counted in `Step.too_long`.
+        share_prefixes: lay out what branches of a row begin with alike, id by id, once: in groups, in the branches of a
+            trace, in anything that begins with the same system prompt. Branches that share much are put into one row,
+            whose budget then counts a shared token once. Done in each step whose predicted FLOP ratio is above 1.05,
+            and where a trace that must lie in one row fits only so; `Step.sharing` has the prediction. The gradient is
+            the same. For models whose layers attend alone: `policy` refuses recurrent ones.
+        skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, and count them in totals and
+            counts. Refused where the objective looks at them nevertheless (`needs.zero_advantage`).
+        shape: of the model, for predictions; None takes that of Qwen3-4B.
+        seed: shuffles the groups; None keeps the order in which they first appear.
+        pad_to_multiple_of: rows are padded to a multiple of this with tokens that see only themselves.
+
+    Returns:
+        the steps of this rank.
+
+    Raises:
+        ArgumentError: if nothing can be trained, a trace is too long, or arguments contradict one another.
+
+    >>> from tracegrad.sequence import Sequences
+    >>> nan = float("nan")
+    >>> ids, trainable = [5, 6, 7, 5, 8], [False, True, True, False, True]
+    >>> s = Sequences.from_arrays(ids, [0, 3, 5], [nan, -0.5, -0.1, nan, -1.0], trainable, group=[0, 0])
+    >>> [step] = pack(s, [1.0, -1.0], token_budget=16)
+    >>> step.totals, step.origin.tolist(), step.batches[0].read.tolist()
+    (Totals(terms=3, traces=2, groups=1), [1, 2, 4], [0, 1, 3])
+    """
+    _check(needs, token_budget, ranks, rank, step_groups, pad_to_multiple_of, skip_zero_advantage)
+    per_token = advantages_by_token(sequences, advantages, per)
+    whole = needs is not None and needs.trace_ratio
+    trace = _contiguous(sequences.trace, np.int32)
+    cu = _contiguous(sequences.cu_seqlens, np.int64)
+    ids = _contiguous(sequences.ids, np.int32)
+    trainable = _contiguous(sequences.trainable, np.bool_)
+    names = list(sequences.trace_ids)
+    fit = (int(token_budget), whole)
+    length, terms, lost, over = _core.pack_measure(cu, trace, ids, trainable, names, *fit, share_prefixes, too_long)
+    groups = _group_into_steps(sequences, terms, step_groups, seed)
+    idle = _without_advantage(sequences, per_token, groups) if skip_zero_advantage else np.zeros(sequences.traces, bool)
+    length = np.where(idle[trace], 0, length).astype(np.int32)
+    shape = shape or ModelShape()
+    costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
+    least = LEAST_GAIN if share_prefixes else None
+    placed = _Placed(*_core.pack_place(ids, cu, length, terms, trace, groups.step, int(ranks), *fit, costs, least))
+    # Every rank holds as many rows; a step that nothing is left of still has one, of padding, as an optimizer may move.
+    rows = np.maximum(placed.rows.reshape(-1, ranks).max(1), 1)
+    mine = np.where(placed.rank == rank, groups.step[trace], -1).astype(np.int32)
+    columns = (ids, trainable, _contiguous(sequences.inv_temperature, np.float32), cu)
+    plan = (length, mine, placed.row, placed.order, rows, placed.shared)
+    layout = _Layout(*_core.pack_lay(*columns, *plan, int(pad_to_multiple_of)))
+    found = _Found(groups, placed, layout, _losses(sequences, groups, lost, over), _skipped(groups, idle))
+    return [_step(sequences, found, per_token, share_prefixes, index) for index in range(len(rows))]
+
+
+class _Placed(NamedTuple):
+    """The arrays of `_core.pack_place`."""
+
+    rank: Ints
+    row: Ints
+    order: Ints
+    rows: Ints
+    load: NDArray[np.float64]
+    shared: NDArray[np.bool_]
+    needed: NDArray[np.bool_]
+    tokens: NDArray[np.uint64]
+    tree_tokens: NDArray[np.uint64]
+    ratio: NDArray[np.float64]
+
+
+class _Layout(NamedTuple):
+    """The arrays of `_core.pack_lay`."""
+
+    ids: Ints
+    positions: Ints
+    tree_end: Ints
+    cu_tokens: Counts
+    read: Ints
+    target: Ints
+    inv_temperature: Floats
+    row: Ints
+    term: Ints
+    cu_heads: Counts
+    cu_row_terms: Counts
+    cu_rows: Counts
+    origin: NDArray[np.int64]
+    branch: Ints
+    cu_terms: Counts
+
+
+class _Groups(NamedTuple):
+    """Steps and counts by trace [R], totals by step."""
+
+    step: Ints
+    terms: Counts
+    group_terms: Counts
+    group_traces: Counts
+    totals: list[Totals]
+
+
+class _Found(NamedTuple):
+    """All that is known of the steps."""
+
+    groups: _Groups
+    placed: _Placed
+    layout: _Layout
+    losses: list[TooLong]
+    skipped: list[Skipped]
+
+
+def advantages_by_token(
+    sequences: Sequences, advantages: ArrayLike, per: Literal["trace", "term"] | None = None
+) -> Floats:
+    """[T] float32: the advantage of each token that is a term, 0 elsewhere.
+
+    Args:
+        sequences: R traces.
+        advantages: [R], one per trace, or [M], one per term.
+        per: which of the two; None goes by their number, and takes them per trace where R = M.
+
+    Raises:
+        ArgumentError: for another shape, or a term whose advantage is not finite.
+    """
+    if per not in ("trace", "term", None):
+        raise ArgumentError(f"per is {per!r}. It must be 'trace', 'term' or None.")
+    given = np.asarray(host(advantages), np.float32)
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    terms = sequences.terms
+    out = np.zeros(sequences.tokens, np.float32)
+    if per != "term" and given.shape == (sequences.traces,):
+        out[terms] = given[owner[terms]]
+    elif per != "trace" and given.shape == terms.shape:
+        out[terms] = given
+    else:
+        told = f"per={per!r} and there" if per else "there"
+        raise ArgumentError(
+            f"advantages has shape {given.shape}, but {told} are {sequences.traces} traces and {len(terms)} terms. "
+            "Pass one per trace, or one per trainable token."
+        )
+    bad = terms[~np.isfinite(out[terms])]
+    if len(bad):
+        at = int(owner[bad[0]])
+        name = sequences.trace_ids[at] if sequences.trace_ids else at
+        raise ArgumentError(
+            f"trace '{name}': the advantage of a trained token is {out[bad[0]]}, and {len(bad)} are not finite. "
+            "The gradient would not be a number. Give every trained trace a reward, or leave it out."
+        )
+    return out
+
+
+def _group_into_steps(sequences: Sequences, terms: Ints, step_groups: int | None, seed: int | None) -> _Groups:
+    trace_terms = np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
+    trained = trace_terms > 0
+    if not trained.any():
+        raise ArgumentError(
+            "no token can be trained. Every trace is without a trainable token or longer than token_budget. "
+            "Look at the tiers and the drift of the sequences, or raise token_budget."
+        )
+    names, group = np.unique(sequences.group, return_inverse=True)
+    alive, first = np.unique(group[trained], return_index=True)
+    order = alive[np.argsort(first)]
+    if seed is not None:
+        order = np.random.default_rng(seed).permutation(order)
+    step_of_group = np.full(len(names), -1, np.int32)
+    step_of_group[order] = np.arange(len(order)) // (step_groups or len(order))
+    step = np.where(trained, step_of_group[group], -1).astype(np.int32)
+    steps = int(step.max()) + 1
+    by_step = [np.bincount(step[trained], trace_terms[trained], steps), np.bincount(step[trained], minlength=steps)]
+    by_step.append(np.bincount(step_of_group[order], minlength=steps))
+    return _Groups(
+        step=step,
+        terms=trace_terms,
+        group_terms=np.bincount(group, trace_terms).astype(np.int64)[group],
+        group_traces=np.bincount(group, trained).astype(np.int64)[group],
+        totals=[Totals(int(terms), int(traces), int(groups)) for terms, traces, groups in zip(*by_step, strict=True)],
+    )
+
+
+def _losses(sequences: Sequences, groups: _Groups, lost: Counts, over: Ints) -> list[TooLong]:
+    """Per step, what `too_long` took of it."""
+    step_of_group = {
+        int(group): int(step) for group, step in zip(sequences.group, groups.step, strict=True) if step >= 0
+    }
+    out = [TooLong()] * len(groups.totals)
+    for trace in over.tolist():
+        step = step_of_group.get(int(sequences.group[trace]), 0)
+        name = sequences.trace_ids[trace] if sequences.trace_ids else str(trace)
+        out[step] = TooLong((*out[step].traces, name), out[step].terms + int(lost[trace]))
+    return out
+
+
+def _without_advantage(sequences: Sequences, advantages: Floats, groups: _Groups) -> NDArray[np.bool_]:
+    """[R]: traces of a step whose every term has advantage 0."""
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    pulled = np.zeros(sequences.traces, bool)
+    pulled[owner[advantages != 0]] = True
+    return ~pulled & (groups.step >= 0)
+
+
+def _skipped(groups: _Groups, idle: NDArray[np.bool_]) -> list[Skipped]:
+    """Per step, what `skip_zero_advantage` took of it."""
+    steps = len(groups.totals)
+    traces = np.bincount(groups.step[idle], minlength=steps)
+    terms = np.bincount(groups.step[idle], groups.terms[idle], steps)
+    return [Skipped(int(count), int(lost)) for count, lost in zip(traces, terms, strict=True)]
+
+
+def _step(sequences: Sequences, found: _Found, advantages: Floats, asked: bool, index: int) -> Step:
+    groups, placed, layout = found.groups, found.placed, found.layout
+    here = slice(layout.cu_terms[index], layout.cu_terms[index + 1])
+    origin, branch = layout.origin[here], layout.branch[here]
+    trace = _contiguous(sequences.trace, np.int32)[branch]
+    sharing = Sharing(
+        shared=bool(placed.shared[index]),
+        tokens=int(placed.tokens[index]),
+        tree_tokens=int(placed.tree_tokens[index]),
+        flop_ratio=float(placed.ratio[index]),
+        needed=bool(placed.needed[index]),
+    )
+    return Step(
+        batches=tuple(_batch(layout, row) for row in range(layout.cu_rows[index], layout.cu_rows[index + 1])),
+        origin=origin,
+        trace=trace,
+        branch=branch,
+        turn=np.asarray(sequences.turn)[origin],
+        group=np.asarray(sequences.group)[trace],
+        version=np.asarray(sequences.version)[origin],
+        rollout_logprobs=np.asarray(sequences.rollout_logprobs)[origin],
+        advantages=advantages[origin],
+        trace_terms=groups.terms[trace],
+        group_terms=groups.group_terms[trace],
+        group_traces=groups.group_traces[trace],
+        totals=groups.totals[index],
+        too_long=found.losses[index],
+        skipped=found.skipped[index],
+        sharing=sharing if asked else None,
+        load=placed.load.reshape(len(groups.totals), -1)[index],
+    )
+
+
+def _batch(layout: _Layout, row: int) -> Batch:
+    tokens = slice(layout.cu_tokens[row], layout.cu_tokens[row + 1])
+    heads = slice(layout.cu_heads[row], layout.cu_heads[row + 1])
+    terms = slice(layout.cu_row_terms[row], layout.cu_row_terms[row + 1])
+    return Batch(
+        ids=layout.ids[tokens],
+        positions=layout.positions[tokens],
+        tree_end=layout.tree_end[tokens],
+        read=layout.read[heads],
+        target=layout.target[heads],
+        inv_temperature=layout.inv_temperature[heads],
+        row=layout.row[terms],
+        term=layout.term[terms],
+    )
+
+
+def _check(
+    needs: Needs | None, token_budget: int, ranks: int, rank: int, step_groups: int | None, multiple: int, skip: bool
+) -> None:
+    _check_counts(token_budget=token_budget, ranks=ranks, pad_to_multiple_of=multiple)
+    if step_groups is not None:
+        _check_counts(step_groups=step_groups)
+    if not 0 <= rank < ranks:
+        raise ArgumentError(f"rank is {rank} of {ranks}. Ranks count from 0.")
+    if skip and (needs is None or needs.zero_advantage):
+        why = "it is not known what the objective looks at" if needs is None else needs.zero_advantage
+        cure = "Pass needs=objective.needs" if needs is None else "Pass skip_zero_advantage=False"
+        raise ArgumentError(
+            f"skip_zero_advantage=True, but {why}. A trace whose advantage is 0 could still matter. {cure}."
+        )
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if int(value) != value or value < 1:
+            raise ArgumentError(f"{name} is {value}. It must be an integer of at least 1.")
+
+
+def _contiguous(values: ArrayLike, dtype: Any) -> Any:
+    return np.ascontiguousarray(values, dtype)

@@ -1,0 +1,25 @@
+"""The doctor: why training on a file of traces would be wrong, what it would cost, and the cure.
+
+Here are `examine` and what it returns, `CHECKS` (docs/doctor.md lists them), and `lag_test`, the test for shifted
+logprobs that any trainer can use. No torch but for `rescore`; the command line calls this.
+"""
+
+from tracegrad.doctor.examination import CHECKS, Diagnosis, examine
+from tracegrad.doctor.finding import Check, Finding, Hits, Place, Severity
+from tracegrad.doctor.lags import LagTest, bigram_logprobs, lag_test
+from tracegrad.doctor.text import lines
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "Diagnosis",
+    "Finding",
+    "Hits",
+    "LagTest",
+    "Place",
+    "Severity",
+    "bigram_logprobs",
+    "examine",
+    "lag_test",
+    "lines",
+]

@@ -1,0 +1,205 @@
+"""`examine`: a file of traces through all checks, in bounded memory, to a `Diagnosis`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.doctor import file, history, numbers, rescore, shift, tokens
+from tracegrad.doctor.finding import Check, Finding, Hits, Severity
+from tracegrad.doctor.history import prompt_hashes
+from tracegrad.doctor.look import Look
+from tracegrad.doctor.vocabulary import Vocabulary
+from tracegrad.doctor.whole import Spread, Whole
+from tracegrad.errors import ArgumentError
+from tracegrad.sequence import align
+from tracegrad.tables import ParquetStream, is_parquet
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import TraceStream, stream
+
+BATCH = 128
+SHOWN = 10
+
+OF_BATCHES: tuple[Check, ...] = (
+    tokens.wrong_tokenizer,
+    numbers.count_mismatch,
+    tokens.lost_chunks,
+    tokens.hidden_reasoning,
+    numbers.filled_logprobs,
+    numbers.raw_at_temperature,
+    numbers.wrong_sum,
+    numbers.impossible_logprobs,
+    history.contaminated,
+    numbers.no_logprobs,
+    history.no_rewards,
+    tokens.missing_stop_tokens,
+    tokens.double_bos,
+    tokens.injected_system,
+    history.dropped_reasoning,
+    history.history_rewritten,
+    tokens.truncated,
+    history.overlong,
+    numbers.missing_logprobs,
+    tokens.other_prompt,
+)
+OF_FILES: tuple[Check, ...] = (
+    shift.shifted_logprobs,
+    file.unaligned,
+    file.bad_records,
+    file.lone_traces,
+    file.equal_rewards,
+    file.duplicated,
+    file.stale_versions,
+    file.drift,
+)
+CHECKS: tuple[Check, ...] = (OF_BATCHES[0], OF_FILES[0], *OF_BATCHES[1:], *OF_FILES[1:], rescore.other_model)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked.
+
+    Args:
+        max_tokens: longest branch, None for no limit.
+        held_out: sorted prompt hashes of held-out files, None where none is given.
+    """
+
+    max_tokens: int | None = None
+    held_out: NDArray[np.uint64] | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found in a file.
+
+    Args:
+        source: the file as the user named it.
+        traces, turns, terms: read, sampled, and tokens that would be trained.
+        findings: the worst first; within a severity, the larger share first.
+    """
+
+    source: str
+    traces: int
+    turns: int
+    terms: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def severity(self) -> Severity | None:
+        """That of the worst finding, None where there is none."""
+        return max((finding.severity for finding in self.findings), default=None)
+
+    @property
+    def exit_code(self) -> int:
+        """1 where training on the file would be wrong."""
+        return int(self.severity == Severity.WRONG)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints: at most ten findings, and the names of the others."""
+        return {
+            "format": "tracegrad-doctor/1",
+            "source": self.source,
+            "traces": self.traces,
+            "turns": self.turns,
+            "trained_tokens": self.terms,
+            "verdict": "clean" if self.severity is None else self.severity.name.lower(),
+            "exit_code": self.exit_code,
+            "findings": [finding.as_dict() for finding in self.findings[:SHOWN]],
+            "more": [finding.name for finding in self.findings[SHOWN:]],
+        }
+
+
+def examine(
+    source: str | os.PathLike[str],
+    model: str | os.PathLike[str],
+    *,
+    max_tokens: int | None = None,
+    held_out: Sequence[str] = (),
+    logprob_kind: str | None = None,
+    rescored: int = 0,
+) -> Diagnosis:
+    """Looks through a file of any size; memory grows with groups and long traces (a hash each), not with tokens.
+
+    Args:
+        source: JSONL of traces, plain, gzip or zstd; "-" for standard input.
+        model: folder with tokenizer.json, chat template and config.json.
+        max_tokens: longest trace that can be trained; default max_position_embeddings of config.json, where there.
+        held_out: files of traces whose prompts must not be trained on.
+        logprob_kind: "raw", "processed" or "unknown", over what the records say.
+        rescored: how many traces to compare with the model's own logprobs as well; needs torch and transformers.
+
+    Raises:
+        ReadError: if a file cannot be read or is empty.
+        TokenizerError, TemplateError: if the model folder is not what it should be.
+        ArgumentError: if an argument is none of its values.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ArgumentError(f"max_tokens is {max_tokens}. A trace holds at least one token. Leave it out.")
+    source, model = os.fspath(source), Path(model)
+    if rescored < 0:
+        raise ArgumentError(f"rescored is {rescored}. It is a number of traces. Leave it out, or give one from 1.")
+    tokenizer = Tokenizer.from_pretrained(model)
+    options = Options(max_tokens or positions(model), _held_out(held_out))
+    vocabulary = Vocabulary.of(tokenizer)
+    whole, hits = Whole(source), {check.name: Hits() for check in OF_BATCHES}
+    traces = _open(source)
+    sample = Spread(rescored)
+    for part in traces:
+        sequences = align(part, tokenizer, logprob_kind=logprob_kind, on_error="skip")
+        look = Look(part, sequences, vocabulary, options, logprob_kind)
+        whole.add(look)
+        for check in OF_BATCHES:
+            hits[check.name] += check.run(look)
+        sample.add(part)
+    whole.read = traces.read_report
+    hits |= {check.name: check.run(whole) for check in OF_FILES}
+    again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind) if sample.kept else None
+    if again is not None:
+        hits["other_model"] = rescore.other_model.run(again)
+        hits["shifted_logprobs"] = shift.against_model(again) or hits["shifted_logprobs"]
+    found = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]
+    return Diagnosis(
+        source, whole.traces, whole.turns, whole.terms, _sorted([finding for finding in found if finding is not None])
+    )
+
+
+def _sorted(found: list[Finding]) -> tuple[Finding, ...]:
+    """Worst first; what only repeats a wrong one is left out."""
+    hidden = {name for finding in found if finding.severity == Severity.WRONG for name in finding.check.hides}
+    shown = [finding for finding in found if finding.name not in hidden]
+    return tuple(sorted(shown, key=lambda finding: (-finding.severity, -(finding.share or 1.0))))
+
+
+def positions(model: Path) -> int | None:
+    """max_position_embeddings of the model's config.json, None where it does not say."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    inner = config.get("text_config")
+    found = config.get(
+        "max_position_embeddings", inner.get("max_position_embeddings") if isinstance(inner, dict) else 0
+    )
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _open(source: str) -> TraceStream | ParquetStream:
+    if is_parquet(source):
+        return ParquetStream(source, batch=BATCH, on_error="skip")
+    return stream(source, batch=BATCH, on_error="skip")
+
+
+def _held_out(files: Sequence[str]) -> NDArray[np.uint64] | None:
+    if not files:
+        return None
+    parts = [np.unique(prompt_hashes(part)) for each in files for part in _open(each)]
+    return np.unique(np.concatenate(parts))

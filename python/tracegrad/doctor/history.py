@@ -1,0 +1,171 @@
+"""Checks of whole traces, batch by batch: what later turns kept of earlier ones, length, rewards, held-out prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.doctor.finding import Hits, check
+from tracegrad.doctor.look import Look
+from tracegrad.trace import Trace, Traces
+
+CLOSER = b"</think>"
+REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
+
+
+@check(
+    "reasoning that later turns no longer have",
+    "turns",
+    note=0.0,
+    costs=0.05,
+    hurts="Later turns were sampled after a history without it: each opens a branch, whose prompt is computed again, "
+    "and the policy learns to go on without its thoughts.",
+    cure="Intended (Qwen3's own template does it): leave it. Else serve a template that keeps the reasoning, and send "
+    "it back in the messages.",
+)
+def dropped_reasoning(look: Look) -> Hits:
+    """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it).
+
+    Threshold: any turn is a note; it costs from 5 % of turns, where prompts are mostly computed twice.
+    """
+    found = look.drift(STRIPPED)
+    for generation in look.drift(NOT_EXTENDED):
+        before = generation - 1
+        if look.turn[generation] > 0 and before not in found and _lost_thought(look, before, generation):
+            found[before] = (-1, "sampled reasoning, and the next recorded prompt does not have it")
+    hit = np.zeros(look.generations, bool)
+    hit[list(found)] = True
+    return look.hits(hit, None, lambda g: found[g][1])
+
+
+def _lost_thought(look: Look, before: int, after: int) -> bool:
+    """Whether turn `before` closed a thought that does not stand before turn `after`."""
+    spans = [look.own[slice(*np.searchsorted(look.own_generation, [g, g + 1]))] for g in (before, after)]
+    if not len(spans[0]) or not len(spans[1]):
+        return False
+    ids, start = look.sequences.ids, int(look.sequences.cu_seqlens[look.branch[spans[1][0]]])
+    decode = look.vocabulary.tokenizer.decode_bytes
+    said = decode(ids[spans[0]])
+    thought, closer, _ = said.partition(CLOSER)
+    return bool(closer and thought.strip()) and said not in decode(ids[start : spans[1][0]])
+
+
+@check(
+    "a history rewritten between turns",
+    "turns",
+    note=0.0,
+    costs=0.05,
+    hurts="The turn was not sampled after what the trace says came before: it opens a branch, its prompt is computed "
+    "again, and what it shares with earlier turns is trained once only.",
+    cure="Compaction on purpose: leave it. Else append to the messages and never edit them: no trimming, no re-parsed "
+    "tool calls, no changed dates. If the text is the same, the server tokenised it anew: send the ids back.",
+)
+def history_rewritten(look: Look) -> Hits:
+    """Sees turns whose prompt extends no earlier turn of their trace (R19, R20), reasoning dropped by templates apart.
+
+    Threshold: any turn is a note; it costs from 5 % of turns, where most prompts are computed twice.
+    """
+    found = {**look.drift(NOT_EXTENDED), **look.drift(REWRITTEN)}
+    thoughts = {generation + 1 for generation in look.drift(STRIPPED)}
+    hit = np.zeros(look.generations, bool)
+    for generation in found:
+        if look.turn[generation] > 0 and generation not in thoughts:
+            hit[generation] = not _lost_thought(look, generation - 1, generation)
+    return look.hits(hit, None, lambda g: found[g][1])
+
+
+@check(
+    "traces longer than the model reads",
+    "traces",
+    costs=0.0,
+    hurts="pack refuses them; cut, they lose their end and the reward that stands there.",
+    cure="Give a larger --max-tokens if the model reads more, or train with --pack.too_long drop or truncate.",
+)
+def overlong(look: Look) -> Hits:
+    """Sees traces with a branch longer than --max-tokens, by default the config's max_position_embeddings.
+
+    Threshold: any trace; past its positions a model was never trained, and a forward pass may fail.
+    """
+    limit = getattr(look.options, "max_tokens", None)
+    if not limit:
+        return Hits()
+    sequences = look.sequences
+    longest = np.zeros(sequences.traces, np.int64)
+    np.maximum.at(longest, sequences.trace, np.diff(sequences.cu_seqlens))
+    over = np.flatnonzero(longest > limit)
+    if not len(over):
+        return Hits(0, sequences.traces)
+    first = look.trace_at(int(look.rows[over[0]]))
+    return Hits(len(over), sequences.traces, first, f"{longest[over[0]]:,} tokens, the limit is {limit:,}")
+
+
+@check(
+    "traces without a reward",
+    "traces",
+    costs=0.0,
+    wrong=1.0,
+    hurts="Without a reward there is no advantage: such a trace trains nothing, and its group has a baseline of fewer.",
+    cure='Write "reward": a number, into each record, or name a column of "rewards" with --data.reward.',
+    hides=("equal_rewards",),
+)
+def no_rewards(look: Look) -> Hits:
+    """Sees traces that have no finite reward, neither `reward` nor any of `rewards`, nor one on a message.
+
+    Threshold: any trace costs itself; wrong where none has one.
+    """
+    sequences = look.sequences
+    owner = np.repeat(np.arange(sequences.traces), np.diff(sequences.cu_turns))
+    told = np.bincount(owner, ~np.isnan(sequences.turn_rewards), minlength=sequences.traces) > 0
+    none = np.isnan(sequences.rewards).all(axis=1) & ~told
+    at = np.flatnonzero(none)
+    first = look.trace_at(int(look.rows[at[0]])) if len(at) else None
+    return Hits(len(at), sequences.traces, first)
+
+
+@check(
+    "prompts that are held out for evaluation",
+    "traces",
+    wrong=0.0,
+    hurts="An evaluation on prompts that were trained on measures memory: its figure says nothing of new prompts.",
+    cure="Take these traces out of the training file, or other prompts for the evaluation.",
+)
+def contaminated(look: Look) -> Hits:
+    """Sees traces whose first prompt is, message for message, one of the file given with --held-out.
+
+    Threshold: any trace. Equal are role and content of all messages before the first turn but system ones, white space
+    at the ends aside; prompt ids where a record has no messages.
+    """
+    held = getattr(look.options, "held_out", None)
+    if held is None:
+        return Hits()
+    at = np.flatnonzero(np.isin(prompt_hashes(look.traces), held))
+    first = look.trace_at(int(at[0])) if len(at) else None
+    return Hits(len(at), len(look.traces), first, f"{len(held):,} prompts are held out" if len(at) else "")
+
+
+def prompt_hashes(traces: Traces) -> NDArray[np.uint64]:
+    """[R] a 64-bit hash of what each trace was asked first."""
+    return np.fromiter((_hash(_prompt(trace)) for trace in traces), np.uint64, len(traces))
+
+
+def _prompt(trace: Trace) -> bytes:
+    generations = trace.core.generations(trace.index)[:1]
+    context = generations[0]["context"] if generations else range(len(trace.pool))
+    said = [trace.pool[index] for index in context]
+    asked = [message for message in said if message.get("role") not in ("system", "developer")] or said
+    if not asked and generations and generations[0]["prompt_token_ids"] is not None:
+        return generations[0]["prompt_token_ids"].tobytes()
+    told = [[message.get("role"), _plain(message.get("content"))] for message in asked]
+    return json.dumps(told, ensure_ascii=True, sort_keys=True).encode()
+
+
+def _plain(content: Any) -> Any:
+    return content.strip() if isinstance(content, str) else content
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

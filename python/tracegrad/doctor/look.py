@@ -1,0 +1,191 @@
+"""`Look`: one batch of traces, recorded and aligned, as flat columns that the checks read.
+
+G generations of R traces; no Python object per token. Made for each batch of a file by `examine`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.doctor.finding import Hits, Place
+from tracegrad.doctor.vocabulary import Vocabulary
+from tracegrad.sequence import LOGPROB_KINDS, SAMPLED, Sequences
+from tracegrad.trace import Traces
+
+Array = NDArray[Any]
+USED = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"completion_tokens", b"output_tokens"))
+THOUGHT = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"reasoning_tokens", b"thoughtsTokenCount"))
+TEXT_TIERS = 4  # from this tier on ids are canonical, not recorded
+
+
+class Look:
+    """One batch.
+
+    Args:
+        traces: as read.
+        sequences: as aligned; traces that cannot be aligned are missing there.
+        vocabulary: of the model's tokenizer.
+        options: what the user asked: max_tokens, held-out prompts.
+        logprob_kind: what the logprobs are of, over what the records say.
+    """
+
+    def __init__(
+        self,
+        traces: Traces,
+        sequences: Sequences,
+        vocabulary: Vocabulary,
+        options: Any = None,
+        logprob_kind: str | None = None,
+    ) -> None:
+        self.traces, self.sequences, self.vocabulary, self.options = traces, sequences, vocabulary, options
+        self.columns: dict[str, Any] = traces.core.columns()
+        if logprob_kind is not None:
+            self.columns["logprob_kind"] = np.full(len(self.columns["trace"]), LOGPROB_KINDS.index(logprob_kind))
+        self.trace: Array = self.columns["trace"]
+        self.turn: Array = self.columns["turn"]
+        self.generations = len(self.trace)
+
+    def __getitem__(self, name: str) -> Array:
+        """[G] column of the records; names as in `_core.Traces.columns`."""
+        return self.columns[name]
+
+    @cached_property
+    def finish(self) -> Array:
+        """[G] strings: finish reasons, "" where unsaid."""
+        return np.asarray(self.columns["finish_reason"], dtype=object)
+
+    @cached_property
+    def first_generation(self) -> Array:
+        """[R+1]: trace r owns generations first[r]:first[r+1]."""
+        return np.searchsorted(self.trace, np.arange(len(self.traces) + 1))
+
+    @cached_property
+    def rows(self) -> Array:
+        """[aligned] index into the batch of each aligned trace; they keep their order."""
+        kept, found = iter(self.sequences.trace_ids), []
+        awaited = next(kept, None)
+        for index in range(len(self.traces)):
+            if awaited is not None and self.traces.core.id(index) == awaited:
+                found.append(index)
+                awaited = next(kept, None)
+        return np.asarray(found, np.int64)
+
+    @cached_property
+    def branch(self) -> Array:
+        """[T] branch of each token."""
+        return np.repeat(np.arange(self.sequences.branches), np.diff(self.sequences.cu_seqlens))
+
+    @cached_property
+    def own(self) -> Array:
+        """Positions of sampled tokens, each event once, where it is trained; generations stand together, in order."""
+        at = np.flatnonzero((self.sequences.source == SAMPLED) & (self.sequences.turn >= 0))
+        generation = self._generation(at)
+        first = np.full(self.generations, self.sequences.branches, np.int64)
+        np.minimum.at(first, generation, self.branch[at])
+        mine = self.branch[at] == first[generation]
+        order = np.argsort(generation[mine], kind="stable")
+        return at[mine][order]
+
+    def _generation(self, at: Array) -> Array:
+        row = self.sequences.trace[self.branch[at]]
+        return self.first_generation[self.rows[row]] + self.sequences.turn[at]
+
+    @cached_property
+    def own_generation(self) -> Array:
+        """[own] generation of each."""
+        return self._generation(self.own)
+
+    @cached_property
+    def held(self) -> Array:
+        """[G] tokens of each generation that stand in a branch."""
+        return np.bincount(self.own_generation, minlength=self.generations)
+
+    @cached_property
+    def known(self) -> Array:
+        """[G] bool: every listed token stands in a branch, with an id that the record determines."""
+        text = self.sequences.tier[self.own] >= TEXT_TIERS
+        canonical = np.bincount(self.own_generation[text], minlength=self.generations) > 0
+        return (self.held > 0) & (self.held >= self["tokens"]) & ~canonical
+
+    @cached_property
+    def last_id(self) -> Array:
+        """[G] last id that stands in a branch, -1 where none does."""
+        last = np.full(self.generations, -1, np.int64)
+        last[self.own_generation] = self.sequences.ids[self.own]
+        return last
+
+    @cached_property
+    def usage(self) -> tuple[Array, Array]:
+        """[G] completion tokens by the record's own usage, and reasoning tokens among them; -1 where not told.
+
+        Only where a record tells usage once for each generation, and no response has several choices: usage counts all.
+        """
+        used, thought = (np.full(self.generations, -1, np.int64) for _ in range(2))
+        for index in range(len(self.traces)):
+            start, end = self.first_generation[index : index + 2]
+            record = self.traces.core.record(index)
+            if record.count(b'"finish_reason"') > end - start:
+                continue
+            for patterns, column in ((USED, used), (THOUGHT, thought)):
+                told = next(filter(None, (pattern.findall(record) for pattern in patterns)), [])
+                if len(told) == end - start:
+                    column[start:end] = [min(int(each), 1 << 40) for each in told]
+        return used, thought
+
+    @cached_property
+    def cu_logprobs(self) -> Array:
+        """[G+1]: generation g has flat_logprobs[cu[g]:cu[g+1]] as recorded."""
+        return np.concatenate([[0], np.cumsum(np.maximum(self["logprobs"], 0))])
+
+    @cached_property
+    def headless(self) -> Array:
+        """[G] bool: of two or more logprobs the first one is missing, and no other."""
+        first = np.minimum(self.cu_logprobs[:-1], max(len(self["flat_logprobs"]) - 1, 0))
+        some = (self["logprobs"] > 1) & (self["missing"] == 1)
+        return some & np.isnan(self["flat_logprobs"][first]) if len(self["flat_logprobs"]) else some
+
+    def drift(self, *codes: int) -> dict[int, tuple[int, str]]:
+        """Generations with a finding of these reasons (R<code>): generation to (first token or -1, detail)."""
+        drift, found = self.sequences.drift, {}
+        for at in np.flatnonzero(np.isin(drift.reason, codes)):
+            start = int(self.first_generation[self.rows[drift.trace[at]]])
+            generation = start + max(int(drift.turn[at]), 0)
+            if generation < self.generations and generation not in found:
+                found[generation] = (int(drift.token[at]), drift.detail[at])
+        return found
+
+    def at(self, generation: int, token: int = -1) -> Place:
+        """The place of a generation, or of a token of it."""
+        index = int(self.trace[generation])
+        file, line = self.traces.core.location(index)
+        turn, name = int(self.turn[generation]), self.traces.core.id(index)
+        return Place(file, line, name, turn, token if token >= 0 else None)
+
+    def trace_at(self, index: int) -> Place:
+        """The place of a trace."""
+        file, line = self.traces.core.location(index)
+        return Place(file, line, self.traces.core.id(index))
+
+    def hits(
+        self, hit: Array, of: Array | None = None, found: Callable[[int], str] = lambda _: "", token: int = -1
+    ) -> Hits:
+        """Hits of [G] bools among `of` (default: all generations); `found` says what the first one shows."""
+        at = np.flatnonzero(hit)
+        total = self.generations if of is None else int(of.sum())
+        if not len(at):
+            return Hits(0, total)
+        return Hits(len(at), total, self.at(int(at[0]), token), found(int(at[0])))
+
+    def drift_hits(self, *codes: int) -> Hits:
+        """Hits of generations with a drift finding of these reasons."""
+        found = self.drift(*codes)
+        if not found:
+            return Hits(0, self.generations)
+        first = min(found)
+        return Hits(len(found), self.generations, self.at(first, found[first][0]), found[first][1])

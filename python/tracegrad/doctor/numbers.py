@@ -1,0 +1,176 @@
+"""Checks of logprobs as numbers, batch by batch: missing, filled up, of another distribution, contradicted by a sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.doctor.finding import Hits, check
+from tracegrad.doctor.look import Look
+
+FILLED_TURN = 8  # tokens of one value from which a whole turn counts as filled
+FILLED_TAIL = 4  # zeros at the end of a turn that has other values before
+
+
+@check(
+    "turns without logprobs",
+    "turns",
+    costs=0.0,
+    wrong=1.0,
+    hurts="Without the sampling logprob there is no ratio: the turn can only be imitated, not corrected.",
+    cure="Record with logprobs=true (and return_token_ids on vLLM). For imitation alone train with --text-only.",
+    hides=("missing_logprobs", "drift"),
+)
+def no_logprobs(look: Look) -> Hits:
+    """Sees turns that list no logprob at all.
+
+    Threshold: any turn costs it; wrong where no turn has one.
+    """
+    none = (look["logprobs"] <= 0) | ((look["missing"] > 0) & (look["missing"] == look["logprobs"]))
+    return look.hits(none, None, lambda g: "the record has no logprobs")
+
+
+@check(
+    "logprobs that are null, NaN or -inf",
+    "turns",
+    costs=0.0,
+    hurts="These tokens are masked, and a trace's ratio lacks their factor.",
+    cure="Ask the server for the sampled token's logprob (logprobs=true, top_logprobs=0 is enough); do not fill gaps.",
+)
+def missing_logprobs(look: Look) -> Hits:
+    """Sees turns of which some logprobs are missing and others are there (R23).
+
+    Threshold: any turn; what is missing is NaN and masked, never taken as 0.
+    """
+    some = (look["missing"] > 0) & (look["missing"] < look["logprobs"])
+    return look.hits(some, None, lambda g: f"{look['missing'][g]} of {look['logprobs'][g]} are missing")
+
+
+@check(
+    "logprobs that no probability has",
+    "turns",
+    costs=0.0,
+    wrong=0.01,
+    hurts="A positive number is a probability, a loss or a sum, and -9999.0 a server's sentinel. They are masked, but "
+    "where some are of the wrong kind the others may be too.",
+    cure="Record log-probabilities in nats as the server gave them: log(p) for linear ones, not -log(p).",
+)
+def impossible_logprobs(look: Look) -> Hits:
+    """Sees turns with a positive logprob (above 0.001) or exactly -9999.0 (R24).
+
+    Threshold: any turn; wrong from 1 % of turns, where it is a kind of number and no accident.
+    """
+    return look.hits(look["invalid"] > 0, None, lambda g: f"{look['invalid'][g]} of {look['logprobs'][g]}")
+
+
+@check(
+    "more or fewer logprobs than tokens",
+    "turns",
+    costs=0.0,
+    wrong=0.01,
+    hurts="Which logprob belongs to which token cannot be known. These turns are masked whole; a zip of the two lists "
+    "would shift every ratio.",
+    cure="Keep ids and logprobs of one response together; cut both (stop strings, padding) or none.",
+)
+def count_mismatch(look: Look) -> Hits:
+    """Sees turns whose list of logprobs is longer or shorter than that of their tokens (R22).
+
+    Threshold: any turn; wrong from 1 % of turns, as the recorder then pairs lists that do not belong together.
+    """
+    return look.drift_hits(22)
+
+
+@check(
+    "logprobs filled up with one value",
+    "turns",
+    costs=0.0,
+    wrong=0.01,
+    hurts="A logprob of 0 says probability 1: the ratio becomes the policy's own probability, far from 1, and unlike a "
+    "missing one it is not masked.",
+    cure="Write null where the server gave no logprob. Missing ones are masked, made-up ones are trained on.",
+)
+def filled_logprobs(look: Look) -> Hits:
+    """Sees turns of at least 8 tokens with one value throughout, or that end in 4 or more exact zeros.
+
+    Threshold: 8 equal, 4 zeros at the end while under 5 % of the batch's other logprobs are 0: a confident model
+    rounds single tokens to 0.0, so zeros alone prove nothing. Greedy turns (temperature 0) are not looked at. Wrong
+    from 1 % of turns.
+    """
+    whole, tail, least = fillings(look)
+    return look.hits(
+        whole | tail,
+        None,
+        lambda g: f"all {look['logprobs'][g]} logprobs are {least[g]:g}" if whole[g] else "the turn ends in zeros",
+    )
+
+
+def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[Any]]:
+    """[G] bools: one value throughout; zeros at the end; and [G] the least value, 0 where a turn has none."""
+    cu, flat = look.cu_logprobs, look["flat_logprobs"]
+    count = np.diff(cu)
+    least, most = np.zeros(look.generations), np.full(look.generations, -1.0)
+    full = np.flatnonzero(count)
+    if len(full):
+        least[full], most[full] = (each.reduceat(flat, cu[:-1][full]) for each in (np.minimum, np.maximum))
+    turn = np.repeat(np.arange(look.generations), count)
+    solid = np.full(look.generations, -1, np.int64)  # the last token of each turn that is not exactly 0
+    other = np.flatnonzero(flat != 0)
+    solid[turn[other]] = other
+    zeros = np.where(solid >= 0, cu[1:] - 1 - solid, 0)
+    greedy = look["temperature"] == 0
+    whole = (count >= FILLED_TURN) & (least == most) & ~greedy
+    tail = (zeros >= FILLED_TAIL) & ~greedy
+    inside = np.sum(flat == 0) - int(zeros.sum()) - int(count[whole & (least == 0)].sum())
+    return whole, tail & (inside < 0.05 * max(len(flat), 1)), least
+
+
+@check(
+    "raw logprobs at another temperature than 1",
+    "turns",
+    costs=0.0,
+    wrong=0.01,
+    hurts="The tokens were drawn from the tempered or cut distribution, the logprobs are of the untempered one: the "
+    "ratio corrects for a policy that did not sample them.",
+    cure="Serve with --logprobs-mode processed_logprobs and record logprob_kind 'processed', or sample at temperature "
+    "1 with top_p 1. If the numbers are processed already, say --logprob-kind processed.",
+)
+def raw_at_temperature(look: Look) -> Hits:
+    """Sees turns at a temperature other than 1 or top_p below 1, whose logprobs are raw or of no known kind.
+
+    Threshold: any difference from 1; wrong from 1 % of turns.
+    """
+    bent = (~np.isnan(look["temperature"]) & (look["temperature"] != 1)) | (look["top_p"] < 1)
+    other = bent & (look["logprob_kind"] != 2) & (look["logprobs"] > 0)
+    kinds = ("of an unknown kind", "raw")
+
+    def found(g: int) -> str:
+        cut = f", top_p {look['top_p'][g]:g}" if look["top_p"][g] < 1 else ""
+        return f"temperature {look['temperature'][g]:g}{cut}, logprobs {kinds[look['logprob_kind'][g]]}"
+
+    return look.hits(other, None, found)
+
+
+@check(
+    "logprobs that do not add up to the recorded sum",
+    "turns",
+    costs=0.0,
+    wrong=0.01,
+    hurts="The server's own checksum says that a logprob was lost, added or changed after it was given.",
+    cure="Find the step between server and file that edits the list; a list shifted by one loses one of them.",
+)
+def wrong_sum(look: Look) -> Hits:
+    """Sees turns whose logprobs are all there and sum to something else than cumulative_logprob.
+
+    Threshold: 0.01 nats and 0.1 %: rounding to three decimals stays below it over hundreds of tokens, a single lost
+    logprob rarely does. Wrong from 1 % of turns.
+    """
+    flat = np.nan_to_num(look["flat_logprobs"].astype(np.float64))
+    turn = np.repeat(np.arange(look.generations), np.diff(look.cu_logprobs))
+    total = np.bincount(turn, flat, minlength=look.generations)
+    told = look["cumulative_logprob"]
+    whole = ~np.isnan(told) & (look["logprobs"] > 0) & (look["missing"] + look["invalid"] == 0)
+    gap = np.abs(total - told)
+    hit = whole & (gap > 0.01) & (gap > 1e-3 * np.abs(told))
+    return look.hits(hit, whole, lambda g: f"they sum to {total[g]:.4f}, cumulative_logprob is {told[g]:.4f}")

@@ -1,0 +1,195 @@
+"""Checks of tokens and prompts, batch by batch: whose ids they are, what they end with, what the template adds."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.doctor.finding import Hits, check
+from tracegrad.doctor.look import Look
+
+CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
+SLACK = 2  # tokens that servers count in usage and do not list
+
+
+@check(
+    "ids or token texts of another tokenizer",
+    "turns",
+    costs=0.0,
+    wrong=0.01,
+    hurts="An id of another vocabulary is another token: gradient and ratio would be of text that nobody sampled. "
+    "These turns are masked.",
+    cure="Give --model the folder that the server loaded: same tokenizer.json, same added tokens.",
+    hides=("no_logprobs", "drift", "missing_logprobs", "other_prompt", "missing_stop_tokens"),
+)
+def wrong_tokenizer(look: Look) -> Hits:
+    """Sees ids outside the vocabulary (R25), and ids or token texts that spell something else than the record (R26).
+
+    Threshold: any turn; wrong from 1 % of turns, as one tokenizer makes a few odd turns and another makes most.
+    """
+    return look.drift_hits(25, 26)
+
+
+@check(
+    "prompts that begin with two BOS tokens",
+    "turns",
+    costs=0.0,
+    hurts="Chat template and server each put one. The policy was sampled in a context that it has not seen in training "
+    "and will not see when it is served rightly.",
+    cure="Record with add_special_tokens=False where the template writes the BOS itself; keep these traces apart.",
+)
+def double_bos(look: Look) -> Hits:
+    """Sees recorded prompt ids whose first two are one special token, and R16.
+
+    Threshold: any turn: no template writes its first special token twice.
+    """
+    head = look["prompt_head"].reshape(-1, 2)
+    twice = (head[:, 0] == head[:, 1]) & look.vocabulary.is_special(head[:, 0])
+    found = look.drift(16)
+    twice[list(found)] = True
+    return look.hits(twice, None, lambda g: found.get(g, (0, f"the prompt begins with id {head[g, 0]} twice"))[1])
+
+
+@check(
+    "turns that stopped, without the stop token",
+    "turns",
+    note=0.0,
+    costs=0.01,
+    hurts="The decision to stop is not trained: the policy learns what to say and never when to end, and answers grow.",
+    cure="Record the stop token: return_token_ids on vLLM and SGLang, include_stop_str_in_output, or no_stop_trim.",
+)
+def missing_stop_tokens(look: Look) -> Hits:
+    """Sees turns that finished by themselves (not by length, not by a stop string) whose tokens hold no end (R06).
+
+    Threshold: any turn is a note; it costs from 1 % of turns, where the habit of stopping begins to move.
+    """
+    return look.drift_hits(6)
+
+
+@check(
+    "completions cut before their end",
+    "turns",
+    note=0.0,
+    costs=0.05,
+    hurts="The reward judges a text that the policy had not finished; a good start is punished for the limit.",
+    cure="Raise max_tokens when recording, or mask them (DAPO's overlong filtering), or shape the reward by length.",
+)
+def truncated(look: Look) -> Hits:
+    """Sees turns cut by length or aborted, and turns without a finish reason whose last token is no special one.
+
+    Threshold: any turn is a note; it costs from 5 % of turns: below, it is the tail that every limit cuts.
+    """
+    cut = np.isin(look.finish, CUT)
+    unsaid = (look.finish == "") & look.known & ~_ends(look)
+
+    def found(g: int) -> str:
+        return f"finish_reason '{look.finish[g]}'" if cut[g] else "no finish reason, and no end among the tokens"
+
+    return look.hits(cut | unsaid, None, found)
+
+
+@check(
+    "turns whose token list lost a part of the stream",
+    "turns",
+    costs=0.0,
+    wrong=0.01,
+    hurts="What follows a lost chunk stands after tokens it was not sampled after: its ratio is of another text.",
+    cure="Join all chunks of a choice by index, those with an empty delta too; record the assembled response.",
+)
+def lost_chunks(look: Look) -> Hits:
+    """Sees turns whose tokens spell fewer bytes than the message has, or that list fewer than usage counts; and R28.
+
+    Threshold: one byte less than the content (a server only ever cuts content, never adds), or more than 2 tokens and
+    2 % less than usage.completion_tokens: servers were seen to count 0 to 2 more than they list. Wrong from 1 %.
+    """
+    size = look.vocabulary.size
+    spelled = np.bincount(look.own_generation, size[look.sequences.ids[look.own]], minlength=look.generations)
+    spelled -= np.where(_ends(look), size[look.last_id], 0)
+    short = look.known & (spelled < look["content_bytes"])
+    used, thought = look.usage
+    fewer = _fewer(look, used) & (thought <= 0)
+    found = look.drift(28)
+    short[list(found)] = True
+
+    def say(g: int) -> str:
+        if g in found:
+            return found[g][1]
+        if short[g]:
+            return f"tokens spell {int(spelled[g])} bytes of a content of {int(look['content_bytes'][g])}"
+        return f"{int(look['tokens'][g])} tokens listed where usage counts {int(used[g])}"
+
+    return look.hits(short | fewer, None, say)
+
+
+@check(
+    "sampled reasoning that the record does not have",
+    "turns",
+    wrong=0.01,
+    costs=0.0,
+    hurts="The answer was sampled after hidden tokens. Its logprobs belong to that context, and the ratio without it "
+    "is of another distribution.",
+    cure="Record from a server that returns its reasoning tokens, or train the text without a ratio (--text-only).",
+)
+def hidden_reasoning(look: Look) -> Hits:
+    """Sees turns whose usage counts reasoning tokens that the token list lacks.
+
+    Threshold: a list shorter than usage by more than 2 tokens and 2 %, with reasoning counted. Wrong from 1 %.
+    """
+    used, thought = look.usage
+    return look.hits(
+        _fewer(look, used) & (thought > 0),
+        None,
+        lambda g: (
+            f"{int(look['tokens'][g])} tokens listed, usage counts {int(used[g])}, {int(thought[g])} of reasoning"
+        ),
+    )
+
+
+@check(
+    "a system prompt that the template puts in",
+    "turns",
+    costs=0.0,
+    hurts="The prompt is rendered with a system text that no message says. Whether the server's template put it too is "
+    "not recorded; if not, every ratio is of another prompt.",
+    cure="Record prompt_token_ids, or say the system message in every request.",
+)
+def injected_system(look: Look) -> Hits:
+    """Sees turns without a system message that the template would give one, unless recorded prompt ids confirm it.
+
+    Threshold: any turn whose prompt must be rendered, or whose recorded prompt ids are not what the template gives
+    (R17, R31). What a template puts in is found by rendering one user message.
+    """
+    text = look.vocabulary.injected
+    found = look.drift(17)
+    hit = np.zeros(look.generations, bool)
+    if text:
+        hit = (look["system"] == 0) & (look["rendered"] == 1) & (look["context"] > 0)
+        hit[[g for g in look.drift(31) if look["system"][g] == 0]] = True
+    hit[list(found)] = True
+    return look.hits(hit, None, lambda g: found[g][1] if g in found else f"the template adds {text[:60]!r}")
+
+
+@check(
+    "recorded prompts that the template does not give",
+    "turns",
+    note=0.0,
+    hurts="The recorded ids are what is trained, so these turns are right. Turns without prompt ids are rendered by a "
+    "template that is not the server's.",
+    cure="Give the model folder the chat template, tools and template_kwargs (date, enable_thinking) of the server.",
+)
+def other_prompt(look: Look) -> Hits:
+    """Sees recorded prompt ids that are not those of the rendered messages: R31, and R18 for an injected date.
+
+    Threshold: any turn; a note, because recorded ids win over rendering.
+    """
+    return look.drift_hits(18, 31)
+
+
+def _ends(look: Look) -> NDArray[np.bool_]:
+    """[G] whether the last id is a special token."""
+    return look.vocabulary.is_special(look.last_id)
+
+
+def _fewer(look: Look, used: NDArray[np.int64]) -> NDArray[np.bool_]:
+    gap = used - look["tokens"]
+    return (look["tokens"] > 0) & (gap > SLACK) & (gap > 0.02 * used)

@@ -1,0 +1,150 @@
+"""vLLM's own objects: what `LLM.generate` and `LLM.chat` return becomes traces, without JSON files between.
+
+One pass over the objects that are there, in Rust, and no new Python object per token; `list[dict]` logprobs and
+`FlatLogprobs` alike. vllm itself is not imported: the objects are known by their fields.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from tracegrad import _core
+from tracegrad.errors import ArgumentError
+from tracegrad.trace import ReadReport, Traces
+
+FORM = "vllm_offline"
+
+
+def traces_from_outputs(
+    outputs: Iterable[Any],
+    *,
+    logprob_kind: Literal["raw", "processed", "unknown"] = "raw",
+    temperature: float | None = None,
+    top_p: float | None = None,
+    messages: Sequence[Any] | None = None,
+    rewards: Sequence[Any] | None = None,
+    groups: Sequence[Any] | None = None,
+    policy_version: int | None = None,
+) -> Traces:
+    """One trace for each completion; the completions of a request are a group.
+
+    Args:
+        outputs: `RequestOutput`s, with `logprobs=0` or more in their sampling parameters.
+        logprob_kind: "raw" is vLLM's default; "processed" with `logprobs_mode="processed_logprobs"`.
+        temperature, top_p: as in the sampling parameters, which the objects do not hold.
+        messages: of each request, as given to `LLM.chat`; the prompt's ids are the objects' own in any case.
+        rewards: of each request, one number for each of its completions (or one number for its only one).
+        groups: of each request; by default its `request_id`.
+        policy_version: of the weights, where the objects do not name it.
+
+    Raises:
+        ArgumentError: if an object is no `RequestOutput`, or the lists are not as long as `outputs`.
+        FormatError: if ids or logprobs are none; it names the request's number, from 1.
+
+    >>> from types import SimpleNamespace as Object
+    >>> step = {7: Object(logprob=-0.5), 3: Object(logprob=-1.0)}
+    >>> completion = Object(index=0, text=" b", token_ids=[7], logprobs=[step], cumulative_logprob=-0.5,
+    ...                     finish_reason="length", stop_reason=None)
+    >>> request = Object(request_id="0", prompt="a", prompt_token_ids=[5, 6], outputs=[completion])
+    >>> generation = traces_from_outputs([request], temperature=1.0)[0].generations[0]
+    >>> generation.prompt_token_ids.tolist(), generation.token_ids.tolist(), generation.logprobs.tolist()
+    ([5, 6], [7], [-0.5])
+    """
+    outputs = list(outputs)
+    for name, given in (("messages", messages), ("rewards", rewards), ("groups", groups)):
+        if given is not None and len(given) != len(outputs):
+            raise ArgumentError(f"{name} has {len(given)} entries for {len(outputs)} requests. Give one for each.")
+    told = {
+        "logprob_kind": logprob_kind,
+        "temperature": temperature,
+        "top_p": top_p,
+        "policy_version": policy_version,
+    }
+    rows = []
+    for number, output in enumerate(outputs):
+        _check(output, number)
+        reward = _rewards(rewards[number], output, number) if rewards is not None else [None] * len(output.outputs)
+        group = output.request_id if groups is None else groups[number]
+        for completion, value in zip(output.outputs, reward, strict=True):
+            head = {"id": f"{output.request_id}-{completion.index}", "group": group, "reward": value, **told}
+            rows.append(_row(head, messages[number] if messages is not None else None, output, completion))
+    core, report = _core.Traces.compose(rows, "<outputs>", 1, "auto")
+    return Traces(core, ReadReport(**report))
+
+
+def _check(output: Any, number: int) -> None:
+    missing = [name for name in ("request_id", "prompt_token_ids", "outputs") if not hasattr(output, name)]
+    if missing:
+        raise ArgumentError(
+            f"outputs[{number}] is {type(output).__name__} without {', '.join(missing)}. "
+            "Pass the list that LLM.generate or LLM.chat returned."
+        )
+
+
+def _rewards(given: Any, output: Any, number: int) -> list[float | None]:
+    found = np.atleast_1d(np.asarray(given, np.float64)).tolist()
+    if len(found) != len(output.outputs):
+        raise ArgumentError(
+            f"rewards[{number}] has {len(found)} entries for {len(output.outputs)} completions. Give one for each."
+        )
+    return [None if np.isnan(value) else value for value in found]
+
+
+def _row(head: dict[str, Any], messages: Any, output: Any, completion: Any) -> list[Any]:
+    """A record as pieces: JSON text, and between it the objects' own lists."""
+    said = {
+        "index": 0,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "cumulative_logprob": _finite(completion.cumulative_logprob),
+        "routed_experts": _encoded(getattr(completion, "routed_experts", None)),
+        "weight_versions": _spans(getattr(completion, "weight_versions", None)),
+    }
+    record = {key: value for key, value in head.items() if value is not None}
+    if messages is not None:
+        record["request"] = {"messages": list(messages)}
+    opening = _json(record)[:-1]
+    ids = list(completion.token_ids) if isinstance(completion.token_ids, tuple) else completion.token_ids
+    pieces: list[Any] = [opening + (', "response": {"prompt_token_ids": ')]
+    pieces += [output.prompt_token_ids, ', "outputs": [' + _json(said)[:-1] + ', "token_ids": ', ids]
+    if completion.logprobs is not None:
+        pieces += [', "logprobs": ', (ids, completion.logprobs)]
+    if (mask := getattr(completion, "sampling_mask", None)) is not None:
+        pieces += [', "sampling_mask": ', list(mask)]
+    if messages is None:
+        pieces[0] = opening + ', "prompt_token_ids": '
+        return [*pieces, "}]}"]
+    return [*pieces, "}]}}"]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and np.isfinite(value) else None
+
+
+def _encoded(array: Any) -> str | None:
+    """Base64 of the array as numpy stores it, which is how vLLM's server sends it."""
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, np.asarray(array), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _spans(spans: Any) -> list[dict[str, Any]] | None:
+    if spans is None:
+        return None
+    return [
+        span if isinstance(span, dict) else {name: getattr(span, name) for name in ("version", "start", "end")}
+        for span in spans
+    ]

@@ -1,0 +1,64 @@
+"""LoRA by peft: adapters on a model, and the model without them as its own reference.
+
+peft is imported on use. Called by the loop and the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from tracegrad.errors import ArgumentError
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout, everything else frozen.
+
+    Args:
+        model: a transformers causal LM; changed in place.
+        rank: of each adapter.
+
+    Raises:
+        ArgumentError: if peft is not installed, or the model has adapters already.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ArgumentError(
+            "train.lora_rank needs peft, which is not installed. Without it there are no adapters. "
+            "pip install 'tracegrad[lora]'"
+        ) from error
+    if has_adapters(model):
+        raise ArgumentError(
+            f"train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. Leave it out."
+        )
+    told = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, told)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft put adapters on the model."""
+    return bool(_adapted(model))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters while entered; which parameters are trained does not change.
+
+    peft's own switch turns their `requires_grad` off and on, which FSDP2 reads once, when it first gathers a layer.
+    """
+    before = [(module, module._disable_adapters) for module in _adapted(model)]
+    for module, _ in before:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, was in before:
+            module._disable_adapters = was
+
+
+def _adapted(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "_disable_adapters")]

@@ -1,0 +1,142 @@
+"""The processes of a run as one: exact sums, maxima and decisions over ranks, on the host.
+
+Here is `Ranks`. Gradients and parameters are the business of `parallel`; nothing here touches a model. Called by the
+loop, the step and the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from tracegrad.errors import ArgumentError
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which process this is, and how it speaks to the others. Every rank makes the same calls in the same order.
+
+    Args:
+        world, rank: how many processes, and which of them this is.
+        group: for collectives on the CPU; None where there is one process.
+        beside: a second such group, for the thread that prepares the next step.
+
+    >>> Ranks().all_reduce(np.ones(2), "sum").tolist()
+    [1.0, 1.0]
+    """
+
+    world: int = 1
+    rank: int = 0
+    group: Any = None
+    beside: Any = None
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """The ranks of the default process group, which torchrun's variables open where nobody has; else one process.
+
+        Raises:
+            ArgumentError: if torchrun started this process and the group cannot be opened.
+        """
+        if not dist.is_available() or not (dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+            return cls()
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            try:
+                dist.init_process_group(backend, timeout=_TIMEOUT)
+            except (ValueError, RuntimeError) as error:
+                raise ArgumentError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and the process group does not open: "
+                    f"{str(error).splitlines()[0]}. The ranks cannot share a gradient. Start the run with torchrun."
+                ) from error
+        return cls.of_open_group()
+
+    @classmethod
+    def of_open_group(cls) -> Ranks:
+        """The ranks of the default process group as it is; one process where there is none."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls()
+        if _kept and _kept[0] is dist.group.WORLD:
+            return _kept[1]
+        groups = [dist.new_group(backend="gloo", timeout=_TIMEOUT) for _ in range(2)]
+        found = cls(dist.get_world_size(), dist.get_rank(), *groups)
+        _kept[:] = [dist.group.WORLD, found]
+        return found
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody else."""
+        return self.world == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes files and speaks."""
+        return self.rank == 0
+
+    def all_reduce(self, array: NDArray[Any], op: str) -> NDArray[np.float64]:
+        """The float64 sum or maximum over ranks, as `correct` and the metrics take it."""
+        return self._reduced(array, op, self.group)
+
+    def all_reduce_beside(self, array: NDArray[Any], op: str) -> NDArray[np.float64]:
+        """The same for the thread that prepares the next step."""
+        return self._reduced(array, op, self.beside)
+
+    def merge(self, values: NDArray[np.float32], here: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """One array of parts that ranks hold: [N] float32, each entry from the rank with `here`, NaN where none has it.
+
+        Exact: every entry is one number plus zeros.
+        """
+        if self.alone:
+            return np.where(here, values, np.float32(np.nan))
+        both = torch.from_numpy(np.stack([np.where(here, values, 0.0), here]).astype(np.float32))
+        dist.all_reduce(both, group=self.group)
+        found, counted = both.numpy()
+        return np.where(counted > 0, found, np.float32(np.nan))
+
+    def sum(self, value: float) -> float:
+        """The sum over ranks."""
+        return float(self.all_reduce(np.array([value]), "sum")[0])
+
+    def largest(self, value: int) -> int:
+        """The largest over ranks: how they agree to stop on a signal that one of them got."""
+        return int(self.all_reduce(np.array([value], np.float64), "max")[0])
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of every rank, in order, on the first rank; elsewhere this rank's alone."""
+        if self.alone:
+            return [value]
+        found: list[Any] | None = [None] * self.world if self.first else None
+        dist.gather_object(value, found, group=self.group)
+        return found if found is not None else [value]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises `error` where there is one, and on the other ranks that one of them failed: nobody waits for it.
+
+        Raises:
+            Exception: `error`; RuntimeError on a rank whose own work went well while another's did not.
+        """
+        failed = self.largest(0 if error is None else 1)
+        if error is not None:
+            raise error
+        if failed:
+            raise OSError(0, "another rank could not do its part")
+
+    def _reduced(self, array: NDArray[Any], op: str, group: Any) -> NDArray[np.float64]:
+        flat = np.ascontiguousarray(array, np.float64)
+        if self.alone:
+            return flat
+        tensor = torch.from_numpy(flat.copy())
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
+        return tensor.numpy()
+
+
+_kept: list[Any] = []
+"""The default group and its `Ranks`: groups are made once, as making them is a collective call."""

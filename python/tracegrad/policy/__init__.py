@@ -1,0 +1,28 @@
+"""Logprobs of a model's own tokens and the loss over them: the packed forward, and the head without logits.
+
+`forward` runs unmodified causal LMs on packed rows, `masks` says who sees whom, `model` what a model is made of, `loss`
+is the fused road from hidden states to a gradient. `learner` calls these, any trainer may call `token_logprobs`.
+"""
+
+from tracegrad.kernels.head import token_logprobs
+from tracegrad.kernels.plan import HeadPlan
+from tracegrad.policy.forward import Plan, forward_plan, hidden_states, logprobs, logprobs_and_entropy
+from tracegrad.policy.loss import PolicyLoss, batch_loss, policy_loss
+from tracegrad.policy.masks import block_mask, dense_mask
+from tracegrad.policy.model import head_of
+
+__all__ = [
+    "HeadPlan",
+    "Plan",
+    "PolicyLoss",
+    "batch_loss",
+    "block_mask",
+    "dense_mask",
+    "forward_plan",
+    "head_of",
+    "hidden_states",
+    "logprobs",
+    "logprobs_and_entropy",
+    "policy_loss",
+    "token_logprobs",
+]

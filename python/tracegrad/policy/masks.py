@@ -1,0 +1,75 @@
+"""Who sees whom in a packed row: the dense mask, and the block mask of flex_attention from the intervals alone.
+
+Arrays of a `Batch` in, a mask out; no model. `forward` calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracegrad.batch import Batch
+
+_BLOCK = 128  # flex_attention's sparse block
+
+
+def dense_mask(batch: Batch, *, window: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """[1, 1, T, T]: where query q sees key k, k <= q < tree_end[k], and no further back than `window`.
+
+    Args:
+        batch: on the device of the mask.
+        window: of sliding attention: positions[q] - positions[k] < window.
+        dtype: None gives bool, a floating type the additive mask of eager attention.
+    """
+    index = torch.arange(len(batch.ids), device=batch.ids.device)
+    query, key = index[:, None], index[None, :]
+    seen = (key <= query) & (query < batch.tree_end[None, :])
+    if window is not None:
+        seen &= batch.positions[:, None] - batch.positions[None, :] < window
+    if dtype is not None:
+        seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    return seen[None, None]
+
+
+def block_mask(batch: Batch, *, window: int | None = None, block: int = _BLOCK) -> Any:
+    """The same mask as a `BlockMask` of flex_attention, from the intervals alone: [T / block]^2 comparisons.
+
+    A block of keys concerns a block of queries if the largest tree_end in it lies beyond the first query, and is seen
+    whole if the smallest lies beyond the last; with a window, if its deepest key is not too far above the shallowest
+    query. Nothing is read back from the device.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tree_end, positions = batch.tree_end, batch.positions
+    total = len(tree_end)
+    blocks = -(-total // block)
+    beyond = nn.functional.pad(tree_end, (0, blocks * block - total)).view(blocks, block)
+    least = nn.functional.pad(tree_end, (0, blocks * block - total), value=total).view(blocks, block).amin(1)
+    first = torch.arange(blocks, device=tree_end.device) * block
+    below = first[:, None] > first[None, :]
+    some = (below & (beyond.amax(1)[None, :] > first[:, None])) | (first[:, None] == first[None, :])
+    whole = below & (least[None, :] >= (first[:, None] + block).clamp(max=total))
+    if window is not None:
+        # A depth never differs by more than the distance in the row: within that, a block is seen whole.
+        whole &= first[:, None] + block - 1 - first[None, :] < window
+        deepest = nn.functional.pad(positions, (0, blocks * block - total)).view(blocks, block).amax(1)
+        shallowest = nn.functional.pad(positions, (0, blocks * block - total), value=total).view(blocks, block).amin(1)
+        some &= shallowest[:, None] - deepest[None, :] < window
+
+    def seen(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = (key <= query) & (query < tree_end[key])
+        return inside if window is None else inside & (positions[query] - positions[key] < window)
+
+    partial = _as_indices(some & ~whole)
+    return BlockMask.from_kv_blocks(
+        *partial, *_as_indices(whole), BLOCK_SIZE=block, mask_mod=seen, seq_lengths=(total, total)
+    )
+
+
+def _as_indices(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of a [Q, K] table, how many are true and, first, which: [1, 1, Q] and [1, 1, Q, K] int32."""
+    counts = table.sum(-1, dtype=torch.int32)
+    order = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], order[None, None].contiguous()

@@ -1,0 +1,150 @@
+//! Whether recorded prompt ids go on where a branch ends, but for named differences at the ends of turns.
+//!
+//! Servers and templates disagree about what closes a turn: `<|return|>` in the history is `<|end|>`, a stop token that
+//! is also the next header stands once or not at all, the line break behind it is there or not. Such a turn goes on
+//! in its branch, each difference named; anything else is another history. Nothing is decided about sources here.
+
+use super::branch::Branch;
+use super::prompt::source;
+use crate::drift::Reason;
+
+/// Where the recorded ids go on, and what was passed over.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Bridge {
+    /// Index into the recorded ids.
+    pub from: usize,
+    /// Reason, position in the branch, and what was found.
+    pub edits: Vec<(Reason, usize, String)>,
+}
+
+/// What a template writes after a turn.
+#[derive(Debug, Default, Clone)]
+pub struct Closing {
+    /// The token that closes, where it is a special one.
+    pub token: Option<u32>,
+    /// The tokens behind it: the line break of ChatML.
+    pub separator: Vec<u32>,
+}
+
+/// Follows `branch` and `ids` side by side; `None` where they part for another reason than the end of a turn.
+pub fn bridge(branch: &Branch, ids: &[u32], closing: &Closing) -> Option<Bridge> {
+    let mut bridge = Bridge::default();
+    let (mut held, mut at) = (0, 0);
+    while held < branch.len() {
+        let shared = super::branch::common_prefix(&branch.ids[held..], &ids[at..]);
+        held += shared;
+        at += shared;
+        if held == branch.len() {
+            break;
+        }
+        (held, at) = step_over(branch, ids, closing, (held, at), &mut bridge.edits)?;
+    }
+    bridge.from = at;
+    Some(bridge)
+}
+
+/// Both positions behind one named difference.
+fn step_over(
+    branch: &Branch,
+    ids: &[u32],
+    closing: &Closing,
+    (held, at): (usize, usize),
+    edits: &mut Vec<(Reason, usize, String)>,
+) -> Option<(usize, usize)> {
+    let goes_on = |held: usize, at: usize| held == branch.len() || branch.ids.get(held) == ids.get(at);
+    let sampled = |at: usize| branch.source[at] == source::SAMPLED;
+    let ends_turn = sampled(held) && branch.source.get(held + 1).is_none_or(|&next| next != source::SAMPLED);
+    if ends_turn && branch.turn[held] >= 0 {
+        let stop = branch.ids[held];
+        if let Some(&other) = ids.get(at).filter(|&&id| Some(id) == closing.token)
+            && goes_on(held + 1, at + 1)
+        {
+            edits.push((Reason::StopTokenDiffers, held, format!("sampled {stop}, the next prompt has {other}")));
+            return Some((held + 1, at + 1));
+        }
+        if goes_on(held + 1, at) && at < ids.len() {
+            edits.push((Reason::StopTokenDiffers, held, format!("sampled {stop}, the next prompt leaves it out")));
+            return Some((held + 1, at));
+        }
+    }
+    let after_turn = held > 0 && sampled(held - 1);
+    let separator = closing.separator.as_slice();
+    if after_turn && !separator.is_empty() {
+        if branch.ids[held..].starts_with(separator) && goes_on(held + separator.len(), at) && at < ids.len() {
+            edits.push((Reason::TurnSeparatorMissing, held, "the next prompt lacks the template's separator".into()));
+            return Some((held + separator.len(), at));
+        }
+        if ids[at..].starts_with(separator) && goes_on(held, at + separator.len()) {
+            edits.push((
+                Reason::TurnSeparatorMissing,
+                held,
+                "an earlier prompt lacked the template's separator".into(),
+            ));
+            return Some((held, at + separator.len()));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::align::branch::Sampling;
+    use crate::align::prompt::Text;
+
+    const RETURN: u32 = 90;
+    const END: u32 = 91;
+    const LINE: u32 = 92;
+
+    /// `[1, 2]` given, `[5, 6, stop]` sampled, then `after` given.
+    fn branch(stop: u32, after: &[u32]) -> Branch {
+        let mut branch = Branch::default();
+        let give = |ids: &[u32]| Text { ids: ids.to_vec(), sources: vec![source::TEMPLATE; ids.len()] };
+        branch.give(&give(&[1, 2]));
+        for id in [5, 6, stop] {
+            branch.sample(id, -1.0, 0, true, Sampling { turn: 0, version: -1, inv_temperature: 1.0 });
+        }
+        branch.give(&give(after));
+        branch
+    }
+
+    fn closing() -> Closing {
+        Closing { token: Some(END), separator: vec![LINE] }
+    }
+
+    fn reasons(bridge: &Bridge) -> Vec<Reason> {
+        bridge.edits.iter().map(|edit| edit.0).collect()
+    }
+
+    #[test]
+    fn a_prompt_that_holds_the_branch_goes_on_without_an_edit() {
+        let found = bridge(&branch(END, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing()).unwrap();
+        assert_eq!((found.from, found.edits.len()), (5, 0));
+    }
+
+    #[test]
+    fn a_return_that_became_an_end_is_one_edit() {
+        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing()).unwrap();
+        assert_eq!((found.from, reasons(&found)), (5, vec![Reason::StopTokenDiffers]));
+    }
+
+    #[test]
+    fn a_stop_token_that_the_template_does_not_write_is_passed_over() {
+        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, 7, 8], &closing()).unwrap();
+        assert_eq!((found.from, reasons(&found)), (4, vec![Reason::StopTokenDiffers]));
+    }
+
+    #[test]
+    fn a_separator_that_one_side_lacks_is_one_edit_and_the_walk_goes_on() {
+        let found = bridge(&branch(END, &[LINE, 3, 4]), &[1, 2, 5, 6, END, 3, 4, 9], &closing()).unwrap();
+        assert_eq!((found.from, reasons(&found)), (7, vec![Reason::TurnSeparatorMissing]));
+        let found = bridge(&branch(END, &[3, 4]), &[1, 2, 5, 6, END, LINE, 3, 4, 9], &closing()).unwrap();
+        assert_eq!((found.from, reasons(&found)), (8, vec![Reason::TurnSeparatorMissing]));
+    }
+
+    #[test]
+    fn another_text_is_another_history() {
+        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, 7, END, LINE], &closing()), None);
+        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5], &closing()), None);
+    }
+}

@@ -1,0 +1,117 @@
+//! Which bytes of two texts are the same: equal ends first, then Myers' algorithm within a bound.
+
+/// Edits past which the middle of two texts is taken as wholly different.
+const EDITS: usize = 1024;
+
+/// `length` equal bytes, at `left` in one text and `right` in the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Same {
+    /// Start in the first text.
+    pub left: usize,
+    /// Start in the second text.
+    pub right: usize,
+    /// Bytes.
+    pub length: usize,
+}
+
+/// The equal stretches of `left` and `right`, in order. Linear in their length where they are alike.
+pub fn same(left: &[u8], right: &[u8]) -> Vec<Same> {
+    let shorter = left.len().min(right.len());
+    let before = left.iter().zip(right).take_while(|(a, b)| a == b).count();
+    let behind = left.iter().rev().zip(right.iter().rev()).take_while(|(a, b)| a == b).count().min(shorter - before);
+    let mut found = Vec::new();
+    let mut add = |left, right, length| {
+        if length > 0 {
+            found.push(Same { left, right, length });
+        }
+    };
+    add(0, 0, before);
+    for part in myers(&left[before..left.len() - behind], &right[before..right.len() - behind]) {
+        add(before + part.left, before + part.right, part.length);
+    }
+    add(left.len() - behind, right.len() - behind, behind);
+    found
+}
+
+/// Myers 1986, greedy forward, at most `EDITS` deep; nothing where that is not enough.
+fn myers(left: &[u8], right: &[u8]) -> Vec<Same> {
+    let (n, m) = (left.len(), right.len());
+    if n == 0 || m == 0 {
+        return Vec::new();
+    }
+    let bound = EDITS.min(n + m);
+    // furthest[k + bound + 1]: how far into `left` diagonal k (left - right) reaches.
+    let mut furthest = vec![0_usize; 2 * bound + 3];
+    let mut history: Vec<Vec<usize>> = Vec::new();
+    for depth in 0..=bound {
+        history.push(furthest[bound + 1 - depth..=bound + 1 + depth].to_vec());
+        for k in (0..=2 * depth).step_by(2).map(|k| k as i64 - depth as i64) {
+            let at = |k: i64| (k + bound as i64 + 1) as usize;
+            let down = k == -(depth as i64) || (k != depth as i64 && furthest[at(k - 1)] < furthest[at(k + 1)]);
+            let mut x = if down { furthest[at(k + 1)] } else { furthest[at(k - 1)] + 1 };
+            let mut y = (x as i64 - k) as usize;
+            while x < n && y < m && left[x] == right[y] {
+                (x, y) = (x + 1, y + 1);
+            }
+            furthest[at(k)] = x;
+            if x >= n && y >= m {
+                return walk_back(&history, (n, m));
+            }
+        }
+    }
+    Vec::new()
+}
+
+/// The diagonal stretches of the path that ends at `end`.
+fn walk_back(history: &[Vec<usize>], end: (usize, usize)) -> Vec<Same> {
+    let (mut x, mut y) = (end.0 as i64, end.1 as i64);
+    let mut found = Vec::new();
+    for depth in (0..history.len() as i64).rev() {
+        // history[depth] holds diagonals -depth..=depth as they were before this depth.
+        let reach = |k: i64| history[depth as usize].get((k + depth) as usize).copied().unwrap_or(0) as i64;
+        let k = x - y;
+        let (from_x, from_y) = if depth == 0 {
+            (0, 0)
+        } else {
+            let down = k == -depth || (k != depth && reach(k - 1) < reach(k + 1));
+            let before = if down { k + 1 } else { k - 1 };
+            (reach(before), reach(before) - before)
+        };
+        let step = i64::from(depth > 0);
+        let start_x = if depth > 0 && x - y > from_x - from_y { from_x + step } else { from_x };
+        let length = x - start_x;
+        if length > 0 {
+            found.push(Same { left: start_x as usize, right: (start_x - k) as usize, length: length as usize });
+        }
+        (x, y) = (from_x, from_y);
+    }
+    found.reverse();
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn what_stands_between_the_same_is_found() {
+        let found = same(b"{\"a\":1}", b"{\"a\": 1}");
+        assert_eq!(found, [Same { left: 0, right: 0, length: 5 }, Same { left: 5, right: 6, length: 2 }]);
+    }
+
+    proptest! {
+        #[test]
+        fn stretches_are_equal_in_order_and_disjoint(left in "[ab]{0,24}", right in "[ab]{0,24}") {
+            let (left, right) = (left.as_bytes(), right.as_bytes());
+            let (mut x, mut y, mut total) = (0, 0, 0);
+            for part in same(left, right) {
+                prop_assert!(part.left >= x && part.right >= y);
+                prop_assert_eq!(&left[part.left..part.left + part.length], &right[part.right..part.right + part.length]);
+                (x, y, total) = (part.left + part.length, part.right + part.length, total + part.length);
+            }
+            prop_assert!(total <= left.len().min(right.len()));
+            prop_assert!(left != right || total == left.len());
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! Tokens that the record shows by bytes or text: their ids, as far as it determines them.
+//!
+//! A token that shows bytes of its own is looked up; what hidden and mangled ones were is asked of `segment`.
+
+use super::resolve::{Resolved, excerpt, tier};
+use super::segment::{self, Choice, Seen, Setting, Whole};
+use crate::drift::Reason;
+use crate::tokenizer::Tokenizer;
+use crate::trace::{Generation, Pieces, Stop, Tokens, Trace};
+use std::borrow::Cow;
+
+/// Resolves a list of tokens with texts or bytes.
+pub fn from_pieces(
+    generation: &Generation,
+    content: Option<&str>,
+    tokenizer: &Tokenizer,
+    hides_specials: &dyn Fn() -> bool,
+    resolved: &mut Resolved,
+) {
+    by_pieces(generation, content, tokenizer, hides_specials, resolved);
+    doubt_first(tokenizer, resolved);
+}
+
+/// The first token is not known where a server may have taken its space: `Hello` is spelled with one and without.
+fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved) {
+    if !tokenizer.drops_first_space() || resolved.known.first() != Some(&true) {
+        return;
+    }
+    let Some(bytes) = tokenizer.token_bytes(resolved.ids[0]).filter(|bytes| !bytes.starts_with(b" ")) else { return };
+    let spaced = [b" ", bytes].concat();
+    if tokenizer.is_special(resolved.ids[0]) || tokenizer.id_of_bytes(&spaced).is_none() {
+        return;
+    }
+    let detail = format!("{} is two tokens, with a space before it and without", excerpt(bytes));
+    (resolved.ids[0], resolved.known[0]) = (0, false);
+    resolved.find(Reason::NormalizerChanged, 0, 1, detail);
+    resolved.unknown.insert(0, (0, Reason::NormalizerChanged));
+}
+
+fn by_pieces(
+    generation: &Generation,
+    content: Option<&str>,
+    tokenizer: &Tokenizer,
+    hides_specials: &dyn Fn() -> bool,
+    resolved: &mut Resolved,
+) {
+    let tokens = &generation.tokens;
+    let count = tokens.len();
+    let stop = stop_token(generation, tokenizer, count);
+    let listed = count - usize::from(stop.is_some());
+    let level = if tokens.bytes.is_some() { tier::BYTES } else { tier::TEXT };
+    let mut seen: Vec<Seen<'_>> = Vec::with_capacity(count);
+    let mut glyphs = 0;
+    for index in 0..listed {
+        let after_hidden = matches!(seen.last(), Some(Seen::Nothing));
+        match see(tokens, index, after_hidden, tokenizer, &mut glyphs) {
+            Ok(piece) => seen.push(piece),
+            Err(bytes) => {
+                let detail = format!("token {} is not in the vocabulary", excerpt(&bytes));
+                resolved.find(Reason::TokenizerMismatch, index, 1, detail);
+                resolved.foreign = true;
+                return;
+            }
+        }
+    }
+    if glyphs > 0 {
+        let detail = format!("{glyphs} tokens are written in the byte-level alphabet");
+        resolved.find(Reason::GlyphText, 0, glyphs, detail);
+    }
+    seen.extend(stop.map(Seen::Id));
+    if seen.iter().all(|piece| matches!(piece, Seen::Id(_))) {
+        for piece in &seen {
+            if let Seen::Id(id) = piece {
+                resolved.push(Some(*id), level);
+            }
+        }
+        return;
+    }
+    let setting = Setting { tokenizer, hides_specials: hides_specials() };
+    if !by_whole(generation, content, &seen, setting, level, resolved) {
+        let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
+        by_runs(&seen, setting, level, broken, resolved);
+    }
+}
+
+/// What the record shows of token `index`; its bytes where the vocabulary does not have them.
+fn see<'a>(
+    tokens: &'a Tokens,
+    index: usize,
+    after_hidden: bool,
+    tokenizer: &Tokenizer,
+    glyphs: &mut usize,
+) -> Result<Seen<'a>, Vec<u8>> {
+    let Some((bytes, written)) = own_bytes(tokens, index, tokenizer) else {
+        let text = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
+        let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes)).filter(|text| !text.is_empty());
+        let shown = shown.or_else(|| text(&tokens.bytes).filter(|text| !text.is_empty()));
+        return Ok(shown.map_or(Seen::Nothing, Seen::Text));
+    };
+    *glyphs += usize::from(written == Written::Glyphs);
+    let text = || std::str::from_utf8(&bytes).ok();
+    let id = tokenizer.id_of_bytes(&bytes).or_else(|| tokenizer.id_of_added(text()?));
+    // Behind hidden tokens a text may be theirs too, if its last character is one that can be cut.
+    let may_be_joint = after_hidden && text().is_some_and(|text| !text.ends_with(|last: char| last.is_ascii()));
+    match id {
+        Some(id) if !may_be_joint || tokenizer.is_special(id) => Ok(Seen::Id(id)),
+        _ if !may_be_joint => Err(bytes.into_owned()),
+        _ => {
+            let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
+            let same = |text: &&str| text.as_bytes() == &*bytes;
+            let text = shown(&tokens.bytes).filter(same).or_else(|| shown(&tokens.texts).filter(same));
+            text.map_or_else(|| id.map(Seen::Id).ok_or_else(|| bytes.into_owned()), |text| Ok(Seen::Text(text)))
+        }
+    }
+}
+
+/// The ids by the whole text of the generation. False where it is not that of these tokens.
+fn by_whole(
+    generation: &Generation,
+    content: Option<&str>,
+    seen: &[Seen<'_>],
+    setting: Setting<'_>,
+    level: u8,
+    resolved: &mut Resolved,
+) -> bool {
+    let Some(text) = content.filter(|text| !text.is_empty()) else { return false };
+    let may_go_on = !matches!(generation.finish_reason.as_deref(), Some("length"));
+    let with_stop = match &generation.stop {
+        Stop::Text(string) => Some(format!("{text}{string}")),
+        _ => None,
+    };
+    let texts = with_stop.iter().map(String::as_str).chain([text]);
+    let wholes = texts.flat_map(|text| [false, true].map(|with_specials| Whole { text, may_go_on, with_specials }));
+    for whole in wholes {
+        let Some(found) = segment::whole(seen, whole, setting) else { continue };
+        let broken = |index: usize| {
+            let start = found.starts[..=index].iter().rev().find_map(|start| *start).unwrap_or(0) as usize;
+            let end =
+                found.starts[index + 1..].iter().find_map(|start| *start).map_or(whole.text.len(), |end| end as usize);
+            whole.text.get(start..end).is_some_and(|text| text.contains('\u{FFFD}'))
+        };
+        push(seen, &found.choices, level, &broken, resolved);
+        let mut at = 0;
+        while let Some(first) = (at..seen.len()).find(|&index| !resolved.known[index]) {
+            let end = (first..seen.len()).find(|&index| resolved.known[index]).unwrap_or(seen.len());
+            if let (Some(start), Some(end_byte)) = (found.starts[first], found.starts[end]) {
+                let text = whole.text.as_bytes()[start as usize..end_byte as usize].to_vec();
+                resolved.runs.push((first, end, text));
+            }
+            at = end;
+        }
+        return true;
+    }
+    false
+}
+
+/// The ids run by run, where the whole text is not known: by what the token behind hidden ones shows.
+fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved) {
+    let mut choices = Vec::with_capacity(seen.len());
+    let mut runs = Vec::new();
+    while choices.len() < seen.len() {
+        let at = choices.len();
+        let hidden = seen[at..].iter().take_while(|piece| matches!(piece, Seen::Nothing)).count();
+        match seen.get(at + hidden) {
+            Some(Seen::Text(text)) => {
+                choices.extend(segment::run(hidden, Some(text), setting));
+                if !text.contains('\u{FFFD}') && choices[at].id().is_none() {
+                    runs.push((at, choices.len(), text.as_bytes().to_vec()));
+                }
+            }
+            Some(Seen::Id(id)) => {
+                choices.extend(segment::run(hidden, None, setting));
+                choices.push(Choice::One(*id));
+            }
+            Some(Seen::Nothing) | None => choices.extend(segment::run(hidden, None, setting)),
+        }
+    }
+    push(seen, &choices, level, &|_| broken, resolved);
+    resolved.runs.extend(runs);
+}
+
+/// Takes over what was found; a finding for each run of ids that are not known.
+fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved) {
+    for (piece, choice) in seen.iter().zip(choices) {
+        resolved.push(choice.id(), if matches!(piece, Seen::Id(_)) { level } else { tier::TEXT });
+    }
+    let mut at = 0;
+    while let Some(first) = (at..seen.len()).find(|&index| !resolved.known[index]) {
+        let end = (first..seen.len()).find(|&index| resolved.known[index]).unwrap_or(seen.len());
+        let lossy = |index: usize| matches!(seen[index], Seen::Text(text) if text.contains('\u{FFFD}'));
+        let mangled = (first..end).any(|index| lossy(index) || broken(index));
+        let reason = if mangled { Reason::LossyText } else { Reason::PartialUtf8 };
+        let shown: Vec<&str> =
+            (first..end).filter_map(|i| if let Seen::Text(t) = seen[i] { Some(t) } else { None }).collect();
+        let shown = if shown.is_empty() { "nothing".to_owned() } else { excerpt(shown.concat().as_bytes()) };
+        let ways = if choices[first..end].contains(&Choice::None) { "no" } else { "more than one" };
+        let detail = format!("{} tokens show {shown}: {ways} way to spell it", end - first);
+        resolved.find(reason, first, end - first, detail);
+        resolved.unknown.push((first, reason));
+        at = end;
+    }
+}
+
+/// Whether a special token may show nothing: no token list of the trace shows one by its text.
+pub fn hides_specials(trace: &Trace, tokenizer: &Tokenizer) -> bool {
+    let special = |piece: &[u8]| {
+        let id = std::str::from_utf8(piece).ok().and_then(|text| tokenizer.id_of_added(text));
+        id.is_some_and(|id| tokenizer.is_special(id))
+    };
+    let shows = |pieces: &Pieces| (0..pieces.len()).filter_map(|index| pieces.get(index)).any(special);
+    let lists = trace.generations.iter().flat_map(|generation| [&generation.tokens.bytes, &generation.tokens.texts]);
+    !lists.flatten().any(shows)
+}
+
+/// How the bytes of a token were written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// As themselves.
+    Plainly,
+    /// As `\x` escapes.
+    Escaped,
+    /// In the byte-level alphabet.
+    Glyphs,
+}
+
+/// The bytes of token `index` alone, or `None` where the record does not give them.
+pub fn own_bytes<'a>(tokens: &'a Tokens, index: usize, tokenizer: &Tokenizer) -> Option<(Cow<'a, [u8]>, Written)> {
+    const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
+    let has = |bytes: &&[u8]| !bytes.is_empty() && memchr::memmem::find(bytes, REPLACEMENT).is_none();
+    if let Some(bytes) = tokens.bytes.as_ref().and_then(|pieces| pieces.get(index)) {
+        return Some((Cow::Borrowed(bytes), Written::Plainly)).filter(|(bytes, _)| has(&&**bytes));
+    }
+    let shown = tokens.texts.as_ref().and_then(|pieces| pieces.get(index)).filter(has)?;
+    let text = std::str::from_utf8(shown).ok()?;
+    let escaped = escaped_bytes(text).map(|bytes| (Cow::Owned(bytes), Written::Escaped));
+    let glyphs = || glyph_bytes(text, tokenizer).map(|bytes| (Cow::Owned(bytes), Written::Glyphs));
+    Some(escaped.or_else(glyphs).unwrap_or((Cow::Borrowed(shown), Written::Plainly)))
+}
+
+/// `bytes:\xe2\x80` and a token that is nothing but `\x` escapes are bytes, not text.
+fn escaped_bytes(text: &str) -> Option<Vec<u8>> {
+    let escapes = text.strip_prefix("bytes:").unwrap_or(text);
+    if escapes.is_empty() || !escapes.len().is_multiple_of(4) || !escapes.is_ascii() {
+        return None;
+    }
+    let byte = |chunk: &[u8]| {
+        let digits = std::str::from_utf8(chunk.strip_prefix(b"\\x")?).ok()?;
+        u8::from_str_radix(digits, 16).ok()
+    };
+    escapes.as_bytes().chunks(4).map(byte).collect()
+}
+
+/// The byte-level alphabet (`Ġthat`), where the text as it stands is no vocabulary entry.
+fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
+    if text.is_ascii() || tokenizer.id_of_bytes(text.as_bytes()).is_some() {
+        return None;
+    }
+    tokenizer.glyphs_to_bytes(text).filter(|bytes| tokenizer.id_of_bytes(bytes).is_some())
+}
+
+/// The stop token, where the last listed piece is empty and the record says what stopped it.
+fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> Option<u32> {
+    let last = count.checked_sub(1)?;
+    let tokens = &generation.tokens;
+    let piece = |pieces: &Option<Pieces>| pieces.as_ref().and_then(|p| p.get(last)).is_none_or(<[u8]>::is_empty);
+    if !piece(&tokens.bytes) || !piece(&tokens.texts) {
+        return None;
+    }
+    if matches!(generation.finish_reason.as_deref(), None | Some("length" | "abort" | "content_filter")) {
+        return None;
+    }
+    match generation.stop {
+        Stop::Id(id) => tokenizer.token_bytes(id).map(|_| id),
+        Stop::Unsaid => tokenizer.stop_id(),
+        Stop::Text(_) => None,
+    }
+}

@@ -1,0 +1,148 @@
+//! Where the prompt of a generation goes: into the branch that it continues, or into a new one.
+//!
+//! What the record says about the prompt decides: ids, ids behind an earlier turn, plain text, messages, or nothing.
+
+use super::bridge::bridge;
+use super::compare::{Context, compare};
+use super::dates;
+use super::prompt::Text;
+use super::weave::{Loom, Place};
+use crate::drift::Reason;
+use crate::error::Result;
+use crate::template::Rendered;
+use crate::trace::{Generation, Prompt};
+
+/// Tokens on both sides of a difference in which a date is looked for.
+const DATE_WINDOW: usize = 24;
+
+impl Loom<'_> {
+    /// The place of a generation's prompt, and the rendered prompt where the template was asked.
+    pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<String>)> {
+        match &generation.prompt {
+            Prompt::Ids(ids) => {
+                let rendered = self.scaffold.render(self.trace, &generation.context, true).ok();
+                let (text, rendered) = self.classify(turn, generation, ids, rendered)?;
+                Ok((self.place_ids(turn, text), rendered.map(|rendered| rendered.text)))
+            }
+            Prompt::Follows { turn: earlier, ids } => Ok((self.place_after(turn, *earlier, ids), None)),
+            Prompt::Text(text) => {
+                let mut ids = self.tokenizer.prefix_ids(text).to_vec();
+                ids.extend(self.tokenizer.encode(text)?);
+                Ok((self.place_ids(turn, Text::given(&ids)), None))
+            }
+            Prompt::Rendered => {
+                let rendered = self.scaffold.render(self.trace, &generation.context, true)?;
+                self.note_date(turn);
+                let place = self.place_text(turn, generation, &rendered)?;
+                Ok((place, Some(rendered.text)))
+            }
+            Prompt::Unknown => Ok((self.headless(turn, generation, "the prompt is not recorded"), None)),
+        }
+    }
+
+    fn headless(&mut self, turn: usize, generation: &Generation, why: &str) -> Place {
+        let count = generation.tokens.len();
+        self.find(Reason::PromptMismatch, turn, 0, count, format!("{why}; what was sampled is held, not trained"));
+        Place::Headless
+    }
+
+    /// Ids behind the last sampled token of generation `earlier`.
+    fn place_after(&mut self, turn: usize, earlier: u32, ids: &[u32]) -> Place {
+        let end = self.ends.get(earlier as usize).copied().flatten();
+        let Some((at, length)) = end.filter(|_| (earlier as usize) < turn) else {
+            let generation = &self.trace.generations[turn];
+            return self.headless(turn, generation, &format!("the prompt follows turn {earlier}, which is not held"));
+        };
+        let branch = &self.woven.branches[at];
+        if branch.len() == length && !branch.ended {
+            Place::Extend(at, Text::given(ids))
+        } else {
+            Place::Stem(at, length, Text::given(ids))
+        }
+    }
+
+    /// All prompt ids: the longest branch they extend, by named edits at the ends of turns if need be, or a fork.
+    fn place_ids(&mut self, turn: usize, text: Text) -> Place {
+        let branches = &self.woven.branches;
+        let open = |at: &usize| !branches[*at].ended && !branches[*at].headless;
+        let extended = (0..branches.len()).filter(open).filter(|&at| text.ids.starts_with(&branches[at].ids));
+        if let Some(at) = extended.max_by_key(|&at| branches[at].len()) {
+            return Place::Extend(at, text.tail(branches[at].len()));
+        }
+        let bridged = (0..branches.len())
+            .filter(open)
+            .filter_map(|at| bridge(&branches[at], &text.ids, &self.scaffold.closing).map(|found| (at, found)));
+        let Some((at, found)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else { return Place::Fork(text) };
+        let (body, behind) = (branches[at].body, branches[at].turn.iter().rev().copied().find(|&turn| turn >= 0));
+        for (reason, position, detail) in found.edits {
+            // An edit at the end of an earlier turn was reported when that turn was passed.
+            if position >= body {
+                self.find(reason, behind.unwrap_or(turn as i32).max(0) as usize, -1, 1, detail);
+            }
+        }
+        Place::Extend(at, text.tail(found.from))
+    }
+
+    /// Sources of recorded prompt ids: by the render where it gives the same ids.
+    fn classify(
+        &mut self,
+        turn: usize,
+        generation: &Generation,
+        ids: &[u32],
+        rendered: Option<Rendered>,
+    ) -> Result<(Text, Option<Rendered>)> {
+        let Some(rendered) = rendered.filter(|_| !generation.context.is_empty()) else {
+            return Ok((Text::given(ids), None));
+        };
+        let has_system = generation
+            .context
+            .first()
+            .is_some_and(|&first| matches!(self.trace.messages[first as usize].role(), "system" | "developer"));
+        let context = Context { has_system };
+        let compared = compare(ids, self.scaffold.encode(&rendered, 0)?, context, self.tokenizer);
+        let Some((reason, count, detail)) = compared.difference else { return Ok((compared.text, Some(rendered))) };
+        if reason == Reason::PromptMismatch
+            && let Some((day, dated)) = self.as_on_that_day(generation, ids, &rendered)?
+        {
+            let first = compare(ids, self.scaffold.encode(&dated, 0)?, context, self.tokenizer);
+            self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
+            if let Some((reason, count, detail)) = first.difference {
+                self.find(reason, turn, -1, count, detail);
+            }
+            return Ok((first.text, Some(dated)));
+        }
+        self.find(reason, turn, -1, count, detail);
+        Ok((compared.text, Some(rendered)))
+    }
+
+    /// The render with the date that the recorded prompt shows, where the template prints one.
+    fn as_on_that_day(
+        &self,
+        generation: &Generation,
+        ids: &[u32],
+        rendered: &Rendered,
+    ) -> Result<Option<(String, Rendered)>> {
+        if !self.scaffold.prints_date || self.trace.template_kwargs.contains_key("strftime_now") {
+            return Ok(None);
+        }
+        let ours = self.tokenizer.encode(&rendered.text)?;
+        let first = super::branch::common_prefix(&ours, ids);
+        let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
+        let shown = super::resolve::spell_all(window, self.tokenizer);
+        let Some(day) = dates::find(&String::from_utf8_lossy(&shown)) else { return Ok(None) };
+        let dated = self.scaffold.render_on(self.trace, &generation.context, true, Some(&day))?;
+        let closer = super::branch::common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
+        Ok(closer.then_some((day, dated)))
+    }
+
+    /// Says once that a rendered prompt holds the date of today.
+    fn note_date(&mut self, turn: usize) {
+        let kwargs = &self.trace.template_kwargs;
+        let pinned = kwargs.contains_key("strftime_now") || kwargs.contains_key("date_string");
+        if self.scaffold.prints_date && !pinned && !self.dated {
+            self.dated = true;
+            let detail = "the template prints the date, and the record does not say which it was".to_owned();
+            self.find(Reason::DateInjected, turn, -1, 0, detail);
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Recorded tokens to ids alone, without templates and branches: what a record determines, and what not.
+
+use super::{pieces, resolve};
+use crate::tokenizer::Tokenizer;
+use crate::trace::Trace;
+use rayon::prelude::*;
+use serde_json::Value;
+use std::cell::OnceCell;
+use std::sync::Arc;
+
+/// The sampled tokens of G generations, end to end; shapes as in Python's `Recovered`.
+#[derive(Debug, Default)]
+#[allow(missing_docs, reason = "documented once, at Recovered in Python")]
+pub struct Recovered {
+    pub ids: Vec<i32>,
+    pub tier: Vec<u8>,
+    pub logprobs: Vec<f32>,
+    pub cu_tokens: Vec<i64>,
+    pub trace: Vec<i32>,
+    pub turn: Vec<i32>,
+    pub reason: Vec<u8>,
+}
+
+/// The ids that each generation's record determines; -1 for every other.
+pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
+    let parts: Vec<Recovered> = traces.par_iter().map(|trace| recover_one(trace, tokenizer)).collect();
+    let mut all = Recovered { cu_tokens: vec![0], ..Recovered::default() };
+    for (row, part) in parts.into_iter().enumerate() {
+        let base = all.ids.len() as i64;
+        all.cu_tokens.extend(part.cu_tokens.iter().map(|end| base + end));
+        all.trace.extend(std::iter::repeat_n(row as i32, part.turn.len()));
+        all.ids.extend(part.ids);
+        all.tier.extend(part.tier);
+        all.logprobs.extend(part.logprobs);
+        all.turn.extend(part.turn);
+        all.reason.extend(part.reason);
+    }
+    all
+}
+
+fn recover_one(trace: &Trace, tokenizer: &Tokenizer) -> Recovered {
+    let mut found = Recovered::default();
+    let hides = OnceCell::new();
+    for (turn, generation) in trace.generations.iter().enumerate() {
+        let message = trace.messages.get(generation.message as usize).map(|message| &message.value);
+        let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
+        let hides = || *hides.get_or_init(|| pieces::hides_specials(trace, tokenizer));
+        let resolved = resolve::resolve(generation, content, tokenizer, &hides);
+        if !resolved.foreign {
+            for (index, &id) in resolved.ids.iter().enumerate() {
+                let known = resolved.known[index];
+                found.ids.push(if known { id as i32 } else { -1 });
+                found.reason.push(if known { 0 } else { resolved.why_unknown(index) as u8 });
+            }
+            found.tier.extend_from_slice(&resolved.tiers);
+            found.logprobs.extend_from_slice(&resolved.logprobs);
+        }
+        found.cu_tokens.push(found.ids.len() as i64);
+        found.turn.push(turn as i32);
+    }
+    found
+}

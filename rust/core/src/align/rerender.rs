@@ -1,0 +1,246 @@
+//! Align mode: the ids are those of the rendered conversation, and each recorded token lends its logprob to the rendered
+//! token that spells the same bytes.
+//!
+//! For trainers that insist on re-rendered ids. A rendered token that is several recorded ones, a part of one, or across
+//! two, has no logprob of its own and is masked; everything behind the first such token of a turn was sampled after
+//! other ids, and is masked too where `strict` asks for it.
+
+use super::branch::{Branch, Sampling};
+use super::diff;
+use super::prompt::{Text, source};
+use super::resolve::{self, Resolved, excerpt, tier};
+use super::weave::{Loom, Woven};
+use super::{Merge, body};
+use crate::drift::Reason;
+use crate::error::Result;
+use crate::template::Rendered;
+use crate::trace::Generation;
+use serde_json::Value;
+
+/// A turn in the rendered text: its body, in bytes.
+struct Span {
+    start: usize,
+    end: usize,
+}
+
+/// One token of the branch that `lend` decides about.
+#[derive(Clone, Copy)]
+struct Lent {
+    logprob: f32,
+    level: u8,
+    term: bool,
+}
+
+impl Loom<'_> {
+    /// One branch for each conversation that no later call continues.
+    pub fn rerender(mut self) -> Result<Woven> {
+        let generations = &self.trace.generations;
+        let path = |generation: &Generation| {
+            let mut path = generation.context.clone();
+            path.push(generation.message);
+            path
+        };
+        let mut held = vec![false; generations.len()];
+        for turn in 0..generations.len() {
+            let whole = path(&generations[turn]);
+            let goes_on = generations[turn + 1..].iter().any(|later| later.context.starts_with(&whole));
+            if goes_on {
+                continue;
+            }
+            let rendered = self.scaffold.render(self.trace, &whole, false);
+            let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
+            let text = self.scaffold.encode(&rendered, 0)?;
+            let (_, ends) = self.tokenizer.encode_with_ends(&rendered.text)?;
+            let mut branch = Branch::default();
+            branch.give(&text);
+            for earlier in 0..=turn {
+                if whole.starts_with(&path(&generations[earlier])) {
+                    let own = !std::mem::replace(&mut held[earlier], true);
+                    self.lend_turn(earlier, own, (&rendered, &text, &ends), &mut branch)?;
+                }
+            }
+            self.woven.branches.push(branch);
+        }
+        Ok(self.woven)
+    }
+
+    /// Puts the numbers of generation `turn` on the tokens that show it; `own` where it is trained in this branch.
+    fn lend_turn(
+        &mut self,
+        turn: usize,
+        own: bool,
+        (rendered, text, ends): (&Rendered, &Text, &[u32]),
+        branch: &mut Branch,
+    ) -> Result<()> {
+        let generation = &self.trace.generations[turn];
+        let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
+        let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
+        let mut resolved = resolve::resolve(generation, content, self.tokenizer, &|| self.hides_specials());
+        if own {
+            self.woven.recorded += generation.tokens.len() as u64;
+            resolved.findings.iter_mut().for_each(|finding| finding.turn = turn as i32);
+            self.woven.findings.append(&mut resolved.findings);
+        }
+        if resolved.foreign || resolved.ids.is_empty() {
+            return Ok(());
+        }
+        let Some(span) = self.span_of(generation, rendered)? else {
+            if own {
+                let detail = "the rendered conversation does not show this turn behind its prompt".to_owned();
+                self.find(Reason::PrefixNotExtended, turn, 0, resolved.ids.len(), detail);
+            }
+            return Ok(());
+        };
+        let lent = self.lend(turn, own, &resolved, &span, (rendered, text, ends), message);
+        let sampling = self.sampling(turn, generation);
+        for (at, lent) in lent {
+            self.woven.exact += u64::from(own && lent.term && !lent.logprob.is_nan());
+            put(branch, at, lent, own, sampling);
+        }
+        Ok(())
+    }
+
+    /// Where the rendered text shows the body of a generation.
+    fn span_of(&self, generation: &Generation, rendered: &Rendered) -> Result<Option<Span>> {
+        let prompt = self.scaffold.render(self.trace, &generation.context, true)?.text;
+        if !rendered.text.starts_with(&prompt) {
+            return Ok(None);
+        }
+        let index = generation.context.len() as u32;
+        let spans = rendered.spans.iter().filter(|span| span.message == index && span.start >= prompt.len());
+        let last = spans.map(|span| span.end).max().unwrap_or(prompt.len());
+        let closer = self.scaffold.closer.as_str();
+        let end = if closer.is_empty() { None } else { rendered.text[last..].find(closer).map(|at| last + at) };
+        Ok(Some(Span { start: prompt.len(), end: end.unwrap_or(rendered.text.len()) }))
+    }
+
+    /// For each rendered token of the turn what it is lent: its place in the branch, and the numbers.
+    fn lend(
+        &mut self,
+        turn: usize,
+        own: bool,
+        resolved: &Resolved,
+        span: &Span,
+        (rendered, text, ends): (&Rendered, &Text, &[u32]),
+        message: Option<&Value>,
+    ) -> Vec<(usize, Lent)> {
+        let stop = resolved
+            .ids
+            .len()
+            .checked_sub(1)
+            .filter(|&last| resolved.known[last] && self.tokenizer.is_special(resolved.ids[last]));
+        let known = resolved.known.iter().take_while(|known| **known).count().min(stop.unwrap_or(usize::MAX));
+        let spelled = resolve::spell_all(&resolved.ids[..known], self.tokenizer);
+        let body = &rendered.text[span.start..span.end];
+        let starts = starts_in(&spelled, body.as_bytes(), &resolved.ids[..known], self.tokenizer);
+        let first = ends.partition_point(|&end| end as usize <= span.start);
+        let mut lent = Vec::new();
+        let (mut exact, mut clean, mut masked) = (0, true, 0);
+        let mut at = first;
+        while at < ends.len() && (ends[at] as usize) <= span.end {
+            let from = if at == 0 { 0 } else { ends[at - 1] as usize };
+            let found = self.one(resolved, &starts, (from, ends[at] as usize, span.start), text.ids[at]);
+            let same = found.is_some_and(|found| found.1);
+            clean &= same;
+            exact += usize::from(clean);
+            match found {
+                Some((one, _)) if clean || !self.options.strict => lent.push((at, one)),
+                _ => masked += 1,
+            }
+            at += 1;
+        }
+        if let Some(stop) = stop.filter(|_| known == stop.unwrap_or(0) && (clean || !self.options.strict)) {
+            if text.ids.get(at) == Some(&resolved.ids[stop]) {
+                let (logprob, level) = (resolved.logprobs[stop], resolved.tiers[stop]);
+                lent.push((at, Lent { logprob, level, term: true }));
+            } else if own {
+                let detail = format!("sampled stop token {}, the template closes otherwise", resolved.ids[stop]);
+                self.find(Reason::StopTokenDiffers, turn, stop as i32, 1, detail);
+            }
+        }
+        if own && masked > 0 {
+            self.note_masked(turn, (exact, masked), &spelled, body, message);
+        }
+        lent
+    }
+
+    fn note_masked(
+        &mut self,
+        turn: usize,
+        (exact, masked): (usize, usize),
+        spelled: &[u8],
+        body: &str,
+        message: Option<&Value>,
+    ) {
+        let shown = format!("sampled {}, rendered {}", excerpt(spelled), excerpt(body.as_bytes()));
+        let detail = format!("{masked} rendered tokens masked, exact_prefix_len {exact}; {shown}");
+        if spelled == body.as_bytes() {
+            return self.find(Reason::NoncanonicalBpe, turn, exact as i32, masked, detail);
+        }
+        let difference = body::difference(spelled, spelled, body, message.unwrap_or(&Value::Null));
+        for &reason in difference.reasons {
+            self.find(reason, turn, exact as i32, masked, detail.clone());
+        }
+    }
+
+    /// What the rendered token over bytes `from..end` is lent, and whether it is the sampled token itself.
+    fn one(
+        &self,
+        resolved: &Resolved,
+        starts: &[(usize, usize, usize)],
+        (from, end, body): (usize, usize, usize),
+        id: u32,
+    ) -> Option<(Lent, bool)> {
+        let (from, end) = (from.checked_sub(body)?, end - body);
+        let first = starts.binary_search_by_key(&from, |(start, _, _)| *start).ok()?;
+        let behind = starts[first..].iter().take_while(|(_, last, _)| *last <= end).count();
+        let run = &starts[first..first + behind];
+        let joined = run.windows(2).all(|pair| pair[0].1 == pair[1].0 && pair[0].2 + 1 == pair[1].2);
+        if run.last()?.1 != end || !joined {
+            return None;
+        }
+        let token = run[0].2;
+        if run.len() == 1 {
+            let same = resolved.ids[token] == id;
+            let lent = Lent { logprob: resolved.logprobs[token], level: resolved.tiers[token], term: true };
+            return same.then_some((lent, true));
+        }
+        let sum = || run.iter().map(|(_, _, token)| resolved.logprobs[*token]).sum();
+        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: tier::ASSUMED, term: true }, false))
+    }
+}
+
+/// Start, end and index of the recorded tokens whose bytes stand in `body`, in its bytes.
+fn starts_in(
+    spelled: &[u8],
+    body: &[u8],
+    ids: &[u32],
+    tokenizer: &crate::tokenizer::Tokenizer,
+) -> Vec<(usize, usize, usize)> {
+    let same = diff::same(spelled, body);
+    let mut parts = same.iter().peekable();
+    let mut found = Vec::new();
+    let mut at = 0;
+    for (index, &id) in ids.iter().enumerate() {
+        let end = at + tokenizer.token_bytes(id).map_or(0, <[u8]>::len);
+        while parts.peek().is_some_and(|part| part.left + part.length < end) {
+            parts.next();
+        }
+        if let Some(part) = parts.peek().filter(|part| part.left <= at && end > at) {
+            found.push((part.right + at - part.left, part.right + end - part.left, index));
+        }
+        at = end;
+    }
+    found
+}
+
+/// Writes what token `at` of the branch is lent.
+fn put(branch: &mut Branch, at: usize, lent: Lent, own: bool, sampling: Sampling) {
+    branch.source[at] = source::SAMPLED;
+    branch.trainable[at] = own && lent.term;
+    branch.logprobs[at] = if own { lent.logprob } else { f32::NAN };
+    branch.turn[at] = sampling.turn;
+    branch.version[at] = sampling.version;
+    branch.tier[at] = lent.level;
+    branch.inv_temperature[at] = sampling.inv_temperature;
+}

@@ -1,0 +1,196 @@
+//! What was drawn, at the end of its branch: tokens with their logprobs, or text where the record has no tokens.
+//!
+//! Tokens behind a stop string are left out, an id that cannot be known ends the branch, and both are counted.
+
+use super::branch::Sampling;
+use super::resolve::{self, Resolved, tier};
+use super::stop::{self, Overrun};
+use super::weave::Loom;
+use crate::drift::Reason;
+use crate::error::Result;
+use crate::trace::{Generation, Prompt, Stop, VersionSpan};
+use serde_json::Value;
+
+impl Loom<'_> {
+    pub fn add_sampled(&mut self, turn: usize, generation: &Generation, at: usize) -> Result<()> {
+        let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
+        let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
+        let mut resolved = resolve::resolve(generation, content, self.tokenizer, &|| self.hides_specials());
+        for finding in &mut resolved.findings {
+            finding.turn = turn as i32;
+        }
+        self.woven.findings.append(&mut resolved.findings);
+        self.woven.recorded += generation.tokens.len() as u64;
+        let sampling = self.sampling(turn, generation);
+        let branch = &mut self.woven.branches[at];
+        branch.cut = generation.finish_reason.as_deref() == Some("length");
+        branch.overrun = false;
+        if resolved.ids.is_empty() || resolved.foreign {
+            return self.add_text(turn, generation, at, resolved.foreign, sampling);
+        }
+        self.check_sum(turn, generation, &resolved);
+        let overrun = stop::overrun(generation, content, &resolved, self.tokenizer);
+        let end = self.note_overrun(turn, &resolved, overrun);
+        self.woven.branches[at].overrun = overrun.is_some();
+        self.add_tokens(turn, generation, (&resolved, end), at, sampling)?;
+        let said_stop = matches!(generation.finish_reason.as_deref(), Some("stop" | "tool_calls"));
+        let branch = &self.woven.branches[at];
+        let by_text = matches!(generation.stop, Stop::Text(_)) || branch.overrun;
+        if said_stop && !branch.stopped && !branch.ended && !by_text {
+            let detail = "the record says the turn stopped but lists no stop token".to_owned();
+            self.find(Reason::EosMissingInRecord, turn, -1, 1, detail);
+        }
+        Ok(())
+    }
+
+    /// Compares the sum of the logprobs with the server's own. Recorders round to six digits or to f16 on the way.
+    fn check_sum(&mut self, turn: usize, generation: &Generation, resolved: &Resolved) {
+        let Some(said) = generation.cumulative_logprob else { return };
+        let sum: f64 = resolved.logprobs.iter().map(|&logprob| f64::from(logprob)).sum();
+        if (sum - said).abs() > 1e-3 + 1e-4 * said.abs() {
+            let count = resolved.logprobs.len();
+            let detail = format!("the logprobs sum to {sum:.6}, the record's cumulative logprob is {said:.6}");
+            self.find(Reason::InvalidLogprob, turn, 0, count, detail);
+        }
+    }
+
+    /// Names what goes past a stop string; one past the last token that belongs to the turn.
+    fn note_overrun(&mut self, turn: usize, resolved: &Resolved, overrun: Option<Overrun>) -> usize {
+        let count = resolved.ids.len();
+        let Some(Overrun { end, partial }) = overrun else { return count };
+        if partial {
+            let detail = "the stop string begins inside this token; it is kept whole".to_owned();
+            self.find(Reason::StopStringTruncated, turn, end as i32 - 1, 1, detail);
+        }
+        if end < count {
+            let detail = format!("{} tokens stand behind the stop string; they are left out", count - end);
+            self.find(Reason::StopStringTruncated, turn, end as i32, count - end, detail);
+        }
+        end
+    }
+
+    /// Appends the first `end` tokens.
+    fn add_tokens(
+        &mut self,
+        turn: usize,
+        generation: &Generation,
+        (resolved, end): (&Resolved, usize),
+        at: usize,
+        sampling: Sampling,
+    ) -> Result<()> {
+        let branch = &mut self.woven.branches[at];
+        let mut index = 0;
+        while index < end {
+            if resolved.known[index] {
+                let (id, logprob) = (resolved.ids[index], resolved.logprobs[index]);
+                let sampling = Sampling { version: version_at(generation, index), ..sampling };
+                branch.sample(id, logprob, resolved.tiers[index], true, sampling);
+                self.woven.exact += u64::from(!logprob.is_nan());
+                index += 1;
+                continue;
+            }
+            let run = resolved.runs.iter().find(|run| run.0 == index);
+            let run = run.filter(|_| self.options.lenient || self.options.assume_canonical);
+            let Some((_, behind, bytes)) = run else { break };
+            let canonical = self.tokenizer.encode(&String::from_utf8_lossy(bytes))?;
+            let counted = self.options.assume_canonical && canonical.len() == behind - index;
+            if !counted && !self.options.lenient {
+                break;
+            }
+            for (offset, id) in canonical.into_iter().enumerate() {
+                let logprob = if counted { resolved.logprobs[index + offset] } else { f32::NAN };
+                let level = if counted { tier::ASSUMED } else { tier::TEXT };
+                branch.sample(id, logprob, level, counted, sampling);
+            }
+            index = *behind;
+        }
+        let last = branch.ids.last().copied();
+        branch.stopped = index == resolved.ids.len() && last.is_some_and(|id| self.tokenizer.is_special(id));
+        if index < end {
+            branch.ended = true;
+            let detail = format!("the id of token {index} cannot be known; {} tokens are left out", end - index);
+            self.find(resolved.why_unknown(index), turn, index as i32, end - index, detail);
+        }
+        Ok(())
+    }
+
+    /// Logprobs without tokens (T4, T5) where the count fits the canonical tokenization, or text alone (T6).
+    fn add_text(
+        &mut self,
+        turn: usize,
+        generation: &Generation,
+        at: usize,
+        foreign: bool,
+        sampling: Sampling,
+    ) -> Result<()> {
+        let Some(body) = self.body(generation, at)? else {
+            self.woven.branches[at].ended = true;
+            if !generation.tokens.is_empty() || generation.text.is_some() {
+                let detail = "the template does not show the body of this turn after its prompt".to_owned();
+                self.find(Reason::PrefixNotExtended, turn, -1, 0, detail);
+            }
+            return Ok(());
+        };
+        let mut ids = self.tokenizer.encode(&body)?;
+        if resolve::spell_all(&ids, self.tokenizer) != body.as_bytes() {
+            let detail = "the tokenizer changes the text before it cuts it".to_owned();
+            self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
+        }
+        let closing = self.scaffold.closing.token.filter(|_| !self.woven.branches[at].cut);
+        let logprobs = generation.tokens.logprobs.as_deref().filter(|_| !foreign).unwrap_or_default();
+        let counted = logprobs.len() == ids.len() || logprobs.len() == ids.len() + usize::from(closing.is_some());
+        let level = match counted && !logprobs.is_empty() {
+            true if generation.text.is_some() => tier::ASSUMED,
+            true => tier::COUNT,
+            false => tier::TEXT_ONLY,
+        };
+        if level == tier::TEXT_ONLY || logprobs.len() > ids.len() {
+            ids.extend(closing);
+        }
+        if level == tier::TEXT_ONLY && !logprobs.is_empty() {
+            let detail = format!("{} logprobs without text, the text has {} tokens", logprobs.len(), ids.len());
+            self.find(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
+        }
+        if generation.tokens.is_empty() || foreign {
+            self.woven.recorded += if foreign { 0 } else { ids.len() as u64 };
+        }
+        let trained = match level {
+            tier::COUNT => true,
+            tier::ASSUMED => self.options.assume_canonical,
+            _ => self.options.text_only,
+        };
+        let branch = &mut self.woven.branches[at];
+        branch.stopped = ids.last().copied() == closing && closing.is_some();
+        for (index, id) in ids.into_iter().enumerate() {
+            let logprob = if level == tier::TEXT_ONLY { f32::NAN } else { logprobs[index] };
+            let sampling = Sampling { version: version_at(generation, index), ..sampling };
+            branch.sample(id, logprob, level, trained, sampling);
+        }
+        Ok(())
+    }
+
+    /// The text that was sampled: as recorded, else as the template writes it, else the message's content.
+    fn body(&self, generation: &Generation, at: usize) -> Result<Option<String>> {
+        if generation.text.is_some() || self.trace.messages.is_empty() {
+            return Ok(generation.text.clone());
+        }
+        let prompt = &self.woven.branches[at].prompt;
+        if !prompt.is_empty() {
+            return self.scaffold.body(self.trace, &generation.context, generation.message, prompt);
+        }
+        if matches!(generation.prompt, Prompt::Rendered) {
+            return Ok(None);
+        }
+        let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
+        Ok(message.and_then(|message| message.get("content")?.as_str()).map(str::to_owned))
+    }
+}
+
+/// The policy version of sampled token `index`.
+fn version_at(generation: &Generation, index: usize) -> i32 {
+    if generation.versions.is_empty() {
+        return generation.policy_version;
+    }
+    let holds = |span: &&VersionSpan| (span.start as usize..span.end as usize).contains(&index);
+    generation.versions.iter().find(holds).map_or(generation.policy_version, |span| span.version)
+}

@@ -1,0 +1,147 @@
+//! Whole traces through `align`, built by hand: what no reader of this crate's own formats can say yet.
+
+use super::{Aligned, NO_VALUE, Options, Reason, align};
+use crate::error::Location;
+use crate::tokenizer::Tokenizer;
+use crate::trace::{Extra, ExtraStart, Generation, Message, Note, Prompt, Tokens, Trace, VersionSpan};
+use serde_json::{Map, json};
+use std::path::Path;
+use std::sync::Arc;
+
+fn tokenizer() -> Tokenizer {
+    Tokenizer::from_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model")).unwrap()
+}
+
+fn sampled(ids: &[u32], prompt: Prompt) -> Generation {
+    let logprobs = Some(vec![-0.5; ids.len()]);
+    let tokens = Tokens { ids: Some(ids.to_vec()), logprobs, ..Tokens::default() };
+    Generation { tokens, prompt, finish_reason: Some("length".into()), ..Generation::default() }
+}
+
+/// A trace of these generations over one assistant message.
+fn trace(generations: Vec<Generation>) -> Vec<Arc<Trace>> {
+    let messages = vec![Message { value: json!({"role": "assistant"}), reward: None }];
+    vec![Arc::new(Trace {
+        id: "t".into(),
+        location: Location::default(),
+        group: None,
+        reward: Some(1.0),
+        rewards: Vec::new(),
+        messages,
+        generations,
+        conversation: vec![0],
+        tools: None,
+        template_kwargs: Map::new(),
+        model: None,
+        record: Arc::from(&b"{}"[..]),
+    })]
+}
+
+fn aligned(generations: Vec<Generation>) -> Aligned {
+    align(&trace(generations), &tokenizer(), Options::default()).unwrap()
+}
+
+fn reasons(aligned: &Aligned) -> Vec<Reason> {
+    aligned.drift.iter().map(|finding| finding.reason).collect()
+}
+
+#[test]
+fn case_61_a_policy_that_changed_inside_a_turn_is_told_token_by_token() {
+    let mut generation = sampled(&[10, 11, 12, 13], Prompt::Ids(vec![5]));
+    generation.policy_version = 3;
+    generation.versions =
+        vec![VersionSpan { start: 0, end: 2, version: 7 }, VersionSpan { start: 2, end: 3, version: 8 }];
+    assert_eq!(aligned(vec![generation]).version, [-1, 7, 7, 8, 3]);
+}
+
+#[test]
+fn text_sent_without_a_template_is_given_and_a_turn_behind_it_goes_on() {
+    let tokenizer = tokenizer();
+    let words = tokenizer.encode("price of two").unwrap();
+    let first = sampled(&[10, 11], Prompt::Text("price of two".into()));
+    let second = sampled(&[12], Prompt::Follows { turn: 0, ids: vec![20, 21] });
+    let found = aligned(vec![first, second]);
+    assert_eq!(found.cu_seqlens.len(), 2);
+    let expected: Vec<i32> = words.iter().map(|&id| id as i32).chain([10, 11, 20, 21, 12]).collect();
+    assert_eq!(found.ids, expected);
+    assert_eq!(found.trainable.iter().filter(|&&term| term).count(), 3);
+    assert!(found.drift.is_empty());
+}
+
+#[test]
+fn two_turns_behind_the_same_one_are_two_branches_and_the_shared_event_is_one_term() {
+    let first = sampled(&[10, 11], Prompt::Ids(vec![5]));
+    let follow = |id: u32| sampled(&[id], Prompt::Follows { turn: 0, ids: vec![20] });
+    let found = aligned(vec![first, follow(12), follow(13)]);
+    assert_eq!(found.ids, [5, 10, 11, 20, 12, 5, 10, 11, 20, 13]);
+    assert_eq!(found.cu_seqlens, [0, 5, 10]);
+    let terms: Vec<usize> = (0..10).filter(|&at| found.trainable[at]).collect();
+    assert_eq!(terms, [1, 2, 4, 9]);
+    assert_eq!(found.source[6..8], [2, 2]);
+    assert_eq!(reasons(&found), [Reason::PrefixNotExtended]);
+}
+
+#[test]
+fn a_turn_whose_prompt_is_not_recorded_is_held_and_not_trained() {
+    let found =
+        aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Follows { turn: 0, ids: vec![9] })]);
+    assert_eq!(found.ids, [10, 11, 9, 12]);
+    assert_eq!(found.trainable, [false; 4]);
+    assert_eq!(found.source, [2, 2, 0, 2]);
+    assert_eq!(reasons(&found), [Reason::PromptMismatch]);
+    let ahead = aligned(vec![sampled(&[12], Prompt::Follows { turn: 4, ids: vec![9] })]);
+    assert_eq!((ahead.trainable.as_slice(), reasons(&ahead).as_slice()), (&[false][..], &[Reason::PromptMismatch][..]));
+}
+
+#[test]
+fn what_the_reader_noticed_is_passed_on() {
+    let mut generation = sampled(&[10], Prompt::Ids(vec![5]));
+    generation.notes = vec![Note { reason: Reason::StreamIncomplete, count: 3, detail: "3 chunks are missing".into() }];
+    let found = aligned(vec![generation]);
+    assert_eq!(reasons(&found), [Reason::StreamIncomplete]);
+    assert_eq!(found.drift[0].count, 3);
+}
+
+#[test]
+fn extras_stand_beside_their_tokens_and_those_without_have_none() {
+    // Two experts for each of prompt and sampled tokens but the last; masks of unlike length for the sampled ones.
+    let experts = |rows: u32, base: i32| Extra {
+        name: "routed_experts",
+        first: ExtraStart::Prompt,
+        shape: vec![2],
+        ends: (1..=rows).map(|row| 2 * row).collect(),
+        values: (0..2 * rows as i32).map(|value| base + value).collect(),
+    };
+    let mask = Extra {
+        name: "sampling_mask",
+        first: ExtraStart::Sampled,
+        shape: Vec::new(),
+        ends: vec![2, 3],
+        values: vec![5, 9, 6],
+    };
+    let mut first = sampled(&[10, 11], Prompt::Ids(vec![5, 6]));
+    first.extras = vec![experts(3, 0), mask];
+    let mut second = sampled(&[12], Prompt::Ids(vec![5, 6, 10, 11, 20]));
+    second.extras = vec![experts(5, 100)];
+    let found = aligned(vec![first, second]);
+    let [routed, masks] = found.extras.as_slice() else { panic!("two columns") };
+    assert_eq!((routed.name, masks.name), ("routed_experts", "sampling_mask"));
+    // Tokens 0 to 2 keep the rows of the first call, 3 and 4 get those of the second, 5 has none.
+    assert_eq!(routed.values, [0, 1, 2, 3, 4, 5, 106, 107, 108, 109, NO_VALUE, NO_VALUE]);
+    assert_eq!(masks.offsets, [0, 0, 0, 2, 3, 3, 3]);
+    assert_eq!(masks.values, [5, 9, 6]);
+}
+
+#[test]
+fn what_is_aligned_does_not_depend_on_the_number_of_threads() {
+    let first = || sampled(&[10, 11], Prompt::Ids(vec![5]));
+    let traces: Vec<_> =
+        (0..32).flat_map(|k| trace(vec![first(), sampled(&[k], Prompt::Follows { turn: 0, ids: vec![k] })])).collect();
+    let tokenizer = tokenizer();
+    let on = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let found = pool.install(|| align(&traces, &tokenizer, Options::default()).unwrap());
+        (found.ids, found.trainable, found.cu_seqlens, found.trace)
+    };
+    assert_eq!(on(1), on(2));
+}

@@ -1,0 +1,26 @@
+//! Names of the accepted forms, and the sign by which each is known.
+//!
+//! The OpenAI-shaped ones stand here; every producer's own stands in its file under `server` or `dump`.
+
+/// One accepted form of a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Form {
+    /// Its name, as `format=` takes it and reports count by it.
+    pub name: &'static str,
+    /// What in the record says so.
+    pub sign: &'static str,
+}
+
+/// `{"format": "tracegrad/1", "messages": [...]}`
+pub(super) const NATIVE: Form = Form { name: "tracegrad/1", sign: "`format` is tracegrad/1" };
+/// `{"messages": [...]}`
+pub(super) const CHAT: Form = Form { name: "chat", sign: "it has `messages`" };
+/// `{"calls": [{"request", "response"}, ...]}`
+pub(super) const CALLS: Form = Form { name: "calls", sign: "it has `calls`" };
+/// `{"request", "response"}`
+pub(super) const CALL: Form = Form { name: "call", sign: "it has `request` and `response`" };
+/// `{"choices": [...], "prompt_token_ids": [...]}`
+pub(super) const RESPONSE: Form = Form { name: "response", sign: "it has `choices` with a `message`" };
+
+/// The OpenAI-shaped forms.
+pub(super) const SHAPED: [Form; 5] = [NATIVE, CHAT, CALLS, CALL, RESPONSE];

@@ -1,0 +1,112 @@
+//! The fast road into a record: a scanner of the layouts that producers write, in front of the generic parser.
+//!
+//! It gives the same `Object` as the generic parser or gives up (`None`) at the first byte it does not know: odd escapes,
+//! bare NaN, deep nesting, values of another type. Then the generic parser reads the record again and says what is wrong.
+//! The law `Some(x) == generic(x)` is fuzzed in the tests.
+
+mod cursor;
+mod entries;
+mod number;
+#[cfg(test)]
+mod tests;
+mod value;
+
+use super::logprobs::Logprobs;
+use super::numbers::PieceList;
+use super::object::{Kind, Node, Object, Slot};
+use cursor::Cursor;
+use serde::Deserialize;
+use serde::de::DeserializeSeed;
+
+/// The record as an object, or `None` where the generic parser has to look.
+pub(super) fn record(text: &str) -> Option<Object> {
+    let mut cursor = Cursor::new(text);
+    cursor.blank();
+    let object = cursor.object(Kind::Record)?;
+    cursor.blank();
+    cursor.at_end().then_some(*object)
+}
+
+impl<'a> Cursor<'a> {
+    /// An object whose keys mean what `kind` says.
+    fn object(&mut self, kind: Kind) -> Option<Box<Object>> {
+        let mut object = Box::<Object>::default();
+        self.open(b'{')?;
+        let mut more = !self.closes(b'}');
+        while more {
+            let key = self.key()?;
+            match kind.slot(&key) {
+                Slot::Logprobs => object.numbers.logprobs = self.logprobs()?.0,
+                Slot::TokenIds if self.null().is_some() => object.numbers.token_ids = None,
+                Slot::TokenIds => object.numbers.token_ids = Some(self.ids()?),
+                Slot::PromptIds if self.null().is_some() => object.numbers.prompt_token_ids = None,
+                Slot::PromptIds => object.numbers.prompt_token_ids = Some(self.ids()?),
+                Slot::Texts => object.numbers.texts = self.generic(|json| PieceList::Texts.deserialize(json))?,
+                Slot::Bytes => object.numbers.bytes = self.generic(|json| PieceList::Bytes.deserialize(json))?,
+                Slot::Nested(name, kind) => {
+                    let node = self.node(kind)?;
+                    object.put(name, node);
+                }
+                Slot::Keep => {
+                    let value = self.value()?;
+                    object.fields.insert(key.into_owned(), value);
+                }
+                Slot::Sign => {
+                    self.skip()?;
+                    object.signed = true;
+                }
+                Slot::Skip => self.skip()?,
+            }
+            more = self.continues(b'}')?;
+        }
+        self.close();
+        Some(object)
+    }
+
+    fn node(&mut self, kind: Kind) -> Option<Node> {
+        match self.peek() {
+            b'{' => self.object(kind).map(Node::Object),
+            b'[' => {
+                let mut nodes = Vec::new();
+                self.open(b'[')?;
+                let mut more = !self.closes(b']');
+                while more {
+                    nodes.push(self.node(kind)?);
+                    more = self.continues(b']')?;
+                }
+                self.close();
+                Some(Node::List(nodes))
+            }
+            _ => self.value().map(Node::Other),
+        }
+    }
+
+    fn ids(&mut self) -> Option<Vec<u32>> {
+        let mut ids = Vec::new();
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            ids.push(self.id()?);
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(ids)
+    }
+
+    fn logprobs(&mut self) -> Option<Logprobs> {
+        let start = self.place();
+        self.known_logprobs().or_else(|| {
+            self.rewind(start);
+            self.generic(|json| Logprobs::deserialize(json))
+        })
+    }
+
+    /// Reads the next value by the generic parser.
+    fn generic<T>(
+        &mut self,
+        read: impl FnOnce(&mut serde_json::Deserializer<serde_json::de::StrRead<'a>>) -> serde_json::Result<T>,
+    ) -> Option<T> {
+        let text = self.skipped()?;
+        read(&mut serde_json::Deserializer::from_str(text)).ok()
+    }
+}

@@ -1,0 +1,156 @@
+use super::super::object::{Node, Record};
+use super::record;
+use proptest::prelude::*;
+use serde_json::json;
+
+/// What the generic parser makes of a text, for comparison.
+fn generic(text: &str) -> Option<String> {
+    match serde_json::from_str::<Record>(text).ok()?.0 {
+        Node::Object(object) => Some(format!("{object:?}")),
+        _ => None,
+    }
+}
+
+/// Checks the law; whether the scanner knew the text.
+fn same(text: &str) -> bool {
+    let scanned = record(text).map(|object| format!("{object:?}"));
+    if let Some(scanned) = &scanned {
+        assert_eq!(Some(scanned), generic(text).as_ref(), "{text}");
+    }
+    scanned.is_some()
+}
+
+const CALL: &str = r#"{"id": "a", "reward": 1.0, "calls": [{"request": {"model": "m", "messages": [{"role": "user",
+    "content": "2+2? \u00e9 \ud83d\ude0a \"x\" \\ \/ \n"}], "temperature": 0.7, "tools": [{"a": [1, -2, 3.5, 1e3, true, null]}]},
+    "response": {"prompt_token_ids": [1, 2147483647, 0], "choices": [{"index": 0, "message": {"role": "assistant", "content": "4"},
+    "logprobs": {"content": [{"token": "4", "logprob": -0.9253435134887695, "bytes": [52], "top_logprobs": [{"token": "4",
+    "logprob": -0.9253435134887695, "bytes": [52]}]}, {"token": "\ud83d\ude0a", "logprob": -0.0, "bytes": null, "token_id": 7},
+    {"logprob": null, "token": null, "bytes": []}], "refusal": null}, "token_ids": [52, 151645, 3]}]}}]}"#;
+
+#[test]
+fn a_call_log_is_known_whole() {
+    assert!(same(CALL));
+    assert!(same(&CALL.replace(['\n', ' '], "")));
+    let pretty: serde_json::Value = serde_json::from_str(CALL).unwrap();
+    assert!(same(&serde_json::to_string_pretty(&pretty).unwrap()));
+}
+
+#[test]
+fn every_prefix_and_every_changed_byte_gives_what_the_generic_parser_gives() {
+    let compact = CALL.replace(['\n', ' '], "");
+    for end in (0..compact.len()).filter(|&end| compact.is_char_boundary(end)) {
+        assert!(!same(&compact[..end]));
+    }
+    for at in 0..compact.len() {
+        for new in *b"\"\\{}[],:0-.eEnu \x00\x1f\n9a" {
+            let mut bytes = compact.clone().into_bytes();
+            bytes[at] = new;
+            if let Ok(text) = String::from_utf8(bytes) {
+                same(&text);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_it_does_not_know_it_leaves_to_the_generic_parser() {
+    for text in [
+        "",
+        "[]",
+        "5",
+        "{} {}",
+        "{\"a\": NaN}",
+        "{\"a\": 01}",
+        "{\"a\": 1.}",
+        "{\"a\": .5}",
+        "{\"a\": -}",
+        "{\"a\": 1e}",
+        "{\"a\": \"\\ud83d\"}",
+        "{\"a\": \"\\ude0a\\ud83d\"}",
+        "{\"a\": \"\\x\"}",
+        "{\"a\": \"\t\"}",
+        "{\"a\": tru}",
+        "{\"a\": 1,}",
+        "{\"messages\": [{\"role\": \"assistant\", \"token_ids\": [-1]}]}",
+        "{\"messages\": [{\"role\": \"assistant\", \"token_ids\": [1.0]}]}",
+        "{\"messages\": [{\"role\": \"assistant\", \"logprobs\": {\"content\": [{\"bytes\": [256]}]}}]}",
+    ] {
+        assert!(!same(text), "{text}");
+    }
+    let deep = format!("{{\"metadata\": {}{}}}", "[".repeat(200), "]".repeat(200));
+    assert!(!same(&deep));
+}
+
+#[test]
+fn other_forms_of_logprobs_come_through_the_generic_parser_and_stay_on_the_road() {
+    for logprobs in [
+        json!({"tokens": ["a", "b"], "token_logprobs": [-0.5, null]}),
+        json!({"values": [-0.5]}),
+        json!({"content": null, "refusal": [{"token": "I", "logprob": -0.01, "bytes": [73]}]}),
+        json!([-0.5, -1]),
+        json!([{"logprob": -0.5}]),
+        json!(null),
+    ] {
+        let record = json!({"messages": [{"role": "assistant", "content": "x", "logprobs": logprobs,
+            "generation": {"tokens": ["a", null], "bytes": [[1], null]}}]});
+        assert!(same(&record.to_string()), "{record}");
+    }
+}
+
+/// A logprob's text with any number of digits.
+fn logprob() -> impl Strategy<Value = String> {
+    prop_oneof![
+        (0u64..100, "[0-9]{1,19}").prop_map(|(whole, digits)| format!("-{whole}.{digits}")),
+        any::<f32>().prop_map(|value| format!("{}", -value.abs())),
+        any::<f64>().prop_filter("JSON has no NaN", |value| value.is_finite()).prop_map(|value| format!("{value:e}")),
+        any::<f32>().prop_filter("JSON has no NaN", |value| value.is_finite()).prop_map(|value| format!("{value}")),
+        // Halfway between two float32, and next to it.
+        (any::<u32>(), -3i64..=3).prop_map(|(bits, step)| {
+            let short = f32::from_bits(bits & 0x7FFF_FFFF | 0x8000_0000);
+            let next = f32::from_bits(short.to_bits().wrapping_add(1));
+            let middle = f64::midpoint(f64::from(short), f64::from(next));
+            let value = f64::from_bits(middle.to_bits().wrapping_add_signed(step));
+            if value.is_finite() { format!("{value}") } else { "0".to_owned() }
+        }),
+        Just("-9999.0".to_owned()),
+        Just("-9999.00000000000001".to_owned()),
+        Just("0".to_owned()),
+        Just("-0.0".to_owned()),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn numbers_have_the_same_bits(logprobs in prop::collection::vec(logprob(), 1..20), other in logprob()) {
+        let entries: Vec<_> = logprobs.iter().map(|value| format!(r#"{{"logprob":{value}}}"#)).collect();
+        let text = format!(r#"{{"messages":[{{"role":"assistant","logprobs":[{}]}}],"reward":{other}}}"#, entries.join(","));
+        same(&text);
+    }
+
+    #[test]
+    fn any_text_survives(content in any::<String>(), token in any::<String>(), ids in prop::collection::vec(any::<u32>(), 0..5)) {
+        let record = json!({"id": content, "messages": [{"role": "user", "content": content}, {"role": "assistant",
+            "content": token, "token_ids": ids, "logprobs": {"content": [{"token": token, "logprob": -1, "bytes": token.as_bytes()}]}}]});
+        same(&record.to_string());
+        // Python's json writes everything beyond ASCII as escapes.
+        let ascii: String = record.to_string().chars().flat_map(|char| {
+            let mut units = [0; 2];
+            if char.is_ascii() { vec![char.to_string()] }
+            else { char.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")).collect() }
+        }).collect();
+        same(&ascii);
+    }
+
+    #[test]
+    fn mutated_records_give_the_same_or_are_left(at in 0usize..1400, bytes in prop::collection::vec(any::<u8>(), 0..4), cut in 0usize..4) {
+        let mut record = CALL.as_bytes().to_vec();
+        let at = at.min(record.len());
+        let end = (at + cut).min(record.len());
+        record.splice(at..end, bytes);
+        if let Ok(text) = String::from_utf8(record) {
+            same(&text);
+        }
+    }
+}

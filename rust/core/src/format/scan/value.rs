@@ -1,0 +1,43 @@
+//! JSON values that are kept as they are: messages, tools, metadata.
+
+use super::cursor::Cursor;
+use serde_json::{Map, Value};
+
+impl Cursor<'_> {
+    /// The next value.
+    pub fn value(&mut self) -> Option<Value> {
+        Some(match self.peek() {
+            b'"' => Value::String(self.string()?),
+            b'{' => Value::Object(self.map()?),
+            b'[' => {
+                let mut items = Vec::new();
+                self.open(b'[')?;
+                let mut more = !self.closes(b']');
+                while more {
+                    items.push(self.value()?);
+                    more = self.continues(b']')?;
+                }
+                self.close();
+                Value::Array(items)
+            }
+            b't' => self.word(b"true").map(|()| Value::Bool(true))?,
+            b'f' => self.word(b"false").map(|()| Value::Bool(false))?,
+            b'n' => self.word(b"null").map(|()| Value::Null)?,
+            _ => Value::Number(self.number_value()?),
+        })
+    }
+
+    fn map(&mut self) -> Option<Map<String, Value>> {
+        let mut map = Map::new();
+        self.open(b'{')?;
+        let mut more = !self.closes(b'}');
+        while more {
+            let key = self.key()?;
+            let value = self.value()?;
+            map.insert(key.into_owned(), value);
+            more = self.continues(b'}')?;
+        }
+        self.close();
+        Some(map)
+    }
+}

@@ -1,0 +1,148 @@
+//! Which branches lie in one row together: best fit from the leaves of the prefix tree to its root.
+
+use super::BestFit;
+use std::cmp::Reverse;
+
+/// What must lie in one row: a branch, or all branches of a trace.
+#[derive(Debug, Clone, Copy)]
+pub struct Unit {
+    /// Tokens it takes alone; each prefix of its branches once if prefixes are shared.
+    pub tokens: usize,
+    /// Tokens it begins with like the unit before it; 0 if prefixes are not shared.
+    pub shared: usize,
+}
+
+/// Units that will lie in one row: a list through `next`.
+#[derive(Debug, Clone, Copy)]
+struct Bundle {
+    tokens: usize,
+    first: u32,
+    last: u32,
+}
+
+/// A node of the prefix tree: what lies below the tokens that all of it begins with.
+#[derive(Debug)]
+struct Node {
+    depth: usize,
+    bundles: Vec<Bundle>,
+}
+
+/// The row of each unit, and how many rows there are.
+///
+/// Units come in lexicographic order (without shared prefixes: in any). What has the longest common prefix is
+/// put together first: a node of the prefix tree joins the bundles of its children by best fit, longest first, into
+/// as few as the budget allows, and its own prefix counts once in each. The root's bundles are the rows, so units that
+/// share nothing are placed by best fit decreasing. Every unit's tokens must be at most `budget`.
+pub fn rows_of(units: &[Unit], budget: usize, fit: &mut BestFit) -> (Vec<u32>, usize) {
+    let mut next: Vec<Option<u32>> = vec![None; units.len()];
+    let mut open = vec![Node { depth: 0, bundles: Vec::new() }];
+    for (place, unit) in (0u32..).zip(units) {
+        close(&mut open, unit.shared, budget, fit, &mut next);
+        if let Some(node) = open.last_mut() {
+            node.bundles.push(Bundle { tokens: unit.tokens, first: place, last: place });
+        }
+    }
+    close(&mut open, 0, budget, fit, &mut next);
+    let rows = open.pop().map_or_else(Vec::new, |root| join(root, budget, fit, &mut next));
+    let mut row_of = vec![0; units.len()];
+    for (row, bundle) in (0u32..).zip(&rows) {
+        let mut member = Some(bundle.first);
+        while let Some(unit) = member {
+            row_of[unit as usize] = row;
+            member = next[unit as usize];
+        }
+    }
+    (row_of, rows.len())
+}
+
+/// Closes the nodes deeper than `depth` and leaves one of that depth open, which holds the unit before.
+fn close(open: &mut Vec<Node>, depth: usize, budget: usize, fit: &mut BestFit, next: &mut [Option<u32>]) {
+    while let Some(node) = open.pop_if(|node| node.depth > depth) {
+        let bundles = join(node, budget, fit, next);
+        match open.last_mut() {
+            Some(above) if above.depth >= depth => above.bundles.extend(bundles),
+            _ => open.push(Node { depth, bundles }),
+        }
+    }
+    if let Some(above) = open.last_mut().filter(|above| above.depth < depth) {
+        let bundles = above.bundles.pop().into_iter().collect();
+        open.push(Node { depth, bundles });
+    }
+}
+
+/// The bundles of a node, as few as best fit makes of them.
+fn join(mut node: Node, budget: usize, fit: &mut BestFit, next: &mut [Option<u32>]) -> Vec<Bundle> {
+    let depth = node.depth;
+    let beyond: usize = node.bundles.iter().map(|bundle| bundle.tokens - depth).sum();
+    let mut joined: Vec<Option<Bundle>> = Vec::new();
+    if depth + beyond <= budget {
+        for bundle in node.bundles {
+            joined.resize(1, None);
+            append(&mut joined[0], bundle, depth, next);
+        }
+    } else {
+        node.bundles.sort_unstable_by_key(|bundle| (Reverse(bundle.tokens), bundle.first));
+        fit.reset_to(budget - depth);
+        for bundle in node.bundles {
+            let row = fit.place(bundle.tokens - depth) as usize;
+            joined.resize(joined.len().max(row + 1), None);
+            append(&mut joined[row], bundle, depth, next);
+        }
+    }
+    joined.into_iter().flatten().collect()
+}
+
+fn append(to: &mut Option<Bundle>, bundle: Bundle, depth: usize, next: &mut [Option<u32>]) {
+    match to {
+        Some(to) => {
+            next[to.last as usize] = Some(bundle.first);
+            to.last = bundle.last;
+            to.tokens += bundle.tokens - depth;
+        }
+        None => *to = Some(bundle),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(units: &[(usize, usize)], budget: usize) -> Vec<u32> {
+        let units: Vec<Unit> = units.iter().map(|&(tokens, shared)| Unit { tokens, shared }).collect();
+        rows_of(&units, budget, &mut BestFit::new(budget)).0
+    }
+
+    #[test]
+    fn without_shared_tokens_it_is_best_fit_decreasing() {
+        // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
+        assert_eq!(rows(&[(3, 0), (6, 0), (4, 0), (5, 0), (2, 0)], 10), [1, 0, 0, 1, 1]);
+    }
+
+    #[test]
+    fn what_shares_most_is_put_together_first() {
+        // Two groups of two: 8 tokens each, 6 of them shared. A group takes 6 + 2 + 2 = 10, a row alone.
+        assert_eq!(rows(&[(8, 0), (8, 6), (8, 1), (8, 6)], 10), [0, 0, 1, 1]);
+        // With room for 19 both groups take 1 + 9 + 9 = 19, as one token is theirs together.
+        assert_eq!(rows(&[(8, 0), (8, 6), (8, 1), (8, 6)], 19), [0; 4]);
+        assert_eq!(rows(&[(8, 0), (8, 6), (8, 1), (8, 6)], 18), [0, 0, 1, 1]);
+    }
+
+    #[test]
+    fn a_group_beyond_the_budget_is_split_and_its_prefix_counted_in_each_part() {
+        // 4 + 4 * 3 = 16 tokens in rows of 11: two branches take 4 + 3 + 3 = 10, a third 13.
+        assert_eq!(rows(&[(7, 0), (7, 4), (7, 4), (7, 4)], 11), [0, 0, 1, 1]);
+    }
+
+    #[test]
+    fn equal_units_take_no_room() {
+        assert_eq!(rows(&[(5, 0), (5, 5), (5, 5)], 5), [0, 0, 0]);
+    }
+
+    #[test]
+    fn nested_prefixes_are_closed_from_the_deepest() {
+        // a: 4; b: 6 sharing 2 with a; c: 9 sharing 5 with b; d: 3 sharing 1. Tree: 4 + 4 + 4 + 2 = 14.
+        assert_eq!(rows(&[(4, 0), (6, 2), (9, 5), (3, 1)], 14), [0; 4]);
+        // In rows of 10: b and c take 10; a and d 4 + 2.
+        assert_eq!(rows(&[(4, 0), (6, 2), (9, 5), (3, 1)], 10), [1, 0, 0, 1]);
+    }
+}

@@ -1,0 +1,107 @@
+//! Ids of texts seen before: prompts of a group and the turns of a trace repeat one another.
+//!
+//! Keyed by the text's bytes, compared whole, bounded in bytes, and divided so that threads seldom meet. Called by
+//! `encoder`.
+
+use crate::generations::Generations;
+use foldhash::fast::RandomState;
+use std::hash::BuildHasher;
+use std::sync::{Mutex, PoisonError};
+
+/// Parts with a lock each.
+const SHARDS: usize = 64;
+/// Bytes of one generation of one part; two generations are kept.
+const GENERATION_BYTES: usize = 1 << 19;
+/// Longest text that is remembered.
+const LONGEST: usize = 64 << 10;
+/// What an entry takes beside its text and ids.
+const ENTRY_BYTES: usize = 64;
+
+/// Texts with their ids; 64 MiB at most.
+#[derive(Debug)]
+pub(super) struct Memo {
+    state: RandomState,
+    shards: Box<[Mutex<Generations<Entry>>]>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    text: Box<[u8]>,
+    ids: Box<[u32]>,
+}
+
+impl Memo {
+    pub fn new() -> Self {
+        let shard = |_| Mutex::new(Generations::new(GENERATION_BYTES));
+        Self { state: RandomState::default(), shards: (0..SHARDS).map(shard).collect() }
+    }
+
+    /// Appends the ids of `text` to `ids`; those that are not known are made by `encode`, which appends them too.
+    pub fn encode<E>(
+        &self,
+        text: &str,
+        ids: &mut Vec<u32>,
+        encode: impl FnOnce(&mut Vec<u32>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if text.len() > LONGEST {
+            return encode(ids);
+        }
+        let hash = self.state.hash_one(text.as_bytes());
+        let shard = &self.shards[(hash >> 32) as usize % SHARDS];
+        let fits = |entry: &Entry| *entry.text == *text.as_bytes();
+        let known = shard.lock().unwrap_or_else(PoisonError::into_inner).read(hash, fits, |entry| {
+            ids.extend_from_slice(&entry.ids);
+        });
+        if known.is_some() {
+            return Ok(());
+        }
+        let from = ids.len();
+        encode(ids)?;
+        let entry = Entry { text: text.as_bytes().into(), ids: ids[from..].into() };
+        let bytes = ENTRY_BYTES + entry.text.len() + 4 * entry.ids.len();
+        shard.lock().unwrap_or_else(PoisonError::into_inner).put(hash, bytes, entry);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    fn lengths(memo: &Memo, text: &str, made: &mut u32) -> Vec<u32> {
+        let mut ids = vec![9];
+        let result: Result<(), Infallible> = memo.encode(text, &mut ids, |ids| {
+            *made += 1;
+            ids.push(text.len() as u32);
+            Ok(())
+        });
+        result.unwrap();
+        ids
+    }
+
+    #[test]
+    fn a_text_is_encoded_once() {
+        let (memo, mut made) = (Memo::new(), 0);
+        for _ in 0..3 {
+            assert_eq!(lengths(&memo, "abc", &mut made), [9, 3]);
+            assert_eq!(lengths(&memo, "abcd", &mut made), [9, 4]);
+        }
+        assert_eq!(made, 2);
+    }
+
+    #[test]
+    fn what_is_remembered_has_bounds_and_what_is_used_stays() {
+        let (memo, mut made) = (Memo::new(), 0);
+        let kept = "kept".repeat(10);
+        let text = |n: usize| format!("{n:020000}");
+        for n in 0..6000 {
+            lengths(&memo, &text(n), &mut made);
+            lengths(&memo, &kept, &mut made);
+        }
+        assert_eq!(made, 6001);
+        let held: usize = memo.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
+        assert!(held * 20_000 <= 2 * SHARDS * GENERATION_BYTES);
+        assert!(held > 1500);
+    }
+}

@@ -1,0 +1,204 @@
+//! Records composed from Python's memory: JSON text with lists of numbers taken from arrays, lists and logprob objects.
+//!
+//! One pass over the objects that are there; no new Python object for a token. What the record means is decided by the
+//! same readers that take files.
+
+use crate::errors::to_python;
+use numpy::{PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
+use pyo3::{intern, types::PyFloat};
+use tracegrad_core::{Error, Kind};
+
+/// JSON bytes of a record given as pieces: text, and in between numbers.
+pub fn compose(row: &Bound<'_, PyList>) -> PyResult<Vec<u8>> {
+    let mut json = Vec::new();
+    for piece in row.iter() {
+        if let Ok(text) = piece.cast::<PyString>() {
+            json.extend_from_slice(text.to_str()?.as_bytes());
+        } else if let Ok(pair) = piece.cast::<PyTuple>() {
+            chosen(&pair.get_item(0)?, &pair.get_item(1)?, &mut json)?;
+        } else {
+            numbers(&piece, &mut json)?;
+        }
+    }
+    Ok(json)
+}
+
+fn numbers(piece: &Bound<'_, PyAny>, json: &mut Vec<u8>) -> PyResult<()> {
+    if let Ok(list) = piece.cast::<PyList>() {
+        return items(list, json);
+    }
+    if let Ok(array) = piece.cast::<PyUntypedArray>() {
+        return array_items(array, json);
+    }
+    if piece.is_none() {
+        json.extend_from_slice(b"null");
+        return Ok(());
+    }
+    items(&piece.call_method0(intern!(piece.py(), "__iter__")).and_then(|iterator| to_list(&iterator))?, json)
+}
+
+/// A sequence that is no list (vLLM's `ConstantList`, a tuple, an `array.array`) as one.
+fn to_list<'py>(iterator: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(iterator.py());
+    for item in iterator.try_iter()? {
+        list.append(item?)?;
+    }
+    Ok(list)
+}
+
+fn items(list: &Bound<'_, PyList>, json: &mut Vec<u8>) -> PyResult<()> {
+    json.push(b'[');
+    for (index, item) in list.iter().enumerate() {
+        comma(index, json);
+        if let Ok(float) = item.cast_exact::<PyFloat>() {
+            real(float.value(), json);
+        } else if let Ok(integer) = item.cast_exact::<PyInt>() {
+            write(json, integer.extract::<i64>()?);
+        } else if item.is_none() {
+            json.extend_from_slice(b"null");
+        } else if item.cast::<PyList>().is_ok()
+            || item.cast::<PyUntypedArray>().is_ok()
+            || item.cast::<PyTuple>().is_ok()
+        {
+            numbers(&item, json)?;
+        } else {
+            real(item.extract::<f64>()?, json);
+        }
+    }
+    json.push(b']');
+    Ok(())
+}
+
+fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResult<()> {
+    macro_rules! of {
+        ($($kind:ty => $put:expr),*) => {
+            $(if let Ok(array) = array.extract::<PyReadonlyArray1<'_, $kind>>() {
+                json.push(b'[');
+                for (index, value) in array.as_array().iter().enumerate() {
+                    comma(index, json);
+                    $put(*value, json);
+                }
+                json.push(b']');
+                return Ok(());
+            })*
+        };
+    }
+    of!(
+        i64 => |value, json: &mut Vec<u8>| write(json, value),
+        i32 => |value, json: &mut Vec<u8>| write(json, value),
+        f32 => |value, json: &mut Vec<u8>| single(value, json),
+        f64 => real,
+        u8 => |value, json: &mut Vec<u8>| write(json, value),
+        u32 => |value, json: &mut Vec<u8>| write(json, value),
+        i8 => |value, json: &mut Vec<u8>| write(json, value),
+        i16 => |value, json: &mut Vec<u8>| write(json, value),
+        u16 => |value, json: &mut Vec<u8>| write(json, value),
+        u64 => |value, json: &mut Vec<u8>| write(json, value),
+        bool => |value, json: &mut Vec<u8>| write(json, u8::from(value))
+    );
+    let error = Error::new(Kind::Argument, format!("an array of {} with {} dimensions", array.dtype(), array.ndim()))
+        .why("A list of numbers of a record is made of it")
+        .cure("Give one dimension of integers or of float32 or float64");
+    Err(to_python(array.py(), &error))
+}
+
+/// The logprob of each sampled id among those listed for its step, by id and never by order.
+fn chosen(ids: &Bound<'_, PyAny>, steps: &Bound<'_, PyAny>, json: &mut Vec<u8>) -> PyResult<()> {
+    let py = ids.py();
+    let ids = match ids.cast::<PyList>() {
+        Ok(list) => list.clone(),
+        Err(_) => to_list(&ids.call_method0(intern!(py, "__iter__"))?)?,
+    };
+    if let Ok(starts) = steps.getattr(intern!(py, "start_indices")) {
+        return chosen_flat(&ids, steps, &starts.cast_into()?, json);
+    }
+    json.push(b'[');
+    for (index, step) in steps.try_iter()?.enumerate() {
+        comma(index, json);
+        let step = step?;
+        let entry = match (ids.get_item(index), step.cast::<PyDict>()) {
+            (Ok(id), Ok(step)) => step.get_item(id)?,
+            _ => None,
+        };
+        match entry {
+            None => json.extend_from_slice(b"null"),
+            Some(entry) => match entry.cast_exact::<PyFloat>() {
+                Ok(float) => real(float.value(), json),
+                Err(_) => real(entry.getattr(intern!(py, "logprob"))?.extract()?, json),
+            },
+        }
+    }
+    json.push(b']');
+    Ok(())
+}
+
+/// As `chosen`, of vLLM's `FlatLogprobs`: all entries end to end, with where each step begins and ends.
+fn chosen_flat(
+    ids: &Bound<'_, PyList>,
+    flat: &Bound<'_, PyAny>,
+    starts: &Bound<'_, PyList>,
+    json: &mut Vec<u8>,
+) -> PyResult<()> {
+    let py = ids.py();
+    let column = |name| -> PyResult<Bound<'_, PyList>> { Ok(flat.getattr(name)?.cast_into()?) };
+    let (ends, listed) = (column(intern!(py, "end_indices"))?, column(intern!(py, "token_ids"))?);
+    let logprobs = column(intern!(py, "logprobs"))?;
+    json.push(b'[');
+    for index in 0..starts.len() {
+        comma(index, json);
+        let range: std::ops::Range<usize> = starts.get_item(index)?.extract()?..ends.get_item(index)?.extract()?;
+        let wanted = ids.get_item(index).ok();
+        let found = range.into_iter().find(|&at| match (&wanted, listed.get_item(at)) {
+            (Some(wanted), Ok(id)) => wanted.eq(id).unwrap_or(false),
+            _ => false,
+        });
+        match found {
+            Some(at) => real(logprobs.get_item(at)?.extract()?, json),
+            None => json.extend_from_slice(b"null"),
+        }
+    }
+    json.push(b']');
+    Ok(())
+}
+
+fn comma(index: usize, json: &mut Vec<u8>) {
+    if index > 0 {
+        json.push(b',');
+    }
+}
+
+fn write(json: &mut Vec<u8>, value: impl serde::Serialize) {
+    // A Vec takes every byte, and a number is always JSON.
+    let _ = serde_json::to_writer(json, &value);
+}
+
+/// A float64 so that it reads back as the same number; what JSON cannot say, as the words that readers know.
+fn real(value: f64, json: &mut Vec<u8>) {
+    if value.is_finite() {
+        write(json, value);
+    } else {
+        spelled(value, json);
+    }
+}
+
+/// A float32 in its own shortest digits.
+fn single(value: f32, json: &mut Vec<u8>) {
+    if value.is_finite() {
+        write(json, value);
+    } else {
+        spelled(f64::from(value), json);
+    }
+}
+
+fn spelled(value: f64, json: &mut Vec<u8>) {
+    let word = if value.is_nan() {
+        "NaN"
+    } else if value > 0.0 {
+        "Infinity"
+    } else {
+        "-Infinity"
+    };
+    write(json, word);
+}

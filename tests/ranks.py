@@ -1,0 +1,290 @@
+"""Processes that share a step, and what they find: run by test_ranks.py as a script, which forks them.
+
+`python ranks.py OUT` writes one JSON object; each entry is a case by name and what was measured of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny import VOCABULARY, sampled, tiny_model
+from tracegrad import config, presets
+from tracegrad.algebra import Clamp, Entropy, Gate, Level, Penalty, Ratio, Reduce, Weight, with_kl
+from tracegrad.batch import Step, pack
+from tracegrad.learner import train
+from tracegrad.learner.adapters import with_adapters
+from tracegrad.learner.parallel import Placed, Policy, placed, prepare, whole
+from tracegrad.learner.ranks import Ranks
+from tracegrad.learner.step import optimizer_step
+from tracegrad.sequence import Sequences
+
+_PER_TRACE = Reduce("trace", "mean")
+_MISMATCH = Ratio("old", "rollout")
+OBJECTIVES = {
+    "token": presets.DAPO,
+    "token, direct": presets.CISPO,
+    "token, kept denominators": replace(presets.VERL_DEFAULT, gates=(Gate(_MISMATCH, low=0.8, high=1.25),)),
+    "turn": replace(presets.DAPO, weights=(Weight(_MISMATCH, Level("turn", "mean"), Clamp(0.0, 2.0)),)),
+    "trace": presets.GSPO,
+    "trace, geometric": presets.GMPO,
+    "group denominators": replace(presets.GRPO, reduce=Reduce("prompt", "mean")),
+    "batch budget": presets.M2PO,
+    "batch normalised": presets.SLIME_MIS,
+    "penalties and entropy": replace(
+        with_kl(presets.DAPO, 0.1),
+        penalties=(Penalty(Ratio("theta", "ref"), "k3", 0.3, gated=False, weighted=False, reduce=_PER_TRACE),),
+        entropy=Entropy(0.2, gated=False, reduce=Reduce("token")),
+    ),
+}
+"""One of every class: what they sum over, at which level, with which denominators."""
+
+
+def hostile(seed: int) -> tuple[Sequences, np.ndarray]:
+    """Traces in three steps' worth of groups, and an advantage for each.
+
+    Two with an equal sampled beginning but their own advantages and logprobs, a forked one, a turn of one token,
+    missing logprobs, an advantage of 0, lengths that differ tenfold; the last group is one trace, so that most ranks
+    have none.
+    """
+    random = np.random.default_rng(seed)
+    branches: list[tuple[int, list[int], list[int]]] = []  # trace, ids, turn of each (-1: not trained)
+    trace, group = 0, []
+    for number in range(5):
+        prompt = random.integers(0, VOCABULARY, 5).tolist()
+        shared = random.integers(0, VOCABULARY, 4).tolist()
+        for member in range(1 if number == 4 else 3):
+            own = random.integers(0, VOCABULARY, int(random.integers(1, 5 if member else 30))).tolist()
+            if member < 2:
+                branches.append((trace, prompt + shared + own, [-1] * 5 + [0] * (4 + len(own))))
+            else:  # two turns, the second of one token, and a fork after the first
+                branches.append((trace, [*prompt, *own, 3, 7], [-1] * 5 + [0] * len(own) + [-1, 1]))
+                branches.append((trace, [*prompt, *own[:1], 9, 8, 2], [-1] * (6 + 1) + [2, 2]))
+            group.append(number)
+            trace += 1
+    turn = np.array([turn for _, _, turns in branches for turn in turns], np.int32)
+    trainable = turn >= 0
+    logprobs = np.where(trainable, -random.exponential(1.5, len(turn)) - 1e-3, np.nan)
+    logprobs[trainable & (random.random(len(turn)) < 0.1)] = np.nan
+    advantages = random.normal(0, 1, trace).astype(np.float32)
+    advantages[1] = 0
+    ends = np.cumsum([0, *(len(ids) for _, ids, _ in branches)])
+    flat = [token for _, ids, _ in branches for token in ids]
+    told = {"trace": [row for row, _, _ in branches], "group": group, "turn": turn}
+    return Sequences.from_arrays(flat, ends, logprobs, trainable, **told), advantages
+
+
+def steps_of(seed: int, objective: Any, ranks: int, rank: int) -> list[Step]:
+    """The steps of a rank, with old and reference logprobs that depend on the token alone."""
+    sequences, advantages = hostile(seed)
+    random = np.random.default_rng(seed + 100)
+    base = np.nan_to_num(sequences.rollout_logprobs, nan=-1.0)
+    old, ref = (np.minimum(base + random.normal(0, 0.3, len(base)), -1e-4).astype(np.float32) for _ in range(2))
+    told = {"token_budget": 40, "step_groups": 2, "needs": objective.needs, "seed": None}
+    steps = pack(sequences, advantages, ranks=ranks, rank=rank, **told)
+    return [step.with_logprobs(old=old[step.origin], ref=ref[step.origin]) for step in steps]
+
+
+class Keep(torch.optim.SGD):
+    """SGD that leaves the gradient where it was, whole, before the update."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.seen: list[torch.Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.seen.append(torch.cat([whole(p.grad.detach()).flatten().double() for p in parameters]))
+        super().step(closure)
+
+
+def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int) -> Any:
+    """The gradient of each step, parameters updated in between, and what the steps said; the model is put back."""
+    target = model.model
+    start = [parameter.detach().clone() for parameter in target.parameters()]
+    optimizer = Keep(target.parameters())
+    steps = steps_of(seed, objective, ranks, rank)
+    outcomes = [optimizer_step(model, step, objective, optimizer, grad_clip=1.0) for step in steps]
+    with torch.no_grad():
+        for parameter, before in zip(target.parameters(), start, strict=True):
+            parameter.copy_(before)
+    work = [len(step) for step in steps]
+    gated = [1.0 - each.corrected.metrics["kept"] / each.corrected.metrics["terms"] for each in outcomes]
+    return optimizer.seen, [(each.loss, each.grad_norm) for each in outcomes], {"work": work, "gated": max(gated)}
+
+
+def law(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
+    """The gradient of the ranks beside that of this process alone, for every class of objective."""
+    for dtype, names in ((torch.float64, tuple(OBJECTIVES)), (torch.float32, ("token", "trace", "batch budget"))):
+        seed = 0 if dtype == torch.float64 else 1
+        alone = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(dtype))
+        wanted = {name: gradients(alone, seed, OBJECTIVES[name], 1, 0) for name in names}
+        for mode in ("fsdp", "ddp"):
+            shared = prepare(tiny_model(4, attn_implementation="sdpa").to(dtype), mode)
+            for name in names:
+                found, said, more = gradients(shared, seed, OBJECTIVES[name], ranks, rank)
+                before, told, _ = wanted[name]
+                apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, before, strict=True)]
+                numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
+                entry = {"apart": apart, "numbers": float(numbers.max()), **more}
+                yield f"{name} | {mode} | {str(dtype)[6:]}", entry
+
+
+def prepare_alone(model: Any) -> Any:
+    return Placed(model, Policy(model), "none", Ranks())
+
+
+def vector(model: Any) -> torch.Tensor:
+    return torch.cat([whole(p.detach()).flatten().double() for p in model.parameters()])
+
+
+def told(**changes: Any) -> Any:
+    base = {"optimizer.lr": 3e-3, "train.epochs": 2, "pack.step_groups": 6, "pack.token_budget": 64}
+    return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
+
+
+class StopAfter:
+    """A sink that asks this process to stop when a step's row arrives."""
+
+    def log(self, row: Any) -> None:
+        if row["step"] == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        pass
+
+
+def trained(out: Path, *, adapters: bool = False, **options: Any) -> tuple[Any, torch.Tensor]:
+    """A whole run with a reference, and the parameters it came to."""
+    model = tiny_model(0, attn_implementation="sdpa")
+    model = with_adapters(model, 4) if adapters else model
+    changes = options.pop("changes", {})
+    objective = with_kl(presets.DAPO, 0.05)
+    given = {"sinks": (), "say": lambda _: None, **options}
+    done = train(sampled(tiny_model()), model, objective=objective, out=out, config=told(**changes), **given)
+    return done, vector(model)
+
+
+RUNS = {
+    "fsdp": {"parallel__mode": "fsdp"},
+    "ddp": {"parallel__mode": "ddp"},
+    "fsdp, low memory": {"parallel__mode": "fsdp", "train__memory": "low"},
+}
+
+
+def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
+    """Whole runs on two ranks beside those of one process, which the parent left in `out`."""
+    if ranks != 2:
+        return
+    for name, changes in RUNS.items():
+        done, found = trained(out / f"run {name}", changes=changes)
+        yield name, {"rows": done.rows, "apart": beside(found, out / "alone.pt")}
+    stopped, _ = trained(out / "stopped", changes=RUNS["fsdp"], sinks=[StopAfter()])
+    yield "stopped", {"step": stopped.step, "code": stopped.exit_code}
+    done, found = trained(out / "half", changes=RUNS["fsdp"], resume=True)
+    yield "resumed from one process", {"apart": beside(found, out / "alone.pt"), "step": done.step}
+    done, found = trained(out / "adapters", adapters=True, changes=RUNS["fsdp"])
+    yield "adapters", {"apart": beside(found, out / "adapters.pt")}
+    yield from by_accelerate(ranks, rank)
+
+
+def by_accelerate(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
+    """A policy that accelerate wrapped by its own means, whose gradients are means."""
+    from accelerate import Accelerator
+
+    wanted, _, _ = gradients(prepare_alone(tiny_model(4).double()), 0, presets.DAPO, 1, 0)
+    policy = Accelerator(cpu=True).prepare(Policy(tiny_model(4).double()))
+    found, _, _ = gradients(placed(policy), 0, presets.DAPO, ranks, rank)
+    apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    yield "accelerate", {"apart": max(apart), "wrapper": type(policy).__name__}
+
+
+def beside(found: torch.Tensor, path: Path) -> float:
+    wanted = torch.load(path)
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def alone_main(out: Path) -> None:
+    """What one process comes to, and half of a run for others to resume."""
+    done, found = trained(out / "alone")
+    torch.save(found, out / "alone.pt")
+    (out / "alone.json").write_text(json.dumps({"rows": done.rows}))
+    trained(out / "half", sinks=[StopAfter()])
+    _, found = trained(out / "adapters alone", adapters=True)
+    torch.save(found, out / "adapters.pt")
+
+
+def after_main(out: Path) -> None:
+    """One process goes on with what two ranks had stopped."""
+    done, found = trained(out / "stopped", resume=True)
+    (out / "after.json").write_text(json.dumps({"apart": beside(found, out / "alone.pt"), "step": done.step}))
+
+
+def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
+    """One process of a group: every case, written by the first."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank))
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {**dict(law(ranks, rank)), **dict(runs(ranks, rank, out))}
+    work = [None] * ranks
+    dist.all_gather_object(work, {name: entry["work"] for name, entry in found.items() if "work" in entry})
+    for name in work[0] or {}:
+        found[name]["work"] = [each[name] for each in work]
+    if rank == 0:
+        (out / f"ranks-{ranks}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def forked(ranks: int, main: Callable[..., None], *arguments: Any) -> list[int]:
+    """Process ids of a group that shares this process's imports."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            code = 0
+            try:
+                main(port, ranks, rank, *arguments)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stderr.flush()
+            os._exit(code)
+        children.append(child)
+    return children
+
+
+def main(out: Path) -> int:
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (once, before the fork)
+
+    torch.set_num_threads(1)
+    for children in (
+        lambda: forked(1, lambda *_: alone_main(out)),
+        lambda: forked(2, rank_main, out),
+        lambda: forked(4, rank_main, out),
+        lambda: forked(1, lambda *_: after_main(out)),
+    ):
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children()]
+        if any(codes):
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,376 @@
+"""Each finding of the doctor, from real recordings spoiled in one way; what is not spoiled has none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from spoil import EXAMPLE, MODEL, answers, diagnosed, entries, names, recorded, responses, spoiled
+from tracegrad.doctor import CHECKS, Hits, Place, Severity, examine, lines
+
+
+def first(diagnosis):
+    return diagnosis.findings[0].hits.first
+
+
+def test_recordings_with_nothing_wrong_have_no_finding_and_one_line(tmp_path):
+    found = diagnosed(recorded(), tmp_path)
+    assert found.findings == ()
+    assert (found.exit_code, found.severity) == (0, None)
+    (line,) = lines(found)
+    assert line.startswith("clean    240 traces")
+
+
+def test_the_bundled_example_has_nothing_worse_than_notes_and_they_are_true():
+    found = examine(str(EXAMPLE / "traces.jsonl.zst"), MODEL)
+    assert names(found) == {"equal_rewards": "NOTE", "truncated": "NOTE", "history_rewritten": "NOTE"}
+    counts = {finding.name: finding.hits.count for finding in found.findings}
+    # group_counts says 8 equal groups, finish_reason 'length' stands 7 times in the file, R20 once.
+    assert counts == {"equal_rewards": 8, "truncated": 7, "history_rewritten": 1}
+    assert found.exit_code == 0
+
+
+def test_another_tokenizer_is_found(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    plain = sorted(i for i in vocabulary.values() if i not in special)
+    turned = dict(zip(plain, plain[50:] + plain[:50], strict=True))
+    tokenizer["model"]["vocab"] = {piece: turned.get(i, i) for piece, i in vocabulary.items()}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = diagnosed(recorded(), tmp_path, model=model)
+    assert names(found)["wrong_tokenizer"] == "WRONG"
+    assert found.exit_code == 1
+    assert found.findings[0].name == "wrong_tokenizer"
+    assert first(found).trace == recorded()[0]["id"]
+
+
+def shift(content, lag):
+    logprobs = [entry["logprob"] for entry in content]
+    moved = [*logprobs[1:], logprobs[-1]] if lag > 0 else [logprobs[0], *logprobs[:-1]]
+    for entry, logprob in zip(content, moved, strict=True):
+        entry["logprob"] = logprob
+
+
+@pytest.mark.parametrize(("lag", "side"), [(1, "the next token"), (-1, "the token before")])
+def test_logprobs_shifted_within_each_turn_are_found_with_their_direction(tmp_path, lag, side):
+    found = diagnosed(spoiled(lambda record: [shift(content, lag) for content in entries(record)]), tmp_path)
+    assert names(found) == {"shifted_logprobs": "WRONG"}
+    assert f"they follow {side}" in found.findings[0].hits.found
+    assert (first(found).trace, first(found).turn) == (recorded()[0]["id"], 0)
+
+
+@pytest.mark.parametrize("lag", [1, -1])
+def test_logprobs_shifted_over_a_whole_trace_are_found(tmp_path, lag):
+    def across(record):
+        shift([entry for content in entries(record) for entry in content], lag)
+
+    assert names(diagnosed(spoiled(across), tmp_path)) == {"shifted_logprobs": "WRONG"}
+
+
+def test_logprobs_shifted_in_one_of_two_recorders_are_found_with_the_recorder_they_come_from(tmp_path):
+    def one(record):
+        for content in entries(record):
+            if record["metadata"]["shape"] == "token_ids":
+                shift(content, 1)
+
+    found = diagnosed(spoiled(one), tmp_path)
+    assert names(found) == {"shifted_logprobs": "WRONG"}
+    assert "of tier T0" in found.findings[0].hits.found
+
+
+def test_lists_that_begin_with_null_are_found_even_where_counts_are_too_few_to_tell(tmp_path):
+    def head(record):
+        for content in entries(record):
+            shift(content, -1)
+            content[0]["logprob"] = None
+
+    records = recorded()[:8]
+    for record in records:
+        head(record)
+    found = diagnosed(records, tmp_path)
+    assert names(found)["shifted_logprobs"] == "WRONG"
+    assert "begins with null" in found.findings[0].hits.found
+
+    def lose(record):
+        for content in entries(record):
+            content[0]["logprob"] = None
+
+    assert names(diagnosed(spoiled(lose), tmp_path)) == {"missing_logprobs": "COSTS", "drift": "COSTS"}
+
+
+@pytest.mark.parametrize("lag", [1, -1])
+def test_logprobs_that_their_own_alternatives_contradict_are_found(tmp_path, lag):
+    def alternatives(record):
+        for content in entries(record):
+            for entry in content:
+                entry["top_logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")}]
+
+    few = recorded()[:8]
+    for record in few:
+        alternatives(record)
+    assert names(diagnosed(few, tmp_path)) == {}
+    for record in few:
+        for content in entries(record):
+            shift(content, lag)
+    found = diagnosed(few, tmp_path)
+    assert names(found) == {"shifted_logprobs": "WRONG"}
+    assert "top_logprobs give" in found.findings[0].hits.found
+    assert first(found).trace == few[0]["id"]
+
+
+def test_zeros_in_place_of_logprobs_are_found(tmp_path):
+    def zero(record):
+        for content in entries(record):
+            for entry in content:
+                entry["logprob"] = 0.0
+
+    found = diagnosed(spoiled(zero, every=5), tmp_path)
+    assert names(found) == {"filled_logprobs": "WRONG"}
+    assert "all 20 logprobs are 0" in found.findings[0].hits.found or "logprobs are 0" in found.findings[0].hits.found
+
+
+def test_a_short_list_padded_with_zeros_is_found(tmp_path):
+    def pad(record):
+        for content in entries(record):
+            for entry in content[-5:]:
+                entry["logprob"] = 0.0
+
+    assert names(diagnosed(spoiled(pad, every=5), tmp_path)) == {"filled_logprobs": "WRONG"}
+
+
+def test_single_zeros_of_a_confident_model_are_no_finding(tmp_path):
+    def round_off(record):
+        for content in entries(record):
+            for entry in content:
+                entry["logprob"] = -0.0 if entry["logprob"] > -1e-4 else entry["logprob"]
+
+    assert names(diagnosed(spoiled(round_off), tmp_path)) == {}
+
+
+def warm(record, kind="raw"):
+    record["temperature"], record["logprob_kind"] = 0.7, kind
+    for call in record.get("calls", ()):
+        call["request"]["temperature"] = 0.7
+
+
+@pytest.mark.parametrize("kind", ["raw", "unknown"])
+def test_raw_logprobs_at_another_temperature_are_found_and_processed_ones_are_right(tmp_path, kind):
+    found = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path)
+    assert names(found) == {"raw_at_temperature": "WRONG"}
+    assert "temperature 0.7" in found.findings[0].hits.found
+    assert names(diagnosed(spoiled(lambda record: warm(record, "processed")), tmp_path)) == {}
+    told = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path, logprob_kind="processed")
+    assert names(told) == {}
+
+
+def test_a_cut_nucleus_with_raw_logprobs_is_found(tmp_path):
+    found = diagnosed(spoiled(lambda record: record.update(top_p=0.9)), tmp_path)
+    assert names(found) == {"raw_at_temperature": "WRONG"}
+    assert "top_p 0.9" in found.findings[0].hits.found
+
+
+def test_two_bos_tokens_are_found(tmp_path):
+    def twice(record):
+        for response in responses(record):
+            if response["prompt_token_ids"]:
+                response["prompt_token_ids"].insert(0, response["prompt_token_ids"][0])
+
+    found = diagnosed(spoiled(twice), tmp_path)
+    assert names(found)["double_bos"] == "COSTS"
+    assert set(names(found)) <= {"double_bos", "other_prompt"}
+    assert first(found).turn == 0
+
+
+def test_a_missing_stop_token_is_found(tmp_path):
+    def cut(record):
+        for answer in answers(record):
+            answer["logprobs"]["content"].pop()
+            if answer.get("token_ids"):
+                answer["token_ids"].pop()
+
+    found = diagnosed(spoiled(cut), tmp_path)
+    assert names(found)["missing_stop_tokens"] == "COSTS"
+    assert set(names(found)) <= {"missing_stop_tokens", "history_rewritten"}
+    assert found.exit_code == 0
+
+
+def test_cut_completions_are_found_by_their_finish_reason_or_without_one(tmp_path):
+    def cut(record, said):
+        (answer,) = list(answers(record))[-1:]
+        answer["finish_reason"] = said
+        answer["logprobs"]["content"].pop()
+        if answer.get("token_ids"):
+            answer["token_ids"].pop()
+
+    for said in ("length", None):
+        found = diagnosed(spoiled(lambda record, said=said: cut(record, said)), tmp_path)
+        assert names(found) == {"truncated": "COSTS"}, said
+    few = diagnosed(spoiled(lambda record: cut(record, "length"), every=40), tmp_path)
+    assert names(few) == {"truncated": "NOTE"}
+
+
+def test_groups_with_equal_rewards_are_found(tmp_path):
+    def equal(records, every):
+        groups = sorted({record["group"] for record in records})[::every]
+        for record in records:
+            if record["group"] in groups:
+                record["reward"] = 1.0
+        return records
+
+    assert names(diagnosed(equal(recorded(), 10), tmp_path)) == {"equal_rewards": "NOTE"}
+    found = diagnosed(equal(recorded(), 1), tmp_path)
+    assert names(found) == {"equal_rewards": "WRONG"}
+    assert "every reward is 1" in found.findings[0].hits.found
+    assert (first(found).line, found.findings[0].hits.count) == (1, 30)
+
+
+def test_traces_that_stand_alone_in_their_group_are_found(tmp_path):
+    found = diagnosed(spoiled(lambda record: record.pop("group")), tmp_path)
+    assert names(found) == {"lone_traces": "WRONG"}
+    assert "no group" in found.findings[0].hits.found
+
+
+def test_duplicated_generations_are_found_by_record_by_response_and_by_tokens(tmp_path):
+    records = recorded()
+    assert names(diagnosed([*records, records[8]], tmp_path)) == {"duplicated": "COSTS"}
+    other = copy.deepcopy(records[0])
+    other["id"], other["reward"] = "another", 0.5
+    found = diagnosed([*records, other], tmp_path)
+    assert names(found) == {"duplicated": "COSTS"}
+    assert "same ids" in found.findings[0].hits.found
+    assert first(found).trace == "another"
+    surprising = max(records, key=lambda record: -sum(e["logprob"] for content in entries(record) for e in content))
+    again = copy.deepcopy(surprising)
+    again["id"] = "third"
+    for response in responses(again):
+        response["id"] = f"{response['id']}0"
+    found = diagnosed([*records, again], tmp_path)
+    assert names(found) == {"duplicated": "COSTS"}
+    assert "same logprobs" in found.findings[0].hits.found
+    assert first(found).line == 241
+
+
+def test_a_stream_that_lost_chunks_is_found_by_its_text_and_by_its_usage(tmp_path):
+    def lose(record):
+        for answer in answers(record):
+            del answer["logprobs"]["content"][2:6]
+            if answer.get("token_ids"):
+                del answer["token_ids"][2:6]
+
+    found = diagnosed(spoiled(lose), tmp_path)
+    assert names(found)["lost_chunks"] == "WRONG"
+    said = {finding.name: finding.hits.found for finding in found.findings}["lost_chunks"]
+    assert "where usage counts" in said or "bytes of a content" in said
+
+
+def test_usage_of_several_choices_is_no_sign_of_lost_chunks(tmp_path):
+    def more(record):
+        for response in responses(record):
+            response["usage"]["completion_tokens"] *= 2
+            response["choices"].append({**copy.deepcopy(response["choices"][0]), "index": 1})
+
+    assert names(diagnosed(spoiled(more), tmp_path)) == {}
+
+
+def test_hidden_reasoning_is_found_where_usage_tells_of_it(tmp_path):
+    def think(record):
+        for response in responses(record):
+            response["usage"]["completion_tokens"] += 300
+            response["usage"]["completion_tokens_details"] = {"reasoning_tokens": 300}
+
+    found = diagnosed(spoiled(think), tmp_path)
+    assert names(found) == {"hidden_reasoning": "WRONG"}
+    assert "300 of reasoning" in found.findings[0].hits.found
+
+
+def test_a_system_prompt_that_the_template_puts_in_is_found_unless_prompt_ids_confirm_it(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = model / "chat_template.jinja"
+    default = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful clerk.<|im_end|>\n{% endif %}"
+    path.write_text(default + path.read_text())
+
+    def bare(record):
+        for call in record.get("calls", ()):
+            call["request"]["messages"] = [m for m in call["request"]["messages"] if m["role"] != "system"]
+            call["request"].pop("tools")
+            call["response"]["prompt_token_ids"] = None
+        if "messages" in record:
+            record["messages"] = [m for m in record["messages"] if m["role"] != "system"]
+            record.pop("tools", None)
+
+    found = diagnosed(spoiled(bare), tmp_path, model=model)
+    assert names(found) == {"injected_system": "COSTS"}
+    assert "You are a helpful clerk." in found.findings[0].hits.found
+    assert names(diagnosed(spoiled(bare), tmp_path)) == {}
+    tokenizer = tg.Tokenizer.from_pretrained(model)
+
+    def confirmed(record):
+        bare(record)
+        for call in record["calls"]:
+            ids = tokenizer.render_ids(call["request"]["messages"], None, True)
+            call["response"]["prompt_token_ids"] = ids.tolist()
+
+    records = [record for record in recorded() if "calls" in record]
+    for record in records:
+        confirmed(record)
+    assert "injected_system" not in names(diagnosed(records, tmp_path, model=model))
+
+
+def test_stale_policy_versions_are_found(tmp_path):
+    records = recorded()
+    for at, record in enumerate(records):
+        record["policy_version"] = at // 12
+    found = diagnosed(records, tmp_path)
+    assert names(found) == {"stale_versions": "COSTS"}
+    assert found.findings[0].hits.found == "version 0, the newest is 19"
+    assert names(diagnosed(spoiled(lambda record: record.update(policy_version=7)), tmp_path)) == {}
+
+
+def test_traces_longer_than_the_model_reads_are_found(tmp_path):
+    found = diagnosed(recorded(), tmp_path, max_tokens=250)
+    assert names(found) == {"overlong": "COSTS"}
+    assert found.findings[0].hits.found.endswith("tokens, the limit is 250")
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 220}))
+    assert names(diagnosed(recorded(), tmp_path, model=model)) == {"overlong": "COSTS"}
+    (model / "config.json").write_text("{}")
+    assert names(diagnosed(recorded(), tmp_path, model=model)) == {}
+
+
+def test_prompts_of_a_held_out_file_are_found(tmp_path):
+    from spoil import save
+
+    records = recorded()
+    held = save(records[:8] + records[200:208], tmp_path / "held.jsonl")
+    found = diagnosed(records, tmp_path, held_out=[str(held)])
+    assert names(found) == {"contaminated": "WRONG"}
+    assert found.findings[0].hits.count == 16
+    other = save(records[120:], tmp_path / "other.jsonl")
+    assert names(diagnosed(records[:112], tmp_path, held_out=[str(other)])) == {}
+
+
+def test_a_place_is_one_line_that_an_editor_opens_and_names_no_trace_that_has_no_name():
+    assert str(Place("a.jsonl", 3, "t1", 0, 5)) == "a.jsonl:3 trace 't1' turn 0 token 5"
+    assert str(Place("a.jsonl", 3, "a.jsonl:3", 2)) == "a.jsonl:3 turn 2"
+    assert str(Place("a.jsonl", 3, "")) == "a.jsonl:3"
+
+
+def test_the_thresholds_of_a_check_are_its_severities():
+    by_name = {check.name: check for check in CHECKS}
+    assert len(by_name) == len(CHECKS)
+    check = by_name["truncated"]
+    assert check.finding(Hits(0, 100)) is None
+    assert check.finding(Hits(4, 100)).severity == Severity.NOTE
+    assert check.finding(Hits(5, 100)).severity == Severity.COSTS
+    assert np.isclose(check.finding(Hits(5, 100)).share, 0.05)

@@ -1,0 +1,257 @@
+"""Findings of the doctor about histories, gaps and bad records, from real recordings spoiled in one way each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from spoil import MODEL, answers, diagnosed, entries, names, recorded, responses, save, spoiled
+from tracegrad.doctor import examine
+from tracegrad.doctor.whole import Hashes
+
+THOUGHT = "<think>\nA price is asked for.\n</think>\n"
+
+
+def first(diagnosis):
+    return diagnosis.findings[0].hits.first
+
+
+def several_turns(shape):
+    """Records of several turns in one of the example's four shapes."""
+    records = [record for record in recorded() if record["metadata"]["shape"] == shape]
+    records = [record for record in records if len(list(answers(record))) > 1]
+    for at, record in enumerate(records):
+        record["group"], record["reward"] = "one", float(at % 2)
+    return records
+
+
+def with_template(tmp_path, change):
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = model / "chat_template.jinja"
+    path.write_text(change(path.read_text()))
+    return model
+
+
+def think(record, tokenizer):
+    """Gives the first turn a thought, as content and as tokens, as a reasoning model without a parser would."""
+    answer = next(answers(record))
+    ids = tokenizer.encode(THOUGHT).tolist()
+    pieces = [tokenizer.decode_bytes([i]) for i in ids]
+    new = [{"token": piece.decode(), "logprob": -0.5, "bytes": list(piece)} for piece in pieces]
+    answer["logprobs"]["content"][:0] = new
+    if answer.get("token_ids"):
+        answer["token_ids"][:0] = ids
+    message = answer.get("message", answer)
+    message["content"] = THOUGHT.removesuffix("\n") if message.get("tool_calls") else THOUGHT + message["content"]
+    for call in record.get("calls", ())[1:]:
+        for said in call["request"]["messages"]:
+            if said["role"] == "assistant":
+                said["content"] = message["content"]
+                break
+    return record
+
+
+def test_reasoning_that_the_template_drops_from_later_turns_is_found(tmp_path):
+    tokenizer = tg.Tokenizer.from_pretrained(MODEL)
+    records = [think(record, tokenizer) for record in several_turns("messages")]
+    assert "dropped_reasoning" not in names(diagnosed(records, tmp_path))
+    drops = "(message.content or '').split('</think>')[-1] if not loop.last else (message.content or '')"
+    model = with_template(tmp_path, lambda text: text.replace("(message.content or '')", f"({drops})"))
+    found = diagnosed(records, tmp_path, model=model)
+    assert names(found)["dropped_reasoning"] == "COSTS"
+    assert "history_rewritten" not in names(found)
+    assert (first(found).turn, found.exit_code) == (0, 0)
+
+
+def test_reasoning_that_recorded_prompts_no_longer_have_is_found(tmp_path):
+    tokenizer = tg.Tokenizer.from_pretrained(MODEL)
+    records = [think(record, tokenizer) for record in several_turns("token_ids")]
+    found = diagnosed(records, tmp_path)
+    assert names(found)["dropped_reasoning"] == "COSTS"
+    assert "history_rewritten" not in names(found)
+    assert "next recorded prompt" in {f.name: f.hits.found for f in found.findings}["dropped_reasoning"]
+
+
+def test_a_history_that_the_caller_rewrote_is_found_with_its_turn(tmp_path):
+    records = several_turns("token_id_strings")
+    assert names(diagnosed(records, tmp_path)) == {}
+    for record in records:
+        record["calls"][1]["request"]["messages"][1]["content"] += " Thank you."
+    found = diagnosed(records, tmp_path)
+    assert names(found) == {"history_rewritten": "COSTS"}
+    assert first(found).turn == 1
+    for record in records[1:]:
+        before, after = (call["request"]["messages"] for call in record["calls"][:2])
+        after[1]["content"] = before[1]["content"]
+    assert names(diagnosed(records, tmp_path)) == {"history_rewritten": "NOTE"}
+
+
+def test_prompt_ids_that_the_template_does_not_give_are_a_note(tmp_path):
+    model = with_template(tmp_path, lambda text: text.replace("# Tools", "# Functions"))
+    assert names(diagnosed(recorded(), tmp_path, model=model)) == {"other_prompt": "NOTE"}
+
+
+def test_turns_without_logprobs_are_found_and_a_file_without_any_is_wrong(tmp_path):
+    def strip(record):
+        for answer in answers(record):
+            if answer.get("token_ids"):
+                answer["logprobs"] = None
+
+    assert names(diagnosed(spoiled(strip), tmp_path))["no_logprobs"] == "COSTS"
+    bare = [tg.strip_logprobs(record) for record in recorded()]
+    found = diagnosed(bare, tmp_path)
+    assert names(found) == {"no_logprobs": "WRONG"}
+    assert found.exit_code == 1
+
+
+def test_missing_and_impossible_logprobs_are_found(tmp_path):
+    def put(record, value):
+        for content in entries(record):
+            content[3]["logprob"] = value
+
+    assert names(diagnosed(spoiled(lambda record: put(record, None), every=9), tmp_path)) == {
+        "missing_logprobs": "COSTS"
+    }
+    found = diagnosed(spoiled(lambda record: put(record, 0.7)), tmp_path)
+    assert names(found)["impossible_logprobs"] == "WRONG"
+    found = diagnosed(spoiled(lambda record: put(record, -9999.0), every=4), tmp_path)
+    assert names(found)["impossible_logprobs"] == "WRONG"
+
+
+def test_a_list_of_logprobs_that_is_shorter_than_the_ids_is_found(tmp_path):
+    def drop(record):
+        for answer in answers(record):
+            if answer.get("token_ids"):
+                answer["logprobs"] = [entry["logprob"] for entry in answer["logprobs"]["content"]][1:]
+
+    found = diagnosed(spoiled(drop), tmp_path)
+    assert names(found)["count_mismatch"] == "WRONG"
+    assert found.findings[0].hits.found == "20 tokens but 19 logprobs"
+
+
+def test_logprobs_that_do_not_add_up_to_the_servers_sum_are_found(tmp_path):
+    def native(record, lost):
+        messages = record["messages"]
+        for message in messages:
+            if "logprobs" in message:
+                content = message.pop("logprobs")["content"]
+                logprobs = [entry["logprob"] for entry in content]
+                generation = {"bytes": [entry["bytes"] for entry in content], "logprobs": logprobs}
+                message["generation"] = {**generation, "cumulative_logprob": sum(logprobs) - lost}
+        return {**record, "format": "tracegrad/1"}
+
+    records = [record for record in recorded() if "messages" in record]
+    for record in records:
+        record["group"] = "one"
+    fine = diagnosed([native(json.loads(json.dumps(record)), 0.0) for record in records], tmp_path)
+    assert names(fine) == {}
+    found = diagnosed([native(record, 0.25) for record in records], tmp_path)
+    assert names(found) == {"wrong_sum": "WRONG"}
+
+
+def test_traces_without_rewards_are_found(tmp_path):
+    def strip(record):
+        record.pop("reward"), record.pop("rewards")
+
+    assert names(diagnosed(spoiled(strip, every=9), tmp_path)) == {"no_rewards": "COSTS"}
+    found = diagnosed(spoiled(strip), tmp_path)
+    assert names(found) == {"no_rewards": "WRONG"}
+
+
+def test_bad_records_are_found_with_their_line(tmp_path):
+    path = save(recorded(), tmp_path / "traces.jsonl")
+    lines = path.read_text().splitlines()
+    lines[4] = lines[4][:100]
+    path.write_text("\n".join(lines))
+    found = examine(str(path), MODEL)
+    assert names(found) == {"bad_records": "COSTS"}
+    assert (first(found).line, found.findings[0].hits.count, found.findings[0].hits.of) == (5, 1, 240)
+
+
+def test_traces_that_the_template_refuses_are_found(tmp_path):
+    refuse = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    model = with_template(tmp_path, lambda text: refuse + text)
+    found = diagnosed(recorded(), tmp_path, model=model)
+    assert names(found)["unaligned"] in ("COSTS", "WRONG")
+    said = {finding.name: finding for finding in found.findings}["unaligned"].hits
+    assert "no tools here" in said.found
+    assert said.first is not None
+    assert said.first.line is not None
+
+
+def test_drift_beyond_its_threshold_is_found(tmp_path):
+    def blind(record):
+        for content in entries(record):
+            for entry in content[6:9]:
+                entry["token"], entry["bytes"] = "", []
+
+    records = [record for record in spoiled(blind) if record["metadata"]["shape"] == "strings"]
+    for record in records:
+        record["group"] = "one"
+    assert names(diagnosed(records, tmp_path)).get("drift") == "COSTS"
+
+
+@pytest.mark.parametrize("lag", [1, -1])
+def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
+    pytest.importorskip("torch")
+    records = recorded()[:48]
+    assert names(diagnosed(records, tmp_path, rescored=16)) == {}
+    for record in records:
+        for content in entries(record):
+            moved = np.roll([entry["logprob"] for entry in content], -lag).tolist()
+            for entry, logprob in zip(content, moved, strict=True):
+                entry["logprob"] = logprob
+    found = diagnosed(records, tmp_path, rescored=16)
+    assert names(found)["shifted_logprobs"] == "WRONG"
+    assert "rescored" in {f.name: f.hits.found for f in found.findings}["shifted_logprobs"]
+
+
+def test_rescoring_finds_another_model(tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    shutil.copytree(MODEL, tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    found = diagnosed(recorded()[:48], tmp_path, model=tmp_path / "model", rescored=16)
+    assert set(names(found)) == {"other_model"}
+    assert names(found)["other_model"] in ("COSTS", "WRONG")
+
+
+def test_nothing_depends_on_how_the_file_is_cut_into_batches(tmp_path, monkeypatch):
+    records = recorded()
+    for record in records[::7]:
+        record.pop("reward"), record.pop("rewards")
+        for response in responses(record):
+            response["usage"]["completion_tokens"] += 50
+    records.append(records[3])
+    told = []
+    for batch in (7, 1024):
+        monkeypatch.setattr("tracegrad.doctor.examination.BATCH", batch)
+        told.append(diagnosed(records, tmp_path).as_dict())
+    assert told[0] == told[1]
+    assert {finding["name"] for finding in told[0]["findings"]} == {
+        "no_rewards",
+        "lost_chunks",
+        "duplicated",
+        "equal_rewards",
+    }
+
+
+def test_the_set_of_hashes_knows_what_stood_before(tmp_path):
+    rng, hashes, known = np.random.default_rng(0), Hashes(), set()
+    for _ in range(60):
+        values = rng.integers(-300, 300, int(rng.integers(0, 40)))
+        want = []
+        for value in values.tolist():
+            want.append(value in known)
+            known.add(value)
+        assert hashes.add(values).tolist() == want

@@ -1,0 +1,157 @@
+"""What is left out because it cannot matter: traces without an advantage, head rows without a weight."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from forked import apart, forked, gradient  # noqa: E402
+from tiny import VOCABULARY  # noqa: E402
+from tracegrad import policy, presets  # noqa: E402
+from tracegrad.algebra import Objective, PolicyGradient, with_entropy, with_kl  # noqa: E402
+from tracegrad.batch import Skipped, pack  # noqa: E402
+from tracegrad.correction import Corrected  # noqa: E402
+from tracegrad.errors import ArgumentError  # noqa: E402
+from tracegrad.learner.step import detached  # noqa: E402
+
+NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model whose norms sum in the dtype of its weights, so that float64 is float64 throughout."""
+    torch.manual_seed(0)
+    return transformers.StableLmForCausalLM(transformers.StableLmConfig(**SHAPE, **HEADS)).double().eval()
+
+
+@pytest.fixture(scope="module")
+def case(model):
+    """All policies near the model, some traces nearer, so that the strictest gates keep some terms and drop some."""
+    case = some_without_advantage()
+    [step] = packed(case, presets.GSPO)
+    with torch.no_grad():
+        found = step.with_logprobs(old=[policy.logprobs(model, batch) for batch in step.batches]).old_logprobs
+    spread = np.array([0.0, 1e-5, 0.3])[step.trace % 3]
+    noise = spread * np.random.default_rng(0).normal(size=(3, len(step)))
+    rollout, old, ref = np.full((3, case.sequences.tokens), np.nan)
+    rollout[step.origin], old[step.origin], ref[step.origin] = np.minimum(found + noise, -1e-4)
+    rollout[np.isnan(case.sequences.rollout_logprobs)] = np.nan
+    sequences = replace(case.sequences, rollout_logprobs=rollout.astype(np.float32))
+    return replace(case, sequences=sequences, old=old, ref=ref)
+
+
+def some_without_advantage():
+    """Two of the traces have none, one of them alone in its group."""
+    case = forked(5, more=4)
+    advantages = case.advantages.copy()
+    advantages[[2, 6]] = 0.0
+    group = case.sequences.group.copy()
+    group[6] = 9
+    return replace(case, advantages=advantages, sequences=replace(case.sequences, group=group))
+
+
+def packed(case, objective, **more):
+    return pack(case.sequences, case.advantages, per="trace", token_budget=128, needs=objective.needs, **more)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_has_the_same_gradient_without_what_cannot_matter(model, case, name):
+    objective = getattr(presets, name)
+    if objective.per_microbatch:
+        needs = objective.needs
+        assert all((needs.zero_advantage, needs.dropped, needs.weightless))
+        return
+    whole = packed(case, objective)
+    theirs = gradient(model, case, whole, objective)
+    assert theirs.norm() > 0
+    assert apart(gradient(model, case, whole, objective, skip=True), theirs) <= 1e-12
+    if objective.needs.zero_advantage:
+        with pytest.raises(ArgumentError, match=r"skip_zero_advantage=True, but .* Pass skip_zero_advantage=False"):
+            packed(case, objective, skip_zero_advantage=True)
+        return
+    fewer = packed(case, objective, skip_zero_advantage=True)
+    assert fewer[0].skipped == Skipped(traces=2, terms=int(np.isin(whole[0].trace, (2, 6)).sum()))
+    assert len(fewer[0]) == len(whole[0]) - fewer[0].skipped.terms
+    assert apart(gradient(model, case, fewer, objective), theirs) <= 1e-12
+
+
+def test_most_of_grpo_can_be_left_out_and_what_needs_a_trace_says_so():
+    assert not presets.GRPO.needs.zero_advantage
+    assert not presets.GRPO.needs.dropped
+    assert not presets.GRPO.needs.weightless
+    assert not presets.GSPO.needs.zero_advantage
+    assert "over the trace" in presets.GSPO.needs.dropped
+    assert "penalty" in with_kl(presets.GRPO, 0.1).needs.zero_advantage
+    assert "penalty" in with_kl(presets.GRPO, 0.1).needs.dropped
+    assert "entropy bonus" in with_entropy(presets.GRPO, 0.1).needs.zero_advantage
+    assert "entropy bonus" in with_entropy(presets.GRPO, 0.1).needs.dropped
+
+
+def test_skipped_traces_stay_in_totals_and_counts():
+    case = some_without_advantage()
+    whole, fewer = packed(case, presets.GRPO)[0], packed(case, presets.GRPO, skip_zero_advantage=True)[0]
+    assert fewer.totals == whole.totals
+    left = ~np.isin(whole.trace, (2, 6))
+    for name in ("origin", "trace_terms", "group_terms", "group_traces", "advantages"):
+        assert np.array_equal(getattr(fewer, name), getattr(whole, name)[left])
+
+
+def test_a_step_that_nothing_is_left_of_still_reaches_every_parameter(model):
+    case = replace(forked(), advantages=np.zeros(forked().sequences.traces))
+    [step] = packed(case, presets.GRPO, skip_zero_advantage=True, pad_to_multiple_of=4)
+    assert len(step) == 0
+    assert step.totals.terms > 0
+    assert [len(batch.ids) for batch in step.batches] == [4]
+    found = gradient(model, case, [step], presets.GRPO)
+    assert len(found) == sum(p.numel() for p in model.parameters())
+    assert not found.any()
+
+
+def test_head_rows_that_no_term_is_left_of_go_and_others_keep_their_terms():
+    case = forked(1, more=0)
+    [step] = packed(case, presets.GRPO, share_prefixes=True)
+    [batch] = step.batches
+    alone = np.isin(step.trace[batch.term], [1])
+    fewer = batch.without(~alone)
+    assert np.array_equal(fewer.ids, batch.ids)
+    assert step.trace[fewer.term].tolist() == [1] * len(fewer.term)
+    assert np.array_equal(fewer.target[fewer.row], case.sequences.ids[step.origin[fewer.term]])
+    assert len(fewer.read) == len(fewer.term) < len(batch.read)
+    assert len(batch.without(np.ones(len(batch.term), bool)).read) == 0
+    with pytest.raises(ArgumentError, match="Pass one bool per term"):
+        batch.without(np.zeros(1, bool))
+    with pytest.raises(ArgumentError, match="moved to a device already"):
+        batch.to("cpu").without(alone)
+
+
+def test_idle_terms_are_those_dropped_and_those_without_weight_or_advantage():
+    case = forked(1, more=0)
+    [step] = packed(case, presets.GRPO)
+    some = np.arange(len(step))
+    corrected = Corrected((some != 3).astype(np.float32), some != 5, np.ones(len(step), np.float32), {}, {})
+    expected = (some == 3) | (some == 5) | (step.advantages == 0)
+    assert np.array_equal(step.idle(presets.GRPO.needs, corrected), expected)
+    assert not step.idle(presets.GSPO.needs, corrected).any()
+    gated = Objective(PolicyGradient(), penalties=(replace(with_kl(presets.GRPO, 0.1).penalties[0], gated=True),))
+    assert np.array_equal(step.idle(gated.needs, corrected), some == 5)
+
+
+def test_logprobs_of_terms_in_no_batch_stay_unknown():
+    case = forked(1, more=0)
+    [step] = packed(case, presets.GRPO)
+    idle = step.idle(presets.GRPO.needs, detached(case.ready(step), presets.GRPO, "mask"))
+    fewer = replace(step, batches=tuple(batch.without(idle[batch.term]) for batch in step.batches))
+    old = fewer.with_logprobs(old=[np.zeros(len(batch.term), np.float32) for batch in fewer.batches]).old_logprobs
+    assert np.array_equal(np.isnan(old), idle)
+    assert idle.any()
+
+
+def test_skipping_asks_what_the_objective_looks_at():
+    case = forked()
+    with pytest.raises(ArgumentError, match=r"Pass needs=objective\.needs"):
+        pack(case.sequences, case.advantages, per="trace", token_budget=128, skip_zero_advantage=True)

@@ -1,0 +1,58 @@
+"""Batches on their way to a device: the same numbers, ahead of time."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tracegrad.batch import pack, prefetch  # noqa: E402
+from tracegrad.errors import ArgumentError  # noqa: E402
+from tracegrad.sequence import Sequences  # noqa: E402
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def batches():
+    s = Sequences.from_arrays(np.arange(60), np.arange(0, 61, 6), np.full(60, -1.0), np.arange(60) % 6 > 2)
+    return pack(s, np.ones(10), token_budget=12)[0].batches
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_prefetched_batches_are_the_batches_in_order(device, ahead):
+    found = list(prefetch(iter(batches()), device, ahead=ahead))
+    assert len(found) == len(batches()) == 5
+    for one, other in zip(found, batches(), strict=True):
+        for field in fields(other):
+            moved, given = getattr(one, field.name), getattr(other, field.name)
+            if field.name == "term":
+                assert isinstance(moved, np.ndarray)
+            else:
+                assert moved.device.type == device
+                assert moved.dtype == (torch.float32 if given.dtype == np.float32 else torch.int64)
+            assert moved.tolist() == given.tolist()
+
+
+def test_on_a_cpu_a_batch_is_moved_when_it_is_asked_for():
+    taken = []
+
+    def source():
+        for n, batch in enumerate(batches()):
+            taken.append(n)
+            yield batch
+
+    moved = prefetch(source(), "cpu")
+    next(moved)
+    assert taken == [0]
+
+
+def test_a_moved_batch_is_not_copied_again():
+    batch = batches()[0].to("cpu")
+    assert batch.to("cpu").ids.data_ptr() == batch.ids.data_ptr()
+
+
+def test_a_negative_number_ahead_is_refused():
+    with pytest.raises(ArgumentError, match="ahead is -1"):
+        prefetch([], "cpu", ahead=-1)

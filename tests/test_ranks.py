@@ -1,0 +1,99 @@
+"""Any number of ranks is one process: gradients, corrections and numbers, under FSDP2 and DDP, on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tracegrad
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+HERE = Path(__file__).parent
+BOUND = {"float64": 1e-6, "float32": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What groups of 2 and of 4 processes found; started once for all cases."""
+    out = tmp_path_factory.mktemp("ranks")
+    path = os.pathsep.join([str(Path(tracegrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, HERE / "ranks.py", out], capture_output=True, text=True, check=False, timeout=600, env=told
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    read = {ranks: json.loads((out / f"ranks-{ranks}.json").read_text()) for ranks in (2, 4)}
+    return {**read, **{name: json.loads((out / f"{name}.json").read_text()) for name in ("alone", "after")}}
+
+
+def law(found, ranks):
+    return {name: entry for name, entry in found[ranks].items() if "work" in entry}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_the_gradient_of_many_ranks_is_that_of_one_process_for_every_class_of_objective(found, ranks, mode):
+    here = {name: entry for name, entry in law(found, ranks).items() if f"| {mode} |" in name}
+    assert len(here) == 13  # ten classes in float64, three of them in float32 too
+    for name, entry in here.items():
+        assert len(entry["apart"]) == 3  # steps in a row, the parameters updated in between
+        assert max(entry["apart"]) <= BOUND[name.split(" | ")[-1]], (name, entry)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loss_and_norm_are_of_the_whole_step(found, ranks):
+    for name, entry in law(found, ranks).items():
+        assert entry["numbers"] <= 10 * BOUND[name.split(" | ")[-1]], (name, entry)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_steps_compared_had_unequal_work_and_ranks_without_any(found, ranks):
+    unequal = [
+        len(set(by_rank)) > 1 for entry in law(found, ranks).values() for by_rank in zip(*entry["work"], strict=True)
+    ]
+    assert sum(unequal) > len(unequal) / 2
+    for entry in law(found, ranks).values():
+        assert sorted(by_rank[2] > 0 for by_rank in entry["work"]) == [False] * (ranks - 1) + [True]
+
+
+def test_the_gates_over_the_step_had_something_to_drop(found):
+    for name, entry in law(found, 2).items():
+        if name.startswith(("token, kept", "batch budget")):
+            assert 0.1 < entry["gated"] < 0.9, name
+
+
+TIMES = {"seconds", "tokens_per_s"}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp", "fsdp, low memory"])
+def test_a_run_on_two_ranks_comes_to_the_parameters_and_says_the_numbers_of_one_process(found, name):
+    run = found[2][name]
+    assert run["apart"] < 1e-5  # AdamW takes the sign of small gradients: rounding moves a parameter by up to lr
+    for row, alone in zip(run["rows"], found["alone"]["rows"], strict=True):
+        assert row.keys() == alone.keys()
+        for key in row.keys() - TIMES:
+            close = alone[key] if alone[key] is None else pytest.approx(alone[key], rel=2e-4, abs=2e-5)
+            assert row[key] == close, (row["step"], key)
+
+
+def test_a_signal_to_one_rank_stops_all_and_another_number_of_ranks_goes_on(found):
+    assert found[2]["stopped"] == {"step": 3, "code": 143}
+    assert found["after"]["step"] == len(found["alone"]["rows"]) - 1
+    assert found["after"]["apart"] < 1e-5
+    assert found[2]["resumed from one process"]["apart"] < 1e-5
+
+
+def test_sharded_adapters_with_the_model_without_them_as_reference_are_those_of_one_process(found):
+    assert found[2]["adapters"]["apart"] < 1e-5
+
+
+def test_a_policy_that_accelerate_prepared_has_the_same_gradient(found):
+    assert found[2]["accelerate"]["wrapper"] == "DistributedDataParallel"
+    assert found[2]["accelerate"]["apart"] < 1e-6
