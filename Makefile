@@ -51,7 +51,7 @@ parity-templates: $(VENV)/dev  ## every chat template beside transformers, into 
 	$(BIN)/python tests/parity_templates.py PARITY.md
 
 nightly: $(VENV)/dev  ## a million adversarial strings for each tokenizer
-	$(BIN)/python -m pytest --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
+	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
 
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python -m tracegrad.presets.describe docs/losses.md
