@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import inspect
 import json
 import os
 import platform
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-ARMS = ("tracegrad", "tracegrad, no sharing", "trl", "liger", "full logits")
+ARMS = ("tracegrad", "tracegrad, one tree", "tracegrad, no sharing", "trl", "liger", "full logits")
 OURS = ARMS[0]
 COMMAND = "python benches/step_cpu.py --out benches/results/step_cpu.json"
 
@@ -103,8 +102,8 @@ def model_of(shape: Shape) -> Any:
 # --- the arms: each returns a function of a group's number that runs forward and backward ---
 
 
-def ours(model: Any, data: Data, share: bool) -> Callable[[int], None]:
-    """One row per group; the prompt is computed once, by `pack(share_prefixes=True)` where it is worth it."""
+def ours(model: Any, data: Data, share: bool, tree: bool) -> Callable[[int], None]:
+    """One row per group: branches side by side, whose common prompt the CPU's forward computes once, or one tree."""
     from tracegrad import policy
     from tracegrad.algebra import Clip, Objective, Ratio
     from tracegrad.batch import pack
@@ -125,7 +124,7 @@ def ours(model: Any, data: Data, share: bool) -> Callable[[int], None]:
         logprobs = np.full(cu[-1], np.nan, np.float32)
         logprobs[trainable] = np.concatenate(old)
         s = Sequences.from_arrays(np.concatenate(rows), cu, logprobs, trainable, group=np.zeros(len(rows), int))
-        [step] = pack(s, advantages, token_budget=int(cu[-1]), **shared_packs(share))
+        [step] = pack(s, advantages, token_budget=int(cu[-1]), share_prefixes=tree)
         step = step.with_logprobs(old=step.rollout_logprobs)
         steps.append((step, detached(step, objective, "mask")))
 
@@ -136,14 +135,6 @@ def ours(model: Any, data: Data, share: bool) -> Callable[[int], None]:
             policy.batch_loss(model, moved, step.terms(moved, corrected), objective).loss.backward()
 
     return run
-
-
-def shared_packs(share: bool) -> dict[str, bool]:
-    """share_prefixes where this pack has it."""
-    from tracegrad.batch import pack
-
-    built = "not built" not in (inspect.getdoc(pack) or "")
-    return {"share_prefixes": True} if share and built else {}
 
 
 def padded(data: Data, number: int) -> dict[str, torch.Tensor]:
@@ -234,7 +225,7 @@ def liger(model: Any, data: Data) -> Callable[[int], None]:
 def runner(arm: str, model: Any, data: Data) -> Callable[[int], None]:
     """The forward and backward of an arm."""
     if arm.startswith(OURS):
-        return ours(model, data, share=arm == OURS)
+        return ours(model, data, share="no sharing" not in arm, tree="tree" in arm)
     return {"trl": trl, "liger": liger, "full logits": full_logits}[arm](model, data)
 
 

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from tracegrad import _core, config, doctor, prepare
+from tracegrad.batch import ModelShape
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
 from tracegrad.report import write_report
@@ -196,7 +198,7 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path)
     from tracegrad.learner.feed import Feed
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    feed = Feed.of(sequences, objective, chosen, ranks=ranks)
+    feed = Feed.of(sequences, objective, chosen, ranks=ranks, shape=_shape(model))
     plan, steps = feed.plan(), feed.steps(0)
     rows = [len(batch.ids) for step in steps for batch in step.batches]
     fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
@@ -206,16 +208,20 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path)
         f"traces, with {int(feed.held.sum()):,} held out for value",
         f"         {len(rows):,} rows an epoch, the longest {max(rows):,} tokens, {fill:.0%} of the budget filled, "
         f"{sum(map(len, steps)):,} terms" + ("" if ranks == 1 else f", on the first of {ranks} ranks"),
-        *_sharing(steps),
+        f"sharing  {feed.sharing()}, in the first step"
+        + ("" if chosen.pack.share_prefixes else "; it is off: pack.leave_out repeats"),
     )
     _say(*_forecast(model, chosen, feed, ranks))
     return 0
 
 
-def _sharing(steps: list[Any]) -> list[str]:
-    """What shared prefixes save, where the steps say it."""
-    reports = [report for step in steps if (report := getattr(step, "sharing", None)) is not None]
-    return [f"sharing  {reports[0]}"] if reports else []
+def _shape(model: Path) -> ModelShape | None:
+    """Of the model, by its config.json alone; None where that does not tell it."""
+    try:
+        told = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return ModelShape.known(SimpleNamespace(**told.get("text_config", told)))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> list[str]:

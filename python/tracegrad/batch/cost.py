@@ -74,6 +74,14 @@ class ModelShape:
             vocab=_said(config, "vocab_size"),
         )
 
+    @classmethod
+    def known(cls, config: Any) -> ModelShape | None:
+        """As `of`; None where the config does not say one of the sizes."""
+        try:
+            return cls.of(config)
+        except ArgumentError:
+            return None
+
     @property
     def token_flop(self) -> float:
         """Of one token in the linear layers of the body, forward and backward."""

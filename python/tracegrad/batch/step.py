@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad.batch.moving import moved
+from tracegrad.batch.moving import moved, sent
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -110,6 +110,12 @@ class Batch:
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "term"}
         return replace(self, **{name: moved(values, device) for name, values in columns.items()})
+
+    @property
+    def tokens(self) -> int:
+        """How many of the row's tokens are no padding; read from a batch that was not moved."""
+        alone = np.asarray(self.tree_end) == np.arange(1, len(self.ids) + 1)  # a root that nothing follows
+        return len(self.ids) - int(np.count_nonzero(alone & (np.asarray(self.positions) == 0)))
 
     def without(self, dropped: ArrayLike) -> Batch:
         """The same row with fewer terms, and without the head rows that no term is left of.
@@ -234,7 +240,7 @@ class Step:
         device = batch.ids.device if isinstance(batch.ids, torch.Tensor) else "cpu"
 
         def gathered(values: Any) -> Any:
-            return None if values is None else torch.from_numpy(host(values)[batch.term]).to(device, non_blocking=True)
+            return None if values is None else sent(torch.from_numpy(host(values)[batch.term]), device)
 
         return Terms(
             old=gathered(self.old_logprobs),

@@ -44,10 +44,22 @@ class Pack:
     """Groups in one optimizer step."""
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
     """A branch longer than token_budget: stop, leave its trace out, or cut its end. Both are counted."""
+    leave_out: Literal["nothing", "repeats", "idle", "both"] = "nothing"
+    """Work that changes no gradient: beginnings that traces share, where it pays; advantage or weight 0; or both."""
 
     def __post_init__(self) -> None:
         _require(self.token_budget > 1, "pack.token_budget", self.token_budget, "it must be at least 2")
         _require(self.step_groups > 0, "pack.step_groups", self.step_groups, "it must be at least 1")
+
+    @property
+    def share_prefixes(self) -> bool:
+        """Whether what traces begin with alike is computed once, where that is predicted to pay."""
+        return self.leave_out in ("repeats", "both")
+
+    @property
+    def skip_idle(self) -> bool:
+        """Whether what has no advantage or no weight is left out; metrics are then of the rest."""
+        return self.leave_out in ("idle", "both")
 
 
 @dataclass(frozen=True)

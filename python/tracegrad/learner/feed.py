@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import advantage
 from tracegrad.algebra import Objective
-from tracegrad.batch import Step, pack
+from tracegrad.batch import ModelShape, Sharing, Step, pack
 from tracegrad.config import Config, as_dict, nearest, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.plan import Plan
 from tracegrad.learner.value import held_out
 from tracegrad.sequence import LOGPROB_KINDS, TIERS, Sequences
 
+_SHARED: dict[str, Any] = {"nothing": "repeats", "repeats": "repeats", "idle": "both", "both": "both"}
 _T6 = TIERS.index("T6")
 
 
@@ -36,6 +38,8 @@ class Feed:
         objective, config: of the run.
         notes: what a user should know of them, one sentence each.
         ranks, rank: how many processes share each step, and which of them this is.
+        shape: of the model, for predictions of what rows cost.
+        bucket: rows are padded to a multiple of so many tokens.
     """
 
     sequences: Sequences
@@ -47,9 +51,21 @@ class Feed:
     notes: tuple[str, ...]
     ranks: int = 1
     rank: int = 0
+    shape: ModelShape | None = None
+    bucket: int = 1
 
     @classmethod
-    def of(cls, sequences: Sequences, objective: Objective, config: Config, *, ranks: int = 1, rank: int = 0) -> Feed:
+    def of(
+        cls,
+        sequences: Sequences,
+        objective: Objective,
+        config: Config,
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        shape: ModelShape | None = None,
+        bucket: int = 1,
+    ) -> Feed:
         """Splits, checks and scores.
 
         Raises:
@@ -69,11 +85,19 @@ class Feed:
                 f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
                 "Give traces whose rewards differ within a group, or set advantage.baseline."
             )
-        return cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank)
+        return cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank, shape, bucket)
 
     def steps(self, plan_seed: int) -> list[Step]:
         """The steps of an epoch, its groups shuffled by a seed."""
-        return self._pack(~self.held, plan_seed, self.config.pack.step_groups)
+        skip = self.config.pack.skip_idle and not self.objective.needs.zero_advantage
+        return self._pack(~self.held, plan_seed, self.config.pack.step_groups, skip=skip)
+
+    def sharing(self) -> Sharing:
+        """What `pack.share_prefixes` does to the first step, or would do."""
+        told = replace(self.config, pack=replace(self.config.pack, leave_out=_SHARED[self.config.pack.leave_out]))
+        found = replace(self, config=told).steps(0)[0].sharing
+        assert found is not None
+        return found
 
     def age(self, step: Step) -> NDArray[np.int64]:
         """[M] policy versions between the newest one recorded and the one that sampled the term; 0 where unknown."""
@@ -100,7 +124,9 @@ class Feed:
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()
 
-    def _pack(self, traces: NDArray[np.bool_], seed: int | None, step_groups: int | None) -> list[Step]:
+    def _pack(
+        self, traces: NDArray[np.bool_], seed: int | None, step_groups: int | None, *, skip: bool = False
+    ) -> list[Step]:
         s = self.sequences
         owner = np.repeat(s.trace, np.diff(s.cu_seqlens))
         return pack(
@@ -111,9 +137,13 @@ class Feed:
             step_groups=step_groups,
             needs=self.objective.needs,
             too_long=self.config.pack.too_long,
+            share_prefixes=self.config.pack.share_prefixes,
+            skip_zero_advantage=skip,
+            shape=self.shape,
             seed=seed,
             ranks=self.ranks,
             rank=self.rank,
+            pad_to_multiple_of=self.bucket,
         )
 
 
@@ -162,8 +192,11 @@ def check_effective(config: Config, objective: Objective) -> None:
     needs, told = objective.needs, config.advantage
     unmeasured = "data.holdout is 0, so value is not measured"
     no_own_reference = "train.ref_model is the reference" if needs.ref else "this objective takes no reference"
+    told_pack = config.pack.leave_out
+    looked_at = [why for why in (needs.zero_advantage, needs.dropped, needs.weightless) if why]
     scalable = told.baseline in ("group_mean", "batch_mean")
     idle = {
+        "pack.leave_out": (told_pack == "idle" and len(looked_at) == 3, looked_at[0] if looked_at else ""),
         "train.updates_per_old": (not needs.old and not needs.proximal, "this objective takes no old logprobs"),
         "train.ref_model": (not needs.ref, "this objective takes no reference"),
         "train.ref_every": (bool(config.train.ref_model) or not needs.ref, no_own_reference),

@@ -18,7 +18,7 @@ import torch
 
 from tracegrad import metrics
 from tracegrad.algebra import Objective
-from tracegrad.batch import Step
+from tracegrad.batch import ModelShape, Step
 from tracegrad.config import Config, as_dict, to_toml
 from tracegrad.correction import Corrected, proximal_alpha
 from tracegrad.errors import ArgumentError, TracegradError
@@ -33,7 +33,15 @@ from tracegrad.learner.parallel import Placed
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.row import row_of
-from tracegrad.learner.setup import Optimizers, Prepared, check_same, check_vocabulary, other_model, prepared
+from tracegrad.learner.setup import (
+    Optimizers,
+    Prepared,
+    bucket_of,
+    check_same,
+    check_vocabulary,
+    other_model,
+    prepared,
+)
 from tracegrad.learner.step import Floats, Outcome, detached, measure, optimizer_step
 from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
 from tracegrad.sequence import Sequences
@@ -78,7 +86,8 @@ def train(
         TracegradError: if the gradient is not finite or a checkpoint cannot be written.
     """
     config, out, ranks = config or Config(), Path(out), Ranks.join()
-    feed = Feed.of(sequences, objective, config, ranks=ranks.world, rank=ranks.rank)
+    cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
+    feed = Feed.of(sequences, objective, config, ranks=ranks.world, rank=ranks.rank, **cut)
     model, policy = prepared(model, config, ranks, optimizer)
     other = other_model(reference, feed, policy)
     loop = _Loop(feed, policy, model, other, out, Path(tokenizer) if tokenizer else None)
@@ -198,6 +207,8 @@ class _Loop:
         """What a user should know before the first step."""
         said = [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
         said.append(self.policy.sentence(self.config))
+        if self.config.pack.share_prefixes:
+            said.append(f"{self.feed.sharing()}.")
         held = int(self.feed.held.sum())
         if self.config.data.holdout and held < MIN_ESS:
             said.append(
@@ -329,6 +340,7 @@ class _Loop:
                 grad_clip=self.config.optimizer.grad_clip,
                 precision=self.precision,
                 corrected=corrected,
+                skip_idle=self.config.pack.skip_idle and not self.control.adapts,
                 idle=self.idle,
             )
         seconds = time.perf_counter() - began
@@ -345,20 +357,7 @@ class _Loop:
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         if self.plan.epoch_of(self.taken) == self.plan.epochs - 1:
-            self.terms.append(
-                TermRecord(
-                    step=self.taken + 1,
-                    origin=step.origin,
-                    trace=step.trace,
-                    ratio=outcome.ratio,
-                    weight=outcome.weight,
-                    keep=outcome.keep,
-                    clipped=outcome.clipped,
-                    advantages=step.advantages,
-                    logprobs=outcome.logprobs,
-                    gradient=outcome.gradient,
-                )
-            )
+            self.terms.append(TermRecord.of(self.taken + 1, step, outcome))
 
     def value_row(self) -> dict[str, float]:
         """Value and its company under their metrics' names; empty without held-out traces."""

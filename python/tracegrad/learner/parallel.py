@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
+from tracegrad.algebra import Objective
 from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.memory import SPEED, Memory, layers_of
 from tracegrad.learner.ranks import Ranks
-from tracegrad.policy import forward_plan, head_of, logprobs_and_entropy
+from tracegrad.objective import Terms
+from tracegrad.policy import Plan, PolicyLoss, batch_loss, forward_plan, head_of, logprobs_and_entropy
 
 Mode = Literal["fsdp", "ddp", "none"]
 
@@ -88,9 +90,18 @@ class Placed:
 
     def forward(self, batch: Batch, precision: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of each term of a batch, [m] both."""
+        how = precision, self.mode == "fsdp", self.memory.chunk_bytes
         if torch.is_grad_enabled() or self.mode == "fsdp":
-            return self.policy(_logprobs_and_entropy, batch, precision, self.mode == "fsdp", self.memory.chunk_bytes)
-        return _logprobs_and_entropy(self.model, batch, precision, False, self.memory.chunk_bytes)
+            return self.policy(_logprobs_and_entropy, batch, *how)
+        return _logprobs_and_entropy(self.model, batch, *how)
+
+    def loss(
+        self, batch: Batch, terms: Terms, objective: Objective, precision: torch.dtype = torch.float32
+    ) -> tuple[Tensor, PolicyLoss]:
+        """What `backward` is called on, multiplied by `scale` already; and the loss as it is, with its terms."""
+        how = precision, self.mode == "fsdp", self.memory.chunk_bytes
+        loss, found = self.policy(_batch_loss, batch, terms, objective, *how)
+        return (loss if self.scale == 1 else loss * self.scale), found
 
 
 def placed(model: Any) -> Placed:
@@ -239,8 +250,30 @@ def _logprobs_and_entropy(
     model: nn.Module, batch: Batch, precision: torch.dtype, one_pass: bool, chunk_bytes: int | None
 ) -> tuple[Tensor, Tensor]:
     """As `policy.logprobs_and_entropy`; `one_pass` calls each layer once a batch, as ranks must all do so alike."""
-    if one_pass:
-        precision = torch.float32  # FSDP has cast already
-    plan = "mask" if one_pass and forward_plan(model, batch) == "stack" else None
-    with autocast(batch.ids.device.type, precision):
-        return logprobs_and_entropy(model, batch, plan=plan, chunk_bytes=chunk_bytes)
+    with _cast(batch, precision, one_pass):
+        return logprobs_and_entropy(model, batch, plan=_forward(model, batch, one_pass), chunk_bytes=chunk_bytes)
+
+
+def _batch_loss(
+    model: nn.Module,
+    batch: Batch,
+    terms: Terms,
+    objective: Objective,
+    precision: torch.dtype,
+    one_pass: bool,
+    chunk_bytes: int | None,
+) -> tuple[Tensor, PolicyLoss]:
+    """As `policy.batch_loss`, the loss apart: wrappers find the tensor whose backward pass they wait for in a tuple."""
+    with _cast(batch, precision, one_pass):
+        forward = _forward(model, batch, one_pass)
+        found = batch_loss(model, batch, terms, objective, forward=forward, chunk_bytes=chunk_bytes)
+    return found.loss, found
+
+
+def _cast(batch: Batch, precision: torch.dtype, one_pass: bool) -> AbstractContextManager[Any]:
+    """FSDP casts by itself."""
+    return autocast(batch.ids.device.type, torch.float32 if one_pass else precision)
+
+
+def _forward(model: nn.Module, batch: Batch, one_pass: bool) -> Plan | None:
+    return "mask" if one_pass and forward_plan(model, batch) == "stack" else None

@@ -9,6 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.batch import Step
+from tracegrad.learner.step import Outcome
+
 
 @dataclass(frozen=True)
 class TermRecord:
@@ -31,6 +34,14 @@ class TermRecord:
     advantages: NDArray[np.float32]
     logprobs: NDArray[np.float32]
     gradient: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, step: int, packed: Step, outcome: Outcome) -> TermRecord:
+        """Of the terms whose logprob the step has computed."""
+        seen = ~np.isnan(outcome.logprobs)
+        columns = {name: getattr(packed, name)[seen] for name in ("origin", "trace", "advantages")}
+        names = ("ratio", "weight", "keep", "clipped", "logprobs", "gradient")
+        return cls(step, **columns, **{name: getattr(outcome, name)[seen] for name in names})
 
 
 @dataclass

@@ -33,7 +33,7 @@ def row_of(step: Step, outcome: Outcome, feed: Feed, ranks: Ranks | None = None)
     here = np.zeros(feed.sequences.traces)
     here[step.trace] = 1
     traces = np.flatnonzero(ranks.all_reduce(here, "max"))
-    own = sum(len(batch.ids) for batch in step.batches if len(batch.read))
+    own = sum(batch.tokens for batch in step.batches if len(batch.read))
     terms, tokens = (int(n) for n in ranks.all_reduce(np.array([len(step), own]), "sum"))
     return {
         "loss": outcome.loss,
@@ -41,18 +41,25 @@ def row_of(step: Step, outcome: Outcome, feed: Feed, ranks: Ranks | None = None)
         "terms": terms,
         "traces": len(traces),
         "tokens": tokens,
-        **tally(step, outcome, feed.objective, own).all_reduce(ranks.all_reduce).means(),
+        **tally(step, outcome, feed.objective, own, ranks.first).all_reduce(ranks.all_reduce).means(),
         **Rewards.of(feed.rewards[traces], feed.sequences.group[traces]).named(),
         **off_policy(step, outcome, feed.sequences).all_reduce(ranks.all_reduce).named(),
         **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
     }
 
 
-def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int) -> Tally:
-    """Sums of the step with their denominators, as far as the learner alone knows them."""
+def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int, first: bool = True) -> Tally:
+    """Sums of the step with their denominators, as far as the learner alone knows them.
+
+    Args:
+        tokens: laid out on this rank.
+        first: this rank alone adds what the step knows of all ranks.
+    """
     found = Tally()
-    terms, keep = len(step), outcome.keep
-    found.add("entropy", outcome.entropy.sum(dtype=np.float64), terms)
+    terms, seen = len(step), ~np.isnan(outcome.logprobs)
+    computed = int(np.count_nonzero(seen))
+    keep = outcome.keep & seen
+    found.add("entropy", outcome.entropy[seen].sum(dtype=np.float64), computed)
     known = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
     found.add("frac_old_logprobs_valid", known, terms)
     found.add("frac_old_logprobs_valid_all", known, tokens)
@@ -61,10 +68,11 @@ def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int) -> Ta
         outside = (ratio < 1 - objective.surrogate.low) | (ratio > 1 + objective.surrogate.high)
         found.add("ratio_mean", ratio.sum(), len(ratio))
         found.maximum("ratio_max", ratio.max(initial=-math.inf))
-        found.add("clip_fraction", outcome.clipped.sum(), terms)
-        found.add("clip_fraction_any", outside.sum(), terms)
-    first = np.unique(step.trace, return_index=True)[1]
-    found.add("frac_zero_advantage", (step.advantages[first] == 0).sum(), len(first))
+        found.add("clip_fraction", outcome.clipped.sum(), computed)
+        found.add("clip_fraction_any", outside.sum(), computed)
+    one = np.unique(step.trace, return_index=True)[1]
+    skipped = step.skipped.traces if first else 0
+    found.add("frac_zero_advantage", (step.advantages[one] == 0).sum() + skipped, len(one) + skipped)
     return found
 
 

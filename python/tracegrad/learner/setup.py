@@ -21,6 +21,7 @@ from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
 from tracegrad.learner.model import load_model
 from tracegrad.learner.parallel import Placed, auto_mode, local_device, prepare
 from tracegrad.learner.ranks import Ranks
+from tracegrad.policy.model import attention_of
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
@@ -102,8 +103,12 @@ def learning_rate(config: Config, step: int, lr: float | None = None) -> float:
     return full * min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
 
 
-def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype]:
-    """Moves the model where it trains, in float32 and without dropout; and the precision of its forward pass."""
+def device_of(config: Config) -> torch.device:
+    """Where a run trains.
+
+    Raises:
+        ArgumentError: if torch cannot use the device.
+    """
     told = config.train.device
     try:
         device = local_device() if told == "auto" else torch.device(told)
@@ -112,16 +117,36 @@ def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype
         raise ArgumentError(
             f"train.device is {told!r}: {str(error).splitlines()[0]}. The model cannot go there. Leave it out for auto."
         ) from error
+    return device
+
+
+def bucket_of(config: Config) -> int:
+    """What rows are padded to a multiple of: on CUDA the whole budget, so that one compilation of attention does."""
+    return config.pack.token_budget if device_of(config).type == "cuda" else 1
+
+
+def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype]:
+    """Moves the model where it trains, in float32 and without dropout; and the precision of its forward pass."""
+    device = device_of(config)
     bf16 = config.train.dtype == "bf16" or (config.train.dtype == "auto" and device.type == "cuda")
     precision = torch.bfloat16 if bf16 else torch.float32
     memory = Memory.of(config.train.memory)
     model.to(dtype=torch.float32).eval()
+    if device.type == "cuda":
+        attend_in_blocks(model)
     if memory.recompute:
         recompute_layers(model)
     if config.train.compile:
         compile_layers(model)
     mode = auto_mode(ranks) if config.parallel.mode == "auto" else config.parallel.mode
     return prepare(model, mode, ranks=ranks, device=device, precision=precision, memory=memory), precision
+
+
+def attend_in_blocks(model: Any) -> None:
+    """Has a model that was loaded with sdpa attend by flex_attention, where it can: packed rows need no dense mask."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if attention_of(model) == "sdpa" and getattr(inner, "_supports_flex_attn", False):
+        inner.set_attn_implementation("flex_attention")
 
 
 @dataclass(frozen=True)
@@ -200,6 +225,8 @@ def other_model(reference: Any, feed: Feed, policy: Prepared) -> Placed | None:
     model.to(dtype=torch.float32).eval().requires_grad_(False)
     check_vocabulary(feed.sequences, model)
     target = policy.target
+    if target.device.type == "cuda":
+        attend_in_blocks(model)
     mode = target.mode if target.mode == "fsdp" else "none"
     ranks = target.ranks if mode == "fsdp" else Ranks()
     return prepare(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tracegrad.algebra import Objective
-from tracegrad.batch import Batch, Step
+from tracegrad.batch import Batch, Step, prefetch
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
 from tracegrad.learner.idle import Idle
 from tracegrad.learner.parallel import Placed, placed, whole
 from tracegrad.metrics.sums import AllReduce
-from tracegrad.objective import Loss
+from tracegrad.policy import PolicyLoss
 
 Floats = NDArray[np.float32]
 
@@ -31,6 +30,9 @@ Floats = NDArray[np.float32]
 @dataclass(frozen=True)
 class Outcome:
     """What one optimizer step saw. Arrays are [M] in the step's order, detached, on the CPU.
+
+    Of terms whose head row was left out (`skip_idle`) logprob, entropy and ratio are NaN and the gradient 0; weight and
+    keep are the correction's.
 
     Args:
         loss: of the whole step.
@@ -66,6 +68,7 @@ def optimizer_step(
     grad_clip: float = 0.0,
     precision: torch.dtype = torch.float32,
     corrected: Corrected | None = None,
+    skip_idle: bool = False,
     idle: Idle | None = None,
 ) -> Outcome:
     """Takes one step, gradients accumulated over the batches and summed over the ranks.
@@ -77,6 +80,7 @@ def optimizer_step(
         grad_clip: the gradient is scaled down to this norm; 0 leaves it.
         precision: bfloat16 runs the forward pass under autocast.
         corrected: `detached(step, ...)`, where it is known already.
+        skip_idle: leave out the head rows of terms that can change neither loss nor gradient (`Step.idle`).
         idle: takes the times of the device's work.
 
     Raises:
@@ -86,60 +90,65 @@ def optimizer_step(
     ranks = target.ranks
     corrected = corrected or detached(step, objective, missing, None if ranks.alone else ranks.all_reduce)
     optimizer.zero_grad(set_to_none=True)
-    seen = _accumulate(target, step, objective, corrected, precision, idle or Idle(target.device))
+    batches = _worked(step, objective, corrected) if skip_idle else step.batches
+    seen = _accumulate(target, step, batches, objective, corrected, precision, idle or Idle(target.device))
     norm = _update(target, optimizer, grad_clip)
-    return Outcome(loss=ranks.sum(seen.loss()), grad_norm=norm, corrected=corrected, **seen.arrays(step))
+    arrays = seen.arrays(batches, _unseen(len(step), corrected))
+    return Outcome(loss=ranks.sum(seen.loss()), grad_norm=norm, corrected=corrected, **arrays)
+
+
+def _worked(step: Step, objective: Objective, corrected: Corrected) -> tuple[Batch, ...]:
+    """The batches without the head rows that cannot matter."""
+    idle = step.idle(objective.needs, corrected)
+    return tuple(batch.without(idle[batch.term]) for batch in step.batches)
+
+
+def _unseen(terms: int, corrected: Corrected) -> dict[str, NDArray[Any]]:
+    """[M] each: what is said of a term that no batch holds."""
+    unknown = np.full(terms, np.nan, np.float32)
+    return {
+        **{name: unknown.copy() for name in ("logprobs", "entropy", "ratio")},
+        "weight": np.asarray(corrected.weight, np.float32).copy(),
+        "gradient": np.zeros(terms, np.float32),
+        "clipped": np.zeros(terms, bool),
+        "keep": np.asarray(corrected.keep, bool).copy(),
+    }
 
 
 @dataclass
 class _Seen:
     """What the batches of a step left on the device, copied to the host once, after the last."""
 
-    losses: list[Tensor] = field(default_factory=list)
-    columns: dict[str, list[Tensor | None]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
-
-    def add(self, logp: Tensor, entropy: Tensor, loss: Loss, scale: float) -> None:
-        gradient = None if logp.grad is None else logp.grad / scale
-        told = loss.per_term
-        found = (logp, entropy, told.ratio, told.weight, gradient, told.clipped, told.keep)
-        self.losses.append(loss.loss.detach())
-        for name, value in zip(_COLUMNS, found, strict=True):
-            self.columns[name].append(None if value is None else value.detach())
+    found: list[PolicyLoss] = field(default_factory=list)
 
     def loss(self) -> float:
-        return sum(float(loss) for loss in self.losses)
+        return sum(float(each.loss.detach()) for each in self.found)
 
-    def arrays(self, step: Step) -> dict[str, NDArray[Any]]:
-        """[M] each, in the step's order."""
-        out = {name: np.zeros(len(step), dtype) for name, dtype in _COLUMNS.items()}
-        for name, parts in self.columns.items():
-            for batch, part in zip(step.batches, parts, strict=True):
-                out[name][batch.term] = 0 if part is None else part.cpu().numpy()
+    def arrays(self, batches: Sequence[Batch], out: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Fills [M] each, in the step's order."""
+        for name, values in out.items():
+            for batch, each in zip(batches, self.found, strict=True):
+                own = name in ("logprobs", "entropy", "gradient")
+                values[batch.term] = getattr(each if own else each.per_term, name).cpu().numpy()
         return out
 
 
-_COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("logprobs", "entropy", "ratio", "weight", "gradient"), np.float32),
-    **dict.fromkeys(("clipped", "keep"), np.bool_),
-}
-
-
 def _accumulate(
-    target: Placed, step: Step, objective: Objective, corrected: Corrected, precision: torch.dtype, idle: Idle
+    target: Placed,
+    step: Step,
+    batches: Sequence[Batch],
+    objective: Objective,
+    corrected: Corrected,
+    precision: torch.dtype,
+    idle: Idle,
 ) -> _Seen:
     """Forward and backward passes of all batches; the next batch is on its way while one is worked on."""
     seen = _Seen()
-    moved = step.batches[0].to(target.device)
-    for index in range(len(step.batches)):
-        batch, last = moved, index + 1 == len(step.batches)
-        with idle.busy(), target.last(last):
-            logp, entropy = target.forward(batch, precision)
-            logp.retain_grad()
-            loss: Loss = objective(logp, entropy, step.terms(batch, corrected))
-            (loss.loss if target.scale == 1 else loss.loss * target.scale).backward()
-        if not last:
-            moved = step.batches[index + 1].to(target.device)
-        seen.add(logp, entropy, loss, target.scale)
+    for number, batch in enumerate(prefetch(batches, target.device), start=1):
+        with idle.busy(), target.last(number == len(batches)):
+            loss, found = target.loss(batch, step.terms(batch, corrected), objective, precision)
+            loss.backward()
+        seen.found.append(replace(found, loss=found.loss.detach()))
     return seen
 
 

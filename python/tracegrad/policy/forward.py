@@ -64,7 +64,7 @@ def logprobs_and_entropy(
     batch = batch.to(next(model.parameters()).device)
     head = head_of(model)
     logp, entropy = token_logprobs(
-        hidden_states(model, batch, plan)[batch.read],
+        read_states(model, batch, plan),
         head.weight,
         batch.target,
         inv_temperature=batch.inv_temperature,
@@ -127,6 +127,17 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
         input_ids=batch.ids[None], attention_mask=masks, position_ids=batch.positions[None], use_cache=False
     )
     return out.last_hidden_state[0]
+
+
+def read_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> Tensor:
+    """[U, H] of `hidden_states` at the positions the head reads, in autocast's dtype where autocast is on.
+
+    Residual streams are float32 under autocast; a head of `nn.Linear` would be computed in its dtype, and ours is too.
+    """
+    read = hidden_states(model, batch, plan)[batch.read]
+    kind = read.device.type
+    low = torch.is_autocast_enabled(kind) and read.dtype == torch.float32
+    return read.to(torch.get_autocast_dtype(kind)) if low else read
 
 
 def _is_plain(positions: Tensor, tree_end: Tensor) -> bool:

@@ -21,7 +21,7 @@ from tracegrad.kernels.fused import head_loss, wants_of
 from tracegrad.kernels.head import Epilogue, Problem, Setting, check_shapes, chunk_kind, inverse_of
 from tracegrad.kernels.plan import HeadPlan, Name, choose
 from tracegrad.objective import Loss, PerTerm, Terms
-from tracegrad.policy.forward import hidden_states
+from tracegrad.policy.forward import Plan, read_states
 from tracegrad.policy.model import head_of
 
 
@@ -41,7 +41,9 @@ class PolicyLoss(Loss):
     plan: HeadPlan
 
 
-def batch_loss(model: nn.Module, batch: Batch, terms: Terms, objective: Objective, **how: Any) -> PolicyLoss:
+def batch_loss(
+    model: nn.Module, batch: Batch, terms: Terms, objective: Objective, *, forward: Plan | None = None, **how: Any
+) -> PolicyLoss:
     """The loss of a batch under a model: its packed forward, then `policy_loss` with its head.
 
     Args:
@@ -49,11 +51,12 @@ def batch_loss(model: nn.Module, batch: Batch, terms: Terms, objective: Objectiv
         batch: a row of a `Step`; moved to the model's device if it is not there.
         terms: of this batch, on the model's device: `step.terms(batch, corrected)`.
         objective: any.
+        forward: the plan of `hidden_states`; default `forward_plan(model, batch)`.
         how: logits_dtype, chunk_bytes, epilogue and plan, as in `policy_loss`.
     """
     batch = batch.to(next(model.parameters()).device)
     head = head_of(model)
-    hidden = hidden_states(model, batch)[batch.read]
+    hidden = read_states(model, batch, forward)
     known = {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
     return policy_loss(hidden, head.weight, batch, terms, objective, **known, **how)
 
