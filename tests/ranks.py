@@ -1,12 +1,14 @@
 """Processes that share a step, and what they find: run by test_ranks.py as a script, which forks them.
 
-`python ranks.py OUT` writes one JSON object; each entry is a case by name and what was measured of it.
+`python ranks.py OUT` writes one JSON object; each entry is a case by name and what was measured of it. Where OUT holds
+the pipes `asked` and `answers`, three processes answer drawn cases, a line of JSON each.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -53,21 +55,28 @@ OBJECTIVES = {
 """One of every class: what they sum over, at which level, with which denominators."""
 
 
-def hostile(seed: int) -> tuple[Sequences, np.ndarray]:
-    """Traces in three steps' worth of groups, and an advantage for each.
+def hostile(
+    seed: int, groups: int = 5, members: int = 3, longest: int = 30, missing: float = 0.1
+) -> tuple[Sequences, np.ndarray]:
+    """Traces in groups, and an advantage for each; by default three steps' worth.
 
     Two with an equal sampled beginning but their own advantages and logprobs, a forked one, a turn of one token,
     missing logprobs, an advantage of 0, lengths that differ tenfold; the last group is one trace, so that most ranks
     have none.
+
+    Args:
+        groups, members: how many, and how large all but the last.
+        longest: tokens that a group's first trace samples of its own, at most.
+        missing: share of logprobs.
     """
     random = np.random.default_rng(seed)
     branches: list[tuple[int, list[int], list[int]]] = []  # trace, ids, turn of each (-1: not trained)
     trace, group = 0, []
-    for number in range(5):
+    for number in range(groups):
         prompt = random.integers(0, VOCABULARY, 5).tolist()
         shared = random.integers(0, VOCABULARY, 4).tolist()
-        for member in range(1 if number == 4 else 3):
-            own = random.integers(0, VOCABULARY, int(random.integers(1, 5 if member else 30))).tolist()
+        for member in range(1 if number == groups - 1 else members):
+            own = random.integers(0, VOCABULARY, int(random.integers(1, 5 if member else longest))).tolist()
             if member < 2:
                 branches.append((trace, prompt + shared + own, [-1] * 5 + [0] * (4 + len(own))))
             else:  # two turns, the second of one token, and a fork after the first
@@ -78,22 +87,23 @@ def hostile(seed: int) -> tuple[Sequences, np.ndarray]:
     turn = np.array([turn for _, _, turns in branches for turn in turns], np.int32)
     trainable = turn >= 0
     logprobs = np.where(trainable, -random.exponential(1.5, len(turn)) - 1e-3, np.nan)
-    logprobs[trainable & (random.random(len(turn)) < 0.1)] = np.nan
+    logprobs[trainable & (random.random(len(turn)) < missing)] = np.nan
     advantages = random.normal(0, 1, trace).astype(np.float32)
-    advantages[1] = 0
+    advantages[1:2] = 0
     ends = np.cumsum([0, *(len(ids) for _, ids, _ in branches)])
     flat = [token for _, ids, _ in branches for token in ids]
     told = {"trace": [row for row, _, _ in branches], "group": group, "turn": turn}
     return Sequences.from_arrays(flat, ends, logprobs, trainable, **told), advantages
 
 
-def steps_of(seed: int, objective: Any, ranks: int, rank: int) -> list[Step]:
+def steps_of(seed: int, objective: Any, ranks: int, rank: int, **case: Any) -> list[Step]:
     """The steps of a rank, with old and reference logprobs that depend on the token alone."""
-    sequences, advantages = hostile(seed)
+    told = {"token_budget": 40, "step_groups": 2, "needs": objective.needs, "seed": None}
+    told |= {name: case.pop(name) for name in ("token_budget", "step_groups", "share_prefixes") if name in case}
+    sequences, advantages = hostile(seed, **case)
     random = np.random.default_rng(seed + 100)
     base = np.nan_to_num(sequences.rollout_logprobs, nan=-1.0)
     old, ref = (np.minimum(base + random.normal(0, 0.3, len(base)), -1e-4).astype(np.float32) for _ in range(2))
-    told = {"token_budget": 40, "step_groups": 2, "needs": objective.needs, "seed": None}
     steps = pack(sequences, advantages, ranks=ranks, rank=rank, **told)
     return [step.with_logprobs(old=old[step.origin], ref=ref[step.origin]) for step in steps]
 
@@ -111,12 +121,12 @@ class Keep(torch.optim.SGD):
         super().step(closure)
 
 
-def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int) -> Any:
+def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int, **case: Any) -> Any:
     """The gradient of each step, parameters updated in between, and what the steps said; the model is put back."""
     target = model.model
     start = [parameter.detach().clone() for parameter in target.parameters()]
     optimizer = Keep(target.parameters())
-    steps = steps_of(seed, objective, ranks, rank)
+    steps = steps_of(seed, objective, ranks, rank, **case)
     outcomes = [optimizer_step(model, step, objective, optimizer, grad_clip=1.0) for step in steps]
     with torch.no_grad():
         for parameter, before in zip(target.parameters(), start, strict=True):
@@ -186,8 +196,13 @@ RUNS = {
 
 
 def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
-    """Whole runs on two ranks beside those of one process, which the parent left in `out`."""
-    if ranks != 2:
+    """Whole runs beside those of one process, which the parent left in `out`."""
+    if ranks == 4:
+        if rank == 0:
+            shutil.copytree(out / "stopped", out / "stopped, by four", symlinks=True)
+        dist.barrier()
+        done, found = trained(out / "stopped, by four", changes=RUNS["fsdp"], resume=True)
+        yield "resumed from two ranks", {"apart": beside(found, out / "alone.pt"), "step": done.step}
         return
     for name, changes in RUNS.items():
         done, found = trained(out / f"run {name}", changes=changes)
@@ -199,6 +214,8 @@ def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
     done, found = trained(out / "adapters", adapters=True, changes=RUNS["fsdp"])
     yield "adapters", {"apart": beside(found, out / "adapters.pt")}
     yield from by_accelerate(ranks, rank)
+    yield from in_bf16(ranks, rank)
+    yield from by_another_reference(out)
 
 
 def by_accelerate(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
@@ -210,6 +227,35 @@ def by_accelerate(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
     found, _, _ = gradients(placed(policy), 0, presets.DAPO, ranks, rank)
     apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
     yield "accelerate", {"apart": max(apart), "wrapper": type(policy).__name__}
+
+
+def in_bf16(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
+    """FSDP that gathers and computes in bfloat16 over float32 parameters, beside float32 in one process."""
+    wanted, said, _ = gradients(prepare_alone(tiny_model(4, attn_implementation="sdpa")), 1, presets.DAPO, 1, 0)
+    model = tiny_model(4, attn_implementation="sdpa")
+    shared = prepare(model, "fsdp", precision=torch.bfloat16)
+    optimizer = Keep(model.parameters())
+    steps = steps_of(1, presets.DAPO, ranks, rank)
+    outcomes = [optimizer_step(shared, step, presets.DAPO, optimizer, precision=torch.bfloat16) for step in steps[:1]]
+    [gradient] = optimizer.seen
+    moved = vector(model)
+    yield (
+        "bf16",
+        {
+            "cosine": float(gradient @ wanted[0] / gradient.norm() / wanted[0].norm()),
+            "exact": bool(torch.equal(gradient, wanted[0])),
+            "loss": abs(outcomes[0].loss - said[0][0]),
+            "dtypes": sorted({str(t.dtype)[6:] for p in model.parameters() for t in (p, p.grad)}),
+            "finer": float((moved != moved.bfloat16().double()).double().mean()),
+        },
+    )
+
+
+def by_another_reference(out: Path) -> Iterator[tuple[str, Any]]:
+    """A reference model from a folder, sharded like the policy."""
+    changes = {**RUNS["fsdp"], "train__ref_model": str(out / "reference")}
+    _, found = trained(out / "referred", changes=changes)
+    yield "reference", {"apart": beside(found, out / "referred.pt")}
 
 
 def beside(found: torch.Tensor, path: Path) -> float:
@@ -225,6 +271,11 @@ def alone_main(out: Path) -> None:
     trained(out / "half", sinks=[StopAfter()])
     _, found = trained(out / "adapters alone", adapters=True)
     torch.save(found, out / "adapters.pt")
+    tiny_model(7).save_pretrained(out / "reference")
+    _, found = trained(out / "referred alone", changes={"train__ref_model": str(out / "reference")})
+    torch.save(found, out / "referred.pt")
+    _, given = trained(out / "referred, given", reference=tiny_model(7))
+    (out / "given.json").write_text(json.dumps(bool(torch.equal(found, given))))
 
 
 def after_main(out: Path) -> None:
@@ -235,10 +286,7 @@ def after_main(out: Path) -> None:
 
 def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
     """One process of a group: every case, written by the first."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank))
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    joined(port, ranks, rank)
     found = {**dict(law(ranks, rank)), **dict(runs(ranks, rank, out))}
     work = [None] * ranks
     dist.all_gather_object(work, {name: entry["work"] for name, entry in found.items() if "work" in entry})
@@ -247,6 +295,45 @@ def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
     if rank == 0:
         (out / f"ranks-{ranks}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def drawn_main(port: int, ranks: int, rank: int, asked: Path, answers: Path) -> None:
+    """One process of a group that takes cases until there are no more: a line of JSON each, answered by the first."""
+    joined(port, ranks, rank)
+    cases = asked.open() if rank == 0 else None
+    told = answers.open("w") if rank == 0 else None
+    while True:
+        line = [cases.readline() if cases else ""]
+        dist.broadcast_object_list(line)
+        if not line[0]:
+            break
+        case = json.loads(line[0])
+        found = drawn(ranks, rank, **case)
+        if told:
+            told.write(json.dumps(found) + "\n")
+            told.flush()
+    dist.destroy_process_group()
+
+
+def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: int, **case: Any) -> dict[str, Any]:
+    """How far the gradient of a drawn case on these ranks is from that of one process, and the work of each rank."""
+    kind = getattr(torch, dtype)
+    model = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(kind))
+    wanted, told, _ = gradients(model, seed, OBJECTIVES[objective], 1, 0, **case)
+    shared = prepare(tiny_model(4, attn_implementation="sdpa").to(kind), mode)
+    found, said, more = gradients(shared, seed, OBJECTIVES[objective], ranks, rank, **case)
+    apart = [0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
+    work = [None] * ranks
+    dist.all_gather_object(work, more["work"])
+    return {"apart": apart, "numbers": float(numbers.max()), "work": work}
+
+
+def joined(port: int, ranks: int, rank: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank))
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
 
 
 def forked(ranks: int, main: Callable[..., None], *arguments: Any) -> list[int]:
@@ -270,10 +357,17 @@ def forked(ranks: int, main: Callable[..., None], *arguments: Any) -> list[int]:
     return children
 
 
+def drawn_children(out: Path) -> list[int]:
+    return forked(3, drawn_main, out / "asked", out / "answers")
+
+
 def main(out: Path) -> int:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (once, before the fork)
 
     torch.set_num_threads(1)
+    if (out / "asked").exists():  # a pipe of drawn cases
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in drawn_children(out)]
+        return int(any(codes))
     for children in (
         lambda: forked(1, lambda *_: alone_main(out)),
         lambda: forked(2, rank_main, out),

@@ -6,6 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import forked as cases  # noqa: E402
 from tracegrad import policy  # noqa: E402
 from tracegrad.batch import Batch, pack  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
@@ -291,6 +292,55 @@ def test_the_block_mask_shows_what_the_dense_mask_shows(window):
     assert torch.equal(blocks.mask_mod(0, 0, index[:, None], index[None, :]), dense[0, 0])
 
 
+def causal():
+    s = Sequences.from_arrays(np.zeros(160), [0, 160], -np.ones(160), np.arange(160) > 0)
+    return s, pack(s, [0.0], token_budget=160)
+
+
+def side_by_side():
+    s = sequences(4)
+    return s, pack(s, np.zeros(11), token_budget=1000, pad_to_multiple_of=16)
+
+
+def tree():
+    case = cases.forked(more=30, stem=40)
+    return case.sequences, pack(
+        case.sequences, case.advantages, token_budget=1000, share_prefixes=True, pad_to_multiple_of=16
+    )
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("layout", [causal, side_by_side, tree])
+def test_the_block_mask_is_that_of_torch_which_looks_at_every_pair(layout, window):
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    s, [step] = layout()
+    [batch] = (batch.to("cpu") for batch in step.batches)
+    total = len(batch.ids)
+    assert total % 16 == 0
+    if layout is tree:
+        assert total < s.tokens
+    ours = policy.block_mask(batch, window=window, block=16)
+    theirs = create_block_mask(ours.mask_mod, None, None, total, total, device="cpu", BLOCK_SIZE=16)
+    assert ours.shape == theirs.shape
+    assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+
+    def listing(mask, side):
+        names = [f"{kind}{side}_{what}" for kind in ("", "full_") for what in ("num_blocks", "indices")]
+        counts, indices, whole_counts, whole_indices = (getattr(mask, name) for name in names)
+        return [(listed(counts, indices, row), listed(whole_counts, whole_indices, row)) for row in range(total // 16)]
+
+    by_torch = BlockMask.from_kv_blocks(
+        ours.kv_num_blocks, ours.kv_indices, ours.full_kv_num_blocks, ours.full_kv_indices, BLOCK_SIZE=16
+    )
+    assert listing(ours, "q") == listing(by_torch, "q")
+    if window is None:
+        assert [listing(ours, side) for side in ("kv", "q")] == [listing(theirs, side) for side in ("kv", "q")]
+    for (part, whole), (their_part, their_whole) in zip(listing(ours, "kv"), listing(theirs, "kv"), strict=True):
+        assert set(whole) <= set(their_whole)
+        assert {*part, *whole} >= {*their_part, *their_whole}
+
+
 def test_the_block_mask_is_built_without_reading_anything_back():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -330,6 +380,22 @@ def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_mask():
     q, k, v = torch.randn(3, 1, 2, len(batch.ids), 16)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     assert torch.allclose(flex_attention(q, k, v, block_mask=blocks), theirs, atol=1e-5)
+
+
+@pytest.mark.nightly  # half a minute of compiling
+@pytest.mark.parametrize("window", [None, 40])
+def test_compiled_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_mask(window):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    s = sequences(4, traces=30)
+    [step] = pack(s, np.zeros(s.traces), token_budget=1000, pad_to_multiple_of=128)
+    batch = step.batches[0].to("cpu")
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, len(batch.ids), 16)
+    dense = policy.dense_mask(batch, window=window)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    found = torch.compile(flex_attention)(q, k, v, block_mask=policy.block_mask(batch, window=window))
+    assert torch.allclose(found, theirs, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,28 +9,35 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tracegrad
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ranks import OBJECTIVES  # noqa: E402
+
 HERE = Path(__file__).parent
 BOUND = {"float64": 1e-6, "float32": 1e-5}
+
+
+def told():
+    path = os.pathsep.join([str(Path(tracegrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What groups of 2 and of 4 processes found; started once for all cases."""
     out = tmp_path_factory.mktemp("ranks")
-    path = os.pathsep.join([str(Path(tracegrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, HERE / "ranks.py", out], capture_output=True, text=True, check=False, timeout=600, env=told
+        [sys.executable, HERE / "ranks.py", out], capture_output=True, text=True, check=False, timeout=600, env=told()
     )
     assert done.returncode == 0, done.stderr[-4000:]
     read = {ranks: json.loads((out / f"ranks-{ranks}.json").read_text()) for ranks in (2, 4)}
-    return {**read, **{name: json.loads((out / f"{name}.json").read_text()) for name in ("alone", "after")}}
+    return {**read, **{name: json.loads((out / f"{name}.json").read_text()) for name in ("alone", "after", "given")}}
 
 
 def law(found, ranks):
@@ -97,3 +104,71 @@ def test_sharded_adapters_with_the_model_without_them_as_reference_are_those_of_
 def test_a_policy_that_accelerate_prepared_has_the_same_gradient(found):
     assert found[2]["accelerate"]["wrapper"] == "DistributedDataParallel"
     assert found[2]["accelerate"]["apart"] < 1e-6
+
+
+def test_bf16_under_fsdp_keeps_float32_parameters_and_gradients(found):
+    entry = found[2]["bf16"]
+    assert entry["cosine"] > 0.999
+    assert not entry["exact"]  # it did compute in bfloat16
+    assert entry["loss"] < 0.01
+    assert entry["dtypes"] == ["float32"]
+    assert entry["finer"] > 0.9  # of the updated parameters, no bfloat16 number is what they are
+
+
+def test_a_reference_model_from_a_folder_is_the_one_given_and_is_sharded_like_the_policy(found):
+    assert found["given"]
+    assert found[2]["reference"]["apart"] < 1e-5
+
+
+def test_four_ranks_go_on_with_what_two_had_stopped(found):
+    assert found[4]["resumed from two ranks"]["step"] == len(found["alone"]["rows"]) - 1
+    assert found[4]["resumed from two ranks"]["apart"] < 1e-5
+
+
+# --- drawn cases ---
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """Asks a group of three processes, started once, for the gradient of a case."""
+    out = tmp_path_factory.mktemp("drawn")
+    for name in ("asked", "answers"):
+        os.mkfifo(out / name)
+    with subprocess.Popen([sys.executable, HERE / "ranks.py", out], stderr=subprocess.PIPE, env=told()) as group:
+        with (out / "asked").open("w") as asked, (out / "answers").open() as answers:
+
+            def ask(case):
+                asked.write(json.dumps(case) + "\n")
+                asked.flush()
+                answer = answers.readline()
+                assert answer, group.stderr.read().decode()[-4000:]
+                return json.loads(answer)
+
+            yield ask
+        assert group.wait(timeout=60) == 0
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "objective": st.sampled_from(sorted(OBJECTIVES)),
+        "mode": st.sampled_from(["fsdp", "ddp"]),
+        "dtype": st.sampled_from(sorted(BOUND)),
+        "seed": st.integers(0, 2**31),
+        "groups": st.integers(1, 6),
+        "members": st.integers(1, 4),
+        "longest": st.integers(2, 30),
+        "missing": st.sampled_from([0.0, 0.1, 0.5]),
+        "token_budget": st.integers(40, 120),
+        "step_groups": st.integers(1, 6),
+        "share_prefixes": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=5)
+@given(case=CASES)
+def test_the_gradient_of_three_ranks_is_that_of_one_process_for_a_drawn_case(three, case):
+    found = three(case)
+    bound = BOUND[case["dtype"]]
+    assert max(found["apart"]) <= bound, found
+    assert found["numbers"] <= 10 * bound, found

@@ -6,7 +6,7 @@ A peer that is not installed raises ImportError, which the table shows; nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,10 @@ class Problem:
         dtype = torch.bfloat16
         old = -draw(rows).abs() - 1
         return cls(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target, old, draw(rows))
+
+    def frozen(self) -> Problem:
+        """The same under a head that takes no gradient, as with LoRA."""
+        return replace(self, weight=self.weight.detach())
 
     def terms(self) -> Terms:
         """One trace, each row a term."""
@@ -116,18 +120,39 @@ def verl(problem: Problem) -> Tensor:
     return problem.loss(logp, entropy)
 
 
-OURS: dict[str, tuple[Arm, int]] = {
-    "one-pass": (fused, 3),
-    "one-pass, fp32 logits": (lambda p: fused(p, logits_dtype=torch.float32), 3),
-    "one-pass, 0.25 GiB": (lambda p: fused(p, chunk_bytes=1 << 28), 3),
-    "one-pass, torch.compile": (lambda p: fused(p, epilogue="compile"), 3),
-    "generic": (generic, 3),
-    "generic, fp32 logits": (lambda p: generic(p, logits_dtype=torch.float32), 3),
+def cut_cross_entropy(problem: Problem) -> Tensor:
+    """Apple's CCE without its gradient filter; logprobs alone, as it has no entropy."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    nll = linear_cross_entropy(problem.hidden, problem.weight, problem.target, reduction="none", impl="cce_exact")
+    return problem.loss(-nll)
+
+
+def prime_rl(problem: Problem) -> Tensor:
+    """prime-rl's FusedOutputLinear, its default chunk."""
+    from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
+
+    with torch.device("meta"):
+        head = FusedOutputLinear(problem.hidden.shape[1], len(problem.weight), chunk_size=8192)
+    del head.weight
+    head.weight = problem.weight
+    warm = torch.ones_like(problem.old)[None]
+    out = head(problem.hidden[None], problem.target[None], warm)
+    return problem.loss(out["logprobs"][0], out["entropy"][0])
+
+
+OURS: dict[str, Arm] = {
+    "one-pass": fused,
+    "one-pass, fp32 logits": lambda p: fused(p, logits_dtype=torch.float32),
+    "one-pass, torch.compile": lambda p: fused(p, epilogue="compile"),
+    "generic": generic,
+    "generic, fp32 logits": lambda p: generic(p, logits_dtype=torch.float32),
 }
-PEERS: dict[str, tuple[Arm, int]] = {
-    "TRL chunked": (trl_chunked, 3),
-    "Liger GRPO": (liger, 3),
-    "verl Triton": (verl, 3),
-    "full logits": (full_logits, 3),
+PEERS: dict[str, Arm] = {
+    "TRL chunked": trl_chunked,
+    "Liger GRPO": liger,
+    "verl Triton": verl,
+    "CCE": cut_cross_entropy,
+    "prime-rl": prime_rl,
+    "full logits": full_logits,
 }
-"""Each with the products of 2 N H V FLOPs that the result needs: useful work, so that recomputation shows as loss."""

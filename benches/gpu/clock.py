@@ -4,10 +4,45 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocated(TorchDispatchMode):
+    """Counts what torch allocates on the CPU while entered: storages that operations make, until they are freed.
+
+    What an operation takes and gives back within itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._seen:
+                    self._take(storage)
+        return out
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        place = storage._cdata
+        self._seen[place] = storage.nbytes()
+        self.now += self._seen[place]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, place)
+
+    def _free(self, place: int) -> None:
+        self.now -= self._seen.pop(place)
 
 
 class Clock:
@@ -36,11 +71,12 @@ class Clock:
         torch.cuda.synchronize()
         return began.elapsed_time(ended)
 
-    def peak(self, run: Callable[[], Any]) -> int | None:
-        """Bytes beyond what was allocated before; None off CUDA."""
+    def peak(self, run: Callable[[], Any]) -> int:
+        """Bytes beyond what was allocated before."""
         if not self.cuda:
-            run()
-            return None
+            with Allocated() as allocated:
+                run()
+            return allocated.peak
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -67,9 +103,18 @@ class Clock:
             peak = self.peak(run)
             for _ in range(self.warm):
                 self.ms(run)
-        except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:
+        except CANNOT as error:
             if self.cuda:
                 torch.cuda.empty_cache()
-            first = (str(error).strip().splitlines() or [""])[0]
-            return {"skipped": f"{type(error).__name__}: {first[:200]}"}
+            return {"skipped": reason(error)}
         return {"peak_bytes": peak}
+
+
+CANNOT = (ImportError, RuntimeError, TypeError, ValueError, AssertionError, AttributeError, OSError)
+"""What an arm may raise that is not installed, does not run here, or whose interface is another one by now."""
+
+
+def reason(error: Exception) -> str:
+    """In one line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}"

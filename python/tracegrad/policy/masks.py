@@ -62,14 +62,20 @@ def block_mask(batch: Batch, *, window: int | None = None, block: int = _BLOCK) 
         inside = (key <= query) & (query < tree_end[key])
         return inside if window is None else inside & (positions[query] - positions[key] < window)
 
-    partial = _as_indices(some & ~whole)
-    return BlockMask.from_kv_blocks(
-        *partial, *_as_indices(whole), BLOCK_SIZE=block, mask_mod=seen, seq_lengths=(total, total)
-    )
+    partial = some & ~whole
+    counts, indices = _as_indices(torch.stack([partial, whole, partial.T, whole.T]))
+    names = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
+    tables = {name: counts[n][None, None] for n, name in enumerate(names)}
+    tables |= {name.replace("num_blocks", "indices"): indices[n][None, None] for n, name in enumerate(names)}
+    return BlockMask(seq_lengths=(total, total), BLOCK_SIZE=(block, block), mask_mod=seen, **tables)
 
 
-def _as_indices(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of a [Q, K] table, how many are true and, first, which: [1, 1, Q] and [1, 1, Q, K] int32."""
-    counts = table.sum(-1, dtype=torch.int32)
-    order = torch.argsort(table.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts[None, None], order[None, None].contiguous()
+def _as_indices(tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of [..., N, N] bool, how many are true, and which: true columns in order, then the others; int32."""
+    width = tables.shape[-1]
+    place = torch.arange(width, dtype=torch.int32, device=tables.device)
+    upto = tables.cumsum(-1, dtype=torch.int32)  # a true column goes to upto - 1, a false one behind, the first last
+    counts = upto[..., -1].clone()
+    upto += tables.logical_not().to(torch.int32) * (width - place)
+    found = torch.empty_like(upto)
+    return counts, found.scatter_(-1, upto.sub_(1).long(), place.expand_as(upto))

@@ -1,0 +1,158 @@
+"""Models with random weights, traces of random tokens, and the passes of a step over them: what whole rows measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tracegrad import policy
+from tracegrad.algebra import Clip, Objective, Ratio
+from tracegrad.batch import Step, pack
+from tracegrad.learner.step import detached, optimizer_step
+from tracegrad.sequence import Sequences
+
+OBJECTIVE = Objective(Clip(), Ratio("theta", "rollout"))
+VOCABULARY = 151936
+MODELS = {
+    "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "Qwen3-4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows run: the device, and whether everything is tiny."""
+
+    device: str
+    tiny: bool
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this is a GPU."""
+        return self.device.startswith("cuda")
+
+    @property
+    def vocabulary(self) -> int:
+        """Of every model and head here."""
+        return 512 if self.tiny else VOCABULARY
+
+
+def model_of(name: str, place: Place, dtype: torch.dtype, attention: str | None = None) -> Any:
+    """A Qwen3 of a size by its published configuration, with random weights, in training mode."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {**MODELS[name], "num_key_value_heads": 8, "head_dim": 128}
+    if place.tiny:
+        sizes = {**TINY, "num_key_value_heads": 1, "head_dim": 16}
+    torch.manual_seed(0)
+    config = Qwen3Config(**sizes, vocab_size=place.vocabulary, tie_word_embeddings=True)
+    config._attn_implementation = attention or ("flex_attention" if place.cuda else "sdpa")
+    with torch.device(place.device):
+        return Qwen3ForCausalLM(config).to(dtype if place.cuda else torch.float32).train()
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Groups of one prompt and several completions each.
+
+    Args:
+        prompts: [P] ids of each group.
+        completions: ids of each trace, by group.
+        rollout: logprobs of these, near those of random weights, so that a part of the ratios is clipped.
+        advantages: of each trace, by group.
+    """
+
+    prompts: list[np.ndarray]
+    completions: list[list[np.ndarray]]
+    rollout: list[list[np.ndarray]]
+    advantages: np.ndarray
+
+    @classmethod
+    def of(cls, prompt: int, lengths: np.ndarray, vocabulary: int) -> Traces:
+        """Of [groups, G] completion lengths."""
+        random = np.random.default_rng(0)
+        near = -np.log(vocabulary)
+        return cls(
+            prompts=[random.integers(0, vocabulary, prompt) for _ in lengths],
+            completions=[[random.integers(0, vocabulary, n) for n in row] for row in lengths],
+            rollout=[[(near + random.normal(0, 0.2, n)).astype(np.float32) for n in row] for row in lengths],
+            advantages=random.normal(0, 1, lengths.shape).astype(np.float32),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of all traces, each with its prompt."""
+        return sum(len(p) + len(c) for p, group in zip(self.prompts, self.completions, strict=True) for c in group)
+
+    def sequences(self) -> Sequences:
+        """As `pack` takes them."""
+        rows = [np.r_[p, c] for p, group in zip(self.prompts, self.completions, strict=True) for c in group]
+        flat = [logp for group in self.rollout for logp in group]
+        each = zip(rows, flat, strict=True)
+        trainable = np.concatenate([np.arange(len(row)) >= len(row) - len(logp) for row, logp in each])
+        logprobs = np.full(len(trainable), np.nan, np.float32)
+        logprobs[trainable] = np.concatenate(flat)
+        cu = np.r_[0, np.cumsum([len(row) for row in rows])]
+        group = np.repeat(np.arange(len(self.prompts)), self.advantages.shape[1])
+        return Sequences.from_arrays(np.concatenate(rows), cu, logprobs, trainable, group=group)
+
+    def step(self, budget: int, share: bool, pad: int = 128) -> Step:
+        """All of them as one optimizer step."""
+        told = {"token_budget": budget, "share_prefixes": share, "needs": OBJECTIVE.needs, "pad_to_multiple_of": pad}
+        [step] = pack(self.sequences(), self.advantages.reshape(-1), **told)
+        return step
+
+
+def lognormal(groups: int, size: int, median: int, longest: int) -> np.ndarray:
+    """[groups, G] completion lengths as rollouts have them."""
+    drawn = np.random.default_rng(0).lognormal(np.log(median), 0.8, (groups, size))
+    return drawn.clip(4, longest).astype(int)
+
+
+def passes(model: Any, step: Step, place: Place) -> Callable[[], None]:
+    """Forward and backward of a step whose batches are on the device already."""
+    corrected = detached(step, OBJECTIVE, "mask")
+    moved = [batch.to(place.device) for batch in step.batches]
+    given = [step.terms(batch, corrected) for batch in moved]
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        for batch, terms in zip(moved, given, strict=True):
+            policy.batch_loss(model, batch, terms, OBJECTIVE).loss.backward()
+
+    return run
+
+
+def updates(model: Any, step: Step, precision: torch.dtype, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """A whole optimizer step by the learner: correction, rows sent, forward, backward, clip, update, what was seen."""
+    return lambda: optimizer_step(model, step, OBJECTIVE, optimizer, grad_clip=1.0, precision=precision)
+
+
+def adamw(model: Any, place: Place) -> torch.optim.AdamW:
+    """Over what is trained; one kernel where the device has it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-6, weight_decay=0.0, fused=place.cuda)
+
+
+def gradient(model: Any) -> torch.Tensor:
+    """What the last pass left, as one vector on the CPU."""
+    return torch.cat([p.grad.detach().float().flatten().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def tree_of_trl(packed: dict[str, torch.Tensor], device: str) -> Any:
+    """The layout of one of TRL's trie rows as a `Batch`, whose masks are ours: what sees whom is the same."""
+    from tracegrad.batch import Batch
+
+    ends = packed["tree_cu_seqlens_q"].tolist()
+    paths = packed["tree_cu_seqlens_k"].tolist()
+    tree_end = torch.zeros(ends[-1], dtype=torch.long)
+    for segment, end in enumerate(ends[1:]):  # in pre-order, so the last segment below a token is the last to reach it
+        tree_end[packed["tree_kv_index"][paths[segment] : paths[segment + 1]]] = end
+    none = torch.zeros(0, dtype=torch.long)
+    batch = Batch(packed["input_ids"], packed["position_ids"], tree_end, none, none, none.float(), none, none.numpy())
+    return replace(batch.to(device), term=np.zeros(0, np.int32))

@@ -1,0 +1,73 @@
+"""benches/gpu at tiny sizes on a CPU: every row runs, beside the peers that run here, and they compute the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tracegrad
+
+pytest.importorskip("torch")
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+BENCHES = Path(__file__).parent.parent / "benches" / "gpu"
+CUDA_ALONE = {"TRL tries, varlen", "verl Triton"}
+OFTEN_ABSENT = {"Liger GRPO", "CCE", "prime-rl", "verl Triton"}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu")
+    path = os.pathsep.join([str(Path(tracegrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    run = [sys.executable, BENCHES / "run.py", "--tiny", "--out", out]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=600, env=told)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "what | peer | peer_rate | ours | ratio" in done.stdout
+    return json.loads((out / "gpu_cpu-tiny.json").read_text())
+
+
+def test_every_row_ran_and_has_its_figures(records):
+    rows = {"head", "head-narrow", "head-peaked", "head-frozen", "head-memory", "small", "full"}
+    rows |= {"trainer", "async", "shared", "longest", "mask"}
+    assert {record["row"] for record in records} == rows
+    for record in records:
+        assert record["ours"] > 0, record
+        assert {"what", "peer", "peer_rate", "ratio", "limit", "must", "unit", "device", "command"} <= record.keys()
+        assert record["ratio"] > 0 if record["row"] not in ("small", "full") else record["peer"] is None, record
+
+
+def test_an_arm_is_left_out_for_its_device_or_because_it_is_not_installed_and_says_so(records):
+    for record in records:
+        for name, arm in record["arms"].items():
+            if "skipped" in arm:
+                assert name in CUDA_ALONE | OFTEN_ABSENT, (record["what"], name, arm)
+                assert name in CUDA_ALONE or "ModuleNotFoundError" in arm["skipped"], arm
+
+
+def test_the_arms_take_the_same_gradient(records):
+    [tries] = [record for record in records if record["row"] == "async"]
+    assert tries["gradient_gap"] < 1e-5
+    [trainers] = [record for record in records if record["row"] == "trainer"]
+    ours, theirs = (trainers["arms"][name]["grad_norm"] for name in ("tracegrad", "TRL GRPOTrainer"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    [heads, *_] = [record["arms"] for record in records if record["row"] == "head"]
+    liger = "Liger GRPO"  # takes one advantage for eight rows
+    gaps = [arm["d_weight_error"] for name, arm in heads.items() if "d_weight_error" in arm and name != liger]
+    assert len(gaps) >= 5
+    assert max(gaps) < 0.05  # bfloat16 beside float32
+
+
+def test_a_row_measured_again_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from run import write
+
+    write([{"row": "a", "ours": 1}, {"row": "b", "ours": 1}], tmp_path / "x.json")
+    write([{"row": "a", "ours": 2}], tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == [{"row": "b", "ours": 1}, {"row": "a", "ours": 2}]
