@@ -42,7 +42,7 @@ def measure(task: str, file: str, folder: Path, rounds: int, token_budget: int) 
 
 def road(name: str, folder: Path, file: str, rounds: int, token_budget: int) -> dict[str, Any]:
     """A peer's whole road, timed; then its tensors beside ours, row by row."""
-    from clock import fastest
+    from timing import fastest
 
     module = importlib.import_module(f"with_{name}")
     path, model = folder / file, folder.parent / "qwen"

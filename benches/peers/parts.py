@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clock import fastest
+from timing import fastest
 
 Found = dict[str, Any]
 

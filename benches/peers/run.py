@@ -143,6 +143,7 @@ def align(bench: Bench) -> None:
         each = found["bytes"] / found["tokens"]
         more: Found = {"must": must, "gigabytes_per_second": rate * each / 1e3, "bytes_per_token": each}
         more |= {"tiers": found["tiers"], "cpu_rate": found["tokens"] / found["cpu_s"] / MEGA}
+        more |= {"again_rate": found["tokens"] / found["again_s"] / MEGA}
         if file == "ids.jsonl":
             limit = pace["copy"] / each / MEGA
             more |= {"must": 0.8 * limit, "limit": limit, "copy_gigabytes_per_second": pace["copy"] / GIGA}
@@ -167,6 +168,7 @@ def road(bench: Bench, file: str, stage: str, cores: int, peers: list[str]) -> N
         "bytes_per_sampled_token": size / mine["sampled"],
         "bytes_per_token": size / mine["tokens"],
         "parts_s": mine["parts_s"],
+        "again_rate": mine["sampled"] / mine["again_s"] / MEGA,
         "peak_bytes": mine["peak_bytes"],
     }
     best: tuple[float, str] = (float("inf"), "")
@@ -267,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, default=HERE.parent.parent / "target" / "peers", help="for the workload")
-    parser.add_argument("--groups", type=int, default=32, help="of eight traces; about 1.5 MB each")
+    parser.add_argument("--groups", type=int, default=16, help="of eight traces; about 1.5 MB each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--token-budget", type=int, default=32768)
     parser.add_argument("--gigabytes", type=float, default=10.0, help="of the large file; 0 leaves it out")

@@ -254,7 +254,7 @@ def make(folder: Path, model: Path, groups: int) -> dict[str, Any]:
 
     `chat-ids.jsonl` names tokens as vLLM does with return_tokens_as_token_ids, `chat-text.jsonl` by their text;
     `chat-ids-python.jsonl` and `chat-ids-spaced.jsonl` are the first in other layouts; `text.jsonl` has no tokens;
-    `ids.jsonl` has prompt and completion ids.
+    `ids.jsonl` has prompt and completion ids; `other.jsonl` is another recording, to warm up with.
     """
     told = folder / "workload.json"
     if told.exists() and json.loads(told.read_text())["groups"] == groups:
@@ -266,6 +266,8 @@ def make(folder: Path, model: Path, groups: int) -> dict[str, Any]:
         name = "chat-ids.jsonl" if layout == "compact" else f"chat-ids-{layout}.jsonl"
         _write(folder / name, chat_lines(conversations, Tokens(writer, layout, "ids")))
     _write(folder / "chat-text.jsonl", chat_lines(conversations, Tokens(writer, "compact", "text")))
+    other = Writer(model, corpus(4 << 20)[2 << 20 :], seed=1)
+    _write(folder / "other.jsonl", chat_lines(list(other.group(0)), Tokens(other, "compact", "ids")))
     texts = list(text_lines(one for number in range(groups, groups * 4) for one in writer.group(number)))
     _write(folder / "text.jsonl", texts * max(1, groups * TEXT_BYTES // sum(map(len, texts))))
     _write(folder / "ids.jsonl", id_lines(conversations, _chatml(writer)))
