@@ -173,7 +173,7 @@ def road(bench: Bench, file: str, stage: str, cores: int, peers: list[str]) -> N
     }
     best: tuple[float, str] = (float("inf"), "")
     for peer in peers:
-        theirs = bench.measure(peer, file, cores, 2 if cores else 1)
+        theirs = bench.measure(peer, file, cores, min(bench.rounds, 2 if cores else 1))
         check(peer, file, theirs)
         best = min(best, (theirs["seconds"], peer))
         names = ("traces", "rows", "equal", "refused", "other_ids", "other_mask", "other_logprobs")
@@ -289,15 +289,16 @@ def main() -> None:
     print(f"workload {counts}, made in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     shown = " ".join(["python benches/peers/run.py", *(arg for arg in sys.argv[1:])])
     bench = Bench(folder, told.rounds, told.token_budget, shown, not told.smoke)
-    for part in (ingest, render, tokenize, align, python, cores):
-        part(bench)
-    roads(bench, told.peers.split(","))
+    note = {"note": told.note} if told.note else {}
+    parts = [ingest, render, tokenize, align, python, cores, lambda bench: roads(bench, told.peers.split(","))]
     if told.gigabytes:
-        large(bench, told.gigabytes)
+        parts.append(lambda bench: large(bench, told.gigabytes))
+    for part in parts:
+        part(bench)
+        if told.out:
+            # A run that is broken off leaves what it has measured.
+            told.out.write_text(json.dumps([{**row, **note} for row in bench.rows], indent=1) + "\n")
     show(bench.rows)
-    if told.out:
-        note = {"note": told.note} if told.note else {}
-        told.out.write_text(json.dumps([{**row, **note} for row in bench.rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":
