@@ -36,6 +36,8 @@ class Bench:
     token_budget: int
     shown: str
     alone: bool = True
+    out: Path | None = None
+    note: str | None = None
     rows: list[Found] = field(default_factory=list)
     kept: dict[tuple[str, str, int], Found] = field(default_factory=dict)
 
@@ -63,7 +65,11 @@ class Bench:
         reached = None if must is None and least is None else rate >= (must or 0) and (ratio or 0) >= (least or 0)
         found = {"stage": stage, "peer": peer, "peer_rate": theirs, "rate": rate, "unit": unit, "ratio": ratio}
         found |= {"limit": more.pop("limit", None), "cores": cores or os.cpu_count(), "machine": machine()}
-        self.rows.append({**found, "command": self.shown, "reached": reached, **more})
+        note = {"note": self.note} if self.note else {}
+        self.rows.append({**found, "command": self.shown, "reached": reached, **more, **note})
+        if self.out:
+            # A run that is broken off leaves what it has measured.
+            self.out.write_text(json.dumps(self.rows, indent=1) + "\n")
 
 
 def machine() -> str:
@@ -231,8 +237,8 @@ def large(bench: Bench, gigabytes: float) -> None:
     print(f"  {gigabytes} GB streamed", file=sys.stderr, flush=True)
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     more = {"peak_bytes": found["peak_bytes"], "gigabytes": found["gigabytes"], "must_peak_bytes": 1e9, "cores": 0}
+    more |= {"reached": found["peak_bytes"] < 1e9}
     bench.row("a large file streams", found["gigabytes_per_second"], "GB/s", **more)
-    bench.rows[-1]["reached"] = found["peak_bytes"] < 1e9
 
 
 def show(rows: list[Found]) -> None:
@@ -288,16 +294,12 @@ def main() -> None:
     counts = make_workload(folder, make_models(told.folder)["qwen"], told.groups)
     print(f"workload {counts}, made in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     shown = " ".join(["python benches/peers/run.py", *(arg for arg in sys.argv[1:])])
-    bench = Bench(folder, told.rounds, told.token_budget, shown, not told.smoke)
-    note = {"note": told.note} if told.note else {}
-    parts = [ingest, render, tokenize, align, python, cores, lambda bench: roads(bench, told.peers.split(","))]
-    if told.gigabytes:
-        parts.append(lambda bench: large(bench, told.gigabytes))
-    for part in parts:
+    bench = Bench(folder, told.rounds, told.token_budget, shown, not told.smoke, told.out, told.note)
+    for part in (ingest, render, tokenize, align, python, cores):
         part(bench)
-        if told.out:
-            # A run that is broken off leaves what it has measured.
-            told.out.write_text(json.dumps([{**row, **note} for row in bench.rows], indent=1) + "\n")
+    roads(bench, told.peers.split(","))
+    if told.gigabytes:
+        large(bench, told.gigabytes)
     show(bench.rows)
 
 
