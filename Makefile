@@ -10,7 +10,7 @@ SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o 
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo test check bench bench-step wheel test-wheel test-vllm parity parity-templates nightly docs clean
+.PHONY: demo test check bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -32,6 +32,9 @@ bench:  ## throughput of the core's rooms, and of the ratio beside its peers
 
 bench-step: $(VENV)/bench  ## forward and backward of a GRPO step on CPU, beside TRL, Liger and full logits
 	OMP_WAIT_POLICY=passive $(BIN)/python benches/step_cpu.py --out benches/results/step_cpu.json
+
+bench-peers: .venv-peers/ready  ## the data road beside orjson, jinja2, tokenizers, TRL, ART and SkyRL (Python 3.12)
+	.venv-peers/bin/python benches/peers/run.py --out benches/results/data_path.json
 
 wheel: $(VENV)/dev  ## sdist and a manylinux_2_28 abi3 wheel in dist/
 	rm -rf dist
