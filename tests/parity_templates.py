@@ -119,7 +119,9 @@ def _generation_ranges(path: Path) -> tuple[int, int]:
         return 0, 0
     compiled, template = chat_template_utils._compile_jinja_template(source), Template(source, TOKENS)
     for messages in CONVERSATIONS.values():
-        chat = chat_template_utils._alias_reasoning_fields(_as_servers_do(messages))
+        # apply_chat_template takes null keys out before it renders; this is what it calls then.
+        present = [{key: value for key, value in m.items() if value is not None} for m in _as_servers_do(messages)]
+        chat = chat_template_utils._alias_reasoning_fields(present)
         with contextlib.suppress(Exception):
             text, ranges = chat_template_utils._render_with_assistant_indices(
                 compiled, chat, None, None, False, **TOKENS

@@ -78,10 +78,8 @@ fn add_operators(env: &mut Environment<'static>) {
 pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> Result<String> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
-    let mut out = limits::start(size);
-    template.render_captured_to(context, &mut out).map_err(|error| failure(&error))?;
-    let text = String::from_utf8(out.bytes);
-    text.map_err(|_| Error::new(Kind::Template, "the chat template wrote bytes that are not UTF-8"))
+    limits::start(size);
+    template.render(context).map_err(|error| failure(&error))
 }
 
 /// Our error of the engine's.
@@ -98,7 +96,7 @@ fn failure(error: &JinjaError) -> Error {
             endless(&format!("the chat template calls its macros too deeply{place}"))
         }
         ErrorKind::WriteFailure => {
-            endless("the chat template made more text than its bounds allow: 4 MiB in one value, 64 MiB in all")
+            endless("the chat template made more text than its bounds allow: 4 MiB in one value, 96 MiB in all")
         }
         ErrorKind::SyntaxError => {
             Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
@@ -167,7 +165,8 @@ fn mark_generation(state: &State, body: &str) -> String {
 
 #[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
 fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, JinjaError> {
-    let style = Style::from_arguments(&positional, &kwargs)?;
+    let plain = positional.is_empty() && kwargs.args().next().is_none();
+    let style = if plain { Style::default() } else { Style::from_arguments(&positional, &kwargs)? };
     match value.downcast_object_ref::<Tagged>() {
         Some(tagged) if style == Style::default() => tagged.json(),
         Some(tagged) => Ok(tagged.enclose(&dumps(value, &style)?)),

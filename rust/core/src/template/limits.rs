@@ -7,17 +7,14 @@ use super::scan::FREE_TEXT;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, functions};
 use std::cell::Cell;
-use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 /// Steps a render may take: half a second of looping, and a hundred times what conversations need.
 const FUEL: u64 = 5_000_000;
 /// Steps a render may take for each message, where these are more.
 const FUEL_PER_MESSAGE: u64 = 10_000;
-/// Bytes a render may write beside sixteen times its input.
-const OUTPUT_BYTES: usize = 64 << 20;
 /// Bytes that all values made and printed may have together, beside sixteen times the input.
-const ALL_BYTES: usize = 128 << 20;
+const ALL_BYTES: usize = 96 << 20;
 /// More of these for conversations that a template puts together bit by bit: as often as they have messages.
 const PIECEMEAL_BYTES: usize = 1 << 30;
 /// Bytes that one value may have beside eight times the input.
@@ -100,16 +97,14 @@ pub(super) fn widened(env: &Environment<'static>, size: Size) -> Option<Environm
     })
 }
 
-/// Starts the budget of a render and gives the buffer it writes to.
-pub(super) fn start(size: Size) -> Limited {
-    let limit = OUTPUT_BYTES.saturating_add(size.bytes.saturating_mul(16));
+/// Starts the budget of a render.
+pub(super) fn start(size: Size) {
     let piecemeal = size.bytes.saturating_mul(size.messages).min(PIECEMEAL_BYTES);
     let bytes = ALL_BYTES.saturating_add(size.bytes.saturating_mul(16)).saturating_add(piecemeal);
     let largest = LARGEST.saturating_add(size.bytes.saturating_mul(8));
     let time = TIME + TIME_PER_MESSAGE.saturating_mul(u32::try_from(size.messages).unwrap_or(u32::MAX));
     let deadline = Instant::now().checked_add(time);
     BUDGET.set(Budget { bytes, largest, work: FREE_WORK, deadline, grace: true });
-    Limited { bytes: Vec::with_capacity(4096 + size.bytes + size.bytes / 4), limit }
 }
 
 /// Takes work that makes nothing off the budget.
@@ -209,25 +204,5 @@ impl<I: Iterator<Item = Value>> Iterator for Counted<I> {
 
     fn size_hint(&self) -> (usize, Option<usize>) {
         (self.length, Some(self.length))
-    }
-}
-
-/// A buffer that refuses to grow past its limit.
-pub(super) struct Limited {
-    pub bytes: Vec<u8>,
-    limit: usize,
-}
-
-impl Write for Limited {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        if self.bytes.len() + data.len() > self.limit {
-            return Err(io::Error::other("output limit"));
-        }
-        self.bytes.extend_from_slice(data);
-        Ok(data.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }

@@ -241,8 +241,10 @@ impl Template {
                 _ => context.push((name.clone(), value::plain(value))),
             }
         }
-        let clock = clock.unwrap_or_else(Clock::now);
-        context.push((CLOCK.into(), Value::from_object(ClockValue(clock))));
+        if self.reads_clock {
+            let clock = clock.unwrap_or_else(Clock::now);
+            context.push((CLOCK.into(), Value::from_object(ClockValue(clock))));
+        }
         Ok(context)
     }
 
@@ -259,7 +261,8 @@ impl Template {
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
-        environment::render(&self.env, Value::from_pairs(context), call.size)
+        let context = value::record(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        environment::render(&self.env, context, call.size)
     }
 
     /// Tool schemas as values, from memory where they were seen before.
