@@ -208,6 +208,7 @@ fn items(state: &mut State, value: &Value, attribute: Option<Value>) -> Result<V
     Ok(items.try_iter()?.collect())
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
 fn join(
     state: &mut State,
     value: &Value,
@@ -225,6 +226,7 @@ fn join(
     joined(&texts, &between)
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
 fn sum(
     state: &mut State,
     value: &Value,

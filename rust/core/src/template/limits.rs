@@ -4,7 +4,7 @@
 //! that have done more than any conversation makes them. Called by `environment`, `operators`, `filters` and `methods`.
 
 use super::scan::FREE_TEXT;
-use minijinja::value::{Value, ValueKind};
+use minijinja::value::{DynObject, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, functions};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -172,7 +172,7 @@ fn visit(value: &Value, left: &mut usize, depth: usize) -> Result<(), Error> {
     if depth == NESTING {
         return Err(too_large());
     }
-    match value.as_object().and_then(|object| object.try_iter_pairs()) {
+    match value.as_object().and_then(DynObject::try_iter_pairs) {
         Some(pairs) => pairs.into_iter().try_for_each(|(_, item)| visit(&item, left, depth + 1)),
         None => Ok(()),
     }
@@ -204,5 +204,36 @@ impl<I: Iterator<Item = Value>> Iterator for Counted<I> {
 
     fn size_hint(&self) -> (usize, Option<usize>) {
         (self.length, Some(self.length))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::template::Template;
+    use serde_json::{Map, json};
+
+    /// Peak resident memory of this process in KiB, where the system tells it.
+    fn peak() -> Option<u64> {
+        let status = std::fs::read_to_string("/proc/self/status").ok()?;
+        status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().trim_end_matches("kB").trim().parse().ok()
+    }
+
+    #[test]
+    fn what_grows_without_bounds_is_an_error_before_memory_is_gone() {
+        let before = peak();
+        for source in [
+            "{{ 'a' * 10 ** 9 }}",
+            "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f('ab') }}",
+            "{% set n = namespace(x=['a']) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+            "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + ['a' * 999999] %}{% endfor %}",
+            "{{ '%1000000000d' % 1 }}{{ 'x'|indent(10 ** 9) }}",
+        ] {
+            let template = Template::compile(source, &[]).expect("it compiles");
+            let rendered = template.render_text(&[json!({"role": "user", "content": "hi"})], None, false, &Map::new());
+            assert!(rendered.unwrap_err().to_string().contains("made more text than its bounds allow"), "{source}");
+        }
+        if let (Some(before), Some(after)) = (before, peak()) {
+            assert!(after - before < 256 << 10);
+        }
     }
 }

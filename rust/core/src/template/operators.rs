@@ -287,17 +287,13 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
 }
 
 fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
-    match (left.as_str(), right.as_str()) {
-        (Some(a), Some(b)) => {
-            work(1 + a.len().min(b.len()) / 64)?;
-            Ok(a == b)
-        }
-        _ => {
-            weigh(left)?;
-            weigh(right)?;
-            Ok(left == right)
-        }
+    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
+        work(1 + a.len().min(b.len()) / 64)?;
+        return Ok(a == b);
     }
+    weigh(left)?;
+    weigh(right)?;
+    Ok(left == right)
 }
 
 /// `a < b`, `a < b <= c` and the like, `!=` and `in` among them: operators and operands by turns.
