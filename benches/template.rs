@@ -1,4 +1,6 @@
 //! Throughput of `tracegrad_core::template`: a long conversation with tools, in bytes of rendered text.
+//!
+//! `TEMPLATE=path/to/chat_template.jinja` renders with another template, such as Qwen3's.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use serde_json::{Map, Value, json};
@@ -37,14 +39,14 @@ fn conversation() -> (Vec<Value>, Value) {
     let paragraph =
         "The clerk looked at the list, counted the crates twice and wrote 42 on the slip: naïve, but exact. ";
     let mut messages = vec![json!({"role": "system", "content": paragraph})];
-    for turn in 0..4 {
+    for turn in 0..3 {
         let call = json!({"id": "c", "type": "function",
             "function": {"name": "stock", "arguments": {"item": format!("crate {turn}"), "count": turn}}});
-        messages.push(json!({"role": "user", "content": paragraph.repeat(6)}));
+        messages.push(json!({"role": "user", "content": paragraph.repeat(18)}));
         messages.push(json!({"role": "assistant", "content": "", "tool_calls": [call]}));
-        messages.push(json!({"role": "tool", "tool_call_id": "c", "content": paragraph.repeat(8)}));
+        messages.push(json!({"role": "tool", "tool_call_id": "c", "content": paragraph.repeat(16)}));
         messages.push(
-            json!({"role": "assistant", "content": format!("<think>\nhm\n</think>\n\n{}", paragraph.repeat(10))}),
+            json!({"role": "assistant", "content": format!("<think>\nhm\n</think>\n\n{}", paragraph.repeat(14))}),
         );
     }
     let schema = |number: usize| {
@@ -55,7 +57,8 @@ fn conversation() -> (Vec<Value>, Value) {
 }
 
 fn render(criterion: &mut Criterion) {
-    let template = Template::compile(CHATML, &[]).expect("the template compiles");
+    let source = std::env::var("TEMPLATE").map(|path| std::fs::read_to_string(path).expect("the template is there"));
+    let template = Template::compile(source.as_deref().unwrap_or(CHATML), &[]).expect("the template compiles");
     let (messages, tools) = conversation();
     let bytes = template.render_text(&messages, Some(&tools), true, &Map::new()).expect("it renders").len();
     let mut group = criterion.benchmark_group("template");
@@ -71,6 +74,15 @@ fn render(criterion: &mut Criterion) {
             call += 1;
             kwargs.insert("call".to_owned(), Value::from(call));
             template.render(black_box(&messages), Some(&tools), true, &kwargs)
+        });
+    });
+    group.bench_function("provenance, a group of eight with one prompt", |bencher| {
+        bencher.iter(|| {
+            call += 1;
+            kwargs.insert("call".to_owned(), Value::from(call));
+            for _ in 0..8 {
+                black_box(template.render(black_box(&messages), Some(&tools), true, &kwargs).expect("it renders"));
+            }
         });
     });
     group.bench_function("provenance, rendered before", |bencher| {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import importlib.util
 import json
 import time
@@ -16,6 +17,18 @@ from hypothesis import strategies as st
 
 from tracegrad.errors import ArgumentError, TemplateError
 from tracegrad.tokenizer import FIELDS, Rendered, Template
+
+
+def pinned(date: str) -> type[datetime.datetime]:
+    """The clock that transformers reads, at a date."""
+
+    class Pinned(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:
+            return cls.fromisoformat(date)
+
+    return Pinned
+
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
@@ -133,6 +146,19 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "control characters": [_user('tab\t nul\x01 \x1c sep\x1c\n back\\slash "q"'), _assistant("x\r\ny\x1f")],
     "noncharacters": [_user("a\ufdd0b\ufdef"), _assistant("c\ufdd1\ufdd7")],
     "ends with the user": [SYSTEM, _user("only")],
+    "assistant prefill": [
+        SYSTEM,
+        _user("Write a haiku."),
+        _assistant("<think>\nFive, seven, five.\n</think>\n\nAn old"),
+    ],
+    "one tool after another": [
+        _user("Paris, then Rome"),
+        _assistant("First Paris.", tool_calls=[_call(1, "weather", {"city": "Paris", "days": 0, "factor": -1.5e-05})]),
+        _result(1, "weather", "20"),
+        _assistant("", tool_calls=[_call(2, "weather", {"city": "Rome", "tags": [], "more": {}, "none": None})]),
+        _result(2, "weather", "25"),
+        _assistant("20 and 25."),
+    ],
 }
 
 
@@ -168,7 +194,7 @@ def _as_servers_do(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return parsed
 
 
-def _theirs(hf: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
+def theirs(hf: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
     """What transformers renders, or None where the template raises."""
     try:
         return hf.apply_chat_template(_as_servers_do(messages), chat_template=source, tokenize=False, **options)
@@ -205,7 +231,7 @@ def _compare(hf: Any, path: Path, options: list[dict[str, Any]]) -> int:
     equal = 0
     for name, messages in CONVERSATIONS.items():
         for option in options:
-            expected = _theirs(hf, source, messages, **option)
+            expected = theirs(hf, source, messages, **option)
             if expected is None:
                 continue
             rendered = _ours(template, messages, **option)
@@ -327,46 +353,6 @@ def test_trimmed_whitespace_is_no_content() -> None:
     )
     assert rendered.text == "[a\n][b\n]"
     assert rendered.pieces() == [(0, "content", "a"), (1, "content", "b")]
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("{{ raise_exception('No ' ~ messages[0].role ~ ' here') }}", 'raised "No user here" (line 1)'),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 999 }}{% endfor %}{% endfor %}",
-            "chat template",
-        ),
-        (
-            "{% set n = namespace(s='') %}{% for a in range(99999) %}{% set n.s = n.s ~ 'x' * 999 %}{% endfor %}",
-            "not end",
-        ),
-        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "too deeply"),
-        (
-            "{% set x %}{% for a in range(99999) %}{% for b in range(99999) %}.{% endfor %}{% endfor %}{% endset %}",
-            "not end",
-        ),
-        (
-            "{% set n = namespace(s='x') %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-            "chat template",
-        ),
-        ("{% set x = 'x' * 9999 %}" + "{% set x = x ~ x %}" * 40, "than 64 MiB"),
-        ("{% set x = 'x' * 999999 %}{{ x|replace('x', x) }}", "than 64 MiB"),
-        ("{% set x = 'x' * 999999 %}{{ x.replace('x', x) }}", "than 64 MiB"),
-        ("{{ messages[0].content.x.y }}", "failed"),
-        ("{{ messages|nope }}", "nope is unknown"),
-        ("{{ 9 * 'x' * 10 ** 12 }}", "failed"),
-    ],
-)
-def test_a_template_that_raises_or_does_not_end_is_a_clear_error_within_a_second(source: str, says: str) -> None:
-    template = Template(source)
-    began = time.process_time()
-    with pytest.raises(TemplateError, match="chat template") as caught:
-        template.render([_user("hi")])
-    # Of CPU time: a second on the clock means nothing on a busy machine.
-    assert time.process_time() - began < 1
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{% nope %}", "{% endfor %}", "{{ 'a }}", "{% generation %}"])

@@ -4,7 +4,7 @@
 
 use super::Field;
 use super::marks::{Marker, Used};
-use super::value::{contained, note, plain, size};
+use super::value::{contained, note, plain, record, size};
 use crate::error::{Error, Kind, Result};
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
@@ -172,7 +172,7 @@ fn message_value<'a>(
     if let Some(reasoning) = reasoning {
         pairs.push(("reasoning_content", reasoning));
     }
-    Value::from_pairs(pairs)
+    record(pairs.into_iter())
 }
 
 /// A string, or a list of parts whose texts are enclosed.
@@ -190,17 +190,13 @@ fn text_value<'a>(json: &'a Json, message: u32, field: Field, marker: &mut Optio
 fn part_value<'a>(part: &'a Json, message: u32, field: Field, marker: &mut Marker<'a, '_>) -> Value {
     match part {
         Json::String(text) => Value::from(marker.leaf(text, message, field)),
-        Json::Object(map) => Value::from_pairs(
-            map.iter()
-                .map(|(key, value)| {
-                    let value = match value {
-                        Json::String(text) if key == "text" => Value::from(marker.leaf(text, message, field)),
-                        other => plain(other),
-                    };
-                    (key.as_str(), value)
-                })
-                .collect::<Vec<_>>(),
-        ),
+        Json::Object(map) => record(map.iter().map(|(key, value)| {
+            let value = match value {
+                Json::String(text) if key == "text" => Value::from(marker.leaf(text, message, field)),
+                other => plain(other),
+            };
+            (key.as_str(), value)
+        })),
         other => plain(other),
     }
 }
@@ -238,7 +234,7 @@ fn call_value<'a>(
         };
         pairs.push((key.as_str(), converted));
     }
-    contained(Value::from_pairs(pairs), message, marker)
+    contained(record(pairs.into_iter()), message, marker)
 }
 
 fn argument_value<'a>(json: &'a Json, message: u32, marker: &mut Option<&mut Marker<'a, '_>>) -> Value {
@@ -252,7 +248,7 @@ fn argument_value<'a>(json: &'a Json, message: u32, marker: &mut Option<&mut Mar
         Json::Object(map) => {
             let pairs: Vec<(&str, Value)> =
                 map.iter().map(|(key, value)| (key.as_str(), argument_value(value, message, marker))).collect();
-            contained(Value::from_pairs(pairs), message, marker)
+            contained(record(pairs.into_iter()), message, marker)
         }
         other => plain(other),
     }

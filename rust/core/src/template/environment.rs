@@ -3,10 +3,12 @@
 //! One environment holds one compiled template. Errors of the engine become ours here. Called by `Template`.
 
 use super::clock::Clock;
-use super::json::{Style, dumps, float_of, float_repr, printed};
+use super::filters;
+use super::json::{Style, dumps, python_str};
 use super::limits::{self, Size};
 use super::methods;
-use super::scan::{BOUND_FILTER, GENERATION_FILTER};
+use super::operators;
+use super::scan::GENERATION_FILTER;
 use super::value::Tagged;
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
@@ -49,13 +51,9 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     env.set_formatter(write_value);
     env.set_unknown_method_callback(methods::call);
     env.add_filter("tojson", tojson);
-    env.add_filter("trim", methods::trim);
-    env.add_filter("replace", methods::replace);
-    env.add_filter(BOUND_FILTER, limits::bounded);
-    env.add_filter("length", length);
-    env.add_filter("count", length);
+    filters::add(&mut env);
+    add_operators(&mut env);
     env.add_filter(GENERATION_FILTER, mark_generation);
-    env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     env.add_function("range", limits::range);
     env.add_function("raise_exception", raise_exception);
     env.add_function("strftime_now", strftime_now);
@@ -63,14 +61,25 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     Ok(env)
 }
 
+/// The filters that `rewrite` writes.
+fn add_operators(env: &mut Environment<'static>) {
+    env.add_filter("__add", operators::add);
+    env.add_filter("__concat", operators::concat);
+    env.add_filter("__multiply", operators::multiply);
+    env.add_filter("__modulo", operators::modulo);
+    env.add_filter("__in", operators::contains);
+    env.add_filter("__compare", operators::compare);
+    env.add_filter("__each", operators::each);
+    env.add_filter("__slice", operators::slice);
+    env.add_filter("__sized", limits::sized);
+}
+
 /// Renders the template with `context`.
 pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> Result<String> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
-    let mut out = limits::start(size);
-    template.render_captured_to(context, &mut out).map_err(|error| failure(&error))?;
-    let text = String::from_utf8(out.bytes);
-    text.map_err(|_| Error::new(Kind::Template, "the chat template wrote bytes that are not UTF-8"))
+    limits::start(size);
+    template.render(context).map_err(|error| failure(&error))
 }
 
 /// Our error of the engine's.
@@ -87,7 +96,7 @@ fn failure(error: &JinjaError) -> Error {
             endless(&format!("the chat template calls its macros too deeply{place}"))
         }
         ErrorKind::WriteFailure => {
-            endless("the chat template wrote or made text of more than 64 MiB and sixteen times its input")
+            endless("the chat template made more text than its bounds allow: 4 MiB in one value, 96 MiB in all")
         }
         ErrorKind::SyntaxError => {
             Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
@@ -98,6 +107,14 @@ fn failure(error: &JinjaError) -> Error {
             .why("It does not expect messages like these")
             .cure("Compare roles, content types and tool calls with what the template reads"),
     }
+}
+
+/// A tag that the engine takes and transformers does not.
+pub(super) fn unread(tag: &str, line: usize) -> Error {
+    let shown: String = tag.chars().take(80).collect();
+    Error::new(Kind::Template, format!("the chat template does not compile: syntax error: '{shown}' (line {line})"))
+        .why("Only a template that transformers accepts is rendered")
+        .cure("Take the chat_template that came with the model")
 }
 
 fn endless(what: &str) -> Error {
@@ -148,7 +165,8 @@ fn mark_generation(state: &State, body: &str) -> String {
 
 #[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
 fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, JinjaError> {
-    let style = Style::from_arguments(&positional, &kwargs)?;
+    let plain = positional.is_empty() && kwargs.args().next().is_none();
+    let style = if plain { Style::default() } else { Style::from_arguments(&positional, &kwargs)? };
     match value.downcast_object_ref::<Tagged>() {
         Some(tagged) if style == Style::default() => tagged.json(),
         Some(tagged) => Ok(tagged.enclose(&dumps(value, &style)?)),
@@ -156,27 +174,15 @@ fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Stri
     }
 }
 
-/// `len`, and 0 for what is undefined, as Jinja has it.
-fn length(value: &Value) -> Result<usize, JinjaError> {
-    if value.is_undefined() {
-        return Ok(0);
-    }
-    value.len().ok_or_else(|| {
-        JinjaError::new(ErrorKind::InvalidOperation, format!("a value of type {} has no length", value.kind()))
-    })
-}
-
 /// What `{{ value }}` writes: Python's `str`.
 fn write_value(out: &mut Output, _: &mut State, value: &Value) -> Result<(), JinjaError> {
     if let Some(text) = value.as_str() {
         return write_limited(out, text);
     }
-    if let Some(float) = float_of(value) {
-        return write_limited(out, &float_repr(float));
-    }
+    let text = python_str(value)?;
     match value.downcast_object_ref::<Tagged>() {
-        Some(tagged) => write_limited(out, &tagged.enclose(&printed(value))),
-        None => write_limited(out, &printed(value)),
+        Some(tagged) => write_limited(out, &tagged.enclose(&text)),
+        None => write_limited(out, &text),
     }
 }
 

@@ -2,8 +2,10 @@
 //!
 //! Separators, indentation, escapes and floats as CPython writes them. Called by the `tojson` filter.
 
+use super::limits;
 use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
+use std::borrow::Cow;
 use std::fmt::Write;
 
 /// The options of `json.dumps` that transformers exposes.
@@ -66,16 +68,26 @@ impl Style {
 pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
     let mut out = String::new();
     write_value(&mut out, value, style, 0)?;
+    limits::make(out.len())?;
     Ok(out)
 }
 
+/// Python's own limit is about a thousand calls.
+const DEPTH: usize = 256;
+
+/// Whether a text may grow further, and a value may lie so deep.
+fn allow(out: &str, depth: usize) -> Result<(), Error> {
+    if out.len() > limits::largest() || depth > DEPTH { Err(ErrorKind::WriteFailure.into()) } else { Ok(()) }
+}
+
 fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+    allow(out, depth)?;
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
         ValueKind::Number => write_number(out, value),
         ValueKind::String => write_string(out, value.as_str().unwrap_or_default(), style.ensure_ascii),
-        ValueKind::Seq | ValueKind::Iterable => {
+        ValueKind::Seq => {
             let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
             write_container(out, style, depth, '[', &items, |out, item| write_value(out, item, style, depth + 1))?;
         }
@@ -181,44 +193,64 @@ pub(super) fn float_repr(float: f64) -> String {
     format!("{mantissa}e{sign}{:02}", exponent.abs())
 }
 
-/// What `str` gives for a list or dict: the engine's own text but for floats.
-pub(super) fn printed(value: &Value) -> String {
-    let text = value.to_string();
-    if has_float(value) && text.starts_with(['[', '{']) { repr(value) } else { text }
-}
-
-fn has_float(value: &Value) -> bool {
-    match value.kind() {
-        ValueKind::Number => !value.is_integer(),
-        ValueKind::Seq => value.try_iter().is_ok_and(|mut items| items.any(|item| has_float(&item))),
-        ValueKind::Map => pairs(value).any(|(_, item)| has_float(&item)),
-        _ => false,
+/// What `str` gives.
+pub(super) fn python_str(value: &Value) -> Result<Cow<'_, str>, Error> {
+    if let Some(text) = value.as_str() {
+        return Ok(Cow::Borrowed(text));
     }
+    let mut out = String::new();
+    if !value.is_undefined() {
+        write_repr(&mut out, value, 0)?;
+    }
+    Ok(Cow::Owned(out))
 }
 
-fn pairs(value: &Value) -> impl Iterator<Item = (Value, Value)> {
-    value.as_object().and_then(DynObject::try_iter_pairs).into_iter().flatten()
+/// What `repr` gives.
+pub(super) fn python_repr(value: &Value) -> Result<String, Error> {
+    let mut out = String::new();
+    write_repr(&mut out, value, 0)?;
+    Ok(out)
 }
 
-fn repr(value: &Value) -> String {
-    let listed = |items: Vec<String>| items.join(", ");
+fn write_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+    allow(out, depth)?;
     match value.kind() {
-        ValueKind::Number => float_of(value).map_or_else(|| value.to_string(), float_repr),
+        ValueKind::Undefined => out.push_str("Undefined"),
+        ValueKind::Number => match float_of(value) {
+            Some(float) => out.push_str(&float_repr(float)),
+            None => out.push_str(&value.to_string()),
+        },
         ValueKind::Map => {
-            format!(
-                "{{{}}}",
-                listed(pairs(value).map(|(key, item)| format!("{}: {}", repr(&key), repr(&item))).collect())
-            )
+            let pairs = value.as_object().and_then(DynObject::try_iter_pairs).into_iter().flatten();
+            out.push('{');
+            for (index, (key, item)) in pairs.enumerate() {
+                out.push_str(if index > 0 { ", " } else { "" });
+                write_repr(out, &key, depth + 1)?;
+                out.push_str(": ");
+                write_repr(out, &item, depth + 1)?;
+            }
+            out.push('}');
         }
-        ValueKind::Seq if value.to_string().starts_with('[') => {
-            format!("[{}]", listed(value.try_iter().into_iter().flatten().map(|item| repr(&item)).collect()))
+        ValueKind::Seq => {
+            let (open, close) = match (value.is_tuple(), value.len()) {
+                (true, Some(1)) => ('(', ",)"),
+                (true, _) => ('(', ")"),
+                (false, _) => ('[', "]"),
+            };
+            out.push(open);
+            for (index, item) in value.try_iter()?.enumerate() {
+                out.push_str(if index > 0 { ", " } else { "" });
+                write_repr(out, &item, depth + 1)?;
+            }
+            out.push_str(close);
         }
         ValueKind::String => {
             let text = Value::from(vec![value.clone()]).to_string();
-            text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text).to_owned()
+            out.push_str(text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text));
         }
-        _ => value.to_string(),
+        _ => out.push_str(&value.to_string()),
     }
+    Ok(())
 }
 
 fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
@@ -262,6 +294,10 @@ fn write_escape(out: &mut String, c: char) {
 mod tests {
     use super::*;
 
+    fn start() {
+        limits::start(limits::Size { messages: 1, bytes: 0 });
+    }
+
     #[test]
     fn floats_are_written_as_cpython_writes_them() {
         // python3 -c "print([1.0, 1e16, 1e15, 1e-4, 1e-5, 1.5e300, -0.0, 0.1, 123456789012345680.0])"
@@ -282,14 +318,16 @@ mod tests {
 
     #[test]
     fn a_printed_list_has_pythons_floats() {
+        start();
         // python3 -c "print({'a': [1, 2.5, None, True, 1e-07, 1e20], 'b': \"x\\n'\"})"
         let list = vec![1.into(), 2.5.into(), Value::from(()), true.into(), 1e-7.into(), 1e20.into()];
         let value = Value::from_pairs([("a", Value::from(list)), ("b", Value::from("x\n'"))]);
-        assert_eq!(printed(&value), r#"{'a': [1, 2.5, None, True, 1e-07, 1e+20], 'b': "x\n'"}"#);
+        assert_eq!(python_str(&value).unwrap(), r#"{'a': [1, 2.5, None, True, 1e-07, 1e+20], 'b': "x\n'"}"#);
     }
 
     #[test]
     fn escapes_follow_json_dumps() {
+        start();
         let value = Value::from("é\u{1}\"\\\n\u{7f}😊");
         assert_eq!(dumps(&value, &Style::default()).unwrap(), "\"é\\u0001\\\"\\\\\\n\u{7f}😊\"");
         let ascii = Style { ensure_ascii: true, ..Style::default() };
@@ -298,6 +336,7 @@ mod tests {
 
     #[test]
     fn indentation_follows_json_dumps() {
+        start();
         let value = Value::from_pairs([("a", Value::from(vec![1, 2])), ("b", Value::from(Vec::<i32>::new()))]);
         let style = Style { indent: Some("  ".into()), item_separator: ",".into(), ..Style::default() };
         assert_eq!(dumps(&value, &style).unwrap(), "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": []\n}");

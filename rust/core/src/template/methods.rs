@@ -5,11 +5,17 @@
 
 use super::limits;
 use super::marks::is_space;
-use minijinja::value::{Value, ValueKind, from_args};
-use minijinja::{Error, State};
+use super::operators::bounded_format;
+use minijinja::formatting::FormatStyle;
+use minijinja::value::{Tuple, Value, ValueKind, from_args};
+use minijinja::{Error, ErrorKind, State};
 
 /// `value.method(args)`.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    call_uncounted(state, value, method, args).and_then(limits::made)
+}
+
+fn call_uncounted(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     if value.kind() == ValueKind::String
         && let Some(result) = of_string(value.as_str().unwrap_or_default(), method, args)
     {
@@ -18,26 +24,19 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
     minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
 }
 
-/// The filter `trim`.
-pub(super) fn trim(value: &Value, chars: Option<&str>) -> String {
-    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-    strip(&text, chars, true, true).to_owned()
-}
-
-/// The filter `replace`.
-pub(super) fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<String, Error> {
-    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-    replaced(&text, old, new, count)
-}
-
 /// `str.replace`, if the result has bounds.
-fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -> Result<String, Error> {
+pub(super) fn replaced(text: &str, old: &str, new: &str, count: Option<usize>) -> Result<String, Error> {
     let found = text.matches(old).take(count.unwrap_or(usize::MAX)).count();
-    limits::allow(text.len().saturating_add(found.saturating_mul(new.len())))?;
+    limits::make(text.len().saturating_add(found.saturating_mul(new.len())))?;
     Ok(count.map_or_else(|| text.replace(old, new), |count| text.replacen(old, new, count)))
 }
 
 fn of_string(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, Error>> {
+    if method.contains("split")
+        && let Err(error) = limits::make_items(text.len() / 8)
+    {
+        return Some(Err(error));
+    }
     let one = |args| from_args::<(Option<&str>,)>(args).map(|(argument,)| argument);
     let result = match method {
         "strip" => one(args).map(|chars| Value::from(strip(text, chars, true, true))),
@@ -48,6 +47,10 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, E
         "replace" => from_args::<(&str, &str, Option<i64>)>(args).and_then(|(old, new, count)| {
             replaced(text, old, new, count.and_then(|count| usize::try_from(count).ok())).map(Value::from)
         }),
+        "join" => from_args::<(&Value,)>(args).and_then(|(items,)| join(items, text)),
+        "format" => bounded_format(FormatStyle::StrFormat, text, args).map(Value::from),
+        "zfill" | "ljust" | "rjust" => return Some(filled(text, method, args)),
+        "splitlines" => from_args::<(Option<bool>,)>(args).map(|(keep,)| lines(text, keep.unwrap_or(false))),
         "rsplit" => from_args::<(Option<&str>, Option<i64>)>(args).map(|(by, most)| right_split(text, by, most)),
         "partition" => one(args).map(|by| parts(text, by.and_then(|by| text.split_once(by)), by, true)),
         "rpartition" => one(args).map(|by| parts(text, by.and_then(|by| text.rsplit_once(by)), by, false)),
@@ -56,8 +59,55 @@ fn of_string(text: &str, method: &str, args: &[Value]) -> Option<Result<Value, E
     Some(result)
 }
 
+/// `str.zfill`, `str.ljust` and `str.rjust`.
+fn filled(text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
+    let (width, fill): (i64, Option<&str>) = from_args(args)?;
+    let fill = if method == "zfill" { "0" } else { fill.unwrap_or(" ") };
+    let missing = usize::try_from(width).unwrap_or(0).saturating_sub(text.chars().count());
+    limits::make(text.len().saturating_add(missing.saturating_mul(fill.len())))?;
+    let more = fill.repeat(missing);
+    let sign = text.len() - text.strip_prefix(['-', '+']).unwrap_or(text).len();
+    Ok(Value::from(match method {
+        "ljust" => format!("{text}{more}"),
+        "rjust" => format!("{more}{text}"),
+        _ => format!("{}{more}{}", &text[..sign], &text[sign..]),
+    }))
+}
+
+/// `str.splitlines`, at all of Python's line ends.
+fn lines(text: &str, keep: bool) -> Value {
+    let ends = |c: char| matches!(c, '\n'..='\r' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}');
+    let mut all = Vec::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(ends) {
+        let end =
+            at + if rest[at..].starts_with("\r\n") { 2 } else { rest[at..].chars().next().map_or(1, char::len_utf8) };
+        all.push(Value::from(&rest[..if keep { end } else { at }]));
+        rest = &rest[end..];
+    }
+    if !rest.is_empty() {
+        all.push(Value::from(rest));
+    }
+    Value::from(all)
+}
+
+/// `text.join(items)`: of strings alone.
+fn join(items: &Value, text: &str) -> Result<Value, Error> {
+    let items: Vec<Value> = items.try_iter()?.collect();
+    let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
+    let texts = texts.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "str.join takes strings"))?;
+    joined(&texts, text)
+}
+
+/// The texts with `between` between them, if the result has bounds.
+pub(super) fn joined(texts: &[&str], between: &str) -> Result<Value, Error> {
+    let bytes = texts.iter().fold(0_usize, |sum, text| sum.saturating_add(text.len()));
+    limits::make(bytes.saturating_add(between.len().saturating_mul(texts.len())))?;
+    Ok(Value::from(texts.join(between)))
+}
+
 /// `str.strip` and its one-sided forms.
-fn strip<'a>(text: &'a str, chars: Option<&str>, left: bool, right: bool) -> &'a str {
+pub(super) fn strip<'a>(text: &'a str, chars: Option<&str>, left: bool, right: bool) -> &'a str {
     let drops = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
     let text = if left { text.trim_start_matches(drops) } else { text };
     if right { text.trim_end_matches(drops) } else { text }
@@ -79,5 +129,5 @@ fn parts(text: &str, found: Option<(&str, &str)>, by: Option<&str>, first: bool)
         (None, true) => (text, "", ""),
         (None, false) => ("", "", text),
     };
-    Value::from([before, middle, after].map(Value::from).to_vec())
+    Value::from(Tuple::from([before, middle, after].map(Value::from)))
 }

@@ -4,20 +4,25 @@
 //! by `tokenizer`, `align` and the Python border.
 //!
 //! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
-//! template that fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
+//! template that asks for none and fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
 //! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
 
 mod clock;
 mod conversation;
 mod environment;
+mod filters;
+mod generator;
 mod json;
 mod limits;
 mod marking;
 mod marks;
 mod methods;
+mod operators;
 mod provenance;
 mod renders;
+mod rewrite;
 mod scan;
+mod tokens;
 mod value;
 
 use crate::error::{Error, Kind, Result};
@@ -105,6 +110,8 @@ pub struct Template {
     used: Used,
     tools: Mutex<Vec<Arc<Tools>>>,
     renders: Renders,
+    /// Whether the template asks for none: written for messages whose null keys are kept.
+    asks_for_none: bool,
     /// Whether the text may depend on when it is rendered.
     reads_clock: bool,
 }
@@ -129,8 +136,12 @@ impl Template {
         let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
         let seams = AhoCorasick::new(&words);
         let seams = seams.ok().filter(|_| !words.is_empty());
+        let env = environment::compile(scanned.source, scanned.longest_text)?;
+        if let Some((tag, line)) = scanned.unread {
+            return Err(environment::unread(&tag, line));
+        }
         Ok(Self {
-            env: environment::compile(scanned.source, scanned.longest_text)?,
+            env,
             special_tokens: special_tokens.to_vec(),
             has_generation: scanned.has_generation,
             literals: scanned.literals,
@@ -138,6 +149,7 @@ impl Template {
             used,
             tools: Mutex::default(),
             renders: Renders::default(),
+            asks_for_none: asks_for_none(source),
             reads_clock: source.contains("strftime_now"),
         })
     }
@@ -202,7 +214,7 @@ impl Template {
         let context = self.context(add_generation_prompt, kwargs)?;
         let mut call = Call { conversation, tools, context, keep_null: false, size };
         match self.run(&call, conversation.values(false, None), None, None) {
-            Err(error) if conversation.has_null => {
+            Err(error) if conversation.has_null && self.asks_for_none => {
                 call.keep_null = true;
                 let text = self.run(&call, conversation.values(true, None), None, None).map_err(|_| error)?;
                 Ok((call, text))
@@ -229,8 +241,10 @@ impl Template {
                 _ => context.push((name.clone(), value::plain(value))),
             }
         }
-        let clock = clock.unwrap_or_else(Clock::now);
-        context.push((CLOCK.into(), Value::from_object(ClockValue(clock))));
+        if self.reads_clock {
+            let clock = clock.unwrap_or_else(Clock::now);
+            context.push((CLOCK.into(), Value::from_object(ClockValue(clock))));
+        }
         Ok(context)
     }
 
@@ -247,7 +261,8 @@ impl Template {
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
-        environment::render(&self.env, Value::from_pairs(context), call.size)
+        let context = value::record(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        environment::render(&self.env, context, call.size)
     }
 
     /// Tool schemas as values, from memory where they were seen before.
@@ -268,6 +283,12 @@ impl Template {
         remembered.push(Arc::clone(&tools));
         Ok(tools)
     }
+}
+
+/// Whether the template compares something with none.
+fn asks_for_none(source: &str) -> bool {
+    let operators = ["is ", "is not ", "== ", "!= "];
+    operators.iter().any(|operator| ["none", "None"].iter().any(|none| source.contains(&format!("{operator}{none}"))))
 }
 
 /// Strings that split a text into parts: longer than one character, and not a plain word.

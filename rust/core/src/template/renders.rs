@@ -124,6 +124,7 @@ fn hash(json: &Json, hasher: &mut impl Hasher) {
 /// Whether two JSON values are written alike: keys in the same order, and 0.0 is not -0.0.
 pub(super) fn same(a: &Json, b: &Json) -> bool {
     match (a, b) {
+        (Json::String(a), Json::String(b)) => a == b,
         (Json::Array(a), Json::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),
         (Json::Object(a), Json::Object(b)) => same_map(a, b),
         (Json::Number(a), Json::Number(b)) => a == b && a.as_f64().map(f64::to_bits) == b.as_f64().map(f64::to_bits),

@@ -1,45 +1,53 @@
-//! One pass over a template's source: `{% generation %}` and assignments rewritten, string literals collected.
+//! One pass over a template's source: tags rewritten, string literals collected.
 //!
-//! Knows Jinja's delimiters, comments, raw blocks, string literals and whitespace marks, and nothing of its grammar.
-//! Called once per template by `Template::compile`.
+//! Knows Jinja's delimiters, comments, raw blocks, string literals and whitespace marks; what is inside tags is left to
+//! `rewrite`. Called once per template by `Template::compile`.
+
+use super::rewrite;
 
 /// What [`scan`] found.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Scanned {
-    /// The source with every generation block turned into a filter block of its own scope, and every assigned value
-    /// passed through [`BOUND_FILTER`].
+    /// The source with every generation block turned into a filter block of its own scope, operators into filters, and
+    /// long texts into printed strings, which are counted.
     pub source: String,
+    /// The first tag that could not be read, and its line.
+    pub unread: Option<(String, usize)>,
     /// Whether there was a generation block.
     pub has_generation: bool,
     /// String literals of the template's expressions, unescaped, each once.
     pub literals: Vec<String>,
-    /// Bytes of the longest text outside tags.
+    /// Bytes of the longest text that is left outside tags.
     pub longest_text: usize,
 }
 
 /// The filter that a generation block becomes.
 pub(super) const GENERATION_FILTER: &str = "__generation";
-/// The filter that refuses values too large to be meant.
-pub(super) const BOUND_FILTER: &str = "__bounded";
+/// Text outside tags that is not counted when it is written; what is longer becomes a printed string.
+pub(super) const FREE_TEXT: usize = 32;
 
-/// Rewrites `{% generation %}` and collects string literals. Broken syntax is passed on for the compiler to report.
+/// Rewrites tags and collects string literals. Broken syntax is passed on for the compiler to report.
 pub(super) fn scan(source: &str) -> Scanned {
     let mut out = Scanned { source: String::with_capacity(source.len() + 64), ..Scanned::default() };
     let mut rest = source;
     while let Some(start) = rest.find('{') {
         let (text, tag) = rest.split_at(start);
         let (kept, after) = tag.split_at(tag_length(tag, &mut out.literals));
-        out.longest_text = out.longest_text.max(text.len());
-        out.source.push_str(text);
+        out.text(text);
         rest = after;
         if let Some(rewritten) = rewrite_generation(kept) {
             out.source.push_str(&rewritten);
             out.has_generation = true;
             continue;
         }
-        match rewrite_assignment(kept) {
-            Some(rewritten) => out.source.push_str(&rewritten),
-            None => out.source.push_str(kept),
+        if let Some(rewritten) = rewrite_tag(kept) {
+            out.source.push_str(&rewritten);
+        } else {
+            if kept.starts_with("{%") || kept.starts_with("{{") {
+                let line = source[..source.len() - rest.len() - kept.len()].matches('\n').count() + 1;
+                out.unread.get_or_insert_with(|| (kept.to_owned(), line));
+            }
+            out.source.push_str(kept);
         }
         if kept.starts_with("{%") && block_name(kept) == "raw" {
             let (raw, behind) = after.split_at(raw_length(after));
@@ -48,11 +56,29 @@ pub(super) fn scan(source: &str) -> Scanned {
             rest = behind;
         }
     }
-    out.longest_text = out.longest_text.max(rest.len());
-    out.source.push_str(rest);
+    out.text(rest);
     out.literals.sort_unstable();
     out.literals.dedup();
     out
+}
+
+impl Scanned {
+    /// Text outside tags: the inside of a long one as a string, its edges, which tags may trim, as they are.
+    fn text(&mut self, text: &str) {
+        let edge = |c: Option<char>| c.map_or(0, char::len_utf8);
+        let inner = text.trim();
+        let from = text.len() - text.trim_start().len() + edge(inner.chars().next());
+        let to = text.trim_end().len().saturating_sub(edge(inner.chars().next_back()));
+        if text.len() <= FREE_TEXT || to <= from {
+            self.longest_text = self.longest_text.max(text.len());
+            return self.source.push_str(text);
+        }
+        let quoted = text[from..to].replace('\\', "\\\\").replace('\'', "\\'");
+        for part in [&text[..from], "{{ '", &quoted, "' }}", &text[to..]] {
+            self.source.push_str(part);
+        }
+        self.longest_text = self.longest_text.max(from).max(text.len() - to);
+    }
 }
 
 /// Bytes of the tag that `tag` starts with; 1 for a brace that opens none.
@@ -94,7 +120,7 @@ fn expression_length(tag: &str, close: &str, literals: &mut Vec<String>) -> usiz
 }
 
 /// Position behind the closing quote of the literal that starts at `start`.
-fn literal_end(bytes: &[u8], start: usize, quote: u8) -> usize {
+pub(super) fn literal_end(bytes: &[u8], start: usize, quote: u8) -> usize {
     let mut at = start + 1;
     while at < bytes.len() {
         match bytes[at] {
@@ -153,34 +179,22 @@ fn rewrite_generation(block: &str) -> Option<String> {
     Some(block.replacen(word, &inner, 1))
 }
 
-/// `{% set x = value %}` as `{% set x = (value)|__bounded %}`; `None` for every other tag.
-fn rewrite_assignment(block: &str) -> Option<String> {
-    if block_name(block) != "set" {
-        return None;
-    }
-    let inside = block.strip_suffix("%}")?;
-    let inside = inside.strip_suffix(['-', '+']).unwrap_or(inside);
-    let equals = assignment(inside)?;
-    let (target, value) = inside.split_at(equals + 1);
-    let end = &block[inside.len()..];
-    (!value.trim().is_empty()).then(|| format!("{target} ({})|{BOUND_FILTER} {end}", value.trim()))
-}
-
-/// Where the first `=` outside strings and brackets is.
-fn assignment(inside: &str) -> Option<usize> {
-    let bytes = inside.as_bytes();
-    let (mut at, mut depth) = (2, 0_usize);
-    while at < bytes.len() {
-        match bytes[at] {
-            quote @ (b'\'' | b'"') => at = literal_end(bytes, at, quote) - 1,
-            b'{' | b'[' | b'(' => depth += 1,
-            b'}' | b']' | b')' => depth = depth.saturating_sub(1),
-            b'=' if depth == 0 => return Some(at),
-            _ => {}
-        }
-        at += 1;
-    }
-    None
+/// The tag with its inside rewritten, in as many lines; `None` for what is no tag or cannot be read.
+fn rewrite_tag(tag: &str) -> Option<String> {
+    let (open, close) = match tag.get(..2)? {
+        "{{" => ("{{", "}}"),
+        "{%" => ("{%", "%}"),
+        _ => return None,
+    };
+    let inside = tag.strip_prefix(open)?.strip_suffix(close)?;
+    let code = inside.strip_prefix(['-', '+']).unwrap_or(inside);
+    let before = &inside[..inside.len() - code.len()];
+    let trimmed = code.strip_suffix(['-', '+']).unwrap_or(code);
+    let behind = &code[trimmed.len()..];
+    let code = trimmed.trim();
+    let written = if open == "{{" { rewrite::expression(code) } else { rewrite::statement(code) }?;
+    let lines = tag.matches('\n').count().saturating_sub(written.matches('\n').count());
+    Some(format!("{open}{before} {written}{} {behind}{close}", "\n".repeat(lines)))
 }
 
 /// Bytes up to and with the `{% endraw %}` tag.
@@ -223,19 +237,38 @@ mod tests {
     }
 
     #[test]
-    fn assigned_values_are_bounded() {
+    fn operators_become_filters_and_the_rest_stays() {
         let cases = [
-            (
-                "{%- set a.b = 'x=' ~ (1 if c == 2 else 3) -%}",
-                "{%- set a.b = ('x=' ~ (1 if c == 2 else 3))|__bounded -%}",
-            ),
-            ("{% set a, b = 1, 2 %}", "{% set a, b = (1, 2)|__bounded %}"),
-            ("{% set x | indent(width=4) %}", "{% set x | indent(width=4) %}"),
-            ("{% set x %}", "{% set x %}"),
-            ("{% if a = b %}", "{% if a = b %}"),
+            ("{%- set a = 'x' ~ (1 if c == 2 else 3) -%}", "{%- set a = ('x'|__concat((1 if c == 2 else 3))) -%}"),
+            ("{{ a + b + 'c' - d * 2 }}", "{{ ((a|__add(b, 'c')) - (d|__multiply(2))) }}"),
+            ("{{ a.b['c'](1, x=y)|f(z) is not t }}", "{{ (a.b['c'](1, x=y)|f(z) is not t) }}"),
+            ("{% if a < b <= c and not d in e %}", "{% if (a|__compare('<', b, '<=', c)) and not (d|__in(e)) %}"),
+            ("{% for k, v in x.items() if v %}", "{% for k , v in (x.items())|__each if v %}"),
+            ("{{ x[1:][::-1] }}", "{{ ((x|__slice(1, none, none))|__slice(none, none, (-1))) }}"),
+            ("{% set a, b = [c], [1, 2] %}", "{% set a , b = ((([c]|__sized), [1, 2])|__sized) %}"),
+            ("{% set x | indent(width=4) %}", "{% set x |indent(width=4) %}"),
+            ("{% macro f(a, b=c ~ d) %}", "{% macro f(a, b=(c|__concat(d))) %}"),
+            ("{{ 1.5e-3 + x\n}}", "{{ (1.5e-3|__add(x))\n }}"),
         ];
         for (source, expected) in cases {
             assert_eq!(scan(source).source, expected);
+            assert_eq!(scan(source).unread, None);
+        }
+    }
+
+    #[test]
+    fn long_texts_are_printed_so_that_they_are_counted() {
+        let text = "\n  A system's prompt\nof more than thirty-two bytes \\ \n";
+        let expected = "{% if a %}\n  A{{ ' system\\'s prompt\nof more than thirty-two bytes ' }}\\ \n";
+        let got = scan(&format!("{{% if a %}}{text}"));
+        assert_eq!(got.source, expected);
+        assert_eq!(got.longest_text, 4);
+    }
+
+    #[test]
+    fn what_is_no_expression_is_reported() {
+        for source in ["{{ a b }}", "{% do x %}", "{% for x y %}", "{{ (a }}", "{{ x[1 2] }}"] {
+            assert_eq!(scan(&format!("\n{source}")).unread, Some((source.to_owned(), 2)));
         }
     }
 

@@ -50,8 +50,54 @@ impl Object for Tagged {
         self.inner.as_object()?.get_value(key)
     }
 
+    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
+        self.inner.as_object()?.get_value_by_str(key)
+    }
+
     fn enumerate(self: &Arc<Self>) -> Enumerator {
         self.inner.as_object().map_or(Enumerator::Empty, DynObject::enumerate)
+    }
+}
+
+/// Keys of a map that is searched one by one.
+const FEW: usize = 16;
+
+/// A map of few keys: found faster by comparing than by hashing, and made without either.
+#[derive(Debug)]
+struct Record {
+    fields: Vec<(Value, Value)>,
+}
+
+/// A map of `pairs` in their order; of a key that is there twice the last value counts.
+pub(super) fn record<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>) -> Value {
+    if pairs.len() > FEW {
+        return Value::from_pairs(pairs);
+    }
+    let mut fields: Vec<(Value, Value)> = Vec::with_capacity(pairs.len());
+    for (key, value) in pairs {
+        match fields.iter_mut().find(|(known, _)| known.as_str() == Some(key)) {
+            Some(field) => field.1 = value,
+            None => fields.push((Value::from(key), value)),
+        }
+    }
+    Value::from_object(Record { fields })
+}
+
+impl Object for Record {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.get_value_by_str(key.as_str()?)
+    }
+
+    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
+        self.fields.iter().find(|(known, _)| known.as_str() == Some(key)).map(|(_, value)| value.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::RevKeyValueIter(Box::new(self.fields.clone().into_iter()))
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        Some(self.fields.len())
     }
 }
 
@@ -67,7 +113,7 @@ pub(super) fn plain(json: &Json) -> Value {
         },
         Json::String(text) => Value::from(text.as_str()),
         Json::Array(items) => Value::from(items.iter().map(plain).collect::<Vec<_>>()),
-        Json::Object(map) => Value::from_pairs(map.iter().map(|(key, value)| (key.as_str(), plain(value)))),
+        Json::Object(map) => record(map.iter().map(|(key, value)| (key.as_str(), plain(value)))),
     }
 }
 
@@ -83,7 +129,7 @@ pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_, '_>>, liter
                 let compared = matches!(key.as_str(), "type" | "required");
                 pairs.push((key.as_str(), if compared { plain(value) } else { tools(value, marker, literals) }));
             }
-            Value::from_pairs(pairs)
+            record(pairs.into_iter())
         }
         Json::String(text) => {
             return match marker {

@@ -1,0 +1,451 @@
+//! Python's operators over template values, with a bound on what they make.
+//!
+//! What raises in Python is an error here. `rewrite` puts these in the place of the engine's own; called through
+//! `environment` as filters.
+
+use super::json::{float_of, python_repr, python_str};
+use super::limits::{self, weigh, work};
+use minijinja::formatting::{FormatStyle, format};
+use minijinja::value::{DynObject, Rest, Tuple, Value, ValueKind};
+use minijinja::{Error, ErrorKind};
+use std::cmp::Ordering;
+
+/// An error for what Python's operators do not take.
+fn refused(operator: &str, left: &Value, right: &Value) -> Error {
+    let kinds = format!("{operator} does not take {} and {}", left.kind(), right.kind());
+    Error::new(ErrorKind::InvalidOperation, kinds)
+}
+
+/// `a + b + c`.
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
+pub(super) fn add(first: &Value, more: Rest<Value>) -> Result<Value, Error> {
+    let texts = std::iter::once(first).chain(more.iter());
+    if let Some(texts) = texts.map(plain_text).collect::<Option<Vec<&str>>>() {
+        return joined(&texts);
+    }
+    more.iter().try_fold(first.clone(), |left, right| plus(&left, right))
+}
+
+/// A string that is no markup.
+fn plain_text(value: &Value) -> Option<&str> {
+    value.as_str().filter(|_| !value.is_safe())
+}
+
+fn joined(texts: &[&str]) -> Result<Value, Error> {
+    limits::make(texts.iter().map(|text| text.len()).sum())?;
+    Ok(Value::from(texts.concat()))
+}
+
+fn plus(left: &Value, right: &Value) -> Result<Value, Error> {
+    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
+        if left.is_safe() || right.is_safe() {
+            let text = escaped(left, a) + &escaped(right, b);
+            limits::make(text.len())?;
+            return Ok(Value::from_safe_string(text));
+        }
+        return joined(&[a, b]);
+    }
+    if left.kind() == ValueKind::Seq && right.kind() == ValueKind::Seq && left.is_tuple() == right.is_tuple() {
+        limits::make_items(left.len().unwrap_or(0) + right.len().unwrap_or(0))?;
+        let items: Vec<Value> = left.try_iter()?.chain(right.try_iter()?).collect();
+        return Ok(like(left, items));
+    }
+    match (whole(left), whole(right)) {
+        (Some(a), Some(b)) => a.checked_add(b).map(Value::from).ok_or_else(|| refused("+", left, right)),
+        _ => floats("+", left, right).map(|(a, b)| Value::from(a + b)),
+    }
+}
+
+/// The text as markup has it beside other markup.
+fn escaped(value: &Value, text: &str) -> String {
+    if value.is_safe() { text.to_owned() } else { markup(text) }
+}
+
+/// The filter `escape`.
+pub(super) fn escape(value: &Value) -> Result<Value, Error> {
+    if value.is_safe() {
+        return Ok(value.clone());
+    }
+    let text = markup(&python_str(value)?);
+    limits::make(text.len())?;
+    Ok(Value::from_safe_string(text))
+}
+
+/// `markupsafe.escape`.
+fn markup(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&#34;"),
+            '\'' => out.push_str("&#39;"),
+            _ => out.push(c),
+        }
+    }
+    out
+}
+
+/// A list or a tuple of `items`, as `model` is.
+fn like(model: &Value, items: Vec<Value>) -> Value {
+    if model.is_tuple() { Value::from(Tuple::from(items)) } else { Value::from(items) }
+}
+
+/// An integer or a truth value.
+fn whole(value: &Value) -> Option<i128> {
+    let integer = matches!(value.kind(), ValueKind::Number | ValueKind::Bool) && float_of(value).is_none();
+    integer.then(|| i128::try_from(value.clone()).ok()).flatten()
+}
+
+fn floats(operator: &str, left: &Value, right: &Value) -> Result<(f64, f64), Error> {
+    let float = |value: &Value| float_of(value).or_else(|| whole(value).map(|integer| integer as f64));
+    float(left).zip(float(right)).ok_or_else(|| refused(operator, left, right))
+}
+
+/// `a ~ b ~ c`.
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
+pub(super) fn concat(first: &Value, more: Rest<Value>) -> Result<Value, Error> {
+    let values = || std::iter::once(first).chain(more.iter());
+    if let Some(texts) = values().map(Value::as_str).collect::<Option<Vec<&str>>>() {
+        return joined(&texts);
+    }
+    let texts = values().map(python_str).collect::<Result<Vec<_>, _>>()?;
+    joined(&texts.iter().map(AsRef::as_ref).collect::<Vec<_>>())
+}
+
+/// `a * b`.
+pub(super) fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
+    let repeatable = |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq);
+    let repeated = if repeatable(left) { whole(right).map(|n| (left, n)) } else { whole(left).map(|n| (right, n)) };
+    if let Some((value, count)) = repeated.filter(|(value, _)| repeatable(value)) {
+        return repeat(value, usize::try_from(count.max(0)).unwrap_or(usize::MAX));
+    }
+    match (whole(left), whole(right)) {
+        (Some(a), Some(b)) => a.checked_mul(b).map(Value::from).ok_or_else(|| refused("*", left, right)),
+        _ => floats("*", left, right).map(|(a, b)| Value::from(a * b)),
+    }
+}
+
+fn repeat(value: &Value, count: usize) -> Result<Value, Error> {
+    if let Some(text) = value.as_str() {
+        limits::make(text.len().saturating_mul(count))?;
+        let text = text.repeat(count);
+        return Ok(if value.is_safe() { Value::from_safe_string(text) } else { Value::from(text) });
+    }
+    let items: Vec<Value> = value.try_iter()?.collect();
+    limits::make_items(items.len().saturating_mul(count))?;
+    let all = items.iter().cycle().take(items.len() * count).cloned().collect();
+    Ok(like(value, all))
+}
+
+/// `a % b`: of strings, their formatting.
+pub(super) fn modulo(left: &Value, right: &Value) -> Result<Value, Error> {
+    if let Some(pattern) = left.as_str() {
+        return formatted(left, pattern, right);
+    }
+    let fails = || refused("%", left, right);
+    match (whole(left), whole(right)) {
+        (Some(_), Some(0)) => Err(fails()),
+        (Some(a), Some(b)) => {
+            let remainder = a.checked_rem(b).ok_or_else(fails)?;
+            let moved = remainder != 0 && (remainder < 0) != (b < 0);
+            Ok(Value::from(if moved { remainder + b } else { remainder }))
+        }
+        _ => {
+            let (a, b) = floats("%", left, right)?;
+            if b == 0.0 {
+                return Err(fails());
+            }
+            let remainder = a % b;
+            let moved = remainder != 0.0 && (remainder < 0.0) != (b < 0.0);
+            Ok(Value::from(if moved { remainder + b } else { remainder }))
+        }
+    }
+}
+
+fn formatted(left: &Value, pattern: &str, right: &Value) -> Result<Value, Error> {
+    let mut arguments: Vec<Value> = if right.is_tuple() { right.try_iter()?.collect() } else { vec![right.clone()] };
+    let (pattern, used) = converted(pattern, &mut arguments)?;
+    if used < arguments.len() && (right.is_tuple() || !matches!(right.kind(), ValueKind::Map | ValueKind::Seq)) {
+        return Err(Error::new(ErrorKind::InvalidOperation, "not all arguments are converted by the format"));
+    }
+    if !left.is_safe() {
+        return printf(&pattern, &arguments).map(Value::from);
+    }
+    let escape = |value: Value| match value.as_str() {
+        Some(text) => Value::from(escaped(&value, text)),
+        None => value,
+    };
+    let arguments: Vec<Value> = arguments.into_iter().map(escape).collect();
+    printf(&pattern, &arguments).map(Value::from_safe_string)
+}
+
+/// The pattern and its arguments as the engine takes them, and how many arguments are used: `%r` as text, floats under
+/// `%d` cut.
+fn converted(pattern: &str, arguments: &mut [Value]) -> Result<(String, usize), Error> {
+    let mut out = String::with_capacity(pattern.len());
+    let mut used = 0;
+    let mut rest = pattern;
+    while let Some(at) = rest.find('%') {
+        let (text, field) = rest.split_at(at);
+        out.push_str(text);
+        let name = if field[1..].starts_with('(') { field.find(')').map_or(field.len(), |end| end + 1) } else { 1 };
+        let spec = name + field[name..].find(|c: char| !"#0- +*.123456789".contains(c)).unwrap_or(field.len() - name);
+        let conversion = field[spec..].chars().next();
+        out.push_str(&field[..spec]);
+        rest = &field[spec + conversion.map_or(0, char::len_utf8)..];
+        let Some(conversion) = conversion else { break };
+        used += field[..spec].matches('*').count();
+        let argument = if name == 1 { arguments.get_mut(used) } else { None };
+        used += usize::from(conversion != '%' && name == 1);
+        let float = argument.as_ref().and_then(|value| float_of(value)).filter(|float| float.is_finite());
+        match (conversion, argument) {
+            ('r', Some(argument)) => {
+                *argument = Value::from(python_repr(argument)?);
+                out.push('s');
+            }
+            ('s', Some(argument)) => {
+                *argument = Value::from(python_str(argument)?.into_owned());
+                out.push('s');
+            }
+            ('d' | 'i' | 'u', Some(argument)) => {
+                if let Some(float) = float {
+                    *argument = Value::from(float.trunc() as i128);
+                }
+                out.push('d');
+            }
+            _ => out.push(conversion),
+        }
+    }
+    out.push_str(rest);
+    Ok((out, used))
+}
+
+/// Python's `pattern % arguments`.
+fn printf(pattern: &str, arguments: &[Value]) -> Result<String, Error> {
+    bounded_format(FormatStyle::Printf, pattern, arguments)
+}
+
+/// `pattern % arguments` or `pattern.format(arguments)`, if widths and precisions have bounds.
+pub(super) fn bounded_format(style: FormatStyle, pattern: &str, arguments: &[Value]) -> Result<String, Error> {
+    allow_format(style, pattern, arguments)?;
+    format(style, pattern, arguments)
+}
+
+/// Takes the longest text that a format can give off the budget.
+pub(super) fn allow_format(style: FormatStyle, pattern: &str, arguments: &[Value]) -> Result<(), Error> {
+    let printf = matches!(style, FormatStyle::Printf);
+    let (mark, end): (char, fn(char) -> bool) = if printf { ('%', char::is_alphabetic) } else { ('{', |c| c == '}') };
+    let (mut bytes, mut fields, mut starred) = (pattern.len(), 0_usize, false);
+    for field in pattern.split(mark).skip(1) {
+        let named = field.strip_prefix('(').filter(|_| printf).and_then(|field| field.split_once(')'));
+        let spec = named.map_or(field, |(_, spec)| spec);
+        let spec = &spec[..spec.find(end).unwrap_or(spec.len())];
+        let numbers = spec.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
+        bytes = numbers.fold(bytes, |sum, n| sum.saturating_add(n.parse().unwrap_or(usize::MAX)));
+        starred |= spec.contains('*') || !printf && spec.ends_with(':');
+        fields += 1;
+    }
+    for argument in arguments {
+        let width = whole(argument).filter(|_| starred).map_or(0, i128::unsigned_abs);
+        let text = python_str(argument)?.len().saturating_add(usize::try_from(width).unwrap_or(usize::MAX));
+        bytes = bytes.saturating_add(text.saturating_mul(fields));
+    }
+    limits::make(bytes)
+}
+
+/// `a in b`.
+pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
+    let fails = || refused("in", item, container);
+    match container.kind() {
+        ValueKind::Undefined => Ok(false),
+        ValueKind::String => {
+            let text = container.as_str().unwrap_or_default();
+            work(1 + text.len() / 16)?;
+            item.as_str().map(|item| text.contains(item)).ok_or_else(fails)
+        }
+        ValueKind::Map
+            if matches!(item.kind(), ValueKind::Map) || item.kind() == ValueKind::Seq && !item.is_tuple() =>
+        {
+            Err(fails())
+        }
+        ValueKind::Map => {
+            work(4)?;
+            Ok(container.as_object().and_then(|object: &DynObject| object.get_value(item)).is_some())
+        }
+        ValueKind::Seq | ValueKind::Iterable => {
+            for other in container.try_iter()? {
+                if equal(item, &other)? {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        }
+        _ => Err(fails()),
+    }
+}
+
+fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
+    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
+        work(1 + a.len().min(b.len()) / 64)?;
+        return Ok(a == b);
+    }
+    weigh(left)?;
+    weigh(right)?;
+    Ok(left == right)
+}
+
+/// `a < b`, `a < b <= c` and the like, `!=` and `in` among them: operators and operands by turns.
+#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
+pub(super) fn compare(first: &Value, rest: Rest<Value>) -> Result<bool, Error> {
+    let mut left = first;
+    for pair in rest.chunks_exact(2) {
+        let (operator, right) = (pair[0].as_str().unwrap_or_default(), &pair[1]);
+        let holds = match operator {
+            "==" => equal(left, right)?,
+            "!=" => !equal(left, right)?,
+            "in" => contains(left, right)?,
+            "not in" => !contains(left, right)?,
+            _ => {
+                let order = order(operator, left, right)?;
+                match operator {
+                    "<" => order == Some(Ordering::Less),
+                    ">" => order == Some(Ordering::Greater),
+                    "<=" => matches!(order, Some(Ordering::Less | Ordering::Equal)),
+                    _ => matches!(order, Some(Ordering::Greater | Ordering::Equal)),
+                }
+            }
+        };
+        if !holds {
+            return Ok(false);
+        }
+        left = right;
+    }
+    Ok(true)
+}
+
+/// How two values of a kind that Python orders stand; `None` beside NaN.
+fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>, Error> {
+    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
+        work(1 + a.len().min(b.len()) / 64)?;
+        return Ok(Some(a.cmp(b)));
+    }
+    if left.kind() == ValueKind::Seq && right.kind() == ValueKind::Seq && left.is_tuple() == right.is_tuple() {
+        for (a, b) in left.try_iter()?.zip(right.try_iter()?) {
+            if !equal(&a, &b)? {
+                return order(operator, &a, &b);
+            }
+        }
+        return Ok(left.len().partial_cmp(&right.len()));
+    }
+    match (whole(left), whole(right)) {
+        (Some(a), Some(b)) => Ok(Some(a.cmp(&b))),
+        _ => floats(operator, left, right).map(|(a, b)| a.partial_cmp(&b)),
+    }
+}
+
+/// Whether `value % by` is `remainder`, for the tests odd, even and divisibleby.
+pub(super) fn leaves(value: &Value, by: &Value, remainder: i128) -> Result<bool, Error> {
+    Ok(whole(&modulo(value, by)?) == Some(remainder))
+}
+
+/// What a loop may run over; Python does not iterate over none.
+pub(super) fn each(value: Value) -> Result<Value, Error> {
+    if value.is_none() {
+        return Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable"));
+    }
+    work(4 + value.len().unwrap_or(0))?;
+    if value.kind() == ValueKind::String {
+        let text = value.as_str().unwrap_or_default();
+        limits::make_items(text.chars().count())?;
+        return Ok(Value::from(text.chars().map(Value::from).collect::<Vec<Value>>()));
+    }
+    if value.kind() == ValueKind::Iterable && value.len().is_none() {
+        // A loop knows its last item only of what has a length.
+        return Ok(Value::from(value.try_iter()?.collect::<Vec<Value>>()));
+    }
+    Ok(value)
+}
+
+/// `value[start:stop:step]`.
+pub(super) fn slice(value: &Value, start: &Value, stop: &Value, step: &Value) -> Result<Value, Error> {
+    let bound = |value: &Value| -> Result<Option<i128>, Error> {
+        if value.is_none() {
+            return Ok(None);
+        }
+        whole(value).map(Some).ok_or_else(|| refused("a slice", value, value))
+    };
+    let (start, stop, step) = (bound(start)?, bound(stop)?, bound(step)?.unwrap_or(1));
+    if step == 0 {
+        return Err(Error::new(ErrorKind::InvalidOperation, "slice step cannot be zero"));
+    }
+    match value.kind() {
+        ValueKind::String => {
+            let text = value.as_str().unwrap_or_default();
+            limits::make(text.len())?;
+            let cut = cut_text(text, start, stop, step);
+            Ok(if value.is_safe() { Value::from_safe_string(cut) } else { Value::from(cut) })
+        }
+        ValueKind::Seq => {
+            let length = value.len().unwrap_or(0);
+            limits::make_items(length)?;
+            let picked = Positions::new(length, start, stop, step);
+            let items = picked.filter_map(|at| value.get_item_by_index(at).ok()).collect();
+            Ok(like(value, items))
+        }
+        ValueKind::Iterable if value.len().is_some() => {
+            let items: Vec<Value> = value.try_iter()?.collect();
+            limits::make_items(items.len())?;
+            Ok(Value::from(
+                Positions::new(items.len(), start, stop, step).map(|at| items[at].clone()).collect::<Vec<_>>(),
+            ))
+        }
+        ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "of what is undefined there are no slices")),
+        // Jinja looks for an attribute of that name, and finds none.
+        _ => Ok(Value::UNDEFINED),
+    }
+}
+
+fn cut_text(text: &str, start: Option<i128>, stop: Option<i128>, step: i128) -> String {
+    let ascii = text.is_ascii();
+    let count = if ascii { text.len() } else { text.chars().count() };
+    let mut positions = Positions::new(count, start, stop, step);
+    if step == 1 {
+        let (Some(first), Ok(last)) = (positions.next(), usize::try_from(positions.stop)) else { return String::new() };
+        let byte = |at: usize| {
+            if ascii { at } else { text.char_indices().nth(at).map_or(text.len(), |(byte, _)| byte) }
+        };
+        return text[byte(first)..byte(last)].to_owned();
+    }
+    let chars: Vec<char> = text.chars().collect();
+    positions.map(|at| chars[at]).collect()
+}
+
+/// The positions of a Python slice.
+struct Positions {
+    at: i128,
+    stop: i128,
+    step: i128,
+}
+
+impl Positions {
+    fn new(count: usize, start: Option<i128>, stop: Option<i128>, step: i128) -> Self {
+        let count = count as i128;
+        let (low, high) = if step > 0 { (0, count) } else { (-1, count - 1) };
+        let place = |bound: i128| (if bound < 0 { bound.saturating_add(count) } else { bound }).clamp(low, high);
+        let (first, last) = if step > 0 { (low, high) } else { (high, low) };
+        Self { at: start.map_or(first, place), stop: stop.map_or(last, place), step }
+    }
+}
+
+impl Iterator for Positions {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let inside = if self.step > 0 { self.at < self.stop } else { self.at > self.stop };
+        let at = inside.then(|| usize::try_from(self.at).ok()).flatten()?;
+        self.at = self.at.saturating_add(self.step);
+        Some(at)
+    }
+}

@@ -1,0 +1,63 @@
+//! Tokens of Jinja's expressions: names, literals and signs.
+//!
+//! Called by `rewrite`.
+
+/// A piece of an expression.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Token<'a> {
+    Name(&'a str),
+    Literal(&'a str),
+    Sign(&'a str),
+    End,
+}
+
+/// The token at or behind `at`, and where it ends.
+pub(super) fn token_at(source: &str, at: usize) -> (Token<'_>, usize) {
+    let rest = source[at..].trim_start();
+    let text = &rest[..token_length(rest)];
+    let token = match text.chars().next() {
+        None => Token::End,
+        Some('\'' | '"' | '0'..='9') => Token::Literal(text),
+        Some(c) if c.is_alphabetic() || c == '_' => Token::Name(text),
+        Some(_) => Token::Sign(text),
+    };
+    (token, source.len() - rest.len() + text.len())
+}
+
+/// Whether the expression is one literal or constant.
+pub(super) fn is_constant(text: &str) -> bool {
+    let whole = token_length(text) == text.len();
+    let word = matches!(text, "true" | "false" | "none" | "True" | "False" | "None");
+    word || whole && text.starts_with(['\'', '"', '0', '1', '2', '3', '4', '5', '6', '7', '8', '9'])
+}
+
+/// Bytes of the token that `rest` starts with.
+fn token_length(rest: &str) -> usize {
+    let bytes = rest.as_bytes();
+    let Some(first) = rest.chars().next() else { return 0 };
+    match first {
+        '\'' | '"' => super::scan::literal_end(bytes, 0, bytes[0]).min(bytes.len()),
+        '0'..='9' => number_length(bytes),
+        c if c.is_alphabetic() || c == '_' => {
+            rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len())
+        }
+        c => {
+            let double = ["**", "//", "==", "!=", "<=", ">="].iter().any(|sign| rest.starts_with(sign));
+            if double { 2 } else { c.len_utf8() }
+        }
+    }
+}
+
+fn number_length(bytes: &[u8]) -> usize {
+    let digits =
+        |from: usize| from + bytes[from..].iter().take_while(|b| b.is_ascii_alphanumeric() || **b == b'_').count();
+    let whole = digits(0);
+    let exponent = |end: usize| {
+        let signed = matches!(bytes.get(end - 1), Some(b'e' | b'E')) && matches!(bytes.get(end), Some(b'-' | b'+'));
+        if signed && !bytes.starts_with(b"0x") { digits(end + 1) } else { end }
+    };
+    match (bytes.get(whole), bytes.get(whole + 1)) {
+        (Some(b'.'), Some(b'0'..=b'9')) => exponent(digits(whole + 1)),
+        _ => exponent(whole),
+    }
+}
