@@ -15,8 +15,8 @@ pub fn runs(flags: &[bool]) -> impl Iterator<Item = Range<usize>> {
 /// How many flags at the beginning are `which`.
 fn alike(flags: &[bool], which: bool) -> usize {
     const CHUNK: usize = 64;
-    let whole = flags.chunks_exact(CHUNK);
-    let same = CHUNK * whole.take_while(|chunk| chunk.iter().fold(true, |all, &flag| all & (flag == which))).count();
+    let differs = |chunk: &[bool]| chunk.iter().map(|&flag| flag ^ which).fold(false, |any, other| any | other);
+    let same = CHUNK * flags.chunks_exact(CHUNK).take_while(|chunk| !differs(chunk)).count();
     same + flags[same..].iter().take_while(|&&flag| flag == which).count()
 }
 

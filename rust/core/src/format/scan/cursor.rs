@@ -112,12 +112,12 @@ impl<'a> Cursor<'a> {
     #[inline]
     pub fn key(&mut self) -> Option<Cow<'a, str>> {
         let start = self.at;
-        let key = match self.quoted()? {
-            (text, false) => Cow::Borrowed(text),
-            (_, true) => {
-                self.at = start;
-                Cow::Owned(self.unquoted()?.to_owned())
-            }
+        let (text, escaped) = self.quoted()?;
+        let key = if escaped {
+            self.at = start;
+            Cow::Owned(self.unquoted()?.to_owned())
+        } else {
+            Cow::Borrowed(text)
         };
         self.colon()?;
         Some(key)

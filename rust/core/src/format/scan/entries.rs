@@ -82,12 +82,11 @@ impl<'a> Cursor<'a> {
         let mut more = !self.closes(b']');
         while more {
             let start = self.place();
-            let read = match self.as_before(&habit, columns) {
-                Some(read) => read,
-                None => {
-                    self.rewind(start);
-                    self.entry(&mut habit, columns)?
-                }
+            let read = if let Some(read) = self.as_before(&habit, columns) {
+                read
+            } else {
+                self.rewind(start);
+                self.entry(&mut habit, columns)?
             };
             columns.entry(read.reading, read.text, read.bytes, read.id);
             if columns.len() == 1 {
