@@ -4,7 +4,8 @@
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use tracegrad_core::pack::{
-    BestFit, Branches, Cost, Demand, Layout, Plan, Tokens, TooLong, Whole, lay, measure, place,
+    BestFit, Branches, Cost, Demand, Layout, Measured, Placed, Plan, Tokens, TooLong, Whole, lay, lay_into, measure,
+    place,
 };
 
 /// Lengths with the long tail of real traces: about 1,000 tokens, at most 8,192, the same on every run.
@@ -59,8 +60,8 @@ impl Given {
         Self { ids, cu, trace, step, trainable, inv_temperature }
     }
 
-    /// All three steps of packing.
-    fn pack(&self, token_budget: usize, least_gain: Option<f64>) -> Layout {
+    /// The first two steps: how much of each branch, and where it goes.
+    fn place(&self, token_budget: usize, least_gain: Option<f64>) -> Spots {
         let (ids, cu_seqlens, trace, trainable) = (&self.ids, &self.cu, &self.trace, &self.trainable);
         let branches = Branches { cu_seqlens, trace, ids, trainable, names: &[] };
         let measured = measure(branches, token_budget, Whole::Branch, TooLong::Refuse).expect("they fit");
@@ -78,17 +79,41 @@ impl Given {
             least_gain,
         };
         let placed = place(demand).expect("they are consistent");
-        let tokens = Tokens { ids, trainable, inv_temperature: &self.inv_temperature, cu_seqlens };
-        let shared: Vec<bool> = placed.gain.iter().map(|gain| gain.shared).collect();
-        let plan = Plan {
-            length: &measured.length,
+        // A branch without a term lies nowhere.
+        let step = self.step.iter().zip(&placed.row).map(|(&step, &row)| if row < 0 { -1 } else { step }).collect();
+        let shared = placed.gain.iter().map(|gain| gain.shared).collect();
+        Spots { measured, placed, step, shared }
+    }
+
+    fn tokens(&self) -> Tokens<'_> {
+        let (ids, trainable, inv_temperature) = (&self.ids, &self.trainable, &self.inv_temperature);
+        Tokens { ids, trainable, inv_temperature, cu_seqlens: &self.cu }
+    }
+
+    /// All three steps of packing.
+    fn pack(&self, token_budget: usize, least_gain: Option<f64>) -> Layout {
+        lay(self.tokens(), self.place(token_budget, least_gain).plan(), 1).expect("they are consistent")
+    }
+}
+
+/// What `lay` needs beside the tokens.
+struct Spots {
+    measured: Measured,
+    placed: Placed,
+    step: Vec<i32>,
+    shared: Vec<bool>,
+}
+
+impl Spots {
+    fn plan(&self) -> Plan<'_> {
+        Plan {
+            length: &self.measured.length,
             step: &self.step,
-            row: &placed.row,
-            order: &placed.order,
-            rows: &placed.rows,
-            shared: &shared,
-        };
-        lay(tokens, plan, 1).expect("they are consistent")
+            row: &self.placed.row,
+            order: &self.placed.order,
+            rows: &self.placed.rows,
+            shared: &self.shared,
+        }
     }
 }
 
@@ -99,6 +124,28 @@ fn whole(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pack/whole");
     group.throughput(Throughput::Elements(total as u64));
     group.bench_function("2000 traces", |bencher| bencher.iter(|| given.pack(8192, None)));
+    group.finish();
+    rows(criterion, &given);
+}
+
+/// Writing rows alone, into fresh memory and into memory used before, beside a plain copy of as many bytes.
+fn rows(criterion: &mut Criterion, given: &Given) {
+    let spots = given.place(8192, None);
+    let (tokens, plan) = (given.tokens(), spots.plan());
+    let mut out = lay(tokens, plan, 1).expect("they are consistent");
+    // Three numbers a token; five a term for the rows, and its origin and branch.
+    let bytes = 12 * out.ids.len() + 32 * out.row.len();
+    let source = vec![1u8; bytes];
+    let mut copy = vec![0u8; bytes];
+    let mut group = criterion.benchmark_group("pack/rows");
+    group.throughput(Throughput::Elements(out.ids.len() as u64));
+    group.bench_function("fresh memory", |bencher| bencher.iter(|| lay(tokens, plan, 1).expect("consistent")));
+    group.bench_function("memory used again", |bencher| {
+        bencher.iter(|| lay_into(tokens, plan, 1, black_box(&mut out)).expect("consistent"));
+    });
+    group.bench_function("a copy of as many bytes", |bencher| {
+        bencher.iter(|| black_box(&mut copy).copy_from_slice(black_box(&source)));
+    });
     group.finish();
 }
 

@@ -1,4 +1,7 @@
-//! Throughput of `tracegrad_core::read` in GB/s of records: one file of long texts, one of token lists, plain and zstd.
+//! Throughput of `tracegrad_core::read` in GB/s of records (after decompression) to the traces that a user gets: one file
+//! of long texts, one of token lists in three layouts. *kept* holds all traces until the end of the file and drops them
+//! outside the time; the others drop each as the next comes. Making the records takes longer than reading them: give
+//! `--profile-time` some ten seconds, and leave out what is not under `read`.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use serde_json::{Value, json};
@@ -6,6 +9,7 @@ use std::hint::black_box;
 use std::io::Cursor;
 use std::sync::Arc;
 use tracegrad_core::read::{Options, Reader};
+use tracegrad_core::trace::Trace;
 
 const WORDS: &[&str] =
     &["the", "price", "of", "three", "lamps", "is", "42", "€", "so", "we", "call", "`stock`", "\n", "\"x\"", "naïve"];
@@ -51,28 +55,57 @@ fn token_record(dice: &mut Dice, index: usize) -> Value {
         "response": {"prompt_token_ids": ids, "choices": [choice]}})
 }
 
-fn lines(record: fn(&mut Dice, usize) -> Value, count: usize) -> Vec<u8> {
+fn lines(record: fn(&mut Dice, usize) -> Value, count: usize, colon: &str, comma: &str) -> Vec<u8> {
     let mut dice = Dice(1);
-    (0..count).flat_map(|index| format!("{}\n", record(&mut dice, index)).into_bytes()).collect()
+    let mut line = |index| spaced(&record(&mut dice, index).to_string(), colon, comma) + "\n";
+    (0..count).flat_map(|index| line(index).into_bytes()).collect()
+}
+
+/// Compact JSON with other separators.
+fn spaced(compact: &str, colon: &str, comma: &str) -> String {
+    let (mut out, mut in_string, mut escaped) = (String::new(), false, false);
+    for character in compact.chars() {
+        match character {
+            ':' if !in_string => out.push_str(colon),
+            ',' if !in_string => out.push_str(comma),
+            other => out.push(other),
+        }
+        in_string ^= character == '"' && !escaped;
+        escaped = character == '\\' && !escaped;
+    }
+    out
+}
+
+fn open(bytes: &Arc<[u8]>) -> impl Iterator<Item = Trace> {
+    let reader = Reader::from_reader(Cursor::new(Arc::clone(bytes)), "bench", Options::default()).expect("it opens");
+    reader.map(|trace| trace.expect("a good record"))
 }
 
 fn read(bytes: &Arc<[u8]>) -> usize {
-    let reader = Reader::from_reader(Cursor::new(Arc::clone(bytes)), "bench", Options::default()).expect("it opens");
-    reader.map(|trace| trace.expect("a good record").generations.len()).sum()
+    open(bytes).map(|trace| trace.generations.len()).sum()
 }
 
 fn bench(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("read");
     group.sample_size(10);
-    for (name, plain) in [("text", lines(text_record, 2000)), ("logprobs", lines(token_record, 800))] {
+    let files = [
+        ("text", lines(text_record, 2000, ":", ",")),
+        ("logprobs", lines(token_record, 800, ":", ",")),
+        ("logprobs, spaced", lines(token_record, 800, ": ", ", ")),
+        ("logprobs, odd layout", lines(token_record, 800, " :  ", " ,")),
+    ];
+    for (name, plain) in files {
         group.throughput(Throughput::Bytes(plain.len() as u64));
-        let packed = zstd::encode_all(&plain[..], 3).expect("memory takes it");
-        for (container, bytes) in [("plain", plain), ("zstd", packed)] {
-            let bytes = Arc::<[u8]>::from(bytes);
-            group.bench_with_input(BenchmarkId::new(name, container), &bytes, |bencher, bytes| {
+        let packed: Arc<[u8]> = zstd::encode_all(&plain[..], 3).expect("memory takes it").into();
+        let plain: Arc<[u8]> = plain.into();
+        for (container, bytes) in [("plain", &plain), ("zstd", &packed)] {
+            group.bench_with_input(BenchmarkId::new(name, container), bytes, |bencher, bytes| {
                 bencher.iter(|| black_box(read(bytes)));
             });
         }
+        group.bench_with_input(BenchmarkId::new(name, "plain, kept"), &plain, |bencher, bytes| {
+            bencher.iter_with_large_drop(|| open(bytes).map(Arc::new).collect::<Vec<_>>());
+        });
     }
     group.finish();
 }

@@ -12,6 +12,9 @@ use std::fmt;
 /// Prefix of vLLM's placeholder texts (`return_tokens_as_token_ids`).
 const PLACEHOLDER: &str = "token_id:";
 
+/// Entries for which room is made at once.
+const RESERVED: usize = 512;
+
 /// The tokens of a `logprobs` value; `None` where it says that there are none.
 #[derive(Debug, Default)]
 pub(super) struct Logprobs(pub Option<Tokens>);
@@ -64,6 +67,25 @@ impl Columns {
         self.bytes.push(bytes.then_some(self.scratch[1].as_slice()));
     }
 
+    /// Entries so far.
+    pub fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    /// Room for `count` more entries, as a guess; bounded, as a wrong one must not cost more than it saves.
+    pub fn reserve(&mut self, count: usize) {
+        let count = count.min(RESERVED);
+        self.values.reserve(count);
+        for pieces in [&mut self.texts, &mut self.bytes] {
+            pieces.data.reserve(8 * count);
+            pieces.ends.reserve(count);
+            pieces.known.reserve(count);
+        }
+        if self.without_id == 0 {
+            self.ids.reserve(count);
+        }
+    }
+
     /// Takes the numbers of a list beside `tokens`, and its texts and bytes if its entries were objects that had them.
     fn take_values(&mut self, list: Self) {
         (self.values, self.missing, self.invalid) = (list.values, list.missing, list.invalid);
@@ -75,8 +97,23 @@ impl Columns {
         }
     }
 
+    /// Gives back room that was made for entries that did not come.
+    fn fit(&mut self) {
+        if self.values.capacity() / 2 < self.values.len() {
+            return;
+        }
+        self.values.shrink_to_fit();
+        self.ids.shrink_to_fit();
+        for pieces in [&mut self.texts, &mut self.bytes] {
+            pieces.data.shrink_to_fit();
+            pieces.ends.shrink_to_fit();
+            pieces.known.shrink_to_fit();
+        }
+    }
+
     /// The tokens; `None` where there are none.
-    pub fn finish<E: de::Error>(self) -> Result<Option<Tokens>, E> {
+    pub fn finish<E: de::Error>(mut self) -> Result<Option<Tokens>, E> {
+        self.fit();
         let listed = self.values.len().max(self.texts.len()).max(self.ids.len());
         if listed == 0 {
             return Ok(None);
@@ -101,7 +138,7 @@ fn any_known(pieces: &Pieces) -> bool {
 /// Turns texts that are all `token_id:N` into ids; a model may write those words, so all or none.
 pub(super) fn take_placeholders(tokens: &mut Tokens) -> Result<(), String> {
     let Some(texts) = &tokens.texts else { return Ok(()) };
-    let mut ids = Vec::with_capacity(texts.len());
+    let mut ids = Vec::new();
     for index in 0..texts.len() {
         match texts.get(index).and_then(placeholder) {
             Some(id) => ids.push(id),

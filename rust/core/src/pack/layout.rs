@@ -2,6 +2,7 @@
 
 use super::check_length;
 use super::lexical::common;
+use super::runs::runs;
 use crate::{Error, Kind, Result};
 use std::collections::HashMap;
 
@@ -79,11 +80,21 @@ pub struct Layout {
 /// # Errors
 /// Slices that contradict one another.
 pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout> {
+    let mut out = Layout::default();
+    lay_into(tokens, plan, multiple, &mut out)?;
+    Ok(out)
+}
+
+/// [`lay`] into a layout whose memory is used again.
+///
+/// # Errors
+/// As [`lay`]; then the layout is empty or has a part of the rows.
+pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut Layout) -> Result<()> {
+    out.clear();
     check(tokens, plan, multiple)?;
-    let cu_rows = offsets(plan.rows.iter().map(|&count| count.max(0) as i64));
-    let mut out = Layout { cu_rows, ..Layout::default() };
+    out.cu_rows = offsets(plan.rows.iter().map(|&count| count.max(0) as i64));
     let terms = terms_of(tokens, plan);
-    let first_term = number_terms(&mut out, tokens, plan, &terms);
+    let first_term = number_terms(out, tokens, plan, &terms);
     let by_row = branches_by_row(&out.cu_rows, plan)?;
     out.reserve(plan, &terms);
     for offsets in [&mut out.cu_tokens, &mut out.cu_heads, &mut out.cu_row_terms] {
@@ -91,7 +102,7 @@ pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout
     }
     for branches in &by_row {
         let shares = branches.first().is_some_and(|&branch| plan.shared[plan.step[branch as usize] as usize]);
-        let mut row = Row::begin(&mut out, shares);
+        let mut row = Row::begin(out, shares);
         let mut before: &[i32] = &[];
         for &branch in branches {
             let branch = branch as usize;
@@ -102,7 +113,7 @@ pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout
         }
         row.end(multiple);
     }
-    Ok(out)
+    Ok(())
 }
 
 fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
@@ -163,28 +174,19 @@ fn number_terms(out: &mut Layout, tokens: Tokens<'_>, plan: Plan<'_>, terms: &[i
     }
     out.cu_terms = offsets(per_step.into_iter());
     let total = *out.cu_terms.last().unwrap_or(&0) as usize;
-    out.origin = vec![0; total];
-    out.branch = vec![0; total];
-    for n in (0..plan.length.len()).filter(mine) {
+    let mut by_step: Vec<usize> = (0..plan.length.len()).filter(mine).collect();
+    by_step.sort_by_key(|&n| plan.step[n]);
+    out.origin.reserve(total);
+    out.branch.reserve(total);
+    for n in by_step {
         let start = tokens.cu_seqlens[n];
-        let place = out.cu_terms[plan.step[n] as usize] as usize + first[n] as usize;
-        let here = place..place + terms[n] as usize;
-        out.branch[here.clone()].fill(n as i32);
         let piece = tokens.piece(n, plan.length[n].max(0) as usize);
-        for (origin, offset) in out.origin[here].iter_mut().zip(places(piece.trainable)) {
-            *origin = start + offset as i64;
+        for run in runs(piece.trainable) {
+            out.origin.extend(start + run.start as i64..start + run.end as i64);
         }
+        out.branch.resize(out.origin.len(), n as i32);
     }
     first
-}
-
-/// Where flags are set, ascending.
-fn places(flags: &[bool]) -> impl Iterator<Item = usize> {
-    const CHUNK: usize = 32;
-    let some = flags.chunks(CHUNK).enumerate().filter(|(_, chunk)| chunk.iter().fold(false, |any, &flag| any | flag));
-    some.flat_map(|(n, chunk)| {
-        chunk.iter().enumerate().filter(|&(_, &flag)| flag).map(move |(offset, _)| n * CHUNK + offset)
-    })
 }
 
 /// Branches of each row, in order.
@@ -229,6 +231,17 @@ impl<'a> Tokens<'a> {
 }
 
 impl Layout {
+    fn clear(&mut self) {
+        let Self { ids, positions, tree_end, read, target, row, term, branch, .. } = self;
+        for column in [ids, positions, tree_end, read, target, row, term, branch] {
+            column.clear();
+        }
+        for column in [&mut self.cu_tokens, &mut self.cu_heads, &mut self.cu_row_terms, &mut self.origin] {
+            column.clear();
+        }
+        self.inv_temperature.clear();
+    }
+
     fn reserve(&mut self, plan: Plan<'_>, terms: &[i64]) {
         let mine = plan.length.iter().zip(plan.step).filter(|&(_, &step)| step >= 0);
         let tokens = mine.map(|(&length, _)| length.max(0) as usize).sum();
@@ -282,7 +295,7 @@ impl<'a> Row<'a> {
     fn write(&mut self, piece: Piece<'_>, shared: usize, first_term: i32) {
         self.climb(shared);
         let (mut term, mut stretch) = (first_term, 0);
-        for depth in places(&piece.trainable[..shared]) {
+        for depth in runs(&piece.trainable[..shared]).flatten() {
             // Terms come by depth, so the stretch of a term's predecessor is that of the last one or a later one.
             let read = self.place(depth - 1, &mut stretch);
             let token = self.place(depth, &mut stretch.clone());
@@ -299,7 +312,8 @@ impl<'a> Row<'a> {
             self.depth = length;
             self.out.ids.extend_from_slice(&piece.ids[shared..]);
             self.out.positions.extend(shared as i32..length as i32);
-            self.out.tree_end.resize(self.out.ids.len(), 0);
+            // Right as it stands where nothing follows below; `climb` says it again where something does.
+            self.out.tree_end.resize(self.out.ids.len(), self.filled() as i32);
             self.write_terms(piece, shared, here, above, term);
         }
     }
@@ -309,18 +323,26 @@ impl<'a> Row<'a> {
         if self.shares {
             self.heads.resize(self.filled(), -1);
         }
-        for (term, offset) in (first_term..).zip(places(&piece.trainable[shared..])) {
-            let head = (self.out.read.len() - self.head) as i32;
+        let mut term = first_term;
+        for run in runs(&piece.trainable[shared..]) {
+            let (count, head) = (run.len() as i32, (self.out.read.len() - self.head) as i32);
             if self.shares {
-                self.heads[here + offset] = head;
+                let heads = &mut self.heads[here + run.start..here + run.end];
+                heads.iter_mut().zip(head..).for_each(|(slot, head)| *slot = head);
             }
-            // No first token of a branch is a term, so what stands above is there.
-            let read = offset.checked_sub(1).map_or(above.unwrap_or(here), |offset| here + offset);
-            self.out.read.push(read as i32);
-            self.out.target.push(piece.ids[shared + offset]);
-            self.out.inv_temperature.push(piece.inv_temperature[shared + offset]);
-            self.out.row.push(head);
-            self.out.term.push(term);
+            let mut first = (here + run.start) as i32 - 1;
+            if run.start == 0 {
+                // No first token of a branch is a term, so what stands above is there; the next is read where this lies.
+                self.out.read.push(above.unwrap_or(here) as i32);
+                first += 1;
+            }
+            self.out.read.extend(first..(here + run.end) as i32 - 1);
+            let terms = shared + run.start..shared + run.end;
+            self.out.target.extend_from_slice(&piece.ids[terms.clone()]);
+            self.out.inv_temperature.extend_from_slice(&piece.inv_temperature[terms]);
+            self.out.row.extend(head..head + count);
+            self.out.term.extend(term..term + count);
+            term += count;
         }
     }
 
@@ -330,7 +352,9 @@ impl<'a> Row<'a> {
         while let Some(last) = self.path.last().copied().filter(|_| self.depth > depth) {
             let left = last.depth.max(depth);
             let from = self.start + last.place + (left - last.depth);
-            self.out.tree_end[from..from + (self.depth - left)].fill(end as i32);
+            if self.shares {
+                self.out.tree_end[from..from + (self.depth - left)].fill(end as i32);
+            }
             self.depth = left;
             if left == last.depth {
                 self.path.pop();

@@ -12,9 +12,10 @@ mod measure;
 mod place;
 mod ranks;
 mod rows;
+mod runs;
 
 pub use fit::BestFit;
-pub use layout::{Layout, Plan, Tokens, lay};
+pub use layout::{Layout, Plan, Tokens, lay, lay_into};
 pub use measure::{Branches, Measured, TooLong, Whole, measure};
 pub use place::{Demand, Gain, Placed, place};
 pub use ranks::Cost;

@@ -2,13 +2,11 @@
 //!
 //! Every step either consumes valid JSON or gives up; no step guesses.
 
+use super::text::{plain_end, unescape};
 use std::borrow::Cow;
 
 /// Nesting that is followed; deeper records go to the generic parser, which has the documented limit.
 const DEPTH: u8 = 64;
-
-const ONES: u64 = u64::MAX / 255;
-const HIGHS: u64 = ONES * 0x80;
 
 /// A place in the text of a record.
 pub(super) struct Cursor<'a> {
@@ -16,6 +14,8 @@ pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
     depth: u8,
+    /// The last string that had escapes, without them, and whatever was there before.
+    scratch: Vec<u8>,
 }
 
 /// A place to come back to.
@@ -24,7 +24,7 @@ pub(super) struct Place(usize, u8);
 
 impl<'a> Cursor<'a> {
     pub fn new(text: &'a str) -> Self {
-        Self { text, bytes: text.as_bytes(), at: 0, depth: 0 }
+        Self { text, bytes: text.as_bytes(), at: 0, depth: 0, scratch: Vec::new() }
     }
 
     pub fn place(&self) -> Place {
@@ -111,8 +111,14 @@ impl<'a> Cursor<'a> {
     /// A key and its colon.
     #[inline]
     pub fn key(&mut self) -> Option<Cow<'a, str>> {
+        let start = self.at;
         let (text, escaped) = self.quoted()?;
-        let key = if escaped { Cow::Owned(unescaped(text)?) } else { Cow::Borrowed(text) };
+        let key = if escaped {
+            self.at = start;
+            Cow::Owned(self.unquoted()?.to_owned())
+        } else {
+            Cow::Borrowed(text)
+        };
         self.colon()?;
         Some(key)
     }
@@ -142,8 +148,24 @@ impl<'a> Cursor<'a> {
 
     /// A string.
     pub fn string(&mut self) -> Option<String> {
-        let (text, escaped) = self.quoted()?;
-        if escaped { unescaped(text) } else { Some(text.to_owned()) }
+        self.unquoted().map(str::to_owned)
+    }
+
+    /// What a string says.
+    #[inline]
+    pub fn unquoted(&mut self) -> Option<&str> {
+        if self.peek() != b'"' {
+            return None;
+        }
+        let start = self.at + 1;
+        let end = plain_end(self.bytes, start);
+        if *self.bytes.get(end)? == b'"' {
+            self.at = end + 1;
+            return self.text.get(start..end);
+        }
+        let (behind, length) = unescape(self.bytes, start, end, &mut self.scratch)?;
+        self.at = behind;
+        simdutf8::basic::from_utf8(&self.scratch[..length]).ok()
     }
 
     /// What stands between the quotes, and whether it has escapes.
@@ -170,10 +192,7 @@ impl<'a> Cursor<'a> {
     pub fn skip(&mut self) -> Option<()> {
         match self.peek() {
             b'"' => {
-                let (text, escaped) = self.quoted()?;
-                if escaped {
-                    unescaped(text)?;
-                }
+                self.unquoted()?;
             }
             b'{' => {
                 self.open(b'{')?;
@@ -210,74 +229,4 @@ impl<'a> Cursor<'a> {
         self.skip()?;
         self.since(start)
     }
-}
-
-/// The first byte from `at` on that is a quote, a backslash or a control character; the length where there is none.
-#[inline]
-fn plain_end(bytes: &[u8], mut at: usize) -> usize {
-    while let Some(eight) = bytes.get(at..at + 8).and_then(|eight| eight.try_into().ok()) {
-        let word = u64::from_le_bytes(eight);
-        let control = word.wrapping_sub(ONES * 0x20) & !word;
-        let found = (control | equals(word, b'"') | equals(word, b'\\')) & HIGHS;
-        if found != 0 {
-            return at + (found.trailing_zeros() / 8) as usize;
-        }
-        at += 8;
-    }
-    while bytes.get(at).is_some_and(|&byte| byte >= 0x20 && byte != b'"' && byte != b'\\') {
-        at += 1;
-    }
-    at.min(bytes.len())
-}
-
-/// The high bit of each byte that is `byte`; bytes above the first such one may have it wrongly.
-#[inline]
-fn equals(word: u64, byte: u8) -> u64 {
-    let differs = word ^ (ONES * u64::from(byte));
-    differs.wrapping_sub(ONES) & !differs
-}
-
-/// A string without its escapes; `None` for escapes that are none, and for half a surrogate pair.
-pub(super) fn unescaped(text: &str) -> Option<String> {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = memchr::memchr(b'\\', rest.as_bytes()) {
-        out.push_str(&rest[..at]);
-        let escape = *rest.as_bytes().get(at + 1)?;
-        rest = &rest[at + 2..];
-        out.push(match escape {
-            b'"' => '"',
-            b'\\' => '\\',
-            b'/' => '/',
-            b'b' => '\u{8}',
-            b'f' => '\u{c}',
-            b'n' => '\n',
-            b'r' => '\r',
-            b't' => '\t',
-            b'u' => unicode(&mut rest)?,
-            _ => return None,
-        });
-    }
-    out.push_str(rest);
-    Some(out)
-}
-
-/// The character of a `\u` escape or of a surrogate pair of them.
-fn unicode(rest: &mut &str) -> Option<char> {
-    let first = four_digits(rest)?;
-    if !(0xD800..0xE000).contains(&first) {
-        return char::from_u32(first);
-    }
-    *rest = rest.strip_prefix("\\u")?;
-    let second = four_digits(rest)?;
-    if first >= 0xDC00 || !(0xDC00..0xE000).contains(&second) {
-        return None;
-    }
-    char::from_u32(0x10000 + ((first - 0xD800) << 10) + (second - 0xDC00))
-}
-
-fn four_digits(rest: &mut &str) -> Option<u32> {
-    let digits = rest.get(..4).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()))?;
-    *rest = &rest[4..];
-    u32::from_str_radix(digits, 16).ok()
 }

@@ -1,12 +1,48 @@
 //! Token lists: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}` and bare lists.
 //!
-//! One pass, no allocation per token; `top_logprobs` is checked and stepped over.
+//! One pass, no allocation per token; `top_logprobs` is checked and stepped over. A producer writes all entries of a list
+//! alike, so what stands between the values of one is expected in the next, byte for byte.
 
 use super::super::logprobs::{Columns, Logprobs};
 use super::super::numbers::{Id, Reading};
-use super::cursor::{Cursor, unescaped};
+use super::cursor::Cursor;
 
-impl Cursor<'_> {
+/// The value of a key of an entry.
+#[derive(Debug, Clone, Copy)]
+enum Field {
+    Token,
+    Logprob,
+    Bytes,
+    TokenId,
+    Other,
+}
+
+/// How the entry before was written: what stood before each value, and behind the last.
+#[derive(Debug, Default)]
+struct Habit<'a> {
+    fields: Vec<(&'a [u8], Field)>,
+    end: &'a [u8],
+}
+
+/// What has been read of an entry, beside what is in the scratch buffers.
+#[derive(Debug, Clone, Copy)]
+struct Read {
+    reading: Reading,
+    text: bool,
+    bytes: bool,
+    id: Option<Id>,
+}
+
+impl Default for Read {
+    fn default() -> Self {
+        Self { reading: Reading::Missing, text: false, bytes: false, id: None }
+    }
+}
+
+/// Keys of an entry whose places are kept; one with more is read key by key.
+const FIELDS: usize = 8;
+
+impl<'a> Cursor<'a> {
     /// A `logprobs` value of the chat completions API, or a bare list of entries.
     pub fn known_logprobs(&mut self) -> Option<Logprobs> {
         match self.peek() {
@@ -42,13 +78,19 @@ impl Cursor<'_> {
             return self.word(b"null");
         }
         self.open(b'[')?;
+        let mut habit = Habit::default();
         let mut more = !self.closes(b']');
         while more {
-            if self.peek() == b'{' {
-                self.entry(columns)?;
+            let start = self.place();
+            let read = if let Some(read) = self.as_before(&habit, columns) {
+                read
             } else {
-                let reading = self.reading()?;
-                columns.entry(reading, false, false, None);
+                self.rewind(start);
+                self.entry(&mut habit, columns)?
+            };
+            columns.entry(read.reading, read.text, read.bytes, read.id);
+            if columns.len() == 1 {
+                columns.reserve(self.rest().len() / self.since(start)?.len().max(1));
             }
             more = self.continues(b']')?;
         }
@@ -56,26 +98,69 @@ impl Cursor<'_> {
         Some(())
     }
 
-    fn entry(&mut self, columns: &mut Columns) -> Option<()> {
-        let (mut reading, mut text, mut bytes, mut id) = (Reading::Missing, false, false, None);
+    /// An entry that is written like the one before.
+    #[inline]
+    fn as_before(&mut self, habit: &Habit<'a>, columns: &mut Columns) -> Option<Read> {
+        if habit.fields.is_empty() {
+            return None;
+        }
+        let mut read = Read::default();
+        for &(before, field) in &habit.fields {
+            self.word(before)?;
+            self.field(field, &mut read, columns)?;
+        }
+        self.word(habit.end)?;
+        Some(read)
+    }
+
+    /// An entry, key by key: an object or a number.
+    fn entry(&mut self, habit: &mut Habit<'a>, columns: &mut Columns) -> Option<Read> {
+        let mut read = Read::default();
+        habit.fields.clear();
+        if self.peek() != b'{' {
+            read.reading = self.reading()?;
+            return Some(read);
+        }
+        let mut start = self.place();
         self.open(b'{')?;
         let mut more = !self.closes(b'}');
         while more {
             let (key, escaped) = self.quoted()?;
             self.colon()?;
-            match key.as_bytes() {
+            let field = match key.as_bytes() {
                 _ if escaped => return None,
-                b"token" => text = self.token_text(&mut columns.scratch[0])?,
-                b"logprob" => reading = self.reading()?,
-                b"bytes" => bytes = self.byte_list(&mut columns.scratch[1])?,
-                b"token_id" if self.null().is_some() => id = None,
-                b"token_id" => id = Some(Id(self.id()?)),
-                _ => self.skip()?,
+                b"token" => Field::Token,
+                b"logprob" => Field::Logprob,
+                b"bytes" => Field::Bytes,
+                b"token_id" => Field::TokenId,
+                _ => Field::Other,
+            };
+            if habit.fields.len() <= FIELDS {
+                habit.fields.push((self.since(start)?.as_bytes(), field));
             }
+            self.field(field, &mut read, columns)?;
+            start = self.place();
             more = self.continues(b'}')?;
         }
         self.close();
-        columns.entry(reading, text, bytes, id);
+        habit.end = self.since(start)?.as_bytes();
+        if habit.fields.len() > FIELDS {
+            habit.fields.clear();
+        }
+        Some(read)
+    }
+
+    /// The value of a key.
+    #[inline]
+    fn field(&mut self, field: Field, read: &mut Read, columns: &mut Columns) -> Option<()> {
+        match field {
+            Field::Token => read.text = self.token_text(&mut columns.scratch[0])?,
+            Field::Logprob => read.reading = self.reading()?,
+            Field::Bytes => read.bytes = self.byte_list(&mut columns.scratch[1])?,
+            Field::TokenId if self.null().is_some() => read.id = None,
+            Field::TokenId => read.id = Some(Id(self.id()?)),
+            Field::Other => self.skip()?,
+        }
         Some(())
     }
 
@@ -92,13 +177,9 @@ impl Cursor<'_> {
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| false);
         }
-        let (text, escaped) = self.quoted()?;
+        let text = self.unquoted()?;
         scratch.clear();
-        if escaped {
-            scratch.extend_from_slice(unescaped(text)?.as_bytes());
-        } else {
-            scratch.extend_from_slice(text.as_bytes());
-        }
+        scratch.extend_from_slice(text.as_bytes());
         Some(true)
     }
 

@@ -9,6 +9,7 @@ mod entries;
 mod number;
 #[cfg(test)]
 mod tests;
+mod text;
 mod value;
 
 use super::logprobs::Logprobs;
@@ -82,7 +83,9 @@ impl<'a> Cursor<'a> {
     }
 
     fn ids(&mut self) -> Option<Vec<u32>> {
-        let mut ids = Vec::new();
+        // A list of numbers has no bracket inside, so its commas count them.
+        let end = memchr::memchr(b']', self.rest())?;
+        let mut ids = Vec::with_capacity(1 + memchr::memchr_iter(b',', &self.rest()[..end]).count());
         self.open(b'[')?;
         let mut more = !self.closes(b']');
         while more {

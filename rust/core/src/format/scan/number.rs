@@ -2,6 +2,7 @@
 
 use super::super::numbers::MAX_ID;
 use super::cursor::Cursor;
+use super::text::word_at;
 
 /// Powers of ten that float64 holds exactly.
 const POWERS: [f64; 23] = [
@@ -70,14 +71,17 @@ impl<'a> Cursor<'a> {
     fn run(&mut self, digits: &mut u64, count: &mut u32) -> usize {
         let rest = self.rest();
         let mut length = 0;
-        while let Some(eight) = rest.get(length..length + 8).and_then(|eight| eight.try_into().ok()) {
-            let word = u64::from_le_bytes(eight);
-            if !all_digits(word) {
-                break;
+        while let Some(word) = word_at(rest, length) {
+            let here = leading_digits(word);
+            if here > 0 {
+                *digits = digits.wrapping_mul(TENS[here]).wrapping_add(eight_digits(word << (64 - 8 * here)));
+                *count += if *count == 0 { significant(*digits) } else { here as u32 };
+                length += here;
             }
-            *digits = digits.wrapping_mul(100_000_000).wrapping_add(eight_digits(word));
-            *count += if *count == 0 { significant(*digits) } else { 8 };
-            length += 8;
+            if here < 8 {
+                self.advance(length);
+                return length;
+            }
         }
         while let Some(digit) = rest.get(length).map(|byte| byte.wrapping_sub(b'0')).filter(|digit| *digit < 10) {
             *digits = digits.wrapping_mul(10).wrapping_add(u64::from(digit));
@@ -111,22 +115,28 @@ impl<'a> Cursor<'a> {
     #[inline]
     pub fn byte(&mut self) -> Option<u8> {
         let rest = self.rest();
-        let digit = |at: usize| rest.get(at).map(|byte| byte.wrapping_sub(b'0')).filter(|digit| *digit < 10);
-        let mut value = u16::from(digit(0)?);
-        let mut length = 1;
-        while let Some(next) = digit(length) {
-            if value == 0 || length == 3 {
-                return None;
-            }
-            value = value * 10 + u16::from(next);
-            length += 1;
-        }
-        if matches!(rest.get(length), Some(b'.' | b'e' | b'E')) {
+        let word = word_at(rest, 0).or_else(|| padded(rest))?;
+        let length = leading_digits(word);
+        let behind = (word >> (8 * length.min(7))) as u8;
+        let zero_first = length > 1 && word as u8 == b'0';
+        if length == 0 || length > 3 || zero_first || matches!(behind, b'.' | b'e' | b'E') {
             return None;
         }
+        let [hundreds, tens, ones] = {
+            let digits = (word << (24 - 8 * length)) & 0x0F_0F0F;
+            [digits & 0xFF, digits >> 8 & 0xFF, digits >> 16]
+        };
         self.advance(length);
-        u8::try_from(value).ok()
+        u8::try_from(hundreds * 100 + tens * 10 + ones).ok()
     }
+}
+
+/// The last few bytes of a text, zeros behind them.
+#[cold]
+fn padded(rest: &[u8]) -> Option<u64> {
+    let mut eight = [0; 8];
+    eight.get_mut(..rest.len())?.copy_from_slice(rest);
+    Some(u64::from_le_bytes(eight))
 }
 
 impl Decimal {
@@ -178,12 +188,18 @@ impl Cursor<'_> {
     }
 }
 
-/// Whether all eight bytes are digits.
+/// Powers of ten by exponent.
+const TENS: [u64; 9] = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
+
+/// How many digits eight bytes begin with.
 #[inline]
-fn all_digits(word: u64) -> bool {
+fn leading_digits(word: u64) -> usize {
     const ZEROS: u64 = 0x3030_3030_3030_3030;
-    const HIGH: u64 = 0xF0F0_F0F0_F0F0_F0F0;
-    (word & HIGH) == ZEROS && (word.wrapping_add(0x0606_0606_0606_0606) & HIGH) == ZEROS
+    const HIGHS: u64 = 0x8080_8080_8080_8080;
+    // A digit becomes 0 to 9, and no sum of those carries: the first high bit is that of the first other byte.
+    let from_zero = word ^ ZEROS;
+    let others = (from_zero.wrapping_add(0x7676_7676_7676_7676) | from_zero) & HIGHS;
+    (others.trailing_zeros() / 8) as usize
 }
 
 /// The number that eight digits spell, the first in the lowest byte.

@@ -97,6 +97,49 @@ fn other_forms_of_logprobs_come_through_the_generic_parser_and_stay_on_the_road(
     }
 }
 
+#[test]
+fn entries_that_are_not_written_like_the_one_before_are_read_all_the_same() {
+    let entries = [
+        r#"{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}"#,
+        r#"{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[{"token":"a","logprob":-0.5,"bytes":null}]}"#,
+        r#"{"token": "b", "logprob": -1, "bytes": [98]}"#,
+        r#"{"logprob":-0.25,"token":"\u00e9\n","bytes":[195, 169,10],"token_id":7}"#,
+        r#"{"token":null,"logprob":null,"bytes":null,"token_id":null}"#,
+        r#"{"token":"a","token":"b","logprob":-1.5,"bytes":[0,9,10,99,100,255]}"#,
+        r#"{"a":1,"b":2,"c":3,"d":4,"e":5,"f":6,"g":7,"h":8,"i":9,"token":"x","logprob":-2}"#,
+        r#"{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[],"more":{"x":[]}}"#,
+        "-0.125",
+        "{}",
+    ];
+    for (first, second) in entries.iter().flat_map(|first| entries.iter().map(move |second| (first, second))) {
+        let record = format!(
+            r#"{{"messages":[{{"role":"assistant","logprobs":{{"content":[{first},{first} ,{second},{first}]}}}}]}}"#
+        );
+        assert!(same(&record), "{record}");
+    }
+    for byte in ["256", "01", "-1", "1.0", "1e1", "0256", "1000", ""] {
+        let bad = entries[0].replace("[97]", &format!("[97,{byte}]"));
+        let record = format!(r#"{{"messages":[{{"role":"assistant","logprobs":[{},{bad}]}}]}}"#, entries[0]);
+        assert!(!same(&record), "{record}");
+    }
+}
+
+#[test]
+fn strings_of_every_length_around_every_escape_are_the_same() {
+    for length in 0..40 {
+        for escape in [r"\n", r#"\""#, r"\\", r"\/", r"\b\f\r\t", r"\u00e9", r"\ud83d\ude0a", "\u{e9}", "\u{1f60a}"] {
+            let text = format!(r#"{{"id":"{}{escape}{}"}}"#, "x".repeat(length), "y".repeat(length % 11));
+            assert!(same(&text), "{text}");
+        }
+        for broken in
+            [r"\", r"\x", r"\u12", r"\u12g4", r"\ud83d", r"\ud83dx", r"\ud83d\u0041", r"\ude0a", "\u{1}", "\n"]
+        {
+            let text = format!(r#"{{"id":"{}\n{broken}"}}"#, "x".repeat(length));
+            assert!(!same(&text), "{text}");
+        }
+    }
+}
+
 /// A logprob's text with any number of digits.
 fn logprob() -> impl Strategy<Value = String> {
     prop_oneof![
