@@ -95,3 +95,16 @@ def test_layers_that_are_traced_for_compilation_take_the_same_steps(tmp_path, mo
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_layers_take_the_same_steps(tmp_path):
     compiled_runs(tmp_path, "speed")
+
+
+def test_a_dry_run_predicts_the_tokens_exactly_and_the_peak_within_a_factor_of_three(monkeypatch):
+    root = Path(__file__).parent.parent / "benches"
+    monkeypatch.syspath_prepend(str(root / "gpu"))
+    monkeypatch.syspath_prepend(str(root))
+    from forecast import compared
+
+    found = compared("balanced", tiny=True)
+    assert found["planned"] == found["taken"]
+    assert len(found["planned"]) == 2
+    assert 1 / 3 < found["bytes"] / found["peak"] < 3
+    assert found["least"] < found["seconds"]
