@@ -85,17 +85,25 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     rows = [len(batch.ids) for step in steps for batch in step.batches]
     longest = max(sum(len(batch.ids) for batch in step.batches) for step in steps)
     passes = (3 if not config.train.lora_rank else 2) + int(memory.recompute)
-    chunk = memory.chunk_bytes or ((1 << 30) if cuda else (4 << 20))
+    scored = max(len(batch.read) for step in steps for batch in step.batches)
+    logits = _logits_bytes(int(empty.config.get_text_config().vocab_size), scored, memory, cuda, low)
     gathered = 0.0 if shards == 1 else (2 if low else 4) * parameters / (layers if memory.reshard else 1)
     return Forecast(
         parameters=parameters,
         trained=trained,
         state_bytes=(4.0 * parameters + 12.0 * trained) / shards + gathered,
-        row_bytes=kept * max(rows) + chunk,
+        row_bytes=kept * max(rows) + logits,
         flops=passes * flops * longest,
         rate=_matrix_rate(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if low else torch.float32),
         ranks=ranks,
     )
+
+
+def _logits_bytes(vocabulary: int, scored: int, memory: Memory, cuda: bool, low: bool) -> int:
+    """Tables of one chunk of the head's rows: as many as fit the chunk, at most all that are scored."""
+    row = vocabulary * ((2 if low else 4) if cuda else 8)  # one table in the logits' dtype, or two of float32
+    chunk = memory.chunk_bytes or ((1 << 30) if cuda else max(4 << 20, 64 * row))
+    return min(scored * row, max(chunk, row))
 
 
 def _empty(model: Path) -> Any:
