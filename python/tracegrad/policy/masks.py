@@ -65,7 +65,7 @@ def block_mask(batch: Batch, *, window: int | None = None, block: int = _BLOCK) 
     partial = some & ~whole
     counts, indices = _as_indices(torch.stack([partial, whole, partial.T, whole.T]))
     names = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
-    tables = {name: counts[n][None, None] for n, name in enumerate(names)}
+    tables: dict[str, Any] = {name: counts[n][None, None] for n, name in enumerate(names)}
     tables |= {name.replace("num_blocks", "indices"): indices[n][None, None] for n, name in enumerate(names)}
     return BlockMask(seq_lengths=(total, total), BLOCK_SIZE=(block, block), mask_mod=seen, **tables)
 
