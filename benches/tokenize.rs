@@ -90,10 +90,11 @@ fn encode(criterion: &mut Criterion) {
     for (name, directory) in tokenizers() {
         let began = Instant::now();
         let tokenizer = Tokenizer::from_dir(&directory).expect("the tokenizer loads");
+        let loaded = began.elapsed();
         let tokens = count(&tokenizer, &texts);
         let bytes: usize = texts.iter().map(String::len).sum();
         let per_token = bytes as f64 / tokens as f64;
-        eprintln!("{name}: {per_token:.2} bytes a token, loaded in {:?}, {:?}", began.elapsed(), tokenizer.report());
+        eprintln!("{name}: {per_token:.2} bytes a token, loaded in {loaded:?}, {:?}", tokenizer.report());
         let mut group = criterion.benchmark_group(format!("tokenize/{name}"));
         group.sample_size(10).throughput(Throughput::Elements(tokens as u64));
         group.bench_function("cold", |bencher| {
