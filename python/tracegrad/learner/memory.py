@@ -49,7 +49,7 @@ class Memory:
         return {
             "speed": cls(recompute=False, reshard=False, reduce_each=False, chunk_bytes=None, foreach=None),
             "balanced": cls(recompute=True, reshard=True, reduce_each=False, chunk_bytes=256 << 20, foreach=None),
-            "low": cls(recompute=True, reshard=True, reduce_each=True, chunk_bytes=64 << 20, foreach=False),
+            "low": cls(recompute=True, reshard=True, reduce_each=True, chunk_bytes=32 << 20, foreach=False),
         }[setting]
 
     def sentence(self, fsdp: bool) -> str:

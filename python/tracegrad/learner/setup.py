@@ -14,7 +14,7 @@ import torch
 
 from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
-from tracegrad.learner.adapters import with_adapters
+from tracegrad.learner.adapters import has_adapters, with_adapters
 from tracegrad.learner.checkpoint import Progress
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
@@ -39,8 +39,10 @@ Optimizers = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.opti
 def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW as the config says; vectors (norms, biases) are not decayed."""
     told = config.optimizer
-    foreach = Memory.of(config.train.memory).foreach
-    kind = {"betas": (told.beta1, told.beta2), "eps": told.eps, "foreach": foreach}
+    how: dict[str, Any] = {"foreach": Memory.of(config.train.memory).foreach}
+    if how["foreach"] is None and next(model.parameters()).is_cuda:
+        how = {"fused": True}
+    kind = {"betas": (told.beta1, told.beta2), "eps": told.eps, **how}
     return torch.optim.AdamW(groups_of(model, told.weight_decay), lr=told.lr, **kind)
 
 
@@ -126,19 +128,26 @@ def bucket_of(config: Config) -> int:
 
 
 def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype]:
-    """Moves the model where it trains, in float32 and without dropout; and the precision of its forward pass."""
+    """Moves the model where it trains, without dropout; and the precision of its forward pass.
+
+    What trains is float32. Frozen parameters under adapters take the precision of the forward pass; under FSDP, which
+    gathers parameters of one dtype, they are float32 too.
+    """
     device = device_of(config)
     bf16 = config.train.dtype == "bf16" or (config.train.dtype == "auto" and device.type == "cuda")
     precision = torch.bfloat16 if bf16 else torch.float32
     memory = Memory.of(config.train.memory)
+    mode = auto_mode(ranks) if config.parallel.mode == "auto" else config.parallel.mode
     model.to(dtype=torch.float32).eval()
+    if mode != "fsdp" and has_adapters(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else precision)
     if device.type == "cuda":
         attend_in_blocks(model)
     if memory.recompute:
         recompute_layers(model)
     if config.train.compile:
         compile_layers(model)
-    mode = auto_mode(ranks) if config.parallel.mode == "auto" else config.parallel.mode
     return prepare(model, mode, ranks=ranks, device=device, precision=precision, memory=memory), precision
 
 
