@@ -1,5 +1,6 @@
-//! Throughput of `tracegrad_core::align` in tokens/s on the bundled example's recorded traces, by what their records
-//! hold: ids (T0, T1), bytes of tokens (T2, T3), and all of them together.
+//! Throughput of `tracegrad_core::align` in tokens/s. *whole, ...*: the bundled example's recorded traces, by what their
+//! records hold: ids (T0, T1), bytes of tokens (T2, T3), and all of them, with all that a turn costs (template, cache of
+//! renders, findings). *byte remap* and *ids recorded*: one turn of a megabyte.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
@@ -27,7 +28,7 @@ fn bench(c: &mut Criterion) {
     let (ids, bytes): (Vec<_>, Vec<_>) = traces.iter().cloned().partition(|trace| has_ids(trace));
     let mut group = c.benchmark_group("align");
     group.sample_size(10);
-    for (name, traces) in [("ids", ids), ("bytes", bytes), ("all", traces)] {
+    for (name, traces) in [("whole, ids", ids), ("whole, bytes", bytes), ("whole, all", traces)] {
         let tokens = align(&traces, &tokenizer, Options::default()).expect("they align").ids.len();
         group.throughput(Throughput::Elements(tokens as u64));
         group.bench_with_input(BenchmarkId::from_parameter(name), &traces, |b, traces| {
@@ -37,8 +38,10 @@ fn bench(c: &mut Criterion) {
     group.finish();
 }
 
-/// One turn of a megabyte, its tokens told by bytes of their own: nothing may be quadratic.
-fn megabyte(c: &mut Criterion) {
+/// One turn of a megabyte, its tokens told by bytes of their own or by ids: the remap itself, hardly a template.
+///
+/// Included: each token's bytes to its id, the columns of its branch and of the flat result. Nothing may be quadratic.
+fn one_turn(c: &mut Criterion) {
     let (traces, tokenizer) = example();
     let text = "the price of two red lamps is 12 €, さき. ".repeat(25_000);
     let ids = tokenizer.encode(&text).expect("it encodes");
@@ -46,18 +49,22 @@ fn megabyte(c: &mut Criterion) {
     for &id in &ids {
         pieces.push(tokenizer.token_bytes(id));
     }
-    let tokens = Tokens { bytes: Some(pieces), logprobs: Some(vec![-0.5; ids.len()]), ..Tokens::default() };
-    let prompt = Prompt::Ids(vec![1]);
-    let generation = Generation { tokens, prompt, text: Some(text.clone()), ..Generation::default() };
-    let trace = Trace { generations: vec![generation], ..Trace::clone(&traces[0]) };
-    let traces = [Arc::new(trace)];
+    let logprobs = Some(vec![-0.5; ids.len()]);
+    let by_bytes = Tokens { bytes: Some(pieces), logprobs: logprobs.clone(), ..Tokens::default() };
+    let by_ids = Tokens { ids: Some(ids.clone()), logprobs, ..Tokens::default() };
     let mut group = c.benchmark_group("align");
-    group.sample_size(10).throughput(Throughput::Bytes(text.len() as u64));
-    group.bench_function("megabyte", |b| {
-        b.iter(|| align(black_box(&traces), &tokenizer, Options::default()).expect("it aligns").ids.len());
-    });
+    group.sample_size(10).throughput(Throughput::Elements(ids.len() as u64));
+    for (name, tokens) in [("byte remap", by_bytes), ("ids recorded", by_ids)] {
+        let prompt = Prompt::Ids(vec![1]);
+        let generation = Generation { tokens, prompt, text: Some(text.clone()), ..Generation::default() };
+        let trace = Trace { generations: vec![generation], ..Trace::clone(&traces[0]) };
+        let traces = [Arc::new(trace)];
+        group.bench_function(name, |b| {
+            b.iter(|| align(black_box(&traces), &tokenizer, Options::default()).expect("it aligns").ids.len());
+        });
+    }
     group.finish();
 }
 
-criterion_group!(benches, bench, megabyte);
+criterion_group!(benches, bench, one_turn);
 criterion_main!(benches);

@@ -2,8 +2,8 @@
 //!
 //! Three steps, each a pure function of flat slices: [`measure`] says how much of each branch is laid out and what is
 //! too long, [`place`] gives each branch a rank and a row (best fit decreasing, over the prefix tree where prefixes are
-//! shared), [`lay`] writes the rows of one rank. Which trace belongs to which optimizer step is the caller's business; no
-//! advantages, no logprobs here.
+//! shared), [`lay`] writes the rows of one rank ([`lay_into`] in memory used before). Which trace belongs to which
+//! optimizer step is the caller's business; no advantages, no logprobs here.
 
 mod fit;
 mod layout;

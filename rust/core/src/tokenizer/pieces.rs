@@ -3,6 +3,7 @@
 //! Byte-level BPE, exactly; SentencePiece pieces with byte fallback; for any other kind the entry's own text. Built
 //! once per tokenizer.
 
+use foldhash::fast::RandomState;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
@@ -57,14 +58,15 @@ pub(super) struct Pieces {
     bytes: Vec<u8>,
     /// Start and end of each id's bytes; start is `u32::MAX` where the id is not in use.
     ranges: Vec<(u32, u32)>,
-    ids: HashMap<Box<[u8]>, u32>,
+    ids: HashMap<Box<[u8]>, u32, RandomState>,
     longest: usize,
 }
 
 impl Pieces {
     /// Takes the ordinary vocabulary; added tokens come later.
     pub fn new(vocab: &HashMap<String, u32>, spelling: Spelling, is_added: impl Fn(u32) -> bool) -> Self {
-        let mut pieces = Self { ids: HashMap::with_capacity(vocab.len()), ..Self::default() };
+        let mut pieces =
+            Self { ids: HashMap::with_capacity_and_hasher(vocab.len(), RandomState::default()), ..Self::default() };
         let mut entries: Vec<(&str, u32)> = vocab.iter().map(|(text, id)| (text.as_str(), *id)).collect();
         entries.sort_unstable_by_key(|(_, id)| *id);
         for (text, id) in entries {
