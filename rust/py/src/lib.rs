@@ -15,6 +15,10 @@ mod template;
 mod tokenizer;
 mod traces;
 
+/// Traces are many small values that live and die together: what the system's allocator does slowest.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::register(module)?;
