@@ -16,9 +16,7 @@ from tracegrad import presets  # noqa: E402
 from tracegrad.algebra import Gate, Level, Ratio, with_entropy  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
-from tracegrad.learner.setup import attend_in_blocks  # noqa: E402
 from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
-from tracegrad.policy.model import attention_of  # noqa: E402
 
 GATED = replace(presets.GRPO, gates=(Gate(Ratio("old", "rollout"), level=Level("trace", "mean"), low=0.99, high=1.01),))
 """Drops the terms of many traces before a logprob of theta is known."""
@@ -76,14 +74,6 @@ def test_rows_padded_to_one_length_train_the_same_and_padding_is_no_token(traces
         optimizer_step(model, step, presets.DR_GRPO, torch.optim.SGD(model.parameters(), lr=1.0))
     start, found, wanted = (parameters(model.state_dict()) for model in (tiny_model(3), other, one))
     assert (found - wanted).norm() / (wanted - start).norm() < 1e-5
-
-
-def test_attention_by_blocks_is_chosen_where_the_architecture_has_it_and_nobody_chose_another():
-    model, eager = tiny_model(0, attn_implementation="sdpa"), tiny_model(0, attn_implementation="eager")
-    for each in (model, eager):
-        attend_in_blocks(each)
-    assert attention_of(model) == "flex_attention"
-    assert attention_of(eager) == "eager"
 
 
 def test_nothing_can_be_left_out_under_an_ungated_entropy_bonus(traces, tmp_path):

@@ -11,6 +11,7 @@ from tracegrad import policy  # noqa: E402
 from tracegrad.batch import Batch, pack  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.policy import token_logprobs  # noqa: E402
+from tracegrad.policy.blocks import attend_in_blocks  # noqa: E402
 from tracegrad.sequence import Sequences  # noqa: E402
 
 SMALL = {
@@ -421,6 +422,33 @@ def test_a_model_with_flex_attention_is_given_the_block_mask(name, monkeypatch):
         ours = packed(model, s, budget=100)
     assert all(isinstance(mask, BlockMask) for mask in seen)
     assert relative(ours, expected) < 1e-5
+
+
+def test_attention_by_blocks_is_chosen_where_the_architecture_has_it_and_takes_one_dtype(monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers.integrations import flex_attention as theirs
+
+    seen = set()
+
+    def uncompiled(query, key, value, training=False, **kwargs):
+        seen.add((query.dtype, key.dtype, value.dtype))
+        return flex_attention(query, key, value, **kwargs)
+
+    monkeypatch.setattr(theirs, "compile_friendly_flex_attention", uncompiled)
+    s = sequences()
+    model, eager = model_of("Qwen3", torch.float32), model_of("Qwen3", torch.float32)
+    eager.set_attn_implementation("eager")
+    attend_in_blocks(eager)
+    assert eager.config._attn_implementation == "eager"
+    with torch.no_grad():
+        expected = packed(model, s, budget=100)
+        attend_in_blocks(model)
+        assert relative(packed(model, s, budget=100), expected) < 1e-5
+        assert seen == {(torch.float32,) * 3}
+        seen.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            packed(model, s, budget=100)
+    assert seen == {(torch.bfloat16,) * 3}
 
 
 # --- layers that pass a state along the row ---

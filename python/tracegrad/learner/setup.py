@@ -21,7 +21,7 @@ from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
 from tracegrad.learner.model import load_model
 from tracegrad.learner.parallel import Placed, auto_mode, local_device, prepare
 from tracegrad.learner.ranks import Ranks
-from tracegrad.policy.model import attention_of
+from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
@@ -149,13 +149,6 @@ def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype
     if config.train.compile:
         compile_layers(model)
     return prepare(model, mode, ranks=ranks, device=device, precision=precision, memory=memory), precision
-
-
-def attend_in_blocks(model: Any) -> None:
-    """Has a model that was loaded with sdpa attend by flex_attention, where it can: packed rows need no dense mask."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if attention_of(model) == "sdpa" and getattr(inner, "_supports_flex_attn", False):
-        inner.set_attn_implementation("flex_attention")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import token_logprobs
 from tracegrad.kernels.stack import stacked
+from tracegrad.policy.blocks import NAMES as BLOCKS
 from tracegrad.policy.masks import block_mask, dense_mask
 from tracegrad.policy.model import (
     attention_of,
@@ -81,7 +82,7 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
     """How `hidden_states` runs this batch through this model.
 
     "flex": one row, flex_attention with a block mask built from `tree_end`; for models loaded with
-    `attn_implementation="flex_attention"`.
+    `attn_implementation="flex_attention"`, or changed by `blocks.attend_in_blocks`.
     "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention, a prefix
     that all of them share computed once. Exact, as padding stands after what is read; the fastest on CPU, where a
     dense mask costs T * T.
@@ -97,7 +98,7 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
         if _is_plain(batch.positions, batch.tree_end):
             return "stack"
         _refuse(model, kinds)
-    if attention_of(model) == "flex_attention":
+    if attention_of(model) in BLOCKS:
         return "flex"
     return "stack" if _is_plain(batch.positions, batch.tree_end) else "mask"
 

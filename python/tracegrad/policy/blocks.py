@@ -1,0 +1,44 @@
+"""Attention by blocks for transformers models: flex_attention, in one dtype under autocast.
+
+Here is `attend_in_blocks`, which the learner calls for models on CUDA. No masks: `masks` makes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracegrad.policy.model import attention_of
+
+NAMES = ("flex_attention", "tracegrad_flex")
+"""Implementations of attention that take a `BlockMask`: transformers' own, and ours."""
+
+
+def attend_in_blocks(model: Any) -> None:
+    """Has a model that was loaded with sdpa attend by flex_attention, where it can: packed rows need no dense mask.
+
+    Args:
+        model: a transformers causal LM, with adapters of peft or without; changed in place.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if attention_of(model) == "sdpa" and getattr(inner, "_supports_flex_attn", False):
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAMES[1], _attend)
+        inner.set_attn_implementation(NAMES[1])
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **how: Any
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' flex_attention, with queries and keys in the dtype of the values.
+
+    Norms of queries and keys leave them in float32 under autocast, which knows sdpa but not flex_attention.
+    """
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    if torch.is_autocast_enabled(value.device.type):
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    return flex_attention_forward(module, query, key, value, attention_mask, **how)
