@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests run in two processes of one thread each.
+TWO := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
 
@@ -17,7 +19,7 @@ demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
+	$(TWO) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
 	$(BIN)/python -m pytest --doctest-modules --pyargs tracegrad
 
 check: $(VENV)/dev  ## formats, lints, types
@@ -48,7 +50,7 @@ test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback
 
 parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL and ART (Python 3.12)
 	.venv-peers/bin/python -c "import $(PEERS)"
-	OMP_WAIT_POLICY=passive .venv-peers/bin/python -m pytest tests/parity
+	$(TWO) .venv-peers/bin/python -m pytest -n 2 --dist loadfile tests/parity
 
 parity-templates: $(VENV)/dev  ## every chat template beside transformers, into PARITY.md
 	$(BIN)/python tests/parity_templates.py PARITY.md
