@@ -21,6 +21,7 @@ from tracegrad.errors import ReadError
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, layers_of
 from tracegrad.learner.model import first_line
+from tracegrad.learner.setup import precision_of
 
 _SAMPLE = 64  # tokens run on the meta device; what is saved and computed beside attention grows with their number
 
@@ -71,7 +72,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     """
     empty = _empty(model)
     cuda = torch.cuda.is_available() if config.train.device == "auto" else config.train.device.startswith("cuda")
-    low = config.train.dtype == "bf16" or (config.train.dtype == "auto" and cuda)
+    low = precision_of(config, "cuda" if cuda else "cpu") == torch.bfloat16
     memory = Memory.of(config.train.memory)
     mode = config.parallel.mode if config.parallel.mode != "auto" else "fsdp" if cuda else "ddp"
     shards = ranks if ranks > 1 and mode == "fsdp" else 1

@@ -340,7 +340,7 @@ class _Loop:
                 grad_clip=self.config.optimizer.grad_clip,
                 precision=self.precision,
                 corrected=corrected,
-                skip_idle=self.config.pack.skip_idle and not self.control.adapts,
+                left_out=step.idle(self.feed.objective.needs, corrected) if self.config.pack.skip_idle else None,
                 idle=self.idle,
             )
         seconds = time.perf_counter() - began

@@ -122,6 +122,12 @@ def device_of(config: Config) -> torch.device:
     return device
 
 
+def precision_of(config: Config, device: str) -> torch.dtype:
+    """Of the forward pass on a type of device."""
+    bf16 = config.train.dtype == "bf16" or (config.train.dtype == "auto" and device == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
 def bucket_of(config: Config) -> int:
     """What rows are padded to a multiple of: on CUDA the whole budget, so that one compilation of attention does."""
     return config.pack.token_budget if device_of(config).type == "cuda" else 1
@@ -134,8 +140,7 @@ def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype
     gathers parameters of one dtype, they are float32 too.
     """
     device = device_of(config)
-    bf16 = config.train.dtype == "bf16" or (config.train.dtype == "auto" and device.type == "cuda")
-    precision = torch.bfloat16 if bf16 else torch.float32
+    precision = precision_of(config, device.type)
     memory = Memory.of(config.train.memory)
     mode = auto_mode(ranks) if config.parallel.mode == "auto" else config.parallel.mode
     model.to(dtype=torch.float32).eval()

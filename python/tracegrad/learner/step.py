@@ -31,7 +31,7 @@ Floats = NDArray[np.float32]
 class Outcome:
     """What one optimizer step saw. Arrays are [M] in the step's order, detached, on the CPU.
 
-    Of terms whose head row was left out (`skip_idle`) logprob, entropy and ratio are NaN and the gradient 0; weight and
+    Of terms whose head row was left out (`left_out`) logprob, entropy and ratio are NaN and the gradient 0; weight and
     keep are the correction's.
 
     Args:
@@ -68,7 +68,7 @@ def optimizer_step(
     grad_clip: float = 0.0,
     precision: torch.dtype = torch.float32,
     corrected: Corrected | None = None,
-    skip_idle: bool = False,
+    left_out: NDArray[np.bool_] | None = None,
     idle: Idle | None = None,
 ) -> Outcome:
     """Takes one step, gradients accumulated over the batches and summed over the ranks.
@@ -80,7 +80,7 @@ def optimizer_step(
         grad_clip: the gradient is scaled down to this norm; 0 leaves it.
         precision: bfloat16 runs the forward pass under autocast.
         corrected: `detached(step, ...)`, where it is known already.
-        skip_idle: leave out the head rows of terms that can change neither loss nor gradient (`Step.idle`).
+        left_out: [M] bool, terms that can change neither loss nor gradient (`Step.idle`): no head rows for them.
         idle: takes the times of the device's work.
 
     Raises:
@@ -90,17 +90,11 @@ def optimizer_step(
     ranks = target.ranks
     corrected = corrected or detached(step, objective, missing, None if ranks.alone else ranks.all_reduce)
     optimizer.zero_grad(set_to_none=True)
-    batches = _worked(step, objective, corrected) if skip_idle else step.batches
+    batches = step.batches if left_out is None else tuple(b.without(left_out[b.term]) for b in step.batches)
     seen = _accumulate(target, step, batches, objective, corrected, precision, idle or Idle(target.device))
     norm = _update(target, optimizer, grad_clip)
     arrays = seen.arrays(batches, _unseen(len(step), corrected))
     return Outcome(loss=ranks.sum(seen.loss()), grad_norm=norm, corrected=corrected, **arrays)
-
-
-def _worked(step: Step, objective: Objective, corrected: Corrected) -> tuple[Batch, ...]:
-    """The batches without the head rows that cannot matter."""
-    idle = step.idle(objective.needs, corrected)
-    return tuple(batch.without(idle[batch.term]) for batch in step.batches)
 
 
 def _unseen(terms: int, corrected: Corrected) -> dict[str, NDArray[Any]]:
