@@ -4,8 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
+from largest import Largest  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.policy import token_logprobs  # noqa: E402
 
@@ -62,22 +61,11 @@ def test_a_peaked_distribution_keeps_its_small_entropy():
 
 
 def test_no_tensor_of_the_size_of_all_logits_is_ever_made():
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for each in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(each, torch.Tensor):
-                    largest = max(largest, each.numel())
-            return out
-
     hidden, weight, _, target, _ = inputs(rows=300, hidden=4, vocab=200, dtype=torch.float32)
-    with Watch():
+    with Largest() as largest:
         logp, entropy = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), target, chunk_bytes=16_000)
         (logp.sum() + entropy.sum()).backward()
-    assert largest <= 20 * 200  # 16,000 bytes are 20 rows; all logits would be 60,000 numbers
+    assert largest.numbers <= 20 * 200  # 16,000 bytes are 20 rows; all logits would be 60,000 numbers
 
 
 def test_logits_dtype_says_what_the_logits_are_rounded_to():
