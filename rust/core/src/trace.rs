@@ -8,6 +8,9 @@ use crate::error::Location;
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
+/// Tool schemas, a list: the traces of a file that were given the same ones share them.
+pub type Schemas = Arc<Value>;
+
 /// One recorded trajectory, with the record it came from kept byte for byte.
 #[derive(Debug, Clone)]
 pub struct Trace {
@@ -28,7 +31,7 @@ pub struct Trace {
     /// Messages of the conversation as it ended: indices into `messages`.
     pub conversation: Vec<u32>,
     /// Tool schemas as given to the server.
-    pub tools: Option<Value>,
+    pub tools: Option<Schemas>,
     /// Extra variables for the chat template (`enable_thinking`, a pinned date, ...).
     pub template_kwargs: Map<String, Value>,
     /// Model name as recorded.

@@ -92,7 +92,7 @@ impl<'a> Scaffold<'a> {
             &trace.template_kwargs
         };
         let prefill = prompt && trace.template_kwargs.get(PREFILL).is_some_and(|value| value == true);
-        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_ref(), prompt && !prefill, kwargs)?;
+        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_deref(), prompt && !prefill, kwargs)?;
         if prefill {
             end_at_last_content(&mut rendered);
         }

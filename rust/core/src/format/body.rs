@@ -2,8 +2,7 @@
 
 use super::fields::Fields;
 use super::rejection::{Decoded, Reason, reject};
-use crate::trace::{Generation, Message};
-use serde_json::Value;
+use crate::trace::{Generation, Message, Schemas};
 
 /// Messages and generations of a record.
 #[derive(Debug, Default)]
@@ -13,7 +12,7 @@ pub(super) struct Body {
     pub conversation: Vec<u32>,
     /// Of the requests, where the record itself does not say.
     pub model: Option<String>,
-    pub tools: Option<Value>,
+    pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     /// What its generations may still repeat of the messages before them.
     pub budget: Budget,

@@ -10,8 +10,7 @@ use super::history::History;
 use super::message::{Entry, streamed};
 use super::object::{Node, Object};
 use super::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Message, Prompt};
-use serde_json::Value;
+use crate::trace::{Message, Prompt, Schemas};
 
 /// Temperature and top-p of a request that names none: the defaults of the chat completions API.
 const API_DEFAULTS: Sampling =
@@ -57,7 +56,7 @@ pub(super) struct Log<'a> {
     history: History,
     body: Body,
     /// What the first request gave the template, and whether another one gave something else.
-    scaffold: Option<(Option<Value>, Fields)>,
+    scaffold: Option<(Option<Schemas>, Fields)>,
     scaffold_varies: bool,
 }
 
@@ -65,7 +64,7 @@ pub(super) struct Log<'a> {
 #[derive(Debug, Default)]
 pub(super) struct Request {
     pub messages: Vec<Message>,
-    pub tools: Option<Value>,
+    pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     pub model: Option<String>,
     /// `Rendered` for messages; what was sent where no template is involved.
@@ -168,7 +167,7 @@ impl<'a> Log<'a> {
         Ok(())
     }
 
-    fn note_scaffold(&mut self, tools: Option<Value>, template_kwargs: Fields) {
+    fn note_scaffold(&mut self, tools: Option<Schemas>, template_kwargs: Fields) {
         let given = (tools, template_kwargs);
         match &self.scaffold {
             None => self.scaffold = Some(given),
@@ -209,7 +208,7 @@ pub(super) fn read_request(mut request: Object) -> Decoded<Request> {
     }
     Ok(Request {
         messages,
-        tools: tools(&request.fields)?,
+        tools: tools(request.tools)?,
         template_kwargs,
         model: text(&request.fields, "model")?,
         prompt: Prompt::Rendered,

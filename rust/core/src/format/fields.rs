@@ -5,7 +5,7 @@
 use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
 use super::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{LogprobKind, Stop};
+use crate::trace::{LogprobKind, Schemas, Stop};
 use serde_json::{Map, Value};
 
 /// A JSON object's fields.
@@ -114,12 +114,17 @@ pub(super) fn mapping(fields: &Fields, key: &str) -> Decoded<Fields> {
 }
 
 /// Tool schemas: a list with something in it.
-pub(super) fn tools(fields: &Fields) -> Decoded<Option<Value>> {
-    match present(fields, "tools") {
-        None => Ok(None),
-        Some(Value::Array(list)) => Ok((!list.is_empty()).then(|| Value::Array(list.clone()))),
-        Some(other) => Err(wrong("tools", other, "a list")),
+pub(super) fn tools(given: Option<Schemas>) -> Decoded<Option<Schemas>> {
+    let Some(given) = given.filter(|given| !given.is_null()) else { return Ok(None) };
+    match given.as_array() {
+        Some(list) => Ok((!list.is_empty()).then_some(given)),
+        None => Err(wrong("tools", &given, "a list")),
     }
+}
+
+/// A list of tool schemas; none where it is empty.
+pub(super) fn schemas(list: Vec<Value>) -> Option<Schemas> {
+    (!list.is_empty()).then(|| Schemas::new(Value::Array(list)))
 }
 
 /// How tokens were sampled, as far as is known.
@@ -194,14 +199,14 @@ pub(super) struct Header {
     pub reward: Option<f32>,
     pub rewards: Vec<(String, f32)>,
     pub model: Option<String>,
-    pub tools: Option<Value>,
+    pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     pub sampling: Sampling,
 }
 
 impl Header {
-    /// The header of a record.
-    pub fn read(fields: &Fields) -> Decoded<Self> {
+    /// The header of a record: its fields, and the tool schemas beside them.
+    pub fn read(fields: &Fields, schemas: Option<Schemas>) -> Decoded<Self> {
         let mut template_kwargs = mapping(fields, "chat_template_kwargs")?;
         template_kwargs.extend(mapping(fields, "template_kwargs")?);
         Ok(Self {
@@ -210,7 +215,7 @@ impl Header {
             reward: number(fields, "reward")?.map(|reward| reward as f32),
             rewards: rewards(fields)?,
             model: text(fields, "model")?,
-            tools: tools(fields)?,
+            tools: tools(schemas)?,
             template_kwargs,
             sampling: Sampling::read(fields)?,
         })

@@ -129,7 +129,7 @@ fn header_of(outline: &Outline<'_>) -> Decoded<Header> {
             fields.insert((*key).to_owned(), value);
         }
     }
-    Header::read(&fields)
+    Header::read(&fields, None)
 }
 
 /// Adds `{"request", "response"}` to the log; the producer's form, where it is not the chat completions API.

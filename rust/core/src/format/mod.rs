@@ -104,7 +104,7 @@ fn decode_shaped(
     wanted: Option<&str>,
     place: &mut Location,
 ) -> Decoded<(Form, Header, Body)> {
-    let header = Header::read(&object.fields)?;
+    let header = Header::read(&object.fields, object.tools.clone())?;
     place.trace.clone_from(&header.id);
     let form = detect(&object, record)?;
     if let Some(name) = wanted.filter(|name| *name != form.name) {

@@ -8,7 +8,7 @@ use super::logprobs::{Logprobs, take_placeholders};
 use super::numbers::{Ids, PieceList};
 use super::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use super::strays;
-use crate::trace::{Pieces, Tokens};
+use crate::trace::{Pieces, Schemas, Tokens};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
@@ -39,6 +39,7 @@ pub(super) enum Slot {
     Texts,
     Bytes,
     Nested(&'static str, Kind),
+    Tools,
     Keep,
     /// Some producer's sign: the tables of `foreign` are asked about the record.
     Sign,
@@ -61,6 +62,7 @@ impl Kind {
             (Record | Item | Response, "choices") => Slot::Nested("choices", Item),
             (Record | Call, "request") => Slot::Nested("request", Request),
             (Record | Call, "response") => Slot::Nested("response", Response),
+            (Record | Request, "tools") => Slot::Tools,
             (Item, "message") => Slot::Nested("message", Item),
             (Item, "generation") => Slot::Nested("generation", Generation),
             (Record, _) if RECORD_KEYS.contains(&key) => Slot::Keep,
@@ -86,7 +88,6 @@ const RECORD_KEYS: &[&str] = &[
     "logprob_kind",
     "temperature",
     "top_p",
-    "tools",
     "template_kwargs",
     "chat_template_kwargs",
     "object",
@@ -95,7 +96,7 @@ const RECORD_KEYS: &[&str] = &[
 ];
 
 /// Keys of a request whose value is read.
-const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "tools", "chat_template_kwargs", "extra_body"];
+const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body"];
 
 /// The token lists of an object.
 #[derive(Debug, Default)]
@@ -157,6 +158,8 @@ pub(super) struct Object {
     pub fields: Map<String, Value>,
     /// The token lists.
     pub numbers: Numbers,
+    /// Tool schemas, or what stands in their place.
+    pub tools: Option<Schemas>,
     nested: Vec<(&'static str, Node)>,
     /// A key stands here that may be the sign of a producer's own form.
     pub signed: bool,
@@ -296,6 +299,7 @@ impl<'de> Visitor<'de> for Kind {
                     let node = map.next_value_seed(kind)?;
                     object.put(name, node);
                 }
+                Slot::Tools => object.tools = Some(Schemas::new(map.next_value()?)),
                 Slot::Keep => {
                     let value = map.next_value()?;
                     object.fields.insert(key, value);

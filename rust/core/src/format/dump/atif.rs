@@ -4,7 +4,7 @@
 //! Source: ATIF 1.8 (atif 1.8.0, harbor 0.25.0 `models/trajectories`).
 
 use super::super::body::Body;
-use super::super::fields::{Header, Sampling};
+use super::super::fields::{Header, Sampling, schemas};
 use super::super::form::Form;
 use super::super::outline::{Outline, Shape};
 use super::super::rejection::{Decoded, Reason, Rejection, reject};
@@ -29,9 +29,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut header = Columns(record).header(&names)?;
     let agent = record.object("agent")?.unwrap_or_default();
     let model = agent.text("model_name")?;
-    header.tools = header
-        .tools
-        .or(agent.value("tool_definitions")?.filter(|tools| tools.as_array().is_some_and(|v| !v.is_empty())));
+    if let (None, Some(Value::Array(listed))) = (&header.tools, agent.value("tool_definitions")?) {
+        header.tools = schemas(listed);
+    }
     if let Some(extra) = record.object("extra")?.filter(|extra| extra.is("reward", Shape::Number)) {
         header.reward = header.reward.or(extra.number("reward")?.map(|reward| reward as f32));
     }

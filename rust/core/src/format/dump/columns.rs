@@ -7,6 +7,7 @@ use super::super::fields::{Fields, Header, number_of};
 use super::super::numbers::{Id, Reading};
 use super::super::outline::{Outline, Shape};
 use super::super::rejection::{Decoded, Reason, Rejection, reject};
+use crate::trace::Schemas;
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde_json::Value;
 use std::fmt;
@@ -84,7 +85,8 @@ impl<'a> Columns<'_, 'a> {
                 put(&mut fields, ours, theirs, value)?;
             }
         }
-        Header::read(&fields)
+        let schemas = fields.remove("tools").map(Schemas::new);
+        Header::read(&fields, schemas)
     }
 }
 

@@ -6,7 +6,7 @@
 
 use super::super::body::Body;
 use super::super::calls::{Call, Log, Request};
-use super::super::fields::{Fields, Header, Sampling};
+use super::super::fields::{Fields, Header, Sampling, schemas};
 use super::super::form::Form;
 use super::super::message::Entry;
 use super::super::numbers::Reading;
@@ -17,7 +17,7 @@ use super::columns::{Columns, numbers_of};
 use super::graph;
 use super::masked::all_zero;
 use super::talk::{self, messages, sampled};
-use crate::trace::{Generation, Message, Prompt, Tokens};
+use crate::trace::{Generation, Message, Prompt, Schemas, Tokens};
 use serde_json::{Value, json};
 
 pub(super) const DUMP: Dump = Dump {
@@ -157,8 +157,8 @@ pub(super) fn openai(mut message: Fields) -> Fields {
     message
 }
 
-/// Tools as the chat completions API has them; none where there are none.
-pub(super) fn tools(listed: Option<Value>) -> Option<Value> {
+/// Schemas as the chat completions API has them; none where there are none.
+pub(super) fn tools(listed: Option<Value>) -> Option<Schemas> {
     let Some(Value::Array(tools)) = listed else { return None };
     let wrap = |tool: Value| match tool {
         Value::Object(mut fields) if fields.contains_key("name") && !fields.contains_key("function") => {
@@ -167,6 +167,5 @@ pub(super) fn tools(listed: Option<Value>) -> Option<Value> {
         }
         tool => tool,
     };
-    let tools: Vec<Value> = tools.into_iter().map(wrap).collect();
-    (!tools.is_empty()).then_some(Value::Array(tools))
+    schemas(tools.into_iter().map(wrap).collect())
 }

@@ -10,6 +10,7 @@ mod number;
 #[cfg(test)]
 mod tests;
 mod text;
+mod tools;
 mod value;
 
 use super::logprobs::Logprobs;
@@ -48,6 +49,7 @@ impl<'a> Cursor<'a> {
                     let node = self.node(kind)?;
                     object.put(name, node);
                 }
+                Slot::Tools => object.tools = Some(self.tools()?),
                 Slot::Keep => {
                     let value = self.value()?;
                     object.fields.insert(key.into_owned(), value);

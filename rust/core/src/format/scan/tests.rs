@@ -140,6 +140,25 @@ fn strings_of_every_length_around_every_escape_are_the_same() {
     }
 }
 
+#[test]
+fn tools_that_were_read_before_are_those_that_stand_here() {
+    let lists = [
+        r#"[{"a":1}]"#,
+        r#"[{"a":1} ]"#,
+        r#"[{"a":1}, {"b":[]}]"#,
+        "[]",
+        r#"[{"a":1.0}]"#,
+        "null",
+        r#""[]""#,
+        "[[[]]]",
+    ];
+    for (first, second) in lists.iter().flat_map(|first| lists.iter().map(move |second| (first, second))) {
+        let record = |tools: &str| format!(r#"{{"tools": {tools},"calls":[{{"request":{{"tools":{second} }}}}]}}"#);
+        assert!(same(&record(first)) && same(&record(first)));
+        assert!(!same(&record(&format!("{first}]"))) && !same(&record(&first[..first.len() - 1])));
+    }
+}
+
 /// A logprob's text with any number of digits.
 fn logprob() -> impl Strategy<Value = String> {
     prop_oneof![

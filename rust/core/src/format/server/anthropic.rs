@@ -5,6 +5,7 @@
 //! `tool_result` a tool message.
 
 use super::super::calls::Request;
+use super::super::fields::schemas;
 use super::super::form::Form;
 use super::super::message::Entry;
 use super::super::outline::{Outline, Shape};
@@ -103,7 +104,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     });
     let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
     let sampling = sampling_of(request, "temperature", "top_p")?;
-    let tools = tools.filter(|tools| !tools.is_empty()).map(Value::Array);
+    let tools = tools.and_then(schemas);
     let model = request.text("model")?;
     Ok(Request { messages, tools, model, sampling, ..Request::default() })
 }

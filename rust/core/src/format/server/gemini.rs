@@ -4,7 +4,7 @@
 //! tokenizer. What the numbers are of is not documented.
 
 use super::super::calls::Request;
-use super::super::fields::Fields;
+use super::super::fields::{Fields, schemas};
 use super::super::form::Form;
 use super::super::message::Entry;
 use super::super::numbers::{Id, Reading};
@@ -12,7 +12,7 @@ use super::super::outline::{Outline, Shape};
 use super::super::rejection::Decoded;
 use super::listing::{Listing, TextOf};
 use super::{Asked, PLAIN, Server, finish_under, said, sampling_of};
-use crate::trace::{LogprobKind, Message, Tokens};
+use crate::trace::{LogprobKind, Message, Schemas, Tokens};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -150,13 +150,13 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
 }
 
 /// Function declarations as tool schemas.
-fn declared(tools: Option<Value>) -> Option<Value> {
+fn declared(tools: Option<Value>) -> Option<Schemas> {
     let tools = tools?;
     let lists = tools.as_array()?.iter().filter_map(|tool| get(tool, "functionDeclarations")?.as_array());
     let schema = |declaration: &Value| {
         let parameters = get(declaration, "parametersJsonSchema").or_else(|| declaration.get("parameters"));
         said::tool_schema(declaration.get("name"), declaration.get("description"), parameters)
     };
-    let schemas: Vec<_> = lists.flatten().map(schema).collect();
-    (!schemas.is_empty()).then_some(Value::Array(schemas))
+    let list = lists.flatten().map(schema).collect();
+    schemas(list)
 }

@@ -5,6 +5,7 @@
 //! are one assistant message. What the numbers are of is not documented.
 
 use super::super::calls::Request;
+use super::super::fields::schemas;
 use super::super::form::Form;
 use super::super::message::Entry;
 use super::super::numbers::Reading;
@@ -176,7 +177,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         functions.map(schema).collect::<Vec<_>>()
     });
     let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
-    let tools = tools.filter(|tools| !tools.is_empty()).map(Value::Array);
+    let tools = tools.and_then(schemas);
     let sampling = sampling_of(request, "temperature", "top_p")?;
     Ok(Request { messages, tools, model: request.text("model")?, prompt, sampling, ..Request::default() })
 }
