@@ -8,8 +8,8 @@ use crate::trace::{Generation, Message, Note, Pieces};
 /// have been asked to continue.
 pub(super) fn check(generation: &mut Generation, message: &Message, before: Option<&Message>) {
     let tokens = &generation.tokens;
-    let Some(text) = message.value.get("content").and_then(|content| content.as_str()) else { return };
     let Some(pieces) = tokens.bytes.as_ref().or(tokens.texts.as_ref()).filter(|_| tokens.ids.is_none()) else { return };
+    let Some(text) = message.value.get("content").and_then(|content| content.as_str()) else { return };
     let prefill =
         before.filter(|before| before.role() == "assistant").and_then(|before| before.value.get("content")?.as_str());
     let said = prefill.and_then(|prefill| text.strip_prefix(prefill)).unwrap_or(text);

@@ -17,9 +17,20 @@ fn wrong(key: &str, found: &Value, wanted: &str) -> Rejection {
         .cure("See docs/trace-format.md for the accepted forms")
 }
 
+/// Keys of an object that are looked through one by one: comparing few is faster than hashing one.
+const FEW: usize = 12;
+
+/// The value under a key.
+pub(super) fn get<'a>(fields: &'a Fields, key: &str) -> Option<&'a Value> {
+    if fields.len() > FEW {
+        return fields.get(key);
+    }
+    fields.iter().find_map(|(name, value)| (name == key).then_some(value))
+}
+
 /// A value that is there and is not null.
 pub(super) fn present<'a>(fields: &'a Fields, key: &str) -> Option<&'a Value> {
-    fields.get(key).filter(|value| !value.is_null())
+    get(fields, key).filter(|value| !value.is_null())
 }
 
 /// A string.
@@ -160,7 +171,7 @@ impl Sampling {
 
 /// A version from 0; -1 is "unknown" as null is.
 fn policy_version(fields: &Fields) -> Decoded<Option<i32>> {
-    match fields.get("policy_version").and_then(Value::as_i64) {
+    match get(fields, "policy_version").and_then(Value::as_i64) {
         Some(-1) => Ok(None),
         _ => count(fields, "policy_version"),
     }

@@ -2,7 +2,7 @@
 //!
 //! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a whole response (`{"choices"}`).
 
-use super::fields::{Fields, Sampling, count, number, present, stop_under, text};
+use super::fields::{Fields, Sampling, count, get, number, present, stop_under, text};
 use super::object::{Node, Numbers, Object, describe};
 use super::rejection::{Decoded, Reason, not_a_trace, reject};
 use super::server::finish;
@@ -29,7 +29,7 @@ impl Entry {
 
     /// Reads an entry; `outer` is how the record says its tokens were sampled.
     pub fn read(mut item: Object, outer: &Sampling) -> Decoded<Self> {
-        let is_message = item.fields.contains_key("role");
+        let is_message = get(&item.fields, "role").is_some();
         if item.has_list("choices") && !is_message {
             return Self::of_response(item, None, outer);
         }
@@ -58,7 +58,7 @@ impl Entry {
         let mut picked = pick(choices, choice)?;
         let prompt = response.numbers.prompt_token_ids.take();
         picked.numbers = picked.numbers.or(Numbers { prompt_token_ids: prompt, ..Numbers::default() });
-        let index = picked.fields.get("index").and_then(Value::as_u64).unwrap_or(0) as usize;
+        let index = get(&picked.fields, "index").and_then(Value::as_u64).unwrap_or(0) as usize;
         strays::gather(&mut picked.numbers, &response.fields)?;
         strays::gather_sglext(&mut picked.numbers, &response.fields, index)?;
         let mut entry = Self::of_choice(picked, outer)?;
@@ -101,7 +101,7 @@ fn pick(choices: Vec<Node>, wanted: Option<i32>) -> Decoded<Object> {
     let mut by_position = None;
     for (position, node) in choices.into_iter().enumerate() {
         let choice = node.object("choices")?;
-        let index = choice.fields.get("index").and_then(Value::as_u64).unwrap_or(position as u64);
+        let index = get(&choice.fields, "index").and_then(Value::as_u64).unwrap_or(position as u64);
         if index == wanted as u64 {
             return Ok(choice);
         }
@@ -117,13 +117,13 @@ fn pick(choices: Vec<Node>, wanted: Option<i32>) -> Decoded<Object> {
 }
 
 fn role(fields: &Fields) -> Option<&str> {
-    fields.get("role").and_then(Value::as_str)
+    get(fields, "role").and_then(Value::as_str)
 }
 
 /// Whether the entry says that the policy is not to be trained on it.
 fn declined(fields: &Fields) -> bool {
-    let no = |key| fields.get(key).and_then(Value::as_bool) == Some(false);
-    no("sampled") || no("trainable") || fields.get("weight").and_then(Value::as_f64) == Some(0.0)
+    let no = |key| get(fields, key).and_then(Value::as_bool) == Some(false);
+    no("sampled") || no("trainable") || get(fields, "weight").and_then(Value::as_f64) == Some(0.0)
 }
 
 /// The generation that fields and token lists describe; the first of `fields` that says something counts.
@@ -155,7 +155,7 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
 /// Token lists are gone already. An assistant message loses keys that are null or an empty `tool_calls`, as API objects
 /// have them when they are written whole: templates ask whether such a key is there.
 pub(super) fn message_of(mut fields: Fields) -> Decoded<Message> {
-    match fields.get("role") {
+    match get(&fields, "role") {
         Some(Value::String(_)) => {}
         None => return Err(not_a_trace("a message has no `role`")),
         Some(other) => {
@@ -175,7 +175,7 @@ fn is_empty(value: &Value) -> bool {
 }
 
 fn check_content(fields: &Fields) -> Decoded<()> {
-    match fields.get("content") {
+    match get(fields, "content") {
         None | Some(Value::Null | Value::String(_) | Value::Array(_)) => {}
         Some(other) => {
             let what = format!("`content` is {}, not a string", describe(other));
@@ -184,7 +184,7 @@ fn check_content(fields: &Fields) -> Decoded<()> {
                 .cure("Write content as a string, or as a list of parts"));
         }
     }
-    match fields.get("tool_calls") {
+    match get(fields, "tool_calls") {
         None | Some(Value::Null | Value::Array(_)) => Ok(()),
         Some(other) => Err(not_a_trace(format!("`tool_calls` is {}, not a list", describe(other)))),
     }

@@ -29,7 +29,7 @@ mod tests;
 use crate::error::Location;
 use crate::trace::Trace;
 use body::Body;
-use fields::Header;
+use fields::{Header, get};
 use foreign::Foreign;
 pub use form::Form;
 use object::Object;
@@ -74,7 +74,7 @@ enum Parsed {
 fn parse(record: &[u8], wanted: Option<&str>) -> Decoded<Parsed> {
     let shaped = wanted.is_none_or(|name| form::SHAPED.iter().any(|form| form.name == name));
     let object = if shaped { Some(diagnose::parse(record)) } else { None };
-    let native = |object: &Object| object.fields.get("format").is_some_and(|name| name == native::NAME);
+    let native = |object: &Object| get(&object.fields, "format").is_some_and(|name| name == native::NAME);
     let plain = |object: &Object| wanted.is_some() || native(object) || !object.signed && object.speaks_chat();
     match object {
         Some(Ok(object)) if plain(&object) => Ok(Parsed::Shaped(Box::new(object))),
@@ -136,7 +136,7 @@ pub fn forms() -> impl Iterator<Item = Form> {
 
 /// Which OpenAI-shaped form a record has; `Form::sign` says why.
 fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
-    match object.fields.get("format").and_then(Value::as_str) {
+    match get(&object.fields, "format").and_then(Value::as_str) {
         Some(native::NAME) => return Ok(form::NATIVE),
         Some(other) if other.starts_with("tracegrad/") => return Err(unknown_version(other)),
         _ => {}

@@ -3,7 +3,7 @@
 //! LiteLLM moves what it does not know to `provider_specific_fields`, the OpenAI SDK to `model_extra`; SGLang has ids in `sglext` and
 //! weight versions in `metadata`. Called by `message`.
 
-use super::fields::Fields;
+use super::fields::{Fields, get};
 use super::numbers::Ids;
 use super::object::Numbers;
 use super::rejection::{Decoded, Reason, not_a_trace, reject};
@@ -30,7 +30,7 @@ fn ids(value: Option<&Value>) -> Decoded<Option<Vec<u32>>> {
 /// Fills token lists that are not there from where a client library moved them.
 pub(super) fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
     for wrapper in ["provider_specific_fields", "model_extra"] {
-        let Some(Value::Object(inner)) = fields.get(wrapper) else { continue };
+        let Some(Value::Object(inner)) = get(fields, wrapper) else { continue };
         if numbers.token_ids.is_none() {
             numbers.token_ids = ids(inner.get("token_ids"))?;
         }
@@ -43,7 +43,7 @@ pub(super) fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
 
 /// The same from SGLang's extension of a response, for the choice at `index`.
 pub(super) fn gather_sglext(numbers: &mut Numbers, fields: &Fields, index: usize) -> Decoded<()> {
-    let Some(extension) = fields.get("sglext") else { return Ok(()) };
+    let Some(extension) = get(fields, "sglext") else { return Ok(()) };
     if numbers.prompt_token_ids.is_none() {
         numbers.prompt_token_ids = ids(extension.get("input_ids"))?;
     }
@@ -55,7 +55,7 @@ pub(super) fn gather_sglext(numbers: &mut Numbers, fields: &Fields, index: usize
 
 /// The weight versions that SGLang reports in `metadata`.
 pub(super) fn versions(generation: &mut Generation, fields: &Fields) -> Decoded<()> {
-    let Some(metadata) = fields.get("metadata") else { return Ok(()) };
+    let Some(metadata) = get(fields, "metadata") else { return Ok(()) };
     if let (true, Some(label)) = (generation.policy_version < 0, metadata.get("weight_version")) {
         generation.policy_version = extras::version(label);
     }

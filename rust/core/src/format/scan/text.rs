@@ -4,20 +4,41 @@ const ONES: u64 = u64::MAX / 255;
 const HIGHS: u64 = ONES * 0x80;
 const LOWS: u64 = !HIGHS;
 
+/// Words that are looked at one by one before a search is begun: most keys and tokens end in them.
+const FEW: usize = 3;
+
+/// Whether a text has no control character.
+pub(super) fn is_printable(bytes: &[u8]) -> bool {
+    bytes.chunks(4096).all(|chunk| chunk.iter().fold(u8::MAX, |least, &byte| least.min(byte)) >= 0x20)
+}
+
 /// The first byte from `at` on that is a quote, a backslash or a control character; the length where there is none.
+/// `printable` says that there are no control characters.
 #[inline]
-pub(super) fn plain_end(bytes: &[u8], mut at: usize) -> usize {
+pub(super) fn plain_end(bytes: &[u8], mut at: usize, printable: bool) -> usize {
+    let mut words = 0;
     while let Some(word) = word_at(bytes, at) {
         let found = marks(word);
         if found != 0 {
             return at + (found.trailing_zeros() / 8) as usize;
         }
         at += 8;
+        words += 1;
+        if printable && words == FEW {
+            return marked_end(bytes, at);
+        }
     }
     while bytes.get(at).is_some_and(|&byte| byte >= 0x20 && byte != b'"' && byte != b'\\') {
         at += 1;
     }
     at.min(bytes.len())
+}
+
+/// The first quote or backslash from `at` on; the length where there is none.
+#[inline]
+fn marked_end(bytes: &[u8], at: usize) -> usize {
+    let rest = bytes.get(at..).unwrap_or_default();
+    memchr::memchr2(b'"', b'\\', rest).map_or(bytes.len(), |step| at + step)
 }
 
 /// Eight bytes, the first in the lowest.
@@ -36,60 +57,37 @@ fn marks(word: u64) -> u64 {
     !((quote & escape & printable) | word) & HIGHS
 }
 
-/// Writes the string whose first byte stands at `start` and whose first escape at `escape` to the beginning of `out`,
-/// which grows as needed and keeps its length: the byte behind its closing quote, and its own length.
+/// Puts the string whose first byte stands at `start` and whose first escape at `escape` into `out`: the byte behind its
+/// closing quote.
 ///
 /// `None` for escapes that are none, for half a surrogate pair, for control characters and without a closing quote.
-pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, out: &mut Vec<u8>) -> Option<(usize, usize)> {
-    let (mut at, mut to) = (escape, escape - start);
-    make_room(out, to);
-    out[..to].copy_from_slice(&bytes[start..escape]);
+pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, printable: bool, out: &mut Vec<u8>) -> Option<usize> {
+    out.clear();
+    out.extend_from_slice(&bytes[start..escape]);
+    let mut at = escape;
     loop {
-        make_room(out, to);
-        if let Some(word) = word_at(bytes, at) {
-            // Written whole; what is behind a mark is written over.
-            out[to..to + 8].copy_from_slice(&word.to_le_bytes());
-            let found = marks(word);
-            let plain = (found.trailing_zeros() / 8) as usize;
-            at += plain;
-            to += plain;
-            if found == 0 {
-                continue;
-            }
-        }
-        let byte = *bytes.get(at)?;
-        if byte == b'"' {
-            return Some((at + 1, to));
-        }
-        if byte != b'\\' {
-            if byte < 0x20 {
-                return None;
-            }
-            out[to] = byte;
-            (at, to) = (at + 1, to + 1);
-            continue;
+        match *bytes.get(at)? {
+            b'"' => return Some(at + 1),
+            b'\\' => {}
+            _ => return None,
         }
         let second = *bytes.get(at + 1)?;
         at += 2;
         if second == b'u' {
             let character = unicode(bytes, &mut at)?;
-            to += character.encode_utf8(&mut out[to..to + 4]).len();
+            out.extend_from_slice(character.encode_utf8(&mut [0; 4]).as_bytes());
         } else {
             let said = SAID[second as usize];
             if said == 0 {
                 return None;
             }
-            out[to] = said;
-            to += 1;
+            out.push(said);
         }
-    }
-}
-
-/// Room for the next eight bytes.
-#[inline]
-fn make_room(out: &mut Vec<u8>, to: usize) {
-    if out.len() < to + 8 {
-        out.resize((to + 8).max(2 * out.len()).max(256), 0);
+        if bytes.get(at) != Some(&b'\\') {
+            let end = if printable { marked_end(bytes, at) } else { plain_end(bytes, at, false) };
+            out.extend_from_slice(&bytes[at..end]);
+            at = end;
+        }
     }
 }
 
