@@ -296,8 +296,13 @@ impl Pieces {
         if let Some(bytes) = piece {
             self.data.extend_from_slice(bytes);
         }
+        self.close(piece.is_some());
+    }
+
+    /// Appends what was added to `data` as one piece; `known` is false where the record had none, and nothing was added.
+    pub fn close(&mut self, known: bool) {
         self.ends.push(self.data.len() as u32);
-        self.known.push(piece.is_some());
+        self.known.push(known);
     }
 
     /// How many pieces.

@@ -4,16 +4,11 @@
 //! `{"tokens", "logprobs"}`, `{"values"}`, the legacy `{"tokens", "token_logprobs"}`, and `token_id:N` in place of text.
 //! Nothing here looks at the message beside them.
 
-use super::numbers::{ByteList, ID_COMPLAINT, Id, Ids, MAX_ID, Reading, TokenText};
+use super::listed::Columns;
+use super::numbers::{ByteList, Id, Ids, Reading, TokenText};
 use crate::trace::{Pieces, Tokens};
 use serde::de::{self, Deserialize, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use std::fmt;
-
-/// Prefix of vLLM's placeholder texts (`return_tokens_as_token_ids`).
-const PLACEHOLDER: &str = "token_id:";
-
-/// Entries for which room is made at once.
-const RESERVED: usize = 512;
 
 /// The tokens of a `logprobs` value; `None` where it says that there are none.
 #[derive(Debug, Default)]
@@ -23,154 +18,6 @@ impl<'de> Deserialize<'de> for Logprobs {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(LogprobsVisitor)
     }
-}
-
-/// Columns of a token list while it is being read.
-#[derive(Default)]
-pub(super) struct Columns {
-    values: Vec<f32>,
-    missing: u32,
-    invalid: u32,
-    texts: Pieces,
-    bytes: Pieces,
-    ids: Vec<u32>,
-    /// Entries that named no id; an id column with holes is none.
-    without_id: usize,
-    /// Text and bytes of the entry that is being read.
-    pub scratch: [Vec<u8>; 2],
-}
-
-impl Columns {
-    fn value(&mut self, reading: Reading) {
-        let value = match reading {
-            Reading::Known(value) => value,
-            Reading::Missing => {
-                self.missing += 1;
-                f32::NAN
-            }
-            Reading::Invalid => {
-                self.invalid += 1;
-                f32::NAN
-            }
-        };
-        self.values.push(value);
-    }
-
-    /// One entry of a list, from the scratch buffers.
-    pub fn entry(&mut self, reading: Reading, text: bool, bytes: bool, id: Option<Id>) {
-        self.value(reading);
-        match id {
-            Some(Id(id)) => self.ids.push(id),
-            None => self.without_id += 1,
-        }
-        self.texts.push(text.then_some(self.scratch[0].as_slice()));
-        self.bytes.push(bytes.then_some(self.scratch[1].as_slice()));
-    }
-
-    /// Entries so far.
-    pub fn len(&self) -> usize {
-        self.values.len()
-    }
-
-    /// Room for `count` more entries, as a guess; bounded, as a wrong one must not cost more than it saves.
-    pub fn reserve(&mut self, count: usize) {
-        let count = count.min(RESERVED);
-        self.values.reserve(count);
-        for pieces in [&mut self.texts, &mut self.bytes] {
-            pieces.data.reserve(8 * count);
-            pieces.ends.reserve(count);
-            pieces.known.reserve(count);
-        }
-        if self.without_id == 0 {
-            self.ids.reserve(count);
-        }
-    }
-
-    /// Takes the numbers of a list beside `tokens`, and its texts and bytes if its entries were objects that had them.
-    fn take_values(&mut self, list: Self) {
-        (self.values, self.missing, self.invalid) = (list.values, list.missing, list.invalid);
-        if any_known(&list.texts) {
-            self.texts = list.texts;
-        }
-        if any_known(&list.bytes) {
-            self.bytes = list.bytes;
-        }
-    }
-
-    /// Gives back room that was made for entries that did not come.
-    fn fit(&mut self) {
-        if self.values.capacity() / 2 < self.values.len() {
-            return;
-        }
-        self.values.shrink_to_fit();
-        self.ids.shrink_to_fit();
-        for pieces in [&mut self.texts, &mut self.bytes] {
-            pieces.data.shrink_to_fit();
-            pieces.ends.shrink_to_fit();
-            pieces.known.shrink_to_fit();
-        }
-    }
-
-    /// The tokens; `None` where there are none.
-    pub fn finish<E: de::Error>(mut self) -> Result<Option<Tokens>, E> {
-        self.fit();
-        let listed = self.values.len().max(self.texts.len()).max(self.ids.len());
-        if listed == 0 {
-            return Ok(None);
-        }
-        let mut tokens = Tokens {
-            ids: (self.without_id == 0 && !self.ids.is_empty()).then_some(self.ids),
-            bytes: Some(self.bytes).filter(any_known),
-            texts: Some(self.texts).filter(any_known),
-            logprobs: (!self.values.is_empty()).then_some(self.values),
-            missing: self.missing,
-            invalid: self.invalid,
-        };
-        take_placeholders(&mut tokens).map_err(E::custom)?;
-        Ok(Some(tokens))
-    }
-}
-
-fn any_known(pieces: &Pieces) -> bool {
-    pieces.known.contains(&true)
-}
-
-/// Turns texts that are all `token_id:N` into ids; a model may write those words, so all or none.
-pub(super) fn take_placeholders(tokens: &mut Tokens) -> Result<(), String> {
-    let Some(texts) = &tokens.texts else { return Ok(()) };
-    let mut ids = Vec::new();
-    for index in 0..texts.len() {
-        match texts.get(index).and_then(placeholder) {
-            Some(id) => ids.push(id),
-            None => return Ok(()),
-        }
-    }
-    if let Some(bad) = ids.iter().find(|id| **id > MAX_ID) {
-        return Err(format!("{ID_COMPLAINT}{bad} is beyond {MAX_ID}"));
-    }
-    if let Some(bytes) = &tokens.bytes {
-        tokens.bytes = Some(without_echo(bytes, texts)).filter(any_known);
-    }
-    tokens.texts = None;
-    tokens.ids.get_or_insert_with(|| ids.into_iter().map(|id| id as u32).collect());
-    Ok(())
-}
-
-fn placeholder(text: &[u8]) -> Option<u64> {
-    let digits = text.strip_prefix(PLACEHOLDER.as_bytes())?;
-    if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
-        return None;
-    }
-    Some(std::str::from_utf8(digits).ok()?.parse().unwrap_or(u64::MAX))
-}
-
-/// vLLM gives the placeholder's own bytes where it had no entry for a step: those say nothing about the token.
-fn without_echo(bytes: &Pieces, texts: &Pieces) -> Pieces {
-    let mut kept = Pieces::default();
-    for index in 0..bytes.len() {
-        kept.push(bytes.get(index).filter(|piece| texts.get(index) != Some(piece)));
-    }
-    kept
 }
 
 /// Visits a whole `logprobs` value.

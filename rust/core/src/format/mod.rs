@@ -13,6 +13,7 @@ mod fields;
 mod foreign;
 mod form;
 mod history;
+mod listed;
 mod logprobs;
 mod message;
 mod native;

@@ -4,7 +4,8 @@
 //! numbers, which hold further objects, and which are of no use here. Meaning is given to them by the format files.
 
 use super::foreign::is_sign;
-use super::logprobs::{Logprobs, take_placeholders};
+use super::listed::take_placeholders;
+use super::logprobs::Logprobs;
 use super::numbers::{Ids, PieceList};
 use super::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use super::strays;

@@ -21,7 +21,7 @@ pub(super) struct Cursor<'a> {
 }
 
 /// A place to come back to.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Place(usize, u8);
 
 impl<'a> Cursor<'a> {
@@ -62,6 +62,11 @@ impl<'a> Cursor<'a> {
     /// The text from `start` to here.
     pub fn since(&self, start: Place) -> Option<&'a str> {
         self.text.get(start.0..self.at)
+    }
+
+    /// The text from one place to another.
+    pub fn between(&self, start: Place, end: Place) -> Option<&'a str> {
+        self.text.get(start.0..end.0)
     }
 
     /// Steps over white space.
@@ -190,12 +195,22 @@ impl<'a> Cursor<'a> {
         self.text.get(start..end).map(|text| (text, escaped))
     }
 
+    /// Steps over a string.
+    #[inline]
+    fn skip_string(&mut self) -> Option<()> {
+        let start = self.at + 1;
+        let end = plain_end(self.bytes, start, self.printable);
+        if *self.bytes.get(end)? == b'"' {
+            self.at = end + 1;
+            return Some(());
+        }
+        self.unquoted().map(|_| ())
+    }
+
     /// Steps over a value, which must be valid JSON.
     pub fn skip(&mut self) -> Option<()> {
         match self.peek() {
-            b'"' => {
-                self.unquoted()?;
-            }
+            b'"' => self.skip_string()?,
             b'{' => {
                 self.open(b'{')?;
                 let mut more = !self.closes(b'}');
@@ -218,9 +233,7 @@ impl<'a> Cursor<'a> {
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            _ => {
-                self.number()?;
-            }
+            _ => self.skip_number()?,
         }
         Some(())
     }

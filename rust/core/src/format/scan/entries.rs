@@ -3,12 +3,15 @@
 //! One pass, no allocation per token; `top_logprobs` is checked and stepped over. A producer writes all entries of a list
 //! alike, so what stands between the values of one is expected in the next, byte for byte.
 
-use super::super::logprobs::{Columns, Logprobs};
+use super::super::listed::{Columns, Opened, Text};
+use super::super::logprobs::Logprobs;
 use super::super::numbers::{Id, Reading};
-use super::cursor::Cursor;
+use super::cursor::{Cursor, Place};
+use super::number::{eight_digits, leading_digits};
+use super::text::word_at;
 
 /// The value of a key of an entry.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Field {
     Token,
     Logprob,
@@ -20,22 +23,57 @@ enum Field {
 /// How the entry before was written: what stood before each value, and behind the last.
 #[derive(Debug, Default)]
 struct Habit<'a> {
-    fields: Vec<(&'a [u8], Field)>,
-    end: &'a [u8],
+    fields: Vec<(Expected<'a>, Field)>,
+    end: Expected<'a>,
 }
 
-/// What has been read of an entry, beside what is in the scratch buffers.
+/// Bytes that are expected, the first of them eight at a time.
+#[derive(Debug, Default)]
+struct Expected<'a> {
+    text: &'a [u8],
+    words: [u64; WORDS],
+    masks: [u64; WORDS],
+}
+
+/// Words that hold what stands before a value: `, "top_logprobs": `.
+const WORDS: usize = 3;
+
+impl<'a> Expected<'a> {
+    fn new(text: &'a [u8]) -> Self {
+        let (mut words, mut masks) = ([0; WORDS], [0; WORDS]);
+        for (at, &byte) in text.iter().take(8 * WORDS).enumerate() {
+            words[at / 8] |= u64::from(byte) << (8 * (at % 8));
+            masks[at / 8] |= 0xFF << (8 * (at % 8));
+        }
+        Self { text, words, masks }
+    }
+
+    /// Whether `rest` begins with it.
+    #[inline]
+    fn begins(&self, rest: &[u8]) -> bool {
+        let Some(first) = rest.first_chunk::<{ 8 * WORDS }>() else { return rest.starts_with(self.text) };
+        let (words, _) = first.as_chunks::<8>();
+        let expected = self.words.iter().zip(&self.masks);
+        let other = words
+            .iter()
+            .zip(expected)
+            .fold(0, |other, (found, (word, mask))| other | ((u64::from_le_bytes(*found) ^ word) & mask));
+        other == 0 && (self.text.len() <= 8 * WORDS || rest.starts_with(self.text))
+    }
+}
+
+/// What has been read of an entry, beside the pieces in the columns.
 #[derive(Debug, Clone, Copy)]
 struct Read {
     reading: Reading,
-    text: bool,
+    text: Text,
     bytes: bool,
     id: Option<Id>,
 }
 
 impl Default for Read {
     fn default() -> Self {
-        Self { reading: Reading::Missing, text: false, bytes: false, id: None }
+        Self { reading: Reading::Missing, text: Text::Unknown, bytes: false, id: None }
     }
 }
 
@@ -73,7 +111,7 @@ impl<'a> Cursor<'a> {
 
     /// A list of entries, or null.
     fn entries(&mut self, columns: &mut Columns) -> Option<()> {
-        *columns = Columns::default();
+        *columns = Columns::naming();
         if self.peek() == b'n' {
             return self.word(b"null");
         }
@@ -81,14 +119,16 @@ impl<'a> Cursor<'a> {
         let mut habit = Habit::default();
         let mut more = !self.closes(b']');
         while more {
-            let start = self.place();
-            let read = if let Some(read) = self.as_before(&habit, columns) {
+            let (start, opened) = (self.place(), columns.open());
+            let read = if let Some(read) = self.as_before(&habit, opened, columns) {
                 read
             } else {
                 self.rewind(start);
-                self.entry(&mut habit, columns)?
+                columns.clear_text(opened);
+                columns.clear_bytes(opened);
+                self.entry(&mut habit, opened, columns)?
             };
-            columns.entry(read.reading, read.text, read.bytes, read.id);
+            columns.close(read.reading, read.text, read.bytes, read.id);
             if columns.len() == 1 {
                 columns.reserve(self.rest().len() / self.since(start)?.len().max(1));
             }
@@ -100,21 +140,32 @@ impl<'a> Cursor<'a> {
 
     /// An entry that is written like the one before.
     #[inline]
-    fn as_before(&mut self, habit: &Habit<'a>, columns: &mut Columns) -> Option<Read> {
+    fn as_before(&mut self, habit: &Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
         if habit.fields.is_empty() {
             return None;
         }
+        let start = self.place();
         let mut read = Read::default();
-        for &(before, field) in &habit.fields {
-            self.word(before)?;
-            self.field(field, &mut read, columns)?;
+        for (before, field) in &habit.fields {
+            let behind = self.place();
+            self.expect(before)?;
+            if *field == Field::Other {
+                self.alternatives(start, behind, habit)?;
+            } else {
+                self.field(*field, &mut read, opened, columns)?;
+            }
         }
-        self.word(habit.end)?;
+        self.expect(&habit.end)?;
         Some(read)
     }
 
+    #[inline]
+    fn expect(&mut self, expected: &Expected<'_>) -> Option<()> {
+        expected.begins(self.rest()).then(|| self.advance(expected.text.len()))
+    }
+
     /// An entry, key by key: an object or a number.
-    fn entry(&mut self, habit: &mut Habit<'a>, columns: &mut Columns) -> Option<Read> {
+    fn entry(&mut self, habit: &mut Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
         let mut read = Read::default();
         habit.fields.clear();
         if self.peek() != b'{' {
@@ -136,27 +187,33 @@ impl<'a> Cursor<'a> {
                 _ => Field::Other,
             };
             if habit.fields.len() <= FIELDS {
-                habit.fields.push((self.since(start)?.as_bytes(), field));
+                habit.fields.push((Expected::new(self.since(start)?.as_bytes()), field));
             }
-            self.field(field, &mut read, columns)?;
+            self.field(field, &mut read, opened, columns)?;
             start = self.place();
             more = self.continues(b'}')?;
         }
         self.close();
-        habit.end = self.since(start)?.as_bytes();
+        habit.end = Expected::new(self.since(start)?.as_bytes());
         if habit.fields.len() > FIELDS {
             habit.fields.clear();
         }
         Some(read)
     }
 
-    /// The value of a key.
+    /// The value of a key; of a key that is there twice the last value counts.
     #[inline]
-    fn field(&mut self, field: Field, read: &mut Read, columns: &mut Columns) -> Option<()> {
+    fn field(&mut self, field: Field, read: &mut Read, opened: Opened, columns: &mut Columns) -> Option<()> {
         match field {
-            Field::Token => read.text = self.token_text(&mut columns.scratch[0])?,
+            Field::Token => {
+                columns.clear_text(opened);
+                read.text = self.token_text(columns)?;
+            }
             Field::Logprob => read.reading = self.reading()?,
-            Field::Bytes => read.bytes = self.byte_list(&mut columns.scratch[1])?,
+            Field::Bytes => {
+                columns.clear_bytes(opened);
+                read.bytes = self.byte_list(&mut columns.bytes.data)?;
+            }
             Field::TokenId if self.null().is_some() => read.id = None,
             Field::TokenId => read.id = Some(Id(self.id()?)),
             Field::Other => self.skip()?,
@@ -173,30 +230,85 @@ impl<'a> Cursor<'a> {
     }
 
     #[inline]
-    fn token_text(&mut self, scratch: &mut Vec<u8>) -> Option<bool> {
+    fn token_text(&mut self, columns: &mut Columns) -> Option<Text> {
         if self.peek() == b'n' {
-            return self.word(b"null").map(|()| false);
+            return self.word(b"null").map(|()| Text::Unknown);
+        }
+        if let Some(id) = columns.takes_names().then(|| self.name()).flatten() {
+            return Some(Text::Names(id));
         }
         let text = self.unquoted()?;
-        scratch.clear();
-        scratch.extend_from_slice(text.as_bytes());
-        Some(true)
+        columns.texts.data.extend_from_slice(text.as_bytes());
+        Some(Text::Spelled)
+    }
+
+    /// The id of a text `"token_id:N"`, written as vLLM does.
+    #[inline]
+    fn name(&mut self) -> Option<u32> {
+        const BEFORE: &[u8; 10] = b"\"token_id:";
+        let rest = self.rest().strip_prefix(BEFORE)?;
+        let word = word_at(rest, 0)?;
+        let length = leading_digits(word);
+        let zero_first = length > 1 && word as u8 == b'0';
+        if !(1..8).contains(&length) || zero_first || (word >> (8 * length)) as u8 != b'"' {
+            return None;
+        }
+        self.advance(BEFORE.len() + length + 1);
+        Some(eight_digits(word << (64 - 8 * length)) as u32)
     }
 
     #[inline]
-    fn byte_list(&mut self, scratch: &mut Vec<u8>) -> Option<bool> {
+    fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| false);
         }
-        scratch.clear();
         self.open(b'[')?;
         let mut more = !self.closes(b']');
         while more {
-            scratch.push(self.byte()?);
+            bytes.push(self.byte()?);
             more = self.continues(b']')?;
         }
         self.close();
         Some(true)
+    }
+
+    /// Steps over the value of a key that is not read, inside the entry that began at `start` and whose values before it
+    /// ended at `behind`: most often it lists the same token again, or others that are written alike.
+    #[inline]
+    fn alternatives(&mut self, start: Place, behind: Place, habit: &Habit<'a>) -> Option<()> {
+        let value = self.place();
+        if self.again(start, behind).or_else(|| self.others(value, habit)).is_some() {
+            return Some(());
+        }
+        self.rewind(value);
+        self.skip()
+    }
+
+    /// Steps over a list of one object that has the values so far.
+    #[inline]
+    fn again(&mut self, start: Place, behind: Place) -> Option<()> {
+        let said = self.between(start, behind).filter(|said| !said.is_empty())?.as_bytes();
+        let rest = self.rest().strip_prefix(b"[")?.strip_prefix(said)?;
+        rest.starts_with(b"}]").then(|| self.advance(said.len() + 3))
+    }
+
+    /// Steps over a list of objects that are written like the entry, as far as it is read.
+    fn others(&mut self, value: Place, habit: &Habit<'a>) -> Option<()> {
+        self.rewind(value);
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            for (before, field) in &habit.fields {
+                if *field != Field::Other {
+                    self.expect(before)?;
+                    self.skip()?;
+                }
+            }
+            self.word(b"}")?;
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
     }
 }
 

@@ -13,26 +13,58 @@ const POWERS: [f64; 23] = [
 /// Integers up to here are float64 without rounding.
 const EXACT: u64 = 1 << 53;
 
-/// A number as it stands: digits without the point, and how many stood behind it.
+/// A number as it stands: digits without the point, and the power of ten that divides them.
 struct Decimal {
     negative: bool,
     digits: u64,
-    /// All digits, leading zeros not counted; more than 19 do not fit `digits`.
-    count: u32,
-    fraction: usize,
-    /// Whether it has an exponent.
-    exponent: bool,
+    /// Whether `digits` holds all of them: at most 19, leading zeros not counted.
+    fits: bool,
+    power: i64,
     /// Whether it has a point or an exponent.
     real: bool,
 }
 
-impl<'a> Cursor<'a> {
-    /// Steps over a number and gives its text.
+/// Exponents are told apart up to here.
+const MOST_EXPONENT: u64 = 1 << 20;
+
+impl Cursor<'_> {
+    /// Steps over a number.
     #[inline]
-    pub fn number(&mut self) -> Option<&'a str> {
-        let start = self.place();
-        self.decimal()?;
-        self.since(start)
+    pub fn skip_number(&mut self) -> Option<()> {
+        self.advance(usize::from(self.peek() == b'-'));
+        if self.peek() == b'0' {
+            self.advance(1);
+        } else {
+            self.skip_run()?;
+        }
+        if self.peek() == b'.' {
+            self.advance(1);
+            self.skip_run()?;
+        }
+        if matches!(self.peek(), b'e' | b'E') {
+            self.advance(1);
+            self.advance(usize::from(matches!(self.peek(), b'+' | b'-')));
+            self.skip_run()?;
+        }
+        Some(())
+    }
+
+    /// Steps over at least one digit.
+    #[inline]
+    fn skip_run(&mut self) -> Option<()> {
+        let rest = self.rest();
+        let mut length = 0;
+        while let Some(word) = word_at(rest, length) {
+            let here = leading_digits(word);
+            length += here;
+            if here < 8 {
+                self.advance(length);
+                return (length > 0).then_some(());
+            }
+        }
+        length += rest[length..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+        self.advance(length);
+        (length > 0).then_some(())
     }
 
     /// A number as JSON has it: an optional minus, an integer without leading zeros, fraction, exponent.
@@ -40,56 +72,62 @@ impl<'a> Cursor<'a> {
     fn decimal(&mut self) -> Option<Decimal> {
         let negative = self.peek() == b'-';
         self.advance(usize::from(negative));
-        let (mut digits, mut count) = (0, 0);
+        let (mut digits, mut whole, mut fraction) = (0, 0, 0);
         if self.peek() == b'0' {
             self.advance(1);
-        } else if self.run(&mut digits, &mut count) == 0 {
-            return None;
+        } else {
+            whole = self.run(&mut digits)?;
         }
-        let (mut fraction, mut real) = (0, false);
+        let mut real = false;
+        let mut zeros = &[][..];
         if self.peek() == b'.' {
             self.advance(1);
             real = true;
-            fraction = self.run(&mut digits, &mut count);
-            if fraction == 0 {
-                return None;
-            }
+            zeros = self.rest();
+            fraction = self.run(&mut digits)?;
         }
-        let exponent = matches!(self.peek(), b'e' | b'E');
-        if exponent {
+        let mut power = fraction as i64;
+        if matches!(self.peek(), b'e' | b'E') {
             self.advance(1);
+            real = true;
+            let lowers = self.peek() == b'-';
             self.advance(usize::from(matches!(self.peek(), b'+' | b'-')));
-            if self.run(&mut 0, &mut 0) == 0 {
-                return None;
-            }
+            let mut exponent = 0;
+            let length = self.run(&mut exponent)?;
+            let exponent = if length < 7 { exponent as i64 } else { MOST_EXPONENT as i64 };
+            power += if lowers { exponent } else { -exponent };
         }
-        Some(Decimal { negative, digits, count, fraction, exponent, real: real || exponent })
+        // An integer has no leading zero; behind `0.` they do not count.
+        let counted = whole + fraction;
+        let fits = counted <= 19 || whole == 0 && zeros.iter().take(counted - 19).all(|&zero| zero == b'0');
+        Some(Decimal { negative, digits, fits, power, real })
     }
 
-    /// Appends a run of digits; its length.
+    /// Appends a run of at least one digit, modulo 2 to the 64; its length.
     #[inline]
-    fn run(&mut self, digits: &mut u64, count: &mut u32) -> usize {
+    fn run(&mut self, digits: &mut u64) -> Option<usize> {
         let rest = self.rest();
         let mut length = 0;
         while let Some(word) = word_at(rest, length) {
             let here = leading_digits(word);
+            if here == 8 {
+                *digits = digits.wrapping_mul(TENS[8]).wrapping_add(eight_digits(word));
+                length += 8;
+                continue;
+            }
             if here > 0 {
                 *digits = digits.wrapping_mul(TENS[here]).wrapping_add(eight_digits(word << (64 - 8 * here)));
-                *count += if *count == 0 { significant(*digits) } else { here as u32 };
                 length += here;
             }
-            if here < 8 {
-                self.advance(length);
-                return length;
-            }
+            self.advance(length);
+            return (length > 0).then_some(length);
         }
         while let Some(digit) = rest.get(length).map(|byte| byte.wrapping_sub(b'0')).filter(|digit| *digit < 10) {
             *digits = digits.wrapping_mul(10).wrapping_add(u64::from(digit));
-            *count += u32::from(*count > 0 || digit > 0);
             length += 1;
         }
         self.advance(length);
-        length
+        (length > 0).then_some(length)
     }
 
     /// A float64 that rounds to the same float32 as the nearest float64 does.
@@ -106,8 +144,15 @@ impl<'a> Cursor<'a> {
     /// A token id.
     #[inline]
     pub fn id(&mut self) -> Option<u32> {
+        let word = word_at(self.rest(), 0).unwrap_or(0);
+        let length = leading_digits(word);
+        let behind = (word >> (8 * length.min(7))) as u8;
+        if (1..8).contains(&length) && matches!(behind, b',' | b']') && (length == 1 || word as u8 != b'0') {
+            self.advance(length);
+            return Some(eight_digits(word << (64 - 8 * length)) as u32);
+        }
         let decimal = self.decimal()?;
-        let is_id = !decimal.real && !decimal.negative && decimal.count <= 10 && decimal.digits <= MAX_ID;
+        let is_id = !decimal.real && !decimal.negative && decimal.fits && decimal.digits <= MAX_ID;
         is_id.then_some(decimal.digits as u32)
     }
 
@@ -143,24 +188,23 @@ impl Decimal {
     /// Its value, where one correctly rounded operation gives it.
     #[inline]
     fn exactly(&self) -> Option<f64> {
-        let small = self.count <= 19 && self.digits <= EXACT && self.fraction < POWERS.len() && !self.exponent;
-        small.then(|| self.signed(self.digits as f64 / POWERS[self.fraction]))
+        let divisor = *POWERS.get(usize::try_from(self.power).ok()?)?;
+        (self.fits && self.digits <= EXACT).then(|| self.signed(self.digits as f64 / divisor))
     }
 
-    /// A value at most two steps of float64 away, where that cannot change its float32.
+    /// A value at most four steps of float64 away, where that cannot change its float32.
     ///
-    /// Digits and quotient are rounded once each, so the result is within 2 ulp of the true value, and the nearest float64
-    /// within half of one. Both round to the same float32 unless a midpoint of two float32 lies between them: the lower
-    /// 29 bits say how far the next midpoint is. Only magnitudes of ordinary float32 are taken.
+    /// Digits and both quotients are rounded once each, so the result is within 3 ulp of the true value, and the nearest
+    /// float64 within half of one. Both round to the same float32 unless a midpoint of two float32 lies between them: the
+    /// lower 29 bits say how far the next midpoint is. Only magnitudes of ordinary float32 are taken.
     #[inline]
     fn nearly(&self) -> Option<f64> {
         const LOW: u64 = (1 << 29) - 1;
         const MIDPOINT: u64 = 1 << 28;
         const MARGIN: u64 = 8;
-        if self.count > 19 || self.exponent || self.fraction >= POWERS.len() {
-            return None;
-        }
-        let value = self.digits as f64 / POWERS[self.fraction];
+        let power = usize::try_from(self.power).ok().filter(|_| self.fits)?;
+        let near = power.min(POWERS.len() - 1);
+        let value = self.digits as f64 / POWERS[near] / POWERS.get(power - near)?;
         let safe = (value.to_bits() & LOW).abs_diff(MIDPOINT) > MARGIN && (1e-30..1e3).contains(&value);
         safe.then(|| self.signed(value))
     }
@@ -172,7 +216,7 @@ impl Decimal {
 
     /// As the generic parser has it: an integer where there is neither point nor exponent.
     pub fn into_integer(self) -> Option<(bool, u64)> {
-        (!self.real && self.count <= 18).then_some((self.negative, self.digits))
+        (!self.real && self.fits && self.digits < TENS_18).then_some((self.negative, self.digits))
     }
 }
 
@@ -188,12 +232,15 @@ impl Cursor<'_> {
     }
 }
 
+/// Below it an integer is one of 64 bits, with either sign.
+const TENS_18: u64 = 1_000_000_000_000_000_000;
+
 /// Powers of ten by exponent.
 const TENS: [u64; 9] = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
 
 /// How many digits eight bytes begin with.
 #[inline]
-fn leading_digits(word: u64) -> usize {
+pub(super) fn leading_digits(word: u64) -> usize {
     const ZEROS: u64 = 0x3030_3030_3030_3030;
     const HIGHS: u64 = 0x8080_8080_8080_8080;
     // A digit becomes 0 to 9, and no sum of those carries: the first high bit is that of the first other byte.
@@ -204,14 +251,8 @@ fn leading_digits(word: u64) -> usize {
 
 /// The number that eight digits spell, the first in the lowest byte.
 #[inline]
-fn eight_digits(word: u64) -> u64 {
+pub(super) fn eight_digits(word: u64) -> u64 {
     let pairs = (word & 0x0F0F_0F0F_0F0F_0F0F).wrapping_mul(2561) >> 8;
     let fours = (pairs & 0x00FF_00FF_00FF_00FF).wrapping_mul(6_553_601) >> 16;
     (fours & 0x0000_FFFF_0000_FFFF).wrapping_mul(42_949_672_960_001) >> 32
-}
-
-/// How many digits a number has, 0 for 0.
-#[inline]
-fn significant(digits: u64) -> u32 {
-    if digits == 0 { 0 } else { digits.ilog10() + 1 }
 }

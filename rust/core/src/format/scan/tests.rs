@@ -110,6 +110,14 @@ fn entries_that_are_not_written_like_the_one_before_are_read_all_the_same() {
         r#"{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[],"more":{"x":[]}}"#,
         "-0.125",
         "{}",
+        r#"{"token":"token_id:5","logprob":-5e-07,"bytes":[97],"top_logprobs":[{"token":"token_id:5","logprob":-5e-07,"bytes":[97]}]}"#,
+        r#"{"token":"token_id:5","logprob":-0.5,"bytes":[97],"top_logprobs":[{"token":"token_id:6","logprob":0,"bytes":null},{"token":"\n","logprob":-0.5,"bytes":[97]}]}"#,
+        r#"{"token":"token_id:5","logprob":-0.5,"bytes":[116,111,107,101,110,95,105,100,58,53],"token_id":5}"#,
+        r#"{"token":"token_id:123456789","logprob":-0.5,"bytes":[97]}"#,
+        r#"{"token":"token_id:05","logprob":-0.5,"bytes":[97]}"#,
+        r#"{"token":"x","token":"token_id:0","logprob":-0.5,"bytes":[1],"bytes":[97,98]}"#,
+        r#"{"token":"token_id:0","token":"y","logprob":-0.5,"bytes":[97,98],"bytes":null}"#,
+        r#"{"token":"token_id:7","token":null,"logprob":-0.5}"#,
     ];
     for (first, second) in entries.iter().flat_map(|first| entries.iter().map(move |second| (first, second))) {
         let record = format!(
@@ -164,6 +172,8 @@ fn logprob() -> impl Strategy<Value = String> {
     prop_oneof![
         (0u64..100, "[0-9]{1,19}").prop_map(|(whole, digits)| format!("-{whole}.{digits}")),
         any::<f32>().prop_map(|value| format!("{}", -value.abs())),
+        // As Python writes small ones.
+        ("[1-9]\\.[0-9]{0,18}[1-9]", 0u32..30).prop_map(|(digits, exponent)| format!("-{digits}e-{exponent:02}")),
         any::<f64>().prop_filter("JSON has no NaN", |value| value.is_finite()).prop_map(|value| format!("{value:e}")),
         any::<f32>().prop_filter("JSON has no NaN", |value| value.is_finite()).prop_map(|value| format!("{value}")),
         // Halfway between two float32, and next to it.
