@@ -4,6 +4,7 @@
 //! decided in `format`.
 
 mod events;
+mod held;
 mod quarantine;
 mod report;
 mod source;
@@ -83,7 +84,7 @@ pub fn decode_all(
 ) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
     let pieces: Vec<_> = (first..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes }).collect();
-    let outcomes: Vec<_> = pieces.into_par_iter().map(|piece| Outcome::of(piece, &file, usize::MAX, format)).collect();
+    let outcomes = decoded(pieces, &file, usize::MAX, format);
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
     for outcome in outcomes {
         let record = outcome.decoded.map_err(|rejection| rejection.error)?;
@@ -92,6 +93,15 @@ pub fn decode_all(
         traces.push(Arc::new(record.trace));
     }
     Ok((traces, report))
+}
+
+/// Decodes pieces in their order, on all threads. One thread is the caller's: memory is then given back where it was taken.
+fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&str>) -> Vec<Outcome> {
+    let decode = |piece| Outcome::of(piece, file, limit, format);
+    if rayon::current_num_threads() == 1 {
+        return pieces.into_iter().map(decode).collect();
+    }
+    pieces.into_par_iter().map(decode).collect()
 }
 
 impl Outcome {
@@ -192,9 +202,7 @@ impl Reader {
         }
         self.next_chunk = (self.next_chunk * 4).min(self.options.chunk_bytes).max(1);
         self.report.bytes += bytes as u64;
-        let (file, limit, format) = (&self.file, self.options.max_record_bytes, self.options.format);
-        let outcomes: Vec<_> = records.into_par_iter().map(|piece| Outcome::of(piece, file, limit, format)).collect();
-        self.waiting.extend(outcomes);
+        self.waiting.extend(decoded(records, &self.file, self.options.max_record_bytes, self.options.format));
     }
 
     /// Applies the policy to a bad record.

@@ -4,6 +4,7 @@
 //! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
 
 use super::events;
+use super::held::Held;
 use crate::format::{Reason, Rejection, reject};
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -48,16 +49,13 @@ struct Nesting {
     escaped: bool,
 }
 
-/// Bytes asked of the stream at once.
-const BLOCK: usize = 1 << 18;
-
 const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
 
 /// Cuts a stream into records.
 #[allow(clippy::struct_excessive_bools, reason = "each says something of the bytes that the others do not")]
 pub(super) struct Splitter {
     stream: Box<dyn Read + Send>,
-    buffer: Vec<u8>,
+    buffer: Held,
     /// Where in the buffer the record being read begins.
     start: usize,
     /// Up to where it was scanned.
@@ -85,7 +83,7 @@ impl Splitter {
     pub fn new(stream: Box<dyn Read + Send>, limit: usize) -> Self {
         Self {
             stream,
-            buffer: Vec::new(),
+            buffer: Held::default(),
             start: 0,
             scanned: 0,
             nesting: Nesting::default(),
@@ -136,23 +134,14 @@ impl Splitter {
         if self.at_end {
             return false;
         }
-        self.buffer.drain(..self.start);
+        self.buffer.forget(self.start);
         self.scanned -= self.start;
         self.line_start = self.line_start.saturating_sub(self.start);
         self.start = 0;
-        let length = self.buffer.len();
-        self.buffer.resize(length + BLOCK, 0);
-        let count = loop {
-            match self.stream.read(&mut self.buffer[length..]) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    self.failure = Some(error);
-                    break 0;
-                }
-                Ok(count) => break count,
-            }
-        };
-        self.buffer.truncate(length + count);
+        let count = self.buffer.read(&mut self.stream).unwrap_or_else(|error| {
+            self.failure = Some(error);
+            0
+        });
         self.at_end = count == 0;
         self.saw_bytes |= count > 0;
         !self.at_end
@@ -302,8 +291,8 @@ impl Splitter {
 
     /// Lets go of what is held of a record that is too long.
     fn cut_overlong(&mut self) -> Piece {
-        self.buffer.drain(..self.start);
-        let bytes = std::mem::take(&mut self.buffer);
+        let bytes = self.buffer.take_from(self.start);
+        self.buffer = Held::default();
         (self.start, self.scanned, self.line_start) = (0, 0, 0);
         let continued = std::mem::replace(&mut self.overlong, true);
         Piece::Overlong { line: self.line, bytes, continued }
@@ -336,7 +325,7 @@ impl Splitter {
     }
 
     fn broken(&mut self, problem: Rejection) -> Piece {
-        let bytes = self.buffer.split_off(self.start);
+        let bytes = self.buffer.take_from(self.start);
         self.scanned = self.start;
         Piece::Broken { line: self.line, bytes, problem }
     }

@@ -18,6 +18,8 @@ pub(super) struct Cursor<'a> {
     printable: bool,
     /// The last string that had escapes, without them.
     scratch: Vec<u8>,
+    /// The prompt ids before, and what was written of them between the brackets.
+    pub prompt: (&'a [u8], Vec<u32>),
 }
 
 /// A place to come back to.
@@ -27,7 +29,15 @@ pub(super) struct Place(usize, u8);
 impl<'a> Cursor<'a> {
     pub fn new(text: &'a str) -> Self {
         let bytes = text.as_bytes();
-        Self { text, bytes, at: 0, depth: 0, printable: is_printable(bytes), scratch: Vec::new() }
+        Self {
+            text,
+            bytes,
+            at: 0,
+            depth: 0,
+            printable: is_printable(bytes),
+            scratch: Vec::new(),
+            prompt: (&[], Vec::new()),
+        }
     }
 
     pub fn place(&self) -> Place {

@@ -42,7 +42,7 @@ impl<'a> Cursor<'a> {
                 Slot::TokenIds if self.null().is_some() => object.numbers.token_ids = None,
                 Slot::TokenIds => object.numbers.token_ids = Some(self.ids()?),
                 Slot::PromptIds if self.null().is_some() => object.numbers.prompt_token_ids = None,
-                Slot::PromptIds => object.numbers.prompt_token_ids = Some(self.ids()?),
+                Slot::PromptIds => object.numbers.prompt_token_ids = Some(self.prompt_ids()?),
                 Slot::Texts => object.numbers.texts = self.generic(|json| PieceList::Texts.deserialize(json))?,
                 Slot::Bytes => object.numbers.bytes = self.generic(|json| PieceList::Bytes.deserialize(json))?,
                 Slot::Nested(name, kind) => {
@@ -85,11 +85,34 @@ impl<'a> Cursor<'a> {
     }
 
     fn ids(&mut self) -> Option<Vec<u32>> {
+        self.ids_behind((&[], &[]))
+    }
+
+    /// A prompt's ids: each turn of a conversation lists those of the turn before again.
+    fn prompt_ids(&mut self) -> Option<Vec<u32>> {
+        let start = self.place();
+        let (text, before) = std::mem::take(&mut self.prompt);
+        let ids = self.ids_behind((text, &before))?;
+        let written = self.since(start)?.as_bytes();
+        self.prompt = (&written[1..written.len() - 1], ids.clone());
+        Some(ids)
+    }
+
+    /// A list of ids, which may begin as another did: what was written there, and its ids.
+    fn ids_behind(&mut self, (text, before): (&[u8], &[u32])) -> Option<Vec<u32>> {
         // A list of numbers has no bracket inside, so its commas count them.
         let end = memchr::memchr(b']', self.rest())?;
         let mut ids = Vec::with_capacity(1 + memchr::memchr_iter(b',', &self.rest()[..end]).count());
+        let behind = self.rest().get(1..end).and_then(|list| list.strip_prefix(text));
+        let again = !before.is_empty() && behind.is_some_and(|rest| rest.first().is_none_or(|&byte| byte == b','));
+        let start = self.place();
         self.open(b'[')?;
         let mut more = !self.closes(b']');
+        if again && self.since(start)?.len() == 1 {
+            ids.extend_from_slice(before);
+            self.advance(text.len());
+            more = self.continues(b']')?;
+        }
         while more {
             ids.push(self.id()?);
             more = self.continues(b']')?;

@@ -167,6 +167,21 @@ fn tools_that_were_read_before_are_those_that_stand_here() {
     }
 }
 
+#[test]
+fn prompts_that_begin_like_the_one_before_are_the_ids_that_stand_there() {
+    let lists = [
+        "[]", "[1]", "[12]", "[1,2]", "[ 1,2]", "[1, 2]", "[1,2 ]", "[1,2 ,3]", "[1,2,3]", "[1,23]", "[ ]", "[1,2,03]",
+        "[1,2,]",
+    ];
+    for (first, second) in lists.iter().flat_map(|first| lists.iter().map(move |second| (first, second))) {
+        let record = format!(
+            r#"{{"calls":[{{"response":{{"prompt_token_ids":{first}}}}},{{"response":{{"prompt_token_ids":{second}}}}}]}}"#
+        );
+        let valid = [first, second].iter().all(|list| serde_json::from_str::<Vec<u32>>(list).is_ok());
+        assert_eq!(same(&record), valid, "{record}");
+    }
+}
+
 /// A logprob's text with any number of digits.
 fn logprob() -> impl Strategy<Value = String> {
     prop_oneof![
