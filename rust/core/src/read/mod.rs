@@ -139,6 +139,10 @@ pub struct Reader {
     options: Options,
     splitter: Splitter,
     waiting: VecDeque<Outcome>,
+    /// Records that were cut while those before them were decoded.
+    ahead: Option<Vec<Piece>>,
+    /// Whether the source never waits, so that reading ahead holds nothing up.
+    ready: bool,
     next_chunk: usize,
     quarantine: Option<Quarantine>,
     report: Report,
@@ -166,6 +170,8 @@ impl Reader {
         };
         Self {
             file: source.name,
+            ready: source.ready,
+            ahead: None,
             splitter: Splitter::new(source.bytes, options.max_record_bytes),
             next_chunk: FIRST_CHUNK_BYTES.min(options.chunk_bytes),
             options,
@@ -187,22 +193,37 @@ impl Reader {
         self.by_ref().take(count).map(|trace| trace.map(Arc::new)).collect()
     }
 
-    /// Reads and parses the next chunk.
+    /// Reads and parses the next chunk; on several threads the one behind it is cut meanwhile.
     fn fill(&mut self) {
-        let (mut records, mut bytes) = (Vec::new(), 0);
-        while bytes < self.next_chunk && records.len() < CHUNK_RECORDS && !self.exhausted {
+        let pieces = self.ahead.take().unwrap_or_else(|| self.cut());
+        self.report.bytes += pieces.iter().map(Piece::len).sum::<usize>() as u64;
+        let (file, limit, format) = (Arc::clone(&self.file), self.options.max_record_bytes, self.options.format);
+        let decode = || decoded(pieces, &file, limit, format);
+        let outcomes = if self.ready && !self.exhausted && rayon::current_num_threads() > 1 {
+            let (outcomes, next) = rayon::join(decode, || self.cut());
+            self.ahead = Some(next);
+            outcomes
+        } else {
+            decode()
+        };
+        self.waiting.extend(outcomes);
+    }
+
+    /// Cuts the next chunk into records.
+    fn cut(&mut self) -> Vec<Piece> {
+        let (mut pieces, mut bytes) = (Vec::new(), 0);
+        while bytes < self.next_chunk && pieces.len() < CHUNK_RECORDS && !self.exhausted {
             match self.splitter.next_piece() {
                 Some(piece) => {
                     self.exhausted = matches!(piece, Piece::Broken { .. });
                     bytes += piece.len();
-                    records.push(piece);
+                    pieces.push(piece);
                 }
                 None => self.exhausted = true,
             }
         }
         self.next_chunk = (self.next_chunk * 4).min(self.options.chunk_bytes).max(1);
-        self.report.bytes += bytes as u64;
-        self.waiting.extend(decoded(records, &self.file, self.options.max_record_bytes, self.options.format));
+        pieces
     }
 
     /// Applies the policy to a bad record.
@@ -245,7 +266,7 @@ impl Reader {
                 return self.quarantine.as_mut().map_or(Ok(()), Quarantine::finish).map(|()| None);
             }
             let Some(outcome) = self.waiting.pop_front() else {
-                if self.exhausted {
+                if self.exhausted && self.ahead.is_none() {
                     return self.finish().map(|()| None);
                 }
                 self.fill();

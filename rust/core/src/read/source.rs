@@ -11,6 +11,8 @@ use std::sync::Arc;
 pub(super) struct Source {
     pub name: Arc<str>,
     pub bytes: Box<dyn Read + Send>,
+    /// It never waits for a writer: a file on disk.
+    pub ready: bool,
 }
 
 const GZIP: &[u8] = &[0x1f, 0x8b];
@@ -34,13 +36,14 @@ impl Source {
         let name = path.to_string_lossy();
         let fail = |error: &io::Error| unreadable(&name, error);
         let file = File::open(path).map_err(|error| fail(&error))?;
-        if file.metadata().map_err(|error| fail(&error))?.is_dir() {
+        let metadata = file.metadata().map_err(|error| fail(&error))?;
+        if metadata.is_dir() {
             return Err(Error::new(Kind::Io, "it is a directory")
                 .why("Traces are read from one file")
                 .cure("Name a file in it")
                 .at(&in_file(&name)));
         }
-        Self::new(Box::new(file), &name)
+        Ok(Self { ready: metadata.is_file(), ..Self::new(Box::new(file), &name)? })
     }
 
     /// Decompresses a byte stream where its first bytes say so.
@@ -64,7 +67,7 @@ impl Source {
         } else {
             Box::new(whole)
         };
-        Ok(Self { name: name.into(), bytes })
+        Ok(Self { name: name.into(), bytes, ready: false })
     }
 }
 
