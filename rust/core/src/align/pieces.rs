@@ -9,21 +9,26 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Pieces, Stop, Tokens, Trace};
 use std::borrow::Cow;
 
+/// What stands for broken text.
+pub const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
+/// What a byte begins with where it is written in hexadecimal.
+const ESCAPE: &[u8] = br"\x";
+
 /// Resolves a list of tokens with texts or bytes.
 pub fn from_pieces(
     generation: &Generation,
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
-    resolved: &mut Resolved,
+    resolved: &mut Resolved<'_>,
 ) {
     by_pieces(generation, content, tokenizer, hides_specials, resolved);
     doubt_first(tokenizer, resolved);
 }
 
 /// The first token is not known where a server may have taken its space: `Hello` is spelled with one and without.
-fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved) {
-    if !tokenizer.drops_first_space() || resolved.known.first() != Some(&true) {
+fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved<'_>) {
+    if !tokenizer.drops_first_space() || !resolved.is_known(0) {
         return;
     }
     let Some(bytes) = tokenizer.token_bytes(resolved.ids[0]).filter(|bytes| !bytes.starts_with(b" ")) else { return };
@@ -32,9 +37,8 @@ fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved) {
         return;
     }
     let detail = format!("{} is two tokens, with a space before it and without", excerpt(bytes));
-    (resolved.ids[0], resolved.known[0]) = (0, false);
     resolved.find(Reason::NormalizerChanged, 0, 1, detail);
-    resolved.unknown.insert(0, (0, Reason::NormalizerChanged));
+    resolved.doubt_first(Reason::NormalizerChanged);
 }
 
 fn by_pieces(
@@ -42,13 +46,17 @@ fn by_pieces(
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
-    resolved: &mut Resolved,
+    resolved: &mut Resolved<'_>,
 ) {
     let tokens = &generation.tokens;
     let count = tokens.len();
     let stop = stop_token(generation, tokenizer, count);
     let listed = count - usize::from(stop.is_some());
     let level = if tokens.bytes.is_some() { tier::BYTES } else { tier::TEXT };
+    if let Some(mut ids) = all_by_own_bytes(tokens, listed, tokenizer) {
+        ids.extend(stop);
+        return resolved.take(Cow::Owned(ids), level);
+    }
     let mut seen: Vec<Seen<'_>> = Vec::with_capacity(count);
     let mut glyphs = 0;
     for index in 0..listed {
@@ -81,6 +89,29 @@ fn by_pieces(
         let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
         by_runs(&seen, setting, level, broken, resolved);
     }
+}
+
+/// The ids of the first `listed` tokens, where each shows bytes of its own that an entry has; as [`see`] sees them.
+fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer) -> Option<Vec<u32>> {
+    let pieces = tokens.bytes.as_ref().or(tokens.texts.as_ref())?;
+    let has = |what: &[u8]| memchr::memmem::find(&pieces.data, what).is_some();
+    let is_text = tokens.bytes.is_none();
+    if has(REPLACEMENT) || (is_text && has(ESCAPE)) {
+        return None;
+    }
+    let mut ids = Vec::with_capacity(listed + 1);
+    for index in 0..listed {
+        let piece = pieces.get(index).filter(|piece| !piece.is_empty())?;
+        let written = || std::str::from_utf8(piece).ok();
+        let id = match tokenizer.id_of_bytes(piece) {
+            Some(id) if !is_text || written().is_some() => id,
+            // A text may also be written in the byte-level alphabet.
+            None if !is_text || piece.is_ascii() => tokenizer.id_of_added(written()?)?,
+            _ => return None,
+        };
+        ids.push(id);
+    }
+    Some(ids)
 }
 
 /// What the record shows of token `index`; its bytes where the vocabulary does not have them.
@@ -121,7 +152,7 @@ fn by_whole(
     seen: &[Seen<'_>],
     setting: Setting<'_>,
     level: u8,
-    resolved: &mut Resolved,
+    resolved: &mut Resolved<'_>,
 ) -> bool {
     let Some(text) = content.filter(|text| !text.is_empty()) else { return false };
     let may_go_on = !matches!(generation.finish_reason.as_deref(), Some("length"));
@@ -141,8 +172,8 @@ fn by_whole(
         };
         push(seen, &found.choices, level, &broken, resolved);
         let mut at = 0;
-        while let Some(first) = (at..seen.len()).find(|&index| !resolved.known[index]) {
-            let end = (first..seen.len()).find(|&index| resolved.known[index]).unwrap_or(seen.len());
+        while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
+            let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
             if let (Some(start), Some(end_byte)) = (found.starts[first], found.starts[end]) {
                 let text = whole.text.as_bytes()[start as usize..end_byte as usize].to_vec();
                 resolved.runs.push((first, end, text));
@@ -155,7 +186,7 @@ fn by_whole(
 }
 
 /// The ids run by run, where the whole text is not known: by what the token behind hidden ones shows.
-fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved) {
+fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved<'_>) {
     let mut choices = Vec::with_capacity(seen.len());
     let mut runs = Vec::new();
     while choices.len() < seen.len() {
@@ -180,13 +211,13 @@ fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, res
 }
 
 /// Takes over what was found; a finding for each run of ids that are not known.
-fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved) {
+fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved<'_>) {
     for (piece, choice) in seen.iter().zip(choices) {
         resolved.push(choice.id(), if matches!(piece, Seen::Id(_)) { level } else { tier::TEXT });
     }
     let mut at = 0;
-    while let Some(first) = (at..seen.len()).find(|&index| !resolved.known[index]) {
-        let end = (first..seen.len()).find(|&index| resolved.known[index]).unwrap_or(seen.len());
+    while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
+        let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
         let lossy = |index: usize| matches!(seen[index], Seen::Text(text) if text.contains('\u{FFFD}'));
         let mangled = (first..end).any(|index| lossy(index) || broken(index));
         let reason = if mangled { Reason::LossyText } else { Reason::PartialUtf8 };
@@ -225,7 +256,6 @@ pub enum Written {
 
 /// The bytes of token `index` alone, or `None` where the record does not give them.
 pub fn own_bytes<'a>(tokens: &'a Tokens, index: usize, tokenizer: &Tokenizer) -> Option<(Cow<'a, [u8]>, Written)> {
-    const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
     let has = |bytes: &&[u8]| !bytes.is_empty() && memchr::memmem::find(bytes, REPLACEMENT).is_none();
     if let Some(bytes) = tokens.bytes.as_ref().and_then(|pieces| pieces.get(index)) {
         return Some((Cow::Borrowed(bytes), Written::Plainly)).filter(|(bytes, _)| has(&&**bytes));

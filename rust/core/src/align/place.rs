@@ -73,7 +73,7 @@ impl Loom<'_> {
             .filter(open)
             .filter_map(|at| bridge(&branches[at], &text.ids, &self.scaffold.closing).map(|found| (at, found)));
         let Some((at, found)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else { return Place::Fork(text) };
-        let (body, behind) = (branches[at].body, branches[at].turn.iter().rev().copied().find(|&turn| turn >= 0));
+        let (body, behind) = (branches[at].body, branches[at].last_turn());
         for (reason, position, detail) in found.edits {
             // An edit at the end of an earlier turn was reported when that turn was passed.
             if position >= body {

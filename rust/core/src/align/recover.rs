@@ -47,13 +47,14 @@ fn recover_one(trace: &Trace, tokenizer: &Tokenizer) -> Recovered {
         let hides = || *hides.get_or_init(|| pieces::hides_specials(trace, tokenizer));
         let resolved = resolve::resolve(generation, content, tokenizer, &hides);
         if !resolved.foreign {
-            for (index, &id) in resolved.ids.iter().enumerate() {
-                let known = resolved.known[index];
-                found.ids.push(if known { id as i32 } else { -1 });
-                found.reason.push(if known { 0 } else { resolved.why_unknown(index) as u8 });
-            }
-            found.tier.extend_from_slice(&resolved.tiers);
-            found.logprobs.extend_from_slice(&resolved.logprobs);
+            let known = |index: usize| resolved.is_known(index);
+            let ids = resolved.ids.iter().enumerate();
+            found.ids.extend(ids.map(|(index, &id)| if known(index) { id as i32 } else { -1 }));
+            let count = resolved.ids.len();
+            let reason = |index: usize| if known(index) { 0 } else { resolved.why_unknown(index) as u8 };
+            found.reason.extend((0..count).map(reason));
+            found.tier.extend((0..count).map(|index| resolved.tier(index)));
+            found.logprobs.extend((0..count).map(|index| resolved.logprob(index)));
         }
         found.cu_tokens.push(found.ids.len() as i64);
         found.turn.push(turn as i32);

@@ -15,7 +15,7 @@ use serde_json::Value;
 impl Loom<'_> {
     /// No prompt ids: the branch whose messages the context continues, spliced; or a fork over the rendered text.
     pub fn place_text(&mut self, turn: usize, generation: &Generation, rendered: &Rendered) -> Result<Place> {
-        let continues = |branch: &super::branch::Branch| {
+        let continues = |branch: &super::branch::Branch<'_>| {
             !branch.ended && !branch.headless && generation.context.starts_with(&branch.path)
         };
         let longest = (0..self.woven.branches.len())
@@ -42,7 +42,7 @@ impl Loom<'_> {
     /// Where in `rendered` the text after branch `at` begins, if the template keeps what was sampled.
     fn splice(&mut self, at: usize, rendered: &Rendered) -> Result<Option<usize>> {
         let branch = &self.woven.branches[at];
-        let turn = branch.turn.last().copied().unwrap_or(0).max(0) as usize;
+        let turn = branch.len().checked_sub(1).and_then(|last| branch.turn_at(last)).unwrap_or(0) as usize;
         let start = branch.prompt.len();
         let closer = &self.scaffold.closer;
         let message = (branch.path.len() - 1) as u32;

@@ -16,9 +16,9 @@ use std::cell::OnceCell;
 
 /// Branches and findings of one trace.
 #[derive(Debug, Default)]
-pub struct Woven {
+pub struct Woven<'a> {
     /// Branches in the order in which they were opened.
-    pub branches: Vec<Branch>,
+    pub branches: Vec<Branch<'a>>,
     /// What did not fit.
     pub findings: Vec<Finding>,
     /// Tokens that the record says were sampled.
@@ -40,7 +40,12 @@ pub(super) enum Place {
 }
 
 /// Aligns one trace.
-pub fn weave(trace: &Trace, tokenizer: &Tokenizer, scaffold: &Scaffold<'_>, options: Options) -> Result<Woven> {
+pub fn weave<'a>(
+    trace: &'a Trace,
+    tokenizer: &'a Tokenizer,
+    scaffold: &'a Scaffold<'a>,
+    options: Options,
+) -> Result<Woven<'a>> {
     let ends = vec![None; trace.generations.len()];
     let mut loom = Loom {
         trace,
@@ -78,10 +83,10 @@ pub(super) struct Loom<'a> {
     /// Whether it was said that the template prints a date.
     pub dated: bool,
     pub hides_specials: OnceCell<bool>,
-    pub woven: Woven,
+    pub woven: Woven<'a>,
 }
 
-impl Loom<'_> {
+impl<'a> Loom<'a> {
     /// Findings of the reader.
     fn note(&mut self, turn: usize, generation: &Generation) {
         for note in &generation.notes {
@@ -97,17 +102,17 @@ impl Loom<'_> {
         self.find(Reason::DuplicateGeneration, turn, -1, count, detail);
     }
 
-    fn add(&mut self, turn: usize, generation: &Generation) -> Result<()> {
+    fn add(&mut self, turn: usize, generation: &'a Generation) -> Result<()> {
         let (place, rendered) = self.place(turn, generation)?;
         let at = match place {
             Place::Extend(at, text) => {
-                self.woven.branches[at].give(&text);
+                self.woven.branches[at].give(text);
                 at
             }
-            Place::Fork(text) => self.fork(turn, &text),
+            Place::Fork(text) => self.fork(turn, text),
             Place::Stem(other, length, text) => {
                 let mut branch = Branch::stem(&self.woven.branches[other], length);
-                branch.give(&text);
+                branch.give(text);
                 self.open(turn, branch)
             }
             Place::Headless => {
@@ -131,14 +136,14 @@ impl Loom<'_> {
     }
 
     /// Opens a branch over `text`, sharing what an earlier branch sampled on the same ids.
-    fn fork(&mut self, turn: usize, text: &Text) -> usize {
-        let shared = |branch: &&Branch| common_prefix(&branch.ids, &text.ids);
+    fn fork(&mut self, turn: usize, text: Text) -> usize {
+        let shared = |branch: &&Branch<'a>| common_prefix(&branch.ids, &text.ids);
         let nearest = self.woven.branches.iter().filter(|branch| !branch.headless).max_by_key(shared);
         let branch = Branch::fork(text, nearest);
         self.open(turn, branch)
     }
 
-    fn open(&mut self, turn: usize, branch: Branch) -> usize {
+    fn open(&mut self, turn: usize, branch: Branch<'a>) -> usize {
         if !self.woven.branches.is_empty() {
             let detail = format!("the prompt extends no earlier turn: branch {}", self.woven.branches.len());
             self.find(Reason::PrefixNotExtended, turn, -1, 0, detail);
