@@ -12,9 +12,11 @@ mod dates;
 mod diff;
 mod duplicates;
 mod extras;
+mod lookup;
 mod pieces;
 mod place;
 mod prompt;
+mod prompts;
 mod recover;
 mod rerender;
 mod resolve;
@@ -37,7 +39,7 @@ use branch::Branch;
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
-use weave::Woven;
+use weave::{Memory, Woven};
 
 /// Which ids the sequences have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -118,8 +120,10 @@ pub struct Aligned {
 /// The first trace that cannot be aligned, unless `options.skip_errors`.
 pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer)?;
-    let woven: Vec<Result<Woven<'_>>> =
-        traces.par_iter().map(|trace| weave::weave(trace, tokenizer, &scaffold, options)).collect();
+    let woven: Vec<Result<Woven<'_>>> = traces
+        .par_iter()
+        .map_init(Memory::default, |memory, trace| weave::weave(trace, tokenizer, &scaffold, options, memory))
+        .collect();
     let mut aligned = Aligned { cu_seqlens: vec![0], cu_turns: vec![0], ..Aligned::default() };
     aligned.reward_names = reward_names(traces);
     aligned.extras = extras::columns(traces);

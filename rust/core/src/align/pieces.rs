@@ -2,6 +2,7 @@
 //!
 //! A token that shows bytes of its own is looked up; what hidden and mangled ones were is asked of `segment`.
 
+use super::lookup::Lookup;
 use super::resolve::{Resolved, excerpt, tier};
 use super::segment::{self, Choice, Seen, Setting, Whole};
 use crate::drift::Reason;
@@ -20,9 +21,10 @@ pub fn from_pieces(
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
+    lookup: &mut Lookup,
     resolved: &mut Resolved<'_>,
 ) {
-    by_pieces(generation, content, tokenizer, hides_specials, resolved);
+    by_pieces(generation, content, tokenizer, hides_specials, lookup, resolved);
     doubt_first(tokenizer, resolved);
 }
 
@@ -46,6 +48,7 @@ fn by_pieces(
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
+    lookup: &mut Lookup,
     resolved: &mut Resolved<'_>,
 ) {
     let tokens = &generation.tokens;
@@ -53,7 +56,7 @@ fn by_pieces(
     let stop = stop_token(generation, tokenizer, count);
     let listed = count - usize::from(stop.is_some());
     let level = if tokens.bytes.is_some() { tier::BYTES } else { tier::TEXT };
-    if let Some(mut ids) = all_by_own_bytes(tokens, listed, tokenizer) {
+    if let Some(mut ids) = all_by_own_bytes(tokens, listed, tokenizer, lookup) {
         ids.extend(stop);
         return resolved.take(Cow::Owned(ids), level);
     }
@@ -92,24 +95,27 @@ fn by_pieces(
 }
 
 /// The ids of the first `listed` tokens, where each shows bytes of its own that an entry has; as [`see`] sees them.
-fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer) -> Option<Vec<u32>> {
+fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Option<Vec<u32>> {
     let pieces = tokens.bytes.as_ref().or(tokens.texts.as_ref())?;
-    let has = |what: &[u8]| memchr::memmem::find(&pieces.data, what).is_some();
+    let data = pieces.data.as_slice();
+    let has = |what: &[u8]| memchr::memmem::find(data, what).is_some();
     let is_text = tokens.bytes.is_none();
-    if has(REPLACEMENT) || (is_text && has(ESCAPE)) {
+    if has(REPLACEMENT) || (is_text && has(ESCAPE)) || pieces.known.get(..listed)?.contains(&false) {
         return None;
     }
     let mut ids = Vec::with_capacity(listed + 1);
-    for index in 0..listed {
-        let piece = pieces.get(index).filter(|piece| !piece.is_empty())?;
+    let mut start = 0;
+    for end in pieces.ends.get(..listed)?.iter().map(|&end| end as usize) {
+        let piece = data.get(start..end).filter(|piece| !piece.is_empty())?;
         let written = || std::str::from_utf8(piece).ok();
-        let id = match tokenizer.id_of_bytes(piece) {
+        let id = match lookup.id(data, (start, end), tokenizer) {
             Some(id) if !is_text || written().is_some() => id,
             // A text may also be written in the byte-level alphabet.
             None if !is_text || piece.is_ascii() => tokenizer.id_of_added(written()?)?,
             _ => return None,
         };
         ids.push(id);
+        start = end;
     }
     Some(ids)
 }

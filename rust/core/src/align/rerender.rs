@@ -46,7 +46,7 @@ impl Cell {
     }
 }
 
-impl<'a> Loom<'a> {
+impl<'a> Loom<'a, '_> {
     /// One branch for each conversation that no later call continues.
     pub fn rerender(mut self) -> Result<Woven<'a>> {
         let generations = &self.trace.generations;
@@ -92,7 +92,7 @@ impl<'a> Loom<'a> {
         let generation = &self.trace.generations[turn];
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let mut resolved = resolve::resolve(generation, content, self.tokenizer, &|| self.hides_specials());
+        let mut resolved = self.resolve(generation, content);
         if own {
             self.woven.recorded += generation.tokens.len() as u64;
             resolved.findings.iter_mut().for_each(|finding| finding.turn = turn as i32);

@@ -3,6 +3,7 @@
 //! T0 and T1 have ids, T2 has every token's own bytes, T3 has text or a run of bytes for several tokens. What a record
 //! determines is recovered; an id that cannot be known stays unknown, with its reason. Nothing is rendered here.
 
+use super::lookup::Lookup;
 use super::pieces::{REPLACEMENT, from_pieces, own_bytes};
 use crate::drift::{Finding, Reason};
 use crate::tokenizer::Tokenizer;
@@ -128,6 +129,7 @@ pub fn resolve<'a>(
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
+    lookup: &mut Lookup,
 ) -> Resolved<'a> {
     let tokens = &generation.tokens;
     let content = generation.text.as_deref().or(content);
@@ -136,7 +138,7 @@ pub fn resolve<'a>(
         let level = if generation.prompt.ids().is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
         from_ids(ids, level, tokens, content, tokenizer, &mut resolved);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
-        from_pieces(generation, content, tokenizer, hides_specials, &mut resolved);
+        from_pieces(generation, content, tokenizer, hides_specials, lookup, &mut resolved);
     }
     attach_logprobs(generation, &mut resolved);
     resolved
@@ -224,7 +226,7 @@ pub fn begins_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
 }
 
 /// Whether `id` is a special token; most ids are told by one comparison.
-fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
+pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
     let special = tokenizer.special_ids();
     special.first().is_some_and(|first| *first <= id) && special.binary_search(&id).is_ok()
 }

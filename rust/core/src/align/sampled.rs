@@ -12,11 +12,11 @@ use crate::trace::{Generation, Prompt, Stop, VersionSpan};
 use serde_json::Value;
 use std::borrow::Cow;
 
-impl<'a> Loom<'a> {
+impl<'a> Loom<'a, '_> {
     pub fn add_sampled(&mut self, turn: usize, generation: &'a Generation, at: usize) -> Result<()> {
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let mut resolved = resolve::resolve(generation, content, self.tokenizer, &|| self.hides_specials());
+        let mut resolved = self.resolve(generation, content);
         for finding in &mut resolved.findings {
             finding.turn = turn as i32;
         }

@@ -12,7 +12,7 @@ use crate::template::Rendered;
 use crate::trace::Generation;
 use serde_json::Value;
 
-impl Loom<'_> {
+impl Loom<'_, '_> {
     /// No prompt ids: the branch whose messages the context continues, spliced; or a fork over the rendered text.
     pub fn place_text(&mut self, turn: usize, generation: &Generation, rendered: &Rendered) -> Result<Place> {
         let continues = |branch: &super::branch::Branch<'_>| {
@@ -31,7 +31,7 @@ impl Loom<'_> {
             let detail = "the messages before this turn are not those of any earlier turn".to_owned();
             self.find(Reason::HistoryRewritten, turn, -1, 0, detail);
         }
-        Ok(Place::Fork(self.scaffold.encode(rendered, 0)?))
+        Ok(Place::Fork(self.encode(rendered)?))
     }
 
     /// Whether an earlier call was made on the same messages: a parallel sample, no rewritten history.

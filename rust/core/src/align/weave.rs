@@ -5,11 +5,15 @@
 //! (what was drawn). Called by `align` for every trace; pure but for the tokenizer's caches.
 
 use super::branch::{Branch, Sampling, common_prefix};
+use super::lookup::Lookup;
 use super::prompt::{Scaffold, Text};
+use super::prompts::Prompts;
+use super::resolve::{self, Resolved};
 use super::{Mode, Options};
 use super::{duplicates, extras, pieces};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
+use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, LogprobKind, Trace};
 use std::cell::OnceCell;
@@ -39,12 +43,22 @@ pub(super) enum Place {
     Headless,
 }
 
+/// What a worker keeps from one trace to the next.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// The last whole prompt.
+    pub prompts: Prompts,
+    /// Ids of bytes.
+    pub lookup: Lookup,
+}
+
 /// Aligns one trace.
 pub fn weave<'a>(
     trace: &'a Trace,
     tokenizer: &'a Tokenizer,
     scaffold: &'a Scaffold<'a>,
     options: Options,
+    memory: &mut Memory,
 ) -> Result<Woven<'a>> {
     let ends = vec![None; trace.generations.len()];
     let mut loom = Loom {
@@ -55,6 +69,7 @@ pub fn weave<'a>(
         ends,
         dated: false,
         hides_specials: OnceCell::new(),
+        memory,
         woven: Woven::default(),
     };
     let abandoned = duplicates::abandoned(trace);
@@ -73,7 +88,7 @@ pub fn weave<'a>(
     Ok(loom.woven)
 }
 
-pub(super) struct Loom<'a> {
+pub(super) struct Loom<'a, 'm> {
     pub trace: &'a Trace,
     pub tokenizer: &'a Tokenizer,
     pub scaffold: &'a Scaffold<'a>,
@@ -83,10 +98,11 @@ pub(super) struct Loom<'a> {
     /// Whether it was said that the template prints a date.
     pub dated: bool,
     pub hides_specials: OnceCell<bool>,
+    pub memory: &'m mut Memory,
     pub woven: Woven<'a>,
 }
 
-impl<'a> Loom<'a> {
+impl<'a> Loom<'a, '_> {
     /// Findings of the reader.
     fn note(&mut self, turn: usize, generation: &Generation) {
         for note in &generation.notes {
@@ -135,6 +151,11 @@ impl<'a> Loom<'a> {
         Ok(())
     }
 
+    /// Ids and sources of a whole prompt.
+    pub fn encode(&mut self, rendered: &Rendered) -> Result<Text> {
+        self.memory.prompts.encode(self.scaffold, rendered)
+    }
+
     /// Opens a branch over `text`, sharing what an earlier branch sampled on the same ids.
     fn fork(&mut self, turn: usize, text: Text) -> usize {
         let shared = |branch: &&Branch<'a>| common_prefix(&branch.ids, &text.ids);
@@ -152,9 +173,10 @@ impl<'a> Loom<'a> {
         self.woven.branches.len() - 1
     }
 
-    /// Whether a special token may show nothing in the records of this trace.
-    pub fn hides_specials(&self) -> bool {
-        *self.hides_specials.get_or_init(|| pieces::hides_specials(self.trace, self.tokenizer))
+    /// The sampled tokens of a generation.
+    pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
+        let hides = || *self.hides_specials.get_or_init(|| pieces::hides_specials(self.trace, self.tokenizer));
+        resolve::resolve(generation, content, self.tokenizer, &hides, &mut self.memory.lookup)
     }
 
     pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {
