@@ -67,3 +67,27 @@ fn place_of(low: u64, high: u64, length: usize) -> usize {
     let mixed = (low ^ high.rotate_left(23) ^ length as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed >> (64 - PLACES.trailing_zeros())) as usize
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn bytes_have_the_id_that_the_tokenizer_gives() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
+        let tokenizer = Tokenizer::from_dir(&folder).unwrap();
+        let mut lookup = Lookup::default();
+        for _ in 0..2 {
+            for bytes in (0..tokenizer.vocab_size()).filter_map(|id| tokenizer.token_bytes(id)) {
+                // Alone, before others, and the beginning of it: zeros may stand in the bytes and behind them.
+                let data = [bytes, b"\0and what stands behind"].concat();
+                for end in [bytes.len(), bytes.len() + 1, bytes.len() / 2] {
+                    let expected = tokenizer.id_of_bytes(&data[..end]);
+                    assert_eq!(lookup.id(&data, (0, end), &tokenizer), expected);
+                    assert_eq!(lookup.id(&data[..end], (0, end), &tokenizer), expected);
+                }
+            }
+        }
+    }
+}

@@ -163,3 +163,31 @@ fn prints_date(template: &Template) -> bool {
     };
     on("2001-02-03") != on("2004-05-06")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::template::Field;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_token_that_touches_content_is_given(
+            widths in proptest::collection::vec(0_u32..4, 0..12),
+            marks in proptest::collection::vec(0_usize..30, 0..8),
+            from in 0_usize..10,
+        ) {
+            let mut marks = marks;
+            marks.sort_unstable();
+            let span = |pair: &[usize]| Span { start: pair[0], end: pair[1], message: 0, field: Field::Content };
+            let spans: Vec<Span> = marks.chunks_exact(2).map(span).collect();
+            let ends: Vec<u32> = widths.iter().scan(0, |end, width| { *end += width; Some(*end) }).collect();
+            let expected: Vec<u8> = (0..ends.len()).map(|index| {
+                let (start, end) = (from + if index == 0 { 0 } else { ends[index - 1] as usize }, from + ends[index] as usize);
+                let touched = spans.iter().any(|span| span.start < end && span.end > start);
+                if touched { source::GIVEN } else { source::TEMPLATE }
+            }).collect();
+            prop_assert_eq!(sources(&ends, from, &spans), expected);
+        }
+    }
+}

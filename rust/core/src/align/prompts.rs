@@ -70,3 +70,59 @@ fn common_bytes(left: &[u8], right: &[u8]) -> usize {
     let from = equal * BLOCK;
     from + left[from..].iter().zip(&right[from..]).take_while(|(a, b)| a == b).count()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::template::Field;
+    use crate::tokenizer::Tokenizer;
+    use std::path::Path;
+
+    /// Texts with content between `{` and `}`.
+    fn rendered(marked: &str) -> Rendered {
+        let mut found = Rendered::default();
+        for part in marked.split_inclusive(['{', '}']) {
+            let text = part.trim_end_matches(['{', '}']);
+            let start = found.text.len();
+            found.text.push_str(text);
+            if part.ends_with('}') {
+                found.spans.push(Span { start, end: found.text.len(), message: 0, field: Field::Content });
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn a_prompt_has_the_ids_and_sources_that_it_has_alone() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
+        let tokenizer = Tokenizer::from_dir(&folder).unwrap();
+        let scaffold = Scaffold::new(&tokenizer).unwrap();
+        let special = tokenizer.token_bytes(tokenizer.special_ids()[0]).unwrap();
+        let special = std::str::from_utf8(special).unwrap();
+        let long = "the price of two red lamps ".repeat(8);
+        let opening = format!("{special}user\n{{{long}}}{special}");
+        let texts = [
+            opening.clone(),
+            format!("{opening}\nassistant\n"),
+            format!("{opening}\nassistant\n{{12 €}}{special}tool\n{{{long}}}{special}\n"),
+            format!("{opening}\nassistant\n{{12 €}}{special}tool\n{{{long}}} and more"),
+            // The same text, other content.
+            format!("{opening}\nassistant\n12 €{special}tool\n{{{long}}} and more"),
+            format!("{special}user\n{long}{special}\n{{{long}}}"),
+            format!("{special}user\n{{{long}{special}\n{long}}}"),
+            String::new(),
+            format!("{{{long}}}"),
+            opening,
+        ];
+        let mut prompts = Prompts::default();
+        let mut kept = 0;
+        for text in texts.iter().chain(texts.iter().rev()) {
+            let rendered = rendered(text);
+            kept += usize::from(prompts.kept(&scaffold, &rendered) > 0);
+            let (found, alone) =
+                (prompts.encode(&scaffold, &rendered).unwrap(), scaffold.encode(&rendered, 0).unwrap());
+            assert_eq!((found.ids, found.sources), (alone.ids, alone.sources), "{text}");
+        }
+        assert!(scaffold.cuts && kept > 8, "{kept}");
+    }
+}

@@ -225,6 +225,13 @@ pub fn begins_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     rest.is_empty()
 }
 
+/// Whether `text` is the bytes of `ids`, special tokens included.
+pub fn spells(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let mut rest = text;
+    let mut goes_on = |bytes: &[u8]| rest.strip_prefix(bytes).map(|behind| rest = behind).is_some();
+    ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).all(&mut goes_on) && rest.is_empty()
+}
+
 /// Whether `id` is a special token; most ids are told by one comparison.
 pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
     let special = tokenizer.special_ids();
