@@ -11,6 +11,10 @@ use tracegrad_core::read::{self, Reader};
 use tracegrad_core::tokenizer::Tokenizer;
 use tracegrad_core::trace::{Generation, Pieces, Prompt, Tokens, Trace};
 
+/// The allocator of the extension.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn example() -> (Vec<Arc<Trace>>, Tokenizer) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart");
     let reader =

@@ -8,6 +8,10 @@ use tracegrad_core::pack::{
     place,
 };
 
+/// The allocator of the extension.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Lengths with the long tail of real traces: about 1,000 tokens, at most 8,192, the same on every run.
 fn lengths(count: usize) -> Vec<usize> {
     let mut state = 1u64;

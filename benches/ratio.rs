@@ -12,6 +12,10 @@ use tracegrad_core::ratio::{
     correct_into,
 };
 
+/// The allocator of the extension.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// old and rollout read, weight and keep written.
 const BYTES: usize = 4 + 4 + 4 + 1;
 

@@ -11,6 +11,10 @@ use std::sync::Arc;
 use tracegrad_core::read::{Options, Reader};
 use tracegrad_core::trace::Trace;
 
+/// The allocator of the extension.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 const WORDS: &[&str] =
     &["the", "price", "of", "three", "lamps", "is", "42", "€", "so", "we", "call", "`stock`", "\n", "\"x\"", "naïve"];
 

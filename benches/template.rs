@@ -7,6 +7,10 @@ use serde_json::{Map, Value, json};
 use std::hint::black_box;
 use tracegrad_core::template::Template;
 
+/// The allocator of the extension.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// ChatML with tools, thoughts and tool calls, of the shape that Qwen's templates have.
 const CHATML: &str = r##"{%- if tools %}
     {{- '<|im_start|>system\n' }}

@@ -11,6 +11,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tracegrad_core::tokenizer::Tokenizer;
 
+/// The allocator of the extension.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Longer than what is remembered, so that warm is not a memo hit.
 const PIECE: usize = 96 << 10;
 /// Bytes of text.

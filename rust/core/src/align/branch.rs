@@ -1,32 +1,23 @@
-//! One branch: what a forward pass will see, grown token by token.
+//! One branch: what a forward pass will see, grown stretch by stretch.
 //!
 //! A branch knows which messages it covers and the rendered prompt of its last generation, so that the next one can
-//! tell whether it extends it. Arrays only; the decisions are in `weave` and the files beside it.
+//! tell whether it extends it. What the tokens of a stretch share is held once, and becomes columns in `columns`. The
+//! decisions are in `weave` and the files beside it.
 
 use super::extras::Rows;
 use super::prompt::{Text, source};
-use super::resolve::tier;
+use std::borrow::Cow;
 
-/// Per-token arrays of one branch, and where it stands.
+/// The tokens of one branch, and where it stands.
 #[derive(Debug, Clone, Default)]
 #[allow(clippy::struct_excessive_bools, reason = "independent facts about its end")]
-pub struct Branch {
+pub struct Branch<'a> {
     /// Ids.
     pub ids: Vec<u32>,
     /// GIVEN, TEMPLATE or SAMPLED.
     pub source: Vec<u8>,
-    /// Whether the token is a term.
-    pub trainable: Vec<bool>,
-    /// Recorded logprobs, NaN where not known.
-    pub logprobs: Vec<f32>,
-    /// Generation that sampled the token, -1 unsampled.
-    pub turn: Vec<i32>,
-    /// Policy version, -1 unknown.
-    pub version: Vec<i32>,
-    /// Tier, 255 unsampled.
-    pub tier: Vec<u8>,
-    /// Inverse sampling temperature that belongs to the logprob.
-    pub inv_temperature: Vec<f32>,
+    /// The sampled ones, in order and disjoint.
+    pub drawn: Vec<Drawn<'a>>,
     /// Rows of further numbers that belong to its tokens.
     pub extras: Vec<Rows>,
     /// Messages covered: indices into the trace's pool.
@@ -48,7 +39,7 @@ pub struct Branch {
 }
 
 /// What belongs to every token of a generation.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     /// Generation of the trace.
     pub turn: i32,
@@ -58,43 +49,76 @@ pub struct Sampling {
     pub inv_temperature: f32,
 }
 
-impl Branch {
+/// What sampled tokens side by side have in common, and their logprobs.
+#[derive(Debug, Clone)]
+pub struct Stretch<'a> {
+    /// Generation, version, temperature.
+    pub sampling: Sampling,
+    /// Exactness.
+    pub tier: u8,
+    /// Whether they are terms.
+    pub trained: bool,
+    /// One for each token; `None` where none is known.
+    pub logprobs: Option<Cow<'a, [f32]>>,
+}
+
+/// A stretch where it stands: tokens `start..end`.
+#[derive(Debug, Clone)]
+pub struct Drawn<'a> {
+    /// First token.
+    pub start: usize,
+    /// One past the last token.
+    pub end: usize,
+    /// What they have.
+    pub stretch: Stretch<'a>,
+}
+
+impl<'a> Branch<'a> {
     /// Number of tokens.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
 
     /// Appends unsampled text.
-    pub fn give(&mut self, text: &Text) {
-        self.ids.extend_from_slice(&text.ids);
-        self.source.extend_from_slice(&text.sources);
-        self.unsampled(text.ids.len());
+    pub fn give(&mut self, text: Text) {
+        if self.ids.is_empty() {
+            (self.ids, self.source) = (text.ids, text.sources);
+        } else {
+            self.ids.extend_from_slice(&text.ids);
+            self.source.extend_from_slice(&text.sources);
+        }
     }
 
-    fn unsampled(&mut self, count: usize) {
-        let length = self.trainable.len() + count;
-        self.trainable.resize(length, false);
-        self.logprobs.resize(length, f32::NAN);
-        self.turn.resize(length, -1);
-        self.version.resize(length, -1);
-        self.tier.resize(length, tier::NONE);
-        self.inv_temperature.resize(length, 1.0);
+    /// Appends sampled tokens.
+    pub fn sample(&mut self, ids: &[u32], stretch: Stretch<'a>) {
+        let start = self.len();
+        self.ids.extend_from_slice(ids);
+        self.source.resize(self.ids.len(), source::SAMPLED);
+        self.mark(start, self.ids.len(), stretch);
     }
 
-    /// Appends one sampled token; `term` is whether it is trained.
-    pub fn sample(&mut self, id: u32, logprob: f32, level: u8, term: bool, sampling: Sampling) {
-        self.ids.push(id);
-        self.source.push(source::SAMPLED);
-        self.trainable.push(term && !self.headless);
-        self.logprobs.push(logprob);
-        self.turn.push(sampling.turn);
-        self.version.push(sampling.version);
-        self.tier.push(level);
-        self.inv_temperature.push(sampling.inv_temperature);
+    /// Says what tokens `start..end` have, which stand behind all that were said before.
+    pub fn mark(&mut self, start: usize, end: usize, stretch: Stretch<'a>) {
+        if start < end {
+            self.source[start..end].fill(source::SAMPLED);
+            let trained = stretch.trained && !self.headless;
+            self.drawn.push(Drawn { start, end, stretch: Stretch { trained, ..stretch } });
+        }
+    }
+
+    /// The generation that sampled token `at`, if one did.
+    pub fn turn_at(&self, at: usize) -> Option<i32> {
+        let drawn = self.drawn.get(self.drawn.partition_point(|drawn| drawn.end <= at))?;
+        (drawn.start <= at).then_some(drawn.stretch.sampling.turn)
+    }
+
+    /// The generation of the last sampled token.
+    pub fn last_turn(&self) -> Option<i32> {
+        self.drawn.last().map(|drawn| drawn.stretch.sampling.turn)
     }
 
     /// A new branch over `prompt`. Where it follows `other`, sampled tokens stay sampled, and are trained only there.
-    pub fn fork(prompt: &Text, other: Option<&Branch>) -> Self {
+    pub fn fork(prompt: Text, other: Option<&Branch<'a>>) -> Self {
         let mut branch = Self::default();
         branch.give(prompt);
         let Some(other) = other else { return branch };
@@ -104,27 +128,30 @@ impl Branch {
     }
 
     /// A new branch over the first `length` tokens of `other`, whose sampled tokens are trained only there.
-    pub fn stem(other: &Branch, length: usize) -> Self {
-        let mut branch = Self { ids: other.ids[..length].to_vec(), headless: other.headless, ..Self::default() };
-        branch.source.resize(length, source::GIVEN);
-        branch.unsampled(length);
+    pub fn stem(other: &Branch<'a>, length: usize) -> Self {
+        let ids = other.ids[..length].to_vec();
+        let source = vec![source::GIVEN; length];
+        let mut branch = Self { ids, source, headless: other.headless, ..Self::default() };
         branch.share(other, length);
         branch
     }
 
-    fn share(&mut self, other: &Branch, shared: usize) {
+    fn share(&mut self, other: &Branch<'a>, shared: usize) {
         self.source[..shared].copy_from_slice(&other.source[..shared]);
-        self.turn[..shared].copy_from_slice(&other.turn[..shared]);
-        self.version[..shared].copy_from_slice(&other.version[..shared]);
-        self.tier[..shared].copy_from_slice(&other.tier[..shared]);
-        self.inv_temperature[..shared].copy_from_slice(&other.inv_temperature[..shared]);
+        for drawn in other.drawn.iter().take_while(|drawn| drawn.start < shared) {
+            let untrained = Stretch { trained: false, logprobs: None, ..drawn.stretch };
+            self.drawn.push(Drawn { start: drawn.start, end: drawn.end.min(shared), stretch: untrained });
+        }
         self.extras = other.extras.iter().filter_map(|rows| rows.until(shared)).collect();
     }
 }
 
 /// Length of the common prefix of two id lists.
 pub fn common_prefix(left: &[u32], right: &[u32]) -> usize {
-    left.iter().zip(right).take_while(|(a, b)| a == b).count()
+    const BLOCK: usize = 32;
+    let equal = left.chunks_exact(BLOCK).zip(right.chunks_exact(BLOCK)).take_while(|(a, b)| a == b).count();
+    let from = equal * BLOCK;
+    from + left[from..].iter().zip(&right[from..]).take_while(|(a, b)| a == b).count()
 }
 
 /// Length of the common suffix of two id lists.

@@ -27,7 +27,7 @@ pub struct Closing {
 }
 
 /// Follows `branch` and `ids` side by side; `None` where they part for another reason than the end of a turn.
-pub fn bridge(branch: &Branch, ids: &[u32], closing: &Closing) -> Option<Bridge> {
+pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing) -> Option<Bridge> {
     let mut bridge = Bridge::default();
     let (mut held, mut at) = (0, 0);
     while held < branch.len() {
@@ -45,7 +45,7 @@ pub fn bridge(branch: &Branch, ids: &[u32], closing: &Closing) -> Option<Bridge>
 
 /// Both positions behind one named difference.
 fn step_over(
-    branch: &Branch,
+    branch: &Branch<'_>,
     ids: &[u32],
     closing: &Closing,
     (held, at): (usize, usize),
@@ -54,7 +54,7 @@ fn step_over(
     let goes_on = |held: usize, at: usize| held == branch.len() || branch.ids.get(held) == ids.get(at);
     let sampled = |at: usize| branch.source[at] == source::SAMPLED;
     let ends_turn = sampled(held) && branch.source.get(held + 1).is_none_or(|&next| next != source::SAMPLED);
-    if ends_turn && branch.turn[held] >= 0 {
+    if ends_turn {
         let stop = branch.ids[held];
         if let Some(&other) = ids.get(at).filter(|&&id| Some(id) == closing.token)
             && goes_on(held + 1, at + 1)
@@ -89,7 +89,7 @@ fn step_over(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::align::branch::Sampling;
+    use crate::align::branch::{Sampling, Stretch};
     use crate::align::prompt::Text;
 
     const RETURN: u32 = 90;
@@ -97,14 +97,13 @@ mod tests {
     const LINE: u32 = 92;
 
     /// `[1, 2]` given, `[5, 6, stop]` sampled, then `after` given.
-    fn branch(stop: u32, after: &[u32]) -> Branch {
+    fn branch(stop: u32, after: &[u32]) -> Branch<'static> {
         let mut branch = Branch::default();
         let give = |ids: &[u32]| Text { ids: ids.to_vec(), sources: vec![source::TEMPLATE; ids.len()] };
-        branch.give(&give(&[1, 2]));
-        for id in [5, 6, stop] {
-            branch.sample(id, -1.0, 0, true, Sampling { turn: 0, version: -1, inv_temperature: 1.0 });
-        }
-        branch.give(&give(after));
+        branch.give(give(&[1, 2]));
+        let sampling = Sampling { turn: 0, version: -1, inv_temperature: 1.0 };
+        branch.sample(&[5, 6, stop], Stretch { sampling, tier: 0, trained: true, logprobs: None });
+        branch.give(give(after));
         branch
     }
 

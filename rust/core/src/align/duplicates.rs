@@ -3,6 +3,7 @@
 //! Parallel samples (n > 1) that nobody continues are not duplicates, and all of them stay.
 
 use crate::trace::{Generation, Prompt, Trace};
+use foldhash::fast::RandomState;
 use std::collections::{HashMap, HashSet};
 
 /// For each generation whether it was made again and left: another with the same prompt was continued, and it not.
@@ -12,7 +13,7 @@ pub fn abandoned(trace: &Trace) -> Vec<bool> {
     if generations.len() < 2 {
         return left;
     }
-    let mut alike: HashMap<(&[u32], &Prompt), Vec<usize>> = HashMap::new();
+    let mut alike: HashMap<(&[u32], &Prompt), Vec<usize>, RandomState> = HashMap::default();
     for (turn, generation) in generations.iter().enumerate() {
         if !matches!(generation.prompt, Prompt::Unknown) {
             alike.entry((generation.context.as_slice(), &generation.prompt)).or_default().push(turn);

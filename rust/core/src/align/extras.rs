@@ -37,7 +37,7 @@ impl Rows {
 
 /// Notes which rows of generation `turn` belong to which tokens of `branch`, whose sampled tokens stand at `body..`.
 /// A token keeps the row that it got first: that of the call that sampled it.
-pub fn note(branch: &mut Branch, turn: usize, generation: &Generation) {
+pub fn note(branch: &mut Branch<'_>, turn: usize, generation: &Generation) {
     for (extra, found) in generation.extras.iter().enumerate() {
         // Rows over the whole prompt count the recorded ids; named edits may have changed how many stand in the branch.
         let prompt = generation.prompt.ids().map_or(branch.body, <[u32]>::len);
@@ -88,7 +88,7 @@ pub fn columns(traces: &[Arc<Trace>]) -> Vec<Column> {
 
 impl Column {
     /// Appends the rows of a branch.
-    pub fn push(&mut self, branch: &Branch, generations: &[Generation]) {
+    pub fn push(&mut self, branch: &Branch<'_>, generations: &[Generation]) {
         let (mut at, name) = (0, self.name);
         for rows in branch.extras.iter().filter(|rows| rows.name == name) {
             self.skip(rows.start - at);

@@ -6,14 +6,17 @@
 mod body;
 mod branch;
 mod bridge;
+mod columns;
 mod compare;
 mod dates;
 mod diff;
 mod duplicates;
 mod extras;
+mod lookup;
 mod pieces;
 mod place;
 mod prompt;
+mod prompts;
 mod recover;
 mod rerender;
 mod resolve;
@@ -32,10 +35,11 @@ pub use recover::{Recovered, recover};
 use crate::error::{Error, Result};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{LogprobKind, Trace};
+use branch::Branch;
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
-use weave::Woven;
+use weave::{Memory, Woven};
 
 /// Which ids the sequences have.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -116,19 +120,22 @@ pub struct Aligned {
 /// The first trace that cannot be aligned, unless `options.skip_errors`.
 pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer)?;
-    let woven: Vec<Result<Woven>> =
-        traces.par_iter().map(|trace| weave::weave(trace, tokenizer, &scaffold, options)).collect();
+    let woven: Vec<Result<Woven<'_>>> = traces
+        .par_iter()
+        .map_init(Memory::default, |memory, trace| weave::weave(trace, tokenizer, &scaffold, options, memory))
+        .collect();
     let mut aligned = Aligned { cu_seqlens: vec![0], cu_turns: vec![0], ..Aligned::default() };
     aligned.reward_names = reward_names(traces);
     aligned.extras = extras::columns(traces);
-    let mut groups = HashMap::new();
+    let (mut groups, mut branches) = (HashMap::new(), Vec::with_capacity(traces.len()));
     for (trace, woven) in traces.iter().zip(woven) {
         match woven {
-            Ok(woven) => aligned.push(trace, woven, options, &mut groups),
+            Ok(woven) => aligned.push(trace, woven, options, &mut groups, &mut branches),
             Err(error) if options.skip_errors => aligned.errors.push(error),
             Err(error) => return Err(error),
         }
     }
+    columns::write(&mut aligned, &branches);
     Ok(aligned)
 }
 
@@ -143,23 +150,25 @@ fn reward_names(traces: &[Arc<Trace>]) -> Vec<String> {
 }
 
 impl Aligned {
-    fn push(&mut self, trace: &Trace, woven: Woven, options: Options, groups: &mut HashMap<String, i32>) {
+    /// Adds a trace's rows; what belongs to each token is written from its branches.
+    fn push<'a>(
+        &mut self,
+        trace: &Trace,
+        woven: Woven<'a>,
+        options: Options,
+        groups: &mut HashMap<String, i32>,
+        branches: &mut Vec<Branch<'a>>,
+    ) {
         let row = self.group.len() as i32;
         for branch in &woven.branches {
-            self.ids.extend(branch.ids.iter().map(|&id| id as i32));
-            self.source.extend_from_slice(&branch.source);
-            self.trainable.extend_from_slice(&branch.trainable);
-            self.rollout_logprobs.extend_from_slice(&branch.logprobs);
-            self.turn.extend_from_slice(&branch.turn);
-            self.version.extend_from_slice(&branch.version);
-            self.tier.extend_from_slice(&branch.tier);
-            self.inv_temperature.extend_from_slice(&branch.inv_temperature);
-            self.cu_seqlens.push(self.ids.len() as i64);
+            let before = self.cu_seqlens.last().copied().unwrap_or(0);
+            self.cu_seqlens.push(before + branch.len() as i64);
             self.trace.push(row);
             for column in &mut self.extras {
                 column.push(branch, &trace.generations);
             }
         }
+        branches.extend(woven.branches);
         self.recorded += woven.recorded;
         self.exact += woven.exact;
         self.drift_trace.extend(std::iter::repeat_n(row, woven.findings.len()));

@@ -2,6 +2,7 @@
 //!
 //! A token that shows bytes of its own is looked up; what hidden and mangled ones were is asked of `segment`.
 
+use super::lookup::Lookup;
 use super::resolve::{Resolved, excerpt, tier};
 use super::segment::{self, Choice, Seen, Setting, Whole};
 use crate::drift::Reason;
@@ -9,21 +10,27 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Pieces, Stop, Tokens, Trace};
 use std::borrow::Cow;
 
+/// What stands for broken text.
+pub const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
+/// What a byte begins with where it is written in hexadecimal.
+const ESCAPE: &[u8] = br"\x";
+
 /// Resolves a list of tokens with texts or bytes.
 pub fn from_pieces(
     generation: &Generation,
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
-    resolved: &mut Resolved,
+    lookup: &mut Lookup,
+    resolved: &mut Resolved<'_>,
 ) {
-    by_pieces(generation, content, tokenizer, hides_specials, resolved);
+    by_pieces(generation, content, tokenizer, hides_specials, lookup, resolved);
     doubt_first(tokenizer, resolved);
 }
 
 /// The first token is not known where a server may have taken its space: `Hello` is spelled with one and without.
-fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved) {
-    if !tokenizer.drops_first_space() || resolved.known.first() != Some(&true) {
+fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved<'_>) {
+    if !tokenizer.drops_first_space() || !resolved.is_known(0) {
         return;
     }
     let Some(bytes) = tokenizer.token_bytes(resolved.ids[0]).filter(|bytes| !bytes.starts_with(b" ")) else { return };
@@ -32,9 +39,8 @@ fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved) {
         return;
     }
     let detail = format!("{} is two tokens, with a space before it and without", excerpt(bytes));
-    (resolved.ids[0], resolved.known[0]) = (0, false);
     resolved.find(Reason::NormalizerChanged, 0, 1, detail);
-    resolved.unknown.insert(0, (0, Reason::NormalizerChanged));
+    resolved.doubt_first(Reason::NormalizerChanged);
 }
 
 fn by_pieces(
@@ -42,13 +48,18 @@ fn by_pieces(
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
-    resolved: &mut Resolved,
+    lookup: &mut Lookup,
+    resolved: &mut Resolved<'_>,
 ) {
     let tokens = &generation.tokens;
     let count = tokens.len();
     let stop = stop_token(generation, tokenizer, count);
     let listed = count - usize::from(stop.is_some());
     let level = if tokens.bytes.is_some() { tier::BYTES } else { tier::TEXT };
+    if let Some(mut ids) = all_by_own_bytes(tokens, listed, tokenizer, lookup) {
+        ids.extend(stop);
+        return resolved.take(Cow::Owned(ids), level);
+    }
     let mut seen: Vec<Seen<'_>> = Vec::with_capacity(count);
     let mut glyphs = 0;
     for index in 0..listed {
@@ -81,6 +92,32 @@ fn by_pieces(
         let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
         by_runs(&seen, setting, level, broken, resolved);
     }
+}
+
+/// The ids of the first `listed` tokens, where each shows bytes of its own that an entry has; as [`see`] sees them.
+fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Option<Vec<u32>> {
+    let pieces = tokens.bytes.as_ref().or(tokens.texts.as_ref())?;
+    let data = pieces.data.as_slice();
+    let has = |what: &[u8]| memchr::memmem::find(data, what).is_some();
+    let is_text = tokens.bytes.is_none();
+    if has(REPLACEMENT) || (is_text && has(ESCAPE)) || pieces.known.get(..listed)?.contains(&false) {
+        return None;
+    }
+    let mut ids = Vec::with_capacity(listed + 1);
+    let mut start = 0;
+    for end in pieces.ends.get(..listed)?.iter().map(|&end| end as usize) {
+        let piece = data.get(start..end).filter(|piece| !piece.is_empty())?;
+        let written = || std::str::from_utf8(piece).ok();
+        let id = match lookup.id(data, (start, end), tokenizer) {
+            Some(id) if !is_text || written().is_some() => id,
+            // A text may also be written in the byte-level alphabet.
+            None if !is_text || piece.is_ascii() => tokenizer.id_of_added(written()?)?,
+            _ => return None,
+        };
+        ids.push(id);
+        start = end;
+    }
+    Some(ids)
 }
 
 /// What the record shows of token `index`; its bytes where the vocabulary does not have them.
@@ -121,7 +158,7 @@ fn by_whole(
     seen: &[Seen<'_>],
     setting: Setting<'_>,
     level: u8,
-    resolved: &mut Resolved,
+    resolved: &mut Resolved<'_>,
 ) -> bool {
     let Some(text) = content.filter(|text| !text.is_empty()) else { return false };
     let may_go_on = !matches!(generation.finish_reason.as_deref(), Some("length"));
@@ -141,8 +178,8 @@ fn by_whole(
         };
         push(seen, &found.choices, level, &broken, resolved);
         let mut at = 0;
-        while let Some(first) = (at..seen.len()).find(|&index| !resolved.known[index]) {
-            let end = (first..seen.len()).find(|&index| resolved.known[index]).unwrap_or(seen.len());
+        while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
+            let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
             if let (Some(start), Some(end_byte)) = (found.starts[first], found.starts[end]) {
                 let text = whole.text.as_bytes()[start as usize..end_byte as usize].to_vec();
                 resolved.runs.push((first, end, text));
@@ -155,7 +192,7 @@ fn by_whole(
 }
 
 /// The ids run by run, where the whole text is not known: by what the token behind hidden ones shows.
-fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved) {
+fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved<'_>) {
     let mut choices = Vec::with_capacity(seen.len());
     let mut runs = Vec::new();
     while choices.len() < seen.len() {
@@ -180,13 +217,13 @@ fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, res
 }
 
 /// Takes over what was found; a finding for each run of ids that are not known.
-fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved) {
+fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved<'_>) {
     for (piece, choice) in seen.iter().zip(choices) {
         resolved.push(choice.id(), if matches!(piece, Seen::Id(_)) { level } else { tier::TEXT });
     }
     let mut at = 0;
-    while let Some(first) = (at..seen.len()).find(|&index| !resolved.known[index]) {
-        let end = (first..seen.len()).find(|&index| resolved.known[index]).unwrap_or(seen.len());
+    while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
+        let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
         let lossy = |index: usize| matches!(seen[index], Seen::Text(text) if text.contains('\u{FFFD}'));
         let mangled = (first..end).any(|index| lossy(index) || broken(index));
         let reason = if mangled { Reason::LossyText } else { Reason::PartialUtf8 };
@@ -225,7 +262,6 @@ pub enum Written {
 
 /// The bytes of token `index` alone, or `None` where the record does not give them.
 pub fn own_bytes<'a>(tokens: &'a Tokens, index: usize, tokenizer: &Tokenizer) -> Option<(Cow<'a, [u8]>, Written)> {
-    const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
     let has = |bytes: &&[u8]| !bytes.is_empty() && memchr::memmem::find(bytes, REPLACEMENT).is_none();
     if let Some(bytes) = tokens.bytes.as_ref().and_then(|pieces| pieces.get(index)) {
         return Some((Cow::Borrowed(bytes), Written::Plainly)).filter(|(bytes, _)| has(&&**bytes));
@@ -273,5 +309,50 @@ fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> O
         Stop::Id(id) => tokenizer.token_bytes(id).map(|_| id),
         Stop::Unsaid => tokenizer.stop_id(),
         Stop::Text(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::path::Path;
+    use std::sync::LazyLock;
+
+    static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
+        Tokenizer::from_dir(&folder).unwrap()
+    });
+
+    fn piece() -> impl Strategy<Value = Option<Vec<u8>>> {
+        let spelled = |id: u32| TOKENIZER.token_bytes(id % TOKENIZER.vocab_size()).map(<[u8]>::to_vec);
+        let odd: [&[u8]; 8] =
+            [b"", br"\x41", b"bytes:", "Ġthe".as_bytes(), "\u{FFFD}".as_bytes(), b"\xC3", b"zqzq", b"\0"];
+        prop_oneof![
+            12 => any::<u32>().prop_map(spelled),
+            1 => (0..odd.len()).prop_map(move |at| Some(odd[at].to_vec())),
+            1 => (0..TOKENIZER.special_ids().len()).prop_map(move |at| spelled(TOKENIZER.special_ids()[at])),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn tokens_that_show_themselves_are_seen_alike_one_by_one(
+            pieces in proptest::collection::vec(piece(), 0..12), is_text in any::<bool>(),
+        ) {
+            let mut listed = Pieces::default();
+            pieces.iter().for_each(|piece| listed.push(piece.as_deref()));
+            let tokens = if is_text {
+                Tokens { texts: Some(listed), ..Tokens::default() }
+            } else {
+                Tokens { bytes: Some(listed), ..Tokens::default() }
+            };
+            let see = |index| see(&tokens, index, false, &TOKENIZER, &mut 0);
+            let seen: Vec<_> = (0..pieces.len()).map(see).collect();
+            if let Some(ids) = all_by_own_bytes(&tokens, pieces.len(), &TOKENIZER, &mut Lookup::default()) {
+                let expected: Vec<_> = ids.into_iter().map(|id| Ok(Seen::Id(id))).collect();
+                prop_assert_eq!(seen, expected);
+            }
+        }
     }
 }

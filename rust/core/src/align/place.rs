@@ -15,7 +15,7 @@ use crate::trace::{Generation, Prompt};
 /// Tokens on both sides of a difference in which a date is looked for.
 const DATE_WINDOW: usize = 24;
 
-impl Loom<'_> {
+impl Loom<'_, '_> {
     /// The place of a generation's prompt, and the rendered prompt where the template was asked.
     pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<String>)> {
         match &generation.prompt {
@@ -73,7 +73,7 @@ impl Loom<'_> {
             .filter(open)
             .filter_map(|at| bridge(&branches[at], &text.ids, &self.scaffold.closing).map(|found| (at, found)));
         let Some((at, found)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else { return Place::Fork(text) };
-        let (body, behind) = (branches[at].body, branches[at].turn.iter().rev().copied().find(|&turn| turn >= 0));
+        let (body, behind) = (branches[at].body, branches[at].last_turn());
         for (reason, position, detail) in found.edits {
             // An edit at the end of an earlier turn was reported when that turn was passed.
             if position >= body {
@@ -99,12 +99,12 @@ impl Loom<'_> {
             .first()
             .is_some_and(|&first| matches!(self.trace.messages[first as usize].role(), "system" | "developer"));
         let context = Context { has_system };
-        let compared = compare(ids, self.scaffold.encode(&rendered, 0)?, context, self.tokenizer);
+        let compared = compare(ids, self.encode(&rendered)?, context, self.tokenizer);
         let Some((reason, count, detail)) = compared.difference else { return Ok((compared.text, Some(rendered))) };
         if reason == Reason::PromptMismatch
             && let Some((day, dated)) = self.as_on_that_day(generation, ids, &rendered)?
         {
-            let first = compare(ids, self.scaffold.encode(&dated, 0)?, context, self.tokenizer);
+            let first = compare(ids, self.encode(&dated)?, context, self.tokenizer);
             self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
             if let Some((reason, count, detail)) = first.difference {
                 self.find(reason, turn, -1, count, detail);

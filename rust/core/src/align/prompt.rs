@@ -5,7 +5,7 @@
 
 use super::bridge::Closing;
 use crate::error::Result;
-use crate::template::{Rendered, Template};
+use crate::template::{Rendered, Span, Template};
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
 use serde_json::{Map, Value, json};
@@ -43,7 +43,10 @@ impl Text {
 
 /// Renders contexts of one trace after another with one tokenizer.
 pub struct Scaffold<'a> {
-    tokenizer: &'a Tokenizer,
+    /// The tokenizer, with its template.
+    pub tokenizer: &'a Tokenizer,
+    /// Whether the ids before an added token do not depend on what stands behind it.
+    pub cuts: bool,
     /// What the template writes after an assistant's body: `<|im_end|>\n`. Empty where there is none.
     pub closer: String,
     /// The special token that opens the closer, with the bytes it takes, and the tokens behind it.
@@ -69,7 +72,8 @@ impl<'a> Scaffold<'a> {
         let closing_bytes = if token.is_some() { ends[0] as usize } else { 0 };
         let separator = if token.is_some() { ids[1..].to_vec() } else { Vec::new() };
         let prints_date = tokenizer.template().is_some_and(prints_date);
-        Ok(Self { tokenizer, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
+        let cuts = tokenizer.report().no_memo.is_none();
+        Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
     }
 
     /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text.
@@ -102,18 +106,7 @@ impl<'a> Scaffold<'a> {
     /// Ids of `rendered.text[from..]` with their sources.
     pub fn encode(&self, rendered: &Rendered, from: usize) -> Result<Text> {
         let (ids, ends) = self.tokenizer.encode_with_ends(&rendered.text[from..])?;
-        let mut spans = rendered.spans.iter().skip_while(|span| span.end <= from).peekable();
-        let mut start = from;
-        let mut sources = Vec::with_capacity(ids.len());
-        for end in ends {
-            let end = from + end as usize;
-            while spans.peek().is_some_and(|span| span.end <= start) {
-                spans.next();
-            }
-            let content = spans.peek().is_some_and(|span| span.start < end);
-            sources.push(if content { source::GIVEN } else { source::TEMPLATE });
-            start = end;
-        }
+        let sources = sources(&ends, from, &rendered.spans);
         Ok(Text { ids, sources })
     }
 
@@ -126,6 +119,24 @@ impl<'a> Scaffold<'a> {
         let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
         Ok(end.map(|end| rest[..end].to_owned()))
     }
+}
+
+/// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: content is what touches a span.
+pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
+    let mut sources = vec![source::TEMPLATE; ends.len()];
+    let end = |index: usize| from + ends[index] as usize;
+    let mut at = 0;
+    for span in &spans[spans.partition_point(|span| span.end <= from)..] {
+        at += ends[at..].partition_point(|&end| from + end as usize <= span.start);
+        // Up to the first token that reaches the end of the span.
+        let inside = ends[at..].partition_point(|&end| from + (end as usize) < span.end);
+        let behind = ends.len().min(at + inside + 1);
+        let start = at.checked_sub(1).map_or(from, end);
+        if start < span.end {
+            sources[at..behind].fill(source::GIVEN);
+        }
+    }
+    sources
 }
 
 /// Cuts what stands behind the content of the last message: a prefill that the policy continued.
@@ -151,4 +162,32 @@ fn prints_date(template: &Template) -> bool {
         template.render_text(&messages, None, true, &kwargs).ok()
     };
     on("2001-02-03") != on("2004-05-06")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::template::Field;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_token_that_touches_content_is_given(
+            widths in proptest::collection::vec(0_u32..4, 0..12),
+            marks in proptest::collection::vec(0_usize..30, 0..8),
+            from in 0_usize..10,
+        ) {
+            let mut marks = marks;
+            marks.sort_unstable();
+            let span = |pair: &[usize]| Span { start: pair[0], end: pair[1], message: 0, field: Field::Content };
+            let spans: Vec<Span> = marks.chunks_exact(2).map(span).collect();
+            let ends: Vec<u32> = widths.iter().scan(0, |end, width| { *end += width; Some(*end) }).collect();
+            let expected: Vec<u8> = (0..ends.len()).map(|index| {
+                let (start, end) = (from + if index == 0 { 0 } else { ends[index - 1] as usize }, from + ends[index] as usize);
+                let touched = spans.iter().any(|span| span.start < end && span.end > start);
+                if touched { source::GIVEN } else { source::TEMPLATE }
+            }).collect();
+            prop_assert_eq!(sources(&ends, from, &spans), expected);
+        }
+    }
 }

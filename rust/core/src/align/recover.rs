@@ -1,5 +1,6 @@
 //! Recorded tokens to ids alone, without templates and branches: what a record determines, and what not.
 
+use super::lookup::Lookup;
 use super::{pieces, resolve};
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
@@ -23,7 +24,8 @@ pub struct Recovered {
 
 /// The ids that each generation's record determines; -1 for every other.
 pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
-    let parts: Vec<Recovered> = traces.par_iter().map(|trace| recover_one(trace, tokenizer)).collect();
+    let parts: Vec<Recovered> =
+        traces.par_iter().map_init(Lookup::default, |lookup, trace| recover_one(trace, tokenizer, lookup)).collect();
     let mut all = Recovered { cu_tokens: vec![0], ..Recovered::default() };
     for (row, part) in parts.into_iter().enumerate() {
         let base = all.ids.len() as i64;
@@ -38,22 +40,23 @@ pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
     all
 }
 
-fn recover_one(trace: &Trace, tokenizer: &Tokenizer) -> Recovered {
+fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Recovered {
     let mut found = Recovered::default();
     let hides = OnceCell::new();
     for (turn, generation) in trace.generations.iter().enumerate() {
         let message = trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
         let hides = || *hides.get_or_init(|| pieces::hides_specials(trace, tokenizer));
-        let resolved = resolve::resolve(generation, content, tokenizer, &hides);
+        let resolved = resolve::resolve(generation, content, tokenizer, &hides, lookup);
         if !resolved.foreign {
-            for (index, &id) in resolved.ids.iter().enumerate() {
-                let known = resolved.known[index];
-                found.ids.push(if known { id as i32 } else { -1 });
-                found.reason.push(if known { 0 } else { resolved.why_unknown(index) as u8 });
-            }
-            found.tier.extend_from_slice(&resolved.tiers);
-            found.logprobs.extend_from_slice(&resolved.logprobs);
+            let known = |index: usize| resolved.is_known(index);
+            let ids = resolved.ids.iter().enumerate();
+            found.ids.extend(ids.map(|(index, &id)| if known(index) { id as i32 } else { -1 }));
+            let count = resolved.ids.len();
+            let reason = |index: usize| if known(index) { 0 } else { resolved.why_unknown(index) as u8 };
+            found.reason.extend((0..count).map(reason));
+            found.tier.extend((0..count).map(|index| resolved.tier(index)));
+            found.logprobs.extend((0..count).map(|index| resolved.logprob(index)));
         }
         found.cu_tokens.push(found.ids.len() as i64);
         found.turn.push(turn as i32);

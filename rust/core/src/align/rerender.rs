@@ -5,9 +5,9 @@
 //! two, has no logprob of its own and is masked; everything behind the first such token of a turn was sampled after
 //! other ids, and is masked too where `strict` asks for it.
 
-use super::branch::{Branch, Sampling};
+use super::branch::{Branch, Sampling, Stretch};
 use super::diff;
-use super::prompt::{Text, source};
+use super::prompt::Text;
 use super::resolve::{self, Resolved, excerpt, tier};
 use super::weave::{Loom, Woven};
 use super::{Merge, body};
@@ -31,9 +31,24 @@ struct Lent {
     term: bool,
 }
 
-impl Loom<'_> {
+/// A rendered token that is lent something, by a turn that is trained in this branch or not.
+#[derive(Clone, Copy)]
+struct Cell {
+    lent: Lent,
+    own: bool,
+    sampling: Sampling,
+}
+
+impl Cell {
+    /// What it has in common with the tokens beside it.
+    fn kind(&self) -> (Sampling, u8, bool) {
+        (self.sampling, self.lent.level, self.own && self.lent.term)
+    }
+}
+
+impl<'a> Loom<'a, '_> {
     /// One branch for each conversation that no later call continues.
-    pub fn rerender(mut self) -> Result<Woven> {
+    pub fn rerender(mut self) -> Result<Woven<'a>> {
         let generations = &self.trace.generations;
         let path = |generation: &Generation| {
             let mut path = generation.context.clone();
@@ -51,14 +66,16 @@ impl Loom<'_> {
             let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
             let text = self.scaffold.encode(&rendered, 0)?;
             let (_, ends) = self.tokenizer.encode_with_ends(&rendered.text)?;
-            let mut branch = Branch::default();
-            branch.give(&text);
+            let mut cells = vec![None; text.ids.len()];
             for earlier in 0..=turn {
                 if whole.starts_with(&path(&generations[earlier])) {
                     let own = !std::mem::replace(&mut held[earlier], true);
-                    self.lend_turn(earlier, own, (&rendered, &text, &ends), &mut branch)?;
+                    self.lend_turn(earlier, own, (&rendered, &text, &ends), &mut cells)?;
                 }
             }
+            let mut branch = Branch::default();
+            branch.give(text);
+            mark(&mut branch, &cells);
             self.woven.branches.push(branch);
         }
         Ok(self.woven)
@@ -70,12 +87,12 @@ impl Loom<'_> {
         turn: usize,
         own: bool,
         (rendered, text, ends): (&Rendered, &Text, &[u32]),
-        branch: &mut Branch,
+        cells: &mut [Option<Cell>],
     ) -> Result<()> {
         let generation = &self.trace.generations[turn];
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let mut resolved = resolve::resolve(generation, content, self.tokenizer, &|| self.hides_specials());
+        let mut resolved = self.resolve(generation, content);
         if own {
             self.woven.recorded += generation.tokens.len() as u64;
             resolved.findings.iter_mut().for_each(|finding| finding.turn = turn as i32);
@@ -95,7 +112,7 @@ impl Loom<'_> {
         let sampling = self.sampling(turn, generation);
         for (at, lent) in lent {
             self.woven.exact += u64::from(own && lent.term && !lent.logprob.is_nan());
-            put(branch, at, lent, own, sampling);
+            cells[at] = Some(Cell { lent, own, sampling });
         }
         Ok(())
     }
@@ -119,7 +136,7 @@ impl Loom<'_> {
         &mut self,
         turn: usize,
         own: bool,
-        resolved: &Resolved,
+        resolved: &Resolved<'_>,
         span: &Span,
         (rendered, text, ends): (&Rendered, &Text, &[u32]),
         message: Option<&Value>,
@@ -128,8 +145,8 @@ impl Loom<'_> {
             .ids
             .len()
             .checked_sub(1)
-            .filter(|&last| resolved.known[last] && self.tokenizer.is_special(resolved.ids[last]));
-        let known = resolved.known.iter().take_while(|known| **known).count().min(stop.unwrap_or(usize::MAX));
+            .filter(|&last| resolved.is_known(last) && self.tokenizer.is_special(resolved.ids[last]));
+        let known = resolved.known_first().min(stop.unwrap_or(usize::MAX));
         let spelled = resolve::spell_all(&resolved.ids[..known], self.tokenizer);
         let body = &rendered.text[span.start..span.end];
         let starts = starts_in(&spelled, body.as_bytes(), &resolved.ids[..known], self.tokenizer);
@@ -151,7 +168,7 @@ impl Loom<'_> {
         }
         if let Some(stop) = stop.filter(|_| known == stop.unwrap_or(0) && (clean || !self.options.strict)) {
             if text.ids.get(at) == Some(&resolved.ids[stop]) {
-                let (logprob, level) = (resolved.logprobs[stop], resolved.tiers[stop]);
+                let (logprob, level) = (resolved.logprob(stop), resolved.tier(stop));
                 lent.push((at, Lent { logprob, level, term: true }));
             } else if own {
                 let detail = format!("sampled stop token {}, the template closes otherwise", resolved.ids[stop]);
@@ -186,7 +203,7 @@ impl Loom<'_> {
     /// What the rendered token over bytes `from..end` is lent, and whether it is the sampled token itself.
     fn one(
         &self,
-        resolved: &Resolved,
+        resolved: &Resolved<'_>,
         starts: &[(usize, usize, usize)],
         (from, end, body): (usize, usize, usize),
         id: u32,
@@ -202,10 +219,10 @@ impl Loom<'_> {
         let token = run[0].2;
         if run.len() == 1 {
             let same = resolved.ids[token] == id;
-            let lent = Lent { logprob: resolved.logprobs[token], level: resolved.tiers[token], term: true };
+            let lent = Lent { logprob: resolved.logprob(token), level: resolved.tier(token), term: true };
             return same.then_some((lent, true));
         }
-        let sum = || run.iter().map(|(_, _, token)| resolved.logprobs[*token]).sum();
+        let sum = || run.iter().map(|(_, _, token)| resolved.logprob(*token)).sum();
         (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: tier::ASSUMED, term: true }, false))
     }
 }
@@ -234,13 +251,16 @@ fn starts_in(
     found
 }
 
-/// Writes what token `at` of the branch is lent.
-fn put(branch: &mut Branch, at: usize, lent: Lent, own: bool, sampling: Sampling) {
-    branch.source[at] = source::SAMPLED;
-    branch.trainable[at] = own && lent.term;
-    branch.logprobs[at] = if own { lent.logprob } else { f32::NAN };
-    branch.turn[at] = sampling.turn;
-    branch.version[at] = sampling.version;
-    branch.tier[at] = lent.level;
-    branch.inv_temperature[at] = sampling.inv_temperature;
+/// Writes into the branch what its tokens are lent.
+fn mark(branch: &mut Branch<'_>, cells: &[Option<Cell>]) {
+    let mut at = 0;
+    for run in cells.chunk_by(|a, b| a.map(|a| a.kind()) == b.map(|b| b.kind())) {
+        let (start, end) = (at, at + run.len());
+        at = end;
+        let Some(first) = run[0] else { continue };
+        let logprob = |cell: &Cell| if cell.own { cell.lent.logprob } else { f32::NAN };
+        let logprobs = Some(run.iter().flatten().map(logprob).collect());
+        let (sampling, tier, trained) = first.kind();
+        branch.mark(start, end, Stretch { sampling, tier, trained, logprobs });
+    }
 }

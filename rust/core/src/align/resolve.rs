@@ -3,10 +3,15 @@
 //! T0 and T1 have ids, T2 has every token's own bytes, T3 has text or a run of bytes for several tokens. What a record
 //! determines is recovered; an id that cannot be known stays unknown, with its reason. Nothing is rendered here.
 
-use super::pieces::{from_pieces, own_bytes};
+use super::lookup::Lookup;
+use super::pieces::{REPLACEMENT, from_pieces, own_bytes};
 use crate::drift::{Finding, Reason};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Stop, Tokens};
+use std::borrow::Cow;
+
+/// How vLLM writes an id in the place of a text.
+const PLACEHOLDER: &[u8] = b"token_id:";
 
 /// Exactness of a token, as `Sequences.tier` has it.
 pub mod tier {
@@ -30,18 +35,19 @@ pub mod tier {
 
 /// The sampled tokens of one generation, as far as they can be known.
 #[derive(Debug, Default)]
-pub struct Resolved {
-    /// Ids; 0 where `known` is false.
-    pub ids: Vec<u32>,
-    /// Whether the id is known.
-    pub known: Vec<bool>,
-    /// Logprobs, NaN where not known.
-    pub logprobs: Vec<f32>,
-    /// Tier of each token.
-    pub tiers: Vec<u8>,
+pub struct Resolved<'a> {
+    /// Ids; 0 where one is not known.
+    pub ids: Cow<'a, [u32]>,
+    /// Whether each id is known; empty where all are.
+    known: Vec<bool>,
+    /// Tier of each token; empty where all have `level`.
+    tiers: Vec<u8>,
+    level: u8,
+    /// Logprobs, NaN where not known; `None` where none is.
+    pub logprobs: Option<&'a [f32]>,
     /// What was found on the way.
     pub findings: Vec<Finding>,
-    /// The ids are not this tokenizer's: the generation is text only.
+    /// The record is of another vocabulary: nothing of it can be used.
     pub foreign: bool,
     /// Runs of unknown ids whose text is known: first token, one past the last, bytes.
     pub runs: Vec<(usize, usize, Vec<u8>)>,
@@ -49,11 +55,59 @@ pub struct Resolved {
     pub unknown: Vec<(usize, Reason)>,
 }
 
-impl Resolved {
+impl<'a> Resolved<'a> {
+    /// Takes ids that are all known, all of one tier.
+    pub(super) fn take(&mut self, ids: Cow<'a, [u32]>, level: u8) {
+        (self.ids, self.level) = (ids, level);
+    }
+
+    /// Takes one id of its own tier; not to be mixed with [`Resolved::take`].
     pub(super) fn push(&mut self, id: Option<u32>, tier: u8) {
-        self.ids.push(id.unwrap_or(0));
+        self.ids.to_mut().push(id.unwrap_or(0));
         self.known.push(id.is_some());
         self.tiers.push(tier);
+    }
+
+    /// Takes back that the first id is known.
+    pub(super) fn doubt_first(&mut self, reason: Reason) {
+        let count = self.ids.len();
+        self.known.resize(count, true);
+        (self.ids.to_mut()[0], self.known[0]) = (0, false);
+        self.unknown.insert(0, (0, reason));
+    }
+
+    /// Whether the id of token `index` is known.
+    pub fn is_known(&self, index: usize) -> bool {
+        self.known.get(index).copied().unwrap_or(index < self.ids.len())
+    }
+
+    /// Whether all ids are known.
+    pub fn all_known(&self) -> bool {
+        !self.known.contains(&false)
+    }
+
+    /// How many tokens stand before the first whose id is not known.
+    pub fn known_first(&self) -> usize {
+        self.known.iter().position(|known| !known).unwrap_or(self.ids.len())
+    }
+
+    /// Tier of token `index`.
+    pub fn tier(&self, index: usize) -> u8 {
+        self.tiers.get(index).copied().unwrap_or(self.level)
+    }
+
+    /// Logprob of token `index`, NaN where it is not known.
+    pub fn logprob(&self, index: usize) -> f32 {
+        self.logprobs.map_or(f32::NAN, |logprobs| logprobs[index])
+    }
+
+    /// One past the last of the known tokens from `start` on, before `end`, that have the tier of the first.
+    pub fn alike(&self, start: usize, end: usize) -> usize {
+        let level = self.tier(start);
+        let known = self.known.get(start..end).map_or(end - start, |known| known.iter().take_while(|k| **k).count());
+        let tiers = self.tiers.get(start..end);
+        let same = tiers.map_or(end - start, |tiers| tiers.iter().take_while(|tier| **tier == level).count());
+        start + known.min(same)
     }
 
     /// Why the id of token `index` is not known.
@@ -70,12 +124,13 @@ impl Resolved {
 /// Resolves the tokens that a generation lists. `Tokens` with logprobs alone, or with nothing, resolve to no token.
 ///
 /// `hides_specials` is asked whether a special token may show nothing in these records.
-pub fn resolve(
-    generation: &Generation,
+pub fn resolve<'a>(
+    generation: &'a Generation,
     content: Option<&str>,
     tokenizer: &Tokenizer,
     hides_specials: &dyn Fn() -> bool,
-) -> Resolved {
+    lookup: &mut Lookup,
+) -> Resolved<'a> {
     let tokens = &generation.tokens;
     let content = generation.text.as_deref().or(content);
     let mut resolved = Resolved::default();
@@ -83,19 +138,19 @@ pub fn resolve(
         let level = if generation.prompt.ids().is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
         from_ids(ids, level, tokens, content, tokenizer, &mut resolved);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
-        from_pieces(generation, content, tokenizer, hides_specials, &mut resolved);
+        from_pieces(generation, content, tokenizer, hides_specials, lookup, &mut resolved);
     }
     attach_logprobs(generation, &mut resolved);
     resolved
 }
 
-fn from_ids(
-    ids: &[u32],
+fn from_ids<'a>(
+    ids: &'a [u32],
     level: u8,
     tokens: &Tokens,
     content: Option<&str>,
     tokenizer: &Tokenizer,
-    resolved: &mut Resolved,
+    resolved: &mut Resolved<'a>,
 ) {
     if let Some(at) = ids.iter().position(|&id| tokenizer.token_bytes(id).is_none()) {
         let size = tokenizer.vocab_size();
@@ -109,26 +164,45 @@ fn from_ids(
         resolved.foreign = true;
         return;
     }
-    for &id in ids {
-        resolved.push(Some(id), level);
-    }
+    resolved.take(Cow::Borrowed(ids), level);
 }
 
 /// What the record shows, where it cannot be what these ids say.
 fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer: &Tokenizer) -> Option<String> {
     let mut after_silence = false;
     let mut shown = false;
-    for (index, &id) in ids.iter().enumerate() {
-        // vLLM writes the placeholder itself where it has no entry for the token.
-        let own = own_bytes(tokens, index, tokenizer).map(|(own, _)| own).filter(|own| !own.starts_with(b"token_id:"));
-        shown |= own.is_some();
+    let plain = tokens.bytes.as_ref().filter(|pieces| is_plain(&pieces.data));
+    let listed = if tokens.bytes.is_some() || tokens.texts.is_some() { ids } else { &[] };
+    for (index, &id) in listed.iter().enumerate() {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+        if !bytes.is_empty() && plain.and_then(|pieces| pieces.get(index)) == Some(bytes) {
+            (shown, after_silence) = (true, false);
+            continue;
+        }
+        // vLLM writes the placeholder itself where it has no entry for the token.
+        let own = own_bytes(tokens, index, tokenizer).map(|(own, _)| own).filter(|own| !own.starts_with(PLACEHOLDER));
+        shown |= own.is_some();
         if let Some(own) = own.as_deref().filter(|own| !after_silence && *own != bytes) {
             return Some(format!("id {id} spells {} where the record shows {}", excerpt(bytes), excerpt(own)));
         }
         after_silence = own.is_none();
     }
-    let content = content.map(str::trim).filter(|text| !shown && !text.is_empty() && !text.contains('\u{FFFD}'))?;
+    let content = content.filter(|_| !shown)?;
+    if begins_with(ids, content.as_bytes(), tokenizer) {
+        return None;
+    }
+    unsaid(ids, content, tokenizer)
+}
+
+/// Whether every piece of these bytes is what it seems: no placeholder of an id, nothing that stands for broken text.
+fn is_plain(data: &[u8]) -> bool {
+    let has = |what: &[u8]| memchr::memmem::find(data, what).is_some();
+    !has(REPLACEMENT) && !has(PLACEHOLDER)
+}
+
+/// What the content says, where the ids spell it neither with nor without their special tokens.
+fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
+    let content = Some(content.trim()).filter(|text| !text.is_empty() && !text.contains('\u{FFFD}'))?;
     let (plain, whole) = (spell(ids, tokenizer), spell_all(ids, tokenizer));
     // A server may have written the reasoning into the content, between tags of its own.
     let mut parts = content.split("<reasoning>").flat_map(|part| part.split("</reasoning>")).map(str::trim);
@@ -138,15 +212,46 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
     Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
 }
 
+/// Whether `text` is how the bytes of `ids` begin, their special tokens left out.
+pub fn begins_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let mut rest = text;
+    for &id in ids.iter().filter(|&&id| !is_special(id, tokenizer)) {
+        let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+        match rest.strip_prefix(bytes) {
+            Some(behind) => rest = behind,
+            None => return bytes.starts_with(rest),
+        }
+    }
+    rest.is_empty()
+}
+
+/// Whether `text` is the bytes of `ids`, special tokens included.
+pub fn spells(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+    let mut rest = text;
+    let mut goes_on = |bytes: &[u8]| rest.strip_prefix(bytes).map(|behind| rest = behind).is_some();
+    ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).all(&mut goes_on) && rest.is_empty()
+}
+
+/// Whether `id` is a special token; most ids are told by one comparison.
+pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
+    let special = tokenizer.special_ids();
+    special.first().is_some_and(|first| *first <= id) && special.binary_search(&id).is_ok()
+}
+
 /// Bytes of the ids without special tokens, as a server's text has them.
 pub fn spell(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
-    let ordinary = ids.iter().filter(|&&id| !tokenizer.is_special(id));
-    ordinary.filter_map(|&id| tokenizer.token_bytes(id)).flatten().copied().collect()
+    spelled(ids.iter().filter(|&&id| !is_special(id, tokenizer)), tokenizer)
 }
 
 /// Bytes of the ids, special tokens included.
 pub fn spell_all(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
-    ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).flatten().copied().collect()
+    spelled(ids.iter(), tokenizer)
+}
+
+fn spelled<'i>(ids: impl Iterator<Item = &'i u32>, tokenizer: &Tokenizer) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(ids.size_hint().1.unwrap_or(0) * 5);
+    ids.filter_map(|&id| tokenizer.token_bytes(id)).for_each(|piece| bytes.extend_from_slice(piece));
+    bytes
 }
 
 fn contains(text: &[u8], part: &[u8]) -> bool {
@@ -163,10 +268,9 @@ pub fn excerpt(bytes: &[u8]) -> String {
     format!("{short:?}")
 }
 
-fn attach_logprobs(generation: &Generation, resolved: &mut Resolved) {
+fn attach_logprobs<'a>(generation: &'a Generation, resolved: &mut Resolved<'a>) {
     let tokens = &generation.tokens;
     let count = resolved.ids.len();
-    resolved.logprobs = vec![f32::NAN; count];
     let Some(logprobs) = &tokens.logprobs else {
         if count > 0 {
             resolved.find(Reason::MissingLogprob, 0, count, "the record has no logprobs".into());
@@ -185,7 +289,7 @@ fn attach_logprobs(generation: &Generation, resolved: &mut Resolved) {
         resolved.find(Reason::CountMismatch, 0, count, detail);
         return;
     }
-    resolved.logprobs.copy_from_slice(&logprobs[..count]);
+    resolved.logprobs = Some(&logprobs[..count]);
     if tokens.missing > 0 {
         let detail = format!("{} logprobs are null, NaN or -inf", tokens.missing);
         resolved.find(Reason::MissingLogprob, usize::MAX, tokens.missing as usize, detail);

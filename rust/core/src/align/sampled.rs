@@ -2,7 +2,7 @@
 //!
 //! Tokens behind a stop string are left out, an id that cannot be known ends the branch, and both are counted.
 
-use super::branch::Sampling;
+use super::branch::{Sampling, Stretch};
 use super::resolve::{self, Resolved, tier};
 use super::stop::{self, Overrun};
 use super::weave::Loom;
@@ -10,12 +10,13 @@ use crate::drift::Reason;
 use crate::error::Result;
 use crate::trace::{Generation, Prompt, Stop, VersionSpan};
 use serde_json::Value;
+use std::borrow::Cow;
 
-impl Loom<'_> {
-    pub fn add_sampled(&mut self, turn: usize, generation: &Generation, at: usize) -> Result<()> {
+impl<'a> Loom<'a, '_> {
+    pub fn add_sampled(&mut self, turn: usize, generation: &'a Generation, at: usize) -> Result<()> {
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let mut resolved = resolve::resolve(generation, content, self.tokenizer, &|| self.hides_specials());
+        let mut resolved = self.resolve(generation, content);
         for finding in &mut resolved.findings {
             finding.turn = turn as i32;
         }
@@ -44,18 +45,18 @@ impl Loom<'_> {
     }
 
     /// Compares the sum of the logprobs with the server's own. Recorders round to six digits or to f16 on the way.
-    fn check_sum(&mut self, turn: usize, generation: &Generation, resolved: &Resolved) {
-        let Some(said) = generation.cumulative_logprob else { return };
-        let sum: f64 = resolved.logprobs.iter().map(|&logprob| f64::from(logprob)).sum();
+    fn check_sum(&mut self, turn: usize, generation: &Generation, resolved: &Resolved<'_>) {
+        let Some((said, logprobs)) = generation.cumulative_logprob.zip(resolved.logprobs) else { return };
+        let sum: f64 = logprobs.iter().map(|&logprob| f64::from(logprob)).sum();
         if (sum - said).abs() > 1e-3 + 1e-4 * said.abs() {
-            let count = resolved.logprobs.len();
+            let count = logprobs.len();
             let detail = format!("the logprobs sum to {sum:.6}, the record's cumulative logprob is {said:.6}");
             self.find(Reason::InvalidLogprob, turn, 0, count, detail);
         }
     }
 
     /// Names what goes past a stop string; one past the last token that belongs to the turn.
-    fn note_overrun(&mut self, turn: usize, resolved: &Resolved, overrun: Option<Overrun>) -> usize {
+    fn note_overrun(&mut self, turn: usize, resolved: &Resolved<'_>, overrun: Option<Overrun>) -> usize {
         let count = resolved.ids.len();
         let Some(Overrun { end, partial }) = overrun else { return count };
         if partial {
@@ -74,19 +75,22 @@ impl Loom<'_> {
         &mut self,
         turn: usize,
         generation: &Generation,
-        (resolved, end): (&Resolved, usize),
+        (resolved, end): (&Resolved<'a>, usize),
         at: usize,
         sampling: Sampling,
     ) -> Result<()> {
         let branch = &mut self.woven.branches[at];
         let mut index = 0;
         while index < end {
-            if resolved.known[index] {
-                let (id, logprob) = (resolved.ids[index], resolved.logprobs[index]);
+            if resolved.is_known(index) {
+                let behind = alike_version(generation, index, resolved.alike(index, end));
+                let logprobs = resolved.logprobs.map(|logprobs| &logprobs[index..behind]);
+                self.woven.exact += logprobs.map_or(0, known);
                 let sampling = Sampling { version: version_at(generation, index), ..sampling };
-                branch.sample(id, logprob, resolved.tiers[index], true, sampling);
-                self.woven.exact += u64::from(!logprob.is_nan());
-                index += 1;
+                let tier = resolved.tier(index);
+                let logprobs = logprobs.map(Cow::Borrowed);
+                branch.sample(&resolved.ids[index..behind], Stretch { sampling, tier, trained: true, logprobs });
+                index = behind;
                 continue;
             }
             let run = resolved.runs.iter().find(|run| run.0 == index);
@@ -97,11 +101,9 @@ impl Loom<'_> {
             if !counted && !self.options.lenient {
                 break;
             }
-            for (offset, id) in canonical.into_iter().enumerate() {
-                let logprob = if counted { resolved.logprobs[index + offset] } else { f32::NAN };
-                let level = if counted { tier::ASSUMED } else { tier::TEXT };
-                branch.sample(id, logprob, level, counted, sampling);
-            }
+            let logprobs = resolved.logprobs.filter(|_| counted).map(|all| Cow::Borrowed(&all[index..*behind]));
+            let tier = if counted { tier::ASSUMED } else { tier::TEXT };
+            branch.sample(&canonical, Stretch { sampling, tier, trained: counted, logprobs });
             index = *behind;
         }
         let last = branch.ids.last().copied();
@@ -118,7 +120,7 @@ impl Loom<'_> {
     fn add_text(
         &mut self,
         turn: usize,
-        generation: &Generation,
+        generation: &'a Generation,
         at: usize,
         foreign: bool,
         sampling: Sampling,
@@ -161,10 +163,13 @@ impl Loom<'_> {
         };
         let branch = &mut self.woven.branches[at];
         branch.stopped = ids.last().copied() == closing && closing.is_some();
-        for (index, id) in ids.into_iter().enumerate() {
-            let logprob = if level == tier::TEXT_ONLY { f32::NAN } else { logprobs[index] };
+        let (mut index, logprobs) = (0, Some(logprobs).filter(|_| level != tier::TEXT_ONLY));
+        while index < ids.len() {
+            let behind = alike_version(generation, index, ids.len());
             let sampling = Sampling { version: version_at(generation, index), ..sampling };
-            branch.sample(id, logprob, level, trained, sampling);
+            let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..behind]));
+            branch.sample(&ids[index..behind], Stretch { sampling, tier: level, trained, logprobs });
+            index = behind;
         }
         Ok(())
     }
@@ -193,4 +198,18 @@ fn version_at(generation: &Generation, index: usize) -> i32 {
     }
     let holds = |span: &&VersionSpan| (span.start as usize..span.end as usize).contains(&index);
     generation.versions.iter().find(holds).map_or(generation.policy_version, |span| span.version)
+}
+
+/// One past the last of the tokens from `start` on, before `end`, that the same policy version sampled.
+fn alike_version(generation: &Generation, start: usize, end: usize) -> usize {
+    if generation.versions.is_empty() {
+        return end;
+    }
+    let first = version_at(generation, start);
+    (start + 1..end).find(|&index| version_at(generation, index) != first).unwrap_or(end)
+}
+
+/// How many logprobs are known.
+fn known(logprobs: &[f32]) -> u64 {
+    logprobs.iter().map(|logprob| u64::from(!logprob.is_nan())).sum()
 }

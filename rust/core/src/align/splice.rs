@@ -12,10 +12,10 @@ use crate::template::Rendered;
 use crate::trace::Generation;
 use serde_json::Value;
 
-impl Loom<'_> {
+impl Loom<'_, '_> {
     /// No prompt ids: the branch whose messages the context continues, spliced; or a fork over the rendered text.
     pub fn place_text(&mut self, turn: usize, generation: &Generation, rendered: &Rendered) -> Result<Place> {
-        let continues = |branch: &super::branch::Branch| {
+        let continues = |branch: &super::branch::Branch<'_>| {
             !branch.ended && !branch.headless && generation.context.starts_with(&branch.path)
         };
         let longest = (0..self.woven.branches.len())
@@ -31,7 +31,7 @@ impl Loom<'_> {
             let detail = "the messages before this turn are not those of any earlier turn".to_owned();
             self.find(Reason::HistoryRewritten, turn, -1, 0, detail);
         }
-        Ok(Place::Fork(self.scaffold.encode(rendered, 0)?))
+        Ok(Place::Fork(self.encode(rendered)?))
     }
 
     /// Whether an earlier call was made on the same messages: a parallel sample, no rewritten history.
@@ -42,7 +42,7 @@ impl Loom<'_> {
     /// Where in `rendered` the text after branch `at` begins, if the template keeps what was sampled.
     fn splice(&mut self, at: usize, rendered: &Rendered) -> Result<Option<usize>> {
         let branch = &self.woven.branches[at];
-        let turn = branch.turn.last().copied().unwrap_or(0).max(0) as usize;
+        let turn = branch.len().checked_sub(1).and_then(|last| branch.turn_at(last)).unwrap_or(0) as usize;
         let start = branch.prompt.len();
         let closer = &self.scaffold.closer;
         let message = (branch.path.len() - 1) as u32;
@@ -71,9 +71,8 @@ impl Loom<'_> {
         body: &str,
         overrun: bool,
     ) -> Result<bool> {
-        let spelled = resolve::spell_all(sampled, self.tokenizer);
         let count = sampled.len();
-        if spelled == body.as_bytes() {
+        if resolve::spells(sampled, body.as_bytes(), self.tokenizer) {
             let canonical = self.tokenizer.encode(body)?;
             let first = common_prefix(&canonical, sampled);
             if first < count.max(canonical.len()) {
@@ -82,6 +81,7 @@ impl Loom<'_> {
             }
             return Ok(true);
         }
+        let spelled = resolve::spell_all(sampled, self.tokenizer);
         if overrun && spelled.starts_with(body.as_bytes()) {
             return Ok(true);
         }

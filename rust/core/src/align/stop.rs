@@ -20,7 +20,7 @@ pub struct Overrun {
 pub fn overrun(
     generation: &Generation,
     content: Option<&str>,
-    resolved: &Resolved,
+    resolved: &Resolved<'_>,
     tokenizer: &Tokenizer,
 ) -> Option<Overrun> {
     let by_string = match &generation.stop {
@@ -30,7 +30,7 @@ pub fn overrun(
     };
     // Without the string's own word only text that is known to be all of the text can be short of the tokens.
     let text = generation.text.as_deref().or(content.filter(|_| by_string.is_some()))?;
-    if generation.finish_reason.as_deref() != Some("stop") || resolved.known.contains(&false) {
+    if generation.finish_reason.as_deref() != Some("stop") || !resolved.all_known() {
         return None;
     }
     let spelled = spell(&resolved.ids, tokenizer);

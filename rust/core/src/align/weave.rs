@@ -5,20 +5,24 @@
 //! (what was drawn). Called by `align` for every trace; pure but for the tokenizer's caches.
 
 use super::branch::{Branch, Sampling, common_prefix};
+use super::lookup::Lookup;
 use super::prompt::{Scaffold, Text};
+use super::prompts::Prompts;
+use super::resolve::{self, Resolved};
 use super::{Mode, Options};
 use super::{duplicates, extras, pieces};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
+use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, LogprobKind, Trace};
 use std::cell::OnceCell;
 
 /// Branches and findings of one trace.
 #[derive(Debug, Default)]
-pub struct Woven {
+pub struct Woven<'a> {
     /// Branches in the order in which they were opened.
-    pub branches: Vec<Branch>,
+    pub branches: Vec<Branch<'a>>,
     /// What did not fit.
     pub findings: Vec<Finding>,
     /// Tokens that the record says were sampled.
@@ -39,8 +43,23 @@ pub(super) enum Place {
     Headless,
 }
 
+/// What a worker keeps from one trace to the next.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// The last whole prompt.
+    pub prompts: Prompts,
+    /// Ids of bytes.
+    pub lookup: Lookup,
+}
+
 /// Aligns one trace.
-pub fn weave(trace: &Trace, tokenizer: &Tokenizer, scaffold: &Scaffold<'_>, options: Options) -> Result<Woven> {
+pub fn weave<'a>(
+    trace: &'a Trace,
+    tokenizer: &'a Tokenizer,
+    scaffold: &'a Scaffold<'a>,
+    options: Options,
+    memory: &mut Memory,
+) -> Result<Woven<'a>> {
     let ends = vec![None; trace.generations.len()];
     let mut loom = Loom {
         trace,
@@ -50,6 +69,7 @@ pub fn weave(trace: &Trace, tokenizer: &Tokenizer, scaffold: &Scaffold<'_>, opti
         ends,
         dated: false,
         hides_specials: OnceCell::new(),
+        memory,
         woven: Woven::default(),
     };
     let abandoned = duplicates::abandoned(trace);
@@ -68,7 +88,7 @@ pub fn weave(trace: &Trace, tokenizer: &Tokenizer, scaffold: &Scaffold<'_>, opti
     Ok(loom.woven)
 }
 
-pub(super) struct Loom<'a> {
+pub(super) struct Loom<'a, 'm> {
     pub trace: &'a Trace,
     pub tokenizer: &'a Tokenizer,
     pub scaffold: &'a Scaffold<'a>,
@@ -78,10 +98,11 @@ pub(super) struct Loom<'a> {
     /// Whether it was said that the template prints a date.
     pub dated: bool,
     pub hides_specials: OnceCell<bool>,
-    pub woven: Woven,
+    pub memory: &'m mut Memory,
+    pub woven: Woven<'a>,
 }
 
-impl Loom<'_> {
+impl<'a> Loom<'a, '_> {
     /// Findings of the reader.
     fn note(&mut self, turn: usize, generation: &Generation) {
         for note in &generation.notes {
@@ -97,17 +118,17 @@ impl Loom<'_> {
         self.find(Reason::DuplicateGeneration, turn, -1, count, detail);
     }
 
-    fn add(&mut self, turn: usize, generation: &Generation) -> Result<()> {
+    fn add(&mut self, turn: usize, generation: &'a Generation) -> Result<()> {
         let (place, rendered) = self.place(turn, generation)?;
         let at = match place {
             Place::Extend(at, text) => {
-                self.woven.branches[at].give(&text);
+                self.woven.branches[at].give(text);
                 at
             }
-            Place::Fork(text) => self.fork(turn, &text),
+            Place::Fork(text) => self.fork(turn, text),
             Place::Stem(other, length, text) => {
                 let mut branch = Branch::stem(&self.woven.branches[other], length);
-                branch.give(&text);
+                branch.give(text);
                 self.open(turn, branch)
             }
             Place::Headless => {
@@ -130,15 +151,20 @@ impl Loom<'_> {
         Ok(())
     }
 
+    /// Ids and sources of a whole prompt.
+    pub fn encode(&mut self, rendered: &Rendered) -> Result<Text> {
+        self.memory.prompts.encode(self.scaffold, rendered)
+    }
+
     /// Opens a branch over `text`, sharing what an earlier branch sampled on the same ids.
-    fn fork(&mut self, turn: usize, text: &Text) -> usize {
-        let shared = |branch: &&Branch| common_prefix(&branch.ids, &text.ids);
+    fn fork(&mut self, turn: usize, text: Text) -> usize {
+        let shared = |branch: &&Branch<'a>| common_prefix(&branch.ids, &text.ids);
         let nearest = self.woven.branches.iter().filter(|branch| !branch.headless).max_by_key(shared);
         let branch = Branch::fork(text, nearest);
         self.open(turn, branch)
     }
 
-    fn open(&mut self, turn: usize, branch: Branch) -> usize {
+    fn open(&mut self, turn: usize, branch: Branch<'a>) -> usize {
         if !self.woven.branches.is_empty() {
             let detail = format!("the prompt extends no earlier turn: branch {}", self.woven.branches.len());
             self.find(Reason::PrefixNotExtended, turn, -1, 0, detail);
@@ -147,9 +173,10 @@ impl Loom<'_> {
         self.woven.branches.len() - 1
     }
 
-    /// Whether a special token may show nothing in the records of this trace.
-    pub fn hides_specials(&self) -> bool {
-        *self.hides_specials.get_or_init(|| pieces::hides_specials(self.trace, self.tokenizer))
+    /// The sampled tokens of a generation.
+    pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
+        let hides = || *self.hides_specials.get_or_init(|| pieces::hides_specials(self.trace, self.tokenizer));
+        resolve::resolve(generation, content, self.tokenizer, &hides, &mut self.memory.lookup)
     }
 
     pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {
