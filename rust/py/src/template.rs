@@ -5,6 +5,7 @@ use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use serde_json::{Map, Value};
+use std::sync::{Arc, Mutex, PoisonError};
 use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
 use tracegrad_core::{Error, Kind, Result};
 
@@ -12,6 +13,7 @@ use tracegrad_core::{Error, Kind, Result};
 #[pyclass(frozen, module = "tracegrad._core", name = "Template")]
 pub struct PyTemplate {
     inner: Template,
+    tools: ToolTexts,
 }
 
 #[pymethods]
@@ -19,7 +21,7 @@ impl PyTemplate {
     #[new]
     fn new(py: Python<'_>, source: &str, special_tokens: Vec<(String, String)>) -> PyResult<Self> {
         let compiled = py.detach(|| Template::compile(source, &special_tokens));
-        compiled.map(|inner| Self { inner }).map_err(|error| to_python(py, &error))
+        compiled.map(|inner| Self { inner, tools: ToolTexts::default() }).map_err(|error| to_python(py, &error))
     }
 
     #[getter]
@@ -36,8 +38,8 @@ impl PyTemplate {
         kwargs: &str,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs)?;
-            self.inner.render(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+            let call = Arguments::parse(messages, tools, kwargs, &self.tools)?;
+            self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
     }
@@ -51,8 +53,8 @@ impl PyTemplate {
         kwargs: &str,
     ) -> PyResult<String> {
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs)?;
-            self.inner.render_text(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+            let call = Arguments::parse(messages, tools, kwargs, &self.tools)?;
+            self.inner.render_text(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         rendered.map_err(|error| to_python(py, &error))
     }
@@ -60,18 +62,45 @@ impl PyTemplate {
 
 /// What a template is called with, from JSON text.
 pub struct Arguments {
-    pub messages: Vec<Value>,
-    pub tools: Option<Value>,
+    messages: Vec<Value>,
+    pub tools: Option<Arc<Value>>,
     pub kwargs: Map<String, Value>,
 }
 
 impl Arguments {
-    pub fn parse(messages: &str, tools: Option<&str>, kwargs: &str) -> Result<Self> {
+    pub fn parse(messages: &str, tools: Option<&str>, kwargs: &str, known: &ToolTexts) -> Result<Self> {
         Ok(Self {
             messages: parsed("messages", messages)?,
-            tools: tools.map(|tools| parsed("tools", tools)).transpose()?,
+            tools: tools.map(|tools| known.parsed(tools)).transpose()?,
             kwargs: parsed("template variables", kwargs)?,
         })
+    }
+
+    pub fn messages(&self) -> Vec<&Value> {
+        self.messages.iter().collect()
+    }
+}
+
+/// Texts of tool schemas that were parsed before, the oldest first.
+#[derive(Default)]
+pub struct ToolTexts(Mutex<Vec<(Box<str>, Arc<Value>)>>);
+
+/// Texts that are remembered, and their bytes together.
+const TEXTS: usize = 16;
+const TEXT_BYTES: usize = 4 << 20;
+
+impl ToolTexts {
+    fn parsed(&self, text: &str) -> Result<Arc<Value>> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, tools)) = known.iter().find(|(known, _)| **known == *text) {
+            return Ok(Arc::clone(tools));
+        }
+        let tools = Arc::new(parsed("tools", text)?);
+        known.push((text.into(), Arc::clone(&tools)));
+        while known.len() > TEXTS || known.iter().map(|(text, _)| text.len()).sum::<usize>() > TEXT_BYTES {
+            known.remove(0);
+        }
+        Ok(tools)
     }
 }
 

@@ -25,7 +25,7 @@ pub(super) struct Conversation<'a> {
 
 impl<'a> Conversation<'a> {
     /// Checks that every message is an object with a role.
-    pub fn new(messages: &'a [Json]) -> Result<Self> {
+    pub fn new(messages: &[&'a Json]) -> Result<Self> {
         let mut checked = Vec::with_capacity(messages.len());
         let mut has_null = false;
         for (index, message) in messages.iter().enumerate() {
