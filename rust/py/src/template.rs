@@ -1,13 +1,15 @@
-//! Binds `tracegrad_core::template`: JSON text in, rendered text and span arrays out.
+//! Binds `tracegrad_core::template`: Python's objects or JSON text in, rendered text and span arrays out.
 
 use crate::errors::to_python;
+use crate::json;
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::sync::{Arc, Mutex, PoisonError};
+use tracegrad_core::Result;
 use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
-use tracegrad_core::{Error, Kind, Result};
 
 /// A chat template compiled from its source.
 #[pyclass(frozen, module = "tracegrad._core", name = "Template")]
@@ -32,13 +34,14 @@ impl PyTemplate {
     fn render<'py>(
         &self,
         py: Python<'py>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'py, PyAny>,
+        tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
+        let call = Arguments::of(messages, tools, kwargs)?;
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs, &self.tools)?;
+            let call = call.parsed(&self.tools)?;
             self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
@@ -47,35 +50,88 @@ impl PyTemplate {
     fn render_text(
         &self,
         py: Python<'_>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'_, PyAny>,
+        tools: Option<&Bound<'_, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
+        let call = Arguments::of(messages, tools, kwargs)?;
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs, &self.tools)?;
+            let call = call.parsed(&self.tools)?;
             self.inner.render_text(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         rendered.map_err(|error| to_python(py, &error))
     }
 }
 
-/// What a template is called with, from JSON text.
-pub struct Arguments {
+/// What a template is called with: Python's objects read, JSON text yet to be parsed.
+pub struct Arguments<'a> {
+    messages: Given<'a>,
+    tools: Option<Given<'a>>,
+    kwargs: Given<'a>,
+}
+
+impl<'a> Arguments<'a> {
+    pub fn of(
+        messages: &'a Bound<'_, PyAny>,
+        tools: Option<&'a Bound<'_, PyAny>>,
+        kwargs: &'a Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let tools = tools.map(|tools| Given::of("tools", tools)).transpose()?;
+        Ok(Self { messages: Given::of("messages", messages)?, tools, kwargs: Given::of(VARIABLES, kwargs)? })
+    }
+
+    /// All of it as JSON, tools from `known` where they were parsed before.
+    pub fn parsed(self, known: &ToolTexts) -> Result<Parsed> {
+        let tools = match self.tools {
+            Some(Given::Text(text)) => Some(known.parsed(text)?),
+            Some(Given::Value(tools)) => Some(Arc::new(tools)),
+            None => None,
+        };
+        let list = |value| if let Value::Array(items) = value { Ok(items) } else { Err(value) };
+        let object = |value| if let Value::Object(map) = value { Ok(map) } else { Err(value) };
+        let kwargs = self.kwargs.parsed(VARIABLES, object)?;
+        Ok(Parsed { messages: self.messages.parsed("messages", list)?, tools, kwargs })
+    }
+}
+
+/// What errors call the template's own variables.
+const VARIABLES: &str = "template variables";
+
+enum Given<'a> {
+    Text(&'a str),
+    Value(Value),
+}
+
+impl<'a> Given<'a> {
+    fn of(name: &str, object: &'a Bound<'_, PyAny>) -> PyResult<Self> {
+        match object.cast::<PyString>() {
+            Ok(text) => Ok(Self::Text(text.to_str()?)),
+            Err(_) => json::read(name, object).map(Self::Value),
+        }
+    }
+
+    /// What the text says, or what `take` gets out of the value, or leaves.
+    fn parsed<T: DeserializeOwned>(
+        self,
+        name: &str,
+        take: impl Fn(Value) -> std::result::Result<T, Value>,
+    ) -> Result<T> {
+        match self {
+            Self::Text(text) => json::parsed(name, text),
+            Self::Value(value) => take(value).or_else(|value| json::parsed(name, &value.to_string())),
+        }
+    }
+}
+
+/// What a template is called with.
+pub struct Parsed {
     messages: Vec<Value>,
     pub tools: Option<Arc<Value>>,
     pub kwargs: Map<String, Value>,
 }
 
-impl Arguments {
-    pub fn parse(messages: &str, tools: Option<&str>, kwargs: &str, known: &ToolTexts) -> Result<Self> {
-        Ok(Self {
-            messages: parsed("messages", messages)?,
-            tools: tools.map(|tools| known.parsed(tools)).transpose()?,
-            kwargs: parsed("template variables", kwargs)?,
-        })
-    }
-
+impl Parsed {
     pub fn messages(&self) -> Vec<&Value> {
         self.messages.iter().collect()
     }
@@ -95,21 +151,13 @@ impl ToolTexts {
         if let Some((_, tools)) = known.iter().find(|(known, _)| **known == *text) {
             return Ok(Arc::clone(tools));
         }
-        let tools = Arc::new(parsed("tools", text)?);
+        let tools = Arc::new(json::parsed("tools", text)?);
         known.push((text.into(), Arc::clone(&tools)));
         while known.len() > TEXTS || known.iter().map(|(text, _)| text.len()).sum::<usize>() > TEXT_BYTES {
             known.remove(0);
         }
         Ok(tools)
     }
-}
-
-fn parsed<T: serde::de::DeserializeOwned>(name: &str, json: &str) -> Result<T> {
-    serde_json::from_str(json).map_err(|error| {
-        Error::new(Kind::Argument, format!("{name} cannot be written as JSON text: {error}"))
-            .why("Templates see plain JSON: no NaN, no lone surrogates, no nesting deeper than 128")
-            .cure(format!("Replace what is not JSON in {name}"))
-    })
 }
 
 /// `(text, starts, ends, message, field, generation, exact)`.

@@ -88,13 +88,14 @@ impl PyTokenizer {
     fn render<'py>(
         &self,
         py: Python<'py>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'py, PyAny>,
+        tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
+        let call = Arguments::of(messages, tools, kwargs)?;
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs, &self.tools)?;
+            let call = call.parsed(&self.tools)?;
             self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
@@ -103,13 +104,14 @@ impl PyTokenizer {
     fn render_ids<'py>(
         &self,
         py: Python<'py>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'py, PyAny>,
+        tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Ids<'py>> {
+        let call = Arguments::of(messages, tools, kwargs)?;
         let ids = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs, &self.tools)?;
+            let call = call.parsed(&self.tools)?;
             let tools = call.tools.as_ref();
             let template = self.inner.template_for(tools.map(Arc::as_ref))?;
             let text = template.render_text(&call.messages(), tools, add_generation_prompt, &call.kwargs)?;
