@@ -60,6 +60,28 @@ fn scalar(object: &Bound<'_, PyAny>) -> Option<Value> {
     }
 }
 
+/// Whether [`read`] would give `value` again, without making it.
+pub fn is(object: &Bound<'_, PyAny>, value: &Value) -> bool {
+    match value {
+        Value::String(known) => {
+            object.cast_exact::<PyString>().is_ok_and(|text| text.to_str().is_ok_and(|t| t == known))
+        }
+        Value::Object(map) => object.cast_exact::<PyDict>().is_ok_and(|dict| {
+            let same_key = |key: &Bound<'_, PyAny>, known: &str| {
+                key.cast_exact::<PyString>().is_ok_and(|key| key.to_str().is_ok_and(|key| key == known))
+            };
+            let mut pairs = dict.iter().zip(map);
+            dict.len() == map.len()
+                && pairs.all(|((key, item), (known, value))| same_key(&key, known) && is(&item, value))
+        }),
+        Value::Array(items) => object.cast_exact::<PyList>().is_ok_and(|list| {
+            list.len() == items.len() && list.iter().zip(items).all(|(item, value)| is(&item, value))
+        }),
+        // As it is written, since 1 is not 1.0.
+        other => scalar(object).is_some_and(|value| value.to_string() == other.to_string()),
+    }
+}
+
 /// By way of Python's own JSON, which takes subclasses too, and says what it does not take.
 fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
     let py = object.py();

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracegrad_core::Result;
 use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
 
@@ -15,7 +15,7 @@ use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
 #[pyclass(frozen, module = "tracegrad._core", name = "Template")]
 pub struct PyTemplate {
     inner: Template,
-    tools: ToolTexts,
+    tools: KnownTools,
 }
 
 #[pymethods]
@@ -23,7 +23,7 @@ impl PyTemplate {
     #[new]
     fn new(py: Python<'_>, source: &str, special_tokens: Vec<(String, String)>) -> PyResult<Self> {
         let compiled = py.detach(|| Template::compile(source, &special_tokens));
-        compiled.map(|inner| Self { inner, tools: ToolTexts::default() }).map_err(|error| to_python(py, &error))
+        compiled.map(|inner| Self { inner, tools: KnownTools::default() }).map_err(|error| to_python(py, &error))
     }
 
     #[getter]
@@ -39,7 +39,7 @@ impl PyTemplate {
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let call = Arguments::of(messages, tools, kwargs)?;
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let rendered = py.detach(|| {
             let call = call.parsed(&self.tools)?;
             self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
@@ -55,7 +55,7 @@ impl PyTemplate {
         add_generation_prompt: bool,
         kwargs: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        let call = Arguments::of(messages, tools, kwargs)?;
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let rendered = py.detach(|| {
             let call = call.parsed(&self.tools)?;
             self.inner.render_text(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
@@ -67,7 +67,7 @@ impl PyTemplate {
 /// What a template is called with: Python's objects read, JSON text yet to be parsed.
 pub struct Arguments<'a> {
     messages: Given<'a>,
-    tools: Option<Given<'a>>,
+    tools: Option<GivenTools<'a>>,
     kwargs: Given<'a>,
 }
 
@@ -76,16 +76,17 @@ impl<'a> Arguments<'a> {
         messages: &'a Bound<'_, PyAny>,
         tools: Option<&'a Bound<'_, PyAny>>,
         kwargs: &'a Bound<'_, PyAny>,
+        known: &KnownTools,
     ) -> PyResult<Self> {
-        let tools = tools.map(|tools| Given::of("tools", tools)).transpose()?;
+        let tools = tools.map(|tools| known.given(tools)).transpose()?;
         Ok(Self { messages: Given::of("messages", messages)?, tools, kwargs: Given::of(VARIABLES, kwargs)? })
     }
 
     /// All of it as JSON, tools from `known` where they were parsed before.
-    pub fn parsed(self, known: &ToolTexts) -> Result<Parsed> {
+    pub fn parsed(self, known: &KnownTools) -> Result<Parsed> {
         let tools = match self.tools {
-            Some(Given::Text(text)) => Some(known.parsed(text)?),
-            Some(Given::Value(tools)) => Some(Arc::new(tools)),
+            Some(GivenTools::Text(text)) => Some(known.parsed(text)?),
+            Some(GivenTools::Read(tools)) => Some(tools),
             None => None,
         };
         let list = |value| if let Value::Array(items) = value { Ok(items) } else { Err(value) };
@@ -137,26 +138,56 @@ impl Parsed {
     }
 }
 
-/// Texts of tool schemas that were parsed before, the oldest first.
+enum GivenTools<'a> {
+    Text(&'a str),
+    Read(Arc<Value>),
+}
+
+/// Tool schemas that were given before, and the JSON text of those that came so; the oldest first.
 #[derive(Default)]
-pub struct ToolTexts(Mutex<Vec<(Box<str>, Arc<Value>)>>);
+pub struct KnownTools(Mutex<Vec<(Option<Box<str>>, Arc<Value>)>>);
 
-/// Texts that are remembered, and their bytes together.
-const TEXTS: usize = 16;
-const TEXT_BYTES: usize = 4 << 20;
+/// Sets that are remembered.
+const SETS: usize = 16;
+/// Bytes of the longest text that is remembered.
+const TEXT_BYTES: usize = 1 << 20;
 
-impl ToolTexts {
+impl KnownTools {
+    fn given<'a>(&self, object: &'a Bound<'_, PyAny>) -> PyResult<GivenTools<'a>> {
+        if let Ok(text) = object.cast::<PyString>() {
+            return Ok(GivenTools::Text(text.to_str()?));
+        }
+        let known = self.sets().iter().find(|(_, tools)| json::is(object, tools)).map(|(_, tools)| Arc::clone(tools));
+        if let Some(tools) = known {
+            return Ok(GivenTools::Read(tools));
+        }
+        let tools = Arc::new(json::read("tools", object)?);
+        self.keep(None, &tools);
+        Ok(GivenTools::Read(tools))
+    }
+
     fn parsed(&self, text: &str) -> Result<Arc<Value>> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, tools)) = known.iter().find(|(known, _)| **known == *text) {
-            return Ok(Arc::clone(tools));
+        let is_known = |(known, _): &&(Option<Box<str>>, _)| known.as_deref() == Some(text);
+        if let Some(tools) = self.sets().iter().find(is_known).map(|(_, tools)| Arc::clone(tools)) {
+            return Ok(tools);
         }
         let tools = Arc::new(json::parsed("tools", text)?);
-        known.push((text.into(), Arc::clone(&tools)));
-        while known.len() > TEXTS || known.iter().map(|(text, _)| text.len()).sum::<usize>() > TEXT_BYTES {
-            known.remove(0);
+        if text.len() <= TEXT_BYTES {
+            self.keep(Some(text.into()), &tools);
         }
         Ok(tools)
+    }
+
+    fn keep(&self, text: Option<Box<str>>, tools: &Arc<Value>) {
+        let mut sets = self.sets();
+        if sets.len() == SETS {
+            sets.remove(0);
+        }
+        sets.push((text, Arc::clone(tools)));
+    }
+
+    fn sets(&self) -> MutexGuard<'_, Vec<(Option<Box<str>>, Arc<Value>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
 
 use crate::errors::to_python;
-use crate::template::{Arguments, ToolTexts, to_tuple};
+use crate::template::{Arguments, KnownTools, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -16,7 +16,7 @@ use tracegrad_core::{Error, Kind, Result};
 pub struct PyTokenizer {
     /// Shared with the calls that align.
     pub inner: Arc<Tokenizer>,
-    tools: ToolTexts,
+    tools: KnownTools,
 }
 
 type Ids<'py> = Bound<'py, PyArray1<i32>>;
@@ -27,7 +27,7 @@ impl PyTokenizer {
     fn from_dir(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         let loaded = py.detach(|| Tokenizer::from_dir(&path));
         loaded
-            .map(|inner| Self { inner: Arc::new(inner), tools: ToolTexts::default() })
+            .map(|inner| Self { inner: Arc::new(inner), tools: KnownTools::default() })
             .map_err(|error| to_python(py, &error))
     }
 
@@ -93,7 +93,7 @@ impl PyTokenizer {
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let call = Arguments::of(messages, tools, kwargs)?;
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let rendered = py.detach(|| {
             let call = call.parsed(&self.tools)?;
             self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
@@ -109,7 +109,7 @@ impl PyTokenizer {
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Ids<'py>> {
-        let call = Arguments::of(messages, tools, kwargs)?;
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let ids = py.detach(|| {
             let call = call.parsed(&self.tools)?;
             let tools = call.tools.as_ref();
