@@ -27,12 +27,11 @@ mod tokens;
 mod value;
 
 use crate::error::{Error, Kind, Result};
-use aho_corasick::AhoCorasick;
 use clock::Clock;
 use conversation::Conversation;
 use environment::{CLOCK, ClockValue, GENERATION_MARKS};
 use limits::Size;
-use marks::{Alphabet, Used};
+use marks::{Alphabet, Seams, Used};
 use minijinja::Environment;
 use minijinja::value::Value;
 use renders::{Asked, Renders};
@@ -105,7 +104,7 @@ pub struct Template {
     /// The template's own strings, sorted: what it may compare with.
     literals: Vec<String>,
     /// Those of them that a string may be split at.
-    seams: Option<AhoCorasick>,
+    seams: Option<Seams>,
     used: Used,
     schemas: ToolSets,
     renders: Renders,
@@ -133,8 +132,7 @@ impl Template {
         let scanned = scan::scan(source);
         let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
         let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
-        let seams = AhoCorasick::new(&words);
-        let seams = seams.ok().filter(|_| !words.is_empty());
+        let seams = Seams::new(&words);
         let env = environment::compile(scanned.source, scanned.longest_text)?;
         if let Some((tag, line)) = scanned.unread {
             return Err(environment::unread(&tag, line));
