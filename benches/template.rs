@@ -5,6 +5,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use serde_json::{Map, Value, json};
 use std::hint::black_box;
+use std::sync::Arc;
 use tracegrad_core::template::Template;
 
 /// The allocator of the extension.
@@ -39,7 +40,7 @@ const CHATML: &str = r##"{%- if tools %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"##;
 
-fn conversation() -> (Vec<Value>, Value) {
+fn conversation() -> (Vec<Value>, Arc<Value>) {
     let paragraph =
         "The clerk looked at the list, counted the crates twice and wrote 42 on the slip: naïve, but exact. ";
     let mut messages = vec![json!({"role": "system", "content": paragraph})];
@@ -57,13 +58,14 @@ fn conversation() -> (Vec<Value>, Value) {
         json!({"type": "function", "function": {"name": format!("tool_{number}"), "description": paragraph, "parameters":
             {"type": "object", "properties": {"item": {"type": "string", "description": paragraph}}, "required": ["item"]}}})
     };
-    (messages, Value::from((0..14).map(schema).collect::<Vec<_>>()))
+    (messages, Arc::new((0..14).map(schema).collect()))
 }
 
 fn render(criterion: &mut Criterion) {
     let source = std::env::var("TEMPLATE").map(|path| std::fs::read_to_string(path).expect("the template is there"));
     let template = Template::compile(source.as_deref().unwrap_or(CHATML), &[]).expect("the template compiles");
     let (messages, tools) = conversation();
+    let messages: Vec<&Value> = messages.iter().collect();
     let bytes = template.render_text(&messages, Some(&tools), true, &Map::new()).expect("it renders").len();
     let mut group = criterion.benchmark_group("template");
     group.throughput(Throughput::Bytes(bytes as u64));

@@ -1,6 +1,6 @@
 """Types of the compiled core. Arrays are numpy; shapes use the letters of DESIGN.md."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 __version__: str
 
+_Messages = Sequence[Mapping[str, Any]] | str
+_Tools = Sequence[Mapping[str, Any]] | str | None
+_Kwargs = Mapping[str, Any] | str
 _Rendered = tuple[
     str, NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8], NDArray[np.int64], bool
 ]
@@ -86,14 +89,14 @@ class TraceWriter:
 
 # template
 class Template:
-    """A chat template; messages, tools and kwargs are JSON text. Renders to (text, start, end, message, field,
-    generation, exact_provenance)."""
+    """A chat template; messages, tools and kwargs are plain objects or their JSON text. Renders to (text, start, end,
+    message, field, generation, exact_provenance)."""
 
     def __new__(cls, source: str, special_tokens: list[tuple[str, str]]) -> Template: ...
     @property
     def has_generation(self) -> bool: ...
-    def render(self, messages: str, tools: str | None, add_generation_prompt: bool, kwargs: str) -> _Rendered: ...
-    def render_text(self, messages: str, tools: str | None, add_generation_prompt: bool, kwargs: str) -> str: ...
+    def render(self, messages: _Messages, tools: _Tools, add_generation_prompt: bool, kwargs: _Kwargs) -> _Rendered: ...
+    def render_text(self, messages: _Messages, tools: _Tools, add_generation_prompt: bool, kwargs: _Kwargs) -> str: ...
 
 # tokenizer
 class Tokenizer:
@@ -123,9 +126,9 @@ class Tokenizer:
     def id_of_added(self, text: str) -> int | None: ...
     def is_special(self, id: int) -> bool: ...
     def is_added(self, id: int) -> bool: ...
-    def render(self, messages: str, tools: str | None, add_generation_prompt: bool, kwargs: str) -> _Rendered: ...
+    def render(self, messages: _Messages, tools: _Tools, add_generation_prompt: bool, kwargs: _Kwargs) -> _Rendered: ...
     def render_ids(
-        self, messages: str, tools: str | None, add_generation_prompt: bool, kwargs: str
+        self, messages: _Messages, tools: _Tools, add_generation_prompt: bool, kwargs: _Kwargs
     ) -> NDArray[np.int32]: ...
 
 # align

@@ -6,7 +6,6 @@ Here are `Tokenizer` (a model directory's tokenizer.json with its chat template)
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ class Template:
         **kwargs: Any,
     ) -> Rendered:
         """Messages as text with provenance; see `Tokenizer.render`."""
-        return Rendered(*self._core.render(*_json(messages, tools, add_generation_prompt, kwargs)))
+        return Rendered(*self._core.render(*_given(messages, tools, add_generation_prompt, kwargs)))
 
     def render_text(
         self,
@@ -117,7 +116,7 @@ class Template:
         **kwargs: Any,
     ) -> str:
         """Messages as text alone, at half the cost."""
-        return self._core.render_text(*_json(messages, tools, add_generation_prompt, kwargs))
+        return self._core.render_text(*_given(messages, tools, add_generation_prompt, kwargs))
 
 
 class Tokenizer:
@@ -205,7 +204,7 @@ class Tokenizer:
             TemplateError: if the template raises (its message is quoted), fails, or does not end.
             ArgumentError: if messages or tools are not what JSON can say.
         """
-        return Rendered(*self._core.render(*_json(messages, tools, add_generation_prompt, kwargs)))
+        return Rendered(*self._core.render(*_given(messages, tools, add_generation_prompt, kwargs)))
 
     def render_ids(
         self,
@@ -215,7 +214,7 @@ class Tokenizer:
         **kwargs: Any,
     ) -> NDArray[np.int32]:
         """Ids of the rendered messages, [T] int32. Arguments as for `render`."""
-        return self._core.render_ids(*_json(messages, tools, add_generation_prompt, kwargs))
+        return self._core.render_ids(*_given(messages, tools, add_generation_prompt, kwargs))
 
     def probe(self, **kwargs: Any) -> TemplateProbe:
         """What the chat template does to a conversation: what it trims, drops, inserts, and whether turns can go on."""
@@ -252,24 +251,13 @@ class Tokenizer:
         )
 
 
-def _json(
+def _given(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
-    kwargs: Mapping[str, Any],
-) -> tuple[str, str | None, bool, str]:
-    schemas = None if tools is None else _dumps("tools", list(tools))
-    return _dumps("messages", list(messages)), schemas, add_generation_prompt, _dumps("template variables", kwargs)
-
-
-def _dumps(name: str, value: Any) -> str:
-    try:
-        return json.dumps(value, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(
-            f"{name} cannot be written as JSON: {error}. Templates see plain JSON. "
-            f"Pass strings, numbers, lists and dicts in {name}."
-        ) from error
+    kwargs: dict[str, Any],
+) -> tuple[list[Message], list[Mapping[str, Any]] | None, bool, dict[str, Any]]:
+    return list(messages), None if tools is None else list(tools), add_generation_prompt, kwargs
 
 
 def _cached(name: str) -> Path | None:

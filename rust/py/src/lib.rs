@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 mod align;
 mod compose;
 mod errors;
+mod json;
 mod pack;
 mod ratio;
 mod template;

@@ -1,17 +1,21 @@
-//! Binds `tracegrad_core::template`: JSON text in, rendered text and span arrays out.
+//! Binds `tracegrad_core::template`: Python's objects or JSON text in, rendered text and span arrays out.
 
 use crate::errors::to_python;
+use crate::json;
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tracegrad_core::Result;
 use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
-use tracegrad_core::{Error, Kind, Result};
 
 /// A chat template compiled from its source.
 #[pyclass(frozen, module = "tracegrad._core", name = "Template")]
 pub struct PyTemplate {
     inner: Template,
+    tools: KnownTools,
 }
 
 #[pymethods]
@@ -19,7 +23,7 @@ impl PyTemplate {
     #[new]
     fn new(py: Python<'_>, source: &str, special_tokens: Vec<(String, String)>) -> PyResult<Self> {
         let compiled = py.detach(|| Template::compile(source, &special_tokens));
-        compiled.map(|inner| Self { inner }).map_err(|error| to_python(py, &error))
+        compiled.map(|inner| Self { inner, tools: KnownTools::default() }).map_err(|error| to_python(py, &error))
     }
 
     #[getter]
@@ -30,14 +34,15 @@ impl PyTemplate {
     fn render<'py>(
         &self,
         py: Python<'py>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'py, PyAny>,
+        tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs)?;
-            self.inner.render(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+            let call = call.parsed(&self.tools)?;
+            self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
     }
@@ -45,42 +50,145 @@ impl PyTemplate {
     fn render_text(
         &self,
         py: Python<'_>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'_, PyAny>,
+        tools: Option<&Bound<'_, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs)?;
-            self.inner.render_text(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+            let call = call.parsed(&self.tools)?;
+            self.inner.render_text(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         rendered.map_err(|error| to_python(py, &error))
     }
 }
 
-/// What a template is called with, from JSON text.
-pub struct Arguments {
-    pub messages: Vec<Value>,
-    pub tools: Option<Value>,
-    pub kwargs: Map<String, Value>,
+/// What a template is called with: Python's objects read, JSON text yet to be parsed.
+pub struct Arguments<'a> {
+    messages: Given<'a>,
+    tools: Option<GivenTools<'a>>,
+    kwargs: Given<'a>,
 }
 
-impl Arguments {
-    pub fn parse(messages: &str, tools: Option<&str>, kwargs: &str) -> Result<Self> {
-        Ok(Self {
-            messages: parsed("messages", messages)?,
-            tools: tools.map(|tools| parsed("tools", tools)).transpose()?,
-            kwargs: parsed("template variables", kwargs)?,
-        })
+impl<'a> Arguments<'a> {
+    pub fn of(
+        messages: &'a Bound<'_, PyAny>,
+        tools: Option<&'a Bound<'_, PyAny>>,
+        kwargs: &'a Bound<'_, PyAny>,
+        known: &KnownTools,
+    ) -> PyResult<Self> {
+        let tools = tools.map(|tools| known.given(tools)).transpose()?;
+        Ok(Self { messages: Given::of("messages", messages)?, tools, kwargs: Given::of(VARIABLES, kwargs)? })
+    }
+
+    /// All of it as JSON, tools from `known` where they were parsed before.
+    pub fn parsed(self, known: &KnownTools) -> Result<Parsed> {
+        let tools = match self.tools {
+            Some(GivenTools::Text(text)) => Some(known.parsed(text)?),
+            Some(GivenTools::Read(tools)) => Some(tools),
+            None => None,
+        };
+        let list = |value| if let Value::Array(items) = value { Ok(items) } else { Err(value) };
+        let object = |value| if let Value::Object(map) = value { Ok(map) } else { Err(value) };
+        let kwargs = self.kwargs.parsed(VARIABLES, object)?;
+        Ok(Parsed { messages: self.messages.parsed("messages", list)?, tools, kwargs })
     }
 }
 
-fn parsed<T: serde::de::DeserializeOwned>(name: &str, json: &str) -> Result<T> {
-    serde_json::from_str(json).map_err(|error| {
-        Error::new(Kind::Argument, format!("{name} cannot be written as JSON text: {error}"))
-            .why("Templates see plain JSON: no NaN, no lone surrogates, no nesting deeper than 128")
-            .cure(format!("Replace what is not JSON in {name}"))
-    })
+/// What errors call the template's own variables.
+const VARIABLES: &str = "template variables";
+
+enum Given<'a> {
+    Text(&'a str),
+    Value(Value),
+}
+
+impl<'a> Given<'a> {
+    fn of(name: &str, object: &'a Bound<'_, PyAny>) -> PyResult<Self> {
+        match object.cast::<PyString>() {
+            Ok(text) => Ok(Self::Text(text.to_str()?)),
+            Err(_) => json::read(name, object).map(Self::Value),
+        }
+    }
+
+    /// What the text says, or what `take` gets out of the value, or leaves.
+    fn parsed<T: DeserializeOwned>(
+        self,
+        name: &str,
+        take: impl Fn(Value) -> std::result::Result<T, Value>,
+    ) -> Result<T> {
+        match self {
+            Self::Text(text) => json::parsed(name, text),
+            Self::Value(value) => take(value).or_else(|value| json::parsed(name, &value.to_string())),
+        }
+    }
+}
+
+/// What a template is called with.
+pub struct Parsed {
+    messages: Vec<Value>,
+    pub tools: Option<Arc<Value>>,
+    pub kwargs: Map<String, Value>,
+}
+
+impl Parsed {
+    pub fn messages(&self) -> Vec<&Value> {
+        self.messages.iter().collect()
+    }
+}
+
+enum GivenTools<'a> {
+    Text(&'a str),
+    Read(Arc<Value>),
+}
+
+/// Tool schemas that were given before, and the JSON text of those that came so; the oldest first.
+#[derive(Default)]
+pub struct KnownTools(Mutex<Vec<(Option<Box<str>>, Arc<Value>)>>);
+
+/// Sets that are remembered.
+const SETS: usize = 16;
+/// Bytes of the longest text that is remembered.
+const TEXT_BYTES: usize = 1 << 20;
+
+impl KnownTools {
+    fn given<'a>(&self, object: &'a Bound<'_, PyAny>) -> PyResult<GivenTools<'a>> {
+        if let Ok(text) = object.cast::<PyString>() {
+            return Ok(GivenTools::Text(text.to_str()?));
+        }
+        let known = self.sets().iter().find(|(_, tools)| json::is(object, tools)).map(|(_, tools)| Arc::clone(tools));
+        if let Some(tools) = known {
+            return Ok(GivenTools::Read(tools));
+        }
+        let tools = Arc::new(json::read("tools", object)?);
+        self.keep(None, &tools);
+        Ok(GivenTools::Read(tools))
+    }
+
+    fn parsed(&self, text: &str) -> Result<Arc<Value>> {
+        let is_known = |(known, _): &&(Option<Box<str>>, _)| known.as_deref() == Some(text);
+        if let Some(tools) = self.sets().iter().find(is_known).map(|(_, tools)| Arc::clone(tools)) {
+            return Ok(tools);
+        }
+        let tools = Arc::new(json::parsed("tools", text)?);
+        if text.len() <= TEXT_BYTES {
+            self.keep(Some(text.into()), &tools);
+        }
+        Ok(tools)
+    }
+
+    fn keep(&self, text: Option<Box<str>>, tools: &Arc<Value>) {
+        let mut sets = self.sets();
+        if sets.len() == SETS {
+            sets.remove(0);
+        }
+        sets.push((text, Arc::clone(tools)));
+    }
+
+    fn sets(&self) -> MutexGuard<'_, Vec<(Option<Box<str>>, Arc<Value>)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// `(text, starts, ends, message, field, generation, exact)`.

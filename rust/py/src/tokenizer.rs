@@ -1,7 +1,7 @@
 //! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
 
 use crate::errors::to_python;
-use crate::template::{Arguments, to_tuple};
+use crate::template::{Arguments, KnownTools, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -16,6 +16,7 @@ use tracegrad_core::{Error, Kind, Result};
 pub struct PyTokenizer {
     /// Shared with the calls that align.
     pub inner: Arc<Tokenizer>,
+    tools: KnownTools,
 }
 
 type Ids<'py> = Bound<'py, PyArray1<i32>>;
@@ -25,7 +26,9 @@ impl PyTokenizer {
     #[staticmethod]
     fn from_dir(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         let loaded = py.detach(|| Tokenizer::from_dir(&path));
-        loaded.map(|inner| Self { inner: Arc::new(inner) }).map_err(|error| to_python(py, &error))
+        loaded
+            .map(|inner| Self { inner: Arc::new(inner), tools: KnownTools::default() })
+            .map_err(|error| to_python(py, &error))
     }
 
     fn encode<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Ids<'py>> {
@@ -85,14 +88,15 @@ impl PyTokenizer {
     fn render<'py>(
         &self,
         py: Python<'py>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'py, PyAny>,
+        tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let rendered = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs)?;
-            self.inner.render(&call.messages, call.tools.as_ref(), add_generation_prompt, &call.kwargs)
+            let call = call.parsed(&self.tools)?;
+            self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
         });
         to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
     }
@@ -100,16 +104,17 @@ impl PyTokenizer {
     fn render_ids<'py>(
         &self,
         py: Python<'py>,
-        messages: &str,
-        tools: Option<&str>,
+        messages: &Bound<'py, PyAny>,
+        tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
-        kwargs: &str,
+        kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Ids<'py>> {
+        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
         let ids = py.detach(|| {
-            let call = Arguments::parse(messages, tools, kwargs)?;
+            let call = call.parsed(&self.tools)?;
             let tools = call.tools.as_ref();
-            let template = self.inner.template_for(tools)?;
-            let text = template.render_text(&call.messages, tools, add_generation_prompt, &call.kwargs)?;
+            let template = self.inner.template_for(tools.map(Arc::as_ref))?;
+            let text = template.render_text(&call.messages(), tools, add_generation_prompt, &call.kwargs)?;
             self.inner.encode(&text).map(signed)
         });
         Ok(ids.map_err(|error| to_python(py, &error))?.into_pyarray(py))

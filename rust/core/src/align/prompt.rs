@@ -83,8 +83,8 @@ impl<'a> Scaffold<'a> {
 
     /// As `render`, on the day `date` (ISO) where the record pins none.
     pub fn render_on(&self, trace: &Trace, context: &[u32], prompt: bool, date: Option<&str>) -> Result<Rendered> {
-        let message = |&index: &u32| trace.messages[index as usize].value.clone();
-        let messages: Vec<Value> = context.iter().map(message).collect();
+        let message = |&index: &u32| &trace.messages[index as usize].value;
+        let messages: Vec<&Value> = context.iter().map(message).collect();
         let pinned;
         let kwargs = if trace.template_kwargs.contains_key(PREFILL) || date.is_some() {
             let mut kwargs = trace.template_kwargs.clone();
@@ -96,7 +96,7 @@ impl<'a> Scaffold<'a> {
             &trace.template_kwargs
         };
         let prefill = prompt && trace.template_kwargs.get(PREFILL).is_some_and(|value| value == true);
-        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_deref(), prompt && !prefill, kwargs)?;
+        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_ref(), prompt && !prefill, kwargs)?;
         if prefill {
             end_at_last_content(&mut rendered);
         }
@@ -149,7 +149,7 @@ fn end_at_last_content(rendered: &mut Rendered) {
 fn probe_closer(template: &Template) -> Option<String> {
     const BODY: &str = "tracegrad probes the closer";
     let messages = [json!({"role": "user", "content": "hello"}), json!({"role": "assistant", "content": BODY})];
-    let rendered = template.render(&messages, None, false, &Map::new()).ok()?;
+    let rendered = template.render(&messages.each_ref(), None, false, &Map::new()).ok()?;
     let at = rendered.text.rfind(BODY)?;
     Some(rendered.text[at + BODY.len()..].to_owned())
 }
@@ -159,7 +159,7 @@ fn prints_date(template: &Template) -> bool {
     let messages = [json!({"role": "user", "content": "hello"})];
     let on = |day: &str| {
         let kwargs = Map::from_iter([("strftime_now".to_owned(), Value::from(day))]);
-        template.render_text(&messages, None, true, &kwargs).ok()
+        template.render_text(&messages.each_ref(), None, true, &kwargs).ok()
     };
     on("2001-02-03") != on("2004-05-06")
 }

@@ -12,7 +12,7 @@ use super::scan::GENERATION_FILTER;
 use super::value::Tagged;
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Object, Rest, Value};
+use minijinja::value::{Kwargs, Object, Rest, Value, ValueOrKwargs, from_args};
 use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, Output, State, UndefinedBehavior};
 use std::fmt;
 
@@ -163,14 +163,19 @@ fn mark_generation(state: &State, body: &str) -> String {
     }
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
-fn tojson(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, JinjaError> {
-    let plain = positional.is_empty() && kwargs.args().next().is_none();
-    let style = if plain { Style::default() } else { Style::from_arguments(&positional, &kwargs)? };
-    match value.downcast_object_ref::<Tagged>() {
+fn tojson(value: &Value, more: Rest<ValueOrKwargs>) -> Result<Value, JinjaError> {
+    let tagged = value.downcast_object_ref::<Tagged>();
+    let style = if more.is_empty() {
+        Style::default()
+    } else {
+        let more = more.into_values();
+        let (positional, kwargs): (&[Value], Kwargs) = from_args(&more)?;
+        Style::from_arguments(positional, &kwargs)?
+    };
+    match tagged {
         Some(tagged) if style == Style::default() => tagged.json(),
-        Some(tagged) => Ok(tagged.enclose(&dumps(value, &style)?)),
-        None => dumps(value, &style),
+        Some(tagged) => Ok(Value::from(tagged.enclose(&dumps(value, &style)?))),
+        None => dumps(value, &style).map(Value::from),
     }
 }
 

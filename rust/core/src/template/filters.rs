@@ -79,7 +79,7 @@ fn add_tests(env: &mut Environment<'static>) {
     for (operator, short, long) in names {
         for name in [operator, short, long] {
             env.add_test(name, move |value: &Value, other: &Value| {
-                operators::compare(value, Rest(vec![Value::from(operator), other.clone()]))
+                operators::compare(&[value.clone(), Value::from(operator), other.clone()])
             });
         }
     }
@@ -241,7 +241,7 @@ fn sum(
         return Err(Error::new(ErrorKind::InvalidOperation, "sum does not take strings"));
     }
     let items = items(state, value, attribute)?;
-    items.into_iter().try_fold(start, |sum, item| plus(&sum, Rest(vec![item])))
+    items.into_iter().try_fold(start, |sum, item| plus(&[sum, item]))
 }
 
 fn string(value: &Value) -> Result<Value, Error> {

@@ -3,6 +3,7 @@
 //! Separators, indentation, escapes and floats as CPython writes them. Called by the `tojson` filter.
 
 use super::limits;
+use super::value::fields;
 use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::borrow::Cow;
@@ -13,8 +14,8 @@ use std::fmt::Write;
 pub(super) struct Style {
     pub ensure_ascii: bool,
     pub indent: Option<String>,
-    pub item_separator: String,
-    pub key_separator: String,
+    pub item_separator: Cow<'static, str>,
+    pub key_separator: Cow<'static, str>,
     pub sort_keys: bool,
 }
 
@@ -53,8 +54,8 @@ impl Style {
             let [item, key] = parts.as_slice() else {
                 return Err(Error::new(ErrorKind::InvalidOperation, "separators must be a pair (item, key)"));
             };
-            style.item_separator = item.to_string();
-            style.key_separator = key.to_string();
+            style.item_separator = item.to_string().into();
+            style.key_separator = key.to_string().into();
         }
         if let Some(value) = argument(3, "sort_keys")? {
             style.sort_keys = value.is_true();
@@ -92,10 +93,9 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
             write_container(out, style, depth, '[', &items, |out, item| write_value(out, item, style, depth + 1))?;
         }
         ValueKind::Map => {
-            let pairs = value.as_object().and_then(DynObject::try_iter_pairs);
-            let mut pairs: Vec<(Value, Value)> = pairs.into_iter().flatten().collect();
+            let mut pairs = pairs(value);
             if style.sort_keys {
-                pairs.sort_by(|a, b| a.0.cmp(&b.0));
+                pairs.to_mut().sort_by(|a, b| a.0.cmp(&b.0));
             }
             write_container(out, style, depth, '{', &pairs, |out, (key, item)| {
                 write_key(out, key, style)?;
@@ -106,6 +106,14 @@ fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> 
         other => return Err(not_serializable(other)),
     }
     Ok(())
+}
+
+/// Keys and values of a map, in its order.
+fn pairs(map: &Value) -> Cow<'_, [(Value, Value)]> {
+    fields(map).map_or_else(
+        || Cow::Owned(map.as_object().and_then(DynObject::try_iter_pairs).into_iter().flatten().collect()),
+        Cow::Borrowed,
+    )
 }
 
 fn write_container<T>(
@@ -221,13 +229,12 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error
             None => out.push_str(&value.to_string()),
         },
         ValueKind::Map => {
-            let pairs = value.as_object().and_then(DynObject::try_iter_pairs).into_iter().flatten();
             out.push('{');
-            for (index, (key, item)) in pairs.enumerate() {
+            for (index, (key, item)) in pairs(value).iter().enumerate() {
                 out.push_str(if index > 0 { ", " } else { "" });
-                write_repr(out, &key, depth + 1)?;
+                write_repr(out, key, depth + 1)?;
                 out.push_str(": ");
-                write_repr(out, &item, depth + 1)?;
+                write_repr(out, item, depth + 1)?;
             }
             out.push('}');
         }

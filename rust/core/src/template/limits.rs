@@ -229,7 +229,7 @@ mod tests {
             "{{ '%1000000000d' % 1 }}{{ 'x'|indent(10 ** 9) }}",
         ] {
             let template = Template::compile(source, &[]).expect("it compiles");
-            let rendered = template.render_text(&[json!({"role": "user", "content": "hi"})], None, false, &Map::new());
+            let rendered = template.render_text(&[&json!({"role": "user", "content": "hi"})], None, false, &Map::new());
             assert!(rendered.unwrap_err().to_string().contains("made more text than its bounds allow"), "{source}");
         }
         if let (Some(before), Some(after)) = (before, peak()) {

@@ -4,38 +4,19 @@
 //! `Template::render`.
 
 use super::conversation::Selection;
-use super::marks::{self, Alphabet, Marker, Tag, Used};
+use super::marks::{self, Alphabet, Marker, Used};
 use super::provenance::{self, Found, disjoint};
-use super::{Call, Rendered, Template, value};
-use minijinja::value::Value;
-use serde_json::Value as Json;
+use super::schemas::Marked;
+use super::{Call, Rendered, Template};
 
 /// Messages of a conversation that are marked one by one before searching takes over.
 const SINGLE_TRIES: usize = 64;
-
-/// Tool schemas as template values.
-#[derive(Debug)]
-pub(super) struct Tools {
-    pub json: Json,
-    pub bytes: usize,
-    used: Used,
-    pub plain: Value,
-    /// The values with marks of the default alphabet.
-    marked: Schemas,
-}
-
-/// Tool schemas with marks, and the tags of these.
-#[derive(Debug, Clone)]
-struct Schemas {
-    value: Value,
-    tags: Vec<Tag<'static>>,
-}
 
 /// What the marked renders of one call share.
 struct Marking<'a> {
     call: &'a Call<'a>,
     alphabet: Alphabet,
-    schemas: Option<Schemas>,
+    schemas: Option<Marked>,
 }
 
 impl Template {
@@ -52,7 +33,7 @@ impl Template {
             if used.is_empty() {
                 tools.marked.clone()
             } else {
-                Schemas::new(&tools.json, alphabet.clone(), &self.literals)
+                Marked::new(&tools.json, alphabet.clone(), &self.literals)
             }
         });
         let marking = Marking { call, alphabet, schemas };
@@ -115,27 +96,5 @@ impl Template {
         found.spans.extend(more);
         let generation = if self.has_generation { found.generation } else { Vec::new() };
         Rendered { text, spans: disjoint(found.spans), generation, exact_provenance: false }
-    }
-}
-
-impl Tools {
-    /// Converts `json`, with and without marks.
-    pub fn new(json: &Json, literals: &[String]) -> Self {
-        let mut used = Used::default();
-        value::note(&mut used, json);
-        let plain = value::tools(json, &mut None, literals);
-        let marked = match Alphabet::avoiding(Used::default()) {
-            Some(alphabet) => Schemas::new(json, alphabet, literals),
-            None => Schemas { value: plain.clone(), tags: Vec::new() },
-        };
-        Self { json: json.clone(), bytes: json.to_string().len(), used, plain, marked }
-    }
-}
-
-impl Schemas {
-    fn new(json: &Json, alphabet: Alphabet, literals: &[String]) -> Self {
-        let mut marker = Marker::new(alphabet, None, Vec::new());
-        let value = value::tools(json, &mut Some(&mut marker), literals);
-        Self { value, tags: marker.tags }
     }
 }

@@ -4,13 +4,14 @@
 //! put in and read out; `provenance` decides whether a marked render may be believed.
 
 use super::Field;
-use aho_corasick::AhoCorasick;
-use memchr::memmem;
-use std::fmt::Write;
+use aho_corasick::{AhoCorasick, Input, MatchKind};
+use memchr::memmem::Finder;
 use std::ops::Range;
+use std::sync::LazyLock;
 
 /// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters marks are made of.
 const LEAD: [u8; 2] = [0xEF, 0xB7];
+static FINDER: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(&LEAD));
 const FIRST: u32 = 0xFDD0;
 const POOL: usize = 32;
 const DIGITS: usize = 8;
@@ -45,10 +46,12 @@ impl Alphabet {
         [self.generation_open, self.generation_close].iter().collect()
     }
 
+    /// The octal digits of `tag`.
     fn number(&self, out: &mut String, tag: usize) {
-        for digit in format!("{tag:o}").bytes() {
-            out.push(self.digits[usize::from(digit - b'0')]);
+        if tag >= DIGITS {
+            self.number(out, tag / DIGITS);
         }
+        out.push(self.digits[tag % DIGITS]);
     }
 
     /// The opening and the closing mark of `tag`.
@@ -67,7 +70,7 @@ pub(super) struct Used(u32);
 impl Used {
     /// Adds those of `text`.
     pub fn note(&mut self, text: &str) {
-        for at in memmem::find_iter(text.as_bytes(), &LEAD) {
+        for at in FINDER.find_iter(text.as_bytes()) {
             if let Some(last @ 0x90..=0xAF) = text.as_bytes().get(at + 2) {
                 self.0 |= 1 << (last - 0x90);
             }
@@ -118,7 +121,7 @@ pub(super) struct Marker<'a, 't> {
     pub tags: Vec<Tag<'a>>,
     pub leaves: Vec<(u32, Field, &'a str)>,
     /// Strings the template may test for or split at: marks stay out of them.
-    seams: Option<&'t AhoCorasick>,
+    seams: Option<&'t Seams>,
     /// Whether marks of this message stand inside the whitespace at the edges of a string.
     pub inside: bool,
     /// Whether any segment so far begins or ends with whitespace.
@@ -127,7 +130,7 @@ pub(super) struct Marker<'a, 't> {
 
 impl<'a, 't> Marker<'a, 't> {
     /// A marker that continues after `tags`.
-    pub fn new(alphabet: Alphabet, seams: Option<&'t AhoCorasick>, tags: Vec<Tag<'a>>) -> Self {
+    pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag<'a>>) -> Self {
         Self { alphabet, tags, leaves: Vec::new(), seams, inside: true, edges: false }
     }
 
@@ -156,7 +159,7 @@ impl<'a, 't> Marker<'a, 't> {
         self.leaves.push((message, field, text));
         let mut out = String::with_capacity(text.len() + 32);
         let mut from = 0;
-        for seam in self.seams.map_or_else(Vec::new, |seams| united(seams, text)) {
+        for seam in self.seams.map_or_else(Vec::new, |seams| seams.united(text)) {
             self.segment(&mut out, leaf, from..seam.start, message, field);
             out.push_str(&text[seam.clone()]);
             from = seam.end;
@@ -171,10 +174,10 @@ impl<'a, 't> Marker<'a, 't> {
         let core = if self.inside { core } else { whole.clone() };
         out.push_str(&leaf.text[whole.start..core.start]);
         if !core.is_empty() {
-            let _ = write!(out, "{}", self.alphabet.open);
+            out.push(self.alphabet.open);
             self.alphabet.number(out, self.tags.len());
             out.push_str(&leaf.text[core.clone()]);
-            let _ = write!(out, "{}", self.alphabet.close);
+            out.push(self.alphabet.close);
             self.alphabet.number(out, self.tags.len());
             self.tags.push(Tag { message, field, leaf: Some((leaf, core.clone())) });
         }
@@ -182,17 +185,34 @@ impl<'a, 't> Marker<'a, 't> {
     }
 }
 
-/// Where `text` holds a seam; overlapping ones (`</think>` and `>\n`) are one.
-fn united(seams: &AhoCorasick, text: &str) -> Vec<Range<usize>> {
-    let mut found: Vec<Range<usize>> = Vec::new();
-    for seam in seams.find_overlapping_iter(text) {
-        let mut range = seam.range();
-        while let Some(last) = found.pop_if(|last| last.end > range.start) {
-            range.start = range.start.min(last.start);
-        }
-        found.push(range);
+/// Finds the strings that a template may test for or split at.
+#[derive(Debug)]
+pub(super) struct Seams {
+    /// Finds the first one, fast: most texts have none.
+    first: AhoCorasick,
+    all: AhoCorasick,
+}
+
+impl Seams {
+    /// `None` where there are none, or too many.
+    pub fn new(words: &[&String]) -> Option<Self> {
+        let first = AhoCorasick::builder().match_kind(MatchKind::LeftmostFirst).build(words).ok()?;
+        (!words.is_empty()).then_some(Self { first, all: AhoCorasick::new(words).ok()? })
     }
-    found
+
+    /// Where `text` holds a seam; overlapping ones (`</think>` and `>\n`) are one.
+    fn united(&self, text: &str) -> Vec<Range<usize>> {
+        let mut found: Vec<Range<usize>> = Vec::new();
+        let Some(first) = self.first.find(text) else { return found };
+        for seam in self.all.find_overlapping_iter(Input::new(text).range(first.start()..)) {
+            let mut range = seam.range();
+            while let Some(last) = found.pop_if(|last| last.end > range.start) {
+                range.start = range.start.min(last.start);
+            }
+            found.push(range);
+        }
+        found
+    }
 }
 
 /// `range` without the whitespace at its edges.
@@ -222,7 +242,7 @@ pub(super) fn strip(marked: &str, alphabet: &Alphabet) -> (String, Vec<(usize, E
     let mut text = String::with_capacity(marked.len());
     let mut events = Vec::new();
     let mut from = 0;
-    while let Some(found) = memmem::find(&marked.as_bytes()[from..], &LEAD) {
+    while let Some(found) = FINDER.find(&marked.as_bytes()[from..]) {
         let at = from + found;
         let Some(c) = marked.get(at..).and_then(|rest| rest.chars().next()) else { break };
         let behind = at + c.len_utf8();
@@ -272,7 +292,7 @@ mod tests {
         let text = " a\u{fdd0}b\u{fdd3} <x> c ";
         used.note(text);
         let alphabet = Alphabet::avoiding(used).unwrap();
-        let seams = AhoCorasick::new(["<x>"]).unwrap();
+        let seams = Seams::new(&[&"<x>".to_owned()]).unwrap();
         let mut marker = Marker::new(alphabet.clone(), Some(&seams), Vec::new());
         let marked = marker.leaf(text, 0, Field::Content);
         let (plain, events) = strip(&marked, &alphabet);

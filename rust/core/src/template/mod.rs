@@ -22,27 +22,25 @@ mod provenance;
 mod renders;
 mod rewrite;
 mod scan;
+mod schemas;
 mod tokens;
 mod value;
 
 use crate::error::{Error, Kind, Result};
-use aho_corasick::AhoCorasick;
 use clock::Clock;
 use conversation::Conversation;
 use environment::{CLOCK, ClockValue, GENERATION_MARKS};
 use limits::Size;
-use marking::Tools;
-use marks::{Alphabet, Used};
+use marks::{Alphabet, Seams, Used};
 use minijinja::Environment;
 use minijinja::value::Value;
 use renders::{Asked, Renders};
+use schemas::{ToolSets, Tools};
 use serde_json::{Map, Value as Json};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// `Span::message` of what belongs to no message.
 pub const NO_MESSAGE: u32 = u32::MAX;
-/// Sets of tool schemas whose values and JSON are remembered.
-const REMEMBERED_TOOLS: usize = 8;
 
 /// What a span is the content of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -92,7 +90,7 @@ pub struct Rendered {
 /// use tracegrad_core::template::{Field, Template};
 ///
 /// let template = Template::compile("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}", &[])?;
-/// let rendered = template.render(&[json!({"role": "user", "content": "Hi"})], None, false, &Map::new())?;
+/// let rendered = template.render(&[&json!({"role": "user", "content": "Hi"})], None, false, &Map::new())?;
 /// assert_eq!(rendered.text, "<user>Hi\n");
 /// let span = rendered.spans[0];
 /// assert_eq!((&rendered.text[span.start..span.end], span.field), ("Hi", Field::Content));
@@ -106,9 +104,9 @@ pub struct Template {
     /// The template's own strings, sorted: what it may compare with.
     literals: Vec<String>,
     /// Those of them that a string may be split at.
-    seams: Option<AhoCorasick>,
+    seams: Option<Seams>,
     used: Used,
-    tools: Mutex<Vec<Arc<Tools>>>,
+    schemas: ToolSets,
     renders: Renders,
     /// Whether the template asks for none: written for messages whose null keys are kept.
     asks_for_none: bool,
@@ -134,8 +132,7 @@ impl Template {
         let scanned = scan::scan(source);
         let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
         let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
-        let seams = AhoCorasick::new(&words);
-        let seams = seams.ok().filter(|_| !words.is_empty());
+        let seams = Seams::new(&words);
         let env = environment::compile(scanned.source, scanned.longest_text)?;
         if let Some((tag, line)) = scanned.unread {
             return Err(environment::unread(&tag, line));
@@ -147,7 +144,7 @@ impl Template {
             literals: scanned.literals,
             seams,
             used,
-            tools: Mutex::default(),
+            schemas: ToolSets::default(),
             renders: Renders::default(),
             asks_for_none: asks_for_none(source),
             reads_clock: source.contains("strftime_now"),
@@ -162,18 +159,21 @@ impl Template {
     /// Renders `messages` with provenance; what was rendered before is remembered, within bounds.
     ///
     /// `kwargs` are further variables, and win over special tokens; a date in `kwargs["strftime_now"]` (ISO) pins the
-    /// clock that `strftime_now` reads.
+    /// clock that `strftime_now` reads. What `tools` come to is remembered, and found at once where they are the same
+    /// `Arc` again.
     ///
     /// # Errors
     /// `Kind::Template` where the template raises, fails, or does not end; `Kind::Argument` for messages that are no
     /// objects, tools that are no list, and `kwargs` that name `messages`, `tools` or `add_generation_prompt`.
     pub fn render(
         &self,
-        messages: &[Json],
-        tools: Option<&Json>,
+        messages: &[&Json],
+        tools: Option<&Arc<Json>>,
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
+        let tools = self.tools(tools)?;
+        let asked = Asked { messages, tools: tools.as_ref().map(|tools| tools.number), add_generation_prompt, kwargs };
         let render = || {
             let conversation = Conversation::new(messages)?;
             let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
@@ -182,7 +182,7 @@ impl Template {
         if self.reads_clock && !kwargs.contains_key("strftime_now") {
             return render();
         }
-        self.renders.get(Asked { messages, tools, add_generation_prompt, kwargs }, render)
+        self.renders.get(asked, render)
     }
 
     /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
@@ -191,24 +191,29 @@ impl Template {
     /// As for [`Template::render`].
     pub fn render_text(
         &self,
-        messages: &[Json],
-        tools: Option<&Json>,
+        messages: &[&Json],
+        tools: Option<&Arc<Json>>,
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<String> {
         let conversation = Conversation::new(messages)?;
-        Ok(self.plain(&conversation, tools, add_generation_prompt, kwargs)?.1)
+        Ok(self.plain(&conversation, self.tools(tools)?, add_generation_prompt, kwargs)?.1)
+    }
+
+    /// Tool schemas as values, where there are some.
+    fn tools(&self, tools: Option<&Arc<Json>>) -> Result<Option<Arc<Tools>>> {
+        let tools = tools.filter(|tools| !tools.is_null());
+        tools.map(|tools| self.schemas.get(tools, &self.literals)).transpose()
     }
 
     /// The render without marks, null keys left out, or kept where only that succeeds.
     fn plain<'a>(
         &self,
         conversation: &'a Conversation<'a>,
-        tools: Option<&Json>,
+        tools: Option<Arc<Tools>>,
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<(Call<'a>, String)> {
-        let tools = tools.filter(|tools| !tools.is_null()).map(|tools| self.tools(tools)).transpose()?;
         let bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
         let size = Size { messages: conversation.len(), bytes };
         let context = self.context(add_generation_prompt, kwargs)?;
@@ -263,25 +268,6 @@ impl Template {
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
         let context = value::record(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
         environment::render(&self.env, context, call.size)
-    }
-
-    /// Tool schemas as values, from memory where they were seen before.
-    fn tools(&self, json: &Json) -> Result<Arc<Tools>> {
-        if !json.is_array() {
-            return Err(Error::new(Kind::Argument, "tools is not a list of JSON schemas")
-                .why("Chat templates iterate over it")
-                .cure("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
-        }
-        let mut remembered = self.tools.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = remembered.iter().position(|tools| renders::same(&tools.json, json)) {
-            return Ok(Arc::clone(&remembered[at]));
-        }
-        let tools = Arc::new(Tools::new(json, &self.literals));
-        if remembered.len() == REMEMBERED_TOOLS {
-            remembered.remove(0);
-        }
-        remembered.push(Arc::clone(&tools));
-        Ok(tools)
     }
 }
 

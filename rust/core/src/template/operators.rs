@@ -6,7 +6,7 @@
 use super::json::{float_of, python_repr, python_str};
 use super::limits::{self, weigh, work};
 use minijinja::formatting::{FormatStyle, format};
-use minijinja::value::{DynObject, Rest, Tuple, Value, ValueKind};
+use minijinja::value::{DynObject, Tuple, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::cmp::Ordering;
 
@@ -17,13 +17,17 @@ fn refused(operator: &str, left: &Value, right: &Value) -> Error {
 }
 
 /// `a + b + c`.
-#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
-pub(super) fn add(first: &Value, more: Rest<Value>) -> Result<Value, Error> {
-    let texts = std::iter::once(first).chain(more.iter());
-    if let Some(texts) = texts.map(plain_text).collect::<Option<Vec<&str>>>() {
+pub(super) fn add(values: &[Value]) -> Result<Value, Error> {
+    if let Some(texts) = values.iter().map(plain_text).collect::<Option<Vec<&str>>>() {
         return joined(&texts);
     }
+    let (first, more) = operands(values)?;
     more.iter().try_fold(first.clone(), |left, right| plus(&left, right))
+}
+
+/// The first value and those that an operator applies to it.
+fn operands(values: &[Value]) -> Result<(&Value, &[Value]), Error> {
+    values.split_first().ok_or_else(|| Error::from(ErrorKind::MissingArgument))
 }
 
 /// A string that is no markup.
@@ -104,13 +108,11 @@ fn floats(operator: &str, left: &Value, right: &Value) -> Result<(f64, f64), Err
 }
 
 /// `a ~ b ~ c`.
-#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
-pub(super) fn concat(first: &Value, more: Rest<Value>) -> Result<Value, Error> {
-    let values = || std::iter::once(first).chain(more.iter());
-    if let Some(texts) = values().map(Value::as_str).collect::<Option<Vec<&str>>>() {
+pub(super) fn concat(values: &[Value]) -> Result<Value, Error> {
+    if let Some(texts) = values.iter().map(Value::as_str).collect::<Option<Vec<&str>>>() {
         return joined(&texts);
     }
-    let texts = values().map(python_str).collect::<Result<Vec<_>, _>>()?;
+    let texts = values.iter().map(python_str).collect::<Result<Vec<_>, _>>()?;
     joined(&texts.iter().map(AsRef::as_ref).collect::<Vec<_>>())
 }
 
@@ -297,9 +299,8 @@ fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
 }
 
 /// `a < b`, `a < b <= c` and the like, `!=` and `in` among them: operators and operands by turns.
-#[expect(clippy::needless_pass_by_value, reason = "the engine hands arguments over by value")]
-pub(super) fn compare(first: &Value, rest: Rest<Value>) -> Result<bool, Error> {
-    let mut left = first;
+pub(super) fn compare(values: &[Value]) -> Result<bool, Error> {
+    let (mut left, rest) = operands(values)?;
     for pair in rest.chunks_exact(2) {
         let (operator, right) = (pair[0].as_str().unwrap_or_default(), &pair[1]);
         let holds = match operator {

@@ -1,14 +1,12 @@
 //! Renders made before: the prompt that a group of traces shares is rendered once.
 //!
-//! Keyed by everything a render depends on, compared whole and in order, and bounded in bytes. Called by
-//! `Template::render`.
+//! Keyed by everything a render depends on, written end to end, and bounded in bytes. Called by `Template::render`.
 
 use super::Rendered;
-use super::value::size;
 use crate::generations::Generations;
 use foldhash::fast::RandomState;
-use serde_json::{Map, Value as Json};
-use std::hash::{BuildHasher, Hash, Hasher};
+use serde_json::{Map, Number, Value as Json};
+use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Parts with a lock each.
@@ -19,8 +17,9 @@ const GENERATION_BYTES: usize = 2 << 20;
 /// What a render depends on, beside its template.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asked<'a> {
-    pub messages: &'a [Json],
-    pub tools: Option<&'a Json>,
+    pub messages: &'a [&'a Json],
+    /// Number of the remembered tool schemas.
+    pub tools: Option<u64>,
     pub add_generation_prompt: bool,
     pub kwargs: &'a Map<String, Json>,
 }
@@ -41,27 +40,25 @@ impl Default for Renders {
 
 #[derive(Debug)]
 struct Entry {
-    messages: Box<[Json]>,
-    tools: Option<Json>,
-    add_generation_prompt: bool,
-    kwargs: Map<String, Json>,
+    key: Box<[u8]>,
     rendered: Arc<Rendered>,
 }
 
 impl Renders {
     /// What `asked` gave before, or what `make` gives now.
     pub fn get<E>(&self, asked: Asked<'_>, make: impl FnOnce() -> Result<Rendered, E>) -> Result<Rendered, E> {
-        let hash = asked.hash(&self.state);
+        let key = asked.key();
+        let hash = self.state.hash_one(&*key);
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
-        let fits = |entry: &Entry| asked.is(entry);
+        let fits = |entry: &Entry| *entry.key == *key;
         let known = shard.lock().unwrap_or_else(PoisonError::into_inner).read(hash, fits, |e| Arc::clone(&e.rendered));
         if let Some(rendered) = known {
             return Ok((*rendered).clone());
         }
         let rendered = make()?;
-        let bytes = asked.bytes() + rendered.text.len() + 48 * rendered.spans.len() + 256;
+        let bytes = key.len() + rendered.text.len() + 48 * rendered.spans.len() + 256;
         if bytes <= GENERATION_BYTES / 4 {
-            let entry = asked.entry(Arc::new(rendered.clone()));
+            let entry = Entry { key: key.into(), rendered: Arc::new(rendered.clone()) };
             shard.lock().unwrap_or_else(PoisonError::into_inner).put(hash, bytes, entry);
         }
         Ok(rendered)
@@ -69,55 +66,59 @@ impl Renders {
 }
 
 impl Asked<'_> {
-    fn hash(&self, state: &RandomState) -> u64 {
-        let mut hasher = state.build_hasher();
-        self.messages.iter().for_each(|message| hash(message, &mut hasher));
-        self.tools.iter().for_each(|tools| hash(tools, &mut hasher));
-        self.kwargs.values().for_each(|value| hash(value, &mut hasher));
-        self.add_generation_prompt.hash(&mut hasher);
-        hasher.finish()
-    }
-
-    /// Twice the bytes of the strings: what small JSON takes beside them.
-    fn bytes(&self) -> usize {
-        let kwargs: usize = self.kwargs.values().map(size).sum();
-        2 * (self.messages.iter().map(size).sum::<usize>() + self.tools.map_or(0, size) + kwargs)
-    }
-
-    fn entry(&self, rendered: Arc<Rendered>) -> Entry {
-        Entry {
-            messages: self.messages.into(),
-            tools: self.tools.cloned(),
-            add_generation_prompt: self.add_generation_prompt,
-            kwargs: self.kwargs.clone(),
-            rendered,
-        }
-    }
-
-    fn is(&self, entry: &Entry) -> bool {
-        self.add_generation_prompt == entry.add_generation_prompt
-            && self.messages.len() == entry.messages.len()
-            && self.messages.iter().zip(&entry.messages).all(|(a, b)| same(a, b))
-            && match (self.tools, &entry.tools) {
-                (Some(a), Some(b)) => same(a, b),
-                (a, b) => a.is_none() && b.is_none(),
-            }
-            && same_map(self.kwargs, &entry.kwargs)
+    /// All of it in bytes; what differs in anything that a render can show has other bytes.
+    fn key(&self) -> Vec<u8> {
+        let mut key = Vec::with_capacity(1 << 14);
+        key.push(u8::from(self.add_generation_prompt));
+        key.extend_from_slice(&self.tools.map_or(0, |number| number + 1).to_le_bytes());
+        write_map(&mut key, self.kwargs);
+        self.messages.iter().for_each(|message| write(&mut key, message));
+        key
     }
 }
 
-/// Hashes strings, and numbers as they are written; what differs in anything else is told apart by [`same`].
-fn hash(json: &Json, hasher: &mut impl Hasher) {
+fn write(key: &mut Vec<u8>, json: &Json) {
     match json {
-        Json::String(text) => text.hash(hasher),
-        Json::Array(items) => items.iter().for_each(|item| hash(item, hasher)),
-        Json::Object(map) => map.iter().for_each(|(key, value)| {
-            key.hash(hasher);
-            hash(value, hasher);
-        }),
-        Json::Number(number) => number.hash(hasher),
-        Json::Bool(value) => value.hash(hasher),
-        Json::Null => 0_u8.hash(hasher),
+        Json::Null => key.push(b'n'),
+        Json::Bool(value) => key.push(if *value { b't' } else { b'f' }),
+        Json::Number(number) => write_number(key, number),
+        Json::String(text) => {
+            key.push(b's');
+            write_text(key, text);
+        }
+        Json::Array(items) => {
+            key.push(b'a');
+            key.extend_from_slice(&items.len().to_le_bytes());
+            items.iter().for_each(|item| write(key, item));
+        }
+        Json::Object(map) => {
+            key.push(b'o');
+            write_map(key, map);
+        }
+    }
+}
+
+/// An integer is not the float of its value, and 0.0 is not -0.0.
+fn write_number(key: &mut Vec<u8>, number: &Number) {
+    let (kind, bytes) = match (number.as_u64(), number.as_i64()) {
+        (Some(natural), _) => (b'u', natural.to_le_bytes()),
+        (None, Some(integer)) => (b'i', integer.to_le_bytes()),
+        (None, None) => (b'd', number.as_f64().unwrap_or(f64::NAN).to_le_bytes()),
+    };
+    key.push(kind);
+    key.extend_from_slice(&bytes);
+}
+
+fn write_text(key: &mut Vec<u8>, text: &str) {
+    key.extend_from_slice(&text.len().to_le_bytes());
+    key.extend_from_slice(text.as_bytes());
+}
+
+fn write_map(key: &mut Vec<u8>, map: &Map<String, Json>) {
+    key.extend_from_slice(&map.len().to_le_bytes());
+    for (name, value) in map {
+        write_text(key, name);
+        write(key, value);
     }
 }
 
@@ -126,14 +127,12 @@ pub(super) fn same(a: &Json, b: &Json) -> bool {
     match (a, b) {
         (Json::String(a), Json::String(b)) => a == b,
         (Json::Array(a), Json::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),
-        (Json::Object(a), Json::Object(b)) => same_map(a, b),
+        (Json::Object(a), Json::Object(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|((a, x), (b, y))| a == b && same(x, y))
+        }
         (Json::Number(a), Json::Number(b)) => a == b && a.as_f64().map(f64::to_bits) == b.as_f64().map(f64::to_bits),
         (a, b) => a == b,
     }
-}
-
-fn same_map(a: &Map<String, Json>, b: &Map<String, Json>) -> bool {
-    a.len() == b.len() && a.iter().zip(b).all(|((a, x), (b, y))| a == b && same(x, y))
 }
 
 #[cfg(test)]
@@ -142,7 +141,7 @@ mod tests {
     use serde_json::json;
     use std::convert::Infallible;
 
-    fn ask(renders: &Renders, messages: &[Json], made: &mut usize) -> String {
+    fn ask(renders: &Renders, messages: &[&Json], made: &mut usize) -> String {
         let kwargs = Map::new();
         let asked = Asked { messages, tools: None, add_generation_prompt: true, kwargs: &kwargs };
         let rendered: Result<Rendered, Infallible> = renders.get(asked, || {
@@ -161,10 +160,13 @@ mod tests {
             json!({"a": 1.0, "b": 2}),
             json!({"a": 0.0}),
             json!({"a": -0.0}),
+            json!({"a": {"b": 1}}),
+            json!({"a": ["b", 1]}),
+            json!({"a": "b", "c": 1}),
         ];
         for _ in 0..3 {
             for message in &all {
-                let messages = [message.clone()];
+                let messages = [message];
                 assert_eq!(ask(&renders, &messages, &mut made), format!("{messages:?}"));
             }
         }
@@ -175,7 +177,7 @@ mod tests {
     fn what_is_remembered_has_bounds() {
         let (renders, mut made) = (Renders::default(), 0);
         for n in 0..400 {
-            ask(&renders, &[json!({"content": format!("{n}{}", "0".repeat(100_000))})], &mut made);
+            ask(&renders, &[&json!({"content": format!("{n}{}", "0".repeat(100_000))})], &mut made);
         }
         let held: usize = renders.shards.iter().map(|shard| shard.lock().unwrap()).map(|shard| shard.len()).sum();
         assert_eq!(made, 400);

@@ -15,7 +15,8 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct Tagged {
     inner: Value,
     marks: Option<(String, String)>,
-    json: OnceLock<String>,
+    /// The default `tojson`, enclosed.
+    json: OnceLock<Value>,
 }
 
 impl Tagged {
@@ -32,11 +33,11 @@ impl Tagged {
     }
 
     /// The default `tojson` of the container, enclosed.
-    pub fn json(&self) -> Result<String, Error> {
+    pub fn json(&self) -> Result<Value, Error> {
         if let Some(json) = self.json.get() {
             return Ok(json.clone());
         }
-        let json = self.enclose(&dumps(&self.inner, &Style::default())?);
+        let json = Value::from(self.enclose(&dumps(&self.inner, &Style::default())?));
         Ok(self.json.get_or_init(|| json).clone())
     }
 }
@@ -60,7 +61,7 @@ impl Object for Tagged {
 }
 
 /// Keys of a map that is searched one by one.
-const FEW: usize = 16;
+pub(super) const FEW: usize = 16;
 
 /// A map of few keys: found faster by comparing than by hashing, and made without either.
 #[derive(Debug)]
@@ -81,6 +82,12 @@ pub(super) fn record<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>)
         }
     }
     Value::from_object(Record { fields })
+}
+
+/// The fields of a map that was made by [`record`], with marks or without.
+pub(super) fn fields(map: &Value) -> Option<&[(Value, Value)]> {
+    let inner = map.downcast_object_ref::<Tagged>().map_or(map, |tagged| &tagged.inner);
+    inner.downcast_object_ref::<Record>().map(|record| record.fields.as_slice())
 }
 
 impl Object for Record {

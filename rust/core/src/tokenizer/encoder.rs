@@ -219,7 +219,7 @@ impl Encoder {
 }
 
 /// Prepares the fast backend, where the model is one that it can be; takes a while.
-pub(super) fn prepare(document: &Value, extra: &[ExtraToken]) -> Result<Fast, String> {
+pub(super) fn prepare(mut document: Value, extra: &[ExtraToken]) -> Result<Fast, String> {
     let kind = document.pointer("/model/type").and_then(Value::as_str).unwrap_or("BPE");
     if kind != "BPE" {
         return Err(format!("fastokens knows BPE alone, and this model is {kind}"));
@@ -227,7 +227,6 @@ pub(super) fn prepare(document: &Value, extra: &[ExtraToken]) -> Result<Fast, St
     if !document.is_object() {
         return Err("tokenizer.json holds no object".to_owned());
     }
-    let mut document = document.clone();
     let mut tokens = document["added_tokens"].as_array().cloned().unwrap_or_default();
     let known = |tokens: &[Value], extra: &ExtraToken| tokens.iter().any(|token| token["content"] == extra.content);
     for token in extra.iter().filter(|token| !token.content.is_empty()) {

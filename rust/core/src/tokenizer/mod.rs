@@ -27,7 +27,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// A tokenizer with the bytes of its vocabulary, its chat template and its end-of-sequence ids.
 ///
@@ -243,12 +243,12 @@ impl Tokenizer {
     /// As [`Template::render`] and [`Tokenizer::template_for`].
     pub fn render(
         &self,
-        messages: &[Value],
-        tools: Option<&Value>,
+        messages: &[&Value],
+        tools: Option<&Arc<Value>>,
         add_generation_prompt: bool,
         kwargs: &Map<String, Value>,
     ) -> Result<Rendered> {
-        self.template_for(tools)?.render(messages, tools, add_generation_prompt, kwargs)
+        self.template_for(tools.map(Arc::as_ref))?.render(messages, tools, add_generation_prompt, kwargs)
     }
 
     /// The directory's name.

@@ -1,0 +1,114 @@
+//! JSON values from what Python holds: plain objects as they are, everything else as `json.dumps` writes it.
+//!
+//! Called by the calls that take messages, tools and template variables.
+
+use crate::errors::to_python;
+use pyo3::exceptions::{PyRecursionError, PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Number, Value};
+use tracegrad_core::{Error, Kind, Result};
+
+/// Depth of nesting that is read here, as `serde_json` has it.
+const DEPTH: usize = 126;
+
+/// `object`, which errors call `name`.
+pub fn read(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
+    match plain(object, 0) {
+        Some(value) => Ok(value),
+        None => dumped(name, object),
+    }
+}
+
+/// A value of Python's own types that has one JSON form; `None` for any other.
+fn plain(object: &Bound<'_, PyAny>, depth: usize) -> Option<Value> {
+    if depth > DEPTH {
+        return None;
+    }
+    if let Ok(text) = object.cast_exact::<PyString>() {
+        return Some(Value::String(text.to_str().ok()?.to_owned()));
+    }
+    if let Ok(dict) = object.cast_exact::<PyDict>() {
+        let mut map = Map::with_capacity(dict.len());
+        for (key, item) in dict.iter() {
+            let key = key.cast_exact::<PyString>().ok()?;
+            map.insert(key.to_str().ok()?.to_owned(), plain(&item, depth + 1)?);
+        }
+        return Some(Value::Object(map));
+    }
+    if let Ok(list) = object.cast_exact::<PyList>() {
+        return list.iter().map(|item| plain(&item, depth + 1)).collect();
+    }
+    if let Ok(tuple) = object.cast_exact::<PyTuple>() {
+        return tuple.iter().map(|item| plain(&item, depth + 1)).collect();
+    }
+    scalar(object)
+}
+
+fn scalar(object: &Bound<'_, PyAny>) -> Option<Value> {
+    if object.is_none() {
+        Some(Value::Null)
+    } else if let Ok(flag) = object.cast_exact::<PyBool>() {
+        Some(Value::Bool(flag.is_true()))
+    } else if let Ok(integer) = object.cast_exact::<PyInt>() {
+        let signed = integer.extract::<i64>().map(Number::from);
+        signed.or_else(|_| integer.extract::<u64>().map(Number::from)).ok().map(Value::Number)
+    } else {
+        Number::from_f64(object.cast_exact::<PyFloat>().ok()?.value()).map(Value::Number)
+    }
+}
+
+/// Whether [`read`] would give `value` again, without making it.
+pub fn is(object: &Bound<'_, PyAny>, value: &Value) -> bool {
+    match value {
+        Value::String(known) => {
+            object.cast_exact::<PyString>().is_ok_and(|text| text.to_str().is_ok_and(|t| t == known))
+        }
+        Value::Object(map) => object.cast_exact::<PyDict>().is_ok_and(|dict| {
+            let same_key = |key: &Bound<'_, PyAny>, known: &str| {
+                key.cast_exact::<PyString>().is_ok_and(|key| key.to_str().is_ok_and(|key| key == known))
+            };
+            let mut pairs = dict.iter().zip(map);
+            dict.len() == map.len()
+                && pairs.all(|((key, item), (known, value))| same_key(&key, known) && is(&item, value))
+        }),
+        Value::Array(items) => object.cast_exact::<PyList>().is_ok_and(|list| {
+            list.len() == items.len() && list.iter().zip(items).all(|(item, value)| is(&item, value))
+        }),
+        // As it is written, since 1 is not 1.0.
+        other => scalar(object).is_some_and(|value| value.to_string() == other.to_string()),
+    }
+}
+
+/// By way of Python's own JSON, which takes subclasses too, and says what it does not take.
+fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
+    let py = object.py();
+    let text = py.import(intern!(py, "json"))?.call_method1(intern!(py, "dumps"), (object,)).map_err(|error| {
+        if !error.is_instance_of::<PyTypeError>(py)
+            && !error.is_instance_of::<PyValueError>(py)
+            && !error.is_instance_of::<PyRecursionError>(py)
+        {
+            return error;
+        }
+        let error = Error::new(Kind::Argument, format!("{name} cannot be written as JSON: {}", error.value(py)))
+            .why("Templates see plain JSON")
+            .cure(format!("Pass strings, numbers, lists and dicts in {name}"));
+        to_python(py, &error)
+    })?;
+    let text = text.cast_into::<PyString>()?;
+    parsed(name, text.to_str()?).map_err(|error| to_python(py, &error))
+}
+
+/// What JSON text says.
+pub fn parsed<T: DeserializeOwned>(name: &str, json: &str) -> Result<T> {
+    serde_json::from_str(json).map_err(|error| refused(name, &error))
+}
+
+/// The error for what is no JSON, or not of the form that it must have.
+pub fn refused(name: &str, error: &serde_json::Error) -> Error {
+    Error::new(Kind::Argument, format!("{name} cannot be written as JSON text: {error}"))
+        .why("Templates see plain JSON: no NaN, no lone surrogates, no nesting deeper than 128")
+        .cure(format!("Replace what is not JSON in {name}"))
+}
