@@ -4,7 +4,8 @@
 //! put in and read out; `provenance` decides whether a marked render may be believed.
 
 use super::Field;
-use aho_corasick::{AhoCorasick, Input, MatchKind};
+use aho_corasick::packed::Searcher;
+use aho_corasick::{AhoCorasick, Input};
 use memchr::memmem::Finder;
 use std::ops::Range;
 use std::sync::LazyLock;
@@ -188,23 +189,23 @@ impl<'a, 't> Marker<'a, 't> {
 /// Finds the strings that a template may test for or split at.
 #[derive(Debug)]
 pub(super) struct Seams {
-    /// Finds the first one, fast: most texts have none.
-    first: AhoCorasick,
+    /// Finds the first one, fast: most texts have none. There is no such searcher for very many.
+    first: Option<Searcher>,
     all: AhoCorasick,
 }
 
 impl Seams {
     /// `None` where there are none, or too many.
     pub fn new(words: &[&String]) -> Option<Self> {
-        let first = AhoCorasick::builder().match_kind(MatchKind::LeftmostFirst).build(words).ok()?;
-        (!words.is_empty()).then_some(Self { first, all: AhoCorasick::new(words).ok()? })
+        (!words.is_empty()).then_some(Self { first: Searcher::new(words), all: AhoCorasick::new(words).ok()? })
     }
 
     /// Where `text` holds a seam; overlapping ones (`</think>` and `>\n`) are one.
     fn united(&self, text: &str) -> Vec<Range<usize>> {
         let mut found: Vec<Range<usize>> = Vec::new();
-        let Some(first) = self.first.find(text) else { return found };
-        for seam in self.all.find_overlapping_iter(Input::new(text).range(first.start()..)) {
+        let first = self.first.as_ref().map_or(Some(0), |first| first.find(text).map(|seam| seam.start()));
+        let Some(first) = first else { return found };
+        for seam in self.all.find_overlapping_iter(Input::new(text).range(first..)) {
             let mut range = seam.range();
             while let Some(last) = found.pop_if(|last| last.end > range.start) {
                 range.start = range.start.min(last.start);
