@@ -152,14 +152,18 @@ fn from_ids<'a>(
     tokenizer: &Tokenizer,
     resolved: &mut Resolved<'a>,
 ) {
-    if let Some(at) = ids.iter().position(|&id| tokenizer.token_bytes(id).is_none()) {
+    // What ids without pieces say is looked at first, as it looks most of them up.
+    let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
+    let (checked, said) = bare.map_or((0, false), |content| agree(ids, content.as_bytes(), tokenizer));
+    if let Some(at) = ids[checked..].iter().position(|&id| tokenizer.token_bytes(id).is_none()) {
+        let at = checked + at;
         let size = tokenizer.vocab_size();
         let detail = format!("id {} is not in the vocabulary of {size}", ids[at]);
         resolved.find(Reason::VocabOutOfRange, at, ids.len() - at, detail);
         resolved.foreign = true;
         return;
     }
-    if let Some(detail) = contradiction(ids, tokens, content, tokenizer) {
+    if !said && let Some(detail) = contradiction(ids, tokens, content, tokenizer) {
         resolved.find(Reason::TokenizerMismatch, 0, ids.len(), detail);
         resolved.foreign = true;
         return;
@@ -172,6 +176,7 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
     let mut after_silence = false;
     let mut shown = false;
     let plain = tokens.bytes.as_ref().filter(|pieces| is_plain(&pieces.data));
+    // Without pieces nothing is shown.
     let listed = if tokens.bytes.is_some() || tokens.texts.is_some() { ids } else { &[] };
     for (index, &id) in listed.iter().enumerate() {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
@@ -212,8 +217,21 @@ fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
     Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
 }
 
-/// Whether `text` is how the bytes of `ids` begin, their special tokens left out.
-pub fn begins_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+/// How many of the first `ids` spell the beginning of `text`, and whether that is all of it.
+fn agree(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> (usize, bool) {
+    let mut rest = text;
+    for (index, &id) in ids.iter().enumerate() {
+        let Some(bytes) = tokenizer.token_bytes(id) else { return (index, rest.is_empty()) };
+        match rest.strip_prefix(bytes) {
+            Some(behind) => rest = behind,
+            None => return (index, bytes.starts_with(rest)),
+        }
+    }
+    (ids.len(), rest.is_empty())
+}
+
+/// Whether the bytes of `ids`, special tokens left out, begin with `text`.
+fn begins_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     let mut rest = text;
     for &id in ids.iter().filter(|&&id| !is_special(id, tokenizer)) {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
@@ -232,10 +250,11 @@ pub fn spells(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).all(&mut goes_on) && rest.is_empty()
 }
 
-/// Whether `id` is a special token; most ids are told by one comparison.
+/// Whether `id` is a special token; most ids are told by two comparisons.
 pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
     let special = tokenizer.special_ids();
-    special.first().is_some_and(|first| *first <= id) && special.binary_search(&id).is_ok()
+    let within = special.first().is_some_and(|first| *first <= id) && special.last().is_some_and(|last| id <= *last);
+    within && special.binary_search(&id).is_ok()
 }
 
 /// Bytes of the ids without special tokens, as a server's text has them.
