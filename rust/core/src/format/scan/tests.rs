@@ -27,9 +27,17 @@ const CALL: &str = r#"{"id": "a", "reward": 1.0, "calls": [{"request": {"model":
     "logprob": -0.9253435134887695, "bytes": [52]}]}, {"token": "\ud83d\ude0a", "logprob": -0.0, "bytes": null, "token_id": 7},
     {"logprob": null, "token": null, "bytes": []}], "refusal": null}, "token_ids": [52, 151645, 3]}]}}]}"#;
 
+const NAMED: &str = r#"{"id":"b","tools":[{"type":"function"}],"messages":[{"role":"user","content":"?"},{"message":{"role":"assistant",
+    "content":"4\n"},"logprobs":{"content":[{"token":"token_id:19","logprob":-0.00062042527133,"bytes":[52],"top_logprobs":[{"token":
+    "token_id:19","logprob":-0.00062042527133,"bytes":[52]}]},{"token":"token_id:19","logprob":-6.2042e-05,"bytes":[52],"top_logprobs":
+    [{"token":"token_id:19","logprob":-6.2042e-05,"bytes":[52]}]},{"token":"token_id:0","logprob":-1,"bytes":[195,169],"top_logprobs":[
+    {"token":"token_id:7","logprob":-0.5,"bytes":[10]},{"token":"token_id:0","logprob":-1,"bytes":[195,169]}]},{"token":"token_id:151645",
+    "logprob":-0.0,"bytes":[],"top_logprobs":[]}]}}],"calls":null,"prompt_token_ids":[1,2,3]}"#;
+
 #[test]
 fn a_call_log_is_known_whole() {
     assert!(same(CALL));
+    assert!(same(NAMED) && same(&NAMED.replace(['\n', ' '], "")));
     assert!(same(&CALL.replace(['\n', ' '], "")));
     let pretty: serde_json::Value = serde_json::from_str(CALL).unwrap();
     assert!(same(&serde_json::to_string_pretty(&pretty).unwrap()));
@@ -231,8 +239,13 @@ proptest! {
     }
 
     #[test]
-    fn mutated_records_give_the_same_or_are_left(at in 0usize..1400, bytes in prop::collection::vec(any::<u8>(), 0..4), cut in 0usize..4) {
-        let mut record = CALL.as_bytes().to_vec();
+    fn mutated_records_give_the_same_or_are_left(
+        named in any::<bool>(),
+        at in 0usize..1400,
+        bytes in prop_oneof![prop::collection::vec(any::<u8>(), 0..4), "[0-9\"\\[\\]{},:. e-]{0,4}".prop_map(String::into_bytes)],
+        cut in 0usize..4,
+    ) {
+        let mut record = if named { NAMED.replace(['\n', ' '], "") } else { CALL.to_owned() }.into_bytes();
         let at = at.min(record.len());
         let end = (at + cut).min(record.len());
         record.splice(at..end, bytes);
