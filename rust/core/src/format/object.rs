@@ -99,17 +99,22 @@ const RECORD_KEYS: &[&str] = &[
 /// Keys of a request whose value is read.
 const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body"];
 
-/// The token lists of an object.
+/// The token lists of an object; those that most objects do not have in boxes, as objects are moved.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
-    pub logprobs: Option<Tokens>,
+    pub logprobs: Option<Box<Tokens>>,
     pub token_ids: Option<Vec<u32>>,
     pub prompt_token_ids: Option<Vec<u32>>,
-    pub texts: Option<Pieces>,
-    pub bytes: Option<Pieces>,
+    pub texts: Option<Box<Pieces>>,
+    pub bytes: Option<Box<Pieces>>,
 }
 
 impl Numbers {
+    /// Sampled tokens as a server lists them, and their ids where it gives those apart.
+    pub fn listed(logprobs: Option<Tokens>, token_ids: Option<Vec<u32>>) -> Self {
+        Self { logprobs: logprobs.map(Box::new), token_ids, ..Self::default() }
+    }
+
     /// Fills what is not there from `other`.
     pub fn or(mut self, other: Self) -> Self {
         self.logprobs = self.logprobs.or(other.logprobs);
@@ -127,9 +132,9 @@ impl Numbers {
 
     /// The sampled tokens: columns side by side as recorded, whatever their lengths.
     pub fn into_tokens(self) -> Decoded<Tokens> {
-        let mut tokens = self.logprobs.unwrap_or_default();
-        tokens.texts = self.texts.or(tokens.texts);
-        tokens.bytes = self.bytes.or(tokens.bytes);
+        let mut tokens = self.logprobs.map_or_else(Tokens::default, |tokens| *tokens);
+        tokens.texts = self.texts.map(|texts| *texts).or(tokens.texts);
+        tokens.bytes = self.bytes.map(|bytes| *bytes).or(tokens.bytes);
         take_placeholders(&mut tokens).map_err(|what| {
             reject(Reason::IdOutOfRange, what)
                 .why("No vocabulary has it")
@@ -291,11 +296,11 @@ impl<'de> Visitor<'de> for Kind {
         while let Some(key) = map.next_key::<String>()? {
             let numbers = &mut object.numbers;
             match self.slot(&key) {
-                Slot::Logprobs => numbers.logprobs = map.next_value::<Logprobs>()?.0,
+                Slot::Logprobs => numbers.logprobs = map.next_value::<Logprobs>()?.0.map(Box::new),
                 Slot::TokenIds => numbers.token_ids = map.next_value::<Option<Ids>>()?.map(|ids| ids.0),
                 Slot::PromptIds => numbers.prompt_token_ids = map.next_value::<Option<Ids>>()?.map(|ids| ids.0),
-                Slot::Texts => numbers.texts = map.next_value_seed(PieceList::Texts)?,
-                Slot::Bytes => numbers.bytes = map.next_value_seed(PieceList::Bytes)?,
+                Slot::Texts => numbers.texts = map.next_value_seed(PieceList::Texts)?.map(Box::new),
+                Slot::Bytes => numbers.bytes = map.next_value_seed(PieceList::Bytes)?.map(Box::new),
                 Slot::Nested(name, kind) => {
                     let node = map.next_value_seed(kind)?;
                     object.put(name, node);

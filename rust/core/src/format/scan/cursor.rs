@@ -2,7 +2,7 @@
 //!
 //! Every step either consumes valid JSON or gives up; no step guesses.
 
-use super::text::{is_printable, plain_end, unescape};
+use super::text::{plain_end, unescape};
 use std::borrow::Cow;
 
 /// Nesting that is followed; deeper records go to the generic parser, which has the documented limit.
@@ -14,9 +14,7 @@ pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
     depth: u8,
-    /// The text has no control character, so none has to be looked for in its strings.
-    printable: bool,
-    /// The last string that had escapes, without them.
+    /// The last string that had escapes, without them, and whatever was there before.
     scratch: Vec<u8>,
     /// The prompt ids before, and what was written of them between the brackets.
     pub prompt: (&'a [u8], Vec<u32>),
@@ -29,15 +27,7 @@ pub(super) struct Place(usize, u8);
 impl<'a> Cursor<'a> {
     pub fn new(text: &'a str) -> Self {
         let bytes = text.as_bytes();
-        Self {
-            text,
-            bytes,
-            at: 0,
-            depth: 0,
-            printable: is_printable(bytes),
-            scratch: Vec::new(),
-            prompt: (&[], Vec::new()),
-        }
+        Self { text, bytes, at: 0, depth: 0, scratch: Vec::new(), prompt: (&[], Vec::new()) }
     }
 
     pub fn place(&self) -> Place {
@@ -176,13 +166,14 @@ impl<'a> Cursor<'a> {
             return None;
         }
         let start = self.at + 1;
-        let end = plain_end(self.bytes, start, self.printable);
+        let end = plain_end(self.bytes, start);
         if *self.bytes.get(end)? == b'"' {
             self.at = end + 1;
             return self.text.get(start..end);
         }
-        self.at = unescape(self.bytes, start, end, self.printable, &mut self.scratch)?;
-        simdutf8::basic::from_utf8(&self.scratch).ok()
+        let (behind, length) = unescape(self.bytes, start, end, &mut self.scratch)?;
+        self.at = behind;
+        simdutf8::basic::from_utf8(&self.scratch[..length]).ok()
     }
 
     /// What stands between the quotes, and whether it has escapes.
@@ -192,11 +183,11 @@ impl<'a> Cursor<'a> {
             return None;
         }
         let start = self.at + 1;
-        let (mut end, mut escaped) = (plain_end(self.bytes, start, self.printable), false);
+        let (mut end, mut escaped) = (plain_end(self.bytes, start), false);
         while *self.bytes.get(end)? == b'\\' {
             escaped = true;
             // The escape is checked when the text is taken; here only its second byte must not end the string.
-            end = plain_end(self.bytes, end + 2, self.printable);
+            end = plain_end(self.bytes, end + 2);
         }
         if self.bytes[end] != b'"' {
             return None;
@@ -209,7 +200,7 @@ impl<'a> Cursor<'a> {
     #[inline]
     fn skip_string(&mut self) -> Option<()> {
         let start = self.at + 1;
-        let end = plain_end(self.bytes, start, self.printable);
+        let end = plain_end(self.bytes, start);
         if *self.bytes.get(end)? == b'"' {
             self.at = end + 1;
             return Some(());

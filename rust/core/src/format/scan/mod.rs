@@ -16,6 +16,7 @@ mod value;
 use super::logprobs::Logprobs;
 use super::numbers::PieceList;
 use super::object::{Kind, Node, Object, Slot};
+use crate::trace::Pieces;
 use cursor::Cursor;
 use serde::Deserialize;
 use serde::de::DeserializeSeed;
@@ -38,13 +39,13 @@ impl<'a> Cursor<'a> {
         while more {
             let key = self.key()?;
             match kind.slot(&key) {
-                Slot::Logprobs => object.numbers.logprobs = self.logprobs()?.0,
+                Slot::Logprobs => object.numbers.logprobs = self.logprobs()?.0.map(Box::new),
                 Slot::TokenIds if self.null().is_some() => object.numbers.token_ids = None,
                 Slot::TokenIds => object.numbers.token_ids = Some(self.ids()?),
                 Slot::PromptIds if self.null().is_some() => object.numbers.prompt_token_ids = None,
                 Slot::PromptIds => object.numbers.prompt_token_ids = Some(self.prompt_ids()?),
-                Slot::Texts => object.numbers.texts = self.generic(|json| PieceList::Texts.deserialize(json))?,
-                Slot::Bytes => object.numbers.bytes = self.generic(|json| PieceList::Bytes.deserialize(json))?,
+                Slot::Texts => object.numbers.texts = self.pieces(PieceList::Texts)?,
+                Slot::Bytes => object.numbers.bytes = self.pieces(PieceList::Bytes)?,
                 Slot::Nested(name, kind) => {
                     let node = self.node(kind)?;
                     object.put(name, node);
@@ -127,6 +128,11 @@ impl<'a> Cursor<'a> {
             self.rewind(start);
             self.generic(|json| Logprobs::deserialize(json))
         })
+    }
+
+    #[allow(clippy::option_option, reason = "null is no list, and what is not known is neither")]
+    fn pieces(&mut self, list: PieceList) -> Option<Option<Box<Pieces>>> {
+        self.generic(|json| list.deserialize(json)).map(|pieces| pieces.map(Box::new))
     }
 
     /// Reads the next value by the generic parser.

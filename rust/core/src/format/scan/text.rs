@@ -1,32 +1,19 @@
 //! Strings: where they end, and what they say without their escapes, in one pass.
 
-const ONES: u64 = u64::MAX / 255;
-const HIGHS: u64 = ONES * 0x80;
-const LOWS: u64 = !HIGHS;
+use wide::u8x16;
 
-/// Words that are looked at one by one before a search is begun: most keys and tokens end in them.
-const FEW: usize = 3;
-
-/// Whether a text has no control character.
-pub(super) fn is_printable(bytes: &[u8]) -> bool {
-    bytes.chunks(4096).all(|chunk| chunk.iter().fold(u8::MAX, |least, &byte| least.min(byte)) >= 0x20)
-}
+/// Bytes that are looked at together.
+const LANE: usize = 16;
 
 /// The first byte from `at` on that is a quote, a backslash or a control character; the length where there is none.
-/// `printable` says that there are no control characters.
 #[inline]
-pub(super) fn plain_end(bytes: &[u8], mut at: usize, printable: bool) -> usize {
-    let mut words = 0;
-    while let Some(word) = word_at(bytes, at) {
-        let found = marks(word);
+pub(super) fn plain_end(bytes: &[u8], mut at: usize) -> usize {
+    while let Some(lane) = lane_at(bytes, at) {
+        let found = marks(lane);
         if found != 0 {
-            return at + (found.trailing_zeros() / 8) as usize;
+            return at + found.trailing_zeros() as usize;
         }
-        at += 8;
-        words += 1;
-        if printable && words == FEW {
-            return marked_end(bytes, at);
-        }
+        at += LANE;
     }
     while bytes.get(at).is_some_and(|&byte| byte >= 0x20 && byte != b'"' && byte != b'\\') {
         at += 1;
@@ -34,11 +21,17 @@ pub(super) fn plain_end(bytes: &[u8], mut at: usize, printable: bool) -> usize {
     at.min(bytes.len())
 }
 
-/// The first quote or backslash from `at` on; the length where there is none.
 #[inline]
-fn marked_end(bytes: &[u8], at: usize) -> usize {
-    let rest = bytes.get(at..).unwrap_or_default();
-    memchr::memchr2(b'"', b'\\', rest).map_or(bytes.len(), |step| at + step)
+fn lane_at(bytes: &[u8], at: usize) -> Option<&[u8; LANE]> {
+    bytes.get(at..)?.first_chunk()
+}
+
+/// A bit for each byte that is a quote, a backslash or a control character.
+#[inline]
+fn marks(lane: &[u8; LANE]) -> u32 {
+    let lane = u8x16::new(*lane);
+    let control = lane.min(u8x16::splat(0x1F)).simd_eq(lane);
+    (lane.simd_eq(u8x16::splat(b'"')) | lane.simd_eq(u8x16::splat(b'\\')) | control).to_bitmask()
 }
 
 /// Eight bytes, the first in the lowest.
@@ -47,47 +40,60 @@ pub(super) fn word_at(bytes: &[u8], at: usize) -> Option<u64> {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).copied().map(u64::from_le_bytes)
 }
 
-/// The high bit of each byte that is a quote, a backslash or a control character.
-#[inline]
-fn marks(word: u64) -> u64 {
-    // A sum of seven bits each carries into no neighbour. Bytes beyond ASCII have the high bit and are none of them.
-    let quote = ((word ^ (ONES * u64::from(b'"'))) & LOWS) + LOWS;
-    let escape = ((word ^ (ONES * u64::from(b'\\'))) & LOWS) + LOWS;
-    let printable = (word & LOWS) + ONES * 0x60;
-    !((quote & escape & printable) | word) & HIGHS
-}
-
-/// Puts the string whose first byte stands at `start` and whose first escape at `escape` into `out`: the byte behind its
-/// closing quote.
+/// Writes the string whose first byte stands at `start` and whose first escape at `escape` to the beginning of `out`,
+/// which grows as needed and keeps its length: the byte behind its closing quote, and its own length.
 ///
 /// `None` for escapes that are none, for half a surrogate pair, for control characters and without a closing quote.
-pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, printable: bool, out: &mut Vec<u8>) -> Option<usize> {
-    out.clear();
-    out.extend_from_slice(&bytes[start..escape]);
-    let mut at = escape;
+pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, out: &mut Vec<u8>) -> Option<(usize, usize)> {
+    let (mut at, mut to) = (escape, escape - start);
+    make_room(out, to);
+    out[..to].copy_from_slice(&bytes[start..escape]);
     loop {
-        match *bytes.get(at)? {
-            b'"' => return Some(at + 1),
-            b'\\' => {}
-            _ => return None,
+        make_room(out, to);
+        if let Some(lane) = lane_at(bytes, at) {
+            // Written whole; what is behind a mark is written over.
+            out[to..to + LANE].copy_from_slice(lane);
+            let found = marks(lane);
+            let plain = (found.trailing_zeros() as usize).min(LANE);
+            at += plain;
+            to += plain;
+            if found == 0 {
+                continue;
+            }
+        }
+        let byte = *bytes.get(at)?;
+        if byte == b'"' {
+            return Some((at + 1, to));
+        }
+        if byte != b'\\' {
+            if byte < 0x20 {
+                return None;
+            }
+            out[to] = byte;
+            (at, to) = (at + 1, to + 1);
+            continue;
         }
         let second = *bytes.get(at + 1)?;
         at += 2;
         if second == b'u' {
             let character = unicode(bytes, &mut at)?;
-            out.extend_from_slice(character.encode_utf8(&mut [0; 4]).as_bytes());
+            to += character.encode_utf8(&mut out[to..to + 4]).len();
         } else {
             let said = SAID[second as usize];
             if said == 0 {
                 return None;
             }
-            out.push(said);
+            out[to] = said;
+            to += 1;
         }
-        if bytes.get(at) != Some(&b'\\') {
-            let end = if printable { marked_end(bytes, at) } else { plain_end(bytes, at, false) };
-            out.extend_from_slice(&bytes[at..end]);
-            at = end;
-        }
+    }
+}
+
+/// Room for the next bytes: a lane, or what an escape stands for behind a lane.
+#[inline]
+fn make_room(out: &mut Vec<u8>, to: usize) {
+    if out.len() < to + 2 * LANE {
+        out.resize((to + 2 * LANE).max(2 * out.len()).max(1024), 0);
     }
 }
 

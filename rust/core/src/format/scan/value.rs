@@ -3,6 +3,9 @@
 use super::cursor::Cursor;
 use serde_json::{Map, Value};
 
+/// Keys for which room is made at once: as many as messages have.
+const FEW: usize = 4;
+
 impl Cursor<'_> {
     /// The next value.
     pub fn value(&mut self) -> Option<Value> {
@@ -28,9 +31,9 @@ impl Cursor<'_> {
     }
 
     fn map(&mut self) -> Option<Map<String, Value>> {
-        let mut map = Map::new();
         self.open(b'{')?;
         let mut more = !self.closes(b'}');
+        let mut map = if more { Map::with_capacity(FEW) } else { Map::new() };
         while more {
             let key = self.key()?;
             let value = self.value()?;

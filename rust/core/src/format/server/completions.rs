@@ -48,7 +48,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         }
         listed => listed,
     };
-    let numbers = Numbers { logprobs: tokens, token_ids: ids, ..Numbers::default() };
+    let numbers = Numbers::listed(tokens, ids);
     generation.tokens = numbers.into_tokens()?;
     generation.finish_reason = finish_under(&choice, "finish_reason")?;
     generation.stop = stop_under(&choice, "stop_reason")?;

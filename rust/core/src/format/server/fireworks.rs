@@ -49,7 +49,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         Some(ids) => Some(ids),
         None => choice.ids("token_ids")?,
     };
-    generation.tokens = Numbers { logprobs: tokens, token_ids, ..Numbers::default() }.into_tokens()?;
+    generation.tokens = Numbers::listed(tokens, token_ids).into_tokens()?;
     let prompt = match raw.ids("prompt_token_ids")? {
         Some(ids) => Some(ids),
         None => response.ids("prompt_token_ids")?,

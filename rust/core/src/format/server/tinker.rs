@@ -40,7 +40,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);
     let logprobs = sequence.logprobs(named("logprobs", "logprobs_np"))?;
     let token_ids = sequence.ids(named("tokens", "tokens_np"))?;
-    generation.tokens = Numbers { logprobs, token_ids, ..Numbers::default() }.into_tokens()?;
+    generation.tokens = Numbers::listed(logprobs, token_ids).into_tokens()?;
     generation.finish_reason = finish_under(&sequence, "stop_reason")?;
     Ok(Entry::sampled(spoken(""), generation, unused))
 }

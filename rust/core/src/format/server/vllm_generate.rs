@@ -33,8 +33,7 @@ fn knows(response: &Outline<'_>) -> bool {
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
     let mut generation = asked.generation(LogprobKind::Unknown);
-    let numbers =
-        Numbers { logprobs: choice.logprobs("logprobs")?, token_ids: choice.ids("token_ids")?, ..Numbers::default() };
+    let numbers = Numbers::listed(choice.logprobs("logprobs")?, choice.ids("token_ids")?);
     generation.tokens = numbers.into_tokens()?;
     generation.prompt = response.ids("prompt_token_ids")?.map_or(Prompt::Rendered, Prompt::Ids);
     generation.finish_reason = finish_under(&choice, "finish_reason")?;
