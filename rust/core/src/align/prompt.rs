@@ -121,7 +121,7 @@ impl<'a> Scaffold<'a> {
     }
 }
 
-/// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: content is what touches a span.
+/// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: given is what touches a span.
 pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
     let mut sources = vec![source::TEMPLATE; ends.len()];
     let end = |index: usize| from + ends[index] as usize;
@@ -183,7 +183,8 @@ mod tests {
             let spans: Vec<Span> = marks.chunks_exact(2).map(span).collect();
             let ends: Vec<u32> = widths.iter().scan(0, |end, width| { *end += width; Some(*end) }).collect();
             let expected: Vec<u8> = (0..ends.len()).map(|index| {
-                let (start, end) = (from + if index == 0 { 0 } else { ends[index - 1] as usize }, from + ends[index] as usize);
+                let before = if index == 0 { 0 } else { ends[index - 1] as usize };
+                let (start, end) = (from + before, from + ends[index] as usize);
                 let touched = spans.iter().any(|span| span.start < end && span.end > start);
                 if touched { source::GIVEN } else { source::TEMPLATE }
             }).collect();
