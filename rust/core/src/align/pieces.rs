@@ -341,7 +341,9 @@ mod tests {
             pieces in proptest::collection::vec(piece(), 0..12), is_text in any::<bool>(),
         ) {
             let mut listed = Pieces::default();
-            pieces.iter().for_each(|piece| listed.push(piece.as_deref()));
+            for piece in &pieces {
+                listed.push(piece.as_deref());
+            }
             let tokens = if is_text {
                 Tokens { texts: Some(listed), ..Tokens::default() }
             } else {
