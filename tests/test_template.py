@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import datetime
 import importlib.util
@@ -400,3 +401,39 @@ def test_render_text_is_the_text_of_render() -> None:
 
 def test_field_numbers_are_indices_of_their_names() -> None:
     assert FIELDS == ("content", "tool_call", "reasoning", "tool_schema")
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(VALUES, min_size=1, max_size=4), st.lists(VALUES, min_size=1, max_size=4))
+def test_objects_are_rendered_as_their_json_text_is(values: list[Any], schemas: list[Any]) -> None:
+    """Also where schemas before differ from these in nothing but 1 and 1.0, or 0.0 and -0.0."""
+    template = Template("{{ messages[0].content | tojson }} {{ tools | tojson }} {{ more | tojson }}")
+    for value in values:
+        floats: list[Any] = [float(one) if type(one) is int else one for one in schemas]
+        others: list[list[Any]] = [schemas, floats, [0.0], [-0.0], [0]]
+        for tools in others:
+            messages = [_user([value])]
+            text = json.dumps(messages), json.dumps(tools), False, json.dumps({"more": [value]})
+            assert template.render_text(messages, tools, more=[value]) == template._core.render_text(*text)
+
+
+def test_tools_that_changed_are_rendered_as_they_are_now() -> None:
+    """The list is the same object, the schema in it another."""
+    template = Template("{{ tools | tojson }}")
+    tools: list[Any] = [{"name": "a", "tags": ("x", "y")}]
+    assert template.render_text([_user("")], tools) == '[{"name": "a", "tags": ["x", "y"]}]'
+    tools[0]["tags"] = ["x", "z"]
+    assert template.render_text([_user("")], tools) == '[{"name": "a", "tags": ["x", "z"]}]'
+    tools[0] = collections.OrderedDict(tools[0])
+    assert template.render_text([_user("")], tools) == '[{"name": "a", "tags": ["x", "z"]}]'

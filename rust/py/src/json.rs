@@ -77,9 +77,13 @@ pub fn is(object: &Bound<'_, PyAny>, value: &Value) -> bool {
         Value::Array(items) => object.cast_exact::<PyList>().is_ok_and(|list| {
             list.len() == items.len() && list.iter().zip(items).all(|(item, value)| is(&item, value))
         }),
-        // As it is written, since 1 is not 1.0.
-        other => scalar(object).is_some_and(|value| value.to_string() == other.to_string()),
+        // 0.0 is not -0.0.
+        other => scalar(object).is_some_and(|value| value == *other && bits(&value) == bits(other)),
     }
+}
+
+fn bits(value: &Value) -> Option<u64> {
+    value.as_f64().map(f64::to_bits)
 }
 
 /// By way of Python's own JSON, which takes subclasses too, and says what it does not take.

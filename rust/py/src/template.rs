@@ -143,9 +143,12 @@ enum GivenTools<'a> {
     Read(Arc<Value>),
 }
 
-/// Tool schemas that were given before, and the JSON text of those that came so; the oldest first.
+/// A set of tool schemas, and its JSON text where it came so.
+type ToolSet = (Option<Box<str>>, Arc<Value>);
+
+/// Tool schemas that were given before, the oldest first.
 #[derive(Default)]
-pub struct KnownTools(Mutex<Vec<(Option<Box<str>>, Arc<Value>)>>);
+pub struct KnownTools(Mutex<Vec<ToolSet>>);
 
 /// Sets that are remembered.
 const SETS: usize = 16;
@@ -167,7 +170,7 @@ impl KnownTools {
     }
 
     fn parsed(&self, text: &str) -> Result<Arc<Value>> {
-        let is_known = |(known, _): &&(Option<Box<str>>, _)| known.as_deref() == Some(text);
+        let is_known = |(known, _): &&ToolSet| known.as_deref() == Some(text);
         if let Some(tools) = self.sets().iter().find(is_known).map(|(_, tools)| Arc::clone(tools)) {
             return Ok(tools);
         }
@@ -186,7 +189,7 @@ impl KnownTools {
         sets.push((text, Arc::clone(tools)));
     }
 
-    fn sets(&self) -> MutexGuard<'_, Vec<(Option<Box<str>>, Arc<Value>)>> {
+    fn sets(&self) -> MutexGuard<'_, Vec<ToolSet>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
