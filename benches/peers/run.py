@@ -26,6 +26,18 @@ HERE = Path(__file__).parent
 Found = dict[str, Any]
 MEGA, GIGA = 1e6, 1e9
 
+# Why a stage stays below what it must reach, by how its name begins: from profiles of that stage.
+CAUSES = {
+    "ingest, text-heavy": "each message is a map of strings: a third of the time is taking and first touching memory",
+    "ingest, logprob-heavy": "a third is the kernel's copy, the kept record and memory touched for the first time",
+    "render": "half is the template engine's own evaluation, a quarter JSON to values",
+    "tokenize": "page faults of caches that a thread meets for the first time",
+    "align, byte remap": "all of align: 3/4 render what was not sampled, 1/7 tokenize it (`again_rate` remembers both)",
+    "align, ids recorded": "all of align: renders tell given text from the template's (`again_rate` remembers them)",
+    "parse, two cores": "cutting records is one thread's work, and both wait for fresh memory",
+    "logprob-heavy JSON": "3/5 render and tokenize what was not sampled, each turn's prompt anew (`parts_s`)",
+}
+
 
 @dataclass
 class Bench:
@@ -66,6 +78,8 @@ class Bench:
         found = {"stage": stage, "peer": peer, "peer_rate": theirs, "rate": rate, "unit": unit, "ratio": ratio}
         found |= {"limit": more.pop("limit", None), "cores": cores or os.cpu_count(), "machine": machine()}
         note = {"note": self.note} if self.note else {}
+        if reached is False:
+            note["cause"] = next((text for begins, text in CAUSES.items() if stage.startswith(begins)), "not known")
         self.rows.append({**found, "command": self.shown, "reached": reached, **more, **note})
         if self.out:
             # A run that is broken off leaves what it has measured.
