@@ -26,7 +26,7 @@ pub(super) struct Tools {
     pub marked: Marked,
 }
 
-/// ToolSets with marks, and the tags of these.
+/// Schemas with marks, and the tags of these.
 #[derive(Debug, Clone)]
 pub(super) struct Marked {
     pub value: Value,

@@ -277,7 +277,7 @@ impl<'a> Cursor<'a> {
     #[inline]
     fn alternatives(&mut self, start: Place, behind: Place, habit: &Habit<'a>) -> Option<()> {
         let value = self.place();
-        if self.again(start, behind).or_else(|| self.others(value, habit)).is_some() {
+        if self.again(start, behind).or_else(|| self.others(habit)).is_some() {
             return Some(());
         }
         self.rewind(value);
@@ -293,8 +293,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Steps over a list of objects that are written like the entry, as far as it is read.
-    fn others(&mut self, value: Place, habit: &Habit<'a>) -> Option<()> {
-        self.rewind(value);
+    fn others(&mut self, habit: &Habit<'a>) -> Option<()> {
         self.open(b'[')?;
         let mut more = !self.closes(b']');
         while more {

@@ -25,46 +25,13 @@ struct Decimal {
 }
 
 /// Exponents are told apart up to here.
-const MOST_EXPONENT: u64 = 1 << 20;
+const MOST_EXPONENT: i64 = 1 << 20;
 
 impl Cursor<'_> {
     /// Steps over a number.
     #[inline]
     pub fn skip_number(&mut self) -> Option<()> {
-        self.advance(usize::from(self.peek() == b'-'));
-        if self.peek() == b'0' {
-            self.advance(1);
-        } else {
-            self.skip_run()?;
-        }
-        if self.peek() == b'.' {
-            self.advance(1);
-            self.skip_run()?;
-        }
-        if matches!(self.peek(), b'e' | b'E') {
-            self.advance(1);
-            self.advance(usize::from(matches!(self.peek(), b'+' | b'-')));
-            self.skip_run()?;
-        }
-        Some(())
-    }
-
-    /// Steps over at least one digit.
-    #[inline]
-    fn skip_run(&mut self) -> Option<()> {
-        let rest = self.rest();
-        let mut length = 0;
-        while let Some(word) = word_at(rest, length) {
-            let here = leading_digits(word);
-            length += here;
-            if here < 8 {
-                self.advance(length);
-                return (length > 0).then_some(());
-            }
-        }
-        length += rest[length..].iter().take_while(|byte| byte.is_ascii_digit()).count();
-        self.advance(length);
-        (length > 0).then_some(())
+        self.decimal().map(|_| ())
     }
 
     /// A number as JSON has it: an optional minus, an integer without leading zeros, fraction, exponent.
@@ -94,7 +61,7 @@ impl Cursor<'_> {
             self.advance(usize::from(matches!(self.peek(), b'+' | b'-')));
             let mut exponent = 0;
             let length = self.run(&mut exponent)?;
-            let exponent = if length < 7 { exponent as i64 } else { MOST_EXPONENT as i64 };
+            let exponent = if length < 7 { exponent as i64 } else { MOST_EXPONENT };
             power += if lowers { exponent } else { -exponent };
         }
         // An integer has no leading zero; behind `0.` they do not count.
