@@ -60,6 +60,17 @@ impl Trace {
     }
 }
 
+/// Keys of an object that are looked through one by one.
+const FEW: usize = 16;
+
+/// The value under a key: in an object of few keys found faster by comparing than by hashing.
+pub(crate) fn value_of<'a>(fields: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
+    if fields.len() > FEW {
+        return fields.get(key);
+    }
+    fields.iter().find_map(|(name, value)| (name == key).then_some(value))
+}
+
 /// One chat message as the template gets it (no logprobs, no generation record).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Message {

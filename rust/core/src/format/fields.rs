@@ -5,6 +5,7 @@
 use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
 use super::rejection::{Decoded, Reason, Rejection, reject};
+pub(super) use crate::trace::value_of as get;
 use crate::trace::{LogprobKind, Schemas, Stop};
 use serde_json::{Map, Value};
 
@@ -15,17 +16,6 @@ fn wrong(key: &str, found: &Value, wanted: &str) -> Rejection {
     reject(Reason::WrongType, format!("`{key}` is {}, not {wanted}", describe(found)))
         .why("Its value would be guessed")
         .cure("See docs/trace-format.md for the accepted forms")
-}
-
-/// Keys of an object that are looked through one by one: comparing few is faster than hashing one.
-const FEW: usize = 12;
-
-/// The value under a key.
-pub(super) fn get<'a>(fields: &'a Fields, key: &str) -> Option<&'a Value> {
-    if fields.len() > FEW {
-        return fields.get(key);
-    }
-    fields.iter().find_map(|(name, value)| (name == key).then_some(value))
 }
 
 /// A value that is there and is not null.

@@ -4,8 +4,9 @@
 
 use super::Field;
 use super::marks::{Marker, Used};
-use super::value::{FEW, contained, note, plain, record, size};
+use super::value::{contained, note, plain, record, size};
 use crate::error::{Error, Kind, Result};
+use crate::trace::value_of;
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
 
@@ -57,7 +58,7 @@ impl<'a> Conversation<'a> {
             for (key, field) in
                 REASONING.map(|name| (name, Field::Reasoning)).into_iter().chain([("content", Field::Content)])
             {
-                match entry(map, key) {
+                match value_of(map, key) {
                     Some(Json::String(text)) => leaves.push((index as u32, field, text.as_str())),
                     Some(Json::Array(parts)) => {
                         let texts =
@@ -84,7 +85,7 @@ impl<'a> Conversation<'a> {
     /// The messages as template values; `marks` says for which message and role there is a marker.
     pub fn values<'s>(&'s self, keep_null: bool, mut marker: Option<(&mut Marker<'s, '_>, &Selection)>) -> Value {
         let values = self.messages.iter().enumerate().map(|(index, (map, parsed))| {
-            let role = entry(map, "role").and_then(Json::as_str).unwrap_or("");
+            let role = value_of(map, "role").and_then(Json::as_str).unwrap_or("");
             let marker = marker.as_mut().and_then(|(marker, selection)| {
                 marker.inside = selection.inside(role);
                 selection.takes(index).then_some(&mut **marker)
@@ -128,16 +129,8 @@ impl Selection {
     }
 }
 
-/// The value of a key, found faster in a map of few keys by comparing than by hashing.
-fn entry<'a>(map: &'a Map<String, Json>, key: &str) -> Option<&'a Json> {
-    if map.len() > FEW {
-        return map.get(key);
-    }
-    map.iter().find(|(name, _)| *name == key).map(|(_, value)| value)
-}
-
 fn tool_calls(map: &Map<String, Json>) -> &[Json] {
-    entry(map, "tool_calls").and_then(Json::as_array).map_or(&[], Vec::as_slice)
+    value_of(map, "tool_calls").and_then(Json::as_array).map_or(&[], Vec::as_slice)
 }
 
 /// For each tool call the object in its `arguments` string, if it is one.
@@ -159,7 +152,7 @@ fn message_value<'a>(
     mut marker: Option<&mut Marker<'a, '_>>,
 ) -> Value {
     let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 2);
-    let reasoning = REASONING.iter().find_map(|name| entry(map, name).filter(|value| !value.is_null()));
+    let reasoning = REASONING.iter().find_map(|name| value_of(map, name).filter(|value| !value.is_null()));
     let reasoning = reasoning.map(|value| text_value(value, index, Field::Reasoning, &mut marker));
     if let Some(reasoning) = &reasoning {
         pairs.push(("thinking", reasoning.clone()));

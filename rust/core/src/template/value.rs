@@ -61,7 +61,7 @@ impl Object for Tagged {
 }
 
 /// Keys of a map that is searched one by one.
-pub(super) const FEW: usize = 16;
+const FEW: usize = 16;
 
 /// A map of few keys: found faster by comparing than by hashing, and made without either.
 #[derive(Debug)]
