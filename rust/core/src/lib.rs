@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 pub mod align;
+mod caught;
 pub mod drift;
 pub mod error;
 pub mod format;
@@ -17,4 +18,5 @@ pub mod template;
 pub mod tokenizer;
 pub mod trace;
 
+pub use caught::caught;
 pub use error::{Error, Kind, Location, Result};
