@@ -10,7 +10,8 @@ import pytest
 HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
 FLOORS = [
     {"_core", "errors"},
-    {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "shards", "store", "strip"},
+    {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
+    | {"columns", "manifest", "shards", "store"},
     {"sequence", "recover", "tables", "correction", "objective", "presets"},
     {"batch", "config"},
     {"policy", "prepare"},

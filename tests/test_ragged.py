@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tracegrad import manifest
 from tracegrad.errors import ArgumentError
 from tracegrad.ragged import Ragged
 from tracegrad.sequence import Sequences
@@ -33,6 +34,7 @@ def test_a_shard_without_the_rows_has_empty_ones_and_without_the_column_minus_on
     column = np.arange(6, dtype=np.int32).reshape(3, 2)
     sequences({"sampling_mask": masks([5, 9, 6]), "routed_experts": column}).save(tmp_path / "shard-00000")
     sequences({}).save(tmp_path / "shard-00001")
+    manifest.seal(tmp_path)
     both = Sequences.load(tmp_path)
     assert [row.tolist() for row in both.extras["sampling_mask"]] == [[], [5, 9], [6], [], [], []]
     assert both.extras["routed_experts"].tolist() == [*column.tolist(), *[[-1, -1]] * 3]

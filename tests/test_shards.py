@@ -1,14 +1,18 @@
 """Files of arrays: what is written comes back, the safetensors package reads it, and hostile files are refused."""
 
 import json
+import os
+import shutil
 import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tracegrad import shards
-from tracegrad.errors import FormatError, ReadError
+from tracegrad import manifest, shards
+from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
 from tracegrad.sequence import Drift, Sequences
 
 ARRAYS = {
@@ -170,6 +174,7 @@ def test_sequences_come_back_as_they_were_saved(tmp_path):
 def test_shards_are_joined_and_groups_of_one_name_are_one(tmp_path):
     example().save(tmp_path / "shard-00000")
     example(names=("blue", "green")).save(tmp_path / "shard-00001")
+    manifest.seal(tmp_path)
     both = Sequences.load(tmp_path)
     assert both.group.tolist() == [0, 1, 1, 1, 2, 2]
     assert both.group_names == ("red", "blue", "green")
@@ -191,27 +196,238 @@ def test_loaded_sequences_are_packed_like_the_ones_in_memory(tmp_path):
     assert np.array_equal(one.batches[0].ids, other.batches[0].ids)
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path):
-    with pytest.raises(ReadError, match="nor shards"):
-        Sequences.load(tmp_path)
+def written_again(folder, arrays, table):
+    """The folder of a saver without checks: its manifest says what is there."""
+    (folder / "sequences.json").write_bytes(json.dumps(table).encode("utf-8", "surrogatepass"))
+    shards.write(folder / "sequences.safetensors", arrays)
+    files = {name: shards.measure(folder / name) for name in ("sequences.safetensors", "sequences.json")}
+    manifest.write(folder, {"traces": 3, "branches": 4, "tokens": 9, "terms": 6}, files)
+
+
+def flags(values):
+    return np.array(values, np.uint8).view(bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("turn", np.zeros(3, np.int32)),
+        ("turn", np.array([0] * 8 + [1], np.int32)),  # each trace has one generation
+        ("turn", np.array([-2] + [0] * 8, np.int32)),
+        ("ids", np.zeros(9, np.int64)),
+        ("ids", np.array([-1] + [0] * 8, np.int32)),
+        ("ids", np.int32(3)),
+        ("cu_seqlens", np.array([0, 3, 2, 7, 9])),
+        ("cu_seqlens", np.array([0, 3, 6, 7, 8])),
+        ("cu_seqlens", np.array([0, -(2**63), 2**63 - 1, 7, 9])),
+        ("cu_turns", np.array([0, 2, 1, 3])),
+        ("trace", np.array([0, 2, 1, 2], np.int32)),
+        ("trace", np.array([0, 1, 2, 3], np.int32)),
+        ("group", np.array([0, 1, 2], np.int32)),
+        ("group", np.array([0, 1, -1], np.int32)),
+        ("source", np.full(9, 3, np.uint8)),
+        ("tier", np.full(9, 7, np.uint8)),
+        ("logprob_kind", np.full(3, 3, np.uint8)),
+        ("trainable", flags([2] + [0] * 8)),
+        ("rollout_logprobs", np.full(9, 0.5, np.float32)),
+        ("rollout_logprobs", np.full(9, -np.inf, np.float32)),
+        ("inv_temperature", np.full(9, np.nan, np.float32)),
+        ("inv_temperature", np.zeros(9, np.float32)),
+        ("rewards", np.full((3, 2), np.inf, np.float32)),
+        ("rewards", np.zeros((3, 3), np.float32)),
+        ("temperature", np.full(3, -np.inf, np.float32)),
+        ("drift.reason", np.array([255], np.uint8)),
+        ("drift.trace", np.array([3], np.int32)),
+        ("drift.turn", np.array([-2], np.int32)),
+        ("extra.experts", np.zeros((8, 2), np.uint8)),
+        ("extra.flags", flags([0] * 8 + [255])),
+    ],
+)
+def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, value):
     example().save(tmp_path)
-    table = json.loads((tmp_path / "sequences.json").read_text("utf-8", "surrogatepass"))
-    for change, message in [
+    table = json.loads((tmp_path / "sequences.json").read_bytes().decode("utf-8", "surrogatepass"))
+    arrays, _ = shards.read(tmp_path / "sequences.safetensors")
+    written_again(tmp_path, arrays, table)
+    check_same(Sequences.load(tmp_path, verify=True), example())
+    written_again(tmp_path, {**arrays, name: value}, table)
+    with pytest.raises(FormatError, match=name.partition(".")[2] or name):
+        Sequences.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"trace_ids": ["a"]}, "trace_ids"),
+        ({"trace_ids": "abc"}, "what `save` writes"),
+        ({"trace_ids": [1, 2, 3]}, "what `save` writes"),
         ({"reward_names": ["a"]}, "reward_names"),
         ({"drift": None}, "what `save` writes"),
-    ]:
-        (tmp_path / "sequences.json").write_text(json.dumps({**table, **change}))
-        with pytest.raises(FormatError, match=message):
-            Sequences.load(tmp_path)
+        ({"drift": {"detail": [], "reasons": [], "errors": [], "recorded": 1e999, "exact": 0}}, "what `save` writes"),
+        ({"drift": {"detail": ["x"], "reasons": [], "errors": [], "recorded": 4, "exact": 3}}, "drift.reason"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(tmp_path, change, message):
+    example().save(tmp_path)
+    table = json.loads((tmp_path / "sequences.json").read_bytes().decode("utf-8", "surrogatepass"))
+    written_again(tmp_path, shards.read(tmp_path / "sequences.safetensors")[0], {**table, **change})
+    with pytest.raises(FormatError, match=message):
+        Sequences.load(tmp_path)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    wrong = replace(example(), inv_temperature=np.full(9, np.nan, np.float32))
+    with pytest.raises(ArgumentError, match="inv_temperature"):
+        wrong.save(tmp_path)
+
+
+# --- manifests ---
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "sequences.json", "sequences.safetensors"])
+def test_a_folder_without_one_of_its_files_is_refused_with_the_cure(tmp_path, name):
+    example().save(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(ReadError, match=f"{name}.*(Save it again|Check that the file is there)"):
+        Sequences.load(tmp_path)
+    with pytest.raises(ReadError, match="Give a folder"):
+        Sequences.load(tmp_path / "elsewhere")
+
+
+def test_a_changed_byte_is_found_by_its_checksum_and_a_cut_by_its_length(tmp_path):
+    example().save(tmp_path)
     arrays, _ = shards.read(tmp_path / "sequences.safetensors")
-    (tmp_path / "sequences.json").write_text(json.dumps(table))
-    for change, message in [
-        ({"turn": np.zeros(3, np.int32)}, "turn"),
-        ({"ids": arrays["ids"].astype(np.int64)}, "ids"),
-        ({"cu_seqlens": np.array([0, 3, 2, 7, 9])}, "cu_seqlens"),
-        ({"trace": np.array([0, 2, 1, 2], np.int32)}, "trace"),
-    ]:
-        shards.write(tmp_path / "sequences.safetensors", {**arrays, **change})
-        with pytest.raises(FormatError, match=message):
-            Sequences.load(tmp_path)
+    shards.write(tmp_path / "sequences.safetensors", {**arrays, "version": arrays["version"] + 1}, {"format": "x" * 21})
+    Sequences.load(tmp_path)  # a value that may be
+    with pytest.raises(FormatError, match="checksum"):
+        Sequences.load(tmp_path, verify=True)
+    with open(tmp_path / "sequences.safetensors", "ab") as more:
+        more.write(b"0")
+    with pytest.raises(FormatError, match="the manifest says"):
+        Sequences.load(tmp_path)
+
+
+def two_shards(folder):
+    for name in ("shard-00000", "shard-00001"):
+        example().save(folder / name)
+    manifest.seal(folder)
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def test_a_shard_that_is_missing_or_too_many_is_refused(tmp_path):
+    two_shards(tmp_path)
+    (tmp_path / "shard-00001").rename(tmp_path / "shard-00002")
+    with pytest.raises(ReadError, match="shard-00001 is missing"):
+        Sequences.load(tmp_path)
+    with pytest.raises(FormatError, match="shard-00001 is missing"):
+        manifest.seal(tmp_path)
+    (tmp_path / "shard-00002").rename(tmp_path / "shard-00001")
+    example().save(tmp_path / "shard-00002")
+    with pytest.raises(FormatError, match="'shard-00002', which the manifest does not name"):
+        Sequences.load(tmp_path)
+
+
+HOSTILE = [
+    b"",
+    b"[]",
+    b"null",
+    b"[" * 100_000,
+    b'{"format":' * 100_000,
+    b'{"format": "tracegrad-folder/2"}',
+    b'{"format": "tracegrad-folder/1"}',
+    b"\xff\xfe",
+    b"9" * 10_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_manifest_is_refused(tmp_path, text):
+    example().save(tmp_path)
+    (tmp_path / "manifest.json").write_bytes(text)
+    with pytest.raises(FormatError, match="manifest"):
+        Sequences.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("shards",), {}),
+        (("shards",), []),
+        (("files",), {"../../etc/passwd": {"bytes": 1, "crc32": "00000000"}}),
+        (("shards", "shard-00000", "files"), {"/etc/passwd": {"bytes": 1, "crc32": "00000000"}}),
+        (("shards", "shard-00000", "files"), {"sequences.json": {"bytes": 1, "crc32": "00000000"}}),
+        (("shards", "shard-00000", "files", "sequences.json"), 5),
+        (("shards", "shard-00000", "files", "sequences.json", "bytes"), -1),
+        (("shards", "shard-00000", "files", "sequences.json", "bytes"), 2**64),
+        (("shards", "shard-00000", "files", "sequences.json", "bytes"), True),
+        (("shards", "shard-00000", "files", "sequences.json", "crc32"), "0x000000"),
+        (("shards", "shard-00000", "counts", "tokens"), 8),
+        (("shards", "shard-00000", "counts", "tokens"), float("nan")),
+        (("shards", "shard-00000", "shards"), {}),
+        (("shards", "../shard-00000"), {}),
+        (("counts",), "many"),
+    ],
+)
+def test_a_crafted_manifest_is_refused(tmp_path, place, value):
+    told = two_shards(tmp_path)
+    node = told
+    for name in place[:-1]:
+        node = node[name]
+    node[place[-1]] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(told))
+    with pytest.raises((FormatError, ReadError)):
+        Sequences.load(tmp_path)
+
+
+def test_links_pipes_and_folders_are_not_followed(tmp_path):
+    two_shards(tmp_path / "a")
+    two_shards(tmp_path / "b")
+    for name in ("shard-00000", "manifest.json", "shard-00001/sequences.safetensors", "shard-00001/sequences.json"):
+        there = tmp_path / "a" / name
+        there.rename(tmp_path / "aside")
+        there.symlink_to(tmp_path / "b" / name)
+        with pytest.raises(ReadError, match=r"a link.*cp -"):
+            Sequences.load(tmp_path / "a")
+        there.unlink()
+        (tmp_path / "aside").rename(there)
+    file = tmp_path / "a" / "shard-00000" / "sequences.json"
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ReadError, match="a pipe"):
+        Sequences.load(tmp_path / "a")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ReadError, match="no file but a folder"):
+        Sequences.load(tmp_path / "a")
+
+
+def test_two_savers_into_one_folder_are_kept_apart(tmp_path):
+    example().save(tmp_path)
+    with manifest.lock(tmp_path), pytest.raises(ArgumentError, match="another process is writing"):
+        example().save(tmp_path)
+    example().save(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    example().save(folder)
+    return folder
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_a_folder_in_which_any_bytes_were_changed_is_refused_or_the_same(saved, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("shard")
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    name = data.draw(st.sampled_from(["manifest.json", "sequences.json", "sequences.safetensors"]))
+    whole = bytearray((folder / name).read_bytes())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    new = data.draw(st.binary(min_size=1, max_size=9))
+    whole[at : at + len(new)] = new
+    (folder / name).write_bytes(whole)
+    try:
+        Sequences.load(folder)  # whatever is wrong is an error of ours
+        found = Sequences.load(folder, verify=True)
+    except TracegradError:
+        return
+    check_same(found, example())

@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tracegrad: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ntracegrad: interrupted. --resume goes on from the last checkpoint, if there is one.", file=sys.stderr)
+        print(
+            "\ntracegrad: interrupted. --resume goes on from the last checkpoint or shard, if there is one.",
+            file=sys.stderr,
+        )
         return 130
     except BrokenPipeError:
         return 141
@@ -83,6 +86,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, An
     run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
     shards = _command(commands, "prepare", "align traces into shards, without torch", _prepare)
     shards.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces in a shard (default 4096)")
+    shards.add_argument("--resume", action="store_true", help="go on from the last whole shard in --out")
     _doctor_command(commands)
     told, rest = parser.parse_known_args(arguments)
     given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
@@ -148,8 +152,9 @@ def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     if told.shard_traces < 1:
         raise ArgumentError(f"--shard-traces is {told.shard_traces}. A shard holds at least one trace. Leave it out.")
     data = config.load(overrides=overrides).data
-    account = prepare.prepare(told.traces, told.model, data, told.out, shard_traces=told.shard_traces)
-    _say(*account.lines(), f"written  {told.out}/shard-*, {told.out / 'drift.json'}")
+    cut = {"shard_traces": told.shard_traces, "resume": told.resume}
+    account = prepare.prepare(told.traces, told.model, data, told.out, **cut)
+    _say(*account.lines(), f"written  {told.out}/shard-*, {told.out / 'drift.json'}, {told.out / 'manifest.json'}")
     return 0
 
 

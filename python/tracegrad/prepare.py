@@ -1,24 +1,38 @@
 """From a file of traces to aligned sequences, with an account of how exactly it went. No torch.
 
-Here are `load` (all at once, for training), `prepare` (shard by shard, to disk) and `Account`, what both tell the user.
-Called by the command line.
+Here are `load` (all at once, for training), `prepare` (shard by shard, to disk, and on from where it was stopped) and
+`Account`, what both tell the user. docs/trace-format.md states what a prepared folder is. Called by the command line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tracegrad import _core, manifest, store
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
 from tracegrad.sequence import TIER_TEXT, Sequences, align
+from tracegrad.shards import flush, read_text, write_bytes
 from tracegrad.tables import ParquetStream, is_parquet
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import ReadReport, Traces, TraceStream, stream, write
+
+SHARD_BYTES = 256 << 20
+"""Bytes of records after which a shard ends with its group."""
+MOST_SHARDFULS = 4
+"""How many shards' worth a group may have before it is parted."""
+PLAN = "prepare.json"
+_ACCOUNT = "drift.json"
+_TOKENIZER_FILES = (".json", ".jinja", ".tiktoken", ".model")
 
 
 @dataclass
@@ -109,14 +123,15 @@ def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> t
         watch: takes the seconds of "read" and "align".
 
     Raises:
-        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error; for a
+            folder that is not whole or was changed.
         ArgumentError: for an option of aligning where a folder of shards is given.
     """
     account = Account(source)
     if Path(source).is_dir():
         _check_prepared(source, data)
         with watch("read"):
-            sequences = Sequences.load(source)
+            sequences = Sequences.load(source, verify=True)
         account.add(sequences)
         return sequences, account
     tokenizer = Tokenizer.from_pretrained(model)
@@ -124,15 +139,19 @@ def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> t
         traces = _open(source, data, out)
         whole = Traces.concatenate(traces)
     with watch("align"):
-        sequences = _aligned(whole, tokenizer, data, out, account, 0)
+        sequences = _aligned(whole, tokenizer, data, out, 0)
+    account.add(sequences)
     account.read = traces.read_report
     account.probe(tokenizer)
     return sequences, account
 
 
+_OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
+
+
 def _check_prepared(source: str, data: Data) -> None:
     default = Data()
-    for name in ("on_error", "logprob_kind", "text_only", "lenient"):
+    for name in _OF_ALIGNING:
         if getattr(data, name) != getattr(default, name):
             raise ArgumentError(
                 f"data.{name} has no effect on {source}, which is aligned already. It is an option of prepare. "
@@ -140,43 +159,166 @@ def _check_prepared(source: str, data: Data) -> None:
             )
 
 
-def prepare(source: str, model: Path, data: Data, out: Path, *, shard_traces: int = 4096) -> Account:
-    """Aligns a file of any size into `out/shard-NNNNN`, in bounded memory, and writes `out/drift.json`.
+def prepare(
+    source: str, model: Path, data: Data, out: Path, *, shard_traces: int = 4096, resume: bool = False
+) -> Account:
+    """Aligns a file of any size into `out/shard-NNNNN`, in bounded memory, with `out/drift.json` and a manifest last.
 
-    Args and Raises: as `load`; ArgumentError too, if `out` holds shards.
+    What stands in a shard is a function of the records and of `shard_traces` alone. A group that stands in two shards
+    keeps its name in `group_names`; its number is the shard's own.
 
-    A group that stands in two shards keeps its name in `group_names`; its number is the shard's own.
+    Args:
+        source, model, data: as `load`.
+        out: folder of the shards; made if it is not there.
+        shard_traces: a shard ends with the group with which it has so many traces, or `SHARD_BYTES` of records.
+        resume: keep the shards that are whole, by their checksums, and write the others: the same bytes as at once.
+
+    Raises:
+        As `load`. ArgumentError too, if `out` holds shards and `resume` is False, or shards of other traces or options,
+            or if another process is writing there.
     """
-    if any(out.glob("shard-*")):
-        raise ArgumentError(f"{out} holds shards. New ones among them would be read as one set. Give another --out.")
-    account = Account(source)
     tokenizer = Tokenizer.from_pretrained(model)
+    account = Account(source)
     account.probe(tokenizer)
+    plan = _plan(source, model, data, shard_traces)
     _make(out)
-    traces = _open(source, data, out, shard_traces)
-    for index, part in enumerate(traces):
-        sequences = _aligned(part, tokenizer, data, out, account, index)
-        sequences.save(out / f"shard-{index:05d}")
-    account.read = traces.read_report
-    write_json(out / "drift.json", account.as_dict())
+    with manifest.lock(out):
+        _begin(out, plan, resume)
+        traces = _open(source, data, out, min(shard_traces, 1024))
+        for index, part in enumerate(shards_of(traces, shard_traces)):
+            shard = out / manifest.shard_name(index)
+            if not _is_whole(shard, part):
+                _write_shard(shard, _aligned(part, tokenizer, data, out, index))
+            account.add(Sequences.load(shard))
+        account.read = traces.read_report
+        write_json(out / _ACCOUNT, account.as_dict())
+        manifest.seal(out)
     return account
+
+
+def shards_of(parts: Iterable[Traces], shard_traces: int, shard_bytes: int = SHARD_BYTES) -> Iterator[Traces]:
+    """Cuts a stream of traces by what stands in it: after the group with which a shard is full.
+
+    Neighbours of one group stay together, unless they alone would fill `MOST_SHARDFULS` shards.
+    """
+    held: list[Traces] = []
+    count = size = 0
+    before: str | None = None
+    for part in parts:
+        start = 0
+        for row, group in enumerate(part.groups):
+            full = max(count / shard_traces, size / shard_bytes)
+            if full >= MOST_SHARDFULS or (full >= 1 and (group is None or group != before)):
+                yield Traces.concatenate([*held, part[start:row]])
+                held, count, size, start = [], 0, 0, row
+            count, size, before = count + 1, size + len(part.core.record(row)), group
+        held.append(part[start:])
+    if count:
+        yield Traces.concatenate(held)
+
+
+def _begin(out: Path, plan: dict[str, Any], resume: bool) -> None:
+    """Makes the folder ready for shards of this plan. For who holds the lock."""
+    there = any(out.glob("shard-*"))
+    if there and not resume:
+        ended = "of a `prepare` that is done" if (out / manifest.NAME).exists() else "of a `prepare` that was stopped"
+        raise ArgumentError(
+            f"{out} holds shards {ended}. New ones among them would be read as one set. Go on with --resume, or give "
+            "another --out."
+        )
+    if there and plan["source"] == "-":
+        raise ArgumentError(
+            f"{out} holds shards of standard input, which cannot be known to be the same again. The shards would not "
+            "be those of one run. Give a file, or another --out."
+        )
+    if there:
+        _check_plan(out / PLAN, plan)
+    for path in out.glob(".tmp-shard-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    manifest.clear_drafts(out, PLAN, _ACCOUNT, manifest.NAME)
+    write_json(out / PLAN, plan)
+
+
+def _check_plan(path: Path, plan: dict[str, Any]) -> None:
+    cure = "Give what the first run was given, or another --out."
+    try:
+        before = json.loads(read_text(path, 1 << 20))
+        apart = [name for name in {**before, **plan} if before.get(name) != plan.get(name)]
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ArgumentError(
+            f"{path}: does not say what the shards beside it were made of ({str(error)[:80]!r}). They cannot be gone "
+            "on with. Give another --out."
+        ) from error
+    if apart:
+        name = apart[0]
+        raise ArgumentError(
+            f"{path}: {name} was {str(before.get(name))[:80]!r} and is now {str(plan.get(name))[:80]!r}. The shards "
+            f"would not be those of one run. {cure}"
+        )
+
+
+def _plan(source: str, model: Path, data: Data, shard_traces: int) -> dict[str, Any]:
+    """What the bytes of the shards follow from."""
+    if source == "-":
+        what: dict[str, Any] = {"source": source}
+    else:
+        try:
+            found = os.stat(source)
+            what = {"source": source, "source_bytes": found.st_size, "source_mtime_ns": found.st_mtime_ns}
+        except OSError as error:
+            raise TracegradError(f"{source}: {error.strerror}. Nothing is read. Check the path.") from error
+    told = {f"data.{name}": getattr(data, name) for name in _OF_ALIGNING}
+    return {**what, "tokenizer": _checksum(model), "shard_traces": shard_traces, **told, "version": _core.__version__}
+
+
+def _checksum(model: Path) -> str:
+    """Of all files in the folder that a tokenizer or template may be read from."""
+    checksum = 0
+    with suppress(OSError):
+        for path in sorted(model.rglob("*")):
+            if path.suffix in _TOKENIZER_FILES and path.is_file():
+                name = os.fsencode(path.relative_to(model))
+                checksum = zlib.crc32(path.read_bytes(), zlib.crc32(name, checksum))
+    return f"{checksum:08x}"
+
+
+def _is_whole(shard: Path, part: Traces) -> bool:
+    """Whether a shard is there to its last byte and holds these traces."""
+    if not shard.exists():
+        return False
+    try:
+        manifest.verify(shard, manifest.read(shard))
+        found = Sequences.load(shard)
+    except TracegradError:
+        return False
+    return found.traces + len(found.drift.errors) == len(part)
+
+
+def _write_shard(shard: Path, sequences: Sequences) -> None:
+    """Writes a shard beside its place and moves it there when it is whole and on the disk."""
+    staged = shard.with_name(f".tmp-{shard.name}")
+    try:
+        (shard.parent / manifest.NAME).unlink(missing_ok=True)
+        if shard.exists():
+            shard.rename(staged)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir()
+        store.write(staged, sequences.stored())
+        staged.rename(shard)
+        flush(shard.parent)
+    except OSError as error:
+        raise TracegradError(
+            f"{shard}: {error.strerror}. It is not written. Make room and go on with --resume."
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON to a file, whole or not at all.
 
     Raises:
-        TracegradError: if it cannot be written.
+        ReadError: if it cannot be written.
     """
-    staged = path.with_name(f".{path.name}.tmp")
-    try:
-        staged.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        staged.replace(path)
-    except OSError as error:
-        staged.unlink(missing_ok=True)
-        raise TracegradError(
-            f"{path}: {error.strerror}. It is not written. Make room, or give another --out."
-        ) from error
+    write_bytes(path, [(json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")])
 
 
 def _open(source: str, data: Data, out: Path, batch: int = 1024) -> TraceStream | ParquetStream:
@@ -189,7 +331,7 @@ def _open(source: str, data: Data, out: Path, batch: int = 1024) -> TraceStream 
     return stream(source, batch=batch, on_error=data.on_error, quarantine=aside)
 
 
-def _aligned(traces: Traces, tokenizer: Tokenizer, data: Data, out: Path, account: Account, shard: int) -> Sequences:
+def _aligned(traces: Traces, tokenizer: Tokenizer, data: Data, out: Path, shard: int) -> Sequences:
     sequences = align(
         traces,
         tokenizer,
@@ -201,7 +343,6 @@ def _aligned(traces: Traces, tokenizer: Tokenizer, data: Data, out: Path, accoun
     if data.on_error == "quarantine" and sequences.drift.errors:
         left = list(_left_out(traces, sequences))
         write(traces[left], out / f"unaligned-{shard:05d}.jsonl")
-    account.add(sequences)
     return sequences
 
 

@@ -275,31 +275,40 @@ class Sequences:
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes `sequences.safetensors` and, when that is whole, `sequences.json` with the names and details.
+        """Writes `sequences.safetensors`, `sequences.json` with the names and details, and `manifest.json` last.
 
         Args:
             directory: made if it is not there; what it held under these names is replaced.
 
         Raises:
+            ArgumentError: for values that `load` would refuse, or if another process is saving there.
             ReadError: if the files cannot be written, as on a full disk.
         """
+        store.save(Path(directory), self.stored())
+
+    def stored(self) -> store.Stored:
+        """The fields as `store` writes them."""
         names = {name: getattr(self, name) for name in store.NAMES}
         columns = {name: getattr(self, name) for name in store.COLUMNS}
         columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
         drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
-        store.save(Path(directory), store.Stored(columns, dict(self.extras), names, drift))
+        return store.Stored(columns, dict(self.extras), names, drift)
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> Sequences:
-        """What `save` wrote, memory-mapped and read-only; or all `shard-*` folders within, joined in memory.
+    def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> Sequences:
+        """What `save` wrote, memory-mapped and read-only; or all shards that `prepare` wrote, joined in memory.
 
-        Groups of several shards are one where their names are equal.
+        The manifest must be there, every file as long as it says, and every value one that `save` writes. Groups of
+        several shards are one where their names are equal.
+
+        Args:
+            verify: compare the files' checksums as well, which finds a changed logprob; `tracegrad train` does.
 
         Raises:
-            ReadError: if nothing is there.
-            FormatError: if the files are not what `save` writes.
+            ReadError: if nothing whole is there.
+            FormatError: if the files are not what `save` writes, or not those of the manifest.
         """
-        found = store.load(Path(directory))
+        found = store.load(Path(directory), verify)
         columns: dict[str, Any] = dict(found.columns)
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
         columns |= found.names

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +38,30 @@ _CODES = {
     "float64": "F64",
 }
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
-_HEADER_LIMIT = 16 << 20
-_TENSOR_LIMIT = 100_000
+_HEADER_LIMIT = 1 << 20  # parsed JSON takes up to forty times its text
+_TENSOR_LIMIT = 10_000
+_SLICE = 16 << 20
 
 
-def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
+class Written(NamedTuple):
+    """Size and checksum of a file: crc32 finds what a disk or a copy has changed, not what somebody has forged."""
+
+    bytes: int
+    crc32: int
+
+
+def write(
+    path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> Written:
     """Writes named arrays to a safetensors file, which appears under its name when it is whole.
 
     Args:
         path: of the file; its folder must exist.
         arrays: numpy arrays of a plain integer, float or bool type.
         metadata: strings for the header.
+
+    Returns:
+        What was written.
 
     Raises:
         FormatError: for a dtype that safetensors does not have.
@@ -68,34 +83,101 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: M
         offset = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    write_bytes(path, [struct.pack("<Q", len(text)), text, *(_bytes(columns[name]) for name in ordered)])
+    return write_bytes(path, [struct.pack("<Q", len(text)), text, *(_bytes(columns[name]) for name in ordered)])
 
 
-def write_bytes(path: Path, parts: list[Any]) -> None:
+def write_bytes(path: Path, parts: list[Any]) -> Written:
     """Writes parts to a file that appears under its name when it is whole and on the disk.
 
     Raises:
         ReadError: if that is not possible.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    size = checksum = 0
     try:
         with open(draft, "wb") as file:
             for part in parts:
                 file.write(part)
+                size, checksum = size + len(part), zlib.crc32(part, checksum)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
+        flush(path.parent)
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise ReadError(
             f"{path}: cannot be written ({error.strerror}). Free space there or choose another folder."
         ) from error
+    return Written(size, checksum)
+
+
+def flush(path: Path) -> None:
+    """Has the system put a file, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A file to read from: no link that leads elsewhere, no pipe that never ends, no device.
+
+    Raises:
+        ReadError: if it is not there, or is none.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise ReadError(
+                f"{path}: a link. What it leads to may be any file of this machine. Copy the file there (cp -L)."
+            ) from error
+        raise ReadError(f"{path}: cannot be read ({error.strerror}). Check that the file is there.") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ReadError(f"{path}: no file but a folder, a pipe or a device. Nothing is read from it. Remove it.")
+    return os.fdopen(handle, "rb")
+
+
+def measure(path: Path) -> Written:
+    """Size and checksum of a file as it is.
+
+    Raises:
+        ReadError: if it cannot be read.
+    """
+    size = checksum = 0
+    with open_file(path) as file:
+        while part := _part(path, file, _SLICE):
+            size, checksum = size + len(part), zlib.crc32(part, checksum)
+    return Written(size, checksum)
+
+
+def read_text(path: Path, limit: int) -> bytes:
+    """All bytes of a file that has at most `limit`.
+
+    Raises:
+        ReadError: if it cannot be read.
+        FormatError: if it is longer.
+    """
+    with open_file(path) as file:
+        text = _part(path, file, min(limit, os.fstat(file.fileno()).st_size) + 1)
+    if len(text) > limit:
+        raise FormatError(f"{path}: longer than {limit:,} bytes. tracegrad writes none that long. Write it again.")
+    return text
+
+
+def _part(path: Path, file: BinaryIO, size: int) -> bytes:
+    try:
+        return file.read(size)
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be read ({error.strerror}). Check the disk.") from error
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
     """The arrays of a safetensors file, memory-mapped and read-only, and its metadata.
 
-    Nothing is read but the header (at most 16 MiB), and nothing in it is believed before it is checked: offsets must
+    Nothing is read but the header (at most 1 MiB), and nothing in it is believed before it is checked: offsets must
     lie within the file, follow one another without gap or overlap, and fit shape and dtype.
 
     Raises:
@@ -103,20 +185,20 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
         FormatError: if it is not a safetensors file that numpy can hold.
     """
     path = Path(path)
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = _header_length(path, file.read(8), size)
-            text = file.read(length)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be read ({error.strerror}). Check that the file is there.") from error
-    header = _header(path, text)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _broken(path, "its metadata is not a table of strings")
-    _check_layout(path, header, size - 8 - length)
-    data = np.memmap(path, np.uint8, "r", 8 + length) if size > 8 + length else np.zeros(0, np.uint8)
-    return {name: _view(data, entry) for name, entry in header.items()}, metadata
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = _header_length(path, _part(path, file, 8), size)
+        header = _header(path, _part(path, file, length))
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise _broken(path, "its metadata is not a table of strings")
+        _check_layout(path, header, size - 8 - length)
+        data = np.memmap(file, np.uint8, "r", 8 + length) if size > 8 + length else np.zeros(0, np.uint8)
+    arrays = {name: _view(data, entry) for name, entry in header.items()}
+    for name, array in arrays.items():
+        if array.dtype == bool and array.size and array.view(np.uint8).max() > 1:
+            raise _broken(path, f"array '{name[:80]}' is of booleans and has bytes other than 0 and 1")
+    return arrays, metadata
 
 
 def _bytes(array: Array) -> Any:

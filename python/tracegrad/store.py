@@ -1,20 +1,22 @@
 """What of `Sequences` is kept in a folder: arrays in a safetensors file, names and details in a JSON file beside it.
 
-Here are the columns with their dtypes, the checks of what is loaded, and the joining of shards. `Sequences.save` and
-`.load` call it; the file format is in `shards`.
+Here are saving, loading, and the joining of shards. `Sequences.save` and `.load` call it, and `prepare`; what the
+columns are is in `columns`, the file format in `shards`, what makes a folder whole in `manifest`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import shards
+from tracegrad import manifest, shards
+from tracegrad.columns import COLUMNS, DRIFT_COLUMNS, OFFSETS, Stored, misfit
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.ragged import Ragged
 
@@ -22,42 +24,34 @@ Array = NDArray[Any]
 
 _FORMAT = "tracegrad-sequences/1"
 _ARRAYS, _TABLE = "sequences.safetensors", "sequences.json"
+_CURE = "The files were changed; prepare the traces again."
 
 NAMES = ("reward_names", "trace_ids", "group_names")
-DRIFT_COLUMNS = ("reason", "trace", "turn", "token", "count")
-_TOKENS = {
-    "ids": np.int32,
-    "source": np.uint8,
-    "trainable": np.bool_,
-    "rollout_logprobs": np.float32,
-    "turn": np.int32,
-    "version": np.int32,
-    "tier": np.uint8,
-    "inv_temperature": np.float32,
-}
-_TRACES = {"group": np.int32, "rewards": np.float32, "logprob_kind": np.uint8, "temperature": np.float32}
-_OFFSETS = {"cu_seqlens": np.int64, "cu_turns": np.int64}
-COLUMNS = {**_TOKENS, **_TRACES, **_OFFSETS, "trace": np.int32, "turn_rewards": np.float32}
-
-
-class Stored(NamedTuple):
-    """Fields of a `Sequences` and its `Drift`, whose arrays stand in `columns` as `drift.reason` and so on."""
-
-    columns: dict[str, Array]
-    extras: dict[str, Array | Ragged]
-    names: dict[str, tuple[str, ...]]
-    drift: dict[str, Any]
 
 
 def save(folder: Path, stored: Stored) -> None:
-    """Writes the arrays and, when they are whole, the table.
+    """Writes the arrays, the table, and the manifest last.
 
     Raises:
-        ReadError: if that is not possible.
+        ArgumentError: for values that `load` would refuse, or if another process is writing there.
+        ReadError: if it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _TABLE).unlink(missing_ok=True)
+    except OSError as error:
+        raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
+    with manifest.lock(folder):
+        manifest.clear_drafts(folder, _ARRAYS, _TABLE, manifest.NAME)
+        write(folder, stored)
+
+
+def write(folder: Path, stored: Stored) -> None:
+    """The same for a folder that is there and nobody else's."""
+    wrong = misfit(stored)
+    if wrong:
+        raise ArgumentError(f"{wrong} These sequences cannot be trained on, so they are not saved. Correct the array.")
+    try:
+        (folder / manifest.NAME).unlink(missing_ok=True)
     except OSError as error:
         raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
     arrays = dict(stored.columns)
@@ -66,48 +60,73 @@ def save(folder: Path, stored: Stored) -> None:
             arrays |= {f"ragged.{name}": extra.values, f"ragged.{name}.offsets": extra.offsets}
         else:
             arrays[f"extra.{name}"] = extra
-    shards.write(folder / _ARRAYS, arrays, {"format": _FORMAT})
     text = json.dumps({"format": _FORMAT, **stored.names, "drift": stored.drift}, ensure_ascii=False)
-    shards.write_bytes(folder / _TABLE, [text.encode("utf-8", "surrogatepass")])
+    files = {
+        _ARRAYS: shards.write(folder / _ARRAYS, arrays, {"format": _FORMAT}),
+        _TABLE: shards.write_bytes(folder / _TABLE, [text.encode("utf-8", "surrogatepass")]),
+    }
+    manifest.write(folder, counts(stored), files)
 
 
-def load(folder: Path) -> Stored:
-    """What `save` wrote, memory-mapped, or all `shard-*` folders within it, joined in memory.
+def counts(stored: Stored) -> dict[str, int]:
+    """What a manifest says of it."""
+    columns = stored.columns
+    found = (len(columns["group"]), len(columns["trace"]), len(columns["ids"]), np.count_nonzero(columns["trainable"]))
+    return {name: int(count) for name, count in zip(manifest.COUNTS, found, strict=True)}
+
+
+def load(folder: Path, verify: bool = False) -> Stored:
+    """What `save` wrote, memory-mapped, or all shards of a folder that `prepare` wrote, joined in memory.
 
     Raises:
-        ReadError: if nothing is there.
-        FormatError: if the files are not what `save` writes.
+        ReadError: if nothing whole is there.
+        FormatError: if the files are not what `save` writes, or, with `verify`, not the bytes that were written.
     """
-    if (folder / _TABLE).exists():
-        return _loaded(folder)
-    parts = [_loaded(part) for part in sorted(folder.glob("shard-*"))]
-    if not parts:
-        raise ReadError(f"{folder}: holds neither {_TABLE} nor shards. Give a folder that `prepare` or `save` wrote.")
+    whole = manifest.read(folder)
+    if verify:
+        manifest.verify(folder, whole)
+    if whole.files:
+        return _loaded(folder, whole)
+    if not whole.shards:
+        raise ReadError(f"{folder}: no trace was prepared into it. There is nothing to train on. Prepare other traces.")
+    parts = [_loaded(folder / name, shard) for name, shard in whole.shards.items()]
     return parts[0] if len(parts) == 1 else _joined(parts)
 
 
-def _loaded(folder: Path) -> Stored:
+def _loaded(folder: Path, told: manifest.Folder) -> Stored:
+    if set(told.files) != {_ARRAYS, _TABLE}:
+        raise FormatError(f"{folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
     arrays, _ = shards.read(folder / _ARRAYS)
     try:
-        table = json.loads((folder / _TABLE).read_bytes().decode("utf-8", "surrogatepass"))
-        names = {name: tuple(map(str, table[name])) for name in NAMES}
-        drift: dict[str, Any] = {
-            name: tuple(map(str, table["drift"][name])) for name in ("detail", "reasons", "errors")
-        }
-        drift |= {name: int(table["drift"][name]) for name in ("recorded", "exact")}
+        text = shards.read_text(folder / _TABLE, told.files[_TABLE].bytes).decode("utf-8", "surrogatepass")
+        table = json.loads(text)
+        names = {name: _strings(table[name]) for name in NAMES}
+        drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
+        drift |= {name: _count(table["drift"][name]) for name in ("recorded", "exact")}
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
-    except OSError as error:
-        raise ReadError(f"{folder / _TABLE}: cannot be read ({error.strerror}).") from error
+        stored = Stored(columns, _extras(arrays), names, drift)
+    except (ReadError, FormatError):
+        raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"{folder}: not what `save` writes ({str(error)[:80]}). Prepare the traces again.") from error
-    try:
-        extras = _extras(arrays)
-    except ArgumentError as error:
-        raise FormatError(f"{folder}: {error} The files were changed; prepare the traces again.") from error
-    wrong = _misfit(columns, extras, names, drift)
+        raise FormatError(f"{folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
+    wrong = misfit(stored)
+    if not wrong and counts(stored) != dict(told.counts):
+        wrong = "the counts of its manifest are not those of its arrays."
     if wrong:
-        raise FormatError(f"{folder}: {wrong} does not fit the rest. The files were changed; prepare the traces again.")
-    return Stored(columns, extras, names, drift)
+        raise FormatError(f"{folder}: {wrong} {_CURE}")
+    return stored
+
+
+def _strings(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError("a list of names holds something else")
+    return tuple(values)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise TypeError("a count is no whole number")
+    return value
 
 
 def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
@@ -121,50 +140,23 @@ def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
     return extras
 
 
-def _misfit(columns: dict[str, Array], extras: Mapping[str, Any], names: dict[str, Any], drift: dict[str, Any]) -> str:
-    """The first array whose dtype, shape or values do not fit the others, or ""."""
-    tokens, branches, traces = (len(columns[name]) if columns[name].ndim else -1 for name in ("ids", "trace", "group"))
-    lengths = dict.fromkeys(_TOKENS, tokens) | dict.fromkeys(_TRACES, traces)
-    lengths |= {"cu_seqlens": branches + 1, "cu_turns": traces + 1}
-    lengths |= dict.fromkeys([f"drift.{name}" for name in DRIFT_COLUMNS], len(drift["detail"]))
-    for name, array in columns.items():
-        if array.dtype != COLUMNS.get(name, array.dtype) or array.ndim != (2 if name == "rewards" else 1):
-            return name
-        if len(array) != lengths.get(name, len(array)):
-            return name
-    for name, array in extras.items():
-        if (len(array) if isinstance(array, Ragged) or array.ndim else -1) != tokens:
-            return name
-    if len(names["trace_ids"]) not in (0, traces):
-        return "trace_ids"
-    if columns["rewards"].shape[1] != len(names["reward_names"]):
-        return "reward_names"
-    for name, total in (("cu_seqlens", tokens), ("cu_turns", len(columns["turn_rewards"]))):
-        offsets = columns[name]
-        if offsets[0] != 0 or offsets[-1] != total or np.any(np.diff(offsets) < 0):
-            return name
-    owners = columns["trace"]
-    if len(owners) and (owners[0] != 0 or owners[-1] >= traces or not np.isin(np.diff(owners), (0, 1)).all()):
-        return "trace"
-    groups = columns["group"]
-    return "group" if len(names["group_names"]) and not _within(groups, len(names["group_names"])) else ""
-
-
-def _within(codes: Array, count: int) -> bool:
-    return len(codes) == 0 or bool(codes.min() >= 0 and codes.max() < count)
-
-
 def _joined(parts: Sequence[Stored]) -> Stored:
     """All traces of the parts, in order; groups are one where their names are equal."""
     first = parts[0]
-    names = {name: sum((part.names[name] for part in parts), ()) for name in ("trace_ids", "group_names")}
+    names = {name: tuple(chain(*(part.names[name] for part in parts))) for name in ("trace_ids", "group_names")}
+    for name in ("trace_ids", "group_names"):
+        named = {bool(part.names[name]) for part in parts if len(part.columns["group"])}
+        if len(named) > 1:
+            raise FormatError(f"some shards have {name} and others have none. {_CURE}")
     if any(part.names["reward_names"] != first.names["reward_names"] for part in parts):
         raise FormatError("the shards have different rewards. Prepare them with the same options.")
+    if any(part.drift["reasons"] != first.drift["reasons"] for part in parts):
+        raise FormatError("the shards were written by different versions. Prepare them with one.")
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
     rows = np.cumsum([0, *(len(part.columns["group"]) for part in parts)]).astype(np.int32)
     for name in ("trace", "drift.trace"):
         columns[name] = np.concatenate([part.columns[name] + row for part, row in zip(parts, rows, strict=False)])
-    for name in _OFFSETS:
+    for name in OFFSETS:
         lengths = np.concatenate([np.diff(part.columns[name]) for part in parts])
         columns[name] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     number = {name: code for code, name in enumerate(dict.fromkeys(names["group_names"]))}
@@ -179,7 +171,7 @@ def _joined(parts: Sequence[Stored]) -> Stored:
         {**names, "group_names": tuple(number), "reward_names": first.names["reward_names"]},
         {
             "reasons": first.drift["reasons"],
-            **{name: sum((part.drift[name] for part in parts), ()) for name in ("detail", "errors")},
+            **{name: tuple(chain(*(part.drift[name] for part in parts))) for name in ("detail", "errors")},
             **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
         },
     )

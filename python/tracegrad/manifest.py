@@ -1,0 +1,233 @@
+"""What makes a folder of arrays whole: `manifest.json`, written last, with counts, sizes and checksums.
+
+Here are the manifest of one folder and of a folder of shards, their checks, and the lock that keeps two writers apart.
+Numbers are `store`'s, files `shards`'; called by `store` and `prepare`. docs/trace-format.md states the contract.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.shards import Written, flush, measure, open_file, read_text, write_bytes
+
+NAME = "manifest.json"
+LOCK = ".lock"
+COUNTS = ("traces", "branches", "tokens", "terms")
+
+_FORMAT = "tracegrad-folder/1"
+_LIMIT = 64 << 20
+_DRAFT = re.compile(r"\.\d+\.tmp$")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that is whole.
+
+    Args:
+        counts: traces, branches, tokens and terms in it.
+        files: its files by name; none in a folder of shards.
+        shards: its shards by name, in order; none where it is one itself.
+    """
+
+    counts: Mapping[str, int]
+    files: Mapping[str, Written]
+    shards: Mapping[str, Folder]
+
+
+def shard_name(index: int) -> str:
+    """What the shard with this number is called."""
+    return f"shard-{index:05d}"
+
+
+def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written]) -> None:
+    """Says that a folder is whole: the last file to be written into it.
+
+    Raises:
+        ReadError: if it cannot be written.
+    """
+    _put(folder, Folder(counts, files, {}))
+
+
+def seal(folder: Path) -> Folder:
+    """Says that a folder of shards is whole. Whoever wrote the shards, each has its own manifest.
+
+    Raises:
+        ReadError, FormatError: if a shard is not whole, or numbers are missing among them.
+    """
+    found = sorted((path.name for path in folder.glob("shard-*")), key=lambda name: (len(name), name))
+    shards = {name: read(folder / name) for name in found}
+    _check_names(folder, shards)
+    counts = {name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}
+    whole = Folder(counts, {}, shards)
+    _put(folder, whole)
+    return whole
+
+
+def read(folder: Path) -> Folder:
+    """What a folder holds, by its manifest; every file is there and as long as the manifest says.
+
+    Raises:
+        ReadError: if there is no manifest, or a file is missing.
+        FormatError: if the manifest is none, or a file has another length.
+    """
+    path = folder / NAME
+    if not path.exists():
+        raise ReadError(_unsealed(folder))
+    try:
+        found = _folder(json.loads(read_text(path, _LIMIT)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, (ReadError, FormatError)):
+            raise
+        raise FormatError(f"{path}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
+    _check_names(folder, found.shards)
+    for place, name, told in _files(folder, found):
+        with open_file(place / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != told.bytes:
+            raise FormatError(f"{place / name}: {size:,} bytes, and the manifest says {told.bytes:,}. {_CHANGED}")
+    return found
+
+
+def verify(folder: Path, found: Folder) -> None:
+    """Compares the checksum of every file with the manifest's; reads all of them once.
+
+    Raises:
+        ReadError: if a file cannot be read.
+        FormatError: if one has changed.
+    """
+    for place, name, told in _files(folder, found):
+        if measure(place / name) != told:
+            raise FormatError(f"{place / name}: not the bytes that were written, by their checksum. {_CHANGED}")
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keeps other writers out of a folder. The system lets go of it when the process ends, however that is.
+
+    Raises:
+        ArgumentError: if another process, or another thread, is writing there.
+        ReadError: if the folder cannot be written or its file system has no locks.
+    """
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ArgumentError(
+            f"{folder}: another process is writing there. Files of both would be read as one set. Wait until it is "
+            "done, or give another folder."
+        ) from None
+    except OSError as error:
+        os.close(handle)
+        raise ReadError(
+            f"{folder}: cannot be locked ({error.strerror}). Two writers could not be kept apart. "
+            "Choose a folder on another file system."
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def clear_drafts(folder: Path, *names: str) -> None:
+    """Removes what a process that was killed while writing these files has left. For who holds the lock."""
+    for name in names:
+        for path in folder.glob(f"{name}.*.tmp"):
+            if _DRAFT.search(path.name):
+                path.unlink(missing_ok=True)
+
+
+_CHANGED = "It was changed or cut after it was written. Copy it again, go on with `prepare --resume`, or write it anew."
+
+
+def _unsealed(folder: Path) -> str:
+    shards = sum(1 for _ in folder.glob("shard-*"))
+    if shards:
+        return (
+            f"{folder}: holds {shards} shards and no {NAME}. `prepare` was stopped before it was done, or still runs, "
+            "and what is there is a part of the traces. Go on with `tracegrad prepare` and --resume."
+        )
+    if any(folder.glob("sequences.*")):
+        return (
+            f"{folder}: no {NAME} there. It was not written to its end, or by a version that wrote none. "
+            "Save it again, or prepare the traces again."
+        )
+    return f"{folder}: holds no {NAME} and no shards. Give a folder that `prepare` or `save` wrote."
+
+
+def _put(folder: Path, whole: Folder) -> None:
+    text = json.dumps({"format": _FORMAT, **_plain(whole)}, indent=1)
+    write_bytes(folder / NAME, [text.encode() + b"\n"])
+    with suppress(OSError):
+        flush(folder.parent)
+
+
+def _plain(folder: Folder) -> dict[str, Any]:
+    files = {name: {"bytes": file.bytes, "crc32": f"{file.crc32:08x}"} for name, file in folder.files.items()}
+    shards = {name: _plain(shard) for name, shard in folder.shards.items()}
+    return {"counts": dict(folder.counts), **({"files": files} if files else {"shards": shards})}
+
+
+def _folder(told: Any, depth: int = 0) -> Folder:
+    """A manifest that was parsed, as a `Folder`; ValueError, KeyError and the like where it is none."""
+    if not depth and told["format"] != _FORMAT:
+        raise ValueError(f"its format is {str(told['format'])[:40]!r} and not {_FORMAT!r}")
+    counts = {name: _count(told["counts"][name]) for name in COUNTS}
+    files = {_file_name(name): _written(file) for name, file in told.get("files", {}).items()}
+    if depth and "shards" in told:
+        raise ValueError("a shard has no shards of its own")
+    shards = {name: _folder(shard, 1) for name, shard in told.get("shards", {}).items()}
+    if bool(files) == ("shards" in told):
+        raise ValueError("it names either files or shards")
+    return Folder(counts, files, shards)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError("a count is no whole number")
+    return value
+
+
+def _written(told: Any) -> Written:
+    if not isinstance(told["crc32"], str) or not re.fullmatch("[0-9a-f]{8}", told["crc32"]):
+        raise ValueError("a checksum is not eight hexadecimal digits")
+    return Written(_count(told["bytes"]), int(told["crc32"], 16))
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(r"[a-z]+\.[a-z]+", name):
+        raise ValueError("a name leads out of the folder")
+    return name
+
+
+def _check_names(folder: Path, shards: Mapping[str, Folder]) -> None:
+    """Shards are numbered from 0 without a gap, and are folders of their own."""
+    there = {path.name for path in folder.glob("shard-*")}
+    for index, name in enumerate(shards):
+        if name != shard_name(index):
+            raise FormatError(f"{folder}: {shard_name(index)} is missing before {name[:40]!r}. {_CHANGED}")
+        if (folder / name).is_symlink():
+            raise ReadError(f"{folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
+        if name not in there:
+            raise ReadError(f"{folder}: {name} is missing, and the manifest names it. {_CHANGED}")
+    if shards and len(there) > len(shards):
+        more = min(there - shards.keys())
+        raise FormatError(f"{folder}: holds {more[:40]!r}, which the manifest does not name. {_CHANGED}")
+
+
+def _files(folder: Path, found: Folder) -> Iterator[tuple[Path, str, Written]]:
+    yield from ((folder, name, told) for name, told in found.files.items())
+    for shard, inner in found.shards.items():
+        yield from ((folder / shard, name, told) for name, told in inner.files.items())
