@@ -1,6 +1,7 @@
 """objective: values worked by hand, the flags and values of each term, and what is refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,10 @@ import torch
 from padded import NAN, hard, run, spoilt
 from tracegrad import presets
 from tracegrad.algebra import (
+    Clamp,
     Clip,
+    Entropy,
+    Gate,
     Level,
     Objective,
     Penalty,
@@ -17,13 +21,17 @@ from tracegrad.algebra import (
     Ratio,
     Reduce,
     Shift,
+    Sigmoid,
+    TopCovariance,
     Weight,
     with_kl,
 )
+from tracegrad.correction import correct
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Terms, evaluate
 
 THETA_OLD = Ratio("theta", "old")
+NP = np.array([-1.0])
 WIDE = Clip(0.9, 30.0)  # no term outside the clip
 
 
@@ -99,7 +107,7 @@ def test_a_step_without_a_kept_term_has_loss_zero_and_a_gradient_of_zeros():
     logprobs = torch.tensor([NAN, NAN], requires_grad=True)
     nothing = torch.zeros(2)
     terms = Terms(old=nothing, advantages=nothing + 1, scale=nothing, keep=nothing.bool())
-    found = presets.GRPO(logprobs, None, terms)
+    found = presets.VERL_DEFAULT(logprobs, None, terms)
     found.loss.backward()
     assert found.loss.item() == 0.0
     assert logprobs.grad.tolist() == [0.0, 0.0]
@@ -161,8 +169,73 @@ def test_bf16_logprobs_are_computed_in_float32():
 def test_what_is_missing_or_misshapen_is_named():
     one = torch.ones(1)
     with pytest.raises(ArgumentError, match="needs old of every term"):
-        presets.GRPO(one, None, Terms(advantages=one, scale=one))
+        presets.VERL_DEFAULT(one, None, Terms(advantages=one, scale=one))
     with pytest.raises(ArgumentError, match="needs ref of every term"):
         with_kl(presets.WEIGHTED_SFT, 0.1)(one, None, Terms(advantages=one, scale=one))
     with pytest.raises(ArgumentError, match=r"terms.scale is \(2,\) but logprobs are \(1,\)"):
         presets.GRPO(one, None, Terms(old=one, advantages=one, scale=torch.ones(2)))
+
+
+def test_parts_that_were_evaluated_before_the_step_cannot_be_left_out_of_the_terms():
+    one, known = torch.ones(1), {"advantages": torch.ones(1), "scale": torch.ones(1), "old": -torch.ones(1)}
+    weighed = Objective(Clip(), THETA_OLD, weights=(Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),))
+    with pytest.raises(ArgumentError, match=r"weighs its terms by 'clamp\(w, 0, 2\).*Pass Terms\(weight="):
+        weighed(-one, None, Terms(**known))
+    gated = Objective(Clip(), THETA_OLD, gates=(Gate(Ratio("old", "rollout"), high=2.0),))
+    with pytest.raises(ArgumentError, match=r"has the gate 'drop the token.*Pass Terms\(keep="):
+        gated(-one, None, Terms(**known))
+    # A ratio of 1 and A = 1: the loss is -weight.
+    assert weighed(-one, None, Terms(**known, weight=2 * one)).loss.item() == -2.0
+    assert gated(-one, None, Terms(**known, keep=one.bool())).loss.item() == -1.0
+    on_theta = Objective(Clip(), THETA_OLD, gates=(Gate(THETA_OLD, high=2.0),))
+    assert on_theta(-one, None, Terms(**known)).loss.item() == -1.0  # evaluated here: nothing is missing
+
+
+@pytest.mark.parametrize("kind", [Clip, PolicyGradient, Sigmoid])
+def test_a_surrogate_that_the_evaluator_does_not_know_is_refused_and_not_taken_for_a_clip(kind):
+    mine = type("Mine", (kind,), {})()
+    ratio = None if kind is PolicyGradient else THETA_OLD
+    with pytest.raises(ArgumentError, match=r"Objective.surrogate is a Mine, and no evaluator knows its formula"):
+        Objective(mine, ratio)
+    one, passed = torch.ones(1), Objective(Clip(), THETA_OLD)
+    object.__setattr__(passed, "surrogate", SimpleNamespace(level=Level()))  # past the check of the values
+    with pytest.raises(ArgumentError, match="no evaluator knows"):
+        passed(-one, None, Terms(old=-one, advantages=one, scale=one))
+
+
+def test_a_weight_gate_penalty_shift_or_shape_that_no_evaluator_knows_is_refused():
+    ratio, mismatch = Ratio("theta", "rollout"), Ratio("old", "rollout")
+    penalty = {"ratio": Ratio("theta", "ref"), "kind": "k3", "coef": 1.0, "gated": False, "weighted": False}
+    for said, make in {
+        "weights": lambda: Objective(PolicyGradient(), weights=(type("Mine", (Weight,), {})(ratio),)),
+        "gates": lambda: Objective(PolicyGradient(), gates=(type("Mine", (Gate,), {})(ratio, high=2.0),)),
+        "penalties": lambda: Objective(PolicyGradient(), penalties=(type("Mine", (Penalty,), {})(**penalty),)),
+        "shifts": lambda: Objective(PolicyGradient(), shifts=(type("Mine", (Shift,), {})(ratio, 0.1),)),
+        "reduce": lambda: Objective(PolicyGradient(), reduce=type("Mine", (Reduce,), {})()),
+        "entropy": lambda: Objective(PolicyGradient(), entropy=type("Mine", (Entropy,), {})(0.1, gated=False)),
+        "Weight.shape": lambda: Weight(ratio, shape=type("Mine", (Clamp,), {})()),
+        "Penalty.where": lambda: Penalty(**penalty, where=type("Mine", (TopCovariance,), {})(0.5, "microbatch")),
+        "a weight": lambda: correct(NP, NP, trace=[0], weights=[type("Mine", (Weight,), {})(mismatch)]),
+        "a gate": lambda: correct(NP, NP, trace=[0], gates=[type("Mine", (Gate,), {})(mismatch, high=2.0)]),
+    }.items():
+        with pytest.raises(ArgumentError, match=rf"{said}.* is a Mine, and no evaluator knows"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "clip", [Clip(), Clip(dual=1.5), Clip(dual=3.0), Clip(delta=1.1), Clip(delta=3.0), Clip(0.0, 0.0), Clip(1.0, 4.0)]
+)
+def test_a_term_is_flagged_exactly_where_the_clip_leaves_it_no_gradient(clip):
+    """By autograd of the surrogate itself, over ratios from e^-2 to e^2 on both sides of every bound."""
+    log_ratio = torch.linspace(-2, 2, 401, dtype=torch.float64).repeat(2) + 1e-9
+    advantages = torch.tensor([1.5, -0.5], dtype=torch.float64).repeat_interleave(401)
+    logprobs = (log_ratio - 3).requires_grad_()
+    terms = Terms(old=torch.full((802,), -3.0).double(), advantages=advantages, scale=torch.ones(802).double())
+    gate = Gate(THETA_OLD, high=1.01)  # drops half of them, and takes none of the flags back
+    free, gated = (evaluate(Objective(clip, THETA_OLD, gates=g), logprobs, None, terms) for g in ((), (gate,)))
+    free.loss.backward()
+    assert torch.equal(free.per_term.clipped, logprobs.grad == 0)
+    assert torch.equal(gated.per_term.clipped, free.per_term.clipped)
+    assert torch.equal(gated.per_term.ratio, free.per_term.ratio)
+    assert not gated.per_term.keep.all()
+    assert (gated.per_term.surrogate[~gated.per_term.keep] == 0).all()

@@ -103,6 +103,18 @@ def test_coefficients_are_refused_where_the_entropy_matters(objective):
         objective.coefficients(data["logprobs"], terms_of(objective, data)[0])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_preset_takes_terms_without_what_correct_knows(name):
+    objective, data = presets.find(name), hard(2)
+    terms, _ = terms_of(objective, data, group=GROUPS)
+    for lost, parts in (("weight", objective.weights), ("keep", objective.gates)):
+        if any(part.detached for part in parts):
+            with pytest.raises(ArgumentError, match=f"the terms have no {lost}"):
+                objective(data["logprobs"], None, replace(terms, **{lost: None}))
+        else:
+            assert objective(data["logprobs"], None, replace(terms, **{lost: None})).loss.isfinite()
+
+
 @pytest.mark.parametrize("garbage", [NAN, float("inf"), -float("inf"), -9999.0, 1e30])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_off_the_mask_reaches_a_loss_or_a_gradient(name, garbage):

@@ -82,13 +82,13 @@ def assert_every_bound_was_crossed(counts, constant="$^"):
     assert [name for name, count in counts.items() if not count and not re.search(constant, name)] == []
 
 
-def evaluated(objective, data):
+def evaluated(objective, data, entropy=None):
     """Per-term values of our objective, [B, T]."""
     trace = torch.arange(len(data.mask))[:, None].expand_as(data.mask)
     terms = Terms(
         old=data.old, ref=data.ref, advantages=data.advantages, scale=data.mask.double(), trace=trace, keep=data.mask
     )
-    return objective(data.theta, None, terms).per_term
+    return objective(data.theta, entropy, terms).per_term
 
 
 def run_statement(module, first, scope):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ from tracegrad.algebra import (
     TopEntropy,
     Weight,
     Window,
+    with_beta,
 )
 
 OLD, MISMATCH, SAMPLER = Ratio("theta", "old"), Ratio("old", "rollout"), Ratio("rollout", "theta")
@@ -251,6 +253,24 @@ def test_trl_takes_a_missing_logprob_as_neutral(close, fired, loss, mode, seed):
     penalty = run(case.objective, data | {"advantages": torch.zeros_like(data["advantages"])}, rows=True).gradient
     masked = run(case.objective, data, rows=True).gradient
     assert torch.equal(masked[lost], penalty[lost])  # missing="mask": only the penalty is left of them
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_with_beta_is_what_trls_beta_does_by_default(close, loss, level, seed):
+    case, data = Case(loss, level, kl="corrected"), hard(seed)
+    if not possible(case):
+        case = case._replace(level="token")
+    config = {name: value for name, value in case.config.items() if name != "use_bias_correction_kl"}
+    logprobs = data["logprobs"].clone().requires_grad_()
+    loss_ = trl_loss(logprobs, given(case, data), data["entropy"], **config)
+    loss_.backward()
+    objective = with_beta(replace(case.objective, penalties=()), 0.04)
+    found = run(objective, data, rows=True)
+    close("TRL's beta as it ships, loss", found.loss, loss_.detach())
+    close("TRL's beta as it ships, gradient", found.gradient, logprobs.grad)
+    assert objective == case.objective
 
 
 def test_every_branch_has_fired(fired):

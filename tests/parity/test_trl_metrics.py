@@ -12,8 +12,11 @@ import torch
 
 import peer_code
 from metric_cases import KINDS, assert_every_bound_was_crossed, compare, drawn, evaluated, merged
-from tracegrad.algebra import Clip, Level, Objective, Ratio
+from tracegrad.algebra import Clip, Gate, Level, Objective, Ratio, TopEntropy
+from tracegrad.errors import ArgumentError
 from tracegrad.metrics import Rows, peers
+
+MEAN = Level("trace", "mean")
 
 
 def reported(logprobs, inputs, entropy=None, **config):
@@ -30,6 +33,48 @@ def given(data):
         "old_per_token_logps": data.old,
         "ref_per_token_logps": data.ref,
     }
+
+
+SAMPLER = {"off_policy_mask_threshold": 0.02}, (Gate(Ratio("old", "theta"), "k1", MEAN, high=0.02, when="A<0"),)
+ENTROPY = {"top_entropy_quantile": 0.4}, (TopEntropy(0.4, "microbatch"),)
+
+
+@pytest.mark.parametrize("delta", [None, 1.05, 1.3])  # below and above 1 + epsilon_high
+@pytest.mark.parametrize("gated", [((), ()), SAMPLER, ENTROPY], ids=["no gate", "OPSM", "entropy"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "bnpo", "luspo", "dr_grpo"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_counts_as_clipped_is_what_its_mask_counts(close, fired, kind, loss, level, gated, delta):
+    """Terms that a gate drops too, and nothing that delta alone bounds."""
+    (options, gates), data = gated, drawn(kind)
+    entropy = data.theta.abs()
+    told = {"importance_sampling_level": level, "epsilon": 0.05, "epsilon_high": 0.2, "delta": delta}
+    theirs = reported(data.theta, given(data), entropy, loss_type=loss, **told, **dict(options))
+    clip = Clip(0.05, 0.2, delta=delta, level=MEAN if level == "sequence" else Level())
+    per_term = evaluated(Objective(clip, Ratio("theta", "old"), gates=gates), data, entropy)
+    ours = merged(
+        data,
+        lambda rows, part: peers.as_trl_loss(
+            rows,
+            loss_type=loss,
+            ratio=part(per_term.ratio),
+            epsilon=0.05,
+            epsilon_high=0.2,
+            delta=delta,
+            advantages=part(data.advantages),
+            sequence=level == "sequence",
+            entropy=part(entropy),
+        ),
+    )
+    compare(close, fired, "TRL", ours, theirs)
+    if delta is None and level == "token":  # then the flags say the same
+        flags = merged(
+            data,
+            lambda rows, part: peers.as_trl_loss(
+                rows, clipped=part(per_term.clipped), advantages=part(data.advantages)
+            ),
+        )
+        assert {name: ours[name] for name in flags} == pytest.approx(flags, nan_ok=True)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -58,7 +103,9 @@ def test_loss(close, fired, kind, loss, level, weighted):
         lambda rows, part: peers.as_trl_loss(
             rows,
             loss_type=loss,
-            clipped=part(per_term.clipped),
+            ratio=part(per_term.ratio),
+            epsilon=0.05,
+            epsilon_high=1.1 if loss == "cispo" else 0.2,
             advantages=part(data.advantages),
             sequence=level == "sequence",
             theta=part(data.theta),
@@ -130,9 +177,37 @@ def test_sampling(close, fired, kind, mode, missing):
     compare(close, fired, "TRL", ours, theirs)
 
 
-@pytest.mark.parametrize("scale", ["group", "none", "batch"])
-@pytest.mark.parametrize("kind", ["random", "flat groups", "unscorable", "all equal"])
-def test_rewards(close, fired, kind, scale):
+@pytest.mark.parametrize("loss", ["sapo", "vespo"])
+def test_a_loss_without_a_clip_reports_none(loss):
+    data = drawn("random")
+    theirs = reported(data.theta, given(data), loss_type=loss)
+    flat = data.mask.numpy()
+    told = {"ratio": np.ones(flat.sum()), "advantages": np.ones(flat.sum())}
+    assert not [name for name in theirs if "clip" in name]
+    assert peers.as_trl_loss(Rows.padded(data.mask), loss_type=loss, **told).named() == {}
+
+
+def test_what_trl_does_not_have_is_refused():
+    rows, one = Rows.of([0]), [1.0]
+    with pytest.raises(ArgumentError, match=r"loss_type is 'ppo'.*'grpo'"):
+        peers.as_trl_loss(rows, loss_type="ppo")
+    with pytest.raises(ArgumentError, match="either ratio or clipped"):
+        peers.as_trl_loss(rows, ratio=one, clipped=[True], advantages=one)
+    with pytest.raises(ArgumentError, match="needs advantages"):
+        peers.as_trl_loss(rows, ratio=one)
+    with pytest.raises(ArgumentError, match=r"scale_rewards is 'groups'.*'batch'"):
+        peers.as_trl_rewards([one], [0], names=["a"], scale_rewards="groups")
+    with pytest.raises(ArgumentError, match="aggregation is 'gdpo'"):
+        peers.as_trl_rewards([one], [0], names=["a"], aggregation="gdpo")
+
+
+AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("scale", ["group", "none", "batch", True, False])
+@pytest.mark.parametrize("kind", ["random", "flat groups", "unscorable", "all equal", "each group flat", "opposite"])
+def test_rewards(close, fired, kind, scale, aggregation):
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(24, 2, generator=generator)
     if kind == "flat groups":
@@ -141,23 +216,31 @@ def test_rewards(close, fired, kind, scale):
         rewards[1], rewards[5, 0], rewards[8:12] = math.nan, math.nan, math.nan
     if kind == "all equal":
         rewards[:] = 0.5
+    if kind == "each group flat":  # the sums differ between groups, the normalised rewards nowhere
+        rewards[:] = torch.arange(6).repeat_interleave(4)[:, None]
     weights = torch.tensor([1.0, 0.5])
+    if kind == "opposite":  # what one reward gives, the other takes
+        rewards[:, 1], weights = -rewards[:, 0], torch.ones(2)
     scope = {
         "self": SimpleNamespace(
-            multi_objective_aggregation="sum_then_normalize",
+            multi_objective_aggregation=aggregation,
             reward_weights=weights,
-            scale_rewards=scale,
+            scale_rewards=peer_code.GRPOConfig(output_dir="unused", bf16=False, scale_rewards=scale).scale_rewards,
+            reward_funcs=[None, None],
             reward_func_names=["first", "second"],
             _metrics={"train": defaultdict(list)},
         ),
         "mode": "train",
-        "device": "cpu",
+        "device": torch.device("cpu"),
         "rewards_per_func": rewards,
         "num_generations": 4,
         "unscorable_mask": rewards.isnan().all(1),
         "nanstd": peer_code.grpo_trainer.nanstd,
     }
     scope |= peer_code._run("if self.multi_objective_aggregation == 'sum_then_normalize':", scope)
+    if aggregation == "normalize_then_sum":
+        scope |= peer_code._run("rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func", scope)
+        scope["rewards"][scope["unscorable_mask"]] = math.nan
     append = "self._metrics[mode]"
     for first in (
         "for i, reward_func_name in enumerate(self.reward_func_names):\n    mean_rewards",
@@ -168,7 +251,7 @@ def test_rewards(close, fired, kind, scale):
         peer_code._run(first, scope)
     theirs = {name: values[0] for name, values in scope["self"]._metrics["train"].items()}
     group = np.repeat(np.arange(6), 4)
-    told = {"names": ["first", "second"], "weights": weights, "scale_rewards": scale}
+    told = {"names": ["first", "second"], "weights": weights, "scale_rewards": scale, "aggregation": aggregation}
     parts = (slice(0, 8), slice(8, None))
     a, b = (peers.as_trl_rewards(rewards[here], group[here], **told) for here in parts)
     compare(close, fired, "TRL", (a + b).named(), theirs, 2e-6)  # its rewards are float32

@@ -6,7 +6,7 @@ gradient. Presets are values of `Objective`; `override` changes their fields by 
 
 from tracegrad import _core
 from tracegrad.algebra.gate import AnyGate, Budget, DropCovariance, Gate, TopCovariance, TopEntropy
-from tracegrad.algebra.loss import Missing, Needs, Objective, with_entropy, with_kl
+from tracegrad.algebra.loss import Missing, Needs, Objective, with_beta, with_entropy, with_kl
 from tracegrad.algebra.override import override, override_all
 from tracegrad.algebra.penalty import Adapt, Entropy, Penalty, Shift
 from tracegrad.algebra.ratio import Level, Ratio, When
@@ -63,6 +63,7 @@ __all__ = [
     "Window",
     "override",
     "override_all",
+    "with_beta",
     "with_entropy",
     "with_kl",
 ]

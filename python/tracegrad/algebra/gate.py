@@ -230,6 +230,7 @@ class TopCovariance:
 
 
 AnyGate = Gate | Budget | TopEntropy | DropCovariance
+GATES = (Gate, Budget, TopEntropy, DropCovariance)
 
 
 def _share(name: str, share: float) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from tracegrad.algebra.gate import AnyGate, Budget, DropCovariance, Gate, TopEntropy
+from tracegrad.algebra.gate import GATES, AnyGate, Budget, DropCovariance, Gate, TopEntropy
 from tracegrad.algebra.idle import why_dropped, why_weightless, why_zero_advantage
 from tracegrad.algebra.penalty import Entropy, Penalty, Shift
 from tracegrad.algebra.ratio import HOLDS, OVER, TOKEN, Level, Ratio, left_over
 from tracegrad.algebra.reduce import PER_TOKEN, Reduce
-from tracegrad.algebra.refuse import no_effect, one_of
-from tracegrad.algebra.surrogate import CrossEntropy, GeoClip, PolicyGradient, Ratioed, Regress, Surrogate
+from tracegrad.algebra.refuse import kind_of, no_effect, one_of
+from tracegrad.algebra.shape import Gamma
+from tracegrad.algebra.surrogate import SURROGATES, CrossEntropy, GeoClip, PolicyGradient, Ratioed, Regress, Surrogate
 from tracegrad.algebra.weight import Weight
 from tracegrad.errors import ArgumentError
 
@@ -76,8 +77,8 @@ class Objective:
         entropy: a bonus; None is without.
 
     Raises:
-        ArgumentError: if multiplied ratios do not telescope to theta/rollout, theta/old or 1, or an option has no
-            effect.
+        ArgumentError: if multiplied ratios do not telescope to theta/rollout, theta/old or 1, an option has no
+            effect, or a part is of a type that the evaluators do not know.
 
     >>> from tracegrad.algebra import Clamp, Clip
     >>> print(Objective(Clip(), Ratio("theta", "old"), (Weight(Ratio("old", "rollout"), shape=Clamp(0, 2)),)))
@@ -97,6 +98,7 @@ class Objective:
     entropy: Entropy | None = None
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self._check_ratio()
         for sign in "+0-":
             self._check_product([w.ratio for w in self.weights if sign in HOLDS[w.when]])
@@ -110,6 +112,16 @@ class Objective:
                     "a penalty with gated=False runs over terms that denominator='kept' does not count. "
                     "Use gated=True or denominator='all'."
                 )
+
+    def _check_kinds(self) -> None:
+        kind_of("Objective.surrogate", self.surrogate, SURROGATES)
+        kind_of("Objective.reduce", self.reduce, (Reduce,))
+        parts = {"weights": (Weight,), "gates": GATES, "penalties": (Penalty,), "shifts": (Shift,)}
+        for name, kinds in parts.items():
+            for place, part in enumerate(getattr(self, name)):
+                kind_of(f"Objective.{name}[{place}]", part, kinds)
+        if self.entropy is not None:
+            kind_of("Objective.entropy", self.entropy, (Entropy,))
 
     def _check_ratio(self) -> None:
         name = type(self.surrogate).__name__
@@ -294,16 +306,41 @@ class Objective:
 def with_kl(objective: Objective, coef: float) -> Objective:
     """The objective with a k3 penalty against the reference model, or without one where `coef` is 0.
 
-    The penalty is neither gated nor weighted, as in TRL.
+    The penalty is neither gated nor weighted: TRL's with use_bias_correction_kl=False. TRL's default is `with_beta`.
 
     >>> with_kl(Objective(PolicyGradient()), 0.04).needs.ref
     True
     """
+    return _penalised(objective, coef)
+
+
+def with_beta(objective: Objective, beta: float) -> Objective:
+    """The objective with exactly what TRL's `beta` adds by default, or without a penalty where `beta` is 0.
+
+    As `with_kl`, times the ratio of the policy being trained at the level of the surrogate
+    (use_bias_correction_kl=True). Where the surrogate takes no ratio it is that of the weight on the trained policy, at
+    the token under a Gamma shape (VESPO), or the token's theta/old.
+
+    Source: TRL 1.16's GRPOConfig; DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
+
+    >>> print(with_beta(Objective(PolicyGradient()), 0.04).penalties[0])
+    0.04 * k3(theta/ref) * theta/old
+    """
+    ratio, level = objective.ratio or Ratio("theta", "old"), objective.level
+    trained = [weight for weight in objective.weights if not weight.detached]
+    if objective.ratio is None and trained:
+        ratio, level = trained[0].ratio, TOKEN if isinstance(trained[0].shape, Gamma) else trained[0].level
+    return _penalised(objective, beta, ratio, level)
+
+
+def _penalised(objective: Objective, coef: float, importance: Ratio | None = None, level: Level = TOKEN) -> Objective:
     others = tuple(penalty for penalty in objective.penalties if penalty.ratio != Ratio("theta", "ref"))
     if coef == 0:
         return replace(objective, penalties=others)
     gated = objective.reduce.denominator == "kept"
-    kl = Penalty(Ratio("theta", "ref"), "k3", coef, gated=gated, weighted=False)
+    kl = Penalty(
+        Ratio("theta", "ref"), "k3", coef, gated, weighted=False, importance=importance, importance_level=level
+    )
     return replace(objective, penalties=(*others, kl))
 
 

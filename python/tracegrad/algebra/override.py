@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tracegrad.algebra.loss import Objective, with_entropy, with_kl
+from tracegrad.algebra.loss import Objective, with_beta, with_entropy, with_kl
 from tracegrad.errors import ArgumentError
 
 
@@ -35,8 +35,8 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
 
     Args:
         changes: dotted names to values; a text is read as its field's type ("none" for None). Entries of a tuple go by
-            their index (`weights.0.shape.high`), "none" empties it; `kl` is the coefficient of `with_kl`, `entropy`
-            that of `with_entropy`.
+            their index (`weights.0.shape.high`), "none" empties it; `kl` is the coefficient of `with_kl`, `beta`
+            that of `with_beta`, `entropy` that of `with_entropy`.
 
     Raises:
         ArgumentError: for an unknown name, with the nearest valid one; for a value of the wrong type; for a
@@ -49,7 +49,7 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
         for part in path:
             branch = branch.setdefault(part, {})
         branch[last] = value
-    added = {"kl": with_kl, "entropy": with_entropy}
+    added = {"kl": with_kl, "beta": with_beta, "entropy": with_entropy}
     coefs = {name: tree.pop(name) for name in added if name in tree and not isinstance(tree[name], Mapping)}
     changed = _rebuild(objective, tree, "objective")
     for name, coef in coefs.items():

@@ -11,7 +11,7 @@ from typing import Literal
 from tracegrad.algebra.gate import TopCovariance
 from tracegrad.algebra.ratio import TOKEN, Level, Ratio
 from tracegrad.algebra.reduce import Reduce
-from tracegrad.algebra.refuse import no_effect, one_of, positive, rising
+from tracegrad.algebra.refuse import kind_of, no_effect, one_of, positive, rising
 from tracegrad.errors import ArgumentError
 
 KINDS = ("k1", "k2", "k3", "abs", "square")
@@ -70,6 +70,8 @@ class Penalty:
         )
         if self.cap is not None:
             positive("Penalty.cap", self.cap)
+        if self.where is not None:
+            kind_of("Penalty.where", self.where, (TopCovariance,))
 
     def __str__(self) -> str:
         kind = f"{self.kind}+" if self.straight_through else self.kind

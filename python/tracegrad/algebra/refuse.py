@@ -13,6 +13,15 @@ def one_of(name: str, value: object, valid: tuple[object, ...]) -> None:
         raise ArgumentError(f"{name} is {value!r}. It must be one of {', '.join(map(repr, valid))}.")
 
 
+def kind_of(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    """Refuses a type that no evaluator knows, a type derived from a known one too: its formula may be another."""
+    if type(value) not in kinds:
+        raise ArgumentError(
+            f"{name} is a {type(value).__name__}, and no evaluator knows its formula. Another would be computed in its "
+            f"place, or none. Take one of {', '.join(kind.__name__ for kind in kinds)}."
+        )
+
+
 def no_effect(found: bool, name: str, why: str) -> None:
     if found:
         raise ArgumentError(f"{name} has no effect here: {why}. Leave it out.")

@@ -101,3 +101,4 @@ class Gaussian:
 
 
 Shape = Identity | Clamp | Window | Gamma | Gaussian
+SHAPES = (Identity, Clamp, Window, Gamma, Gaussian)

@@ -181,3 +181,4 @@ class Regress:
 Surrogate = PolicyGradient | CrossEntropy | Importance | Clip | Sigmoid | GeoClip | Regress
 Ratioed = (Importance, Clip, Sigmoid, GeoClip, Regress)
 """The surrogates that take a ratio."""
+SURROGATES = (PolicyGradient, CrossEntropy, *Ratioed)

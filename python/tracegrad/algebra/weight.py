@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, Ratio, When, check_reach
-from tracegrad.algebra.refuse import no_effect, one_of
-from tracegrad.algebra.shape import Gamma, Identity, Shape
+from tracegrad.algebra.refuse import kind_of, no_effect, one_of
+from tracegrad.algebra.shape import SHAPES, Gamma, Identity, Shape
 from tracegrad.errors import ArgumentError
 
 _IDENTITY = Identity()
@@ -41,6 +41,7 @@ class Weight:
     absorbs: bool = False
 
     def __post_init__(self) -> None:
+        kind_of("Weight.shape", self.shape, SHAPES)
         one_of("Weight.when", self.when, tuple(HOLDS))
         no_effect(self.level.grad != "through", "Weight.level.grad", "a weight is detached")
         check_reach("Weight", self.ratio, self.level)

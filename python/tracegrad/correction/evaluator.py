@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from tracegrad import _core
 from tracegrad.algebra import LOG_RATIO_LIMIT, AnyGate, Budget, Gate, Missing, Reduce, Weight
+from tracegrad.algebra.gate import GATES
+from tracegrad.algebra.refuse import kind_of
 from tracegrad.correction.layout import Layout
 from tracegrad.correction.plain import plain_gate, plain_reduction, plain_weight
 from tracegrad.errors import ArgumentError
@@ -114,6 +116,10 @@ def correct(
     >>> c.weight.tolist(), c.keep.tolist(), c.metrics["missing"]
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
+    for each in weights:
+        kind_of("a weight", each, (Weight,))
+    for each in gates:
+        kind_of("a gate", each, GATES)
     reduce = reduce or Reduce()
     wanted = list(dict.fromkeys([reduce, *reductions]))
     if missing == "neutral" and old is None and rollout is not None:

@@ -15,11 +15,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from tracegrad.algebra import Missing, Objective
+from tracegrad.algebra import Clip, GeoClip, Missing, Objective
 from tracegrad.batch import Totals, advantages_by_token
 from tracegrad.correction import AllReduce, correct
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Terms
+from tracegrad.metrics import Rows
+from tracegrad.metrics.peers import as_trl_loss
+from tracegrad.metrics.table import Measured
+from tracegrad.objective import PerTerm, Terms
 from tracegrad.sequence import Sequences
 
 Floats = NDArray[np.float32]
@@ -181,6 +184,25 @@ class Recorded:
             terms.append(Terms(**arrays, scales=scales))
             start = here.stop
         return terms, found.metrics
+
+
+def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> Measured:
+    """`entropy` of a micro-batch, and `clip_ratio/*` where the surrogate has a clip, as TRL counts them.
+
+    A row is a trace, or a turn where the ratio is the turn's.
+    """
+    clip, names = objective.surrogate, ["trace", "turn"] if objective.level.over == "turn" else ["trace"]
+    ids = np.stack([getattr(terms, name).cpu().numpy() for name in names])
+    rows = Rows.of(np.unique(ids, axis=1, return_inverse=True)[1].reshape(-1))
+    told: dict[str, Any] = {"entropy": _host(entropy)}
+    if isinstance(clip, Clip):
+        told |= {"ratio": _host(per_term.ratio), "sequence": clip.level.over != "token"}
+        told |= {"epsilon": clip.low, "epsilon_high": clip.high, "delta": clip.delta}
+    elif isinstance(clip, GeoClip):
+        told["clipped"] = per_term.clipped.cpu().numpy()
+    if "ratio" in told or "clipped" in told:
+        told["advantages"] = _host(terms.advantages)
+    return as_trl_loss(rows, **told)
 
 
 def _moved(values: Any, part: Padded) -> Tensor:

@@ -18,7 +18,7 @@ from tracegrad import presets
 from tracegrad.algebra import Missing, Objective
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations.padded import Padded, Recorded
+from tracegrad.integrations.padded import Padded, Recorded, as_trl
 from tracegrad.sequence import Sequences
 
 VERSIONS = "trl==1.16.0"
@@ -105,8 +105,8 @@ class FromTraces(_BEHIND):
         options = {"compute_aux_loss": True} if self.aux_loss_enabled else {}
         logprobs, entropy, *aux = self._score(model, inputs["padded"], compute_entropy=True, **options)
         found = self.recorded.objective(logprobs, entropy, inputs["terms"])
-        clipped = found.per_term.clipped.float().mean()
-        self._note({"entropy": entropy.mean().item(), "clip_ratio/region_mean": clipped.item()})
+        told = as_trl(self.recorded.objective, found.per_term, inputs["terms"], entropy)
+        self._note(told.all_reduce(self._all_reduce).named())
         routing = self.router_aux_loss_coef * aux[0] / self.current_gradient_accumulation_steps if aux else 0.0
         return found.loss * self.accelerator.num_processes + routing  # ranks' gradients are averaged
 

@@ -76,7 +76,7 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
         rest = {"old": old_log_prob, "scale": scale.nan_to_num(0.0), "weight": rollout_is_weights, "trace": row}
         found = objective(log_prob, None, Terms(advantages=advantages, keep=mask, **rest))
         count, gone = mask.sum().clamp(min=1), torch.where(mask, old_log_prob - log_prob.detach(), 0).sum()
-        clipped = found.per_term.clipped.sum() / count
+        clipped = (found.per_term.clipped & found.per_term.keep).sum() / count
         return found.loss, {"actor/pg_clipfrac": clipped.item(), "actor/ppo_kl": (gone / count).item()}
 
     return algos.register_policy_loss(name)(loss)

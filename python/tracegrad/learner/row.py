@@ -68,7 +68,7 @@ def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int, first
         outside = (ratio < 1 - objective.surrogate.low) | (ratio > 1 + objective.surrogate.high)
         found.add("ratio_mean", ratio.sum(), len(ratio))
         found.maximum("ratio_max", ratio.max(initial=-math.inf))
-        found.add("clip_fraction", outcome.clipped.sum(), computed)
+        found.add("clip_fraction", (outcome.clipped & keep).sum(), computed)
         found.add("clip_fraction_any", outside.sum(), computed)
     one = np.unique(step.trace, return_index=True)[1]
     skipped = step.skipped.traces if first else 0

@@ -19,7 +19,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.objective.gates import gated
 from tracegrad.objective.penalties import penalty_at, shifted
 from tracegrad.objective.surrogates import surrogate
-from tracegrad.objective.terms import View, check_shapes
+from tracegrad.objective.terms import View, check_detached, check_shapes
 from tracegrad.objective.weights import weighed
 
 _POLICIES = ("old", "rollout", "ref", "alpha", "advantages", "trace", "turn", "group")
@@ -33,8 +33,9 @@ class Terms:
         old, rollout, ref: float logprobs, nats; None where the objective does not need them.
         advantages: float.
         scale: float, 1 over the reduction's denominators (`Corrected.scale`); 0 marks padding.
-        weight: float, detached factor; None is 1.
-        keep: bool; None keeps all. Where it is False nothing is read, so NaN may stand there.
+        weight: float, detached factor; None is 1, and refused where the objective has weights that `correct` evaluates.
+        keep: bool; None keeps all, and is refused where the objective has gates that `correct` evaluates. Where it is
+            False nothing is read, so NaN may stand there.
         trace, turn, group: integer ids, needed for levels above the token.
         alpha: float in [0, 1], where the proximal lies between rollout (0) and theta (1): `correction.proximal_alpha`.
         scales: `Corrected.scales`, for penalties and bonuses with their own reduction.
@@ -42,7 +43,7 @@ class Terms:
     >>> from tracegrad import presets
     >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     >>> terms = Terms(old=logprobs.detach(), advantages=torch.tensor([1.0, -1.0]), scale=torch.tensor([0.5, 0.5]))
-    >>> presets.GRPO(logprobs, None, terms).loss.backward()
+    >>> presets.VERL_DEFAULT(logprobs, None, terms).loss.backward()
     >>> logprobs.grad.tolist()  # the gradient of -A * ratio, over two terms
     [-0.5, 0.5]
     """
@@ -86,13 +87,16 @@ class Terms:
 
 @dataclass(frozen=True)
 class PerTerm:
-    """Detached values of each term, for metrics and the report; 0 (ratio and weight 1) where keep is False.
+    """Detached values of each term, for metrics and the report.
+
+    Surrogate and penalty are 0 and the weight is 1 where keep is False. Ratio and clipped are of all terms that
+    `Terms.keep` left, whatever the gates on the trained policy do: 1 and False elsewhere.
 
     Args:
         surrogate: before weight and scale.
         ratio: of the surrogate at its level, clamped; 1 where it takes none.
-        clipped: bool, the clip took this term's gradient away: A > 0 above the bounds, A < 0 below them or above
-            `dual`.
+        clipped: bool, where the clip leaves no gradient: A > 0 above the bounds or above `delta`, A < 0 below them, or
+            above `dual` or above both `delta` and the bounds.
         penalty: sum of coef * penalty, before scale.
         weight: the product of all weights.
         keep: bool, what all gates have left.
@@ -141,8 +145,9 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
         here = kept if objective.entropy.gated else view.counted
         bonus = view.scale(objective.entropy.reduce, objective.reduce) * torch.where(here, view.entropy, 0)
         loss = loss - objective.entropy.coef * bonus.sum()
-    held = [torch.where(kept, each.detach(), neutral) for each, neutral in ((value, 0), (ratio, 1), (weight, 1))]
-    return Loss(loss, PerTerm(held[0], held[1], clipped & kept, penalty.detach(), held[2], kept))
+    held = ((value, 0, kept), (ratio, 1, keep), (weight, 1, kept))
+    of_surrogate, of_ratio, of_weight = (torch.where(here, each.detach(), other) for each, other, here in held)
+    return Loss(loss, PerTerm(of_surrogate, of_ratio, clipped & keep, penalty.detach(), of_weight, kept))
 
 
 def coefficients(objective: Objective, logprobs: Any, terms: Terms) -> NDArray[Any]:
@@ -170,6 +175,7 @@ def _tensor(value: Any) -> Tensor:
 def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:
     given = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
     check_shapes(objective, logprobs, entropy, given)
+    check_detached(objective, given)
     logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
     scales = {**(terms.scales or {}), objective.reduce: terms.scale}
     arrays = {name: given[name] for name in _POLICIES}

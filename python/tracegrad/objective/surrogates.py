@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tracegrad.algebra import Clip, CrossEntropy, GeoClip, Importance, Objective, PolicyGradient, Regress, Sigmoid
+from tracegrad.algebra.refuse import kind_of
 from tracegrad.objective.gates import holds
 from tracegrad.objective.level import at, bounded, ratio_at
 from tracegrad.objective.terms import View
@@ -38,7 +39,10 @@ def surrogate(objective: Objective, view: View, advantages: Tensor, keep: Tensor
     ratio = bounded(torch.where(keep, level, 0)).exp()
     if isinstance(kind, Importance):
         return _unclipped(-advantages * ratio, ratio)
-    return (_sigmoid if isinstance(kind, Sigmoid) else _clip)(kind, ratio, advantages)  # type: ignore[operator]
+    if isinstance(kind, Sigmoid):
+        return _sigmoid(kind, ratio, advantages)
+    kind_of("Objective.surrogate", kind, (Clip,))
+    return _clip(kind, ratio, advantages)
 
 
 def _clip(clip: Clip, ratio: Tensor, advantages: Tensor) -> Values:
@@ -46,7 +50,8 @@ def _clip(clip: Clip, ratio: Tensor, advantages: Tensor) -> Values:
     low, high = 1 - clip.low, 1 + clip.high
     free = ratio if clip.delta is None else ratio.clamp(max=clip.delta)
     value = torch.maximum(-advantages * free, -advantages * ratio.clamp(low, high))
-    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    bound = high if clip.delta is None else min(clip.delta, high)
+    clipped = ((advantages > 0) & (ratio > bound)) | ((advantages < 0) & (ratio < low))
     if clip.dual is not None:
         value = torch.where(advantages < 0, torch.minimum(value, -advantages * clip.dual), value)
         clipped = clipped | ((advantages < 0) & (ratio > clip.dual))

@@ -113,6 +113,23 @@ def _dense(ids: Tensor) -> Tensor:
     return torch.empty_like(ordered).scatter(0, order, first.cumsum(0))
 
 
+def check_detached(objective: Objective, given: Mapping[str, Any]) -> None:
+    """Refuses terms without what `correct` makes of the parts that are known before the step.
+
+    Raises:
+        ArgumentError: with the part that would be passed over.
+    """
+    for name, parts in (("weight", objective.weights), ("keep", objective.gates)):
+        known = [part for part in parts if part.detached]
+        if known and given[name] is None:
+            does = "weighs its terms by" if name == "weight" else "has the gate"
+            raise ArgumentError(
+                f"the objective {does} '{known[0]}', which is known before the step, and the terms have no {name}. "
+                f"It would be passed over without a word. Pass Terms({name}=corrected.{name}) of correct(...), or an "
+                f"objective without it: replace(objective, {'weights' if name == 'weight' else 'gates'}=())."
+            )
+
+
 def check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:
     """Refuses arrays that are not one entry per term, and an entropy that is needed and absent.
 

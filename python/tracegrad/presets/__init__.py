@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 
-from tracegrad.algebra import Objective, with_entropy, with_kl
+from tracegrad.algebra import Objective, with_beta, with_entropy, with_kl
 from tracegrad.errors import ArgumentError
 from tracegrad.presets.grpo import (
     BNPO,
@@ -140,6 +140,7 @@ __all__ = [
     "VESPO",
     "WEIGHTED_SFT",
     "find",
+    "with_beta",
     "with_entropy",
     "with_kl",
 ]

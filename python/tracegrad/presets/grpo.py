@@ -17,7 +17,8 @@ GRPO = Objective(Clip(0.2, 0.2), _OLD, weights=(_TIS,), reduce=Reduce("trace", "
 
 Use with group_mean(scale="std", ddof=1). Paper: Shao et al. 2024, arXiv 2402.03300; the weight: Yao et al. 2025 (TIS).
 Peers: TRL's loss_type="grpo" with vllm_importance_sampling_mode="token_truncate" and clip_max 2 (its default is
-sequence_mask, 3.0); verl's seq-mean-token-mean with rollout_is="token". `with_kl` adds the paper's k3 penalty (0.04).
+sequence_mask, 3.0); verl's seq-mean-token-mean with rollout_is="token". `with_kl` adds the paper's k3 penalty (0.04),
+`with_beta` TRL's.
 """
 
 GRPO_DIRECT = replace(GRPO, ratio=_ROLLOUT, weights=())

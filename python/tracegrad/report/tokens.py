@@ -189,7 +189,8 @@ class _Writer:
     def _term(self, place: int) -> str:
         v, s = self.values, self.sequences
         ratio, weight, advantage = float(v.ratio[place]), float(v.weight[place]), float(v.advantages[place])
-        gradient, kept, clipped = float(v.gradient[place]), bool(v.keep[place]), bool(v.clipped[place])
+        gradient, kept = float(v.gradient[place]), bool(v.keep[place])
+        clipped = kept and bool(v.clipped[place])
         colours = {
             "p": _level(-np.sign(gradient) * (abs(gradient) / self.largest) ** 0.5),
             "a": _level(advantage / self.largest_advantage),

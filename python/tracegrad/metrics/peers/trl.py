@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tracegrad.advantage import normalize_then_sum
+from tracegrad.algebra.refuse import one_of
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.groups import Rows
 from tracegrad.metrics.rewards import flat
@@ -19,6 +21,8 @@ from tracegrad.metrics.table import Measured, Metric, Reading
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Losses that report `clip_ratio/*`."""
+LOSSES = (*CLIPPED, "cispo", "sapo", "vespo")
+"""TRL's loss_type."""
 
 
 def as_trl_sampling(old: ArrayLike, sampling: ArrayLike, weight: ArrayLike) -> Measured:
@@ -42,6 +46,10 @@ def as_trl_loss(
     rows: Rows,
     *,
     loss_type: str = "dapo",
+    ratio: ArrayLike | None = None,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
     clipped: ArrayLike | None = None,
     advantages: ArrayLike | None = None,
     sequence: bool = False,
@@ -55,20 +63,31 @@ def as_trl_loss(
 
     Args:
         rows: the terms' rows.
-        loss_type: TRL's.
-        clipped: [M] bool, `Loss.per_term.clipped`: the clip took the gradient. In cispo: above the cap.
-        advantages: [M], whose sign says which side was clipped.
+        loss_type: TRL's. sapo and vespo have no clip to report.
+        ratio: [M] theta / old at its level, of every term, whatever a gate has dropped: `Loss.per_term.ratio`.
+        epsilon, epsilon_high, delta: TRL's. In cispo epsilon_high is the cap itself.
+        clipped: [M] bool in place of `ratio`, for a clip of other bounds (GMPO): True at what TRL would count.
+        advantages: [M], whose sign says which side was clipped; needed with either.
         sequence: the ratio is of the row (`importance_sampling_level="sequence"`): shares are then of rows.
         theta, ref: [M] logprobs, for `kl`.
         kl_weight: [M] theta / old at the ratio's level, where `use_bias_correction_kl` multiplies the KL by it.
         entropy: [M] nats.
         phi: [R] gamma weight of each row, of vespo.
 
+    Raises:
+        ArgumentError: for a loss_type that TRL does not have, or arrays that say one thing twice or by half.
+
     >>> rows = Rows.of([0, 0, 1])
-    >>> found = as_trl_loss(rows, clipped=[True, False, False], advantages=[1.0, 1.0, -1.0]).named()
+    >>> found = as_trl_loss(rows, ratio=[1.3, 0.9, 1.0], advantages=[1.0, 1.0, -1.0]).named()
     >>> round(found["clip_ratio/high_mean"], 6), found["clip_ratio/high_max"], found["clip_ratio/low_min"]
     (0.333333, 0.5, 0.0)
     """
+    one_of("loss_type", loss_type, LOSSES)
+    if (ratio is not None and clipped is not None) or ((ratio is None and clipped is None) != (advantages is None)):
+        raise ArgumentError(
+            "the clipped share needs advantages, and either ratio or clipped. Whose share it is would not be known. "
+            "Pass ratio=loss.per_term.ratio with advantages, or neither."
+        )
     totals: dict[str, float] = {}
     sums, tables = Sums.of(), []
     if theta is not None and ref is not None:
@@ -79,10 +98,14 @@ def as_trl_loss(
     if entropy is not None:
         totals["entropy"] = np.asarray(entropy, np.float64).sum()
         tables.append(ENTROPY)
-    if clipped is not None and advantages is not None:
-        flags, signs = np.asarray(clipped, bool), np.asarray(advantages, np.float64)
-        sums = sums | _clips(flags & (signs < 0), "low", rows, sequence)
-        sums = sums | _clips(flags & (signs > 0), "high", rows, sequence)
+    if advantages is not None and loss_type in (*CLIPPED, "cispo"):
+        signs = np.asarray(advantages, np.float64)
+        if ratio is None:
+            below = above = np.asarray(clipped, bool)
+        else:
+            below, above = _outside(np.asarray(ratio), loss_type, epsilon, epsilon_high, delta)
+        sums = sums | _clips(below & (signs < 0), "low", rows, sequence)
+        sums = sums | _clips(above & (signs > 0), "high", rows, sequence)
         tables.append(CLIP if loss_type in CLIPPED else CISPO)
     if phi is not None:
         sums = sums | moments("phi", phi)
@@ -97,7 +120,8 @@ def as_trl_rewards(
     *,
     names: Sequence[str],
     weights: ArrayLike | None = None,
-    scale_rewards: str = "group",
+    scale_rewards: str | bool = "group",
+    aggregation: str = "sum_then_normalize",
 ) -> Measured:
     """Rewards of traces; parts are cut between groups.
 
@@ -106,20 +130,28 @@ def as_trl_rewards(
         group: [R] ids. TRL's groups are of one size and stand in order; here neither is needed.
         names: K names.
         weights: [K], default 1.
-        scale_rewards: "group" or "none" test the deviation of each group for 0, "batch" that of all rewards.
+        scale_rewards: "group" (True) or "none" (False) test the deviation of each group for 0, "batch" that of all.
+        aggregation: TRL's multi_objective_aggregation: with "normalize_then_sum" (GDPO) the deviation of all summed
+            rewards, each normalised within its group, is tested, and scale_rewards is not read, as in TRL.
+
+    Raises:
+        ArgumentError: for an option that TRL does not have, or names that do not fit.
 
     >>> named = as_trl_rewards([[1.0], [1.0], [0.0], [1.0]], [0, 0, 1, 1], names=["exact"]).named()
     >>> named["rewards/exact/mean"], named["reward_std"], named["frac_reward_zero_std"]
     (0.75, 0.5, 0.5)
     """
+    scale_rewards = {True: "group", False: "none"}.get(scale_rewards, scale_rewards)  # type: ignore[call-overload]
+    one_of("scale_rewards", scale_rewards, ("group", "batch", "none"))
+    one_of("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
     table = np.asarray(rewards, np.float64)
     if table.ndim != 2 or table.shape[1] != len(names):
         raise ArgumentError(
             f"rewards are {table.shape} and there are {len(names)} names. Which column is which reward is not known. "
             "Pass rewards [R, K] and K names."
         )
-    weighted = table * (np.ones(len(names)) if weights is None else np.asarray(weights, np.float64))
-    reward = np.where(np.isnan(table).all(1), np.nan, np.nansum(weighted, 1))
+    weight = np.ones(len(names)) if weights is None else np.asarray(weights, np.float64)
+    reward = np.where(np.isnan(table).all(1), np.nan, np.nansum(table * weight, 1))
     found = Measured(Sums.of(), ())
     for name, column in zip(names, table.T, strict=True):
         sums = moments("reward", column[~np.isnan(column)]).at(f"rewards/{name}/")
@@ -127,7 +159,21 @@ def as_trl_rewards(
     counts = {"rows": len(reward), "flat": np.count_nonzero(flat(reward, np.asarray(group)))}
     sums = moments("reward", reward[~np.isnan(reward)]) | Sums.of(counts=counts)
     rows = REWARD_BY_BATCH if scale_rewards == "batch" else REWARD
+    if aggregation == "normalize_then_sum":
+        summed = normalize_then_sum(table, group, weights=weight, scale="std", ddof=1, eps=1e-4, singleton="zero")
+        sums, rows = sums | moments("summed", summed[~np.isnan(summed)]), REWARD_OF_GDPO
     return found | Measured(sums.at("reward/"), (Reading(rows, "reward/"),))
+
+
+def _outside(
+    ratio: np.ndarray, loss_type: str, epsilon: float, epsilon_high: float | None, delta: float | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """[M] below and above the bounds, as `_compute_loss` has them: held below `delta` before it looks."""
+    high = epsilon if epsilon_high is None else epsilon_high
+    if loss_type == "cispo":
+        return np.zeros(ratio.shape, bool), ratio > high
+    held = ratio if delta is None else np.minimum(ratio, delta)
+    return held < 1 - epsilon, held > 1 + high
 
 
 def _clips(flags: np.ndarray, side: str, rows: Rows, sequence: bool) -> Sums:
@@ -225,9 +271,9 @@ _REWARD = (
 )
 
 
-def _one_value(s: Sums) -> float:
-    reward = Moments(s, "reward")
-    return float(reward.n > 1 and reward.largest == reward.smallest)
+def _one_value(name: str) -> Callable[[Sums], float]:
+    """1 where two or more values lie within TRL's 1e-8 of one another."""
+    return lambda s: float(Moments(s, name).n > 1 and Moments(s, name).largest - Moments(s, name).smallest <= 1e-8)
 
 
 _FLAT = "Traces of groups without a difference; TRL takes a deviation below 1e-8 for none."
@@ -235,6 +281,13 @@ REWARD = (
     *_REWARD,
     Metric("frac_reward_zero_std", "share", "", "traces", _FLAT, lambda s: per(s["flat"], s["rows"])),
 )
-REWARD_BY_BATCH = (*_REWARD, Metric("frac_reward_zero_std", "0 or 1", "", "", "All rewards are equal.", _one_value))
+REWARD_BY_BATCH = (
+    *_REWARD,
+    Metric("frac_reward_zero_std", "0 or 1", "", "", "All rewards are equal.", _one_value("reward")),
+)
+REWARD_OF_GDPO = (
+    *_REWARD,
+    Metric("frac_reward_zero_std", "0 or 1", "", "", "All normalised rewards are equal.", _one_value("summed")),
+)
 TRL: tuple[Metric, ...] = (*SAMPLING, *KL, *ENTROPY, *CLIP, *CISPO, *VESPO, *NAMED_REWARD, *REWARD)
 """The table."""
