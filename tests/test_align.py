@@ -183,15 +183,17 @@ def test_text_alone_is_aligned_and_trained_on_request_only(tokenizer):
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_logprobs_without_text_are_taken_where_their_count_fits(tokenizer, extra):
+def test_logprobs_without_text_whose_count_fits_are_trained_on_request_only(tokenizer, extra):
     record = chat(tokenizer, ["alpha beta<|im_end|>"])
     turn = record["messages"][2]
     del turn["token_ids"]
     count = len(pieces(tokenizer, "alpha beta")) + extra
     turn["logprobs"] = [-0.5] * count
-    found = align(tokenizer, record)
-    assert (found.tier == 5).sum() == count
-    assert found.rollout_logprobs[found.trainable].tolist() == [-0.5] * count
+    guessed, asked = align(tokenizer, record), align(tokenizer, record, assume_canonical=True)
+    assert (guessed.tier == 5).sum() == (asked.tier == 5).sum() == count
+    assert guessed.trainable.sum() == guessed.drift.exact == 0
+    assert guessed.tiers() == {"T5": {"tokens": count, "trainable": 0, "generations": 1}}
+    assert asked.rollout_logprobs[asked.trainable].tolist() == [-0.5] * count
 
 
 def test_logprobs_without_text_of_another_count_are_refused(tokenizer):

@@ -323,8 +323,9 @@ def test_case_54_an_expanded_image_shifts_nothing_that_is_text(family):
     sampled = ids_of(tokenizer, "red<|im_end|>")
     found = align(tokenizer, record(user(content), said("red", sampled, prompt_token_ids=expanded)))
     assert branch(found, 0) == [*expanded, *sampled]
-    assert reasons(found) == {"R29"}
-    assert found.drift.count.tolist() == [255]
+    assert reasons(found) == {"R29", "R32"}
+    assert found.drift.count.tolist() == [255, len(sampled)]
+    assert not found.trainable.any()
     assert text(tokenizer, found.ids[(found.source == 0) & (found.ids != pad)]).startswith("look ")
 
 

@@ -360,7 +360,9 @@ def test_case_53_a_text_with_endless_ways_to_cut_it_ends_soon(chatml):
 
 
 def test_case_60_logprobs_without_text_count_for_one_token_and_not_for_two(chatml):
-    one = align(chatml, record(user("q"), said("a", logprobs={"content": [{"logprob": -0.5}]})))
+    row = record(user("q"), said("a", logprobs={"content": [{"logprob": -0.5}]}))
+    assert trained(align(chatml, row)) == []
+    one = align(chatml, row, assume_canonical=True)
     assert one.tier[one.trainable].tolist() == [5]
     assert one.rollout_logprobs[one.trainable].tolist() == [-0.5]
     content = "red lamp on two"

@@ -20,7 +20,7 @@ from tracegrad import _core, manifest, store
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.metrics import Stopwatch
-from tracegrad.sequence import TIER_TEXT, Sequences, align
+from tracegrad.sequence import GUESSED, TIER_TEXT, Sequences, align
 from tracegrad.shards import flush, read_text, write_bytes
 from tracegrad.tables import ParquetStream, is_parquet
 from tracegrad.tokenizer import Tokenizer
@@ -105,11 +105,26 @@ class Account:
             out.append(f"         {len(self.errors):,} traces could not be aligned, the first: {self.errors[0]}")
         out += [f"template {warning}" for warning in self.template.get("warnings", ())]
         out += _table("tier", ("tokens", "trainable", "generations"), self.tiers, TIER_TEXT)
+        out += self._guessed()
         if self.recorded:
             share = 1 - self.exact / self.recorded
             out.append(f"drift    {share:.3%} of {self.recorded:,} recorded tokens are without an exact id and logprob")
         out += _table("reason", ("findings", "traces", "tokens"), self.drift, {})
         return out
+
+    def _guessed(self) -> list[str]:
+        """What became of generations whose ids are guessed from their text and the number of logprobs."""
+        guessed = [self.tiers[name] for name in GUESSED if name in self.tiers]
+        generations, tokens, trained = (
+            sum(row[name] for row in guessed) for name in ("generations", "tokens", "trainable")
+        )
+        if not tokens:
+            return []
+        fate = "they are trained" if trained else "they are not trained (tg.align(..., assume_canonical=True) does)"
+        return [
+            f"guessed  {generations:,} turns ({tokens:,} tokens) list logprobs and no tokens: their ids are guessed,",
+            f"         {fate}. Record token ids (return_token_ids on vLLM and SGLang)",
+        ]
 
 
 def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> tuple[Sequences, Account]:

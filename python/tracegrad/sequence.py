@@ -30,11 +30,13 @@ TIER_TEXT = {
     "T2": "ids from each token's bytes",
     "T3": "ids from text, one segmentation fits",
     "T4": "canonical tokens of the text: assumed, the count fits",
-    "T5": "canonical tokens, the count fits",
+    "T5": "canonical tokens of the message: assumed, the count fits",
     "T6": "text only: no ratio",
 }
+GUESSED = ("T4", "T5")
 TEXT_ONLY = 6
 NO_TIER = 255
+MEDIA = _core.DRIFT_REASONS.index("R32 media_in_prompt")
 LOGPROB_KINDS = ("unknown", "raw", "processed")
 
 Array = NDArray[Any]
@@ -53,7 +55,7 @@ class Drift:
         detail: D strings, what was found.
         reasons: names of the closed list by code, `R01 noncanonical_bpe` and so on.
         recorded: tokens that the records say were sampled.
-        exact: of those, how many are held with an exact id (tiers T0 to T3) and a logprob.
+        exact: of those, how many are held with an exact id (tiers T0 to T3), a logprob, and a prompt that is known.
         errors: one line for each trace that could not be aligned and was left out.
     """
 
@@ -187,6 +189,13 @@ class Sequences:
     def reward(self) -> NDArray[np.float32]:
         """[R] float32: the first reward column."""
         return self.rewards[:, 0]
+
+    @property
+    def holds_media(self) -> NDArray[np.bool_]:
+        """[R] bool: traces with a picture, sound or video before a turn (R32). Nothing behind it is trained."""
+        held = np.zeros(self.traces, np.bool_)
+        held[self.drift.trace[self.drift.reason == MEDIA]] = True
+        return held
 
     @classmethod
     def from_arrays(
@@ -370,8 +379,8 @@ def align(
             other ids there.
         lenient: go on after an id that cannot be known, with the canonical tokens of its text, untrained and counted.
         text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
-        assume_canonical: train on the canonical tokens of a text whose tokens are not recorded, where their number is
-            that of the logprobs (tier T4): likely the sampled ones, not known to be.
+        assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, where their
+            number is that of the logprobs (tiers T4 and T5): often the sampled ones, not known to be.
         logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
         on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
 

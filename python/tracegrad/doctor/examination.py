@@ -29,6 +29,7 @@ SHOWN = 10
 
 OF_BATCHES: tuple[Check, ...] = (
     tokens.wrong_tokenizer,
+    tokens.media,
     numbers.count_mismatch,
     tokens.lost_chunks,
     tokens.hidden_reasoning,
@@ -39,6 +40,7 @@ OF_BATCHES: tuple[Check, ...] = (
     history.contaminated,
     numbers.no_logprobs,
     history.no_rewards,
+    tokens.guessed_ids,
     tokens.missing_stop_tokens,
     tokens.double_bos,
     tokens.injected_system,

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
+from tracegrad.sequence import GUESSED, TIERS
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
 SLACK = 2  # tokens that servers count in usage and do not list
@@ -28,6 +29,41 @@ def wrong_tokenizer(look: Look) -> Hits:
     Threshold: any turn; wrong from 1 % of turns, as one tokenizer makes a few odd turns and another makes most.
     """
     return look.drift_hits(25, 26)
+
+
+@check(
+    "pictures, sound or video before a turn",
+    "turns",
+    wrong=0.0,
+    hurts="Ids do not say what a picture shows: a forward pass without it gives logprobs that are nats away, and two "
+    "pictures of one size have the same ids. Nothing behind one is trained.",
+    cure="Train on the traces of text alone. Images have no road yet.",
+    hides=("drift", "other_prompt"),
+)
+def media(look: Look) -> Hits:
+    """Sees parts of messages that are no text, placeholder tokens of pictures, sound or video in prompts, and R32.
+
+    Threshold: any turn, as nothing of such a turn can be trained.
+    """
+    return look.drift_hits(32)
+
+
+@check(
+    "turns whose ids are guessed",
+    "turns",
+    costs=0.0,
+    hurts="There are logprobs and no tokens: the ids are the canonical ones of the text, because their number fits. A "
+    "policy that is sampled hot often writes the same text with other tokens. These turns are not trained.",
+    cure="Record token ids: return_token_ids on vLLM and SGLang; or tg.align(..., assume_canonical=True), a guess.",
+)
+def guessed_ids(look: Look) -> Hits:
+    """Sees turns of tiers T4 and T5: as many logprobs as the text, or the message, has canonical tokens.
+
+    Threshold: any turn: of a policy that was sampled hot, 26 of 164 such turns had other ids.
+    """
+    guessed = np.isin(look.sequences.tier[look.own], [TIERS.index(name) for name in GUESSED])
+    hit = np.bincount(look.own_generation[guessed], minlength=look.generations) > 0
+    return look.hits(hit, None, lambda g: f"{int(look['logprobs'][g])} logprobs and no token")
 
 
 @check(

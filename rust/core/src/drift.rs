@@ -38,10 +38,11 @@ pub enum Reason {
     MultimodalExpansion,
     DuplicateGeneration,
     PromptMismatch,
+    MediaInPrompt,
 }
 
 /// Names of the reasons; index 0 is unused so that `NAMES[code]` is the name of `R<code>`.
-pub const NAMES: [&str; 32] = [
+pub const NAMES: [&str; 33] = [
     "R00 none",
     "R01 noncanonical_bpe",
     "R02 partial_utf8",
@@ -74,6 +75,7 @@ pub const NAMES: [&str; 32] = [
     "R29 multimodal_expansion",
     "R30 duplicate_generation",
     "R31 prompt_mismatch",
+    "R32 media_in_prompt",
 ];
 
 /// One finding: where, how many tokens, what was found.
@@ -97,7 +99,7 @@ mod tests {
 
     #[test]
     fn the_number_in_the_name_is_the_code() {
-        assert_eq!(Reason::PromptMismatch as usize, NAMES.len() - 1);
+        assert_eq!(Reason::MediaInPrompt as usize, NAMES.len() - 1);
         for (code, name) in NAMES.iter().enumerate() {
             assert!(name.starts_with(&format!("R{code:02} ")), "{name}");
         }

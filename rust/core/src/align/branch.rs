@@ -36,6 +36,10 @@ pub struct Branch<'a> {
     pub ended: bool,
     /// What stood before it is not recorded: nothing in it is trained.
     pub headless: bool,
+    /// A picture, sound or video stands in it: nothing behind is trained.
+    pub behind_media: bool,
+    /// How many of its tokens were looked through for placeholders of media.
+    pub looked: usize,
 }
 
 /// What belongs to every token of a generation.
@@ -101,9 +105,14 @@ impl<'a> Branch<'a> {
     pub fn mark(&mut self, start: usize, end: usize, stretch: Stretch<'a>) {
         if start < end {
             self.source[start..end].fill(source::SAMPLED);
-            let trained = stretch.trained && !self.headless;
+            let trained = stretch.trained && self.may_train();
             self.drawn.push(Drawn { start, end, stretch: Stretch { trained, ..stretch } });
         }
+    }
+
+    /// Whether what is sampled at its end was sampled after what its ids say.
+    pub fn may_train(&self) -> bool {
+        !self.headless && !self.behind_media
     }
 
     /// The generation that sampled token `at`, if one did.

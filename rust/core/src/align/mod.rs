@@ -13,6 +13,7 @@ mod diff;
 mod duplicates;
 mod extras;
 mod lookup;
+mod media;
 mod pieces;
 mod place;
 mod prompt;
@@ -75,7 +76,7 @@ pub struct Options {
     pub merge: Merge,
     /// In align mode: mask what follows the first token of a turn that is not the sampled one.
     pub strict: bool,
-    /// Train on canonical tokens where only text and count are recorded and the count fits (T4).
+    /// Train on canonical tokens where only their number is recorded, with their text or without, and it fits (T4, T5).
     pub assume_canonical: bool,
     /// What the logprobs are of, where the record does not say or says it wrongly.
     pub logprob_kind: Option<LogprobKind>,

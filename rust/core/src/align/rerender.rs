@@ -108,9 +108,14 @@ impl<'a> Loom<'a, '_> {
             }
             return Ok(());
         };
+        let media = self.media_in_prompt(generation);
         let lent = self.lend(turn, own, &resolved, &span, (rendered, text, ends), message);
         let sampling = self.sampling(turn, generation);
-        for (at, lent) in lent {
+        if let Some(media) = media.as_ref().filter(|_| own) {
+            self.hold(turn, lent.len(), media);
+        }
+        for (at, mut lent) in lent {
+            lent.term &= media.is_none();
             self.woven.exact += u64::from(own && lent.term && !lent.logprob.is_nan());
             cells[at] = Some(Cell { lent, own, sampling });
         }

@@ -85,7 +85,7 @@ impl<'a> Loom<'a, '_> {
             if resolved.is_known(index) {
                 let behind = alike_version(generation, index, resolved.alike(index, end));
                 let logprobs = resolved.logprobs.map(|logprobs| &logprobs[index..behind]);
-                self.woven.exact += logprobs.map_or(0, known);
+                self.woven.exact += logprobs.filter(|_| branch.may_train()).map_or(0, known);
                 let sampling = Sampling { version: version_at(generation, index), ..sampling };
                 let tier = resolved.tier(index);
                 let logprobs = logprobs.map(Cow::Borrowed);
@@ -157,8 +157,7 @@ impl<'a> Loom<'a, '_> {
             self.woven.recorded += if foreign { 0 } else { ids.len() as u64 };
         }
         let trained = match level {
-            tier::COUNT => true,
-            tier::ASSUMED => self.options.assume_canonical,
+            tier::COUNT | tier::ASSUMED => self.options.assume_canonical,
             _ => self.options.text_only,
         };
         let branch = &mut self.woven.branches[at];

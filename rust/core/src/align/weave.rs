@@ -10,7 +10,7 @@ use super::prompt::{Scaffold, Text};
 use super::prompts::Prompts;
 use super::resolve::{self, Resolved};
 use super::{Mode, Options};
-use super::{duplicates, extras, pieces};
+use super::{duplicates, extras, media, pieces};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
 use crate::template::Rendered;
@@ -69,6 +69,7 @@ pub fn weave<'a>(
         ends,
         dated: false,
         hides_specials: OnceCell::new(),
+        media: OnceCell::new(),
         memory,
         woven: Woven::default(),
     };
@@ -98,6 +99,8 @@ pub(super) struct Loom<'a, 'm> {
     /// Whether it was said that the template prints a date.
     pub dated: bool,
     pub hides_specials: OnceCell<bool>,
+    /// The messages that hold more than text.
+    pub media: OnceCell<Vec<media::Part<'a>>>,
     pub memory: &'m mut Memory,
     pub woven: Woven<'a>,
 }
@@ -142,7 +145,13 @@ impl<'a> Loom<'a, '_> {
         branch.path.push(generation.message);
         branch.prompt = rendered.unwrap_or_default();
         branch.body = branch.len();
+        let media = self.media_before(turn, generation, at);
+        self.woven.branches[at].behind_media |= media.is_some();
         self.add_sampled(turn, generation, at)?;
+        if let Some(media) = media {
+            let held = self.woven.branches[at].len() - self.woven.branches[at].body;
+            self.hold(turn, held, &media);
+        }
         let branch = &mut self.woven.branches[at];
         extras::note(branch, turn, generation);
         if !branch.ended {

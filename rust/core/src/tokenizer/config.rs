@@ -3,6 +3,7 @@
 //! Reads `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`, `generation_config.json` and
 //! `config.json` of a model directory as transformers does. Called by `Tokenizer::from_dir`.
 
+use super::model::Model;
 use crate::error::{Error, Kind, Location, Result};
 use serde_json::{Map, Value};
 use std::fs;
@@ -53,6 +54,8 @@ pub struct TokenizerConfig {
     pub eos: Option<Eos>,
     /// Added tokens beside those of tokenizer.json.
     pub extra_tokens: Vec<ExtraToken>,
+    /// What config.json says of ids.
+    pub model: Model,
 }
 
 impl TokenizerConfig {
@@ -71,6 +74,7 @@ impl TokenizerConfig {
             read.special_tokens.extend(text.map(|text| (token.to_owned(), text)));
         }
         read.extra_tokens = extra_tokens(&config);
+        read.model = object(dir, "config.json")?.map(|config| Model::of(&config)).unwrap_or_default();
         read.eos = eos(dir, &read.special_tokens)?;
         (read.chat_template, read.tool_template) = templates(dir, &config)?;
         Ok(read)

@@ -90,10 +90,13 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
     let named = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
     let named = named.and_then(|(_, text)| inner.token_to_id(text)).filter(|id| eos_ids.contains(id));
     let prefix = prefix(&inner);
+    let contents = added_ids.iter().map(|(content, id)| (content.as_str(), *id));
+    let model = config.model.with_placeholders(contents, |id| !added.contains_key(&id) && pieces.get(id).is_some());
     let mut special_ids: Vec<u32> = added.iter().filter(|(_, special)| **special).map(|(id, _)| *id).collect();
     special_ids.sort_unstable();
     let listed: Vec<(u32, AddedToken)> = inner.get_added_tokens_decoder().into_iter().collect();
     Ok(Tokenizer {
+        model,
         prefix,
         special_ids,
         partial: OnceLock::new(),

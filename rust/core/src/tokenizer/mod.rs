@@ -9,6 +9,7 @@ mod cut;
 mod encoder;
 mod load;
 mod memo;
+mod model;
 mod partial;
 mod pieces;
 mod probe;
@@ -16,6 +17,7 @@ mod tiktoken;
 
 pub use config::{Eos, ExtraToken, TokenizerConfig};
 pub use encoder::Report;
+pub use model::Model;
 pub use partial::Partial;
 pub use pieces::Spelling;
 
@@ -54,6 +56,7 @@ pub struct Tokenizer {
     partial: OnceLock<Partial>,
     eos_ids: Vec<u32>,
     stop_id: Option<u32>,
+    model: Model,
     /// What the post-processor puts before a text.
     prefix: Vec<u32>,
     template: Option<Template>,
@@ -217,6 +220,16 @@ impl Tokenizer {
     /// `eos_token` if it is among `eos_ids`, or the only one of them. Engines report every other stop token by its id.
     pub fn stop_id(&self) -> Option<u32> {
         self.stop_id
+    }
+
+    /// What the model beside the tokenizer says of its ids.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// The first of `ids` that stands for a picture, sound or video.
+    pub fn first_placeholder(&self, ids: &[u32]) -> Option<usize> {
+        self.model.first_placeholder(ids)
     }
 
     /// The chat template.
