@@ -56,6 +56,8 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     env.add_filter(GENERATION_FILTER, mark_generation);
     env.add_function("range", limits::range);
     env.add_function("raise_exception", raise_exception);
+    env.add_function("__load", no_loader);
+    env.remove_global("debug");
     env.add_function("strftime_now", strftime_now);
     env.add_template_owned(NAME, source).map_err(|error| failure(&error))?;
     Ok(env)
@@ -72,6 +74,7 @@ fn add_operators(env: &mut Environment<'static>) {
     env.add_filter("__each", operators::each);
     env.add_filter("__slice", operators::slice);
     env.add_filter("__sized", limits::sized);
+    env.add_filter("__loop", methods::of_loop);
 }
 
 /// Renders the template with `context`.
@@ -109,14 +112,6 @@ fn failure(error: &JinjaError) -> Error {
     }
 }
 
-/// A tag that the engine takes and transformers does not.
-pub(super) fn unread(tag: &str, line: usize) -> Error {
-    let shown: String = tag.chars().take(80).collect();
-    Error::new(Kind::Template, format!("the chat template does not compile: syntax error: '{shown}' (line {line})"))
-        .why("Only a template that transformers accepts is rendered")
-        .cure("Take the chat_template that came with the model")
-}
-
 fn endless(what: &str) -> Error {
     Error::new(Kind::Template, what)
         .why("It took more steps, time or text than any conversation needs")
@@ -144,6 +139,10 @@ fn raised(error: &JinjaError) -> Option<String> {
 fn raise_exception(message: &Value) -> Result<Value, JinjaError> {
     let message = message.to_string();
     Err(JinjaError::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
+}
+
+fn no_loader() -> Result<Value, JinjaError> {
+    Err(JinjaError::new(ErrorKind::TemplateNotFound, "a chat template stands alone, and no other can be loaded"))
 }
 
 fn strftime_now(state: &State, format: &str) -> Result<String, JinjaError> {

@@ -7,12 +7,27 @@ use super::limits;
 use super::marks::is_space;
 use super::operators::bounded_format;
 use minijinja::formatting::FormatStyle;
-use minijinja::value::{Tuple, Value, ValueKind, from_args};
+use minijinja::value::{Rest, Tuple, Value, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{Error, ErrorKind, State};
 
 /// `value.method(args)`.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     call_uncounted(state, value, method, args).and_then(limits::made)
+}
+
+/// `value.cycle(args)` and `value.changed(args)`, which the engine answers for its loops without asking [`call`].
+pub(super) fn of_loop(
+    state: &mut State,
+    value: &Value,
+    method: &str,
+    args: Rest<ValueOrKwargs>,
+) -> Result<Value, Error> {
+    let args = args.into_values();
+    if method == "cycle" && args.is_empty() {
+        return Err(Error::new(ErrorKind::InvalidOperation, "loop.cycle has no items to choose from"));
+    }
+    args.iter().try_for_each(limits::weigh)?;
+    value.call_method(state, method, &args)
 }
 
 fn call_uncounted(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {

@@ -7,6 +7,7 @@
 //! template that asks for none and fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
 //! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
 
+mod bounds;
 mod clock;
 mod conversation;
 mod environment;
@@ -26,6 +27,7 @@ mod schemas;
 mod tokens;
 mod value;
 
+use crate::caught;
 use crate::error::{Error, Kind, Result};
 use clock::Clock;
 use conversation::Conversation;
@@ -38,9 +40,15 @@ use renders::{Asked, Renders};
 use schemas::{ToolSets, Tools};
 use serde_json::{Map, Value as Json};
 use std::sync::Arc;
+use std::thread;
 
 /// `Span::message` of what belongs to no message.
 pub const NO_MESSAGE: u32 = u32::MAX;
+
+/// What errors call a template.
+const WHAT: &str = "the chat template";
+/// Stack of the thread that compiles: several times what the deepest template within bounds takes.
+const STACK_BYTES: usize = 8 << 20;
 
 /// What a span is the content of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -127,16 +135,27 @@ impl Template {
     /// Compiles `source`; `special_tokens` are its variables `bos_token`, `eos_token`, ...
     ///
     /// # Errors
-    /// `Kind::Template` where the source is not Jinja.
+    /// `Kind::Template` where the source is not Jinja, or longer or nested more deeply than any template needs.
     pub fn compile(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
-        let scanned = scan::scan(source);
+        // A parser recurses, and a thread of the caller's may have little stack.
+        thread::scope(|scope| {
+            let compiled = || caught(Kind::Template, WHAT, || Self::compile_here(source, special_tokens));
+            let thread = thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compiled);
+            let thread = thread.map_err(|error| {
+                Error::new(Kind::Io, format!("no thread can be started to compile {WHAT}: {error}"))
+                    .why("A template is read on a stack of its own")
+                    .cure("Raise the limits on threads and memory of this process")
+            })?;
+            thread.join().unwrap_or_else(|_| Err(Error::new(Kind::Template, format!("{WHAT} cannot be compiled"))))
+        })
+    }
+
+    fn compile_here(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
+        let scanned = scan::scan(source)?;
         let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
-        let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).collect();
-        let seams = Seams::new(&words);
+        let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).take(SEAMS + 1).collect();
+        let seams = (words.len() <= SEAMS).then(|| Seams::new(&words)).flatten();
         let env = environment::compile(scanned.source, scanned.longest_text)?;
-        if let Some((tag, line)) = scanned.unread {
-            return Err(environment::unread(&tag, line));
-        }
         Ok(Self {
             env,
             special_tokens: special_tokens.to_vec(),
@@ -172,6 +191,16 @@ impl Template {
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
+        caught(Kind::Template, WHAT, || self.render_here(messages, tools, add_generation_prompt, kwargs))
+    }
+
+    fn render_here(
+        &self,
+        messages: &[&Json],
+        tools: Option<&Arc<Json>>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<Rendered> {
         let tools = self.tools(tools)?;
         let asked = Asked { messages, tools: tools.as_ref().map(|tools| tools.number), add_generation_prompt, kwargs };
         let render = || {
@@ -196,8 +225,10 @@ impl Template {
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<String> {
-        let conversation = Conversation::new(messages)?;
-        Ok(self.plain(&conversation, self.tools(tools)?, add_generation_prompt, kwargs)?.1)
+        caught(Kind::Template, WHAT, || {
+            let conversation = Conversation::new(messages)?;
+            Ok(self.plain(&conversation, self.tools(tools)?, add_generation_prompt, kwargs)?.1)
+        })
     }
 
     /// Tool schemas as values, where there are some.
@@ -277,9 +308,15 @@ fn asks_for_none(source: &str) -> bool {
     operators.iter().any(|operator| ["none", "None"].iter().any(|none| source.contains(&format!("{operator}{none}"))))
 }
 
+/// Strings of a template that texts may be split at, and bytes of one: a few times what templates have. Where there are
+/// more, marks are tried as if there were none.
+const SEAMS: usize = 256;
+const SEAM_BYTES: usize = 64;
+
 /// Strings that split a text into parts: longer than one character, and not a plain word.
 fn is_seam(literal: &str) -> bool {
-    literal.chars().nth(1).is_some()
+    literal.len() <= SEAM_BYTES
+        && literal.chars().nth(1).is_some()
         && !literal.trim().is_empty()
         && !literal.chars().all(|c| c.is_alphanumeric() || matches!(c, '_' | ' '))
 }

@@ -31,8 +31,17 @@ pub(super) fn statement(inside: &str) -> Option<String> {
             let first = reader.filter_name()?;
             format!("filter {}", reader.filters(first)?)
         }
-        "do" => return None,
-        _ => return Some(inside.to_owned()),
+        "autoescape" => format!("autoescape {}", reader.value()?),
+        // Without a loader, as transformers' environment is, these fail where they are run.
+        "include" | "import" | "from" | "extends" => return Some("set __unloaded = __load()".to_owned()),
+        "block" => {
+            let name = reader.name()?;
+            format!("block {name}{}", reader.flags(&["scoped", "required"]))
+        }
+        "endblock" => format!("endblock {}", reader.name().unwrap_or_default()),
+        "else" | "break" | "continue" | "raw" => word.to_owned(),
+        _ if word.starts_with("end") => word.to_owned(),
+        _ => return None,
     };
     reader.ended().then_some(text)
 }
@@ -83,6 +92,11 @@ impl<'a> Reader<'a> {
         let Token::Name(name) = self.next else { return None };
         self.take();
         Some(name)
+    }
+
+    /// Those of `words` that stand here.
+    fn flags(&mut self, words: &[&str]) -> String {
+        words.iter().filter(|word| self.word(word)).map(|word| format!(" {word}")).collect()
     }
 
     /// Everything as it is written up to one of `ends`, which stays.
@@ -262,6 +276,8 @@ impl<'a> Reader<'a> {
 
     fn primary(&mut self) -> Option<String> {
         match self.take() {
+            // A block of the template by its name, which could call itself; no chat template does.
+            Token::Name("self") => None,
             Token::Name(name) => Some(name.to_owned()),
             Token::Literal(first) => {
                 let mut text = first.to_owned();
@@ -316,6 +332,11 @@ impl<'a> Reader<'a> {
         loop {
             if self.sign(".") {
                 let (Token::Name(name) | Token::Literal(name)) = self.take() else { return None };
+                if matches!(name, "cycle" | "changed") && self.sign("(") {
+                    let arguments = self.items(")", Self::argument)?;
+                    value = applied(value, "__loop", &[vec![format!("'{name}'")], arguments].concat());
+                    continue;
+                }
                 value = format!("{value}.{name}");
             } else if self.sign("[") {
                 value = self.subscript(&value)?;

@@ -3,7 +3,9 @@
 //! Knows Jinja's delimiters, comments, raw blocks, string literals and whitespace marks; what is inside tags is left to
 //! `rewrite`. Called once per template by `Template::compile`.
 
+use super::bounds::{self, Bounds};
 use super::rewrite;
+use crate::error::{Error, Kind, Result};
 
 /// What [`scan`] found.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -11,8 +13,6 @@ pub(super) struct Scanned {
     /// The source with every generation block turned into a filter block of its own scope, operators into filters, and
     /// long texts into printed strings, which are counted.
     pub source: String,
-    /// The first tag that could not be read, and its line.
-    pub unread: Option<(String, usize)>,
     /// Whether there was a generation block.
     pub has_generation: bool,
     /// String literals of the template's expressions, unescaped, each once.
@@ -26,15 +26,29 @@ pub(super) const GENERATION_FILTER: &str = "__generation";
 /// Text outside tags that is not counted when it is written; what is longer becomes a printed string.
 pub(super) const FREE_TEXT: usize = 32;
 
-/// Rewrites tags and collects string literals. Broken syntax is passed on for the compiler to report.
-pub(super) fn scan(source: &str) -> Scanned {
+/// Rewrites tags and collects string literals. Text that never closes is passed on for the compiler to report; what is
+/// beyond bounds, or no Jinja, is refused here, so that the engine never sees it.
+pub(super) fn scan(source: &str) -> Result<Scanned> {
+    if let Some(why) = bounds::length(source) {
+        return Err(beyond(&why, None));
+    }
     let mut out = Scanned { source: String::with_capacity(source.len() + 64), ..Scanned::default() };
+    let mut bounds = Bounds::default();
     let mut rest = source;
     while let Some(start) = rest.find('{') {
         let (text, tag) = rest.split_at(start);
         let (kept, after) = tag.split_at(tag_length(tag, &mut out.literals));
+        let line = || source[..source.len() - tag.len()].matches('\n').count() + 1;
         out.text(text);
         rest = after;
+        let refused = match kept.get(..2) {
+            Some("{{") => bounds.expression(inside(kept)),
+            Some("{%") => bounds.statement(inside(kept)),
+            _ => None,
+        };
+        if let Some(why) = refused {
+            return Err(beyond(&why, Some(line())));
+        }
         if let Some(rewritten) = rewrite_generation(kept) {
             out.source.push_str(&rewritten);
             out.has_generation = true;
@@ -42,11 +56,9 @@ pub(super) fn scan(source: &str) -> Scanned {
         }
         if let Some(rewritten) = rewrite_tag(kept) {
             out.source.push_str(&rewritten);
+        } else if kept.starts_with("{%") || kept.starts_with("{{") {
+            return Err(unread(kept, line()));
         } else {
-            if kept.starts_with("{%") || kept.starts_with("{{") {
-                let line = source[..source.len() - rest.len() - kept.len()].matches('\n').count() + 1;
-                out.unread.get_or_insert_with(|| (kept.to_owned(), line));
-            }
             out.source.push_str(kept);
         }
         if kept.starts_with("{%") && block_name(kept) == "raw" {
@@ -59,7 +71,23 @@ pub(super) fn scan(source: &str) -> Scanned {
     out.text(rest);
     out.literals.sort_unstable();
     out.literals.dedup();
-    out
+    Ok(out)
+}
+
+/// The error for what is beyond bounds.
+fn beyond(why: &str, line: Option<usize>) -> Error {
+    let place = line.map_or(String::new(), |line| format!(" (line {line})"));
+    Error::new(Kind::Template, format!("the chat template does not compile: {why}{place}"))
+        .why("A template is a program of its author's, and what it may cost is bounded before it is run")
+        .cure("Take the chat_template that came with the model, or write it with less nesting")
+}
+
+/// The error for a tag that transformers does not take.
+fn unread(tag: &str, line: usize) -> Error {
+    let shown: String = tag.chars().take(80).collect();
+    Error::new(Kind::Template, format!("the chat template does not compile: syntax error: '{shown}' (line {line})"))
+        .why("Only a template that transformers accepts is rendered")
+        .cure("Take the chat_template that came with the model")
 }
 
 impl Scanned {
@@ -159,10 +187,17 @@ fn unescape(literal: &str) -> String {
     out
 }
 
-/// The inside of a block tag without delimiters and whitespace marks.
+/// The inside of a tag without its delimiters, which may not be closed, and whitespace marks.
+fn inside(tag: &str) -> &str {
+    let inside = tag.get(2..).unwrap_or("");
+    let inside = inside.strip_suffix("%}").or_else(|| inside.strip_suffix("}}")).unwrap_or(inside);
+    let inside = inside.strip_prefix(['-', '+']).unwrap_or(inside);
+    inside.strip_suffix(['-', '+']).unwrap_or(inside).trim()
+}
+
+/// The inside of a block tag.
 fn block_inside(block: &str) -> &str {
-    let inside = block.strip_prefix("{%").and_then(|b| b.strip_suffix("%}")).unwrap_or("");
-    inside.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim()
+    if block.starts_with("{%") && block.ends_with("%}") { inside(block) } else { "" }
 }
 
 fn block_name(block: &str) -> &str {
@@ -201,12 +236,15 @@ fn rewrite_tag(tag: &str) -> Option<String> {
 fn raw_length(after: &str) -> usize {
     let mut at = 0;
     while let Some(found) = after[at..].find("{%") {
-        let start = at + found;
-        let Some(end) = after[start..].find("%}") else { break };
-        if block_name(&after[start..start + end + 2]) == "endraw" {
-            return start + end + 2;
+        let inside = at + found + 2;
+        let name = after[inside..].trim_start_matches(['-', '+']).trim_start();
+        if let Some(behind) = name.strip_prefix("endraw") {
+            let close = behind.trim_start().trim_start_matches(['-', '+']);
+            if let Some(rest) = close.strip_prefix("%}") {
+                return after.len() - rest.len();
+            }
         }
-        at = start + 2;
+        at = inside;
     }
     after.len()
 }
@@ -215,9 +253,13 @@ fn raw_length(after: &str) -> usize {
 mod tests {
     use super::*;
 
+    fn scanned(source: &str) -> Scanned {
+        scan(source).unwrap()
+    }
+
     #[test]
     fn a_generation_block_keeps_its_whitespace_marks() {
-        let got = scan("a\n  {%- generation -%}\nb{% endgeneration %}");
+        let got = scanned("a\n  {%- generation -%}\nb{% endgeneration %}");
         assert_eq!(got.source, "a\n  {%- with %}{% filter __generation -%}\nb{% endfilter %}{% endwith %}");
         assert!(got.has_generation);
     }
@@ -230,7 +272,7 @@ mod tests {
             "{% raw %}{% generation %}{{ 'x' {% endraw %}",
             "{% if generation %}",
         ] {
-            let got = scan(source);
+            let got = scanned(source);
             assert_eq!(got.source, source);
             assert!(!got.has_generation);
         }
@@ -251,8 +293,7 @@ mod tests {
             ("{{ 1.5e-3 + x\n}}", "{{ (1.5e-3|__add(x))\n }}"),
         ];
         for (source, expected) in cases {
-            assert_eq!(scan(source).source, expected);
-            assert_eq!(scan(source).unread, None);
+            assert_eq!(scanned(source).source, expected);
         }
     }
 
@@ -260,7 +301,7 @@ mod tests {
     fn long_texts_are_printed_so_that_they_are_counted() {
         let text = "\n  A system's prompt\nof more than thirty-two bytes \\ \n";
         let expected = "{% if a %}\n  A{{ ' system\\'s prompt\nof more than thirty-two bytes ' }}\\ \n";
-        let got = scan(&format!("{{% if a %}}{text}"));
+        let got = scanned(&format!("{{% if a %}}{text}"));
         assert_eq!(got.source, expected);
         assert_eq!(got.longest_text, 4);
     }
@@ -268,20 +309,31 @@ mod tests {
     #[test]
     fn what_is_no_expression_is_reported() {
         for source in ["{{ a b }}", "{% do x %}", "{% for x y %}", "{{ (a }}", "{{ x[1 2] }}"] {
-            assert_eq!(scan(&format!("\n{source}")).unread, Some((source.to_owned(), 2)));
+            let error = scan(&format!("\n{source}")).unwrap_err().what;
+            assert!(error.contains(source) && error.ends_with("(line 2)"), "{error}");
         }
     }
 
     #[test]
     fn literals_are_unescaped_and_found_behind_braces() {
-        let got = scan(r#"{{ {"a": {}}['\n<x>'] }}{% if x.split("it's\t") %}'no'{% endif %}"#);
+        let got = scanned(r#"{{ {"a": {}}['\n<x>'] }}{% if x.split("it's\t") %}'no'{% endif %}"#);
         assert_eq!(got.literals, vec!["\n<x>", "a", "it's\t"]);
     }
 
     #[test]
-    fn a_source_that_never_closes_is_passed_on() {
-        for source in ["{{ 'a", "{% raw %} {%", "{", "{# x", "{% if 'a\\"] {
-            assert_eq!(scan(source).source, source);
+    fn text_that_never_closes_is_passed_on_and_tags_are_refused() {
+        for source in ["{% raw %} {%", "{", "{# x"] {
+            assert_eq!(scanned(source).source, source);
+        }
+        for source in ["{{ 'a", "{% if 'a\\", "{{", "{%", "{% raw"] {
+            assert!(scan(source).is_err(), "{source}");
+        }
+    }
+
+    #[test]
+    fn a_raw_block_ends_where_the_engine_ends_it() {
+        for raw in ["x{%endraw%}", "{% {%- endraw +%}", "{% endraws %}{{ '}}{%\n endraw\n-%}"] {
+            assert_eq!(raw_length(&format!("{raw}{{{{ a }}}}")), raw.len(), "{raw}");
         }
     }
 }
