@@ -190,7 +190,7 @@ class TestLayouts:
     def test_torch_is_not_imported_for_numpy(self):
         code = (
             "import sys, numpy as np; from tracegrad.correction import correct; "
-            "correct(np.zeros(1), np.zeros(1), trace=np.zeros(1)); assert 'torch' not in sys.modules"
+            "correct(np.zeros(1), np.zeros(1), trace=np.zeros(1, int)); assert 'torch' not in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
 

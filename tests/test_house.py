@@ -10,6 +10,7 @@ import pytest
 HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
 FLOORS = [
     {"_core", "errors"},
+    {"arrays"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"columns", "manifest", "shards", "store"},
     {"sequence", "recover", "tables", "correction", "objective", "presets"},

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core, store
+from tracegrad import _core, arrays, store
 from tracegrad.errors import ArgumentError
 from tracegrad.ragged import Ragged
 from tracegrad.tokenizer import Tokenizer
@@ -236,39 +236,39 @@ class Sequences:
         >>> s.traces, s.tokens, s.terms.tolist()
         (1, 3, [1, 2])
         """
-        ids_ = _column(ids, np.int32, "ids")
+        ids_ = arrays.integers(ids, "ids", np.int32)
         count = len(ids_)
-        cu = _column(cu_seqlens, np.int64, "cu_seqlens")
+        cu = arrays.integers(cu_seqlens, "cu_seqlens")
         _check_offsets(cu, count)
-        keep = _column(trainable, np.bool_, "trainable", count)
-        logprobs = _column(rollout_logprobs, np.float32, "rollout_logprobs", count)
+        keep = arrays.flags(trainable, "trainable", length=count)
+        logprobs = arrays.floats(rollout_logprobs, "rollout_logprobs", np.float32, length=count)
         _check_logprobs(logprobs, keep)
-        trace_ = (
-            np.arange(len(cu) - 1, dtype=np.int32) if trace is None else _column(trace, np.int32, "trace", len(cu) - 1)
-        )
+        trace_ = _ints(np.arange(len(cu) - 1, dtype=np.int32) if trace is None else trace, "trace", len(cu) - 1)
         _check_traces(trace_)
         total = int(trace_[-1]) + 1 if len(trace_) else 0
-        group_ = np.arange(total, dtype=np.int32) if group is None else _column(group, np.int32, "group", total)
-        table = np.full((total, 1), np.nan, np.float32) if rewards is None else np.asarray(rewards, np.float32)
-        table = table.reshape(total, -1)
-        turn_ = np.where(keep, 0, -1).astype(np.int32) if turn is None else _column(turn, np.int32, "turn", count)
+        group_ = _ints(np.arange(total, dtype=np.int32) if group is None else group, "group", total)
+        table = _rewards(rewards, total, reward_names)
+        turn_ = _ints(np.where(keep, 0, -1).astype(np.int32) if turn is None else turn, "turn", count)
+        _check_numbers(group_, "group", 0, total)
+        _check_numbers(turn_, "turn", -1, count)
         owner = np.repeat(trace_, np.diff(cu))
         turns = np.zeros(total, np.int64)
         np.maximum.at(turns, owner, turn_.astype(np.int64) + 1)
         cu_turns = np.concatenate([[0], np.cumsum(turns)]).astype(np.int64)
-        if logprob_kind not in LOGPROB_KINDS:
-            raise ArgumentError(f"logprob_kind is {logprob_kind!r}. It must be one of {', '.join(LOGPROB_KINDS)}.")
+        arrays.one_of(logprob_kind, "logprob_kind", LOGPROB_KINDS)
         return cls(
             ids=ids_,
             source=np.where(keep, SAMPLED, GIVEN).astype(np.uint8),
             trainable=keep,
             rollout_logprobs=logprobs,
             turn=turn_,
-            version=np.full(count, -1, np.int32) if version is None else _column(version, np.int32, "version", count),
+            version=np.full(count, -1, np.int32)
+            if version is None
+            else arrays.integers(version, "version", np.int32, length=count),
             tier=np.where(keep, 0, NO_TIER).astype(np.uint8),
             inv_temperature=np.ones(count, np.float32)
             if inv_temperature is None
-            else _column(inv_temperature, np.float32, "inv_temperature", count),
+            else arrays.floats(inv_temperature, "inv_temperature", np.float32, length=count),
             cu_seqlens=cu,
             trace=trace_,
             group=group_,
@@ -280,7 +280,7 @@ class Sequences:
             temperature=np.full(total, np.nan, np.float32),
             trace_ids=tuple(str(i) for i in range(total)),
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
-            extras=dict(extras or {}),
+            extras=_extras(extras, count),
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -324,18 +324,26 @@ class Sequences:
         return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
 
 
-def _column(values: ArrayLike, dtype: type, name: str, length: int | None = None) -> Array:
-    column = np.ascontiguousarray(values, dtype=dtype)
-    if column.ndim != 1:
-        raise ArgumentError(f"{name} has shape {column.shape}. It must be flat: one entry per element.")
-    if length is not None and len(column) != length:
-        raise ArgumentError(f"{name} has {len(column)} entries but {length} are needed. Pass arrays of equal length.")
-    return column
+def _ints(values: ArrayLike, name: str, length: int) -> NDArray[np.int32]:
+    return arrays.integers(values, name, np.int32, length=length)
+
+
+def _check_numbers(values: NDArray[np.int32], name: str, least: int, count: int) -> None:
+    """Refuses numbers that do not count from 0, as tables are as long as the largest."""
+    most = max(count, 1 << 16)
+    if len(values) and not least <= values.min() <= values.max() <= most:
+        raise ArgumentError(
+            f"{name} runs from {values.min()} to {values.max()}. A table would have as many rows. "
+            f"Number them from 0: at least {least}, at most {most}."
+        )
 
 
 def _check_offsets(cu: Array, count: int) -> None:
-    if len(cu) == 0 or cu[0] != 0 or cu[-1] != count or np.any(np.diff(cu) < 0):
-        raise ArgumentError(f"cu_seqlens must rise from 0 to the {count} ids. It is {cu[:8].tolist()}...")
+    if len(cu) < 2 or cu[0] != 0 or cu[-1] != count or np.any(cu[1:] < cu[:-1]):
+        raise ArgumentError(
+            f"cu_seqlens must rise from 0 to the {count} ids, with an end for at least one sequence. "
+            f"It is {cu[:8].tolist()}... Pass where each sequence begins, and the number of ids."
+        )
 
 
 def _check_logprobs(logprobs: Array, keep: Array) -> None:
@@ -347,8 +355,33 @@ def _check_logprobs(logprobs: Array, keep: Array) -> None:
         )
 
 
+def _rewards(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> Array:
+    """[R, K] float32."""
+    arrays.instances(names, "reward_names", str)
+    if rewards is None:
+        return np.full((total, max(len(names), 1)), np.nan, np.float32)
+    table = arrays.narrowed(arrays.numbers(rewards, "rewards"), np.float32, "rewards")
+    if table.shape != (total, len(names)) and not (table.shape == (total,) and len(names) == 1):
+        raise ArgumentError(
+            f"rewards has shape {table.shape} for {total} traces and the names {names!r}. "
+            "Each trace has one number a name. Pass [R], or [R, K] with K reward_names."
+        )
+    return table.reshape(total, -1)
+
+
+def _extras(extras: Mapping[str, Array | Ragged] | None, count: int) -> dict[str, Any]:
+    """Named arrays of one row a token."""
+    given = dict(arrays.instance(extras or {}, "extras", Mapping, "Pass names and arrays."))
+    for name, values in given.items():
+        arrays.instance(name, "a name of extras", str, "Name each array.")
+        column = given[name] = values if isinstance(values, Ragged) else arrays.numbers(values, f"extras[{name!r}]")
+        if (np.ndim(column) == 0 and not isinstance(column, Ragged)) or len(column) != count:
+            raise ArgumentError(f"extras[{name!r}] has not one row for each of the {count} ids. Pass [T, ...].")
+    return given
+
+
 def _check_traces(trace: Array) -> None:
-    steps = np.diff(trace)
+    steps = np.diff(trace.astype(np.int64))
     if len(trace) and (trace[0] != 0 or np.any((steps != 0) & (steps != 1))):
         raise ArgumentError("trace must count up from 0 without gaps, branches of a trace side by side.")
 
@@ -391,8 +424,13 @@ def align(
         AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
         ArgumentError: if an argument is none of its values.
     """
-    if on_error not in ("raise", "skip"):
-        raise ArgumentError(f"on_error is {on_error!r}. It must be 'raise' or 'skip'.")
+    arrays.instance(traces, "traces", (Traces, Trace), "Pass what read() gave.")
+    arrays.instance(tokenizer, "tokenizer", Tokenizer, "Pass Tokenizer.from_pretrained(directory).")
+    named = {"strict": strict, "lenient": lenient, "text_only": text_only, "assume_canonical": assume_canonical}
+    for name, value in named.items():
+        arrays.flag(value, name)
+    arrays.one_of(on_error, "on_error", ("raise", "skip"))
+    arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
     _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
     found = _core.align_traces(
         traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core,
@@ -420,10 +458,8 @@ def align(
 
 
 def _check_mode(mode: str, merge: str, strict: bool, of_splice: bool) -> None:
-    if mode not in ("splice", "align"):
-        raise ArgumentError(f"mode is {mode!r}. It must be 'splice' or 'align'.")
-    if merge not in ("mask", "sum"):
-        raise ArgumentError(f"merge is {merge!r}. It must be 'mask' or 'sum'.")
+    arrays.one_of(mode, "mode", ("splice", "align"))
+    arrays.one_of(merge, "merge", ("mask", "sum"))
     if mode == "splice" and (merge != "mask" or not strict):
         raise ArgumentError("merge and strict have no effect in splice mode, which keeps sampled ids. Leave them out.")
     if mode == "align" and of_splice:

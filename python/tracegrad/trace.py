@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import _core
+from tracegrad import _core, arrays
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.strip import without_numbers
 
@@ -249,6 +249,9 @@ class Traces(Sequence[Trace]):
         Raises:
             FormatError: if one is in no accepted form; its line is its number, from 1.
         """
+        arrays.instance(format, "format", str, "Pass 'auto' or the name of a form.")
+        if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
+            raise ArgumentError(f"records is {arrays.shown(records)}. Pass a list, with one record for each trace.")
         texts = [_to_json(record, i) for i, record in enumerate(records, 1)]
         core, report = _core.Traces.decode(texts, "<records>", 1, format)
         return cls(core, ReadReport(**report))
@@ -263,8 +266,14 @@ class Traces(Sequence[Trace]):
     def __getitem__(self, index: int | slice | Sequence[int] | NDArray[Any]) -> Trace | Traces:
         if isinstance(index, int | np.integer):
             return Trace(self.core, range(len(self))[index])
-        rows = np.arange(len(self))[index if isinstance(index, slice) else np.asarray(index)]
+        rows = np.arange(len(self))[index if isinstance(index, slice) else _chosen(index)]
         return Traces(self.core.take(rows.tolist()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Traces) and len(self) == len(other) and all(map(Trace.__eq__, self, other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
     def __add__(self, other: Traces) -> Traces:
         return Traces.concatenate([self, other])
@@ -272,7 +281,10 @@ class Traces(Sequence[Trace]):
     @classmethod
     def concatenate(cls, parts: Iterable[Traces]) -> Traces:
         """All parts, one after the other."""
-        return cls(_core.Traces.concatenate([part.core for part in parts]))
+        if isinstance(parts, Traces) or not isinstance(parts, Iterable):
+            raise ArgumentError(f"parts is {arrays.shown(parts)}. Pass a list of Traces.")
+        cores = [arrays.instance(part, "a part", Traces, "Pass Traces[:] of what read() gave.").core for part in parts]
+        return cls(_core.Traces.concatenate(cores))
 
     @property
     def reward(self) -> NDArray[np.float32]:
@@ -292,6 +304,12 @@ class Traces(Sequence[Trace]):
         head = "".join(f"<th>{name}</th>" for name in ("id", "group", "reward", "messages", "sampled tokens"))
         body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _chosen(index: Any) -> NDArray[Any]:
+    """Rows by number, or one flag a row."""
+    array = arrays.flat(arrays.numbers(index, "the index"), "the index")
+    return array if array.dtype.kind == "b" else arrays.whole(array, np.int64, "the index")
 
 
 def _escape(cell: object) -> str:
@@ -352,8 +370,10 @@ def stream(
         batch: traces in each `Traces`; the last has the rest.
         chunk_bytes: bytes of records parsed at once; the result does not depend on it.
     """
-    if on_error not in ON_ERROR:
-        raise ArgumentError(f"on_error is {on_error!r}. It must be one of {', '.join(ON_ERROR)}.")
+    arrays.one_of(on_error, "on_error", ON_ERROR)
+    arrays.instance(format, "format", str, "Pass 'auto' or the name of a form.")
+    for name, value in (("path", path), ("quarantine", quarantine or "")):
+        arrays.instance(value, name, (str, os.PathLike), "Pass a path.")
     if quarantine is not None and on_error != "quarantine":
         raise ArgumentError(f"quarantine is given but on_error is {on_error!r}. Pass on_error='quarantine' as well.")
     path = os.fspath(path)
@@ -361,8 +381,10 @@ def stream(
         if path == "-":
             raise ArgumentError("standard input has no name for its quarantine. Pass quarantine=PREFIX.")
         quarantine = path
-    if batch < 1 or chunk_bytes < 1 or max_record_bytes < 1 or (limit is not None and limit < 0):
-        raise ArgumentError("batch, chunk_bytes and max_record_bytes must be at least 1, and limit at least 0.")
+    for name, value in (("batch", batch), ("chunk_bytes", chunk_bytes), ("max_record_bytes", max_record_bytes)):
+        arrays.integer(value, name, least=1)
+    if limit is not None:
+        arrays.integer(limit, "limit", least=0)
     aside = None if quarantine is None else os.fspath(quarantine)
     reader = _core.TraceReader(path, on_error, aside, limit, max_record_bytes, chunk_bytes, format)
     return TraceStream(reader, batch)
@@ -453,7 +475,7 @@ def _to_json(record: Any, number: int) -> bytes:
         return record.record
     try:
         text = json.dumps(record, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError, OverflowError, AttributeError) as error:
         raise FormatError(
             f"<records>:{number}: not JSON: {error}. A record is kept as JSON. "
             "Convert it to dicts, lists, strings and numbers."

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.errors import ArgumentError
 
 Singleton = Literal["refuse", "zero", "keep"]
@@ -99,7 +100,7 @@ class Grouped:
     @classmethod
     def of(cls, rewards: ArrayLike, groups: ArrayLike) -> Grouped:
         """From [R] rewards, NaN where unknown, and [R] ids of any type that sorts."""
-        reward, group = np.asarray(rewards, np.float64), np.asarray(groups)
+        reward, group = arrays.real(rewards, "rewards"), arrays.labels(groups, "groups")
         if reward.ndim != 1 or group.shape != reward.shape:
             raise ArgumentError(
                 f"rewards are {reward.shape} and groups {group.shape}. Each trace is compared with its own group. "

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.advantage.groups import Floats, Grouped, Singleton
 from tracegrad.advantage.scale import Scale, check_scale, divided, scaled
 from tracegrad.errors import ArgumentError
@@ -80,7 +81,7 @@ def batch_mean(
     >>> batch_mean([1.0, 0.0, 0.0, 1.0]).tolist()
     [0.5, -0.5, -0.5, 0.5]
     """
-    reward = np.asarray(rewards, np.float64)
+    reward = arrays.real(rewards, "rewards")
     groups = np.zeros(len(np.atleast_1d(reward)), np.int64)
     return group_mean(reward, groups, scale=scale, ddof=ddof, eps=eps, singleton=singleton)
 
@@ -134,7 +135,7 @@ def opo(
     >>> opo([1.0, 0.0], [1, 3], [0, 0]).tolist()
     [0.75, -0.25]
     """
-    group, length = Grouped.of(rewards, groups), np.asarray(lengths, np.float64)
+    group, length = Grouped.of(rewards, groups), arrays.real(lengths, "lengths")
     if length.shape != group.reward.shape or not (length >= 0).all():
         raise ArgumentError(
             f"lengths have shape {length.shape} for {len(group.reward)} traces, the least is "

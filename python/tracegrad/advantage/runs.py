@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.advantage.groups import Floats
 from tracegrad.errors import ArgumentError
 
@@ -41,7 +42,7 @@ def accumulated(values: Floats, owner: NDArray[np.int64]) -> Floats:
 def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
     """One [M] float64 array and the [M] ids of traces, checked."""
     ((name, given),) = values.items()
-    array, owner = np.asarray(given, np.float64), np.asarray(trace)
+    array, owner = arrays.real(given, name), arrays.numbers(trace, "trace")
     if array.ndim != 1 or owner.shape != array.shape or (owner.dtype.kind not in "iu" and owner.size):
         raise ArgumentError(
             f"{name} have shape {array.shape}, trace has shape {owner.shape} of {owner.dtype}. Each term has one value "
@@ -58,7 +59,7 @@ def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int
 
 def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
     """[M] rows of traces, checked against the number of traces."""
-    owner = np.asarray(trace, np.int64)
+    owner = arrays.integers(trace, "trace")
     if owner.ndim != 1 or (len(owner) and not 0 <= owner.min() <= owner.max() < total):
         raise ArgumentError(
             f"trace has shape {owner.shape} and runs to {owner.max() if owner.size else None}, of {total} traces. "

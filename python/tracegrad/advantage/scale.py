@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.advantage.groups import Floats, Grouped
 from tracegrad.errors import ArgumentError
 
@@ -84,7 +85,7 @@ def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArra
     >>> whiten([3.0, 1.0, float("nan")], ddof=0, eps=0.0, eps_in="variance").tolist()
     [1.0, -1.0, 0.0]
     """
-    return whitened(np.asarray(values, np.float64), ddof, eps, eps_in).astype(np.float32)
+    return whitened(arrays.real(values, "values"), ddof, eps, eps_in).astype(np.float32)
 
 
 def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:

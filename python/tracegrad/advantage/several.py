@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tracegrad import arrays
 from tracegrad.advantage.groups import Floats, Grouped, Singleton, refuse_infinite
 from tracegrad.advantage.outcome import centred
 from tracegrad.advantage.scale import Scale
@@ -81,13 +82,13 @@ def _sum(values: Floats, rewards: Floats, weight: Floats) -> Floats:
 
 
 def _table(rewards: ArrayLike, weights: ArrayLike | None) -> tuple[Floats, Floats]:
-    table = np.asarray(rewards, np.float64)
+    table = arrays.real(rewards, "rewards")
     if table.ndim != 2 or table.shape[1] == 0:
         raise ArgumentError(
             f"rewards have shape {table.shape}. Several rewards are a table. Pass [R, K], a row per trace."
         )
     refuse_infinite(np.where(np.isinf(table).any(axis=1), np.inf, 0.0))
-    weight = np.ones(table.shape[1]) if weights is None else np.asarray(weights, np.float64)
+    weight = np.ones(table.shape[1]) if weights is None else arrays.real(weights, "weights")
     if weight.shape != (table.shape[1],) or not np.isfinite(weight).all():
         raise ArgumentError(
             f"weights are {weight.tolist()} for {table.shape[1]} rewards. Each reward has one weight. "

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.advantage.groups import Floats, Grouped, Singleton
 from tracegrad.advantage.runs import accumulated, discounted, rows, terms
 from tracegrad.advantage.scale import divided
@@ -69,7 +70,7 @@ def optimal_token_baseline(
             f"tail is {tail!r}. It says what the last trace of a group keeps. It must be 'keep' or 'zero'."
         )
     reward, owner = terms(trace, rewards=rewards)
-    group = np.asarray(groups)
+    group = arrays.labels(groups, "groups")
     index = np.unique(group, return_inverse=True)[1].reshape(-1)
     rows(owner, len(index))
     known = ~np.isnan(reward)
@@ -100,7 +101,7 @@ def _energy(owner: NDArray[np.int64], logprobs: ArrayLike, squares: ArrayLike, w
 def _steps(owner: NDArray[np.int64], position: ArrayLike | None) -> NDArray[np.int64]:
     if position is None:
         return accumulated(np.ones(len(owner)), owner).astype(np.int64)
-    step, order = np.asarray(position, np.int64), np.argsort(owner, kind="stable")
+    step, order = arrays.integers(position, "position"), np.argsort(owner, kind="stable")
     if step.shape == owner.shape and step.min(initial=0) >= 0:
         bad = order[1:][(np.diff(owner[order]) == 0) & (np.diff(step[order]) <= 0)]
         if not len(bad):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.advantage.groups import Floats, Grouped, Singleton, refuse_infinite
 from tracegrad.advantage.outcome import centred
 from tracegrad.advantage.runs import check_share, discounted, following, rows, terms
@@ -121,7 +122,7 @@ def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np
     >>> remax([0.0, 1.0, 0.0], [0.25, 0.5], [0, 0, 1]).tolist()
     [0.75, 0.75, -0.5]
     """
-    baseline = np.asarray(greedy, np.float64)
+    baseline = arrays.real(greedy, "greedy")
     refuse_infinite(baseline)
     found = returns(rewards, trace, gamma=1.0) - baseline[rows(trace, len(baseline))]
     return np.nan_to_num(found, nan=0.0).astype(np.float32)

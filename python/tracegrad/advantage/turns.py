@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.advantage.groups import Floats, refuse_infinite
 from tracegrad.advantage.runs import rows
 from tracegrad.advantage.tokens import returns
@@ -38,7 +39,7 @@ def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) 
     >>> turn_returns([1.0, 2.0, 4.0], [0, 2, 3], gamma=0.5).tolist()
     [2.0, 2.0, 4.0]
     """
-    reward = np.asarray(turn_rewards, np.float64)
+    reward = arrays.real(turn_rewards, "turn_rewards")
     offsets = _offsets(cu_turns, reward)
     return returns(reward, np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)), gamma=gamma)
 
@@ -61,7 +62,7 @@ def turns_to_terms(values: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, tur
     >>> turns_to_terms([2.0, -1.0, 4.0], [0, 2, 3], [0, 0, 0, 1], [0, 1, 1, 0]).tolist()
     [2.0, -1.0, -1.0, 4.0]
     """
-    value = np.asarray(values, np.float64)
+    value = arrays.real(values, "values")
     found = value[_turn_rows(_offsets(cu_turns, value), trace, turn)]
     return np.nan_to_num(found, nan=0.0).astype(np.float32)
 
@@ -82,7 +83,7 @@ def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike,
     >>> at_turn_ends([2.0, -1.0], [0, 2], [0, 0, 0, 0], [0, 0, 1, 1]).tolist()
     [0.0, 2.0, 0.0, -1.0]
     """
-    reward = np.asarray(turn_rewards, np.float64)
+    reward = arrays.real(turn_rewards, "turn_rewards")
     offsets = _offsets(cu_turns, reward)
     refuse_infinite(reward)
     row = _turn_rows(offsets, trace, turn)
@@ -98,7 +99,7 @@ def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike,
 
 
 def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
-    cu = np.asarray(cu_turns, np.int64)
+    cu = arrays.integers(cu_turns, "cu_turns")
     rises = cu.ndim == 1 and len(cu) > 0 and cu[0] == 0 and bool((np.diff(cu) >= 0).all())
     if not rises or values.shape != (cu[-1],):
         raise ArgumentError(
@@ -110,7 +111,7 @@ def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
 
 def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) -> NDArray[np.int64]:
     """[M]: which of all turns each term is of."""
-    owner, number = rows(trace, len(offsets) - 1), np.asarray(turn, np.int64)
+    owner, number = rows(trace, len(offsets) - 1), arrays.integers(turn, "turn")
     if number.shape != owner.shape:
         raise ArgumentError(
             f"turn has shape {number.shape} for {len(owner)} terms. Each term is of one turn. Pass one number per term."

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core
+from tracegrad import _core, arrays
 from tracegrad.batch.cost import LEAST_GAIN, ModelShape
-from tracegrad.batch.step import Batch, Counts, Floats, Ints, Sharing, Skipped, Step, TooLong, Totals, host
+from tracegrad.batch.step import Batch, Counts, Floats, Ints, Sharing, Skipped, Step, TooLong, Totals
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
 
@@ -78,6 +78,7 @@ def pack(
     >>> step.totals, step.origin.tolist(), step.batches[0].read.tolist()
     (Totals(terms=3, traces=2, groups=1), [1, 2, 4], [0, 1, 3])
     """
+    _check_kinds(sequences, needs, shape, too_long, share_prefixes, seed)
     _check(needs, token_budget, ranks, rank, step_groups, pad_to_multiple_of, skip_zero_advantage)
     per_token = advantages_by_token(sequences, advantages, per)
     whole = needs is not None and needs.trace_ratio
@@ -103,6 +104,10 @@ def pack(
     layout = _Layout(*_core.pack_lay(*columns, *plan, int(pad_to_multiple_of)))
     found = _Found(groups, placed, layout, _losses(sequences, groups, lost, over), _skipped(groups, idle))
     return [_step(sequences, found, per_token, share_prefixes, index) for index in range(len(rows))]
+
+
+MOST = (1 << 31) - 1
+"""The most tokens a row holds."""
 
 
 class _Placed(NamedTuple):
@@ -173,9 +178,8 @@ def advantages_by_token(
     Raises:
         ArgumentError: for another shape, or a term whose advantage is not finite.
     """
-    if per not in ("trace", "term", None):
-        raise ArgumentError(f"per is {per!r}. It must be 'trace', 'term' or None.")
-    given = np.asarray(host(advantages), np.float32)
+    arrays.one_of(per, "per", ("trace", "term", None))
+    given = arrays.narrowed(arrays.numbers(advantages, "advantages"), np.float32, "advantages")
     lengths = np.diff(sequences.cu_seqlens)
     if per != "term" and given.shape == (sequences.traces,) and np.isfinite(given).all():
         return np.where(sequences.trainable, np.repeat(given[sequences.trace], lengths), np.float32(0))
@@ -311,14 +315,31 @@ def _batch(layout: _Layout, row: int) -> Batch:
     )
 
 
+def _check_kinds(
+    sequences: Sequences, needs: Needs | None, shape: ModelShape | None, too_long: str, share: bool, seed: int | None
+) -> None:
+    arrays.instance(sequences, "sequences", Sequences, "Pass what align() gave.")
+    if needs is not None and not hasattr(needs, "trace_ratio"):
+        raise ArgumentError(f"needs is {arrays.shown(needs)}. Pass objective.needs.")
+    if shape is not None:
+        arrays.instance(shape, "shape", ModelShape, "Pass ModelShape.of(model.config).")
+    arrays.one_of(too_long, "too_long", ("refuse", "drop", "truncate"))
+    arrays.flag(share, "share_prefixes")
+    if seed is not None:
+        arrays.integer(seed, "seed", least=0)
+
+
 def _check(
     needs: Needs | None, token_budget: int, ranks: int, rank: int, step_groups: int | None, multiple: int, skip: bool
 ) -> None:
-    _check_counts(token_budget=token_budget, ranks=ranks, pad_to_multiple_of=multiple)
+    counts = {"token_budget": token_budget, "ranks": ranks, "pad_to_multiple_of": multiple}
+    for name, value in counts.items():
+        arrays.integer(value, name, least=1, most=MOST)
     if step_groups is not None:
-        _check_counts(step_groups=step_groups)
-    if not 0 <= rank < ranks:
+        arrays.integer(step_groups, "step_groups", least=1)
+    if arrays.integer(rank, "rank", least=0) >= ranks:
         raise ArgumentError(f"rank is {rank} of {ranks}. Ranks count from 0.")
+    arrays.flag(skip, "skip_zero_advantage")
     if skip and (needs is None or needs.zero_advantage):
         why = "it is not known what the objective looks at" if needs is None else needs.zero_advantage
         cure = "Pass needs=objective.needs" if needs is None else "Pass skip_zero_advantage=False"
@@ -327,11 +348,5 @@ def _check(
         )
 
 
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if int(value) != value or value < 1:
-            raise ArgumentError(f"{name} is {value}. It must be an integer of at least 1.")
-
-
 def _contiguous(values: ArrayLike, dtype: Any) -> Any:
-    return np.ascontiguousarray(values, dtype)
+    return np.require(values, dtype, ["C", "A"])

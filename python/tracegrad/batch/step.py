@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.batch.moving import moved, sent
 from tracegrad.errors import ArgumentError
 
@@ -259,10 +260,10 @@ class Step:
 
     def _ordered(self, name: str, given: Any) -> NDArray[np.floating]:
         if not isinstance(given, (list, tuple)) or (given and np.ndim(given[0]) == 0):
-            given = host(given)
+            given = _floats(given, name)
             self._check(name, [len(given)], [len(self)])
-            return _floats(given)
-        parts = [_floats(host(part)) for part in given]
+            return given
+        parts = [_floats(part, f"{name}[{at}]") for at, part in enumerate(given)]
         self._check(name, [len(part) for part in parts], [len(batch.term) for batch in self.batches])
         out = np.full(len(self), np.nan, np.result_type(np.float32, *parts))  # terms in no batch stay unknown
         for batch, part in zip(self.batches, parts, strict=True):
@@ -284,5 +285,6 @@ def host(values: Any) -> Any:
     return np.asarray(values)
 
 
-def _floats(values: Any) -> NDArray[np.floating]:
-    return values if values.dtype in (np.float32, np.float64) else values.astype(np.float32)
+def _floats(values: Any, name: str) -> NDArray[np.floating]:
+    array = arrays.flat(arrays.numbers(values, name), name)
+    return arrays.narrowed(array, np.float64 if array.dtype == np.float64 else np.float32, name)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import _core
+from tracegrad import _core, arrays
 from tracegrad.algebra import LOG_RATIO_LIMIT, AnyGate, Budget, Gate, Missing, Reduce, Weight
 from tracegrad.algebra.gate import GATES
 from tracegrad.algebra.refuse import kind_of
@@ -116,12 +116,17 @@ def correct(
     >>> c.weight.tolist(), c.keep.tolist(), c.metrics["missing"]
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
-    for each in weights:
+    for each in arrays.instances(weights, "weights", object):
         kind_of("a weight", each, (Weight,))
-    for each in gates:
+    for each in arrays.instances(gates, "gates", object):
         kind_of("a gate", each, GATES)
-    reduce = reduce or Reduce()
-    wanted = list(dict.fromkeys([reduce, *reductions]))
+    reduce = Reduce() if reduce is None else arrays.instance(reduce, "reduce", Reduce, "Pass an objective's reduce.")
+    wanted = list(dict.fromkeys([reduce, *arrays.instances(reductions, "reductions", Reduce)]))
+    arrays.one_of(missing, "missing", get_args(Missing))
+    if all_reduce is not None and not callable(all_reduce):
+        raise ArgumentError(
+            f"all_reduce is {arrays.shown(all_reduce)}. Pass a function of an array and 'sum' or 'max'."
+        )
     if missing == "neutral" and old is None and rollout is not None:
         raise ArgumentError(
             "missing='neutral' without old means theta/rollout in the surrogate, and a ratio of 1 where none is known. "
@@ -140,7 +145,7 @@ def correct(
         "group_traces": layout.ids(group_traces, "group_traces"),
         "positions": math.prod(layout.shape),
         "width": layout.width,
-        "totals": None if totals is None else (totals.terms, totals.traces, totals.groups),
+        "totals": None if totals is None else _counts(totals),
     }
     weight, keep, scales, stats = _core.correct_terms(
         columns,
@@ -155,6 +160,11 @@ def correct(
     return Corrected(
         layout.back(weight), layout.back(keep), by_reduction[reduce], _metrics(stats, ratios), by_reduction
     )
+
+
+def _counts(totals: Totals) -> tuple[int, ...]:
+    names = ("terms", "traces", "groups")
+    return tuple(arrays.integer(getattr(totals, name, None), f"totals.{name}", least=0) for name in names)
 
 
 def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:

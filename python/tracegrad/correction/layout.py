@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import arrays
+from tracegrad.arrays import is_tensor
 from tracegrad.errors import ArgumentError
 
 
@@ -39,12 +41,14 @@ class Layout:
         """
         if like is None:
             raise ArgumentError("old and rollout are both None. Pass the logprobs that are known.")
-        array = to_numpy(like)
-        flags = None if mask is None else to_numpy(mask)
+        array = arrays.numbers(like, "the logprobs")
+        flags = None if mask is None else arrays.as_flags(arrays.numbers(mask, "mask"), "mask")
         if flags is not None and flags.shape != array.shape:
             raise ArgumentError(
                 f"mask is {flags.shape} but the logprobs are {array.shape}. Pass one flag per position."
             )
+        if array.ndim == 0:
+            raise ArgumentError("the logprobs are one number, no array. Pass one entry per term.")
         if array.ndim > 1 and flags is None:
             raise ArgumentError(
                 f"logprobs of shape {array.shape} need mask=. Which positions are terms is not in them."
@@ -53,7 +57,7 @@ class Layout:
             raise ArgumentError(
                 "flat logprobs need trace=, one id per term. Which terms belong together is not in them."
             )
-        flat = None if flags is None else np.ascontiguousarray(flags, bool).reshape(-1)
+        flat = None if flags is None else flags.reshape(-1)
         return cls(array.shape, flat, np.float64 if array.dtype == np.float64 else np.float32, like)
 
     @property
@@ -65,21 +69,21 @@ class Layout:
         """One number per position, flat."""
         if values is None:
             return None
-        array = to_numpy(values)
+        array = arrays.numbers(values, name)
         if self._by_row(array):
             array = np.broadcast_to(array[..., None], self.shape)
         self._check(array, name)
-        return np.ascontiguousarray(array, self.dtype).reshape(-1)
+        return arrays.narrowed(array, self.dtype, name).reshape(-1)
 
     def ids(self, values: Any, name: str) -> NDArray[np.integer] | None:
         """One integer per position or per row, flat; int32 and int64 as they are."""
         if values is None:
             return None
-        array = to_numpy(values)
+        array = arrays.numbers(values, name)
         if not self._by_row(array):
             self._check(array, name)
         kind = array.dtype if array.dtype in (np.int32, np.int64) else np.int64
-        return np.ascontiguousarray(array, kind).reshape(-1)
+        return arrays.whole(array, kind, name).reshape(-1)
 
     def back(self, values: NDArray[Any] | float) -> Any:
         """Flat results in the shape, kind and device of what was given; a number as a view of itself everywhere."""
@@ -104,16 +108,3 @@ class Layout:
     def _check(self, array: NDArray[Any], name: str) -> None:
         if array.shape != self.shape:
             raise ArgumentError(f"{name} is {array.shape} but the logprobs are {self.shape}. Pass one entry per term.")
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether it is torch's; torch is not imported for the question."""
-    return type(value).__module__.partition(".")[0] == "torch"
-
-
-def to_numpy(value: Any) -> NDArray[Any]:
-    """Any array as numpy; tensors come to the CPU, and types that numpy lacks to float32."""
-    if not is_tensor(value):
-        return np.asarray(value)
-    value = value.detach().cpu()
-    return (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
+
 
 def proximal_alpha(version: ArrayLike, proximal: int, current: int) -> NDArray[np.float32]:
     """(proximal - version) / (current - version): 0 at the recorded policy, 1 at the trained one.
@@ -27,7 +29,10 @@ def proximal_alpha(version: ArrayLike, proximal: int, current: int) -> NDArray[n
     >>> proximal_alpha([0, 2, 4], 3, 4).tolist()
     [0.75, 0.5, 1.0]
     """
-    recorded = np.asarray(version, np.int64)
+    recorded = arrays.integers(version, "version")
+    proximal, current = (
+        arrays.integer(value, name, least=-1) for name, value in (("proximal", proximal), ("current", current))
+    )
     apart = current - recorded
     alpha = (proximal - recorded) / np.maximum(apart, 1)
     return np.where(apart > 0, alpha.clip(0.0, 1.0), 1.0).astype(np.float32)

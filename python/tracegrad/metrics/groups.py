@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.errors import ArgumentError
 
 Floats = NDArray[np.float64]
@@ -108,7 +109,7 @@ class Rows:
         >>> Rows.of([0, 0, 2], rows=4).lengths.tolist()
         [2.0, 0.0, 1.0, 0.0]
         """
-        ids = np.asarray(trace, np.intp)
+        ids = arrays.integers(trace, "trace", np.intp)
         count = int(ids.max(initial=-1)) + 1 if rows is None else rows
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             raise ArgumentError(
@@ -126,7 +127,7 @@ class Rows:
         >>> Rows.padded([[True, False], [False, False]]).lengths.tolist()
         [1.0, 0.0]
         """
-        flags = np.asarray(mask, bool)
+        flags = arrays.as_flags(arrays.numbers(mask, "mask"), "mask")
         return cls.of(np.nonzero(flags)[0], flags.shape[0], flags.size)
 
     @property

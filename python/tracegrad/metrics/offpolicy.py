@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics import histogram
 from tracegrad.metrics.breakdown import BREAKDOWNS
@@ -75,8 +76,8 @@ class OffPolicy:
         """
         named = {"old": old, "rollout": rollout, "theta": theta, "ref": ref, "keep": keep, "weight": weight}
         named |= {"advantages": advantages, "gradient": gradient, "turn": turn, "tier": tier, "lag": lag}
-        given = {name: np.asarray(values) for name, values in named.items() if values is not None}
-        ids = np.asarray(trace)
+        given = {name: arrays.numbers(values, name) for name, values in named.items() if values is not None}
+        ids = arrays.integers(trace, "trace")
         _check(given, len(ids))
         cells = {name: cut.place(given[name]) for name, cut in BREAKDOWNS.items() if name in given}
         pieces, given, cells = _pieces(ids, given, cells)

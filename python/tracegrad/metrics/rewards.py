@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.groups import Groups
 from tracegrad.metrics.sums import AllReduce, Moments, Sums, moments, per
@@ -39,7 +40,7 @@ class Rewards:
         Raises:
             ArgumentError: if their lengths differ.
         """
-        reward, ids = np.asarray(rewards, np.float64), np.asarray(group)
+        reward, ids = arrays.real(rewards, "rewards"), arrays.labels(group, "group")
         if reward.ndim != 1 or reward.shape != ids.shape:
             raise ArgumentError(
                 f"rewards are {reward.shape} and groups {ids.shape}. Which traces share a baseline is not known. "

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tracegrad import arrays
 from tracegrad.errors import ArgumentError
 
 Floats = NDArray[np.float64]
@@ -139,7 +140,7 @@ def moments(
     >>> Moments(moments("w", [1.0, 3.0]), "w").mean()
     2.0
     """
-    values = np.asarray(values, np.float64)
+    values = arrays.real(values, "values")
     away = values - about
     totals: dict[str, Any] = {"": values.sum(), ".away": away.sum(), ".squares": (away * away).sum()}
     counts: dict[str, Any] = {".n": values.size}

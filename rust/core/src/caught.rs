@@ -4,9 +4,10 @@
 //! runs a stranger's program, and by the binding crate around all work.
 
 use crate::error::{Error, Kind, Result};
+use crate::stop::Stopped;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, resume_unwind, set_hook, take_hook};
 use std::sync::Once;
 
 thread_local! {
@@ -39,6 +40,9 @@ pub fn caught<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) -> Re
     let result = catch_unwind(AssertUnwindSafe(work));
     INSIDE.set(inside);
     result.unwrap_or_else(|panic| {
+        if panic.is::<Stopped>() {
+            resume_unwind(panic);
+        }
         let text = message(&*panic);
         let said = SAID.take().filter(|said| said.starts_with(&text)).unwrap_or(text);
         Err(Error::new(kind, format!("{what} met a fault in the code that runs it: {said}"))

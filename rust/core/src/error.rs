@@ -25,6 +25,8 @@ pub enum Kind {
     Alignment,
     /// Arguments of a call that contradict one another.
     Argument,
+    /// A fault in this library or in one that it uses; what it was given may be sound.
+    Fault,
 }
 
 /// Where something was found. Unknown parts stay `None` and are left out of the message.

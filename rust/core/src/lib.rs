@@ -14,7 +14,9 @@ mod generations;
 pub mod pack;
 pub mod ratio;
 pub mod read;
+pub mod stop;
 pub mod template;
+mod threads;
 pub mod tokenizer;
 pub mod trace;
 

@@ -1,5 +1,6 @@
 //! `tracegrad_core::align` for Python: traces and a tokenizer in, flat arrays out.
 
+use crate::border::{attached, detached};
 use crate::errors::to_python;
 use crate::tokenizer::PyTokenizer;
 use crate::traces::PyTraces;
@@ -38,8 +39,8 @@ fn align_traces<'py>(
     let merge = if merge == "sum" { Merge::Sum } else { Merge::Mask };
     let options = Options { lenient, text_only, mode, merge, strict, assume_canonical, logprob_kind, skip_errors };
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
-    let aligned = py.detach(|| align::align(&traces, &tokenizer, options)).map_err(|error| to_python(py, &error))?;
-    to_dict(py, aligned)
+    let aligned = detached(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, options))?;
+    attached(py, Kind::Fault, "aligning", || to_dict(py, aligned))
 }
 
 fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
@@ -86,7 +87,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
 #[pyfunction]
 fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer) -> PyResult<Bound<'py, PyDict>> {
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
-    let found = py.detach(|| align::recover(&traces, &tokenizer));
+    let found = detached(py, Kind::Fault, "recovering ids", || Ok(align::recover(&traces, &tokenizer)))?;
     let arrays = PyDict::new(py);
     arrays.set_item("ids", found.ids.into_pyarray(py))?;
     arrays.set_item("tier", found.tier.into_pyarray(py))?;

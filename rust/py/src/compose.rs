@@ -4,7 +4,7 @@
 //! same readers that take files.
 
 use crate::errors::to_python;
-use numpy::{PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use pyo3::{intern, types::PyFloat};
@@ -14,20 +14,27 @@ use tracegrad_core::{Error, Kind};
 pub fn compose(row: &Bound<'_, PyList>) -> PyResult<Vec<u8>> {
     let mut json = Vec::new();
     for piece in row.iter() {
+        row.py().check_signals()?;
         if let Ok(text) = piece.cast::<PyString>() {
             json.extend_from_slice(text.to_str()?.as_bytes());
         } else if let Ok(pair) = piece.cast::<PyTuple>() {
             chosen(&pair.get_item(0)?, &pair.get_item(1)?, &mut json)?;
         } else {
-            numbers(&piece, &mut json)?;
+            numbers(&piece, 0, &mut json)?;
         }
     }
     Ok(json)
 }
 
-fn numbers(piece: &Bound<'_, PyAny>, json: &mut Vec<u8>) -> PyResult<()> {
+fn numbers(piece: &Bound<'_, PyAny>, depth: usize, json: &mut Vec<u8>) -> PyResult<()> {
+    if depth > DEPTH {
+        let error = Error::new(Kind::Argument, format!("a list of numbers is nested deeper than {DEPTH} levels"))
+            .why("Numbers of tokens are lists, or lists of lists; this one may hold itself")
+            .cure("Give one list with an entry per token");
+        return Err(to_python(piece.py(), &error));
+    }
     if let Ok(list) = piece.cast::<PyList>() {
-        return items(list, json);
+        return items(list, depth, json);
     }
     if let Ok(array) = piece.cast::<PyUntypedArray>() {
         return array_items(array, json);
@@ -36,7 +43,11 @@ fn numbers(piece: &Bound<'_, PyAny>, json: &mut Vec<u8>) -> PyResult<()> {
         json.extend_from_slice(b"null");
         return Ok(());
     }
-    items(&piece.call_method0(intern!(piece.py(), "__iter__")).and_then(|iterator| to_list(&iterator))?, json)
+    if piece.cast::<PyString>().is_ok() {
+        return Err(no_number(piece));
+    }
+    let iterator = piece.call_method0(intern!(piece.py(), "__iter__")).map_err(|_| no_number(piece))?;
+    items(&to_list(&iterator)?, depth, json)
 }
 
 /// A sequence that is no list (vLLM's `ConstantList`, a tuple, an `array.array`) as one.
@@ -48,35 +59,51 @@ fn to_list<'py>(iterator: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     Ok(list)
 }
 
-fn items(list: &Bound<'_, PyList>, json: &mut Vec<u8>) -> PyResult<()> {
+fn items(list: &Bound<'_, PyList>, depth: usize, json: &mut Vec<u8>) -> PyResult<()> {
     json.push(b'[');
     for (index, item) in list.iter().enumerate() {
         comma(index, json);
         if let Ok(float) = item.cast_exact::<PyFloat>() {
             real(float.value(), json);
         } else if let Ok(integer) = item.cast_exact::<PyInt>() {
-            write(json, integer.extract::<i64>()?);
+            write(json, integer.extract::<i64>().map_err(|_| no_number(&item))?);
         } else if item.is_none() {
             json.extend_from_slice(b"null");
         } else if item.cast::<PyList>().is_ok()
             || item.cast::<PyUntypedArray>().is_ok()
             || item.cast::<PyTuple>().is_ok()
         {
-            numbers(&item, json)?;
+            numbers(&item, depth + 1, json)?;
         } else {
-            real(item.extract::<f64>()?, json);
+            real(item.extract::<f64>().map_err(|_| no_number(&item))?, json);
         }
     }
     json.push(b']');
     Ok(())
 }
 
+/// The error for what stands where a number must.
+fn no_number(item: &Bound<'_, PyAny>) -> PyErr {
+    let name = item.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    let error = Error::new(Kind::Argument, format!("a {name} that is no number of 64 bits"))
+        .why("A list of numbers of a record is made of it")
+        .cure("Give integers below 2^63, floats, or None where a number is not known");
+    to_python(item.py(), &error)
+}
+
+/// Depth of lists of numbers.
+const DEPTH: usize = 16;
+
 fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResult<()> {
     macro_rules! of {
         ($($kind:ty => $put:expr),*) => {
             $(if let Ok(array) = array.extract::<PyReadonlyArray1<'_, $kind>>() {
                 json.push(b'[');
-                for (index, value) in array.as_array().iter().enumerate() {
+                let Ok(values) = array.as_slice() else {
+                    // A copy stands in order.
+                    return array_items(array.as_any().call_method0(intern!(array.py(), "copy"))?.cast()?, json);
+                };
+                for (index, value) in values.iter().enumerate() {
                     comma(index, json);
                     $put(*value, json);
                 }
@@ -95,9 +122,12 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
         i8 => |value, json: &mut Vec<u8>| write(json, value),
         i16 => |value, json: &mut Vec<u8>| write(json, value),
         u16 => |value, json: &mut Vec<u8>| write(json, value),
-        u64 => |value, json: &mut Vec<u8>| write(json, value),
-        bool => |value, json: &mut Vec<u8>| write(json, u8::from(value))
+        u64 => |value, json: &mut Vec<u8>| write(json, value)
     );
+    if array.cast::<PyArray1<bool>>().is_ok() {
+        // Bytes other than 0 and 1 become the numbers that they are, and the reader says what it thinks of them.
+        return array_items(array.call_method1(intern!(array.py(), "view"), ("u1",))?.cast()?, json);
+    }
     let error = Error::new(Kind::Argument, format!("an array of {} with {} dimensions", array.dtype(), array.ndim()))
         .why("A list of numbers of a record is made of it")
         .cure("Give one dimension of integers or of float32 or float64");

@@ -22,7 +22,8 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         Kind::Template => TemplateError::new_err(text),
         Kind::Tokenizer => TokenizerError::new_err(text),
         Kind::Alignment => AlignmentError::new_err(text),
-        _ => ArgumentError::new_err(text),
+        Kind::Argument => ArgumentError::new_err(text),
+        _ => TracegradError::new_err(text),
     };
     let value = raised.value(py);
     let place = &error.location;

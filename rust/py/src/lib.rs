@@ -7,8 +7,10 @@
 use pyo3::prelude::*;
 
 mod align;
+mod border;
 mod compose;
 mod errors;
+mod flags;
 mod json;
 mod pack;
 mod ratio;

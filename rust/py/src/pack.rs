@@ -1,6 +1,7 @@
 //! `tracegrad_core::pack` for numpy arrays.
 
-use crate::errors::to_python;
+use crate::border::detached;
+use crate::flags::Flags;
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use tracegrad_core::pack::{self, Branches, Cost, Demand, Plan, Tokens, TooLong, Whole};
@@ -33,7 +34,7 @@ fn pack_measure<'py>(
     cu_seqlens: PyReadonlyArray1<'py, i64>,
     trace: PyReadonlyArray1<'py, i32>,
     ids: PyReadonlyArray1<'py, i32>,
-    trainable: PyReadonlyArray1<'py, bool>,
+    trainable: Flags<'py>,
     names: Vec<String>,
     token_budget: usize,
     whole_traces: bool,
@@ -52,9 +53,8 @@ fn pack_measure<'py>(
         (true, false) => Whole::Trace,
         (true, true) => Whole::Tree,
     };
-    let out = py
-        .detach(|| pack::measure(branches, token_budget, whole, too_long_named(too_long)?))
-        .map_err(|error| to_python(py, &error))?;
+    let measure = || pack::measure(branches, token_budget, whole, too_long_named(too_long)?);
+    let out = detached(py, Kind::Fault, "packing", measure)?;
     Ok((
         out.length.into_pyarray(py),
         out.terms.into_pyarray(py),
@@ -95,7 +95,7 @@ fn pack_place<'py>(
         cost: Cost { token: cost.0, pair: cost.1, term: cost.2 },
         least_gain,
     };
-    let out = py.detach(|| pack::place(demand)).map_err(|error| to_python(py, &error))?;
+    let out = detached(py, Kind::Fault, "packing", || pack::place(demand))?;
     Ok(vec![
         out.rank.into_pyarray(py).into_any(),
         out.row.into_pyarray(py).into_any(),
@@ -117,7 +117,7 @@ fn pack_place<'py>(
 fn pack_lay<'py>(
     py: Python<'py>,
     ids: PyReadonlyArray1<'py, i32>,
-    trainable: PyReadonlyArray1<'py, bool>,
+    trainable: Flags<'py>,
     inv_temperature: PyReadonlyArray1<'py, f32>,
     cu_seqlens: PyReadonlyArray1<'py, i64>,
     length: PyReadonlyArray1<'py, i32>,
@@ -125,7 +125,7 @@ fn pack_lay<'py>(
     row: PyReadonlyArray1<'py, i32>,
     order: PyReadonlyArray1<'py, i32>,
     rows: PyReadonlyArray1<'py, i32>,
-    shared: PyReadonlyArray1<'py, bool>,
+    shared: Flags<'py>,
     multiple: usize,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let tokens = Tokens {
@@ -142,7 +142,7 @@ fn pack_lay<'py>(
         rows: rows.as_slice()?,
         shared: shared.as_slice()?,
     };
-    let out = py.detach(|| pack::lay(tokens, plan, multiple)).map_err(|error| to_python(py, &error))?;
+    let out = detached(py, Kind::Fault, "packing", || pack::lay(tokens, plan, multiple))?;
     Ok(vec![
         out.ids.into_pyarray(py).into_any(),
         out.positions.into_pyarray(py).into_any(),

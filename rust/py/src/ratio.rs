@@ -11,7 +11,9 @@ use tracegrad_core::ratio::{
 };
 use tracegrad_core::{Error, Kind};
 
+use crate::border::{attached, detached};
 use crate::errors::to_python;
+use crate::flags::Flags;
 
 /// (num, den)
 type PlainRatio = (String, String);
@@ -60,7 +62,7 @@ struct Columns<'py> {
     #[pyo3(item("ref"))]
     reference: Option<Bound<'py, PyAny>>,
     advantages: Option<Bound<'py, PyAny>>,
-    mask: Option<PyReadonlyArray1<'py, bool>>,
+    mask: Option<Flags<'py>>,
     trace: Whole<'py>,
     turn: Option<Whole<'py>>,
     group: Option<Whole<'py>>,
@@ -137,11 +139,9 @@ fn correct_terms<'py>(
     let plan = plan().map_err(|error| to_python(py, &error))?;
     let ranks = Ranks { all_reduce, raised: Mutex::new(None) };
     let floats = columns.rollout.as_ref().or(columns.old.as_ref());
-    if floats.is_some_and(|array| array.extract::<PyReadonlyArray1<'_, f64>>().is_ok()) {
-        run::<f64>(py, &columns, &plan, &ranks)
-    } else {
-        run::<f32>(py, &columns, &plan, &ranks)
-    }
+    let is_wide = floats.is_some_and(|array| array.extract::<PyReadonlyArray1<'_, f64>>().is_ok());
+    let run = if is_wide { run::<f64> } else { run::<f32> };
+    attached(py, Kind::Fault, "correcting", || run(py, &columns, &plan, &ranks))
 }
 
 fn run<'py, F: Real + Element>(
@@ -158,7 +158,7 @@ fn run<'py, F: Real + Element>(
         old: slice(old.as_ref())?,
         rollout: slice(rollout.as_ref())?,
         reference: slice(reference.as_ref())?,
-        mask: slice(columns.mask.as_ref())?,
+        mask: columns.mask.as_ref().map(Flags::as_slice).transpose()?,
         trace: columns.trace.ids(columns)?,
         turn: ids(columns.turn.as_ref(), columns)?,
         group: ids(columns.group.as_ref(), columns)?,
@@ -173,9 +173,9 @@ fn run<'py, F: Real + Element>(
     let found = {
         let (mut weight, mut keep) = (weight.try_readwrite()?, keep.try_readwrite()?);
         let (weight, keep) = (weight.as_slice_mut()?, keep.as_slice_mut()?);
-        py.detach(|| ratio::correct_into(&terms, plan, ranks, weight, keep))
+        detached(py, Kind::Fault, "correcting", || ratio::correct_into(&terms, plan, ranks, weight, keep))
     };
-    let (scales, stats) = found.map_err(|error| ranks.raised().unwrap_or_else(|| to_python(py, &error)))?;
+    let (scales, stats) = found.map_err(|error| ranks.raised().unwrap_or(error))?;
     let named = PyDict::new(py);
     for (name, value) in stats.named() {
         named.set_item(name, value)?;

@@ -1,6 +1,6 @@
 //! Binds `tracegrad_core::template`: Python's objects or JSON text in, rendered text and span arrays out.
 
-use crate::errors::to_python;
+use crate::border::{attached, detached};
 use crate::json;
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
@@ -8,8 +8,8 @@ use pyo3::types::{PyString, PyTuple};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tracegrad_core::Result;
 use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
+use tracegrad_core::{Kind, Result};
 
 /// A chat template compiled from its source.
 #[pyclass(frozen, module = "tracegrad._core", name = "Template")]
@@ -22,8 +22,9 @@ pub struct PyTemplate {
 impl PyTemplate {
     #[new]
     fn new(py: Python<'_>, source: &str, special_tokens: Vec<(String, String)>) -> PyResult<Self> {
-        let compiled = py.detach(|| Template::compile(source, &special_tokens));
-        compiled.map(|inner| Self { inner, tools: KnownTools::default() }).map_err(|error| to_python(py, &error))
+        let compile = || Template::compile(source, &special_tokens);
+        let inner = detached(py, Kind::Template, "the chat template", compile)?;
+        Ok(Self { inner, tools: KnownTools::default() })
     }
 
     #[getter]
@@ -39,12 +40,12 @@ impl PyTemplate {
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
-        let rendered = py.detach(|| {
+        let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
+        let rendered = detached(py, Kind::Template, "the chat template", || {
             let call = call.parsed(&self.tools)?;
             self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
-        });
-        to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
+        })?;
+        to_tuple(py, rendered)
     }
 
     fn render_text(
@@ -55,12 +56,11 @@ impl PyTemplate {
         add_generation_prompt: bool,
         kwargs: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
-        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
-        let rendered = py.detach(|| {
+        let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
+        detached(py, Kind::Template, "the chat template", || {
             let call = call.parsed(&self.tools)?;
             self.inner.render_text(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
-        });
-        rendered.map_err(|error| to_python(py, &error))
+        })
     }
 }
 
@@ -73,13 +73,16 @@ pub struct Arguments<'a> {
 
 impl<'a> Arguments<'a> {
     pub fn of(
+        py: Python<'_>,
         messages: &'a Bound<'_, PyAny>,
         tools: Option<&'a Bound<'_, PyAny>>,
         kwargs: &'a Bound<'_, PyAny>,
         known: &KnownTools,
     ) -> PyResult<Self> {
-        let tools = tools.map(|tools| known.given(tools)).transpose()?;
-        Ok(Self { messages: Given::of("messages", messages)?, tools, kwargs: Given::of(VARIABLES, kwargs)? })
+        attached(py, Kind::Template, "the arguments of the chat template", || {
+            let tools = tools.map(|tools| known.given(tools)).transpose()?;
+            Ok(Self { messages: Given::of("messages", messages)?, tools, kwargs: Given::of(VARIABLES, kwargs)? })
+        })
     }
 
     /// All of it as JSON, tools from `known` where they were parsed before.

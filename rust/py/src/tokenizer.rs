@@ -1,6 +1,6 @@
 //! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
 
-use crate::errors::to_python;
+use crate::border::detached;
 use crate::template::{Arguments, KnownTools, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -25,20 +25,18 @@ type Ids<'py> = Bound<'py, PyArray1<i32>>;
 impl PyTokenizer {
     #[staticmethod]
     fn from_dir(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let loaded = py.detach(|| Tokenizer::from_dir(&path));
-        loaded
-            .map(|inner| Self { inner: Arc::new(inner), tools: KnownTools::default() })
-            .map_err(|error| to_python(py, &error))
+        let inner = detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_dir(&path))?;
+        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
     }
 
     fn encode<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Ids<'py>> {
-        let ids = py.detach(|| self.inner.encode(text).map(signed));
-        Ok(ids.map_err(|error| to_python(py, &error))?.into_pyarray(py))
+        let ids = detached(py, Kind::Tokenizer, "encoding", || self.inner.encode(text).map(signed))?;
+        Ok(ids.into_pyarray(py))
     }
 
     fn encode_with_ends<'py>(&self, py: Python<'py>, text: &str) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
-        let encoded = py.detach(|| self.inner.encode_with_ends(text));
-        let (ids, ends) = encoded.map_err(|error| to_python(py, &error))?;
+        let encode = || self.inner.encode_with_ends(text);
+        let (ids, ends) = detached(py, Kind::Tokenizer, "encoding", encode)?;
         let ends: Vec<i64> = ends.into_iter().map(i64::from).collect();
         Ok((signed(ids).into_pyarray(py), ends.into_pyarray(py)))
     }
@@ -48,21 +46,20 @@ impl PyTokenizer {
         py: Python<'py>,
         texts: Vec<PyBackedStr>,
     ) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
-        let encoded = py.detach(|| {
+        let (ids, offsets) = detached(py, Kind::Tokenizer, "encoding", || {
             let texts: Vec<&str> = texts.iter().map(|text| &**text).collect();
             self.inner.encode_batch(&texts).map(flattened)
-        });
-        let (ids, offsets) = encoded.map_err(|error| to_python(py, &error))?;
+        })?;
         Ok((ids.into_pyarray(py), offsets.into_pyarray(py)))
     }
 
     fn decode_bytes<'py>(&self, py: Python<'py>, ids: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyBytes>> {
-        let ids = ids.as_array();
-        let bytes = py.detach(|| {
+        let ids = ids.as_slice()?;
+        let bytes = detached(py, Kind::Tokenizer, "decoding", || {
             let ids: Vec<u32> = ids.iter().enumerate().map(|(at, id)| unsigned(at, *id)).collect::<Result<_>>()?;
             self.inner.decode_bytes(&ids)
-        });
-        Ok(PyBytes::new(py, &bytes.map_err(|error| to_python(py, &error))?))
+        })?;
+        Ok(PyBytes::new(py, &bytes))
     }
 
     fn token_bytes<'py>(&self, py: Python<'py>, id: u32) -> Option<Bound<'py, PyBytes>> {
@@ -93,12 +90,12 @@ impl PyTokenizer {
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
-        let rendered = py.detach(|| {
+        let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
+        let rendered = detached(py, Kind::Template, "the chat template", || {
             let call = call.parsed(&self.tools)?;
             self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
-        });
-        to_tuple(py, rendered.map_err(|error| to_python(py, &error))?)
+        })?;
+        to_tuple(py, rendered)
     }
 
     fn render_ids<'py>(
@@ -109,15 +106,15 @@ impl PyTokenizer {
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Ids<'py>> {
-        let call = Arguments::of(messages, tools, kwargs, &self.tools)?;
-        let ids = py.detach(|| {
+        let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
+        let ids = detached(py, Kind::Template, "the chat template", || {
             let call = call.parsed(&self.tools)?;
             let tools = call.tools.as_ref();
             let template = self.inner.template_for(tools.map(Arc::as_ref))?;
             let text = template.render_text(&call.messages(), tools, add_generation_prompt, &call.kwargs)?;
             self.inner.encode(&text).map(signed)
-        });
-        Ok(ids.map_err(|error| to_python(py, &error))?.into_pyarray(py))
+        })?;
+        Ok(ids.into_pyarray(py))
     }
 
     #[getter]

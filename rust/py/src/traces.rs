@@ -1,5 +1,6 @@
 //! Binds `tracegrad_core::read`: traces as handles, their parts as Python objects when asked for.
 
+use crate::border::{attached, detached};
 use crate::compose::compose;
 use crate::errors::to_python;
 use numpy::{IntoPyArray, PyArray1};
@@ -13,7 +14,7 @@ use tracegrad_core::drift::NAMES;
 use tracegrad_core::format::forms;
 use tracegrad_core::read::{OnError, Options, Reader, Report, Writer, decode_all};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
-use tracegrad_core::{Error, Kind};
+use tracegrad_core::{Error, Kind, stop};
 
 /// Traces in memory, shared and never changed.
 #[pyclass(frozen, module = "tracegrad._core", name = "Traces")]
@@ -59,8 +60,8 @@ impl PyTraces {
         format: &str,
     ) -> PyResult<(Self, Bound<'py, PyDict>)> {
         let format = form_name(py, format)?;
-        let decoded = py.detach(|| decode_all(records.into_iter().map(Into::into).collect(), name, first, format));
-        let (traces, report) = decoded.map_err(|error| to_python(py, &error))?;
+        let decode = || decode_all(records.into_iter().map(Into::into).collect(), name, first, format);
+        let (traces, report) = detached(py, Kind::Fault, "reading records", decode)?;
         Ok((Self::new(traces), report_dict(py, &report)?))
     }
 
@@ -73,7 +74,8 @@ impl PyTraces {
         first: u64,
         format: &str,
     ) -> PyResult<(Self, Bound<'py, PyDict>)> {
-        let records = rows.iter().map(compose).collect::<PyResult<_>>()?;
+        let composed = || rows.iter().map(compose).collect::<PyResult<_>>();
+        let records = attached(py, Kind::Fault, "reading records", composed)?;
         Self::decode(py, records, name, first, format)
     }
 
@@ -354,17 +356,17 @@ impl PyTraceReader {
             _ => OnError::Skip,
         };
         let options = Options { on_error, limit, max_record_bytes, chunk_bytes, format };
-        let reader = py.detach(|| Reader::open(&path, options)).map_err(|error| to_python(py, &error))?;
+        let reader = detached(py, Kind::Fault, "opening a file", || Reader::open(&path, options))?;
         Ok(Self { inner: Mutex::new(reader) })
     }
 
     fn batch(&self, py: Python<'_>, count: usize) -> PyResult<PyTraces> {
-        let traces = py.detach(|| locked(&self.inner).batch(count)).map_err(|error| to_python(py, &error))?;
+        let traces = detached(py, Kind::Fault, "reading a file", || locked(&self.inner).batch(count))?;
         Ok(PyTraces::new(traces))
     }
 
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let report = py.detach(|| locked(&self.inner).report().clone());
+        let report = detached(py, Kind::Fault, "reading a file", || Ok(locked(&self.inner).report().clone()))?;
         report_dict(py, &report)
     }
 }
@@ -379,22 +381,24 @@ pub struct PyTraceWriter {
 impl PyTraceWriter {
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let writer = py.detach(|| Writer::create(&path)).map_err(|error| to_python(py, &error))?;
+        let writer = detached(py, Kind::Fault, "writing a file", || Writer::create(&path))?;
         Ok(Self { inner: Mutex::new(Some(writer)) })
     }
 
     fn write(&self, py: Python<'_>, traces: &PyTraces) -> PyResult<()> {
-        let written = py.detach(|| {
+        detached(py, Kind::Fault, "writing a file", || {
             let mut writer = locked(&self.inner);
             let writer = writer.as_mut().ok_or_else(closed)?;
-            traces.inner.iter().try_for_each(|trace| writer.write(trace))
-        });
-        written.map_err(|error| to_python(py, &error))
+            traces.inner.iter().try_for_each(|trace| {
+                stop::check();
+                writer.write(trace)
+            })
+        })
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
-        let finished = py.detach(|| locked(&self.inner).take().ok_or_else(closed).and_then(Writer::finish));
-        finished.map_err(|error| to_python(py, &error))
+        let finish = || locked(&self.inner).take().ok_or_else(closed).and_then(Writer::finish);
+        detached(py, Kind::Fault, "writing a file", finish)
     }
 
     fn abandon(&self) {

@@ -3,21 +3,22 @@
 use super::Aligned;
 use super::branch::{Branch, Stretch};
 use super::resolve::tier;
+use crate::threads;
 
 /// Writes the per-token columns of `branches`, end to end.
 pub fn write(aligned: &mut Aligned, branches: &[Branch<'_>]) {
     let lay = Lay { branches, total: branches.iter().map(Branch::len).sum() };
     let Aligned { ids, source, trainable, rollout_logprobs, turn, version, tier, inv_temperature, .. } = aligned;
-    rayon::scope(|scope| {
-        scope.spawn(|_| *ids = lay.whole(|branch, column| column.extend(branch.ids.iter().map(|&id| id as i32))));
-        scope.spawn(|_| *rollout_logprobs = lay.by_stretch(f32::NAN, put_logprobs));
-        scope.spawn(|_| *turn = lay.alike(-1, |stretch| stretch.sampling.turn));
-        scope.spawn(|_| *version = lay.alike(-1, |stretch| stretch.sampling.version));
-        scope.spawn(|_| *inv_temperature = lay.alike(1.0, |stretch| stretch.sampling.inv_temperature));
-        scope.spawn(|_| *source = lay.whole(|branch, column| column.extend_from_slice(&branch.source)));
-        scope.spawn(|_| *trainable = lay.alike(false, |stretch| stretch.trained));
-        scope.spawn(|_| *tier = lay.alike(tier::NONE, |stretch| stretch.tier));
-    });
+    threads::all(vec![
+        Box::new(|| *ids = lay.whole(|branch, column| column.extend(branch.ids.iter().map(|&id| id as i32)))),
+        Box::new(|| *rollout_logprobs = lay.by_stretch(f32::NAN, put_logprobs)),
+        Box::new(|| *turn = lay.alike(-1, |stretch| stretch.sampling.turn)),
+        Box::new(|| *version = lay.alike(-1, |stretch| stretch.sampling.version)),
+        Box::new(|| *inv_temperature = lay.alike(1.0, |stretch| stretch.sampling.inv_temperature)),
+        Box::new(|| *source = lay.whole(|branch, column| column.extend_from_slice(&branch.source))),
+        Box::new(|| *trainable = lay.alike(false, |stretch| stretch.trained)),
+        Box::new(|| *tier = lay.alike(tier::NONE, |stretch| stretch.tier)),
+    ]);
 }
 
 struct Lay<'b, 'a> {

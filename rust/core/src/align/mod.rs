@@ -33,11 +33,12 @@ pub use crate::drift::{Finding, NAMES, Reason};
 pub use extras::{Column, NO_VALUE};
 pub use recover::{Recovered, recover};
 
-use crate::error::{Error, Result};
+use crate::caught;
+use crate::error::{Error, Kind, Result};
+use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::{LogprobKind, Trace};
 use branch::Branch;
-use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
 use weave::{Memory, Woven};
@@ -121,10 +122,14 @@ pub struct Aligned {
 /// The first trace that cannot be aligned, unless `options.skip_errors`.
 pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer)?;
-    let woven: Vec<Result<Woven<'_>>> = traces
-        .par_iter()
-        .map_init(Memory::default, |memory, trace| weave::weave(trace, tokenizer, &scaffold, options, memory))
-        .collect();
+    let woven = threads::map(traces, Memory::default, |memory, trace| {
+        let weave = || weave::weave(trace, tokenizer, &scaffold, options, memory);
+        caught(Kind::Fault, "aligning", weave).map_err(|error| {
+            // A fault may have left half of something there.
+            *memory = Memory::default();
+            error.at(&trace.location)
+        })
+    });
     let mut aligned = Aligned { cu_seqlens: vec![0], cu_turns: vec![0], ..Aligned::default() };
     aligned.reward_names = reward_names(traces);
     aligned.extras = extras::columns(traces);

@@ -2,9 +2,9 @@
 
 use super::lookup::Lookup;
 use super::{pieces, resolve};
+use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
-use rayon::prelude::*;
 use serde_json::Value;
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -24,8 +24,7 @@ pub struct Recovered {
 
 /// The ids that each generation's record determines; -1 for every other.
 pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
-    let parts: Vec<Recovered> =
-        traces.par_iter().map_init(Lookup::default, |lookup, trace| recover_one(trace, tokenizer, lookup)).collect();
+    let parts = threads::map(traces, Lookup::default, |lookup, trace| recover_one(trace, tokenizer, lookup));
     let mut all = Recovered { cu_tokens: vec![0], ..Recovered::default() };
     for (row, part) in parts.into_iter().enumerate() {
         let base = all.ids.len() as i64;

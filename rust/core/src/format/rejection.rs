@@ -28,6 +28,8 @@ pub enum Reason {
     Incomplete,
     /// The stream broke in the middle of the record.
     Stream,
+    /// A fault of the reader, not of the record.
+    Fault,
 }
 
 impl Reason {
@@ -45,6 +47,7 @@ impl Reason {
             Self::Contradiction => "contradiction",
             Self::Incomplete => "incomplete",
             Self::Stream => "stream",
+            Self::Fault => "fault",
         }
     }
 }

@@ -4,8 +4,8 @@ use super::lexical::{Entry, RunningMin, common, sorted};
 use super::ranks::{Cost, Work, balance};
 use super::rows::{Unit, rows_of};
 use super::{BestFit, check_budget, check_length};
+use crate::threads;
 use crate::{Error, Kind, Result};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Branches to place, and into what.
@@ -80,7 +80,8 @@ pub fn place(demand: Demand<'_>) -> Result<Placed> {
     check(demand)?;
     let (count, steps) = (demand.length.len(), demand.step.iter().copied().max().map_or(0, |last| (last + 1).max(0)));
     let by_step = traces_by_step(demand, steps as usize);
-    let plans: Vec<Plan> = by_step.into_par_iter().map(|traces| plan(demand, &traces)).collect::<Result<_>>()?;
+    let plans = threads::map(by_step, || (), |(), traces| plan(demand, &traces));
+    let plans: Vec<Plan> = plans.into_iter().collect::<Result<_>>()?;
     let mut out = Placed { rank: vec![-1; count], row: vec![-1; count], order: vec![-1; count], ..Placed::default() };
     for plan in plans {
         for (order, spot) in (0..).zip(&plan.spots) {

@@ -25,9 +25,8 @@ mod weigh;
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use crate::error::Result;
+use crate::threads;
 use block::{Context, Levels, Scratch, Sums};
 use segments::{Index, Segments};
 use simd::{Kernel, Vector};
@@ -159,11 +158,11 @@ fn in_shares<F: Real>(
             start = end;
         }
     }
-    let run = |(blocks, (weight, keep))| {
+    let run = |(): &mut (), (blocks, (weight, keep))| {
         let context = Context { plan, levels, exchange: &Alone };
         F::dispatch(Share { terms, context, blocks, weight, keep })
     };
-    let found: Vec<Result<Sums>> = shares.into_par_iter().map(run).collect();
+    let found: Vec<Result<Sums>> = threads::map(shares, || (), run);
     let mut total = Sums::new(plan);
     for sums in found {
         total.merge(&sums?);

@@ -13,11 +13,12 @@ mod split;
 mod tests;
 mod write;
 
+use crate::caught;
 use crate::error::{Error, Kind, Location, Result};
 use crate::format::{Decoded, Reason, Record, Rejection, decode, reject};
+use crate::threads;
 use crate::trace::Trace;
 use quarantine::Quarantine;
-use rayon::prelude::*;
 pub use report::Report;
 use source::Source;
 use split::{Piece, Splitter};
@@ -95,13 +96,9 @@ pub fn decode_all(
     Ok((traces, report))
 }
 
-/// Decodes pieces in their order, on all threads. One thread is the caller's: memory is then given back where it was taken.
+/// Decodes pieces in their order, on all threads.
 fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&str>) -> Vec<Outcome> {
-    let decode = |piece| Outcome::of(piece, file, limit, format);
-    if rayon::current_num_threads() == 1 {
-        return pieces.into_iter().map(decode).collect();
-    }
-    pieces.into_par_iter().map(decode).collect()
+    threads::map(pieces, || (), |(), piece| Outcome::of(piece, file, limit, format))
 }
 
 impl Outcome {
@@ -109,7 +106,9 @@ impl Outcome {
         let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };
         let (line, bytes, continued, problem) = match piece {
             Piece::Record { line, bytes } => {
-                let decoded = decode(&bytes, &place(line), format);
+                let work = || Ok(decode(&bytes, &place(line), format));
+                let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(&place(line)) });
+                let decoded = caught(Kind::Fault, "reading a record", work).unwrap_or_else(fault);
                 return Self { line, bytes, decoded, continued: false };
             }
             Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
@@ -199,8 +198,8 @@ impl Reader {
         self.report.bytes += pieces.iter().map(Piece::len).sum::<usize>() as u64;
         let (file, limit, format) = (Arc::clone(&self.file), self.options.max_record_bytes, self.options.format);
         let decode = || decoded(pieces, &file, limit, format);
-        let outcomes = if self.ready && !self.exhausted && rayon::current_num_threads() > 1 {
-            let (outcomes, next) = rayon::join(decode, || self.cut());
+        let outcomes = if self.ready && !self.exhausted && threads::count() > 1 {
+            let (outcomes, next) = threads::join(decode, || self.cut());
             self.ahead = Some(next);
             outcomes
         } else {
@@ -223,7 +222,7 @@ impl Reader {
             }
         }
         // One thread gains nothing by larger chunks, and small ones stay in its cache.
-        let factor = if rayon::current_num_threads() == 1 { 1 } else { 4 };
+        let factor = if threads::count() == 1 { 1 } else { 4 };
         self.next_chunk = (self.next_chunk * factor).min(self.options.chunk_bytes).max(1);
         pieces
     }

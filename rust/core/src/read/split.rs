@@ -6,6 +6,7 @@
 use super::events;
 use super::held::Held;
 use crate::format::{Reason, Rejection, reject};
+use crate::stop;
 use std::io::{self, Read};
 use std::sync::Arc;
 
@@ -134,6 +135,7 @@ impl Splitter {
         if self.at_end {
             return false;
         }
+        stop::check();
         self.buffer.forget(self.start);
         self.scanned -= self.start;
         self.line_start = self.line_start.saturating_sub(self.start);

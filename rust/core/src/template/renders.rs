@@ -4,10 +4,11 @@
 
 use super::Rendered;
 use crate::generations::Generations;
+use crate::threads::soon;
 use foldhash::fast::RandomState;
 use serde_json::{Map, Number, Value as Json};
 use std::hash::BuildHasher;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Parts with a lock each.
 const SHARDS: usize = 8;
@@ -51,7 +52,7 @@ impl Renders {
         let hash = self.state.hash_one(&*key);
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
         let fits = |entry: &Entry| *entry.key == *key;
-        let known = shard.lock().unwrap_or_else(PoisonError::into_inner).read(hash, fits, |e| Arc::clone(&e.rendered));
+        let known = soon(shard).and_then(|mut shard| shard.read(hash, fits, |e| Arc::clone(&e.rendered)));
         if let Some(rendered) = known {
             return Ok((*rendered).clone());
         }
@@ -59,7 +60,9 @@ impl Renders {
         let bytes = key.len() + rendered.text.len() + 48 * rendered.spans.len() + 256;
         if bytes <= GENERATION_BYTES / 4 {
             let entry = Entry { key: key.into(), rendered: Arc::new(rendered.clone()) };
-            shard.lock().unwrap_or_else(PoisonError::into_inner).put(hash, bytes, entry);
+            if let Some(mut shard) = soon(shard) {
+                shard.put(hash, bytes, entry);
+            }
         }
         Ok(rendered)
     }

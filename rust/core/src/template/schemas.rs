@@ -5,9 +5,11 @@
 use super::marks::{Alphabet, Marker, Tag, Used};
 use super::{renders, value};
 use crate::error::{Error, Kind, Result};
+use crate::threads::soon;
 use minijinja::value::Value;
 use serde_json::Value as Json;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// Sets that are remembered, and bytes of their JSON together.
 const SETS: usize = 64;
@@ -37,13 +39,13 @@ pub(super) struct Marked {
 #[derive(Debug, Default)]
 pub(super) struct ToolSets {
     sets: Mutex<Sets>,
+    made: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct Sets {
     /// Oldest first.
     known: Vec<Arc<Tools>>,
-    made: u64,
 }
 
 impl ToolSets {
@@ -54,14 +56,14 @@ impl ToolSets {
                 .why("Chat templates iterate over it")
                 .cure("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
         }
-        let mut sets = self.sets.lock().unwrap_or_else(PoisonError::into_inner);
+        let make = || Arc::new(Tools::new(self.made.fetch_add(1, Ordering::Relaxed), json, literals));
+        let Some(mut sets) = soon(&self.sets) else { return Ok(make()) };
         let known = sets.known.iter().find(|tools| Arc::ptr_eq(&tools.json, json));
         let known = known.or_else(|| sets.known.iter().find(|tools| renders::same(&tools.json, json)));
         if let Some(tools) = known {
             return Ok(Arc::clone(tools));
         }
-        let tools = Arc::new(Tools::new(sets.made, json, literals));
-        sets.made += 1;
+        let tools = make();
         sets.known.push(Arc::clone(&tools));
         while sets.known.len() > 1 && (sets.known.len() > SETS || sets.bytes() > BYTES) {
             sets.known.remove(0);

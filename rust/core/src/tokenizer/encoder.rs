@@ -9,6 +9,7 @@ use super::memo::Memo;
 use super::pieces::Pieces;
 use super::probe;
 use crate::error::{Error, Kind, Result};
+use crate::{stop, threads};
 use serde_json::{Value, json};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -36,6 +37,9 @@ pub(super) struct Encoder {
     memo: Memo,
     report: Report,
 }
+
+/// Bytes from which on fastokens spreads a text over threads.
+const SPREAD_BYTES: usize = 64 << 10;
 
 /// The fast backend.
 pub(super) struct Fast(fastokens::Tokenizer);
@@ -65,9 +69,12 @@ impl Fast {
 
     /// Ids of a text, its added tokens seen or not; `None` where it fails.
     fn encode(&self, text: &str, added: bool) -> Option<Vec<u32>> {
-        let ids =
-            catch_unwind(AssertUnwindSafe(|| if added { self.0.encode(text) } else { self.0.encode_ordinary(text) }));
-        ids.ok()?.ok()
+        let encode = || if added { self.0.encode(text) } else { self.0.encode_ordinary(text) };
+        let ids = catch_unwind(AssertUnwindSafe(|| match text.len() {
+            SPREAD_BYTES.. => threads::in_pool(|| encode().ok()),
+            _ => encode().ok(),
+        }));
+        ids.unwrap_or_else(stop::unless_stopped)
     }
 }
 

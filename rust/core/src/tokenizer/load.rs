@@ -9,6 +9,7 @@ use super::pieces::{Pieces, Spelling};
 use super::{ExtraToken, Tokenizer, tiktoken};
 use crate::error::{Error, Kind, Result};
 use crate::template::Template;
+use crate::threads;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::fs;
@@ -68,7 +69,7 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
         let frame = without_vocabulary(&document);
         Ok((frame, encoder::prepare(document, &config.extra_tokens)))
     };
-    let (fast, built) = rayon::join(fast, || build(json).map(|inner| (inner.get_vocab(false), inner)));
+    let (fast, built) = threads::join(fast, || build(json).map(|inner| (inner.get_vocab(false), inner)));
     let (document, fast) = fast?;
     let (vocab, mut inner) = built?;
     check_stated_ids(&document, &inner)?;

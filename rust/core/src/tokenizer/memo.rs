@@ -4,9 +4,10 @@
 //! `encoder`.
 
 use crate::generations::Generations;
+use crate::threads::soon;
 use foldhash::fast::RandomState;
 use std::hash::BuildHasher;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Parts with a lock each.
 const SHARDS: usize = 64;
@@ -49,9 +50,7 @@ impl Memo {
         let hash = self.state.hash_one(text.as_bytes());
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
         let fits = |entry: &Entry| *entry.text == *text.as_bytes();
-        let known = shard.lock().unwrap_or_else(PoisonError::into_inner).read(hash, fits, |entry| {
-            ids.extend_from_slice(&entry.ids);
-        });
+        let known = soon(shard).and_then(|mut shard| shard.read(hash, fits, |e| ids.extend_from_slice(&e.ids)));
         if known.is_some() {
             return Ok(());
         }
@@ -59,7 +58,9 @@ impl Memo {
         encode(ids)?;
         let entry = Entry { text: text.as_bytes().into(), ids: ids[from..].into() };
         let bytes = ENTRY_BYTES + entry.text.len() + 4 * entry.ids.len();
-        shard.lock().unwrap_or_else(PoisonError::into_inner).put(hash, bytes, entry);
+        if let Some(mut shard) = soon(shard) {
+            shard.put(hash, bytes, entry);
+        }
         Ok(())
     }
 }

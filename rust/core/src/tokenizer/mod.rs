@@ -23,9 +23,9 @@ pub use pieces::Spelling;
 
 use crate::error::{Error, Kind, Result};
 use crate::template::{Rendered, Template};
+use crate::threads;
 use encoder::Encoder;
 use pieces::Pieces;
-use rayon::prelude::*;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::Path;
@@ -101,7 +101,7 @@ impl Tokenizer {
     /// # Errors
     /// As [`Tokenizer::encode`], for the first text that fails.
     pub fn encode_batch(&self, texts: &[&str]) -> Result<Vec<Vec<u32>>> {
-        texts.par_iter().map(|text| self.encode(text)).collect()
+        threads::map(texts, || (), |(), text| self.encode(text)).into_iter().collect()
     }
 
     /// Ids of `text`, and for each the byte of `text` behind it.

@@ -3,7 +3,7 @@
 //! A fixed set: every pair of what tokenizers have stumbled over, strings of three to eight of them from a fixed
 //! sequence of numbers, and the tokenizer's own added tokens. Called by `encoder`.
 
-use rayon::prelude::*;
+use crate::threads;
 
 /// Strings made of random pieces.
 const RANDOM: usize = 1600;
@@ -145,8 +145,8 @@ pub(super) fn first_difference(
     ours: impl Fn(&str) -> Option<Vec<u32>> + Sync,
     reference: impl Fn(&str) -> Option<Vec<u32>> + Sync,
 ) -> Option<&str> {
-    let differs = |text: &&String| ours(text) != reference(text);
-    texts.par_iter().find_first(|text| differs(text)).map(String::as_str)
+    let differs = threads::map(texts, || (), |(), text| ours(text) != reference(text));
+    texts.iter().zip(differs).find(|(_, differs)| *differs).map(|(text, _)| text.as_str())
 }
 
 #[cfg(test)]

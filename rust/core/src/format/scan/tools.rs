@@ -1,9 +1,10 @@
 //! Tool schemas, which the records of a file repeat: a text that was read before gives the value of then.
 
 use super::cursor::Cursor;
+use crate::threads::soon;
 use crate::trace::Schemas;
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 /// Texts that are remembered, the last one used first.
 const TEXTS: usize = 8;
@@ -12,8 +13,8 @@ const TEXT_BYTES: usize = 64 << 10;
 
 static SEEN: Mutex<VecDeque<(Box<str>, Schemas)>> = Mutex::new(VecDeque::new());
 
-fn seen() -> MutexGuard<'static, VecDeque<(Box<str>, Schemas)>> {
-    SEEN.lock().unwrap_or_else(PoisonError::into_inner)
+fn seen() -> Option<MutexGuard<'static, VecDeque<(Box<str>, Schemas)>>> {
+    soon(&SEEN)
 }
 
 impl Cursor<'_> {
@@ -30,8 +31,9 @@ impl Cursor<'_> {
         let start = self.place();
         let tools = self.value().map(Schemas::new)?;
         let text = self.since(start)?;
-        if text.len() <= TEXT_BYTES {
-            let mut seen = seen();
+        if text.len() <= TEXT_BYTES
+            && let Some(mut seen) = seen()
+        {
             seen.truncate(TEXTS - 1);
             seen.push_front((text.into(), Schemas::clone(&tools)));
         }
@@ -41,7 +43,7 @@ impl Cursor<'_> {
 
 /// The list that `text` begins with, and its length, where it was read before.
 fn remembered(text: &[u8]) -> Option<(usize, Schemas)> {
-    let mut seen = seen();
+    let mut seen = seen()?;
     let at = seen.iter().position(|(known, _)| text.starts_with(known.as_bytes()))?;
     seen.swap(0, at);
     seen.front().map(|(known, tools)| (known.len(), Schemas::clone(tools)))

@@ -1,0 +1,39 @@
+//! Arrays of bool from Python, whose bytes may be anything: Rust takes 0 and 1 alone.
+
+use crate::errors::to_python;
+use numpy::{PyReadonlyArray1, PyUntypedArray};
+use pyo3::prelude::*;
+use pyo3::{Borrowed, intern};
+use tracegrad_core::{Error, Kind};
+
+/// An array of bool whose every byte was seen to be 0 or 1.
+pub struct Flags<'py>(PyReadonlyArray1<'py, bool>);
+
+impl<'py> FromPyObject<'_, 'py> for Flags<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let flags = object.extract::<PyReadonlyArray1<'py, bool>>()?;
+        // Bytes are read as bytes before anything reads them as bool.
+        let bytes = object.cast::<PyUntypedArray>()?.call_method1(intern!(object.py(), "view"), ("u1",))?;
+        let bytes = bytes.extract::<PyReadonlyArray1<'py, u8>>()?;
+        let seen = match bytes.as_slice() {
+            Ok(bytes) => bytes.iter().fold(0, |seen, byte| seen | byte),
+            Err(_) => bytes.as_array().iter().fold(0, |seen, byte| seen | byte),
+        };
+        if seen <= 1 {
+            return Ok(Self(flags));
+        }
+        let error = Error::new(Kind::Argument, "an array of bool holds bytes other than 0 and 1")
+            .why("It was made from other bytes, by a view or from a file that was changed, and says neither true nor false")
+            .cure("Make it anew: array.view('u1') != 0");
+        Err(to_python(object.py(), &error))
+    }
+}
+
+impl Flags<'_> {
+    /// One flag for each entry.
+    pub fn as_slice(&self) -> PyResult<&[bool]> {
+        Ok(self.0.as_slice()?)
+    }
+}
