@@ -1,0 +1,427 @@
+"""Every option of a run does something: a value that is not its default, and what must follow from it, derived here.
+
+A row is a way to come by something (a run, steps, a file that was read) and what must hold of it. The walk fails where
+an option has no row. `make nightly` has each option ignored, one by one, and sees its row fail.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import tracegrad as tg  # noqa: E402
+from test_every_field import ignored  # noqa: E402
+from tiny import PROMPT, sampled, tiny_model  # noqa: E402
+from tracegrad import config, prepare, presets  # noqa: E402
+from tracegrad.algebra import with_kl  # noqa: E402
+from tracegrad.cli import main  # noqa: E402
+from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
+from tracegrad.learner.checkpoint import list_checkpoints  # noqa: E402
+from tracegrad.learner.feed import Feed  # noqa: E402
+from tracegrad.learner.plan import Plan  # noqa: E402
+from tracegrad.learner.setup import device_of  # noqa: E402
+from tracegrad.learner.step import measure  # noqa: E402
+from tracegrad.learner.value import held_out  # noqa: E402
+from tracegrad.metrics import Stopwatch  # noqa: E402
+from tracegrad.sequence import LOGPROB_KINDS  # noqa: E402
+from watched import GROUPS, SIZE, told, traces, watched  # noqa: E402
+
+MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
+KL = with_kl(presets.DAPO, 0.05)
+
+# --- what is read ---
+
+
+def turn(text: str, **recorded: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "finish_reason": "stop", **recorded}
+
+
+def aligned(folder: Path, *messages: Any, broken: bool = False, **data: Any) -> tg.Sequences:
+    """One trace of the assistant turns given, and a line that is no record where asked for."""
+    talk = [each for message in messages for each in ({"role": "user", "content": "2 × lamp"}, message)]
+    lines = [json.dumps({"reward": 1.0, "messages": talk})] + ["{"] * broken
+    (folder / "t.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    chosen = config.load(overrides=[(f"data.{name}", value) for name, value in data.items()]).data
+    return prepare.load(str(folder / "t.jsonl"), MODEL, chosen, folder, Stopwatch())[0]
+
+
+@cache
+def ids() -> list[int]:
+    return [*map(int, tg.Tokenizer.from_pretrained(MODEL).encode("It costs 3.")), 2]
+
+
+def known() -> dict[str, Any]:
+    """Ids and logprobs of a turn."""
+    return {"token_ids": ids(), "logprobs": {"content": [{"token": "", "logprob": -0.5}] * len(ids())}}
+
+
+def on_error(folder: Path) -> None:
+    assert aligned(folder, turn("It costs 3.", **known()), broken=True, on_error="skip").traces == 1
+
+
+def logprob_kind(folder: Path) -> None:
+    found = aligned(folder, turn("It costs 3.", **known()), logprob_kind="processed")
+    assert found.logprob_kind.tolist() == [LOGPROB_KINDS.index("processed")]
+
+
+def text_only(folder: Path) -> None:
+    assert aligned(folder, turn("It costs 3."), text_only=True).trainable.sum() == len(ids())
+
+
+def lenient(folder: Path) -> None:
+    """The first turn has a logprob too many for its text; the second is known, and stands behind it all the same."""
+    odd = {"logprobs": {"content": [{"token": "", "logprob": -0.5}] * 400}}
+    found = aligned(folder, turn("It costs 4.", **odd), turn("It costs 3.", **known()), lenient=True)
+    assert found.trainable.sum() == len(ids())
+
+
+# --- what becomes of it: steps and advantages ---
+
+
+@cache
+def data() -> tg.Sequences:
+    return sampled(tiny_model(), groups=GROUPS, size=SIZE)
+
+
+def fed(sequences: tg.Sequences | None = None, **changes: Any) -> Feed:
+    return Feed.of(sequences or data(), presets.DR_GRPO, told(**{"data__holdout": 0, **changes}))
+
+
+def rewards(values: Any, group: Any) -> tg.Sequences:
+    """The first traces with these rewards and groups; all others have rewards that teach nothing."""
+    found, n = data(), len(values)
+    reward, ids = np.full(found.traces, 1.0, np.float32), found.group + 1000
+    reward[:n], ids[:n] = values, group
+    return replace(found, rewards=reward[:, None] if found.rewards.ndim == 2 else reward, group=ids)
+
+
+def reward(_: Path) -> None:
+    both = np.stack([data().rewards.reshape(-1), np.arange(data().traces)], 1).astype(np.float32)
+    found = fed(replace(data(), rewards=both, reward_names=("share", "place")), data__reward="place")
+    assert found.rewards.tolist() == list(range(data().traces))
+
+
+def holdout(_: Path) -> None:
+    assert fed(data__holdout=0.5).held.sum() == GROUPS * SIZE / 2
+
+
+def token_budget(_: Path) -> None:
+    rows = [len(batch.ids) for batch in fed(pack__token_budget=16).steps(0)[0].batches]
+    assert max(rows) <= 16  # twelve branches of 7 to 12 tokens: at most two of them a row
+    assert 6 <= len(rows) <= 12
+
+
+def step_groups(_: Path) -> None:
+    assert len(fed(pack__step_groups=4).steps(0)) == 3
+
+
+def too_long(_: Path) -> None:
+    lengths = np.diff(data().cu_seqlens)
+    cut = fed(pack__token_budget=9, pack__too_long="truncate").steps(0)
+    assert sum(map(len, cut)) == (np.minimum(lengths, 9) - PROMPT).sum() < (lengths - PROMPT).sum()
+
+
+def leave_out(_: Path) -> None:
+    steps = fed(rewards([1.0, 0.0], [0, 0]), pack__leave_out="idle", pack__step_groups=GROUPS + 1).steps(0)
+    assert [len(np.unique(step.trace)) for step in steps] == [2]  # of the others each has its group's mean
+
+
+def advantages(values: Any, group: Any, **changes: Any) -> list[float]:
+    told_ = {f"advantage__{name}": value for name, value in changes.items()}
+    return fed(rewards(values, group), **told_).advantages[: len(values)].tolist()
+
+
+def baseline(_: Path) -> None:
+    # The sum of the others over three: rloo of 3, 0, 0, 0 is 3 - 0 and 0 - 1.
+    assert advantages([3.0, 0.0, 0.0, 0.0], [0] * 4, baseline="rloo") == pytest.approx([3, -1, -1, -1])
+
+
+def scale(_: Path) -> None:
+    # Mean 1, squares 4 + 1 + 1 + 1 = 7 and n - 1 = 3: deviation 1.5275.
+    found = advantages([3.0, 0.0, 0.0, 2.0 - 1.0], [0] * 4, scale="std")
+    assert found == pytest.approx([2 / math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2), 0], rel=1e-3, abs=1e-3)
+
+
+def ddof(_: Path) -> None:
+    found = advantages([3.0, 0.0, 0.0, 1.0], [0] * 4, scale="std", ddof=0)
+    assert found == pytest.approx([2 / math.sqrt(1.5), *[-1 / math.sqrt(1.5)] * 2, 0], rel=1e-3, abs=1e-3)
+
+
+def singleton(_: Path) -> None:
+    assert advantages([3.0, 1.0, 0.0], [0, 1, 1], singleton="keep")[:1] == [3.0]
+
+
+# --- runs ---
+
+OPTIMIZER = {
+    "lr": 2e-2,
+    "beta1": 0.5,
+    "beta2": 0.7,
+    "eps": 1e-3,
+    "weight_decay": 0.2,
+    "warmup_steps": 4,
+    "grad_clip": 0.02,
+}
+CADENCE = {
+    "train__epochs": 2,
+    "train__seed": 7,
+    "train__updates_per_old": 2,
+    "train__missing": "neutral",
+    "train__dtype": "bf16",
+    "train__value_per_epoch": 1,
+    "train__tensorboard": True,
+    "train__memory": "balanced",
+    "checkpoint__every": 2,
+    "checkpoint__keep": 3,
+}
+RUNS: dict[str, Callable[[Path], Any]] = {
+    "cadence": lambda out: watched(traces(), out, **CADENCE),
+    "adamw": lambda out: watched(traces(), out, **{f"optimizer__{name}": value for name, value in OPTIMIZER.items()}),
+    "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_every=2),
+    "adapters": lambda out: watched(traces(), out, objective=KL, train__lora_rank=2),
+    "drifting": lambda out: watched(data(), out, optimizer__lr=3e-2, train__stop_below_ess=0.9999),
+}
+
+
+@pytest.fixture(scope="session")
+def done(tmp_path_factory):
+    """Runs by name, each made once."""
+    found: dict[str, Any] = {}
+
+    def of(name: str) -> Any:
+        if name not in found:
+            found[name] = RUNS[name](tmp_path_factory.mktemp(name))
+        return found[name]
+
+    return of
+
+
+def adamw(run: Any) -> None:
+    """Every parameter of every step by the formula; norms, which are vectors, do not decay."""
+    o = OPTIMIZER
+    for name, start in run.steps[0].before.items():
+        value, first, second = start.double(), torch.zeros_like(start).double(), torch.zeros_like(start).double()
+        for n, step in enumerate(run.steps, 1):
+            g = step.gradient[name].double()
+            first, second = o["beta1"] * first + (1 - o["beta1"]) * g, o["beta2"] * second + (1 - o["beta2"]) * g * g
+            rate = o["lr"] * min(1.0, n / o["warmup_steps"])
+            value = value * (1 - rate * o["weight_decay"] * (start.ndim > 1))
+            value = value - rate * (first / (1 - o["beta1"] ** n)) / (
+                (second / (1 - o["beta2"] ** n)).sqrt() + o["eps"]
+            )
+            torch.testing.assert_close(step.after[name].double(), value, rtol=0, atol=2e-6, msg=f"{name}, step {n}")
+
+
+def grad_clip(run: Any) -> None:
+    norms = [math.sqrt(sum(float(g.double().square().sum()) for g in step.gradient.values())) for step in run.steps]
+    assert norms == pytest.approx([min(step.outcome.grad_norm, 0.02) for step in run.steps], rel=1e-3)
+    assert max(step.outcome.grad_norm for step in run.steps) > 0.02
+
+
+def epochs(run: Any) -> None:
+    assert run.done.total == 2 * 3
+    assert len(run.steps) == 6
+
+
+def seed(run: Any) -> None:
+    """Of what is held out, and of the order of the groups, which is another in each epoch."""
+    held = held_out(run.data.group, 0.25, 7)
+    feed = Feed.of(run.data, presets.DAPO, told())
+    plan, order = Plan(3, epochs=2, seed=7), []
+    for epoch in range(2):
+        expected = replace(feed, held=held).steps(plan.shuffle_seed(epoch))
+        for step, own in zip(expected, run.steps[3 * epoch : 3 * epoch + 3], strict=True):
+            assert np.array_equal(step.origin, own.step.origin)
+        order.append([set(step.trace.tolist()) for step in expected])
+    assert order[0] != order[1]
+
+
+def updates_per_old(run: Any) -> None:
+    """Before steps 1, 3 and 5 `old` is measured: theta is old there, and has moved one step later."""
+    away = [float(np.abs(step.outcome.ratio - 1).max()) for step in run.steps]
+    assert max(away[::2]) < 1e-4 < min(away[1::2])
+
+
+def missing(run: Any) -> None:
+    for each in run.steps:
+        unknown = np.isnan(each.step.rollout_logprobs)
+        assert unknown.any()
+        assert each.corrected.keep[unknown].all()
+        assert (each.corrected.weight[unknown] == 1).all()
+
+
+def dtype(run: Any) -> None:
+    assert {step.precision for step in run.steps} == {torch.bfloat16}
+
+
+def value_per_epoch(run: Any) -> None:
+    assert [row["step"] for row in run.done.rows if "value" in row] == [0, 3, 6]
+
+
+def tensorboard(run: Any) -> None:
+    pytest.importorskip("tensorboard")
+    assert list((run.out / "tensorboard").glob("events*"))
+
+
+def memory(run: Any) -> None:
+    assert all(layer.gradient_checkpointing for layer in run.model.model.layers)
+
+
+def checkpoint_every(run: Any) -> None:
+    assert [path.name[-1] for path in list_checkpoints(run.out)][-2:] == ["4", "6"]
+
+
+def checkpoint_keep(run: Any) -> None:
+    assert len(list_checkpoints(run.out)) == 3
+
+
+def stop_below_ess(run: Any) -> None:
+    assert run.done.stopped == "ess"
+    assert run.done.step < run.done.total
+
+
+def lora_rank(run: Any) -> None:
+    down = {name: p.shape for name, p in run.steps[0].before.items() if "lora_A" in name}
+    assert {shape[0] for shape in down.values()} == {2}
+
+
+def ref_every(run: Any) -> None:
+    """The reference of steps 1 and 2 is the model they began with, that of step 3 the policy after two of them."""
+    assert len(run.steps) == 3
+    for step, reference in zip(run.steps, (0, 0, 2), strict=True):
+        model = tiny_model()
+        model.load_state_dict(run.steps[reference].before, strict=False)
+        expected = step.step.with_logprobs(old=measure(model, step.step.batches)).old_logprobs
+        np.testing.assert_allclose(step.step.ref_logprobs, expected, rtol=0, atol=1e-5)
+    moved = [float(np.abs(each.step.ref_logprobs - each.outcome.logprobs).max()) for each in run.steps]
+    assert moved[0] < 1e-5 < 1e-4 < moved[1]
+    assert moved[2] < 1e-5
+
+
+def ref_model(folder: Path) -> None:
+    other = tiny_model(7)
+    other.save_pretrained(folder / "other")
+    [first, *_] = watched(traces(), folder / "o", objective=KL, train__ref_model=str(folder / "other")).steps
+    expected = first.step.with_logprobs(old=measure(other, first.step.batches)).old_logprobs
+    np.testing.assert_allclose(first.step.ref_logprobs, expected, rtol=0, atol=1e-5)
+
+
+def compiles(folder: Path) -> None:
+    """One call of torch.compile for each of the two layers."""
+    with mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as compiled:
+        watched(traces(), folder, train__compile=True)
+    assert compiled.call_count == 2
+
+
+def device(_: Path) -> None:
+    assert device_of(told(train__device="meta")).type == "meta"
+
+
+def mode(folder: Path) -> None:
+    with pytest.raises(TracegradError, match="ddp"):  # one process has nobody to share with
+        watched(traces(), folder, parallel__mode="ddp")
+
+
+def printed(folder: Path, *changes: str) -> str:
+    """The formula that a run would take."""
+    (folder / "t.jsonl").write_text("{}\n")
+    with mock.patch("tracegrad.cli._say") as said:
+        code = main(
+            [
+                "train",
+                str(folder / "t.jsonl"),
+                "--model",
+                str(MODEL),
+                "--out",
+                str(folder / "o"),
+                *changes,
+                "--print-config",
+            ]
+        )
+    assert code == 0
+    return "\n".join(map(str, said.call_args.args))
+
+
+def preset(folder: Path) -> None:
+    assert "-A (4 / tau) sigmoid" in printed(folder, "--objective", "SAPO")
+
+
+def overrides(folder: Path) -> None:
+    assert "clip(r, 0.8, 1.5)" in printed(folder, "--objective.surrogate.high", "0.5")
+
+
+ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
+    "data.on_error": (None, on_error),
+    "data.logprob_kind": (None, logprob_kind),
+    "data.text_only": (None, text_only),
+    "data.lenient": (None, lenient),
+    "data.reward": (None, reward),
+    "data.holdout": (None, holdout),
+    "pack.token_budget": (None, token_budget),
+    "pack.step_groups": (None, step_groups),
+    "pack.too_long": (None, too_long),
+    "pack.leave_out": (None, leave_out),
+    "advantage.baseline": (None, baseline),
+    "advantage.scale": (None, scale),
+    "advantage.ddof": (None, ddof),
+    "advantage.singleton": (None, singleton),
+    **{f"optimizer.{name}": ("adamw", adamw) for name in OPTIMIZER},
+    "optimizer.grad_clip": ("adamw", grad_clip),
+    "train.epochs": ("cadence", epochs),
+    "train.seed": ("cadence", seed),
+    "train.updates_per_old": ("cadence", updates_per_old),
+    "train.missing": ("cadence", missing),
+    "train.device": (None, device),
+    "train.dtype": ("cadence", dtype),
+    "train.value_per_epoch": ("cadence", value_per_epoch),
+    "train.stop_below_ess": ("drifting", stop_below_ess),
+    "train.tensorboard": ("cadence", tensorboard),
+    "train.memory": ("cadence", memory),
+    "train.compile": (None, compiles),
+    "train.lora_rank": ("adapters", lora_rank),
+    "train.ref_every": ("renewed", ref_every),
+    "train.ref_model": (None, ref_model),
+    "parallel.mode": (None, mode),
+    "checkpoint.every": ("cadence", checkpoint_every),
+    "checkpoint.keep": ("cadence", checkpoint_keep),
+    "objective.preset": (None, preset),
+    "objective.overrides": (None, overrides),
+}
+
+
+def test_every_option_has_a_row():
+    sections = {name: type(getattr(config.Config(), name)) for name in config.SECTIONS}
+    assert {f"{name}.{each.name}" for name, cls in sections.items() for each in fields(cls)} == set(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_option_does_what_it_says(name, done, tmp_path):
+    run, holds = ROWS[name]
+    holds(tmp_path if run is None else done(run))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ROWS)
+def test_an_option_that_is_ignored_fails_its_row(name, tmp_path):
+    run, holds = ROWS[name]
+    section, option = name.split(".")
+    cls = type(getattr(config.Config(), section))
+    [default] = [each.default for each in fields(cls) if each.name == option]
+    with ignored(cls, option, default):
+        try:
+            holds(tmp_path if run is None else RUNS[run](tmp_path))
+        except (AssertionError, TracegradError, ArgumentError, pytest.fail.Exception):
+            return
+    pytest.fail(f"{name} was ignored, and its row did not notice")
