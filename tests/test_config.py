@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tracegrad import config
+from tracegrad.config import reading
 from tracegrad.config.reading import field_docs
 from tracegrad.errors import ArgumentError
 
@@ -98,6 +103,108 @@ def test_a_file_that_is_no_toml_or_is_not_there_is_one_error(tmp_path):
         config.load(tmp_path / "run.toml")
     with pytest.raises(ArgumentError, match="No such file"):
         config.load(tmp_path / "gone.toml")
+
+
+TOML_OF = {str: '"x"', int: "3", float: "0.5", bool: "true"}
+OTHERS = ["1979-05-27", "07:32:00", "1979-05-27T07:32:00Z", "[1]", "[[1]]", "[]", "{}", "{a = 1}", "nan", "-inf"]
+
+
+@pytest.mark.parametrize("name", [*config.options(), "objective.surrogate.high"])
+def test_a_value_of_a_wrong_type_is_one_error_for_every_option(tmp_path, name):
+    section, _, key = name.partition(".")
+    kind = config.options().get(name, (float,))[0]
+    kind = kind if kind in TOML_OF else str
+    wrong = [text for other, text in TOML_OF.items() if other is not kind and (kind, other) != (float, int)]
+    huge = ["0x" + "f" * 6000, "9" * 5000, "9" * 400, "9223372036854775808"]
+    for text in [*OTHERS, *huge, *(wrong if section != "objective" else ["{a = []}"])]:
+        (tmp_path / "run.toml").write_text(f"[{section}]\n{key} = {text}\n")
+        if section == "objective" and text in ("nan", "-inf", "{a = 1}"):
+            continue  # numbers, or fields, of which the objective knows more than the config
+        with pytest.raises(ArgumentError, match=r"run.toml: ") as raised:
+            config.load(tmp_path / "run.toml")
+        assert len(str(raised.value)) < 1200
+        assert "not TOML" in str(raised.value) or section in str(raised.value)
+
+
+HOSTILE = [
+    b"a = " + b"[" * 60_000,
+    b"a = " + b"[" * 900,
+    b"a = " + b"{b = " * 900,
+    b"[" + b"a." * 30_000 + b"a]",
+    b"train." + b"a." * 30_000 + b"a = 1",
+    b"objective." + b"a." * 30_000 + b"a = 1",
+    (b"train." + b"a." * 990 + b"a = 1\n") * 30,
+    b'"' + b"k" * 60_000 + b'" = 1',
+    b"a" * 60_000 + b" = 1",
+    b"[train]\nseed = 1\nseed = 2",
+    b"[train]\n[train]",
+    b"train = 3",
+    b"[[train]]\nseed = 1",
+    b"[trian]",
+    b"[train.seed]",
+    b"objective = 3",
+    b"objective = [1]",
+    b"a = 1\n\0",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf[train",
+    b"data.reward = '\x1b[31m'",
+    b'"\\u001b[31m\\u202e" = 1',
+    b"x" * 100_000_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_file_is_one_short_error_in_bounded_time(tmp_path, text):
+    (tmp_path / "run.toml").write_bytes(text)
+    began = time.process_time()
+    with pytest.raises(ArgumentError, match=r"run.toml: ") as raised:
+        config.load(tmp_path / "run.toml")
+    assert time.process_time() - began < 5
+    said = str(raised.value).removeprefix(str(tmp_path))
+    assert len(said) < 1200
+    assert said.isprintable()
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_config_or_an_error_of_ours(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_bytes(b"[train]\n" + data)
+    with contextlib.suppress(ArgumentError):
+        config.load(path)
+
+
+NAMES = st.text(max_size=12).filter(lambda name: name != "preset" and not name.startswith("preset."))
+
+
+@given(
+    st.text(max_size=20),
+    st.text(min_size=1, max_size=20),
+    NAMES,
+    st.one_of(st.text(max_size=9), st.floats(), st.booleans()),
+)
+@settings(max_examples=40)
+def test_whatever_text_is_told_is_read_back_from_what_a_run_writes(tmp_path_factory, reward, preset, name, value):
+    path = tmp_path_factory.getbasetemp() / "config.toml"
+    told = config.Config(data=config.Data(reward=reward), objective=config.Choice(preset, ((name, value),)))
+    path.write_text(config.to_toml(told), encoding="utf-8", newline="")
+    again = config.load(path)
+    assert again.data == told.data
+    assert again.objective.preset == preset
+    [(found, back)] = again.objective.overrides
+    wanted = reading._scalar(value)
+    assert (found, repr(back)) == (name, repr(wanted))
+
+
+def test_text_that_no_file_can_hold_is_refused():
+    with pytest.raises(ArgumentError, match="valid UTF-8"):
+        config.load(overrides=[("train.ref_model", "caf\udce9")])
+
+
+def test_a_field_and_a_field_below_it_are_not_both_told():
+    from tracegrad import algebra, presets
+
+    with pytest.raises(ArgumentError, match="one value already"):
+        algebra.override_all(presets.DAPO, {"surrogate": 3, "surrogate.high": 0.3})
 
 
 def test_the_page_shows_the_table_of_options():

@@ -48,6 +48,8 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
         branch = tree
         for part in path:
             branch = branch.setdefault(part, {})
+            if not isinstance(branch, dict):
+                raise ArgumentError(f"objective.{name}: objective.{part} is set as one value already. Leave one out.")
         branch[last] = value
     added = {"kl": with_kl, "beta": with_beta, "entropy": with_entropy}
     coefs = {name: tree.pop(name) for name in added if name in tree and not isinstance(tree[name], Mapping)}

@@ -10,6 +10,8 @@ import contextlib
 import difflib
 import inspect
 import json
+import math
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -18,6 +20,11 @@ from typing import Any, Literal
 
 from tracegrad.config.options import SECTIONS, Choice, Config, Scalar
 from tracegrad.errors import ArgumentError
+
+_MOST_BYTES = 1 << 16
+_MOST_MARKS = 1000
+_DEEPEST = 12
+_HIGHEST = 1 << 63
 
 
 def load(path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *, start: Config | None = None) -> Config:
@@ -47,10 +54,11 @@ def update(config: Config, values: Iterable[tuple[str, Any]], *, where: str = ""
     for name, value in values:
         section, _, key = name.partition(".")
         if name in ("objective", "objective.preset"):
-            if str(value) != preset:
-                preset, objective = str(value), {}
+            told = str(_typed("objective.preset", value, where))
+            if told != preset:
+                preset, objective = told, {}
         elif section == "objective":
-            objective[key] = _scalar(value)
+            objective[key] = _override(name, value, where)
         else:
             changes.setdefault(section, {})[key] = _typed(name, value, where)
     parts = {section: replace(getattr(config, section), **values) for section, values in changes.items()}
@@ -73,11 +81,23 @@ def read_toml(path: Path) -> dict[str, Any]:
                 f"{path}: this Python reads no TOML. No option of it is known. pip install tomli, or use Python 3.11."
             ) from None
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        dots = max(line.count(b".") for line in data.split(b"\n"))  # of a key: Python's parser is quadratic in them
+        if len(data) > _MOST_BYTES or dots > _MOST_MARKS or data.count(b"[") + data.count(b"{") > _MOST_MARKS:
+            raise ArgumentError(
+                f"{path}: more than {_MOST_BYTES:,} bytes, {_MOST_MARKS:,} brackets or as many dots in a line. All "
+                "options together take 2,000 bytes: it is no config. Nothing of it was used. Give --config another."
+            )
+        return tomllib.loads(data.decode("utf-8"))
+    except ArgumentError:
+        raise
     except OSError as error:
         raise ArgumentError(f"{path}: {error.strerror}. The run has no config. Give --config a TOML file.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{path}: not TOML: {error}. Nothing of it was used. Correct that place.") from error
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError of Python's
+        raise ArgumentError(
+            f"{path}: not TOML: {_brief(str(error), 200)}. Nothing of it was used. Correct that place."
+        ) from error
 
 
 def to_toml(config: Config) -> str:
@@ -92,7 +112,10 @@ def to_toml(config: Config) -> str:
         lines = [f"{f.name} = {_toml(getattr(part, f.name))}" for f in fields(part)]
         blocks.append("\n".join([f"[{section}]", *lines]))
     chosen = config.objective
-    lines = [f"preset = {_toml(chosen.preset)}", *(f"{name} = {_toml(value)}" for name, value in chosen.overrides)]
+    lines = [
+        f"preset = {_toml(chosen.preset)}",
+        *(f"{_key(name)} = {_toml(value)}" for name, value in chosen.overrides),
+    ]
     return "\n\n".join([*blocks, "\n".join(["[objective]", *lines])]) + "\n"
 
 
@@ -143,11 +166,12 @@ def _choices(kind: Any) -> str:
     return " of " + ", ".join(f"`{c}`" for c in typing.get_args(kind)) if typing.get_origin(kind) is Literal else ""
 
 
-def _flatten(nested: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flatten(nested: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, Any]]:
+    """Dotted names to values. A table that no option is in, or too deep for one, is a value of its own: refused."""
     flat: list[tuple[str, Any]] = []
     for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat.extend(_flatten(value, f"{prefix}{key}."))
+        if isinstance(value, Mapping) and depth < _DEEPEST and (value or (not prefix and key in SECTIONS)):
+            flat.extend(_flatten(value, f"{prefix}{key}.", depth + 1))
         else:
             flat.append((prefix + key, value))
     return sorted(flat, key=lambda pair: pair[0] != "objective.preset")
@@ -157,12 +181,41 @@ def _typed(name: str, value: Any, where: str) -> Scalar:
     known = options()
     opening = f"{where}: " if where else ""
     if name not in known:
-        raise ArgumentError(f"{opening}{name} is no option. It would have no effect. {nearest(name, known)}")
+        raise ArgumentError(f"{opening}{_brief(name)} is no option. It would have no effect. {nearest(name, known)}")
     kind = known[name][0]
     try:
         return _convert(kind, value)
     except ValueError as error:
-        raise ArgumentError(f"{opening}{name} is {value!r}. It must be {error}. Correct it or leave it out.") from None
+        raise ArgumentError(
+            f"{opening}{name} is {_said(value)}. It must be {error}. Correct it or leave it out."
+        ) from None
+
+
+def _override(name: str, value: Any, where: str) -> Scalar:
+    """A field of the objective: which fields there are, the objective knows when it has them."""
+    found = _scalar(value)
+    if type(found) not in (bool, int, float, str) or (type(found) is int and abs(found) >= _HIGHEST):
+        opening = f"{where}: " if where else ""
+        raise ArgumentError(
+            f"{opening}{_brief(name)} is {_said(value)}. It must be a number, a string, true or false. Correct it or "
+            "leave it out."
+        )
+    return found
+
+
+def _said(value: Any) -> str:
+    """A value for an error: its type where it is long, as Python refuses to print an integer of 5,000 digits."""
+    if isinstance(value, int) and abs(value) >= _HIGHEST:
+        return f"an integer of {value.bit_length():,} bits"
+    if isinstance(value, (list, Mapping)):
+        return f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
+    return _brief(repr(value))
+
+
+def _brief(text: str, most: int = 80) -> str:
+    """A stranger's text for a terminal: short, one line, nothing hidden."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= most else f"{shown[:most]}..."
 
 
 def _convert(kind: Any, value: Any) -> Scalar:
@@ -172,8 +225,14 @@ def _convert(kind: Any, value: Any) -> Scalar:
         return value
     if isinstance(value, str) and kind is not str:
         value = _scalar(value)
+    if type(value) is int and abs(value) >= _HIGHEST:
+        raise ValueError("less than 2 to the 63")
     if kind is float and type(value) is int:
         return float(value)
+    if kind is float and type(value) is float and not math.isfinite(value):
+        raise ValueError("a finite number")
+    if kind is str and type(value) is str and not _is_text(value):
+        raise ValueError("text, which TOML can hold: valid UTF-8")
     if type(value) is not kind:
         raise ValueError({bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind])
     return value
@@ -195,12 +254,27 @@ def _scalar(value: Any) -> Scalar:
 def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else repr(value)
+    if isinstance(value, (str, bool)):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows DEL, TOML does not
+    return repr(value)
+
+
+def _key(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else _toml(part) for part in parts)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The cure for an unknown name: the nearest valid one, or all of them where none is near."""
-    known = list(known)
+    known, name = list(known), name[:80]
     same_end = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
     close = difflib.get_close_matches(name, known, 1, 0.5) or same_end
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
