@@ -117,13 +117,18 @@ def prepares(out: Path) -> tuple[Any, Any, Any]:
 
 
 def trains(out: Path) -> tuple[Any, Any, Any]:
-    """A run with a checkpoint after every step, as `killed.py` has it."""
+    """A short run with a checkpoint after every step, as `killed.py` has it."""
     import torch
 
     import killed
+    from tiny import sampled, tiny_model
     from tracegrad.sequence import Sequences
 
     torch.set_num_threads(1)
+    if os.fork() == 0:  # this process runs no model: what it forks must find torch as it was imported
+        sampled(tiny_model(), groups=6, size=2).save(out / "traces")
+        os._exit(0)
+    os.wait()
     traces = Sequences.load(out / "traces")
     return (
         lambda here, resume: killed.run(here, traces, resume),

@@ -14,9 +14,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tiny import tiny_model  # noqa: E402
+from tracegrad import shards  # noqa: E402
 from tracegrad.errors import ReadError, TracegradError  # noqa: E402
-from tracegrad.learner import checkpoint  # noqa: E402
+from tracegrad.learner import checkpoint, progress, record  # noqa: E402
 from tracegrad.learner.model import load_model  # noqa: E402
+from tracegrad.learner.ranks import Ranks  # noqa: E402
 
 PROGRESS = checkpoint.Progress(3, "abc", {"optimizer.lr": 0.1}, {"old": np.array([np.nan, -1.0], np.float32)})
 
@@ -123,8 +125,207 @@ def test_a_damaged_checkpoint_says_which_and_what_to_do(run):
     path = save(run)
     next((path / "resume" / "state").glob("*.safetensors")).write_bytes(b"short")
     again = tiny_model()
-    with pytest.raises(ReadError, match=r"step-00000003: damaged: .* Delete this folder"):
+    with pytest.raises(ReadError, match=r"step-00000003: damaged: .* Delete this folder to start anew"):
         checkpoint.restore(path, again, adamw(again))
+
+
+def resume(path, seed=9):
+    again = tiny_model(seed=seed)
+    return checkpoint.restore(path, again, adamw(again))
+
+
+def files_of(path):
+    return [file for file in sorted((path / "resume").rglob("*")) if file.is_file()]
+
+
+def test_every_file_that_is_missing_cut_or_changed_is_found_and_the_checkpoint_before_it_named(run):
+    save(run, step=2)
+    path = save(run)
+    seen = files_of(path)
+    assert len(seen) >= 6
+    for file in seen:
+        whole = file.read_bytes()
+        changed = bytearray(whole)
+        changed[-3] ^= 1  # among the tensors of a file that has some
+        for spoilt in (None, b"", whole[:-1], whole + b"0", changed, b"\xff" * 8 + whole, b"[" * 100_000):
+            file.unlink()
+            if spoilt is not None:
+                file.write_bytes(spoilt)
+            if file.name == "progress.json" and spoilt is not None and bytes(spoilt).strip() == whole.strip():
+                continue
+            with pytest.raises(
+                ReadError, match=r"step-00000003.*Delete this folder to go on from step-00000002|format"
+            ):
+                resume(path)
+            file.write_bytes(whole)
+    (path / "resume" / "state" / "more.safetensors").symlink_to("/etc/passwd")
+    with pytest.raises(ReadError, match=r"a link|not of this checkpoint"):
+        resume(path)
+    (path / "resume" / "state" / "more.safetensors").unlink()
+    assert resume(path).step == 3
+
+
+def sealed_anew(path):
+    """The mark of a forger, who knows how checksums are made."""
+    folder = path / "resume"
+    said = json.loads((folder / "progress.json").read_text())
+    said["files"] = {
+        n: [w.bytes, f"{w.crc32:08x}"] for n, w in progress._measured(folder, progress._files(folder)).items()
+    }
+    (folder / "progress.json").write_text(json.dumps(said))
+
+
+def header(file):
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    return json.loads(file.read_bytes()[8 : 8 + length]), file.read_bytes()[8 + length :]
+
+
+def with_header(file, change):
+    told, body = header(file)
+    change(told)
+    text = json.dumps(told).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def rename_one(told):
+    name = next(n for n in told if n.startswith("exp_avg:"))
+    told["exp_avg:nobody"] = told.pop(name)
+
+
+def flatten_one(told):
+    name = next(n for n in told if n.startswith("exp_avg:") and len(told[n]["shape"]) == 2)
+    told[name]["shape"] = [int(np.prod(told[name]["shape"]))]
+
+
+def retype_params(told):
+    for name, entry in told.items():
+        if name.startswith("param:"):
+            entry["dtype"] = "I32"
+
+
+def longer(told):
+    next(entry for entry in told.values() if "data_offsets" in entry)["data_offsets"][1] = 2**60
+
+
+@pytest.mark.parametrize("change", [rename_one, flatten_one, retype_params, longer])
+def test_a_forged_header_of_the_state_is_an_error_of_ours(run, change):
+    path = save(run)
+    with_header(next((path / "resume" / "state").glob("*.safetensors")), change)
+    sealed_anew(path)
+    with pytest.raises(ReadError, match="step-00000003"):
+        resume(path)
+
+
+def test_a_header_that_claims_2_to_the_60_bytes_is_not_read(run):
+    path = save(run)
+    file = next((path / "resume" / "state").glob("*.safetensors"))
+    file.write_bytes((2**60).to_bytes(8, "little") + file.read_bytes()[8:])
+    sealed_anew(path)
+    with pytest.raises(ReadError, match="damaged"):
+        resume(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("torch", lambda a: a[:-1]),
+        ("torch", lambda a: np.zeros(0, np.uint8)),
+        ("numpy_keys", lambda a: a[:-1]),
+        ("numpy_keys", lambda a: a - (1 << 40)),
+        ("numpy_rest", lambda a: np.array([10**9, 0, 0.0])),  # numpy would draw from memory that is not its own
+        ("numpy_rest", lambda a: np.array([np.nan, 0, 0.0])),
+        ("numpy_rest", lambda a: np.zeros(2)),
+        ("numpy_rest", None),
+    ],
+)
+def test_a_random_state_of_a_wrong_size_is_refused_before_one_is_set(run, name, change):
+    from safetensors.numpy import load_file, save_file
+
+    path = save(run)
+    file = path / "resume" / "random-0.safetensors"
+    states = load_file(file)
+    states[name] = change(states[name]) if change else states.pop(name)[:0]
+    save_file(states, file, metadata={"python": json.dumps(random.getstate())})
+    sealed_anew(path)
+    before = (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())  # noqa: NPY002
+    with pytest.raises((ValueError, KeyError)):
+        progress.set_random(file)
+    assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == before  # noqa: NPY002
+    with pytest.raises(ReadError, match="damaged"):
+        resume(path)
+
+
+@pytest.mark.parametrize("python", [None, "[]", "[3, [1, 2], null]", "{", '[3, ["a"], null]'])
+def test_a_random_state_of_python_that_is_none_is_refused(run, python):
+    from safetensors.numpy import load_file, save_file
+
+    path = save(run)
+    file = path / "resume" / "random-0.safetensors"
+    save_file(load_file(file), file, metadata=None if python is None else {"python": python})
+    sealed_anew(path)
+    with pytest.raises(ReadError, match="damaged"):
+        resume(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "value"),
+    [
+        ("progress.json", ("step",), "3"),
+        ("progress.json", ("step",), 2**80),
+        ("progress.json", ("step",), True),
+        ("progress.json", ("fingerprint",), None),
+        ("progress.json", ("config",), []),
+        ("progress.json", ("control",), {"coef": float("nan")}),
+        ("progress.json", ("control",), {"coef": "1"}),
+        ("progress.json", ("seconds",), [1]),
+        ("progress.json", ("files",), []),
+        ("progress.json", ("files", "../../x"), [1, "00000000"]),
+        ("progress.json", ("format",), ["x"] * 1000),
+        ("state/optimizer.json", ("groups",), []),
+        ("state/optimizer.json", ("groups",), [{"params": [0, 0]}]),
+        ("state/optimizer.json", ("groups",), [{"lr": "fast"}]),
+        ("state/optimizer.json", ("groups",), [{"eps": float("nan")}]),
+        ("state/optimizer.json", ("groups",), [{"betas": [0.9]}]),
+        ("state/optimizer.json", ("groups",), 5),
+        ("state/optimizer.json", ("state",), {"step:nobody": 3}),
+        ("state/optimizer.json", ("state",), None),
+    ],
+)
+def test_forged_words_are_refused(run, file, place, value):
+    path = save(run)
+    there = path / "resume" / file
+    told = json.loads(there.read_text())
+    node = told
+    for name in place[:-1]:
+        node = node[name]
+    node[place[-1]] = value
+    there.write_text(json.dumps(told))
+    if file != "progress.json":
+        sealed_anew(path)
+    with pytest.raises(ReadError, match=r"damaged|format") as raised:
+        resume(path)
+    assert len(str(raised.value)) < 1500
+
+
+def test_terms_for_the_report_come_back_and_other_arrays_are_refused(run, tmp_path):
+    model, optimizer, tmp = run
+    columns = {name: np.arange(2).astype(kind) for name, kind in record._COLUMNS.items()}
+    terms = [record.TermRecord(step, **columns) for step in (1, 3)]
+    path = checkpoint.save(tmp / "out", model, optimizer, PROGRESS, tokenizer=None, keep=1, terms=terms)
+    back = checkpoint.read_terms(path, Ranks())
+    assert [term.step for term in back] == [1, 3]
+    assert all(
+        np.array_equal(getattr(one, n), getattr(two, n)) for one, two in zip(back, terms, strict=True) for n in columns
+    )
+    for change in (
+        {"origin": np.zeros(4, np.int32)},
+        {"ratio": np.zeros(3, np.float32)},
+        {"step": np.array([3, 1, 1, 1])},
+    ):
+        arrays = {name: np.tile(column, 2) for name, column in columns.items()} | {"step": np.array([1, 1, 3, 3])}
+        shards.write(path / "resume" / "terms-0.safetensors", arrays | change)
+        with pytest.raises(ReadError, match="damaged"):
+            checkpoint.read_terms(path, Ranks())
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):

@@ -6,31 +6,30 @@ disk and renamed. Tensors are safetensors and the rest is JSON, so that reading 
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import nn
 
 from tracegrad.errors import ReadError, TracegradError
 from tracegrad.learner import state
 from tracegrad.learner.model import first_line, quiet
+from tracegrad.learner.progress import MARK, OtherRunError, Progress, read, save_random, set_random, step_of, verify
+from tracegrad.learner.progress import save as save_progress
 from tracegrad.learner.ranks import Ranks
+from tracegrad.learner.record import TermRecord, load_terms, save_terms
+from tracegrad.shards import flush
 
 FOLDER = "checkpoints"
 LINK = "checkpoint"
-FORMAT = "tracegrad-checkpoint/2"
+_CANNOT_WRITE = (OSError, SafetensorError, ReadError)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,25 +43,6 @@ TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a run knows beside its parameters and optimizer.
-
-    Args:
-        step: optimizer steps taken.
-        fingerprint: of the data, the same for the same terms.
-        config: dotted names to values, as the run was told.
-        logprobs: named [terms] float32 arrays: `old` for the steps not yet taken, `ref`.
-        control: what adapts from step to step, `learner.entropy.Control.state`.
-    """
-
-    step: int
-    fingerprint: str
-    config: Mapping[str, Any]
-    logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    control: Mapping[str, float] = field(default_factory=dict)
-
-
 def save(
     out: Path,
     model: Any,
@@ -71,6 +51,7 @@ def save(
     *,
     tokenizer: Path | None,
     keep: int,
+    terms: Sequence[TermRecord] = (),
     ranks: Ranks | None = None,
 ) -> Path:
     """Writes `out/checkpoints/step-N`, points `out/checkpoint` at it and removes all but the newest `keep`.
@@ -80,6 +61,7 @@ def save(
     Args:
         model: a transformers or peft model, sharded or not; written by its own `save_pretrained`.
         tokenizer: folder whose tokenizer files are copied beside the weights, or None.
+        terms: of this rank, for the report of the run that goes on from here.
         ranks: who takes part; each calls this. The folder is one that all of them see.
 
     Raises:
@@ -100,7 +82,8 @@ def save(
                 if ranks.first:
                     _export(staged, model, whole, tokenizer)
             with _together(ranks):
-                _save_random(staged / "resume" / f"random-{ranks.rank}.safetensors")
+                save_random(staged / "resume" / f"random-{ranks.rank}.safetensors")
+                save_terms(staged / "resume" / f"terms-{ranks.rank}.safetensors", terms)
             state.write(staged / "resume" / "state", model, optimizer, ranks)
         with _together(ranks):
             if ranks.first:
@@ -120,10 +103,10 @@ def _export(staged: Path, model: Any, whole: Mapping[str, torch.Tensor], tokeniz
 def _finish(out: Path, staged: Path, final: Path, progress: Progress, keep: int) -> None:
     """Marks the folder as whole, gives it its name, and lets go of what is too old."""
     if not final.exists():
-        _save_progress(staged / "resume", progress)
+        save_progress(staged / "resume", progress)
         _flush_tree(staged)
         staged.rename(final)
-        _flush(final.parent)
+        flush(final.parent)
     _point(out / LINK, final)
     for old in list_checkpoints(out)[:-keep]:
         doomed = old.with_name(f".tmp-{old.name}")
@@ -133,7 +116,8 @@ def _finish(out: Path, staged: Path, final: Path, progress: Progress, keep: int)
 
 def list_checkpoints(out: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    return sorted(path for path in (out / FOLDER).glob("step-*") if (path / "resume" / "progress.json").is_file())
+    found = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARK).is_file())
+    return sorted((path for path in found if step_of(path.name) >= 0), key=lambda path: step_of(path.name))
 
 
 def clear_staged(out: Path) -> None:
@@ -148,83 +132,58 @@ def read_progress(path: Path) -> Progress:
     Raises:
         ReadError: if it is damaged or of another format.
     """
-    try:
-        said = json.loads((path / "resume" / "progress.json").read_text(encoding="utf-8"))
-        arrays = load_file(path / "resume" / "logprobs.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _damaged(path, error) from error
-    if said.get("format") != FORMAT:
-        raise ReadError(
-            f"{path}: a checkpoint of format {said.get('format')!r}, and this version reads {FORMAT}. Its state cannot "
-            "be taken up. Resume with the version that wrote it, or start anew from it with --model."
-        )
-    logprobs = {name: tensor.numpy() for name, tensor in arrays.items()}
-    return Progress(said["step"], said["fingerprint"], said["config"], logprobs, said.get("control", {}))
+    with _damaged(path):
+        return read(path / "resume")
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None) -> Progress:
     """Puts parameters, optimizer and random states of a checkpoint back, and says where the run stood.
 
-    The number of ranks may be another than when it was written; a rank that there was not takes the first one's
-    random states.
+    Every file is compared with its checksum first. The number of ranks may be another than when it was written; a rank
+    that there was not takes the first one's random states.
 
     Raises:
         ReadError: if the checkpoint is damaged or of another model.
     """
     ranks = ranks or Ranks()
-    progress = read_progress(path)
-    own = path / "resume" / f"random-{ranks.rank}.safetensors"
+    folder = path / "resume"
+    error: Exception | None = None
     try:
-        state.read(path / "resume" / "state", model, optimizer, ranks)
-        _set_random(own if own.is_file() else own.with_name("random-0.safetensors"))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+        if ranks.first:
+            verify(folder)
+    except Exception as raised:  # told to the other ranks first
+        error = raised
+    with _damaged(path):
+        ranks.agree(error)
+        progress = read(folder)
+        state.read(folder / "state", model, optimizer, ranks)
+        own = folder / f"random-{ranks.rank}.safetensors"
+        set_random(own if own.is_file() else own.with_name("random-0.safetensors"))
     return progress
 
 
-def _save_progress(folder: Path, progress: Progress) -> None:
-    arrays = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in progress.logprobs.items()}
-    save_file(arrays, folder / "logprobs.safetensors")
-    said = {
-        "format": FORMAT,
-        "step": progress.step,
-        "fingerprint": progress.fingerprint,
-        "config": dict(progress.config),
-        "control": dict(progress.control),
-    }
-    _write_json(folder / "progress.json", said)
+def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArray[np.float32]:
+    """One array of what a checkpoint knows of the terms.
+
+    Raises:
+        ReadError: if it does not know it of these.
+    """
+    with _damaged(path):
+        found = progress.logprobs[name]
+        if len(found) != terms:
+            raise ValueError(f"it has {name} logprobs of {len(found):,} terms, and the traces have {terms:,}")
+        return found
 
 
-def _save_random(path: Path) -> None:
-    save_file(_random_states(), path, metadata={"python": json.dumps(random.getstate())})
+def read_terms(path: Path, ranks: Ranks) -> list[TermRecord]:
+    """The terms that a checkpoint keeps for the report, shared among the ranks that there are now.
 
-
-def _random_states() -> dict[str, torch.Tensor]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global state is what is saved)
-    assert kind == "MT19937"
-    states = {
-        "torch": torch.get_rng_state(),
-        "numpy_keys": torch.from_numpy(np.asarray(keys, np.int64)),
-        "numpy_rest": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        states |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def _set_random(path: Path) -> None:
-    states = load_file(path)
-    torch.set_rng_state(states["torch"])
-    position, has_gauss, gauss = states["numpy_rest"].tolist()
-    keys = states["numpy_keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), gauss))  # noqa: NPY002
-    with safe_open(path, framework="pt") as file:
-        version, inner, gaussian = json.loads(file.metadata()["python"])
-    random.setstate((version, tuple(inner), gaussian))
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            if f"cuda{i}" in states:
-                torch.cuda.set_rng_state(states[f"cuda{i}"], i)
+    Raises:
+        ReadError: if they are damaged.
+    """
+    files = sorted((path / "resume").glob("terms-*.safetensors"))
+    with _damaged(path):
+        return [term for file in files[ranks.rank :: ranks.world] for term in load_terms(file)]
 
 
 @contextmanager
@@ -233,7 +192,7 @@ def _together(ranks: Ranks) -> Iterator[None]:
     error = None
     try:
         yield
-    except (OSError, SafetensorError) as raised:
+    except _CANNOT_WRITE as raised:
         error = raised
     ranks.agree(error)
 
@@ -246,7 +205,7 @@ def _there(final: Path, ranks: Ranks) -> bool:
 def _whole_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except _CANNOT_WRITE as error:
         if ranks.first:
             shutil.rmtree(staged, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
@@ -262,29 +221,26 @@ def _point(link: Path, target: Path) -> None:
     staged.unlink(missing_ok=True)
     staged.symlink_to(target.relative_to(link.parent), target_is_directory=True)
     staged.replace(link)
-    _flush(link.parent)
+    flush(link.parent)
 
 
 def _flush_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
-        _flush(path)
-    _flush(folder)
+        flush(path)
+    flush(folder)
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Whatever goes wrong while a stranger's checkpoint is read, as one error that says what to do."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
-
-
-def _damaged(path: Path, error: Exception) -> ReadError:
-    return ReadError(
-        f"{path}: damaged: {first_line(error)}. The run cannot be taken up exactly from it. "
-        "Delete this folder to resume from the checkpoint before it."
-    )
+        yield
+    except (torch.OutOfMemoryError, OtherRunError):
+        raise
+    except Exception as error:
+        before = [one for one in list_checkpoints(path.parent.parent) if step_of(one.name) < step_of(path.name)]
+        cure = f"go on from {before[-1].name}, which is before it" if before else "start anew: there is none before it"
+        raise ReadError(
+            f"{path}: damaged: {first_line(error)[:300]}. The run cannot be taken up exactly from it. "
+            f"Delete this folder to {cure}."
+        ) from error

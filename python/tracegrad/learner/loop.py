@@ -45,6 +45,7 @@ from tracegrad.learner.setup import (
 from tracegrad.learner.step import Floats, Outcome, detached, measure, optimizer_step
 from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
 from tracegrad.sequence import Sequences
+from tracegrad.shards import write_bytes
 
 
 def train(
@@ -182,7 +183,7 @@ class _Loop:
             if self.ranks.first:
                 self.out.mkdir(parents=True, exist_ok=True)
                 checkpoint.clear_staged(self.out)
-                (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+                write_bytes(self.out / "config.toml", [to_toml(self.config).encode()])
                 self.lines = metrics.JsonLines(self.out / "metrics.jsonl", keep_to_step=self.taken or None)
         except OSError as error:
             raise TracegradError(
@@ -196,8 +197,12 @@ class _Loop:
         checkpoint.restore(path, self.model, self.optimizer, self.ranks)
         self.taken = progress.step
         self.control.restore(progress.control)
+        self.watch.seconds.update(progress.seconds)
+        last = self.plan.epochs - 1
+        self.terms = [t for t in checkpoint.read_terms(path, self.ranks) if self.plan.epoch_of(t.step - 1) == last]
+        terms = self.feed.sequences.terms
         for name, values in self.known.items():
-            values[self.feed.sequences.terms] = progress.logprobs[name]
+            values[terms] = checkpoint.logprobs_of(path, progress, name, len(terms))
 
     def _told(self) -> dict[str, Any]:
         options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
@@ -220,10 +225,11 @@ class _Loop:
         """Writes a checkpoint of the state as it is."""
         terms = self.feed.sequences.terms
         logprobs = {name: values[terms] for name, values in self.known.items()}
-        progress = checkpoint.Progress(self.taken, self.fingerprint, self._told(), logprobs, self.control.state())
+        known = {"logprobs": logprobs, "control": self.control.state(), "seconds": self.watch.seconds}
+        progress = checkpoint.Progress(self.taken, self.fingerprint, self._told(), **known)
         with self.watch("checkpoint"):
             keep = self.config.checkpoint.keep
-            where = {"tokenizer": self.tokenizer, "keep": keep, "ranks": self.ranks}
+            where = {"tokenizer": self.tokenizer, "keep": keep, "terms": self.terms, "ranks": self.ranks}
             checkpoint.save(self.out, self.model, self.optimizer, progress, **where)
 
     def run(

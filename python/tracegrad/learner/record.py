@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import shards
 from tracegrad.batch import Step
 from tracegrad.learner.step import Outcome
 
@@ -44,6 +47,40 @@ class TermRecord:
         return cls(step, **columns, **{name: getattr(outcome, name)[seen] for name in names})
 
 
+def save_terms(path: Path, terms: Sequence[TermRecord]) -> None:
+    """Writes records for a checkpoint, end to end."""
+    arrays = {name: _joined([getattr(term, name) for term in terms], kind) for name, kind in _COLUMNS.items()}
+    steps = np.repeat([term.step for term in terms], [len(term.origin) for term in terms]).astype(np.int64)
+    shards.write(path, {**arrays, "step": steps})
+
+
+def load_terms(path: Path) -> list[TermRecord]:
+    """Reads them back.
+
+    Raises:
+        ReadError, FormatError: if the file is none that can be read.
+        ValueError, KeyError: if it holds something else.
+    """
+    arrays, _ = shards.read(path)
+    steps = arrays["step"]
+    wrong = [name for name, kind in _COLUMNS.items() if arrays[name].dtype != kind or arrays[name].shape != steps.shape]
+    if wrong or steps.ndim != 1 or steps.dtype != np.int64 or np.any(steps[1:] < steps[:-1]):
+        raise ValueError(f"{path.name} holds no terms of steps, one after the other")
+    ends = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else [0]
+    parts = [slice(start, stop) for start, stop in pairwise(ends)]
+    return [
+        TermRecord(int(steps[here.start]), **{name: arrays[name][here].copy() for name in _COLUMNS}) for here in parts
+    ]
+
+
+_KINDS = {"origin": np.int64, "trace": np.int32, "keep": np.bool_, "clipped": np.bool_}
+_COLUMNS: dict[str, Any] = {each.name: _KINDS.get(each.name, np.float32) for each in fields(TermRecord)[1:]}
+
+
+def _joined(columns: list[NDArray[Any]], kind: Any) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, kind), *columns]).astype(kind)
+
+
 @dataclass
 class Trained:
     """What a run has come to.
@@ -54,8 +91,8 @@ class Trained:
         exit_code: 0, or 128 + signal.
         checkpoint: the newest one.
         rows: of metrics.jsonl, those before a resume included.
-        terms: of the last epoch's steps, all ranks' on the first and its own on the others.
-        seconds: wall time by stage.
+        terms: of the last epoch's steps, those before a resume included, all ranks' on the first and else its own.
+        seconds: wall time by stage, that before a resume included.
         idle: share of the device's time without work queued, a lower bound; None on a CPU, where it does not apply.
     """
 

@@ -15,11 +15,11 @@ import torch
 from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.adapters import has_adapters, with_adapters
-from tracegrad.learner.checkpoint import Progress
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
 from tracegrad.learner.model import load_model
 from tracegrad.learner.parallel import Placed, auto_mode, local_device, prepare
+from tracegrad.learner.progress import Progress
 from tracegrad.learner.ranks import Ranks
 from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.sequence import Sequences
@@ -269,8 +269,8 @@ def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint
         before = progress.config.get(name)
         if before != value and not name.startswith(MAY_CHANGE):
             raise ArgumentError(
-                f"{path}: {name} was {before!r} and is now {value!r}. The run would not be the one that is resumed. "
-                f"Set it back, or start anew with another --out and --model {path}."
+                f"{path}: {name} was {repr(before)[:80]} and is now {value!r}. The run would not be the one that is "
+                f"resumed. Set it back, or start anew with another --out and --model {path}."
             )
     if progress.fingerprint != fingerprint:
         raise ArgumentError(

@@ -7,12 +7,14 @@ Each rank writes what it holds, and any number of ranks reads it back. No pickle
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -20,10 +22,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.errors import ArgumentError
+from tracegrad.learner.progress import OtherRunError
 from tracegrad.learner.ranks import Ranks
+from tracegrad.shards import read_text
 
 _REST = "optimizer.json"
+_LIMIT = 64 << 20
+_MOMENTS = ("exp_avg:", "exp_avg_sq:", "momentum_buffer:")
+"""State that torch's optimizers keep of the shape of the parameter, and believe to be so."""
 
 
 def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
@@ -50,13 +57,16 @@ def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks
     """Puts parameters and optimizer state back, in place, whatever the number of ranks that wrote them.
 
     Raises:
-        ReadError: if they are those of another model.
+        OtherRunError: if they are those of another model.
         OSError, ValueError, KeyError, RuntimeError: if files are damaged.
     """
     storage = HuggingFaceStorageReader(str(folder))
     try:
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, framework="pt"):
+                pass  # its header fits its length: what reads it next believes it
         found = storage.read_metadata().state_dict_metadata
-        rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
+        rest = json.loads(read_text(folder / _REST, _LIMIT))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         wanted = _templates(folder, found, trained)
         with warnings.catch_warnings():
@@ -87,17 +97,21 @@ def _collective(call: Any, state: dict[str, Any], *, ranks: Ranks, **storage: An
 def _templates(folder: Path, found: Mapping[str, Any], trained: Mapping[str, Tensor]) -> dict[str, Any]:
     """Tensors to read into: the parameters themselves, and zeros for the optimizer's, sharded as their parameters."""
     stored = {name.removeprefix("param:"): told for name, told in found.items() if name.startswith("param:")}
-    apart = sorted(set(stored) ^ set(trained)) or [n for n, p in trained.items() if stored[n].size != p.shape]
+    apart = sorted(set(stored) ^ set(trained)) or [
+        n for n, p in trained.items() if stored[n].size != p.shape or stored[n].properties.dtype != p.dtype
+    ]
     if apart:
-        raise ReadError(
+        raise OtherRunError(
             f"{folder}: its parameters are not those of the model given: {apart[0]} is not in both, or of another "
-            "shape. The run cannot go on from it. Resume with the --model and options that the run was started with."
+            "shape or type. The run cannot go on from it. Resume with the --model and options that the run began with."
         )
     out: dict[str, Any] = {f"param:{name}": p.detach() for name, p in trained.items()}
     for name, told in found.items():
         if not name.startswith("param:"):
             owner, dtype = trained[name.partition(":")[2]], told.properties.dtype
             like = owner.shape == told.size
+            if name.startswith(_MOMENTS) and not like:
+                raise ValueError(f"{name[:120]} is not of the shape of its parameter")
             out[name] = torch.zeros_like(owner, dtype=dtype) if like else torch.zeros(told.size, dtype=dtype)
             out[name] = out[name].detach()
     return out
@@ -139,8 +153,20 @@ def _load_optimizer(
             f"the optimizer has {len(current)} groups of parameters and the checkpoint's had another number"
         )
     before = [{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} for group in rest["groups"]]
+    for now, then in zip(current, before, strict=True):
+        if not all(name in now and _alike(now[name], value) for name, value in then.items()):
+            raise ValueError("the options of its optimizer are not those of the one given")
     groups = [{**now, **then} for now, then in zip(current, before, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _alike(now: Any, then: Any) -> bool:
+    """Whether an option of an optimizer may have become the other: a number a finite number, a switch a switch."""
+    if isinstance(now, (list, tuple)):
+        return isinstance(then, tuple) and len(now) == len(then) and all(map(_alike, now, then))
+    if isinstance(now, (int, float)) and not isinstance(now, bool):
+        return isinstance(then, (int, float)) and not isinstance(then, bool) and math.isfinite(then)
+    return then is None or now is None or type(now) is type(then)
 
 
 def _plain(value: Any) -> bool:

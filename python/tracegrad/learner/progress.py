@@ -1,0 +1,187 @@
+"""What a run knows beside its parameters and optimizer, as a checkpoint keeps it; nothing of it is believed unread.
+
+Here are `Progress`, its files, and the random states of a process. Folders are `checkpoint`'s, tensors of the model
+`state`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tracegrad import shards
+from tracegrad.errors import ReadError
+from tracegrad.shards import Written
+
+FORMAT = "tracegrad-checkpoint/3"
+MARK = "progress.json"
+_LOGPROBS = "logprobs.safetensors"
+_LIMIT = 16 << 20
+_MT_WORDS = 624
+
+
+class OtherRunError(ReadError):
+    """A checkpoint that is not damaged, and not of this model or version."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run knows beside its parameters and optimizer.
+
+    Args:
+        step: optimizer steps taken.
+        fingerprint: of the data, the same for the same terms.
+        config: dotted names to values, as the run was told.
+        logprobs: named [terms] float32 arrays: `old` for the steps not yet taken, `ref`.
+        control: what adapts from step to step, `learner.entropy.Control.state`.
+        seconds: wall time by stage, of all processes that the run has had.
+    """
+
+    step: int
+    fingerprint: str
+    config: Mapping[str, Any]
+    logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    control: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def save(folder: Path, progress: Progress) -> None:
+    """Writes what is known, and last of all the mark of a whole checkpoint: sizes and checksums of what is there."""
+    arrays = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in progress.logprobs.items()}
+    save_file(arrays, folder / _LOGPROBS)
+    files = {name: [found.bytes, f"{found.crc32:08x}"] for name, found in _measured(folder, _files(folder)).items()}
+    said = {
+        "format": FORMAT,
+        "step": progress.step,
+        "fingerprint": progress.fingerprint,
+        "config": dict(progress.config),
+        "control": dict(progress.control),
+        "seconds": dict(progress.seconds),
+        "files": files,
+    }
+    (folder / MARK).write_text(json.dumps(said, indent=1), encoding="utf-8")
+
+
+def read(folder: Path) -> Progress:
+    """What a checkpoint says of its run; whatever else it is than what `save` writes is a ValueError or the like.
+
+    Raises:
+        ReadError: if it is of another format.
+    """
+    said = _told(folder)
+    logprobs = {name: tensor.numpy() for name, tensor in load_file(folder / _LOGPROBS).items()}
+    if any(array.ndim != 1 or array.dtype != np.float32 for array in logprobs.values()):
+        raise ValueError("its logprobs are not flat arrays of float32")
+    if type(said["step"]) is not int or not 0 <= said["step"] < 1 << 53 or not isinstance(said["fingerprint"], str):
+        raise ValueError("it does not say which step it is of, and of which data")
+    if not isinstance(said["config"], dict):
+        raise ValueError("it does not say how the run was told")
+    numbers = {name: _numbers(said[name]) for name in ("control", "seconds")}
+    return Progress(said["step"], said["fingerprint"], said["config"], logprobs, **numbers)
+
+
+def verify(folder: Path) -> None:
+    """Compares every file with its length and checksum when the checkpoint was written; reads each once.
+
+    Raises:
+        ReadError: if it is of another format.
+        ValueError: with the file that is missing, too many or not as it was; OSError if one cannot be read.
+    """
+    told = _told(folder)["files"]
+    found = _measured(folder, _files(folder))
+    for name in sorted(told.keys() ^ found.keys()):
+        raise ValueError(f"{name[:80]!r} is {'missing' if name in told else 'not of this checkpoint'}")
+    for name, here in found.items():
+        if told[name] != [here.bytes, f"{here.crc32:08x}"]:
+            raise ValueError(f"{name!r} is not as it was written, by its length or checksum")
+
+
+def save_random(path: Path) -> None:
+    """Writes the random states of this process: torch's, its devices', numpy's and Python's."""
+    save_file(_random_states(), path, metadata={"python": json.dumps(random.getstate())})
+
+
+def set_random(path: Path) -> None:
+    """Puts them back; whatever else stands there is a ValueError or the like, before any is set."""
+    states = load_file(path)
+    position, has_gauss, gauss = states["numpy_rest"].tolist()
+    words = states["numpy_keys"].numpy()
+    # numpy takes a position as it is and would draw from the memory behind its state.
+    fits = words.shape == (_MT_WORDS,) and words.min() >= 0 and words.max() < 1 << 32 and 0 <= position <= _MT_WORDS
+    if not fits or has_gauss not in (0.0, 1.0) or not math.isfinite(gauss):
+        raise ValueError("its random state of numpy is none")
+    if states["torch"].shape != torch.get_rng_state().shape:
+        raise ValueError("its random state of torch is none")
+    with safe_open(path, framework="pt") as file:
+        version, inner, gaussian = json.loads(file.metadata()["python"])
+    random.setstate((version, tuple(inner), gaussian))
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(("MT19937", words.astype(np.uint32), int(position), int(has_gauss), gauss))  # noqa: NPY002
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            if f"cuda{i}" in states:
+                torch.cuda.set_rng_state(states[f"cuda{i}"], i)
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global state is what is saved)
+    assert kind == "MT19937"
+    states = {
+        "torch": torch.get_rng_state(),
+        "numpy_keys": torch.from_numpy(np.asarray(keys, np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        states |= {f"cuda{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    said = json.loads(shards.read_text(folder / MARK, _LIMIT))
+    if not isinstance(said, dict):
+        raise ValueError(f"its {MARK} is no table")
+    if said["format"] != FORMAT:
+        raise OtherRunError(
+            f"{folder.parent}: a checkpoint of format {str(said['format'])[:40]!r}, and this version reads {FORMAT}. "
+            "Its state cannot be taken up. Resume with the version that wrote it, or start anew from it with --model."
+        )
+    return said
+
+
+def _files(folder: Path) -> list[str]:
+    """Whatever lies below the folder but the mark: files, and links, which are none of ours."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MARK)
+
+
+def _measured(folder: Path, names: Iterable[str]) -> dict[str, Written]:
+    """Lengths and checksums, several files at a time: crc32 lets go of the interpreter."""
+    names = list(names)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: shards.measure(folder / name), names), strict=True))
+
+
+def _numbers(said: Any) -> dict[str, float]:
+    if not isinstance(said, dict) or any(type(n) not in (int, float) or math.isnan(n) for n in said.values()):
+        raise ValueError("it has something else where numbers belong")
+    return {name: float(value) for name, value in said.items()}
+
+
+def step_of(name: str) -> int:
+    """The step that a checkpoint's folder is named for; -1 where it is no such name."""
+    found = re.fullmatch(r"step-(\d{8,15})", name)
+    return int(found[1]) if found else -1
