@@ -68,7 +68,7 @@ def compared(setting: str, tiny: bool) -> dict[str, Any]:
         model.save_pretrained(folder / "model")
         feed = Feed.of(traces, objective, told)
         predicted = forecast(folder / "model", told, feed, 1)
-        planned = [sum(len(batch.ids) for batch in step.batches) for step in feed.steps(feed.plan().shuffle_seed(0))]
+        planned = [sum(len(batch.ids) for batch in step.batches) for step in feed.steps(feed.plan(1).shuffle_seed(0))]
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         given = {"objective": objective, "config": told, "sinks": (), "say": lambda _: None}
         timed = train(traces, model, out=folder / "timed", **given).rows[1:]

@@ -421,7 +421,7 @@ def test_rewards_are_taken_by_name(traces):
 
 
 def test_ids_of_another_tokenizer_are_refused(traces, tmp_path):
-    with pytest.raises(ArgumentError, match=r"token id 400 stands in the traces, and the model has 48"):
+    with pytest.raises(ArgumentError, match=r"trace '\w*': token id 400 stands in it, and the model has 48"):
         run(replace(traces, ids=np.where(traces.ids == 3, 400, traces.ids).astype(np.int32)), tmp_path)
 
 

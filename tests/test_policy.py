@@ -474,14 +474,14 @@ def test_a_recurrent_or_hybrid_model_is_packed_branch_by_branch(name):
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_recurrent_or_hybrid_model_is_refused_a_shared_prefix_with_the_reason(name):
     model = model_of(name, torch.float32, **STATEFUL[name])
-    with pytest.raises(ArgumentError, match=r"layers of (linear_attention|conv|recurrent state), which no mask keeps"):
+    with pytest.raises(ArgumentError, match=rf"prefixes cannot be shared: {name}ForCausalLM cannot be run so"):
         policy.logprobs(model, forked())
 
 
 def test_layers_that_no_mask_keeps_apart_are_refused_in_one_row():
-    model = model_of("Qwen2")
-    model.config.layer_types = ["full_attention", "linear_attention"]
+    model = model_of("Lfm2", torch.float32, **STATEFUL["Lfm2"])
     [step, *_] = pack(sequences(), np.zeros(11), token_budget=100)
-    assert policy.forward_plan(model, step.batches[0].to("cpu")) == "stack"
-    with pytest.raises(ArgumentError, match="layers of linear_attention"):
-        policy.hidden_states(model, step.batches[0].to("cpu"), "mask")
+    batch = step.batches[0].to("cpu")
+    assert policy.forward_plan(model, batch) == "stack"
+    with pytest.raises(ArgumentError, match=r"as the plan 'mask': .* no mask keeps branches apart in layers of conv"):
+        policy.hidden_states(model, batch, "mask")

@@ -129,14 +129,6 @@ def test_windows_and_positions_go_by_depth_in_the_tree(name):
     assert apart(gradient(model, case, shared, objective), theirs) <= 1e-6
 
 
-def test_layers_that_remember_otherwise_are_refused_on_a_tree():
-    model = model_of(torch.float32)
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    [step] = packs(forked(), presets.GRPO, 4096, share_prefixes=True)
-    with pytest.raises(ArgumentError, match="layers of linear_attention"):
-        policy.hidden_states(model, step.batches[0].to("cpu"))
-
-
 # --- the tree ---
 
 

@@ -204,7 +204,8 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path)
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     feed = Feed.of(sequences, objective, chosen, ranks=ranks, shape=_shape(model))
-    plan, steps = feed.plan(), feed.steps(0)
+    steps = feed.steps(0)
+    plan = feed.plan(len(steps))
     rows = [len(batch.ids) for step in steps for batch in step.batches]
     fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
     _say(

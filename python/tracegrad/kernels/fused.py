@@ -15,6 +15,7 @@ from tracegrad.kernels.chunk import Rows, Sums
 from tracegrad.kernels.head import Problem, Setting
 from tracegrad.kernels.plan import HeadPlan, Wants
 
+_PART = 1 << 20  # numbers that are widened at a time
 Evaluate = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
 """(rows, logp, entropy) -> the loss of these rows, and its gradient by each of their logprobs and entropies."""
 
@@ -80,7 +81,7 @@ def wants_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, entropy: bool)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Forward computes the gradient of each input; backward scales it."""
+    """Forward computes the gradient of each input; backward scales it, on CUDA in place and therefore once."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
@@ -98,11 +99,19 @@ class _HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         [upstream] = grad_outputs
-        return *(_scaled(value, upstream) for value in ctx.saved_tensors), None
+        return *(_scaled(value, upstream, in_place=upstream.is_cuda) for value in ctx.saved_tensors), None
 
 
-def _scaled(value: Tensor | None, upstream: Tensor) -> Tensor | None:
-    """A factor of 1 is only seen where looking waits for nothing."""
+def _scaled(value: Tensor | None, upstream: Tensor, *, in_place: bool = False) -> Tensor | None:
+    """value * upstream; where asked, in the memory of `value`, which may be the gradient of a whole head.
+
+    A factor of 1 is only seen where looking waits for nothing. In place a narrower dtype is multiplied in that of the
+    loss, a part at a time.
+    """
     if value is None or (upstream.device.type == "cpu" and upstream.item() == 1.0):
         return value
-    return (value.to(upstream.dtype) * upstream).to(value.dtype)
+    if not in_place:
+        return (value.to(upstream.dtype) * upstream).to(value.dtype)
+    for part in value.view(-1).split(_PART):
+        part.copy_(part.to(upstream.dtype) * upstream)
+    return value

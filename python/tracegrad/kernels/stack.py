@@ -15,7 +15,9 @@ SHARED_FROM = 16  # a shorter common prefix is not worth a pass of its own
 Bounds = tuple[int, int]
 
 
-def stacked(body: nn.Module, ids: Tensor, positions: Tensor, read: Tensor, *, share_prefix: bool) -> Tensor:
+def stacked(
+    body: nn.Module, ids: Tensor, positions: Tensor, read: Tensor, *, share_prefix: bool, padded: bool = True
+) -> Tensor:
     """Hidden states of a plain pack.
 
     Args:
@@ -23,7 +25,8 @@ def stacked(body: nn.Module, ids: Tensor, positions: Tensor, read: Tensor, *, sh
         ids: [T], branches side by side, on the body's device.
         positions: [T], 0 where a branch begins.
         read: [U], positions in the pack whose hidden states are needed.
-        share_prefix: compute a common prefix once; for models whose layers attend to all earlier tokens.
+        share_prefix: compute a common prefix once; for models whose keys and values say all of it.
+        padded: branches of similar length stand in one batch, padded behind; else each is run by itself.
 
     Returns:
         [T, H] in the order of `ids`; zeros in branches where nothing is read.
@@ -44,7 +47,7 @@ def stacked(body: nn.Module, ids: Tensor, positions: Tensor, read: Tensor, *, sh
             order.append(torch.arange(start, start + shared))
             hidden.append(out.last_hidden_state[0])
         branches = [(start + shared, end) for start, end in branches]
-    for stack in _stacks(branches):
+    for stack in _stacks(branches) if padded else [[branch] for branch in branches]:
         rows = _run(body, ids, stack, cache)
         hidden += [row[: end - start] for row, (start, end) in zip(rows, stack, strict=True)]
         order += [torch.arange(start, end) for start, end in stack]

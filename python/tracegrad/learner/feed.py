@@ -40,6 +40,7 @@ class Feed:
         ranks, rank: how many processes share each step, and which of them this is.
         shape: of the model, for predictions of what rows cost.
         bucket: rows are padded to a multiple of so many tokens.
+        trees: whether the model can run rows that share prefixes, where the config asks for them.
     """
 
     sequences: Sequences
@@ -53,6 +54,7 @@ class Feed:
     rank: int = 0
     shape: ModelShape | None = None
     bucket: int = 1
+    trees: bool = True
 
     @classmethod
     def of(
@@ -92,8 +94,13 @@ class Feed:
         skip = self.config.pack.skip_idle and not self.objective.needs.zero_advantage
         return self._pack(~self.held, plan_seed, self.config.pack.step_groups, skip=skip)
 
+    @property
+    def shares(self) -> bool:
+        """Whether rows share prefixes where that pays."""
+        return self.trees and self.config.pack.share_prefixes
+
     def sharing(self) -> Sharing:
-        """What `pack.share_prefixes` does to the first step, or would do."""
+        """What `pack.share_prefixes` would do to the first step: for a dry run."""
         told = replace(self.config, pack=replace(self.config.pack, leave_out=_SHARED[self.config.pack.leave_out]))
         found = replace(self, config=told).steps(0)[0].sharing
         assert found is not None
@@ -105,9 +112,9 @@ class Feed:
         newest = int(np.max(self.sequences.version, initial=-1))
         return np.where(version < 0, 0, newest - version)
 
-    def plan(self) -> Plan:
-        """When what happens."""
-        return Plan.of(self.config, len(self.steps(0)))
+    def plan(self, steps: int) -> Plan:
+        """When what happens, in epochs of so many steps: as many in each, however the groups are shuffled."""
+        return Plan.of(self.config, steps)
 
     def held_step(self) -> Step | None:
         """The held-out traces as one step that is only measured; None where none has a term."""
@@ -137,7 +144,7 @@ class Feed:
             step_groups=step_groups,
             needs=self.objective.needs,
             too_long=self.config.pack.too_long,
-            share_prefixes=self.config.pack.share_prefixes,
+            share_prefixes=self.shares,
             skip_zero_advantage=skip,
             shape=self.shape,
             seed=seed,

@@ -33,6 +33,7 @@ from tracegrad.learner.parallel import Placed
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.row import row_of
+from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import (
     Optimizers,
     Prepared,
@@ -89,7 +90,11 @@ def train(
     config, out, ranks = config or Config(), Path(out), Ranks.join()
     cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
     feed = Feed.of(sequences, objective, config, ranks=ranks.world, rank=ranks.rank, **cut)
+    check_vocabulary(sequences, model)
     model, policy = prepared(model, config, ranks, optimizer)
+    longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
+    if why := settle_rows(policy.target, longest, trees=feed.shares):
+        feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {why}."))
     other = other_model(reference, feed, policy)
     loop = _Loop(feed, policy, model, other, out, Path(tokenizer) if tokenizer else None)
     rows = loop.start(resume)
@@ -154,13 +159,12 @@ class _Loop:
         self.config = self.feed.config
         self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
         self.ranks = self.target.ranks
-        self.plan = self.feed.plan()
+        self.epochs: dict[int, list[Step]] = {0: self.feed.steps(self.feed.plan(1).shuffle_seed(0))}
+        self.plan = self.feed.plan(len(self.epochs[0]))
         self.held = self.feed.held_step()
-        check_vocabulary(self.feed.sequences, self.model)
         self.known = {name: np.full(self.feed.sequences.tokens, np.nan, np.float32) for name in self._wanted()}
         self.fingerprint = self.feed.fingerprint()
         self.control = Control(self.feed.objective)
-        self.epochs: dict[int, list[Step]] = {}
         self.ahead = Ahead(self._make)
         self.idle = Idle(self.target.device)
 
@@ -212,8 +216,9 @@ class _Loop:
         """What a user should know before the first step."""
         said = [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
         said.append(self.policy.sentence(self.config))
-        if self.config.pack.share_prefixes:
-            said.append(f"{self.feed.sharing()}.")
+        if self.feed.shares and self.taken < self.plan.total:
+            epoch, place = self._place(self.taken)
+            said.append(f"{self.steps(epoch)[place].sharing}.")
         held = int(self.feed.held.sum())
         if self.config.data.holdout and held < MIN_ESS:
             said.append(

@@ -25,7 +25,9 @@ from tracegrad.errors import ArgumentError
 from tracegrad.learner.memory import SPEED, Memory, layers_of
 from tracegrad.learner.ranks import Ranks
 from tracegrad.objective import Terms
-from tracegrad.policy import Plan, PolicyLoss, batch_loss, forward_plan, head_of, logprobs_and_entropy
+from tracegrad.policy import Plan, PolicyLoss, batch_loss, head_of, logprobs_and_entropy
+from tracegrad.policy.model import attention_of
+from tracegrad.policy.roads import BLOCKS
 
 Mode = Literal["fsdp", "ddp", "none"]
 
@@ -88,6 +90,13 @@ class Placed:
         with held:
             yield
 
+    def rest(self) -> None:
+        """Gives back what FSDP has gathered: after a pass without gradient no backward pass does, and parameters that
+        are not shards are not those of the optimizer."""
+        if self.mode == "fsdp":
+            for module in _sharded(cast(nn.Module, self.policy)):
+                module.reshard()
+
     def forward(self, batch: Batch, precision: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of each term of a batch, [m] both."""
         how = precision, self.mode == "fsdp", self.memory.chunk_bytes
@@ -125,6 +134,20 @@ def placed(model: Any) -> Placed:
         policy = model if isinstance(model, Policy) else _with_method(model)
         return Placed(inner, cast(Any, policy), "fsdp", ranks, scale=float(ranks.world))
     return Placed(inner, Policy(inner), "none", Ranks() if ranks.alone else ranks)
+
+
+def check_exchanged(target: Placed) -> None:
+    """Refuses to train a model whose gradients would stay on each rank.
+
+    Raises:
+        ArgumentError: for a bare model, or an unknown wrapper, where a process group is open.
+    """
+    if target.mode == "none" and not target.ranks.alone:
+        raise ArgumentError(
+            f"{type(target.model).__name__} is not wrapped, and a process group of {target.ranks.world} ranks is open. "
+            "Each rank would train a model of its own, as no gradient is exchanged. Pass tracegrad.learner.prepare("
+            "model, 'ddp') or 'fsdp', or accelerator.prepare(tracegrad.learner.Policy(model))."
+        )
 
 
 def _with_method(model: Any) -> Any:
@@ -198,11 +221,22 @@ def auto_mode(ranks: Ranks) -> Mode:
     return "fsdp" if torch.cuda.is_available() else "ddp"
 
 
-def local_device() -> torch.device:
-    """The CUDA device of this rank on its machine, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+def device_named(told: str) -> torch.device:
+    """The device of this rank: "auto" is CUDA where there is one; CUDA without a number is the one of the local rank.
+
+    Raises:
+        ArgumentError: where several ranks of a machine would share one numbered device.
+    """
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if told == "auto" else told)
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    elif (beside := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+        raise ArgumentError(
+            f"train.device is {told!r}, and {beside} processes run on this machine. All of them would take that one "
+            "device. Set train.device cuda, or leave it out: each takes the device of its local rank."
+        )
     torch.cuda.set_device(device)
     return device
 
@@ -226,9 +260,10 @@ def _fsdp(
     policy = Policy(model)
     mixed = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     told = {"mesh": init_device_mesh(device.type, (ranks.world,)), "mp_policy": mixed}
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())  # no backward pass to keep them for
     for layer in layers_of(model):
-        fully_shard(layer, reshard_after_forward=memory.reshard, **told)
-    fully_shard(policy, reshard_after_forward=False, **told)
+        fully_shard(layer, reshard_after_forward=memory.reshard or frozen, **told)
+    fully_shard(policy, reshard_after_forward=frozen, **told)
     for module in _sharded(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -251,7 +286,7 @@ def _logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """As `policy.logprobs_and_entropy`; `one_pass` calls each layer once a batch, as ranks must all do so alike."""
     with _cast(batch, precision, one_pass):
-        return logprobs_and_entropy(model, batch, plan=_forward(model, batch, one_pass), chunk_bytes=chunk_bytes)
+        return logprobs_and_entropy(model, batch, plan=_forward(model, one_pass), chunk_bytes=chunk_bytes)
 
 
 def _batch_loss(
@@ -265,7 +300,7 @@ def _batch_loss(
 ) -> tuple[Tensor, PolicyLoss]:
     """As `policy.batch_loss`, the loss apart: wrappers find the tensor whose backward pass they wait for in a tuple."""
     with _cast(batch, precision, one_pass):
-        forward = _forward(model, batch, one_pass)
+        forward = _forward(model, one_pass)
         found = batch_loss(model, batch, terms, objective, forward=forward, chunk_bytes=chunk_bytes)
     return found.loss, found
 
@@ -275,5 +310,5 @@ def _cast(batch: Batch, precision: torch.dtype, one_pass: bool) -> AbstractConte
     return autocast(batch.ids.device.type, torch.float32 if one_pass else precision)
 
 
-def _forward(model: nn.Module, batch: Batch, one_pass: bool) -> Plan | None:
-    return "mask" if one_pass and forward_plan(model, batch) == "stack" else None
+def _forward(model: nn.Module, one_pass: bool) -> Plan | None:
+    return ("flex" if attention_of(model) in BLOCKS else "mask") if one_pass else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tracegrad.config import Config, as_dict, options
@@ -18,10 +19,11 @@ from tracegrad.learner.adapters import has_adapters, with_adapters
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
 from tracegrad.learner.model import load_model
-from tracegrad.learner.parallel import Placed, auto_mode, local_device, prepare
+from tracegrad.learner.parallel import Placed, auto_mode, device_named, prepare
 from tracegrad.learner.progress import Progress
 from tracegrad.learner.ranks import Ranks
 from tracegrad.policy.blocks import attend_in_blocks
+from tracegrad.policy.masks import BLOCK
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
@@ -113,7 +115,7 @@ def device_of(config: Config) -> torch.device:
     """
     told = config.train.device
     try:
-        device = local_device() if told == "auto" else torch.device(told)
+        device = device_named(told)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
@@ -129,8 +131,13 @@ def precision_of(config: Config, device: str) -> torch.dtype:
 
 
 def bucket_of(config: Config) -> int:
-    """What rows are padded to a multiple of: on CUDA the whole budget, so that one compilation of attention does."""
-    return config.pack.token_budget if device_of(config).type == "cuda" else 1
+    """What rows are padded to a multiple of: on CUDA an eighth of the budget, so that few lengths are compiled.
+
+    A short last row costs what it holds and at most an eighth of the budget more.
+    """
+    if device_of(config).type != "cuda":
+        return 1
+    return min(config.pack.token_budget, -(-config.pack.token_budget // (8 * BLOCK)) * BLOCK)
 
 
 def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype]:
@@ -255,13 +262,23 @@ def check_optimizer(config: Config) -> None:
 
 
 def check_vocabulary(sequences: Sequences, model: Any) -> None:
-    size = model.get_input_embeddings().weight.shape[0]
-    highest = int(sequences.ids.max(initial=0))
-    if highest >= size:
-        raise ArgumentError(
-            f"token id {highest} stands in the traces, and the model has {size} embeddings. They are of another "
-            "tokenizer. Align with the tokenizer of the model that is trained."
-        )
+    """Refuses ids that the model has no row for: on CUDA they would end the process without a word about them.
+
+    Raises:
+        ArgumentError: with the id and where it stands.
+    """
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    size = min(table.weight.shape[0] for table in tables if getattr(table, "weight", None) is not None)
+    for place in (int(sequences.ids.argmax()), int(sequences.ids.argmin())) if sequences.tokens else ():
+        found = int(sequences.ids[place])
+        if not 0 <= found < size:
+            branch = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
+            trace = int(sequences.trace[branch])
+            name = sequences.trace_ids[trace] if sequences.trace_ids else trace
+            raise ArgumentError(
+                f"trace '{name}': token id {found} stands in it, and the model has {size} embeddings. They are of "
+                "another tokenizer. Align with the tokenizer of the model that is trained."
+            )
 
 
 def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:

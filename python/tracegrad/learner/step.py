@@ -20,7 +20,8 @@ from tracegrad.batch import Batch, Step, prefetch
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
 from tracegrad.learner.idle import Idle
-from tracegrad.learner.parallel import Placed, placed, whole
+from tracegrad.learner.parallel import Placed, check_exchanged, placed, whole
+from tracegrad.learner.settle import settle_batches
 from tracegrad.metrics.sums import AllReduce
 from tracegrad.policy import PolicyLoss
 
@@ -84,10 +85,13 @@ def optimizer_step(
         idle: takes the times of the device's work.
 
     Raises:
+        ArgumentError: for a bare model where a process group is open: nobody would exchange its gradients.
         TracegradError: if the gradient is not finite; the parameters are then as they were.
     """
     target = placed(model)
     ranks = target.ranks
+    check_exchanged(target)
+    settle_batches(target, step.batches)
     corrected = corrected or detached(step, objective, missing, None if ranks.alone else ranks.all_reduce)
     optimizer.zero_grad(set_to_none=True)
     batches = step.batches if left_out is None else tuple(b.without(left_out[b.term]) for b in step.batches)
@@ -178,8 +182,10 @@ def detached(
 def measure(model: Any, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
     """Logprobs of the terms of each batch under the model as it is, without gradient: `old`, `ref`, or for value."""
     target = placed(model)
+    settle_batches(target, batches)
     with torch.no_grad():
         found = [target.forward(batch.to(target.device), precision)[0] for batch in batches]
+    target.rest()
     return [each.cpu().numpy() for each in found]
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tracegrad.policy.model import attention_of
-
-NAMES = ("flex_attention", "tracegrad_flex")
-"""Implementations of attention that take a `BlockMask`: transformers' own, and ours."""
+from tracegrad.policy.roads import BLOCKS
+from tracegrad.policy.run import unwrapped
 
 
 def attend_in_blocks(model: Any) -> None:
@@ -22,12 +21,14 @@ def attend_in_blocks(model: Any) -> None:
     Args:
         model: a transformers causal LM, with adapters of peft or without; changed in place.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = unwrapped(model)
     if attention_of(model) == "sdpa" and getattr(inner, "_supports_flex_attn", False):
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import flex_attention_mask
 
-        AttentionInterface.register(NAMES[1], _attend)
-        inner.set_attn_implementation(NAMES[1])
+        AttentionInterface.register(BLOCKS[1], _attend)
+        AttentionMaskInterface.register(BLOCKS[1], flex_attention_mask)  # without it a plain forward has no mask at all
+        inner.set_attn_implementation(BLOCKS[1])
 
 
 def _attend(

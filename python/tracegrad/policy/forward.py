@@ -5,28 +5,15 @@ No loss, no advantages. Called by any trainer, and by `loss` for the hidden stat
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn
-
 import torch
 from torch import Tensor, nn
 
 from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import token_logprobs
-from tracegrad.kernels.stack import stacked
-from tracegrad.policy.blocks import NAMES as BLOCKS
-from tracegrad.policy.masks import block_mask, dense_mask
-from tracegrad.policy.model import (
-    attention_of,
-    body_of,
-    config_of,
-    head_of,
-    keeps_all_keys,
-    recomputes,
-    states_along_the_row,
-)
-
-Plan = Literal["stack", "mask", "flex"]
+from tracegrad.policy.model import attention_of, config_of, head_of, recomputes
+from tracegrad.policy.roads import BLOCKS, Road, reached, why_not
+from tracegrad.policy.run import Plan, run
 
 
 def logprobs(model: nn.Module, batch: Batch, *, logits_dtype: torch.dtype | None = None) -> Tensor:
@@ -79,28 +66,56 @@ def logprobs_and_entropy(
 
 
 def forward_plan(model: nn.Module, batch: Batch) -> Plan:
-    """How `hidden_states` runs this batch through this model.
+    """How `hidden_states` runs this batch through this model: the first of these that gives the model's own numbers.
 
     "flex": one row, flex_attention with a block mask built from `tree_end`; for models loaded with
     `attn_implementation="flex_attention"`, or changed by `blocks.attend_in_blocks`.
     "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention, a prefix
     that all of them share computed once. Exact, as padding stands after what is read; the fastest on CPU, where a
     dense mask costs T * T.
+    "alone": each branch of a plain pack by itself.
     "mask": one row under an explicit [1, 1, T, T] mask; for trees.
 
-    Layers that carry a state from token to token (recurrent, convolutional, hybrid models) are kept apart by no mask:
-    their plan is "stack", one branch in each row of a padded batch.
+    Each is compared with the branches alone before it is taken, once for a model: see `roads`.
 
     Raises:
-        ArgumentError: for a shared prefix under such layers.
+        ArgumentError: for a shared prefix in a model that no mask lets share it, or one that is not causal.
     """
-    if kinds := states_along_the_row(model):
-        if _is_plain(batch.positions, batch.tree_end):
-            return "stack"
-        _refuse(model, kinds)
-    if attention_of(model) in BLOCKS:
+    blocks = attention_of(model) in BLOCKS
+    if blocks and not _why_not(model, Road("flex", tree=True), batch):
         return "flex"
-    return "stack" if _is_plain(batch.positions, batch.tree_end) else "mask"
+    if _is_plain(batch.positions, batch.tree_end):
+        if blocks and not _why_not(model, Road("flex"), batch):
+            return "flex"
+        return "alone" if _why_not(model, Road("stack"), batch) else "stack"
+    _check(model, "flex" if blocks else "mask", batch, tree=True)
+    return "mask"
+
+
+def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
+    if why := _why_not(model, Road(plan, tree), batch):
+        harm = "A branch would read what is its sibling's, or stand at another position."
+        if tree:
+            raise ArgumentError(
+                f"prefixes cannot be shared: {why}. {harm} Pack with share_prefixes=False; in a run, leave out "
+                "pack.leave_out repeats and both."
+            )
+        raise ArgumentError(
+            f"a row cannot run as the plan {plan!r}: {why}. {harm} Leave plan out, so that another way is taken."
+        )
+
+
+def _why_not(model: nn.Module, road: Road, batch: Batch) -> str:
+    """As `roads.why_not`, for the branches of a batch; how long they are is only asked where it could matter."""
+    done = reached(model, road)
+    total = len(batch.ids)
+    if done >= total:
+        return why_not(model, road)
+    reach = int(batch.positions.max()) + 1
+    if done < reach:  # longer ones come: the next power of two that the row, and the model's positions, allow
+        most = min(total, getattr(config_of(model), "max_position_embeddings", None) or total)
+        reach = max(reach, min(1 << (reach - 1).bit_length(), most))
+    return why_not(model, road, reach)
 
 
 def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> Tensor:
@@ -114,20 +129,11 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     Returns:
         [T, H], in the order of `batch.ids`; zeros in branches where nothing is read.
     """
+    if plan in ("flex", "mask") and _why_not(model, Road(plan, tree=True), batch):
+        _check(model, plan, batch, tree=not _is_plain(batch.positions, batch.tree_end))
     plan = plan or forward_plan(model, batch)
-    if plan == "stack":
-        shared = keeps_all_keys(model) and not recomputes(model)
-        return stacked(body_of(model), batch.ids, batch.positions, batch.read, share_prefix=shared)
-
-    def build(window: int | None) -> Any:
-        return block_mask(batch, window=window) if plan == "flex" else dense_mask(batch, window=window, dtype=additive)
-
-    additive = None if attention_of(model) == "sdpa" else next(model.parameters()).dtype
-    masks = _masks_by_kind(model, build)
-    out = body_of(model)(
-        input_ids=batch.ids[None], attention_mask=masks, position_ids=batch.positions[None], use_cache=False
-    )
-    return out.last_hidden_state[0]
+    shared = plan == "stack" and not recomputes(model) and not _why_not(model, Road("stack", tree=True), batch)
+    return run(model, batch, plan, share_prefix=shared)
 
 
 def read_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> Tensor:
@@ -148,23 +154,3 @@ def _is_plain(positions: Tensor, tree_end: Tensor) -> bool:
     lengths = ends - starts
     depth = torch.arange(len(positions), device=positions.device) - starts.repeat_interleave(lengths)
     return bool((tree_end == ends.repeat_interleave(lengths)).all() & (positions == depth).all())
-
-
-def _masks_by_kind(model: nn.Module, build: Any) -> Any:
-    """One mask, or one for each kind of layer, as the model's forward takes it."""
-    config = config_of(model)
-    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
-    if unknown := states_along_the_row(model):
-        _refuse(model, unknown)
-    if not kinds:
-        return build(window)
-    if kinds == {"full_attention"}:
-        return build(None)
-    return {"full_attention": build(None), "sliding_attention": build(window)}
-
-
-def _refuse(model: nn.Module, kinds: set[str]) -> NoReturn:
-    raise ArgumentError(
-        f"{type(model).__name__} has layers of {', '.join(sorted(kinds))}, which no mask keeps apart in one row. "
-        "A branch would read its sibling's state. Use the plan 'stack', which pack(share_prefixes=False) gives."
-    )

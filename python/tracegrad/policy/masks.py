@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tracegrad.batch import Batch
 
-_BLOCK = 128  # flex_attention's sparse block
+BLOCK = 128
+"""Tokens of flex_attention's sparse block."""
 
 
 def dense_mask(batch: Batch, *, window: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -33,7 +34,7 @@ def dense_mask(batch: Batch, *, window: int | None = None, dtype: torch.dtype | 
     return seen[None, None]
 
 
-def block_mask(batch: Batch, *, window: int | None = None, block: int = _BLOCK) -> Any:
+def block_mask(batch: Batch, *, window: int | None = None, block: int = BLOCK) -> Any:
     """The same mask as a `BlockMask` of flex_attention, from the intervals alone: [T / block]^2 comparisons.
 
     A block of keys concerns a block of queries if the largest tree_end in it lies beyond the first query, and is seen

@@ -9,14 +9,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import Head, logits_of
 
-ATTENTION = {"full_attention", "sliding_attention"}
-"""Kinds of layers whose reach a mask says."""
-_WITHOUT_NEIGHBOURS = {"mlp", "moe"}  # each token for itself
+_IDS, _LOUD = 8, 100.0  # a head is compared on so many tokens, then with logits so large
 _checked: WeakSet[nn.Module] = WeakSet()  # models whose head was found to be what `head_of` says
 
 
@@ -48,20 +46,38 @@ def head_of(model: nn.Module) -> Head:
 
 @torch.no_grad()
 def _check_head(model: nn.Module, head: Head) -> None:
-    training = model.training
+    """Compares logits as they are, and of hidden states so large that any cap on logits shows."""
+    ids = torch.arange(_IDS, device=head.weight.device)[None] % len(head.weight)
+    training, name = model.training, type(model).__name__
     model.eval()
     try:
-        ids = torch.tensor([[0, 1]], device=head.weight.device)
         theirs = model(input_ids=ids, use_cache=False).logits.float()
-        ours = logits_of(body_of(model)(input_ids=ids, use_cache=False).last_hidden_state, head, None).float()
+        hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        factor = _LOUD / logits_of(hidden, head._replace(softcap=None), None).abs().max().clamp(min=1e-6).item()
+        gaps = [_gap(theirs, logits_of(hidden, head, None))]
+        linear = model.get_output_embeddings()  # type: ignore[operator]
+        with linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:])):
+            loud = model(input_ids=ids, use_cache=False).logits.float()
+        gaps.append(_gap(loud, logits_of(hidden * factor, head, None)))
+    except (ArgumentError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a forward of a stranger's may raise anything
+        raise ArgumentError(
+            f"{name} cannot be run as body and head ({type(error).__name__}: {str(error).strip().splitlines()[:1]}). "
+            "Its logits are not known without that. Pass its hidden states and head to token_logprobs."
+        ) from error
     finally:
         model.train(training)
-    gap = (theirs - ours).abs().max().item()
-    if not gap <= 0.02 * theirs.abs().max().clamp(min=1.0).item():
+    if not max(gaps) <= 0.02:
         raise ArgumentError(
-            f"{type(model).__name__} does something to its logits that is not known here: they differ by {gap:.3g}. "
-            "Logprobs computed without it would be wrong. Pass its hidden states and head to token_logprobs."
+            f"{name} does something to its logits that is not known here: they differ by {max(gaps):.3g} of the "
+            "largest. Logprobs computed without it would be wrong. Pass its hidden states and head to token_logprobs."
         )
+
+
+def _gap(theirs: Tensor, ours: Tensor) -> float:
+    gap = (theirs - ours.float()).abs().max() / theirs.abs().max().clamp(min=1e-3)
+    return gap.nan_to_num(float("inf")).item()
 
 
 def config_of(model: nn.Module) -> Any:
@@ -69,34 +85,15 @@ def config_of(model: nn.Module) -> Any:
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    body = model.get_decoder()  # type: ignore[operator]
-    if body is None or body is model:
-        raise ArgumentError(f"{type(model).__name__} has no decoder below its head. Pass a causal LM of transformers.")
-    return body
+    """The decoder below the head: what the model itself calls so, where that takes ids, else what it is built on."""
+    for body in (model.get_decoder(), model.base_model, getattr(model, "model", None)):  # type: ignore[operator]
+        if isinstance(body, nn.Module) and body is not model and hasattr(body, "get_input_embeddings"):
+            return body
+    raise ArgumentError(f"{type(model).__name__} has no decoder below its head. Pass a causal LM of transformers.")
 
 
 def attention_of(model: nn.Module) -> str:
     return getattr(config_of(model), "_attn_implementation", None) or "eager"
-
-
-def keeps_all_keys(model: nn.Module) -> bool:
-    """Whether every layer attends to all earlier tokens, so that a prefix's keys and values say all of it."""
-    config = config_of(model)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windowed = not kinds and getattr(config, "sliding_window", None) is not None
-    return kinds <= {"full_attention"} and not windowed and getattr(model, "_supports_sdpa", False)
-
-
-def states_along_the_row(model: nn.Module) -> set[str]:
-    """Kinds of layers that carry something from token to token which no mask cuts: recurrent, convolutional, hybrid.
-
-    Read from `layer_types`, where the family has them; from the model's own word that it is stateful elsewhere.
-    """
-    named: list[str] = list(getattr(config_of(model), "layer_types", None) or ())
-    kinds = set(named) - ATTENTION - _WITHOUT_NEIGHBOURS
-    if not kinds and getattr(model, "_is_stateful", False):
-        return {"recurrent state"}
-    return kinds
 
 
 def recomputes(model: nn.Module) -> bool:

@@ -1,0 +1,84 @@
+"""How the rows of a run can be passed through its model, found out by all ranks together before they need it.
+
+The comparison itself is `policy.roads`. Called by the loop, and by the step where ranks share each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tracegrad.batch import Batch
+from tracegrad.errors import ArgumentError
+from tracegrad.learner.parallel import Placed
+from tracegrad.policy.model import attention_of
+from tracegrad.policy.roads import BLOCKS, Road, reached, settle, why_not
+from tracegrad.policy.run import unwrapped
+
+ALWAYS = 1 << 62
+"""A reach that no branch has."""
+
+
+def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
+    """Compares every road that a run may take, for all of its branches at once.
+
+    A model whose numbers flex_attention does not give goes back to sdpa.
+
+    Args:
+        target: a model in its place; every rank calls alike.
+        longest: tokens of the longest branch.
+        trees: whether rows may share prefixes.
+
+    Returns:
+        why prefixes cannot be shared; "" where they can or shall not be.
+
+    Raises:
+        ArgumentError: for a model that is not causal, or, under FSDP, one that no whole row can pass through.
+    """
+    fsdp = target.mode == "fsdp"
+    why = _asked(target, Road("flex"), longest, ALWAYS) if attention_of(target.model) in BLOCKS else ""
+    if why:
+        unwrapped(target.model).set_attn_implementation("sdpa")
+    row = "flex" if attention_of(target.model) in BLOCKS else "mask"
+    if not fsdp and row == "mask":
+        _asked(target, Road("stack"), longest, ALWAYS)
+        _asked(target, Road("stack", tree=True), longest, ALWAYS)
+    if fsdp and row == "mask" and (why := _asked(target, Road("mask"), longest, ALWAYS)):
+        raise _unfit(why)
+    return _asked(target, Road(row, tree=True), longest, ALWAYS) if fsdp or trees else ""
+
+
+def settle_batches(target: Placed, batches: Sequence[Batch]) -> None:
+    """The same for the batches of one step under FSDP, whose ranks may hold branches of different lengths.
+
+    Raises:
+        ArgumentError: as `settle_rows`.
+    """
+    row = "flex" if attention_of(target.model) in BLOCKS else "mask"
+    plain, tree = Road(row), Road(row, tree=True)
+    if target.mode != "fsdp" or min(reached(target.model, road) for road in (plain, tree)) >= ALWAYS:
+        return
+    longest = target.ranks.largest(max(int(batch.positions.max()) + 1 for batch in batches))
+    if why := _asked(target, plain, longest, longest):
+        raise _unfit(why)
+    _asked(target, tree, longest, longest)
+
+
+@torch.no_grad()
+def _asked(target: Placed, road: Road, longest: int, settled: int) -> str:
+    """`why_not` of this rank, or that another rank has a reason."""
+    model = target.model
+    why = target.policy(why_not, road, longest) if target.mode == "fsdp" else why_not(model, road, longest)
+    target.rest()
+    if target.ranks.largest(1 if why else 0):
+        why = why or f"another rank found other hidden states of {type(model).__name__} than of each branch alone"
+    settle(model, road, settled, why)
+    return why
+
+
+def _unfit(why: str) -> ArgumentError:
+    return ArgumentError(
+        f"no whole row can pass through this model: {why}. Under FSDP every rank runs each layer once a row, so "
+        "branches cannot go one by one. Set parallel.mode ddp or none."
+    )

@@ -1,0 +1,79 @@
+"""The ways to run a model over a packed row, each as it is asked for.
+
+Which of them gives a model's own numbers is the business of `roads`, which and `forward` call this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from tracegrad.batch import Batch
+from tracegrad.kernels.stack import stacked
+from tracegrad.policy.masks import block_mask, dense_mask
+from tracegrad.policy.model import attention_of, body_of, config_of
+
+Plan = Literal["flex", "stack", "alone", "mask"]
+
+
+def run(model: nn.Module, batch: Batch, plan: Plan, *, share_prefix: bool = False) -> Tensor:
+    """Hidden states of a row, [T, H] in the order of `batch.ids`; zeros in branches where nothing is read.
+
+    Args:
+        model: a transformers causal LM.
+        batch: on the model's device.
+        plan: as `forward.forward_plan` says.
+        share_prefix: "stack" computes what all branches begin with once.
+    """
+    if plan in ("stack", "alone"):
+        how = {"share_prefix": share_prefix, "padded": plan == "stack"}
+        return stacked(body_of(model), batch.ids, batch.positions, batch.read, **how)
+
+    def build(window: int | None) -> Any:
+        return block_mask(batch, window=window) if plan == "flex" else dense_mask(batch, window=window, dtype=additive)
+
+    additive = None if attention_of(model) == "sdpa" else next(model.parameters()).dtype
+    out = body_of(model)(
+        input_ids=batch.ids[None],
+        attention_mask=_masks_by_kind(model, build),
+        position_ids=batch.positions[None],
+        use_cache=False,
+    )
+    return out.last_hidden_state[0]
+
+
+def _masks_by_kind(model: nn.Module, build: Any) -> Any:
+    """One mask, or one for each kind of layer, as the model's forward takes it."""
+    config = config_of(model)
+    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    if not kinds:
+        return build(window)
+    if kinds == {"full_attention"}:
+        return build(None)
+    return _Masks(full_attention=build(None), sliding_attention=build(window))
+
+
+class _Masks(dict[str, Any]):
+    """A mask for each kind of layer that attends, as transformers hands them to its layers."""
+
+    def __missing__(self, kind: str) -> Any:
+        raise LookupError(f"no mask keeps branches apart in layers of {kind}")
+
+
+@contextmanager
+def attending(model: Any, implementation: str) -> Iterator[None]:
+    """The model with another implementation of attention while entered."""
+    inner, before = unwrapped(model), attention_of(model)
+    inner.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model itself, without peft's adapters around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
