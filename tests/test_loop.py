@@ -147,7 +147,7 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
 @pytest.mark.parametrize(
     ("stop", "changes", "objective"),
     [
-        (3, {}, presets.DAPO),
+        (6, {}, presets.DAPO),
         (4, {}, presets.DAPO),  # the end of an epoch: old is due
         (3, {"train__updates_per_old": 5, "checkpoint__every": 2}, presets.GRPO),
         (1, {"optimizer__warmup_steps": 5, "optimizer__weight_decay": 0.1}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
@@ -162,6 +162,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(traces, tmp_path, st
     again, resumed = run(traces, tmp_path / "cut", tiny_model(9), objective=objective, resume=True, **changes)
     assert (again.stopped, again.step, again.exit_code) == ("done", whole.total, 0)
     assert_same(parameters, resumed)
+    assert again.seconds["train"] >= cut.seconds.get("train", 0)  # what the process before spent is in it
+    for one, other in zip(whole.terms, again.terms, strict=True):  # of the last epoch, for the report
+        assert all(np.array_equal(vars(one)[name], value) for name, value in vars(other).items())
     shared = [name for name in whole.rows[0] if not name.startswith("value")]
     for one, other in zip(without_times(whole.rows), without_times(again.rows), strict=True):
         assert {k: one[k] for k in shared} == {k: other[k] for k in shared}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tracegrad import metrics
-from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.metrics import Rows, Sums, peers
 from tracegrad.metrics.__main__ import TABLES
 
@@ -145,6 +145,14 @@ def test_a_resumed_run_drops_the_rows_it_will_repeat(tmp_path):
         file.write('{"step": 5, "lo')  # killed while writing
     metrics.JsonLines(path, keep_to_step=3).log({"step": 4})
     assert [row["step"] for row in metrics.read_rows(path)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "null", '{"loss": 1}', '{"step": "1"}', "[" * 100_000, "\udcff"])
+def test_a_line_that_is_no_row_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 7}\n' + line + "\n", errors="surrogateescape")
+    with pytest.raises(ReadError, match=r"metrics.jsonl:2: no row"):
+        metrics.read_rows(path)
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tracegrad.errors import ReadError
 from tracegrad.report import add_success, write_report
@@ -26,6 +28,10 @@ PIECES = {
     6: b"</script>",
     7: b"-->",
 }
+
+
+TAGS = """html head meta title style body header h1 h2 dl div dt dd section figure figcaption b output small svg path g
+    rect polyline polygon circle text table thead tbody tr th td p input label span details summary pre i em"""
 
 
 class Vocabulary:
@@ -112,10 +118,7 @@ def hostile(tmp_path):
 
 def test_hostile_strings_stay_text(tmp_path):
     found = hostile(tmp_path)
-    allowed = """html head meta title style body header h1 h2 dl div dt dd section figure figcaption b output small svg
-        path g rect polyline polygon circle text table thead tbody tr th td p input label span details summary pre i
-        em"""
-    assert set(found.tags) <= set(allowed.split())
+    assert set(found.tags) <= set(TAGS.split())
     assert found.open == []
     assert not [name for _, name, _ in found.attributes if name.startswith("on") or name in ("src", "href")]
     assert found.text.count("<script>alert(1)</script>") >= 5
@@ -302,6 +305,61 @@ def test_the_page_says_when_traces_do_not_fit(tmp_path):
 def test_a_full_disk_is_a_clear_error(tmp_path):
     with pytest.raises(ReadError, match="cannot be written"):
         page(tmp_path / "missing", sequences([5, 5], [False, True]))
+
+
+def test_a_message_of_ten_megabytes_leaves_the_page_small_and_says_what_is_not_shown(tmp_path):
+    given = 2_500_000
+    s = sequences(np.full(given + 3, 5, np.int32), np.arange(given + 3) >= given)
+    found = page(tmp_path, s, terms(range(given, given + 3), [1.0] * 3))
+    assert "2,499,780 tokens not shown" in found.text
+    assert len(found.raw) < 60_000
+    assert len(found.numbers()) == 3
+
+
+class Long:
+    """Tokens of 5 MB, of nothing but what must be escaped."""
+
+    def decode_bytes(self, ids):
+        return b"<&\x00\xff" * 1_250_000
+
+
+@pytest.mark.parametrize("kind", ["runs", "branches", "terms"])
+def test_no_trace_of_long_tokens_or_many_pieces_makes_the_page_large(tmp_path, kind):
+    count = 4000
+    trainable = np.arange(count) % 2 == 1 if kind == "runs" else np.full(count, kind == "terms")
+    trainable[-1] = True
+    cu = range(0, count + 1, 2) if kind == "branches" else [0, count]
+    s = sequences([5] * count, trainable, trace=[0] * (len(cu) - 1), cu=cu)
+    own = np.flatnonzero(trainable)
+    write_report(tmp_path / "r.html", rows=(), sequences=s, tokenizer=Long(), terms=[terms(own, [1.0] * len(own))])
+    found = Page((tmp_path / "r.html").read_text("utf-8"))
+    assert len(found.raw) < 400_000
+    assert "4,999,744 bytes more" in found.text
+    assert "not shown" in found.text
+    assert found.open == []
+
+
+ANY = st.text(max_size=40) | st.sampled_from([HOSTILE, "<!--success-->", "]]>", "<" * 5000, "\ud800", "&#60;script>"])
+
+
+@given(ANY, ANY, ANY, ANY, ANY, st.lists(st.binary(max_size=300) | st.just(HOSTILE.encode()), min_size=1, max_size=6))
+@settings(max_examples=60)
+def test_whatever_text_a_stranger_wrote_stays_text(tmp_path_factory, title, trace, group, reward, reason, pieces):
+    s = sequences(range(len(pieces)), [False] + [True] * (len(pieces) - 1), rewards=[1.0], reward_names=(reward,))
+    one = np.zeros(1, np.int32)
+    drift = Drift(np.zeros(1, np.uint8), one, one, one, one, (reason,), (reason,), recorded=2, exact=1)
+    s = replace(s, trace_ids=(trace,), group_names=(group,), drift=drift)
+    tokens = SimpleNamespace(decode_bytes=lambda ids: pieces[ids[0]])
+    path = tmp_path_factory.getbasetemp() / "any.html"
+    shown = [terms(range(1, len(pieces)), [1.0] * (len(pieces) - 1))] if len(pieces) > 1 else []
+    rows = [{"step": 1, "loss": 0.5, reward: reason}, {"step": trace, "loss": title}]
+    given = {"rows": rows, "summary": {"seed": group, "seconds": {title: 1.0}}, "title": title}
+    write_report(path, sequences=s, tokenizer=tokens, terms=shown, **given)
+    found = Page(path.read_text("utf-8"))
+    assert set(found.tags) <= set(TAGS.split())
+    assert found.open == []
+    assert not [name for _, name, _ in found.attributes if name.startswith("on") or name in ("src", "href", "action")]
+    assert len(found.raw) < 120_000
 
 
 # --- curves ---

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
 
 Row = Mapping[str, Any]
 
@@ -78,9 +78,29 @@ def _line(row: Row) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, a last line that was cut off left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Rows of a metrics.jsonl, a last line that was cut off left out.
+
+    Raises:
+        ReadError: for a line that is no row.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        row = _row(line)
+        if row is None:
+            raise ReadError(
+                f"{path}:{number}: no row of metrics. The file was changed after it was written, and the curves of the "
+                "run cannot be gone on with. Move it away to go on without its rows."
+            )
+        rows.append(row)
+    return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), (int, float)) else None
 
 
 class TensorBoard:

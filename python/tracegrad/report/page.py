@@ -22,6 +22,7 @@ __all__ = ["TermArrays", "add_success", "write_report"]
 
 _MARKS = ("<!--success-->", "<!--/success-->")  # where `add_success` writes; nothing escaped can look like them
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MOST_TEXT = 200  # characters of a name
 _MODES = (
     ("pull", "pull", "how hard, and which way, the token moves the policy"),
     ("ratio", "ratio", "theta over the policy that the surrogate compares with"),
@@ -62,7 +63,8 @@ def write_report(
         summary: of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage, `seed`.
         title: of the page.
         most_traces: how many traces, those with the largest share of the gradient.
-        most_bytes: of the traces; those that do not fit are left out, and the page says so.
+        most_bytes: of the traces; those that do not fit are left out, and the page says so. One trace takes about
+            300 kB at most, one token 256 bytes: what a longer message loses is said where it would stand.
 
     Raises:
         ReadError: if the file cannot be written.
@@ -71,7 +73,7 @@ def write_report(
     summary = summary or {}
     style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + _colours()
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title[:_MOST_TEXT])}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width&#61;device-width"><style>{style}</style></head><body>'
         f"{_opening(title, rows, sequences, summary)}{_curves(rows)}{_tables(sequences)}"
@@ -115,11 +117,12 @@ def _opening(title: str, rows: Rows, sequences: Sequences, summary: Mapping[str,
     if isinstance(seconds, Mapping) and seconds:
         facts.append(("seconds", number(round(sum(float(spent) for spent in seconds.values()), 1))))
     if "seed" in summary:
-        facts.append(("seed", escape(summary["seed"])))
+        facts.append(("seed", escape(str(summary["seed"])[:_MOST_TEXT])))
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     before, after = summary.get("before"), summary.get("after")
     success = _success(before, after) if before and after else ""
-    return f'<header><h1>{escape(title)}</h1><dl class="tiles">{tiles}</dl>{_MARKS[0]}{success}{_MARKS[1]}</header>'
+    head = f'<h1>{escape(title[:_MOST_TEXT])}</h1><dl class="tiles">{tiles}</dl>'
+    return f"<header>{head}{_MARKS[0]}{success}{_MARKS[1]}</header>"
 
 
 def _success(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -150,7 +153,9 @@ def _tables(sequences: Sequences) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) -> str:
     def cell(value: Any) -> str:
-        return f'<td class="n">{value:,}</td>' if isinstance(value, int) else f"<td>{escape(value)}</td>"
+        return (
+            f'<td class="n">{value:,}</td>' if isinstance(value, int) else f"<td>{escape(str(value)[:_MOST_TEXT])}</td>"
+        )
 
     lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     lines = lines or f'<tr><td colspan="{len(heads)}">{nothing}</td></tr>'

@@ -19,6 +19,8 @@ from tracegrad.sequence import GIVEN, SAMPLED, TIERS, Sequences
 
 _NEUTRAL = 8  # colour classes run from 0, far below, over 8, neutral, to 16, far above
 _MOST_TERMS = 1500  # of one trace
+_MOST_HTML = 300_000  # characters of one trace
+_MOST_TOKEN = 256  # bytes of one token: an added token may be a whole book
 _RUN_HEAD, _RUN_TAIL = 160, 60  # tokens shown of a long untrained run
 
 
@@ -99,6 +101,9 @@ def trace_html(
     writer = _Writer(sequences, values, token_bytes, float(np.abs(values.gradient[own]).sum()) or 1.0, own)
     parts = []
     for count, span in enumerate(spans, 1):
+        if writer.room <= 0:
+            parts.append(_note(f"{len(spans) - count + 1:,} more branches are not shown, so that the page stays small"))
+            break
         parts.append(f'<p class="branch">branch {count} of {len(spans)}</p>' if len(spans) > 1 else "")
         parts.append(f'<pre class="tokens">{writer.branch(span)}</pre>')
     head = _head(sequences, values, trace, own, share, rank, share / largest)
@@ -142,7 +147,7 @@ class _Writer:
         own: NDArray[np.int64],
     ) -> None:
         self.sequences, self.values, self.token_bytes, self.pull = sequences, values, token_bytes, pull
-        self.left = _MOST_TERMS
+        self.left, self.room = _MOST_TERMS, _MOST_HTML
         self.largest = float(np.abs(values.gradient[own]).max(initial=0.0)) or 1.0
         self.largest_advantage = float(np.abs(values.advantages[own]).max(initial=0.0)) or 1.0
 
@@ -150,11 +155,21 @@ class _Writer:
         out: list[str] = []
         for run in self._runs(span):
             if not np.isfinite(self.values.gradient[run.start]):
+                if self.room <= 0:
+                    rest = span.stop - run.start
+                    out.append(_note(f"{rest:,} more tokens are not shown, so that the page stays small"))
+                    break
                 out.append(self._untrained(run))
+                self.room -= len(out[-1])
                 continue
-            shown = run[: self.left]
+            shown = run[:0]
+            for place in run[: self.left]:
+                if self.room <= 0:
+                    break
+                out.append(self._term(place))
+                self.room -= len(out[-1])
+                shown = run[: len(shown) + 1]
             self.left -= len(shown)
-            out += [self._term(place) for place in shown]
             if len(shown) < len(run):
                 rest = np.abs(self.values.gradient[run.start + len(shown) : span.stop])
                 share = percent(float(np.nansum(rest)) / self.pull)
@@ -184,7 +199,7 @@ class _Writer:
 
     def _text(self, run: range) -> str:
         ids = self.sequences.ids[run.start : run.stop]
-        return visible(b"".join(self.token_bytes(int(token)) for token in ids))
+        return visible(b"".join(_short(self.token_bytes(int(token))) for token in ids))
 
     def _term(self, place: int) -> str:
         v, s = self.values, self.sequences
@@ -209,7 +224,7 @@ class _Writer:
             f"logprob {number(float(v.logprobs[place]))}, recorded {number(float(s.rollout_logprobs[place]))}",
             f"{percent(abs(gradient) / self.pull)} of the trace's pull",
         ]
-        text = visible(self.token_bytes(int(s.ids[place])))
+        text = visible(_short(self.token_bytes(int(s.ids[place]))))
         return f'<span class="{" ".join(["t", *classes])}" data-n="{escape("  ·  ".join(facts))}">{text}</span>'
 
 
@@ -225,6 +240,12 @@ def _log(factor: float) -> float:
     if not np.isfinite(factor):
         return float("nan")
     return float(np.log(max(factor, 1e-6)) / np.log(1.5))
+
+
+def _short(token: bytes) -> bytes:
+    """The bytes of a token, or its beginning and how many more it has."""
+    more = len(token) - _MOST_TOKEN
+    return token if more <= 0 else token[:_MOST_TOKEN] + f" [{more:,} bytes more] ".encode()
 
 
 def _note(text: str) -> str:
