@@ -122,7 +122,9 @@ class Template:
 class Tokenizer:
     """A model's tokenizer.json, with its chat template and its end-of-sequence ids. Safe to share between threads.
 
-    Made by `Tokenizer.from_pretrained`. `len(tokenizer)` and `vocab_size` are one more than the largest id.
+    Made by `Tokenizer.from_pretrained`. `len(tokenizer)` and `vocab_size` are one more than the largest id. A pickle
+    holds the files' contents, so that another process or machine loads the same without them; a copy is the tokenizer
+    itself, which never changes.
     """
 
     def __init__(self, core: _core.Tokenizer) -> None:
@@ -147,6 +149,15 @@ class Tokenizer:
         if not directory.exists():
             directory = _cached(os.fspath(path)) or directory
         return cls(_core.Tokenizer.from_dir(directory))
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes, bytes]]:
+        return _from_source, self._core.source()
+
+    def __copy__(self) -> Tokenizer:
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Tokenizer:
+        return self
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Ids of `text`, [T] int32. Added tokens in the text become their ids; none is put around it."""
@@ -249,6 +260,11 @@ class Tokenizer:
             f"Tokenizer({self.name!r}, {self.vocab_size} ids, {self._core.spelling}, "
             f"{template} chat template, eos {list(self.eos_ids)})"
         )
+
+
+def _from_source(json: bytes, config: bytes) -> Tokenizer:
+    """The tokenizer that was pickled."""
+    return Tokenizer(_core.Tokenizer.from_source(json, config))
 
 
 def _given(

@@ -3,7 +3,6 @@
 //! [`watched`] is for whoever calls the core, [`check`] stands in everything that may take long. What stops ends by
 //! unwinding, so that memory is given back, up to [`watched`] and no further.
 
-use std::any::Any;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -107,14 +106,6 @@ impl Watch {
         self.asked.fetch_or(stops, Ordering::Relaxed);
         stops
     }
-}
-
-/// Nothing for a panic; what stops goes on unwinding.
-pub(crate) fn unless_stopped<T>(panic: Box<dyn Any + Send>) -> Option<T> {
-    if panic.is::<Stopped>() {
-        resume_unwind(panic);
-    }
-    None
 }
 
 /// The work that a thread is part of, for its tasks on other threads.

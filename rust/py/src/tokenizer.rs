@@ -29,6 +29,19 @@ impl PyTokenizer {
         Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
     }
 
+    /// The tokenizer whose `source` these are.
+    #[staticmethod]
+    fn from_source(py: Python<'_>, json: &[u8], config: &[u8]) -> PyResult<Self> {
+        let inner = detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config))?;
+        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
+    }
+
+    /// What `from_source` takes, in another process too.
+    fn source<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
+        let (json, config) = detached(py, Kind::Tokenizer, "the tokenizer", || self.inner.source())?;
+        Ok((PyBytes::new(py, json), PyBytes::new(py, &config)))
+    }
+
     fn encode<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Ids<'py>> {
         let ids = detached(py, Kind::Tokenizer, "encoding", || self.inner.encode(text).map(signed))?;
         Ok(ids.into_pyarray(py))

@@ -5,16 +5,17 @@
 
 use super::model::Model;
 use crate::error::{Error, Kind, Location, Result};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::path::Path;
 
 /// Special tokens that templates and tokenizers know by name.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// End-of-sequence tokens by id, or by text where only the tokenizer knows the id.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Eos {
     /// Ids, as `generation_config.json` or `config.json` give them.
     Ids(Vec<u32>),
@@ -23,7 +24,7 @@ pub enum Eos {
 }
 
 /// An added token that only `tokenizer_config.json` lists.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExtraToken {
     /// The id it must have.
     pub id: u32,
@@ -40,7 +41,7 @@ pub struct ExtraToken {
 }
 
 /// Everything about a tokenizer that tokenizer.json does not hold.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenizerConfig {
     /// Name for messages and reports.
     pub name: String,
@@ -146,9 +147,24 @@ fn templates(dir: &Path, config: &Map<String, Value>) -> Result<(Option<String>,
     })
 }
 
+/// Bytes of a file beside a model that is read.
+const FILE_BYTES: u64 = 1 << 30;
+
+/// A file's bytes; a pipe or a device, which may never end, is refused.
+pub(super) fn whole(path: &Path) -> std::io::Result<Vec<u8>> {
+    let found = fs::metadata(path)?;
+    if !found.is_file() || found.len() > FILE_BYTES {
+        return Err(std::io::Error::other("it is no regular file of at most 1 GiB"));
+    }
+    let mut bytes = Vec::with_capacity(found.len() as usize);
+    fs::File::open(path)?.take(FILE_BYTES).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// A file's text, `None` where there is no such file.
 fn text(path: &Path) -> Result<Option<String>> {
-    match fs::read_to_string(path) {
+    let utf8 = |bytes| String::from_utf8(bytes).map_err(|error| std::io::Error::new(ErrorKind::InvalidData, error));
+    match whole(path).and_then(utf8) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(located(Error::new(Kind::Io, format!("the file cannot be read: {error}")), path)

@@ -7,6 +7,9 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 use tokenizers::AddedToken;
 
+/// Pairs of added tokens that are compared.
+const PAIRS: usize = 1 << 20;
+
 /// A part of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part<'a> {
@@ -48,8 +51,9 @@ impl Cutter {
         if !late.is_empty() && !is_identity(document.get("normalizer").unwrap_or(&Value::Null)) {
             return Err("an added token is looked for in normalised text");
         }
+        // Two stages are right for any tokens; very many pairs are not compared.
         let mut pairs = late.iter().flat_map(|(_, a)| early.iter().map(move |(_, b)| (a, b)));
-        let apart = pairs.any(|(a, b)| overlap(&a.content, &b.content));
+        let apart = late.len() * early.len() > PAIRS || pairs.any(|(a, b)| overlap(&a.content, &b.content));
         let stages = if apart { vec![early, late] } else { vec![listed] };
         let stages = stages.iter().filter(|tokens| !tokens.is_empty()).map(|tokens| Stage::new(tokens));
         Ok(Self { stages: stages.collect::<Result<_, _>>()? })

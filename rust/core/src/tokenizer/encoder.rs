@@ -3,17 +3,23 @@
 //! The fast backend is fastokens. It is used only after it gave the same ids for every text of the probe; what it cannot
 //! encode goes to the reference. Called by `Tokenizer`.
 
-use super::ExtraToken;
+use super::allowance::bounded;
 use super::cut::{Cutter, Part};
+use super::fast::Fast;
 use super::memo::Memo;
 use super::pieces::Pieces;
 use super::probe;
-use crate::error::{Error, Kind, Result};
-use crate::{stop, threads};
-use serde_json::{Value, json};
-use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use tokenizers::AddedToken;
+use super::reference::Reference;
+use crate::error::{Error, Result};
+use serde_json::Value;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use tokenizers::{AddedToken, Encoding};
+
+/// How long the probe may take; it takes a hundredth of that.
+const PROBE: Duration = Duration::from_secs(20);
+/// Characters of a text that an error quotes.
+const QUOTED: usize = 40;
 
 /// Which code makes the ids, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,67 +37,30 @@ pub struct Report {
 /// The backends of one tokenizer and what they share.
 #[derive(Debug)]
 pub(super) struct Encoder {
-    reference: tokenizers::Tokenizer,
+    reference: Box<dyn Reference>,
     fast: Option<Fast>,
     cutter: Option<Cutter>,
     memo: Memo,
     report: Report,
-}
-
-/// Bytes from which on fastokens spreads a text over threads.
-const SPREAD_BYTES: usize = 64 << 10;
-
-/// The fast backend.
-pub(super) struct Fast(fastokens::Tokenizer);
-
-impl fmt::Debug for Fast {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Fast")
-    }
-}
-
-impl Fast {
-    /// The backend for `document`, or why there is none.
-    fn build(mut document: Value) -> Result<Self, String> {
-        if document.pointer("/model/dropout").is_some_and(|dropout| dropout.as_f64().is_some_and(|p| p > 0.0)) {
-            return Err("the model drops merges at random".to_owned());
-        }
-        for part in ["truncation", "padding"] {
-            document[part] = Value::Null;
-        }
-        let built = catch_unwind(AssertUnwindSafe(|| fastokens::Tokenizer::from_json(document)));
-        match built {
-            Ok(Ok(fast)) => Ok(Self(fast)),
-            Ok(Err(error)) => Err(format!("fastokens does not take this tokenizer.json: {error}")),
-            Err(_) => Err("fastokens failed on this tokenizer.json".to_owned()),
-        }
-    }
-
-    /// Ids of a text, its added tokens seen or not; `None` where it fails.
-    fn encode(&self, text: &str, added: bool) -> Option<Vec<u32>> {
-        let encode = || if added { self.0.encode(text) } else { self.0.encode_ordinary(text) };
-        let ids = catch_unwind(AssertUnwindSafe(|| match text.len() {
-            SPREAD_BYTES.. => threads::in_pool(|| encode().ok()),
-            _ => encode().ok(),
-        }));
-        ids.unwrap_or_else(stop::unless_stopped)
-    }
+    /// The file that ids are made from, for errors.
+    file: String,
 }
 
 impl Encoder {
-    /// Both backends, compared; `fast` is what [`Encoder::prepare`] made of the same document.
+    /// Both backends, compared; `fast` is what [`Fast::build`] made of the same document.
     pub fn new(
-        reference: tokenizers::Tokenizer,
+        reference: Box<dyn Reference>,
         document: &Value,
         added: &[(u32, AddedToken)],
         fast: Result<Fast, String>,
+        file: String,
     ) -> Self {
         let (cutter, no_memo) = match Cutter::new(document, added) {
             Ok(cutter) => (Some(cutter), None),
             Err(reason) => (None, Some(reason)),
         };
         let report = Report { backend: "tokenizers", reason: String::new(), probes: 0, no_memo };
-        let mut encoder = Self { reference, fast: None, cutter, memo: Memo::new(), report };
+        let mut encoder = Self { reference, fast: None, cutter, memo: Memo::new(), report, file };
         match fast {
             Ok(_) if added.iter().any(|(_, token)| token.single_word) => {
                 "an added token matches whole words only".clone_into(&mut encoder.report.reason);
@@ -106,10 +75,18 @@ impl Encoder {
     fn verify(&mut self, fast: Fast, added: &[(u32, AddedToken)]) {
         let texts = probe::texts(added.iter().map(|(_, token)| token.content.as_str()));
         self.fast = Some(fast);
-        let whole = |text: &str| Some(self.reference.encode_fast(text, false).ok()?.get_ids().to_vec());
-        let difference = probe::first_difference(&texts, |text| self.fast_ids(text), whole);
+        let (until, late) = (Instant::now() + PROBE, AtomicBool::new(false));
+        let differs = |text: &str| {
+            late.fetch_or(Instant::now() > until, Ordering::Relaxed);
+            late.load(Ordering::Relaxed) || self.fast_ids(text) != self.referred(text).ok()
+        };
+        let difference = probe::first_difference(&texts, differs);
         self.report.probes = texts.len();
         match difference {
+            Some(_) if late.into_inner() => {
+                self.report.reason = format!("comparing fastokens with tokenizers took more than {PROBE:?}");
+                self.fast = None;
+            }
             None => {
                 self.report.backend = "fastokens";
                 self.report.reason = format!("same ids as tokenizers for {} of {0} probes", texts.len());
@@ -133,6 +110,11 @@ impl Encoder {
             }
         }
         Some(ids)
+    }
+
+    /// Says in errors which file ids are made from.
+    pub fn name(&mut self, file: String) {
+        self.file = file;
     }
 
     pub fn report(&self) -> &Report {
@@ -162,8 +144,24 @@ impl Encoder {
 
     /// Ids by the reference.
     fn referred(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.reference.encode_fast(text, false).map_err(|error| failure(&*error))?;
-        Ok(encoding.get_ids().to_vec())
+        Ok(self.asked(text, false)?.get_ids().to_vec())
+    }
+
+    /// What the reference makes of `text`.
+    fn asked(&self, text: &str, offsets: bool) -> Result<Encoding> {
+        let encoded = bounded(text.len(), "encoding", || self.reference.encode(text, false, offsets));
+        encoded.map_err(|error| self.failure(text, error))
+    }
+
+    fn failure(&self, text: &str, mut error: Error) -> Error {
+        let quoted: String = text.chars().take(QUOTED).collect();
+        let (more, bytes) = (if quoted.len() < text.len() { "…" } else { "" }, text.len());
+        error.what = format!("{} cannot encode {quoted:?}{more} ({bytes} bytes): {}", self.file, error.what);
+        if error.why.is_empty() {
+            error.why = "The tokenizer knows no token for a part of it".to_owned();
+            error.cure = "Use a tokenizer with byte fallback or an unk_token".to_owned();
+        }
+        error
     }
 
     /// Appends the ids of a part without added tokens.
@@ -214,7 +212,7 @@ impl Encoder {
 
     /// Appends the reference's ids of a text that stands at byte `start`, and its offsets.
     fn offsets(&self, text: &str, start: usize, ids: &mut Vec<u32>, ends: &mut Vec<u32>) -> Result<()> {
-        let encoding = self.reference.encode(text, false).map_err(|error| failure(&*error))?;
+        let encoding = self.asked(text, true)?;
         ids.extend_from_slice(encoding.get_ids());
         let mut last = start as u32;
         ends.extend(encoding.get_offsets().iter().map(|(_, end)| {
@@ -223,28 +221,6 @@ impl Encoder {
         }));
         Ok(())
     }
-}
-
-/// Prepares the fast backend, where the model is one that it can be; takes a while.
-pub(super) fn prepare(mut document: Value, extra: &[ExtraToken]) -> Result<Fast, String> {
-    let kind = document.pointer("/model/type").and_then(Value::as_str).unwrap_or("BPE");
-    if kind != "BPE" {
-        return Err(format!("fastokens knows BPE alone, and this model is {kind}"));
-    }
-    if !document.is_object() {
-        return Err("tokenizer.json holds no object".to_owned());
-    }
-    let mut tokens = document["added_tokens"].as_array().cloned().unwrap_or_default();
-    let known = |tokens: &[Value], extra: &ExtraToken| tokens.iter().any(|token| token["content"] == extra.content);
-    for token in extra.iter().filter(|token| !token.content.is_empty()) {
-        if !known(&tokens, token) {
-            tokens.push(json!({"id": token.id, "content": token.content, "special": token.special,
-                "normalized": token.normalized, "lstrip": token.strips.0, "rstrip": token.strips.1,
-                "single_word": token.single_word}));
-        }
-    }
-    document["added_tokens"] = Value::from(tokens);
-    Fast::build(document)
 }
 
 /// Appends the ends of `ids` by adding up their bytes, if these are the text; otherwise nothing.
@@ -272,10 +248,4 @@ fn closed(mut ends: Vec<u32>, text: &str) -> Vec<u32> {
         *end = text.len() as u32;
     }
     ends
-}
-
-fn failure(error: &(dyn std::error::Error + Send + Sync)) -> Error {
-    Error::new(Kind::Tokenizer, format!("the text cannot be encoded: {error}"))
-        .why("The tokenizer knows no token for a part of it")
-        .cure("Use a tokenizer with byte fallback or an unk_token")
 }

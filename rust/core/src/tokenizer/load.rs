@@ -3,40 +3,45 @@
 //! The `tokenizers` crate renumbers added tokens without a word where their ids leave gaps; that is refused here. Called
 //! by `Tokenizer::from_dir` and `Tokenizer::from_json`.
 
-use super::config::{Eos, TokenizerConfig, located};
-use super::encoder::{self, Encoder};
+use super::allowance::bounded;
+use super::check::checked;
+use super::config::{Eos, TokenizerConfig, located, whole};
+use super::encoder::Encoder;
+use super::fast::Fast;
 use super::pieces::{Pieces, Spelling};
-use super::{ExtraToken, Tokenizer, tiktoken};
+use super::reference::{Reference, build, prefix};
+use super::{ExtraToken, Source, Tokenizer, tiktoken};
 use crate::error::{Error, Kind, Result};
 use crate::template::Template;
 use crate::threads;
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io::ErrorKind;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use tokenizers::models::bpe::BPE;
-use tokenizers::{
-    AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl,
-};
+use std::sync::{Arc, OnceLock};
+use tokenizers::AddedToken;
+
+/// Ids that may end a turn.
+const EOS: usize = 1024;
 
 pub(super) fn from_dir(dir: &Path) -> Result<Tokenizer> {
     let mut config = TokenizerConfig::from_dir(dir)?;
-    let (file, loaded) = match (fs::read(dir.join("tokenizer.json")), tiktoken_file(dir)) {
+    let (file, loaded) = match (whole(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
         (Err(error), Some(file)) if error.kind() == ErrorKind::NotFound => {
-            let ranks = fs::read(&file).map_err(|error| missing(dir, &error))?;
+            let ranks = whole(&file).map_err(|error| missing(dir, &error))?;
             let loaded = tiktoken::document(&ranks, &mut config).and_then(|json| from_json(&json, &config));
             (file, loaded)
         }
         (Err(error), _) => return Err(missing(dir, &error)),
         (Ok(json), _) => (dir.join("tokenizer.json"), from_json(&json, &config)),
     };
-    loaded.map_err(|error| match error.kind {
+    let mut loaded = loaded.map_err(|error| match error.kind {
         Kind::Template => located(error, dir),
         _ => located(error, &file),
-    })
+    })?;
+    loaded.encoder.name(file.display().to_string());
+    Ok(loaded)
 }
 
 /// The one tiktoken file of a directory.
@@ -63,107 +68,68 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
 }
 
 pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokenizer> {
-    let fast = || {
-        let document: Value =
-            serde_json::from_slice(json).map_err(|error| refused(&format!("it is not JSON: {error}")))?;
-        let frame = without_vocabulary(&document);
-        Ok((frame, encoder::prepare(document, &config.extra_tokens)))
-    };
-    let (fast, built) = threads::join(fast, || build(json).map(|inner| (inner.get_vocab(false), inner)));
-    let (document, fast) = fast?;
+    let document = checked(json, &config.extra_tokens)?;
+    let extra = missing_tokens(&document, &config.extra_tokens);
+    let fast = || Fast::build(json, &document, &extra);
+    let (fast, built) = threads::join(fast, || build(json).map(|inner| (inner.vocabulary(), inner)));
     let (vocab, mut inner) = built?;
-    check_stated_ids(&document, &inner)?;
-    add_extra(&mut inner, &config.extra_tokens)?;
+    check_stated_ids(&document, &*inner)?;
+    add_extra(&mut *inner, &extra, &config.extra_tokens)?;
     let spelling = spelling(&document);
     let drops_first_space = document.get("decoder").is_some_and(drops_first_space);
-    let added: HashMap<u32, bool> =
-        inner.get_added_tokens_decoder().iter().map(|(id, token)| (*id, token.special)).collect();
-    let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id));
-    let mut added_ids = HashMap::new();
-    for (id, token) in inner.get_added_tokens_decoder() {
-        pieces.put(id, token.content.as_bytes());
-        added_ids.insert(token.content, id);
+    let mut listed = inner.added();
+    listed.sort_unstable_by_key(|(id, _)| *id);
+    let added: HashMap<u32, bool> = listed.iter().map(|(id, token)| (*id, token.special)).collect();
+    let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id)).map_err(|id| twice(id))?;
+    for (id, token) in &listed {
+        pieces.put(*id, token.content.as_bytes());
     }
+    let added_ids = listed.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
     let compile = |source: &Option<String>| {
         source.as_ref().map(|source| Template::compile(source, &config.special_tokens)).transpose()
     };
-    let eos_ids = eos_ids(config, &inner, pieces.size())?;
+    let eos_ids = eos_ids(config, &*inner, pieces.size())?;
     let named = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
-    let named = named.and_then(|(_, text)| inner.token_to_id(text)).filter(|id| eos_ids.contains(id));
-    let prefix = prefix(&inner);
-    let contents = added_ids.iter().map(|(content, id)| (content.as_str(), *id));
+    let named = named.and_then(|(_, text)| inner.id(text)).filter(|id| eos_ids.contains(id));
+    let prefix = prefix(&*inner)?;
+    let contents = listed.iter().map(|(id, token)| (token.content.as_str(), *id));
     let model = config.model.with_placeholders(contents, |id| !added.contains_key(&id) && pieces.get(id).is_some());
-    let mut special_ids: Vec<u32> = added.iter().filter(|(_, special)| **special).map(|(id, _)| *id).collect();
-    special_ids.sort_unstable();
-    let listed: Vec<(u32, AddedToken)> = inner.get_added_tokens_decoder().into_iter().collect();
     Ok(Tokenizer {
         model,
         prefix,
-        special_ids,
+        special_ids: listed.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect(),
         partial: OnceLock::new(),
         stop_id: named.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
         eos_ids,
         template: compile(&config.chat_template)?,
         tool_template: compile(&config.tool_template)?,
         name: config.name.clone(),
-        encoder: Encoder::new(inner, &document, &listed, fast),
+        encoder: Encoder::new(inner, &document, &listed, fast, format!("the tokenizer '{}'", config.name)),
         spelling,
         drops_first_space,
         pieces,
         added,
         added_ids,
+        source: Source { json: json.into(), config: Arc::new(config.clone()) },
     })
 }
 
-/// What the post-processor puts before a text: BOS, where there is one.
-fn prefix(inner: &tokenizers::Tokenizer) -> Vec<u32> {
-    const TEXT: &str = "a";
-    let ids = |special| inner.encode_fast(TEXT, special).map(|encoding| encoding.get_ids().to_vec());
-    let (Ok(plain), Ok(processed)) = (ids(false), ids(true)) else { return Vec::new() };
-    let at = processed.windows(plain.len().max(1)).position(|window| window == plain);
-    at.map(|at| processed[..at].to_vec()).unwrap_or_default()
-}
-
-/// The document but for its entries and merges.
-fn without_vocabulary(document: &Value) -> Value {
-    let Value::Object(parts) = document else { return Value::Null };
-    let small = |(name, part): (&String, &Value)| match part {
-        Value::Object(model) if name == "model" => {
-            let kept = model.iter().filter(|(name, _)| !matches!(name.as_str(), "vocab" | "merges"));
-            (name.clone(), kept.map(|(name, value)| (name.clone(), value.clone())).collect())
-        }
-        part => (name.clone(), part.clone()),
-    };
-    parts.iter().map(small).collect()
-}
-
-fn refused(what: &str) -> Error {
-    Error::new(Kind::Tokenizer, what.to_owned())
-        .why("Ids are made by the fast tokenizer that tokenizer.json describes")
+/// An id with two entries.
+fn twice(id: u32) -> Error {
+    Error::new(Kind::Tokenizer, format!("two entries of the vocabulary have id {id}"))
+        .why("Which bytes the id stands for cannot be known")
         .cure("Copy the file again from where the model came from")
 }
 
-/// A tokenizer whose model is known, which is read in half the time.
-type BpeTokenizer = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
-
-/// The crate's tokenizer; a panic of it on a malformed file is an error like any other.
-fn build(json: &[u8]) -> Result<tokenizers::Tokenizer> {
-    let read = || match serde_json::from_slice::<BpeTokenizer>(json) {
-        Ok(tokenizer) => Ok(tokenizer.into()),
-        Err(_) => tokenizers::Tokenizer::from_bytes(json),
-    };
-    let mut inner = match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(Ok(tokenizer)) => tokenizer,
-        Ok(Err(error)) => return Err(refused(&format!("it is no tokenizer: {error}"))),
-        Err(_) => return Err(refused("it is no tokenizer: its parts contradict one another")),
-    };
-    let _ = inner.with_truncation(None);
-    inner.with_padding(None);
-    Ok(inner)
+/// Those of `extra` that the document does not list itself.
+fn missing_tokens(document: &Value, extra: &[ExtraToken]) -> Vec<ExtraToken> {
+    let listed = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let known: HashSet<&str> = listed.iter().filter_map(|token| token.get("content")?.as_str()).collect();
+    extra.iter().filter(|token| !token.content.is_empty() && !known.contains(&*token.content)).cloned().collect()
 }
 
 /// Refuses a file whose added tokens would get other ids than it states.
-fn check_stated_ids(document: &Value, inner: &tokenizers::Tokenizer) -> Result<()> {
+fn check_stated_ids(document: &Value, inner: &dyn Reference) -> Result<()> {
     let Some(Value::Array(tokens)) = document.get("added_tokens") else { return Ok(()) };
     for token in tokens {
         let (Some(stated), Some(content)) =
@@ -171,7 +137,7 @@ fn check_stated_ids(document: &Value, inner: &tokenizers::Tokenizer) -> Result<(
         else {
             continue;
         };
-        let loaded = inner.token_to_id(content);
+        let loaded = inner.id(content);
         if loaded.map(u64::from) != Some(stated) && !content.is_empty() {
             return Err(renumbered(content, stated, loaded));
         }
@@ -186,18 +152,21 @@ fn renumbered(content: &str, stated: u64, loaded: Option<u32>) -> Error {
         .cure("Add the ids that are missing to added_tokens, as reserved tokens")
 }
 
-/// Adds the tokens that only tokenizer_config.json lists.
-fn add_extra(inner: &mut tokenizers::Tokenizer, extra: &[ExtraToken]) -> Result<()> {
-    for token in extra.iter().filter(|token| !token.content.is_empty()) {
-        if !inner.get_added_vocabulary().get_vocab().contains_key(&token.content) {
-            let added = AddedToken::from(token.content.clone(), token.special)
-                .normalized(token.normalized)
-                .lstrip(token.strips.0)
-                .rstrip(token.strips.1)
-                .single_word(token.single_word);
-            inner.add_tokens([added]).map_err(|error| refused(&format!("an added token cannot be added: {error}")))?;
-        }
-        let loaded = inner.token_to_id(&token.content);
+/// Adds the tokens that only tokenizer_config.json lists, and checks the ids of all that it lists.
+fn add_extra(inner: &mut dyn Reference, missing: &[ExtraToken], all: &[ExtraToken]) -> Result<()> {
+    let added = |token: &ExtraToken| {
+        AddedToken::from(token.content.clone(), token.special)
+            .normalized(token.normalized)
+            .lstrip(token.strips.0)
+            .rstrip(token.strips.1)
+            .single_word(token.single_word)
+    };
+    if !missing.is_empty() {
+        let tokens: Vec<AddedToken> = missing.iter().map(added).collect();
+        bounded(missing.len(), "adding the tokens of tokenizer_config.json", || inner.add(tokens))?;
+    }
+    for token in all.iter().filter(|token| !token.content.is_empty()) {
+        let loaded = inner.id(&token.content);
         if loaded != Some(token.id) {
             return Err(renumbered(&token.content, u64::from(token.id), loaded));
         }
@@ -242,10 +211,15 @@ fn mentions(part: &Value, kind: &str) -> bool {
     }
 }
 
-fn eos_ids(config: &TokenizerConfig, inner: &tokenizers::Tokenizer, size: u32) -> Result<Vec<u32>> {
+fn eos_ids(config: &TokenizerConfig, inner: &dyn Reference, size: u32) -> Result<Vec<u32>> {
     match &config.eos {
         None => Ok(Vec::new()),
-        Some(Eos::Token(text)) => Ok(inner.token_to_id(text).into_iter().collect()),
+        Some(Eos::Token(text)) => Ok(inner.id(text).into_iter().collect()),
+        Some(Eos::Ids(ids)) if ids.len() > EOS => {
+            Err(Error::new(Kind::Tokenizer, format!("eos_token_id lists {} ids, more than {EOS}", ids.len()))
+                .why("Each token is compared with all of them")
+                .cure("List only the ids that end a turn"))
+        }
         Some(Eos::Ids(ids)) => match ids.iter().find(|id| **id >= size) {
             None => Ok(ids.clone()),
             Some(id) => {

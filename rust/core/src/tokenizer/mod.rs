@@ -4,15 +4,22 @@
 //! from bytes are ours. Chat templates are
 //! `template`'s. Called by `align` and the Python border.
 
+mod allowance;
+mod check;
 mod config;
 mod cut;
 mod encoder;
+mod fast;
+mod guard;
 mod load;
 mod memo;
 mod model;
+mod outline;
 mod partial;
+mod pattern;
 mod pieces;
 mod probe;
+mod reference;
 mod tiktoken;
 
 pub use config::{Eos, ExtraToken, TokenizerConfig};
@@ -61,6 +68,32 @@ pub struct Tokenizer {
     prefix: Vec<u32>,
     template: Option<Template>,
     tool_template: Option<Template>,
+    source: Source,
+}
+
+/// What a tokenizer was loaded from, from which another process loads the same.
+#[derive(Debug)]
+struct Source {
+    json: Arc<[u8]>,
+    config: Arc<TokenizerConfig>,
+}
+
+/// Loads the bytes of a tokenizer.json and encodes a text with it, for fuzzers: whatever the two are, this ends, within
+/// memory in proportion to them, and its laws hold.
+///
+/// # Errors
+/// As [`Tokenizer::from_json`] and [`Tokenizer::encode`].
+///
+/// # Panics
+/// Where a law does not hold.
+pub fn tried(json: &[u8], text: &str) -> Result<Vec<u32>> {
+    let tokenizer = Tokenizer::from_json(json, &TokenizerConfig::default())?;
+    tokenizer.encode(text)?;
+    let (ids, ends) = tokenizer.encode_with_ends(text)?;
+    assert_eq!(ids.len(), ends.len(), "every id has an end");
+    assert!(ends.is_sorted() && ends.last().is_none_or(|end| *end as usize == text.len()), "ends go up to the text's");
+    assert!(ids.iter().all(|id| *id < tokenizer.vocab_size()), "ids are below the size");
+    Ok(ids)
 }
 
 impl Tokenizer {
@@ -79,6 +112,24 @@ impl Tokenizer {
     /// `Kind::Tokenizer` where it is not a tokenizer, or its added tokens would not get the ids it states.
     pub fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Self> {
         load::from_json(json, config)
+    }
+
+    /// The tokenizer.json and, as JSON too, what stood beside it: what [`Tokenizer::from_source`] takes.
+    ///
+    /// # Errors
+    /// `Kind::Tokenizer` where the configuration cannot be written.
+    pub fn source(&self) -> Result<(&[u8], Vec<u8>)> {
+        let config = serde_json::to_vec(&*self.source.config).map_err(|error| outline::refused(&error.to_string()))?;
+        Ok((&self.source.json, config))
+    }
+
+    /// The same tokenizer again, from its [`Tokenizer::source`].
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_json`], and `Kind::Tokenizer` for another configuration.
+    pub fn from_source(json: &[u8], config: &[u8]) -> Result<Self> {
+        let config = serde_json::from_slice(config).map_err(|error| outline::refused(&error.to_string()))?;
+        load::from_json(json, &config)
     }
 
     /// Ids of `text`. Added tokens in the text become their ids; none is put around it.

@@ -2,6 +2,7 @@
 //!
 //! From config.json, and from the texts of added tokens. Nothing of the model's weights is read.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 /// Levels of config.json that are looked through.
@@ -10,7 +11,7 @@ const DEEPEST: usize = 4;
 const MEDIA: [&str; 9] = ["image", "img", "video", "vision", "audio", "speech", "sound", "picture", "media"];
 
 /// What a model says of its ids.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Model {
     /// Rows of its embedding; `None` where nothing says.
     pub vocab_size: Option<u32>,

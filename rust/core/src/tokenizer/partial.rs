@@ -50,3 +50,36 @@ impl Partial {
         &self.open
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_that_hold_a_part_of_a_character_are_found_by_bytes_and_by_text() {
+        // A whole word; two first bytes of "日" (E6 97 A5), alone and behind a space; its last; one that begins inside and
+        // ends whole; one that is broken inside.
+        let entries: [(u32, &[u8]); 7] = [
+            (5, b"day"),
+            (4, b"\xE6\x97"),
+            (3, b" \xE6\x97"),
+            (2, b"\xA5"),
+            (1, b"\xA5a"),
+            (9, b"a\xFFb"),
+            (8, "\u{FFFD}".as_bytes()),
+        ];
+        let partial = Partial::new(entries.into_iter());
+        let beginning = |prefix: &[u8]| partial.beginning_with(prefix).map(|(_, id)| id).collect::<Vec<_>>();
+        assert_eq!(beginning(b""), [3, 9, 2, 1, 4, 8]);
+        assert_eq!(beginning(b"\xA5"), [2, 1]);
+        assert_eq!(beginning(b"\xE6\x97"), [4]);
+        assert!(beginning(b"\xE6\x97\xA5").is_empty());
+        assert!(beginning(b"d").is_empty());
+        assert_eq!(partial.beginning_with(b" ").next(), Some((&b" \xE6\x97"[..], 3)));
+        assert_eq!(partial.decoding_to("\u{FFFD}"), [4, 2, 8]);
+        assert_eq!(partial.decoding_to(" \u{FFFD}"), [3]);
+        assert_eq!(partial.decoding_to("a\u{FFFD}b"), [9]);
+        assert!(partial.decoding_to("day").is_empty());
+        assert_eq!(partial.open(), [4, 3, 2, 8]);
+    }
+}

@@ -63,12 +63,15 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Takes the ordinary vocabulary; added tokens come later.
-    pub fn new(vocab: &HashMap<String, u32>, spelling: Spelling, is_added: impl Fn(u32) -> bool) -> Self {
+    /// Takes the ordinary vocabulary; added tokens come later. An id that two entries have is the error.
+    pub fn new(vocab: &HashMap<String, u32>, spelling: Spelling, is_added: impl Fn(u32) -> bool) -> Result<Self, u32> {
         let mut pieces =
             Self { ids: HashMap::with_capacity_and_hasher(vocab.len(), RandomState::default()), ..Self::default() };
         let mut entries: Vec<(&str, u32)> = vocab.iter().map(|(text, id)| (text.as_str(), *id)).collect();
         entries.sort_unstable_by_key(|(_, id)| *id);
+        if let Some(pair) = entries.windows(2).find(|pair| pair[0].1 == pair[1].1) {
+            return Err(pair[0].1);
+        }
         for (text, id) in entries {
             let (bytes, canonical) = spelled(text, spelling);
             pieces.put(id, &bytes);
@@ -81,7 +84,7 @@ impl Pieces {
                 pieces.ids.entry(bytes.into()).or_insert(id);
             }
         }
-        pieces
+        Ok(pieces)
     }
 
     /// Sets the bytes of `id`.
@@ -156,7 +159,7 @@ mod tests {
     #[test]
     fn a_sentencepiece_byte_gives_way_to_the_written_piece() {
         let vocab = [("<0x41>", 3), ("A", 9), ("▁Hi", 10), ("<0xE2>", 4)].map(|(t, i)| (t.to_owned(), i)).into();
-        let pieces = Pieces::new(&vocab, Spelling::SentencePiece, |_| false);
+        let pieces = Pieces::new(&vocab, Spelling::SentencePiece, |_| false).unwrap();
         assert_eq!(pieces.id(b"A"), Some(9));
         assert_eq!(pieces.get(3), Some(&b"A"[..]));
         assert_eq!(pieces.id(b" Hi"), Some(10));

@@ -10,6 +10,9 @@ use base64::engine::{Engine, general_purpose::STANDARD};
 use serde_json::{Map, Value, json};
 use std::collections::{HashMap, HashSet};
 
+/// Bytes of the longest token of a file; the families' own have 256.
+const TOKEN_BYTES: usize = 1024;
+
 /// What the file of a family does not say.
 struct Family {
     name: &'static str,
@@ -159,7 +162,10 @@ fn ranks(file: &[u8]) -> Result<Vec<(Vec<u8>, u32)>> {
             continue;
         }
         let mut words = line.split(|byte| *byte == b' ');
-        let token = words.next().and_then(|word| STANDARD.decode(word).ok()).filter(|token| !token.is_empty());
+        let token = words
+            .next()
+            .and_then(|word| STANDARD.decode(word).ok())
+            .filter(|token| !token.is_empty() && token.len() <= TOKEN_BYTES);
         let rank = words.next().and_then(|word| std::str::from_utf8(word).ok()?.parse().ok());
         let (Some(token), Some(rank), None) = (token, rank, words.next()) else {
             return Err(malformed(&format!("line {} is no token in base64 and its rank", number + 1)));

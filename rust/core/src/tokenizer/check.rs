@@ -1,0 +1,172 @@
+//! What a tokenizer.json may ask for, decided before anything is built from it.
+//!
+//! Tables are as long as the largest id, automata as large as all added tokens together, and engines recurse as deep as
+//! parts are nested: each has a bound here, most in proportion to the file. What depends on the text is bounded in `guard`.
+//! Called by `load`.
+
+use super::ExtraToken;
+use super::outline::{Entries, outline, refused};
+use crate::error::{Error, Kind, Result};
+use base64::engine::{Engine, general_purpose::STANDARD};
+use serde_json::{Map, Value};
+
+/// Ids may leave gaps: below this, or this many times the number of entries, whichever is more.
+const IDS: (u64, u64) = (1 << 18, 16);
+/// Bytes of one added token: a text is searched for all of them at once, as far ahead as the longest goes.
+const ADDED_BYTES: usize = 1024;
+/// Bytes of all added tokens that no other one begins with: at least this, or the file's bytes divided by the second.
+const ADDED_NODES: (usize, usize) = (1 << 16, 16);
+/// Bytes of one entry of the vocabulary.
+const ENTRY_BYTES: usize = 4096;
+/// How deep lists and objects of a part are nested; a sequence in a sequence takes two.
+const DEPTH: usize = 16;
+/// Normalisers and pre-tokenizers together.
+const STEPS: usize = 256;
+/// Bytes of a regular expression, and its opening brackets.
+const PATTERN: (usize, usize) = (1 << 14, 512);
+/// Bytes of what a model puts around a word or a part of one.
+const AFFIX_BYTES: usize = 256;
+/// Characters of the longest word that WordPiece takes apart, which it does in cubic time.
+const WORD_CHARS: u64 = 500;
+/// Pieces of a post-processor's template.
+const TEMPLATE_PIECES: usize = 64;
+/// Bytes that a compiled table of characters writes for one of them; SentencePiece's own write up to 33.
+const CHARACTER_BYTES: usize = 64;
+
+/// The document but for its entries and merges, checked together with the tokens that tokenizer_config.json adds.
+pub(super) fn checked(json: &[u8], extra: &[ExtraToken]) -> Result<Value> {
+    let (document, entries) = outline(json)?;
+    let mut added: Vec<(&str, u64)> = extra.iter().map(|token| (token.content.as_str(), u64::from(token.id))).collect();
+    if let Some(Value::Array(tokens)) = document.get("added_tokens") {
+        let stated = |token: &Value| token.get("id").and_then(Value::as_u64).unwrap_or(0);
+        added.extend(tokens.iter().filter_map(|token| Some((token.get("content")?.as_str()?, stated(token)))));
+    }
+    check_ids(&entries, &added)?;
+    check_added(&mut added, json.len())?;
+    if let Some(Value::Object(model)) = document.get("model") {
+        check_model(model, &entries)?;
+    }
+    let mut steps = 0;
+    for name in ["normalizer", "pre_tokenizer", "post_processor", "decoder"] {
+        let part = document.get(name).unwrap_or(&Value::Null);
+        check_part(part, DEPTH, &mut steps).map_err(|what| refused(&format!("{name}: {what}")))?;
+    }
+    Ok(Value::Object(document))
+}
+
+/// A file that asks for more than tokenizers do.
+fn beyond(what: String) -> Error {
+    Error::new(Kind::Tokenizer, what)
+        .why("No tokenizer of a language model is like that, and loading it could take all memory or never end")
+        .cure("Copy the file again from where the model came from")
+}
+
+fn check_ids(entries: &Entries, added: &[(&str, u64)]) -> Result<()> {
+    let largest = added.iter().map(|(_, id)| *id).fold(entries.largest, u64::max);
+    let count = entries.count + added.len() as u64;
+    if largest < IDS.0.max(IDS.1 * count) {
+        return Ok(());
+    }
+    Err(beyond(format!("an entry has id {largest}, but there are only {count} entries")))
+}
+
+fn check_added(added: &mut [(&str, u64)], file: usize) -> Result<()> {
+    let longest = added.iter().map(|(content, _)| content.len()).max().unwrap_or(0);
+    if longest > ADDED_BYTES {
+        return Err(beyond(format!("an added token has {longest} bytes, more than {ADDED_BYTES}")));
+    }
+    added.sort_unstable();
+    let shared = |a: &str, b: &str| a.bytes().zip(b.bytes()).take_while(|(a, b)| a == b).count();
+    let own = |pair: &[(&str, u64)]| pair[1].0.len() - shared(pair[0].0, pair[1].0);
+    let nodes = added.first().map_or(0, |(content, _)| content.len()) + added.windows(2).map(own).sum::<usize>();
+    if nodes > ADDED_NODES.0.max(file / ADDED_NODES.1) {
+        return Err(beyond(format!("{} added tokens have {nodes} bytes that no other begins with", added.len())));
+    }
+    Ok(())
+}
+
+fn check_model(model: &Map<String, Value>, entries: &Entries) -> Result<()> {
+    if entries.longest > ENTRY_BYTES {
+        return Err(beyond(format!("an entry of the vocabulary has {} bytes", entries.longest)));
+    }
+    for (name, value) in model {
+        if value.as_str().is_some_and(|text| text.len() > AFFIX_BYTES) {
+            return Err(beyond(format!("{name} of the model is longer than {AFFIX_BYTES} bytes")));
+        }
+    }
+    let word = model.get("max_input_chars_per_word").and_then(Value::as_u64).unwrap_or(0);
+    if word > WORD_CHARS {
+        return Err(beyond(format!("max_input_chars_per_word is {word}, more than {WORD_CHARS}")));
+    }
+    Ok(())
+}
+
+/// Checks one of a tokenizer's parts and all below it; `steps` counts those that have a type.
+fn check_part(part: &Value, depth: usize, steps: &mut usize) -> Result<(), String> {
+    let Some(depth) = depth.checked_sub(1) else { return Err(format!("its parts are nested more than {DEPTH} deep")) };
+    match part {
+        Value::Array(items) => items.iter().try_for_each(|item| check_part(item, depth, steps)),
+        Value::Object(map) => {
+            if let Some(kind) = map.get("type").and_then(Value::as_str) {
+                *steps += 1;
+                if *steps > STEPS {
+                    return Err(format!("there are more than {STEPS} steps"));
+                }
+                check_kind(kind, map)?;
+            }
+            check_pattern(map.get("Regex"))?;
+            map.values().try_for_each(|value| check_part(value, depth, steps))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_kind(kind: &str, part: &Map<String, Value>) -> Result<(), String> {
+    match kind {
+        "FixedLength" if part.get("length").and_then(Value::as_u64) == Some(0) => {
+            Err("FixedLength has pieces of length 0".to_owned())
+        }
+        "Precompiled" => check_charsmap(part.get("precompiled_charsmap").and_then(Value::as_str).unwrap_or_default()),
+        "TemplateProcessing" => check_template(part),
+        _ => Ok(()),
+    }
+}
+
+fn check_pattern(pattern: Option<&Value>) -> Result<(), String> {
+    let Some(pattern) = pattern.and_then(Value::as_str) else { return Ok(()) };
+    let open = pattern.bytes().filter(|byte| matches!(byte, b'(' | b'[')).count();
+    if pattern.len() > PATTERN.0 || open > PATTERN.1 {
+        return Err(format!("a regular expression has {} bytes and {open} opening brackets", pattern.len()));
+    }
+    Ok(())
+}
+
+/// SentencePiece's table: the bytes of a trie, the trie, and the texts that characters become.
+fn check_charsmap(encoded: &str) -> Result<(), String> {
+    let table = STANDARD.decode(encoded).map_err(|error| format!("precompiled_charsmap is no base64: {error}"))?;
+    let size = table.first_chunk().map(|size| u32::from_le_bytes(*size) as usize);
+    let texts = size.and_then(|size| table.get(4..)?.get(size..)).filter(|_| size.is_some_and(|size| size > 0));
+    let Some(texts) = texts else { return Err("precompiled_charsmap is shorter than it says".to_owned()) };
+    let longest = texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0);
+    if longest > CHARACTER_BYTES {
+        return Err(format!("precompiled_charsmap writes {longest} bytes for a character"));
+    }
+    Ok(())
+}
+
+/// A post-processor's template may name only the tokens that it lists.
+fn check_template(part: &Map<String, Value>) -> Result<(), String> {
+    let known = part.get("special_tokens").and_then(Value::as_object);
+    for name in ["single", "pair"] {
+        let pieces = part.get(name).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        if pieces.len() > TEMPLATE_PIECES {
+            return Err(format!("its template '{name}' has {} pieces, more than {TEMPLATE_PIECES}", pieces.len()));
+        }
+        let tokens = pieces.iter().filter_map(|piece| piece.get("SpecialToken")?.get("id")?.as_str());
+        let unknown = tokens.into_iter().find(|token| known.is_none_or(|known| !known.contains_key(*token)));
+        if let Some(token) = unknown {
+            return Err(format!("its template '{name}' names the token '{token}', which special_tokens does not list"));
+        }
+    }
+    Ok(())
+}
