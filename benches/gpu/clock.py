@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ class Allocated(TorchDispatchMode):
 
     What an operation takes and gives back within itself is not seen.
     """
+
+    supports_higher_order_operators = True  # flex_attention is one
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +61,7 @@ class Clock:
     def __init__(self, device: str, warm: int = 3, repeat: int = 10) -> None:
         self.device, self.warm, self.repeat = device, warm, repeat
         self.cuda = device.startswith("cuda")
+        self.until = float("inf")  # no round is started after this time of `time.perf_counter`
 
     def ms(self, run: Callable[[], Any]) -> float:
         """One run."""
@@ -91,11 +96,14 @@ class Clock:
         for name, run in arms.items():
             found[name] = self._first(run)
         runs: dict[str, list[float]] = {name: [] for name, told in found.items() if "skipped" not in told}
-        for _ in range(self.repeat):
+        for number in range(self.repeat):
+            if number and time.perf_counter() > self.until:
+                break
             for name, taken in runs.items():
                 taken.append(self.ms(arms[name]))
         for name, taken in runs.items():
-            found[name] |= {"ms": statistics.median(taken), "spread_ms": max(taken) - min(taken)}
+            spread = max(taken) - min(taken)
+            found[name] |= {"ms": statistics.median(taken), "spread_ms": spread, "runs": len(taken)}
         return found
 
     def _first(self, run: Callable[[], Any]) -> dict[str, Any]:
@@ -103,18 +111,16 @@ class Clock:
             peak = self.peak(run)
             for _ in range(self.warm):
                 self.ms(run)
-        except CANNOT as error:
+        except Exception as error:
             if self.cuda:
                 torch.cuda.empty_cache()
-            return {"skipped": reason(error)}
+            return skipped(error)
         return {"peak_bytes": peak}
 
 
-CANNOT = (ImportError, RuntimeError, TypeError, ValueError, AssertionError, AttributeError, OSError)
-"""What an arm may raise that is not installed, does not run here, or whose interface is another one by now."""
-
-
-def reason(error: Exception) -> str:
-    """In one line."""
+def skipped(error: Exception) -> dict[str, str]:
+    """What is told of an arm or a row that is not installed, does not run here, or fails: nothing stops the others."""
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    lines = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in where]
     first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:200]}"
+    return {"skipped": f"{type(error).__name__}: {first[:200]}", "raised_at": " ".join(lines)}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import trl_arms
-from clock import CANNOT, Clock, reason
+from clock import Clock, skipped
 from models import OBJECTIVE, Place, Traces, adamw, model_of
 from tracegrad.learner.adapters import with_adapters
 from tracegrad.learner.memory import Memory, recompute_layers
@@ -30,8 +30,8 @@ def longest_row(bench: Any) -> Iterator[dict[str, Any]]:
         try:
             step = make(place)
             found[name] = search(step, bench.clock, place, bench.budget_s / 2)
-        except CANNOT as error:
-            found[name] = {"skipped": reason(error)}
+        except Exception as error:
+            found[name] = skipped(error)
         step = None
         if place.cuda:
             torch.cuda.empty_cache()

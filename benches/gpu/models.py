@@ -13,6 +13,7 @@ from tracegrad import policy
 from tracegrad.algebra import Clip, Objective, Ratio
 from tracegrad.batch import Step, pack
 from tracegrad.learner.step import detached, optimizer_step
+from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.sequence import Sequences
 
 OBJECTIVE = Objective(Clip(), Ratio("theta", "rollout"))
@@ -26,15 +27,21 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows run: the device, and whether everything is tiny."""
+    """Where rows run: the device, whether everything is tiny, and whether a CPU takes the roads of a GPU."""
 
     device: str
     tiny: bool
+    rehearsal: bool = False
 
     @property
     def cuda(self) -> bool:
         """Whether this is a GPU."""
         return self.device.startswith("cuda")
+
+    @property
+    def as_cuda(self) -> bool:
+        """Whether models attend in blocks and in bfloat16, as on a GPU."""
+        return self.cuda or self.rehearsal
 
     @property
     def vocabulary(self) -> int:
@@ -43,7 +50,11 @@ class Place:
 
 
 def model_of(name: str, place: Place, dtype: torch.dtype, attention: str | None = None) -> Any:
-    """A Qwen3 of a size by its published configuration, with random weights, in training mode."""
+    """A Qwen3 of a size by its published configuration, with random weights, in training mode.
+
+    Args:
+        attention: transformers' name of one; None is ours.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {**MODELS[name], "num_key_value_heads": 8, "head_dim": 128}
@@ -51,9 +62,12 @@ def model_of(name: str, place: Place, dtype: torch.dtype, attention: str | None 
         sizes = {**TINY, "num_key_value_heads": 1, "head_dim": 16}
     torch.manual_seed(0)
     config = Qwen3Config(**sizes, vocab_size=place.vocabulary, tie_word_embeddings=True)
-    config._attn_implementation = attention or ("flex_attention" if place.cuda else "sdpa")
+    config._attn_implementation = attention or "sdpa"
     with torch.device(place.device):
-        return Qwen3ForCausalLM(config).to(dtype if place.cuda else torch.float32).train()
+        model = Qwen3ForCausalLM(config).to(dtype if place.as_cuda else torch.float32).train()
+    if attention is None and place.as_cuda:
+        attend_in_blocks(model)  # as the learner does: queries, keys and values in one dtype under autocast
+    return model
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 
 import trl_arms
 from arms import OURS, PEERS, Problem, fused
-from clock import CANNOT, Clock, reason
+from clock import Clock, skipped
 from longest import longest_row
 from models import Place, Traces, adamw, gradient, lognormal, model_of, passes, updates
 from tracegrad import policy
@@ -34,11 +34,13 @@ class Bench:
         clock: medians of interleaved runs.
         place: device and sizes.
         budget_s: seconds a row may take where it searches.
+        until: the end of the whole run, by `time.perf_counter`.
     """
 
     clock: Clock
     place: Place
     budget_s: float = 540
+    until: float = float("inf")
     records: list[dict[str, Any]] = field(default_factory=list)
 
     def record(
@@ -180,7 +182,7 @@ def tokens_per_second(bench: Bench, name: str, limit: float, must: float, peer: 
     """Optimizer steps of the learner over full rows without shared prefixes, eager and compiled layer by layer."""
     place, precision = bench.place, torch.float32
     budget, median = (128, 24) if place.tiny else (16384, 2048)
-    if dtype == torch.float32 and place.cuda:
+    if dtype == torch.float32 and place.as_cuda:
         precision = BF16
     model = model_of(name, place, dtype)
     traces = Traces.of(median // 4, lognormal(4, 4, median, 4 * median), place.vocabulary)
@@ -214,12 +216,12 @@ def trainer(bench: Bench) -> Iterator[dict[str, Any]]:
             peer = trl_arms.trainer_of(model, traces, place, 2, repeat, gradient_checkpointing=checkpointing)
             taken, norms = trl_arms.train_ms(peer, place)
             found[arm] = {"ms": float(np.median(taken[bench.clock.warm :])), "grad_norm": norms[0]}
-        except CANNOT as error:
-            found[arm] = {"skipped": reason(error)}
+        except Exception as error:
+            found[arm] = skipped(error)
         peer = model = None
         _empty(place)
     model = model_of("Qwen3-0.6B", place, torch.float32)
-    optimizer, precision = adamw(model, place), BF16 if place.cuda else torch.float32
+    optimizer, precision = adamw(model, place), BF16 if place.as_cuda else torch.float32
     norms = []
 
     def ours() -> None:
@@ -242,7 +244,7 @@ def async_trie(bench: Bench) -> Iterator[dict[str, Any]]:
     place = bench.place
     prompt, median, budget, groups = (24, 12, 128, 2) if place.tiny else (1024, 1024, 16384, 4)
     traces = Traces.of(prompt, lognormal(groups, 8, median, 8 * median), place.vocabulary)
-    kernel = "flex" if place.cuda else "sdpa"
+    kernel = "flex" if place.as_cuda else "sdpa"
     model = model_of("Qwen3-0.6B", place, BF16)
     step = traces.step(budget, True)
     runs = {"tracegrad": passes(model, step, place)}
@@ -339,6 +341,11 @@ def reads(bench: Bench) -> int | None:
     traces = Traces.of(1024, np.full((1, 8), 256), bench.place.vocabulary)
     run = passes(model_of("Qwen3-0.6B", bench.place, BF16), traces.step(16384, True), bench.place)
     run()
+    return waited(run)
+
+
+def waited(run: Callable[[], Any]) -> int:
+    """How often the host waited for the device, as torch warns of it on CUDA."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -5,6 +5,7 @@ What they generate is replaced by the traces; everything else is TRL's installed
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import time
 from collections import defaultdict
@@ -79,7 +80,7 @@ def trainer_of(
         "beta": 0.0,
         "loss_type": "dapo",
         "gradient_checkpointing": False,
-        "bf16": place.cuda,
+        "bf16": place.as_cuda,
         "use_cpu": not place.cuda,
         "optim": "adamw_torch_fused" if place.cuda else "adamw_torch",
         "logging_steps": 1,
@@ -189,9 +190,14 @@ def varlen_for_the_hub() -> Any:
     from torch.nn.attention.varlen import varlen_attn
     from trl.experimental.async_grpo import packing
 
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch before 2.12 wants equal heads
+
     def attend(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **known: Any) -> Any:
+        more = {"enable_gqa": True} if grouped else {}
+        if not grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scale = known["softmax_scale"]
-        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), enable_gqa=True)
+        return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0), **more)
 
     packing.register_tree_attention()
     theirs, packing._flash_attn = packing._flash_attn, lambda: SimpleNamespace(flash_attn_varlen_func=attend)

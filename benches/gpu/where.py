@@ -1,0 +1,141 @@
+"""Where the time of one optimizer step of Qwen3-0.6B goes, by torch's profiler; and the head's kernels alone, for ncu.
+
+    python benches/gpu/where.py                     # kernels by time, launch gaps, host waits, the head's share
+    ncu --clock-control none --set roofline -k regex:"_statistics|_gradient" -c 4 python benches/gpu/where.py --head
+    python benches/gpu/where.py --rehearse          # tiny, on a CPU
+
+Writes where_<device>.json beside the other results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from arms import Problem, fused
+from models import OBJECTIVE, Place, Traces, adamw, lognormal, model_of, passes
+from rehearsal import flex_attention_on_the_cpu
+from tracegrad.learner.step import optimizer_step
+from waits import Waits
+
+PEAK_FLOPS = 989e12  # dense bfloat16 of one H100 or H200, from its data sheet
+
+
+def step_of(place: Place) -> tuple[Any, Any]:
+    """A model and one optimizer step over it, as the row `trainer` has them."""
+    prompt, median, budget, groups = (24, 12, 128, 2) if place.tiny else (1024, 1024, 16384, 4)
+    traces = Traces.of(prompt, lognormal(groups, 8, median, 8 * median), place.vocabulary)
+    return model_of("Qwen3-0.6B", place, torch.float32), traces.step(budget, True)
+
+
+def profiled(place: Place, rounds: int) -> dict[str, Any]:
+    """Device time by kernel over `rounds` whole steps after two that compile, and what the device idled between."""
+    model, step = step_of(place)
+    optimizer = adamw(model, place)
+    precision = torch.bfloat16 if place.as_cuda else torch.float32
+
+    def run() -> None:
+        optimizer_step(model, step, OBJECTIVE, optimizer, grad_clip=1.0, precision=precision)
+
+    for _ in range(2):
+        run()
+    kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if place.cuda else [])]
+    with torch.profiler.profile(activities=kinds) as seen:
+        for _ in range(rounds):
+            run()
+        if place.cuda:
+            torch.cuda.synchronize()
+    return {"rounds": rounds, "terms": len(step), **times(seen, place)}
+
+
+def times(seen: Any, place: Place) -> dict[str, Any]:
+    """Microseconds: busy and idle of the device between its first and last kernel, and the costliest kernels."""
+    kind = torch.autograd.DeviceType.CUDA if place.cuda else torch.autograd.DeviceType.CPU
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events() if e.device_type == kind)
+    busy, idle, end = 0.0, 0.0, spans[0][0]
+    for start, stop, _ in spans:
+        idle += max(0.0, start - end)
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    total: dict[str, float] = {}
+    for start, stop, name in spans:
+        total[name] = total.get(name, 0.0) + stop - start
+    most = sorted(total.items(), key=lambda each: -each[1])[:25]
+    return {"busy_us": busy, "idle_us": idle, "kernels": [{"name": name[:120], "us": us} for name, us in most]}
+
+
+def host_waits(place: Place) -> dict[str, int]:
+    """Calls that wait for the device in forward and backward of a step's rows; on CUDA torch's own count beside."""
+    model, step = step_of(place)
+    run = passes(model, step, place)
+    run()
+    with Waits() as waits:
+        run()
+    found = dict(waits.seen)
+    if place.cuda:
+        from rows import waited
+
+        found["torch's count"] = waited(run)
+    return found
+
+
+def head_alone(place: Place) -> dict[str, Any]:
+    """One pass over the head of the row `head-narrow`: what ncu is pointed at; its share of the roofline by events."""
+    rows = 64 if place.tiny else 32768
+    problem = Problem.of(rows, 32 if place.tiny else 1024, place.vocabulary, place.device, False)
+
+    def run() -> None:
+        problem.hidden.grad = problem.weight.grad = None
+        fused(problem).backward()
+
+    for _ in range(2):
+        run()
+    if not place.cuda:
+        return {"rows": rows}
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    run()
+    ended.record()
+    torch.cuda.synchronize()
+    ms = began.elapsed_time(ended)
+    useful = 6 * problem.hidden.numel() * len(problem.weight)
+    return {"rows": rows, "ms": ms, "share_of_peak": useful / (ms * 1e-3) / PEAK_FLOPS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
+    parser.add_argument("--head", action="store_true", help="the head alone, for ncu")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU, by the roads of a GPU")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available() and not options.rehearse
+    if not cuda and not options.rehearse:
+        sys.exit("there is no CUDA device here. --rehearse runs tiny sizes on a CPU.")
+    place = Place("cuda" if cuda else "cpu", options.rehearse, options.rehearse)
+    with flex_attention_on_the_cpu() if options.rehearse else nullcontext():
+        if options.head:
+            print(json.dumps(head_alone(place)))
+            return
+        found = {"head": head_alone(place), "host_waits": host_waits(place), **profiled(place, 3)}
+    device = torch.cuda.get_device_name() if cuda else "cpu rehearsal"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"where_{re.sub(r'[^a-z0-9]+', '-', device.lower())}.json"
+    path.write_text(json.dumps({"device": device, "torch": torch.__version__, **found}, indent=1) + "\n")
+    share = found["idle_us"] / (found["busy_us"] + found["idle_us"])
+    print(f"device idle {share:.1%} of a step; host waits {found['host_waits']}; head {found['head']}")
+    for each in found["kernels"]:
+        print(f"{each['us'] / found['rounds'] / 1000:10.3f} ms  {each['name']}")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

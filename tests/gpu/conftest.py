@@ -1,0 +1,48 @@
+"""Where the tests of this folder run: on a CUDA device, or with --rehearse on the CPU by the same code.
+
+python -m pytest -m gpu tests/gpu               # on a CUDA device; an error where there is none
+python -m pytest -m gpu tests/gpu --rehearse    # on the CPU; Triton's kernels need TRITON_INTERPRET=1 beside it
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent.parent
+for folder in (TESTS, TESTS.parent / "benches" / "gpu"):
+    sys.path.insert(0, str(folder))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rehearse", action="store_true", help="run the GPU tests on the CPU, by the same code")
+
+
+@pytest.fixture(scope="session")
+def rehearsal(request):
+    """Whether the CPU stands for the device."""
+    return bool(request.config.getoption("--rehearse", False))
+
+
+@pytest.fixture(scope="session")
+def device(rehearsal):
+    """The device under test."""
+    if rehearsal:
+        return torch.device("cpu")
+    assert torch.cuda.is_available(), "There is no CUDA device here. --rehearse runs these tests on the CPU."
+    return torch.device("cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled_on_the_cpu(rehearsal):
+    """flex_attention with a gradient runs on a CPU in torch's own eager form, which has the same checks of dtypes."""
+    if not rehearsal:
+        yield
+        return
+    from rehearsal import flex_attention_on_the_cpu
+
+    with flex_attention_on_the_cpu():
+        yield
