@@ -1,6 +1,6 @@
 """What lets the code for CUDA run on a CPU, so that its mistakes are found before a device is at hand.
 
-Called by `run.py --tiny` and by tests/gpu with --rehearse.
+Called by `run.py --rehearse` and by tests/gpu with --rehearse.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 
 @contextmanager
@@ -22,7 +24,8 @@ def flex_attention_on_the_cpu() -> Iterator[None]:
     from transformers.integrations import flex_attention as theirs
 
     def uncompiled(query: Any, key: Any, value: Any, training: bool = False, **how: Any) -> Any:
-        with _disable_current_modes():  # what counts operations or memory cannot look into it
+        # What counts operations or memory cannot look into it, and a compiled kernel is given the dtypes as they are.
+        with _disable_current_modes(), torch.autocast("cpu", enabled=False):
             return torchs.flex_attention(query, key, value, **how)
 
     kept = theirs.compile_friendly_flex_attention, torchs._validate_device
