@@ -57,7 +57,8 @@ parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL
 parity-templates: $(VENV)/dev  ## every chat template beside transformers, into PARITY.md
 	$(BIN)/python tests/parity_templates.py PARITY.md
 
-nightly: $(VENV)/dev  ## a million adversarial strings for each tokenizer
+nightly: $(VENV)/dev  ## what takes long: each option ignored, one by one; a million adversarial strings for each tokenizer
+	$(BIN)/python -m pytest -m nightly --ignore tests/parity tests
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
 
 gpu-test:  ## tests/gpu on a CUDA device, with the Python that has torch; `PYTHON=... make gpu-test`

@@ -81,10 +81,10 @@ def text_only(folder: Path) -> None:
 
 
 def lenient(folder: Path) -> None:
-    """The first turn has a logprob too many for its text; the second is known, and stands behind it all the same."""
-    odd = {"logprobs": {"content": [{"token": "", "logprob": -0.5}] * 400}}
-    found = aligned(folder, turn("It costs 4.", **odd), turn("It costs 3.", **known()), lenient=True)
-    assert found.trainable.sum() == len(ids())
+    """A token that shows nothing stands before the sign: two ids that are not known. "I", "t", "3" and the end are."""
+    entries = [{"token": text, "logprob": -0.5} for text in ("I", "t", "", "×", "3")]
+    found = aligned(folder, turn("It\ufffd3", logprobs={"content": entries}), lenient=True)
+    assert found.trainable.sum() == 4
 
 
 # --- what becomes of it: steps and advantages ---
