@@ -158,8 +158,8 @@ impl Encoder {
         let (more, bytes) = (if quoted.len() < text.len() { "…" } else { "" }, text.len());
         error.what = format!("{} cannot encode {quoted:?}{more} ({bytes} bytes): {}", self.file, error.what);
         if error.why.is_empty() {
-            error.why = "The tokenizer knows no token for a part of it".to_owned();
-            error.cure = "Use a tokenizer with byte fallback or an unk_token".to_owned();
+            "The tokenizer knows no token for a part of it".clone_into(&mut error.why);
+            "Use a tokenizer with byte fallback or an unk_token".clone_into(&mut error.cure);
         }
         error
     }

@@ -80,7 +80,7 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
     let mut listed = inner.added();
     listed.sort_unstable_by_key(|(id, _)| *id);
     let added: HashMap<u32, bool> = listed.iter().map(|(id, token)| (*id, token.special)).collect();
-    let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id)).map_err(|id| twice(id))?;
+    let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id)).map_err(twice)?;
     for (id, token) in &listed {
         pieces.put(*id, token.content.as_bytes());
     }
