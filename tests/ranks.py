@@ -21,17 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny import VOCABULARY, sampled, tiny_model
 from tracegrad import config, presets
 from tracegrad.algebra import Clamp, Entropy, Gate, Level, Penalty, Ratio, Reduce, Weight, with_kl
 from tracegrad.batch import Step, pack
+from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.learner import train
 from tracegrad.learner.adapters import with_adapters
 from tracegrad.learner.parallel import Placed, Policy, placed, prepare, whole
 from tracegrad.learner.ranks import Ranks
-from tracegrad.learner.step import optimizer_step
+from tracegrad.learner.step import measure, optimizer_step
 from tracegrad.sequence import Sequences
 
 _PER_TRACE = Reduce("trace", "mean")
@@ -329,6 +331,60 @@ def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: in
     return {"apart": apart, "numbers": float(numbers.max()), "work": work}
 
 
+class Short:
+    """Rank 1 has no memory left at the second step."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.steps = rank, 0
+
+    def __call__(self, *given: Any, **how: Any) -> Any:
+        self.steps += 1
+        if self.rank == 1 and self.steps == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 1")
+        return optimizer_step(*given, **how)
+
+
+def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
+    """What each of two ranks says: of a bare model, of gathered parameters after a measurement, and of lost memory."""
+    from torch.distributed.tensor import DTensor
+
+    import tracegrad.learner.loop as loop
+
+    joined(port, ranks, rank)
+    [step, *_] = steps_of(0, presets.DAPO, ranks, rank)
+    found: dict[str, Any] = {}
+    try:
+        optimizer_step(tiny_model(), step, presets.DAPO, Keep(tiny_model().parameters()))
+    except ArgumentError as error:
+        found["bare"] = str(error)
+    frozen = prepare(tiny_model(4, attn_implementation="sdpa").requires_grad_(False), "fsdp")
+    measure(frozen, step.batches)
+    found["sharded"] = all(isinstance(each, DTensor) for each in frozen.model.parameters())
+    hybrid = Lfm2ForCausalLM(Lfm2Config(**HYBRID))
+    try:
+        measure(prepare(hybrid, "fsdp"), step.batches)
+    except ArgumentError as error:
+        found["hybrid"] = str(error)
+    loop.optimizer_step = Short(rank)
+    try:
+        trained(out / "lost", changes=RUNS["fsdp"])
+    except TracegradError as error:
+        found["lost"] = str(error)
+    (out / f"failing-{rank}.json").write_text(json.dumps(found))
+
+
+HYBRID = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "layer_types": ["conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+}
+
+
 def joined(port: int, ranks: int, rank: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), RANK=str(rank))
     os.environ["LOCAL_RANK"] = str(rank)
@@ -365,6 +421,9 @@ def main(out: Path) -> int:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (once, before the fork)
 
     torch.set_num_threads(1)
+    if (out / "failing").exists():
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in forked(2, failing_main, out)]
+        return int(any(codes))
     if (out / "asked").exists():  # a pipe of drawn cases
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in drawn_children(out)]
         return int(any(codes))

@@ -125,6 +125,42 @@ def test_four_ranks_go_on_with_what_two_had_stopped(found):
     assert found[4]["resumed from two ranks"]["apart"] < 1e-5
 
 
+# --- what a rank says when it cannot go on ---
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    """What two ranks found of calls that fail."""
+    out = tmp_path_factory.mktemp("failing")
+    (out / "failing").touch()
+    command = [sys.executable, HERE / "ranks.py", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=told())
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((out / f"failing-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_bare_model_under_an_open_group_is_not_trained(failing):
+    for found in failing:
+        assert "is not wrapped, and a process group of 2 ranks is open" in found["bare"]
+
+
+def test_a_frozen_model_is_in_shards_again_after_it_was_measured(failing):
+    assert all(found["sharded"] for found in failing)
+
+
+def test_a_hybrid_model_under_fsdp_is_refused_with_a_mode_that_works(failing):
+    for found in failing:
+        assert "no mask keeps branches apart in layers of conv" in found["hybrid"]
+        assert found["hybrid"].endswith("Set parallel.mode ddp or none.")
+
+
+def test_a_rank_without_memory_stops_all_with_its_number_and_the_cure(failing):
+    first, second = (found["lost"] for found in failing)
+    assert second.startswith("step 2: the device has no memory left (Tried to allocate 2). It was not taken.")
+    assert "set train.memory (now speed) to balanced or low" in second
+    assert first == f"rank 1, {second} This rank stops with it."
+
+
 # --- drawn cases ---
 
 

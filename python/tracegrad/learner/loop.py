@@ -29,6 +29,7 @@ from tracegrad.learner.entropy import Control
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.idle import Idle
 from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.memory import out_of_memory
 from tracegrad.learner.parallel import Placed
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
@@ -38,6 +39,7 @@ from tracegrad.learner.setup import (
     Optimizers,
     Prepared,
     bucket_of,
+    check_media,
     check_same,
     check_vocabulary,
     other_model,
@@ -91,6 +93,7 @@ def train(
     cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
     feed = Feed.of(sequences, objective, config, ranks=ranks.world, rank=ranks.rank, **cut)
     check_vocabulary(sequences, model)
+    feed = replace(feed, notes=(*feed.notes, *check_media(sequences, model)))
     model, policy = prepared(model, config, ranks, optimizer)
     longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
     if why := settle_rows(policy.target, longest, trees=feed.shares):
@@ -106,11 +109,13 @@ def train(
         with Interrupt() as interrupt:
             stopped = loop.run([loop.lines, *shown], rows, interrupt)
     except torch.OutOfMemoryError as error:
-        raise TracegradError(
-            f"step {loop.taken + 1}: the device has no memory left ({str(error).split('.')[0]}). It was not taken. "
-            f"Lower pack.token_budget ({config.pack.token_budget}) or set train.memory (now {config.train.memory}) to "
-            "balanced or low; the gradient stays the same."
-        ) from error
+        told = f"step {loop.taken + 1}: {out_of_memory(error, config)}"
+        ranks.tell(told)
+        raise TracegradError(told) from error
+    except RuntimeError as error:
+        if told := ranks.heard():
+            raise TracegradError(f"{told} This rank stops with it.") from error
+        raise
     finally:
         loop.ahead.close()
         for sink in [loop.lines, *shown]:

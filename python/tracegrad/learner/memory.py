@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tracegrad.config import Config
 from tracegrad.errors import ArgumentError
 
 Setting = Literal["speed", "balanced", "low"]
@@ -67,6 +68,15 @@ class Memory:
 
 SPEED = Memory.of("speed")
 """The default: everything is kept."""
+
+
+def out_of_memory(error: Exception, config: Config) -> str:
+    """What a device without memory left means for a run, and what to do."""
+    return (
+        f"the device has no memory left ({str(error).split('.')[0]}). It was not taken. Lower pack.token_budget "
+        f"({config.pack.token_budget}) or set train.memory (now {config.train.memory}) to balanced or low; the "
+        "gradient stays the same."
+    )
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -7,6 +7,7 @@ loop, the step and the checkpoint.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from tracegrad.errors import ArgumentError
 
 _TIMEOUT = timedelta(minutes=30)
+_WORD, _HEARD = "tracegrad/stopped", "tracegrad/heard"  # keys of the store that all ranks see
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,33 @@ class Ranks:
             raise error
         if failed:
             raise OSError(0, "another rank could not do its part")
+
+    def tell(self, said: str) -> None:
+        """Leaves word that this rank stops, and closes its connections, which wakes the ranks that wait for it.
+
+        The process group is gone after this. Waits a few seconds until the others have read the word.
+        """
+        if self.alone:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_WORD, f"rank {self.rank}, {said}")
+        dist.destroy_process_group()
+        until = time.monotonic() + _PATIENCE_S
+        while store.add(_HEARD, 0) < self.world - 1 and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def heard(self) -> str:
+        """What a rank that stopped has told; "" where none has."""
+        if self.alone:
+            return ""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            if not store.check([_WORD]):
+                return ""
+            store.add(_HEARD, 1)
+            return store.get(_WORD).decode()
+        except (RuntimeError, ValueError):  # the store went with the rank that kept it
+            return ""
 
     def _reduced(self, array: NDArray[Any], op: str, group: Any) -> NDArray[np.float64]:
         flat = np.ascontiguousarray(array, np.float64)

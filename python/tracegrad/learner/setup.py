@@ -24,6 +24,7 @@ from tracegrad.learner.progress import Progress
 from tracegrad.learner.ranks import Ranks
 from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.policy.masks import BLOCK
+from tracegrad.policy.model import media_ids
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
@@ -279,6 +280,32 @@ def check_vocabulary(sequences: Sequences, model: Any) -> None:
                 f"trace '{name}': token id {found} stands in it, and the model has {size} embeddings. They are of "
                 "another tokenizer. Align with the tokenizer of the model that is trained."
             )
+
+
+def check_media(sequences: Sequences, model: Any) -> list[str]:
+    """Refuses to train on what was sampled behind a picture, which the decoder would not see.
+
+    Returns:
+        what a user should know of traces that hold some.
+
+    Raises:
+        ArgumentError: with the first trace that would be trained behind one.
+    """
+    s, starts = sequences, sequences.cu_seqlens[:-1]
+    place = np.arange(s.tokens)
+    seen = np.isin(s.ids, media_ids(model))
+    if seen.any():
+        first = np.minimum.reduceat(np.where(seen, place, s.tokens), starts)
+        last = np.maximum.reduceat(np.where(s.trainable, place, -1), starts)
+        if len(behind := np.unique(s.trace[first < last])):
+            name = s.trace_ids[behind[0]] if s.trace_ids else behind[0]
+            raise ArgumentError(
+                f"{len(behind)} of {s.traces} traces, '{name}' first, are trained behind a picture, video or sound. "
+                f"{type(model).__name__} would not see it, as its decoder runs without a tower: logprobs would be "
+                "nats off. Leave these traces out."
+            )
+    held = int(s.holds_media.sum())
+    return [f"{held} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if held else []
 
 
 def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import token_logprobs
-from tracegrad.policy.model import attention_of, config_of, head_of, recomputes
+from tracegrad.policy.model import attention_of, config_of, head_of, media_ids, recomputes
 from tracegrad.policy.roads import BLOCKS, Road, reached, why_not
 from tracegrad.policy.run import Plan, run
 
@@ -105,6 +105,15 @@ def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
         )
 
 
+def _check_media(model: nn.Module, batch: Batch) -> None:
+    if (media := media_ids(model)) and bool(torch.isin(batch.ids, batch.ids.new_tensor(media)).any()):
+        raise ArgumentError(
+            f"the batch holds ids that stand for a picture, video or sound ({', '.join(map(str, media))} of "
+            f"{type(model).__name__}). The decoder would run without what was seen: logprobs would be nats off. "
+            "Leave such traces out; align holds what was sampled behind media."
+        )
+
+
 def _why_not(model: nn.Module, road: Road, batch: Batch) -> str:
     """As `roads.why_not`, for the branches of a batch; how long they are is only asked where it could matter."""
     done = reached(model, road)
@@ -128,7 +137,11 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
 
     Returns:
         [T, H], in the order of `batch.ids`; zeros in branches where nothing is read.
+
+    Raises:
+        ArgumentError: for a plan that does not give the model's own numbers, or ids that stand for a picture.
     """
+    _check_media(model, batch)
     if plan in ("flex", "mask") and _why_not(model, Road(plan, tree=True), batch):
         _check(model, plan, batch, tree=not _is_plain(batch.positions, batch.tree_end))
     plan = plan or forward_plan(model, batch)

@@ -5,8 +5,11 @@ Reads configurations and modules, changes none. `forward` and `loss` call it.
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,27 @@ from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import Head, logits_of
 
 _IDS, _LOUD = 8, 100.0  # a head is compared on so many tokens, then with logits so large
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 _checked: WeakSet[nn.Module] = WeakSet()  # models whose head was found to be what `head_of` says
+
+
+_media: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def media_ids(model: nn.Module) -> tuple[int, ...]:
+    """Ids that stand where a picture, a video or a sound was: what is seen there comes from a tower, which never runs.
+
+    Named by the model's configuration, or by that of the folder it comes from, if it is the decoder of a larger one.
+    """
+    if model not in _media:
+        config: Any = model.config
+        told = [vars(config)]
+        folder = getattr(config, "_name_or_path", None)
+        if folder and (path := Path(folder) / "config.json").is_file():
+            told.append(json.loads(path.read_text(encoding="utf-8")))
+        found = {value for each in told for name, value in each.items() if _PLACEHOLDER.fullmatch(name)}
+        _media[model] = tuple(sorted(value for value in found if isinstance(value, int)))
+    return _media[model]
 
 
 def head_of(model: nn.Module) -> Head:

@@ -1,0 +1,137 @@
+"""What a run looks at before its first step: the device, the ids, pictures, and how rows can be run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from families import model_of  # noqa: E402
+from tiny import sampled, tiny_model  # noqa: E402
+from tracegrad import config, policy, presets  # noqa: E402
+from tracegrad.batch import pack  # noqa: E402
+from tracegrad.errors import ArgumentError  # noqa: E402
+from tracegrad.kernels.fused import _scaled  # noqa: E402
+from tracegrad.learner import train  # noqa: E402
+from tracegrad.learner.feed import Feed  # noqa: E402
+from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary, device_of  # noqa: E402
+from tracegrad.sequence import Sequences  # noqa: E402
+
+
+def told(**changes):
+    base = {"optimizer.lr": 3e-3, "pack.step_groups": 6, "pack.token_budget": 64, "data.holdout": 0}
+    return config.load(overrides=[*base.items(), *((name.replace("__", "."), v) for name, v in changes.items())])
+
+
+# --- the device of a rank ---
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """A machine with CUDA, and which of its devices was set."""
+    taken, empty = [], torch.empty
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append(str(device)))
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None: empty(*size))
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("asked", "local", "device"), [("auto", 2, "cuda:2"), ("cuda", 3, "cuda:3"), ("cuda:1", 0, "cuda:1")]
+)
+def test_the_device_of_a_run_is_set_and_is_that_of_the_local_rank_unless_numbered(
+    devices, monkeypatch, asked, local, device
+):
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    assert str(device_of(told(train__device=asked))) == device
+    assert devices == [device]
+
+
+def test_one_numbered_device_for_several_ranks_of_a_machine_is_refused(devices, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ArgumentError, match="'cuda:1', and 4 processes run on this machine"):
+        device_of(told(train__device="cuda:1"))
+    assert devices == []
+
+
+def test_a_short_row_on_cuda_is_padded_by_an_eighth_of_the_budget_at_most(devices):
+    assert bucket_of(told(pack__token_budget=16384)) == 2048
+    assert bucket_of(told(pack__token_budget=9000)) == 1152  # 9 blocks of 128
+    assert bucket_of(told(pack__token_budget=64)) == 64
+    assert bucket_of(told(train__device="cpu")) == 1
+
+
+# --- ids ---
+
+
+def test_ids_without_a_row_in_the_embedding_or_the_head_are_refused_before_anything_runs():
+    s, model = sampled(tiny_model(), groups=2), tiny_model(tie_word_embeddings=False)
+    check_vocabulary(s, model)
+    for wrong in (48, -1):
+        with pytest.raises(ArgumentError, match=rf"trace '7': token id {wrong} stands in it, and the model has 48"):
+            check_vocabulary(replace(s, ids=np.r_[s.ids[:-1], wrong].astype(np.int32)), model)
+    model.lm_head = torch.nn.Linear(16, int(s.ids.max()), bias=False)
+    with pytest.raises(ArgumentError, match="stands in it"):
+        check_vocabulary(s, model)
+
+
+def pictured(trained_behind):
+    """Ids 9 9 stand for a picture."""
+    ids, trainable = [4, 5, 9, 9, 6, 7], [False, True, False, False, False, trained_behind]
+    logprobs = np.where(trainable, -1.0, np.nan)
+    return Sequences.from_arrays(ids, [0, 6], logprobs, trainable, rewards=[1.0])
+
+
+def test_what_was_sampled_behind_a_picture_is_not_trained_by_a_decoder_alone(tmp_path):
+    model = model_of("gemma3")
+    model.config.image_token_index = 9
+    with pytest.raises(ArgumentError, match="1 of 1 traces, '0' first, are trained behind a picture"):
+        check_media(pictured(True), model)
+    assert check_media(pictured(False), model) == []  # all that is trained stands before
+    [step] = pack(pictured(True), [1.0], token_budget=8)
+    with pytest.raises(ArgumentError, match="ids that stand for a picture, video or sound"):
+        policy.logprobs(model, step.batches[0])
+    [step] = pack(pictured(False), [1.0], token_budget=8)
+    assert len(policy.logprobs(model, step.batches[0])) == 1
+    # The text decoder of a larger model, loaded from its folder, does not name the id itself.
+    (tmp_path / "config.json").write_text('{"image_token_id": 9, "vision_config": {}}')
+    alone = tiny_model()
+    alone.config._name_or_path = str(tmp_path)
+    with pytest.raises(ArgumentError, match="behind a picture"):
+        check_media(pictured(True), alone)
+
+
+# --- how rows are run ---
+
+
+def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tmp_path):
+    said = []
+    changes = {"pack__leave_out": "repeats", "train__epochs": 1}
+    how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": said.append}
+    done = train(sampled(tiny_model(), groups=6), model_of("mpt"), **how)
+    assert done.step == 1
+    [why] = [line for line in said if "prefixes are not shared" in line]
+    assert "MptForCausalLM" in why
+
+
+def test_the_data_is_packed_once_for_the_first_epoch(tmp_path, monkeypatch):
+    packed, whole = [], Feed._pack
+    monkeypatch.setattr(Feed, "_pack", lambda self, *how, **more: packed.append(how) or whole(self, *how, **more))
+    changes = {"pack__leave_out": "repeats", "train__epochs": 2}
+    how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": lambda _: None}
+    train(sampled(tiny_model(), groups=12), tiny_model(attn_implementation="sdpa"), **how)
+    assert len(packed) == 2  # one for each epoch
+
+
+# --- the gradient of a head ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_scaled_in_its_own_memory_with_the_precision_of_the_loss(dtype):
+    value = torch.randn(70, 30, dtype=dtype)
+    wanted = (value.float() * (1 / 3)).to(dtype)
+    found = _scaled(value, torch.tensor(1 / 3), in_place=True)
+    assert found.data_ptr() == value.data_ptr()
+    assert torch.equal(found, wanted)
