@@ -12,7 +12,7 @@ FLOORS = [
     {"_core", "errors"},
     {"arrays"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
-    | {"columns", "manifest", "shards", "store"},
+    | {"columns", "footer", "manifest", "shards", "store"},
     {"sequence", "recover", "tables", "correction", "objective", "presets"},
     {"batch", "config"},
     {"policy", "prepare"},

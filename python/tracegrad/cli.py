@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from tracegrad import _core, config, doctor, prepare
 from tracegrad.batch import ModelShape
-from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.errors import ArgumentError, TracegradError, shown
 from tracegrad.metrics import Stopwatch
 from tracegrad.report import write_report
 from tracegrad.sequence import LOGPROB_KINDS
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return told.run(told, overrides, arguments)
     except TracegradError as error:
-        print(f"tracegrad: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"tracegrad: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(
@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, whose errors name the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"tracegrad: error: {message}\nSee {self.prog} --help.\n")
+        self.exit(2, f"tracegrad: error: {shown(message)}\nSee {self.prog} --help.\n")
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
@@ -169,7 +169,7 @@ def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         logprob_kind=told.kind,
         rescored=told.rescore,
     )
-    _say(*([json.dumps(diagnosis.as_dict(), indent=1)] if told.json else doctor.lines(diagnosis)))
+    _say(*(json.dumps(diagnosis.as_dict(), indent=1).split("\n") if told.json else doctor.lines(diagnosis)))
     return diagnosis.exit_code
 
 
@@ -179,7 +179,7 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     chosen = _config(told, overrides)
     objective = algebra.override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
     if told.print_config or told.dry_run:
-        _say(config.to_toml(chosen), *(f"# {line}" for line in str(objective).splitlines()))
+        _say(*config.to_toml(chosen).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
     if told.print_config:
         return 0
     watch = Stopwatch()
@@ -335,7 +335,7 @@ def _first() -> bool:
 
 def _say(*lines: str) -> None:
     for line in lines if _first() else ():
-        print(line, flush=True)
+        print(shown(line), flush=True)
 
 
 if __name__ == "__main__":

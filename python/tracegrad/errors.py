@@ -1,8 +1,10 @@
 """Every error tracegrad raises: what was found, where, why it matters, what to do.
 
 Raised by all rooms, defined in the core; each is a ValueError and carries `file`, `line`, `trace`, `turn`, `token`
-where they are known.
+where they are known. Their text is for terminals and logs: `shown` makes it one line that says what it seems to say.
 """
+
+import re
 
 from tracegrad._core import (
     AlignmentError,
@@ -14,6 +16,30 @@ from tracegrad._core import (
     TracegradError,
 )
 
+# Controls and breaks of lines, what sets the direction of text, what takes no room, and halves of characters, which no
+# stream takes. The core's errors are written alike.
+_STEERING = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e0fff]"
+)
+
+
+def shown(text: object) -> str:
+    """Text of strangers as a terminal may show it: what would steer it, turn it or hide in it is an escape.
+
+    >>> shown("a\\x1b[2J\\u202eb")
+    'a\\\\x1b[2J\\\\u202eb'
+    """
+    return _STEERING.sub(lambda found: found.group().encode("unicode_escape").decode(), str(text))
+
+
+def _message(error: TracegradError) -> str:
+    return shown(ValueError.__str__(error))
+
+
+# Whoever raises one, from whatever text: this is the one place where it becomes a message.
+TracegradError.__str__ = _message  # type: ignore[assignment, method-assign]
+
 __all__ = [
     "AlignmentError",
     "ArgumentError",
@@ -22,4 +48,5 @@ __all__ = [
     "TemplateError",
     "TokenizerError",
     "TracegradError",
+    "shown",
 ]

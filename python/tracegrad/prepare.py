@@ -356,20 +356,8 @@ def _aligned(traces: Traces, tokenizer: Tokenizer, data: Data, out: Path, shard:
         on_error="raise" if data.on_error == "raise" else "skip",
     )
     if data.on_error == "quarantine" and sequences.drift.errors:
-        left = list(_left_out(traces, sequences))
-        write(traces[left], out / f"unaligned-{shard:05d}.jsonl")
+        write(traces[sequences.drift.left_out], out / f"unaligned-{shard:05d}.jsonl")
     return sequences
-
-
-def _left_out(traces: Traces, sequences: Sequences) -> Iterator[int]:
-    """Rows of the traces that stand in no sequence: the aligned ones keep their order."""
-    kept = iter(sequences.trace_ids)
-    awaited = next(kept, None)
-    for row, trace in enumerate(traces):
-        if trace.id == awaited:
-            awaited = next(kept, None)
-        else:
-            yield row
 
 
 def _make(out: Path) -> None:

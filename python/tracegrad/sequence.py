@@ -57,6 +57,7 @@ class Drift:
         recorded: tokens that the records say were sampled.
         exact: of those, how many are held with an exact id (tiers T0 to T3), a logprob, and a prompt that is known.
         errors: one line for each trace that could not be aligned and was left out.
+        left_out: of each error, the row of its trace among those that `align` was given; not saved.
     """
 
     reason: NDArray[np.uint8]
@@ -69,6 +70,7 @@ class Drift:
     recorded: int = 0
     exact: int = 0
     errors: tuple[str, ...] = ()
+    left_out: tuple[int, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -450,6 +452,7 @@ def align(
         recorded=found.pop("recorded"),
         exact=found.pop("exact"),
         errors=tuple(found.pop("errors")),
+        left_out=tuple(found.pop("left_out")),
     )
     names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,19 @@ from typing import Any
 import numpy as np
 
 from tracegrad import _core
-from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
+from tracegrad.footer import row_groups
 from tracegrad.trace import ReadReport, Traces
 
 MAGIC = b"PAR1"
 ROWS = 1024
 FIRST_ERRORS = 5
+# Bytes of JSON that are made at once, and that one `Traces` of a stream has, but for its last rows.
+PART_BYTES, BATCH_BYTES = 1 << 24, 1 << 30
+# A file may hold so many times its own bytes, and always so many: what it repeats is written once.
+MOST_GROWTH, ALWAYS = 1000, 1 << 28
+# Levels of nested types, as Parquet's own readers have it.
+DEPTH = 100
 
 
 def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Traces:
@@ -44,16 +52,19 @@ def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Tr
     """
     parts, report, first = [], ReadReport(), 1
     for batch in _batches(table):
-        core, found = _core.Traces.compose(list(_rows(batch)), name, first, format)
-        parts.append(core)
-        report = _sum(report, ReadReport(**found))
-        first += batch.num_rows
+        for rows, _ in _parts(batch, name):
+            core, found = _core.Traces.compose(rows, name, first, format)
+            parts.append(core)
+            report = _sum(report, ReadReport(**found))
+            first += len(rows)
     return Traces(_core.Traces.concatenate(parts), report)
 
 
 def is_parquet(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as Parquet does."""
+    """Whether a file begins as Parquet does. Of a pipe nothing is read, as it would be lost to its next reader."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
@@ -84,24 +95,42 @@ class ParquetStream(Iterator[Traces]):
             )
         self.read_report = ReadReport()
         self._path, self._format, self._skip = os.fspath(path), format, on_error == "skip"
-        self._batches = self._open(batch)
+        self._traces = self._open(batch)
 
-    def _open(self, rows: int) -> Iterator[Any]:
+    def _open(self, rows: int) -> Iterator[Traces]:
         parquet = _pyarrow("pyarrow.parquet")
         try:
-            with parquet.ParquetFile(self._path, memory_map=True) as file:
-                yield from file.iter_batches(batch_size=rows)
-        except (OSError, _pyarrow("pyarrow").ArrowException) as error:
-            raise ReadError(f"{self._path}: {error}. It cannot be read as Parquet. Write it again.") from error
+            _check_parquet(self._path)
+            with parquet.ParquetFile(self._path) as file:
+                columns = [file.schema.column(at) for at in range(len(file.schema))]
+                texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+            # Not mapped, as a file that then shrinks ends the process; not read ahead whole; shared text is held once.
+            with parquet.ParquetFile(self._path, memory_map=False, pre_buffer=False, read_dictionary=texts) as file:
+                for batch in file.iter_batches(batch_size=rows):
+                    yield from self._of(batch)
+        except TracegradError:
+            raise
+        except (OSError, ValueError, _pyarrow("pyarrow").ArrowException) as error:
+            raise ReadError(f"{self._path}: {error}. It cannot be read as Parquet. Write it again.") from None
+
+    def _of(self, batch: Any) -> Iterator[Traces]:
+        parts: list[_core.Traces] = []
+        held = 0
+        for rows, size in _parts(batch, self._path):
+            parts.append(self._read(rows))
+            held += size
+            if held > BATCH_BYTES:
+                yield Traces(_core.Traces.concatenate(parts))
+                parts, held = [], 0
+        yield Traces(_core.Traces.concatenate(parts))
 
     def __next__(self) -> Traces:
-        for batch in self._batches:
-            traces = self._read(list(_rows(batch)))
+        for traces in self._traces:
             if len(traces):
                 return traces
         raise StopIteration
 
-    def _read(self, rows: list[list[Any]]) -> Traces:
+    def _read(self, rows: list[list[Any]]) -> _core.Traces:
         first = self.read_report.records + 1
         try:
             core, found = _core.Traces.compose(rows, self._path, first, self._format)
@@ -110,9 +139,9 @@ class ParquetStream(Iterator[Traces]):
                 raise
             return self._read_one_by_one(rows, first)
         self.read_report = _sum(self.read_report, ReadReport(**found))
-        return Traces(core)
+        return core
 
-    def _read_one_by_one(self, rows: list[list[Any]], first: int) -> Traces:
+    def _read_one_by_one(self, rows: list[list[Any]], first: int) -> _core.Traces:
         good = []
         for line, row in enumerate(rows, first):
             try:
@@ -123,7 +152,79 @@ class ParquetStream(Iterator[Traces]):
                 continue
             self.read_report = _sum(self.read_report, ReadReport(**found))
             good.append(core)
-        return Traces(_core.Traces.concatenate(good))
+        return _core.Traces.concatenate(good)
+
+
+def _check_parquet(path: str) -> None:
+    """Refuses what would not fit the memory, from what the file says of itself before a value is read."""
+    for number, group in enumerate(row_groups(path)):
+        if min(group.values, default=-1) < group.rows:
+            raise ValueError(f"row group {number} claims {group.rows} rows, and a column has fewer values")
+        held = sum(max(8 * values, plain) for values, plain in zip(group.values, group.plain, strict=True))
+        stored = sum(group.stored)
+        if held > max(ALWAYS, MOST_GROWTH * stored):
+            raise ValueError(f"row group {number} has {stored} bytes and would be {held} in memory")
+
+
+def _parts(batch: Any, name: str) -> Iterator[tuple[list[list[Any]], int]]:
+    """The rows of a batch as pieces, some at a time, and about how long their JSON is.
+
+    A value that many rows share is written out for each, and how many are taken follows from how long the last were.
+    """
+    _check_batch(batch, name)
+    numbers = {field: _number_lists(column) for field, column in zip(batch.schema.names, batch.columns, strict=True)}
+    others = batch.select([field for field, lists in numbers.items() if lists is None])
+    lists = {field: found for field, found in numbers.items() if found is not None}
+    start, count = 0, 1
+    while start < batch.num_rows:
+        end = min(start + count, batch.num_rows)
+        heads = _heads(others.slice(start, end - start), name)
+        rows = [_row(head, lists, start + at) for at, head in enumerate(heads)]
+        size = sum(len(piece) if isinstance(piece, str) else 8 * len(piece) for row in rows for piece in row)
+        yield rows, size
+        count = max(1, min(2 * count, ROWS, PART_BYTES * (end - start) // max(size, 1)))
+        start = end
+
+
+def _heads(batch: Any, name: str) -> list[dict[str, Any]]:
+    """Rows as Python has them."""
+    if batch.num_columns == 0:
+        return [{}] * batch.num_rows
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError, _pyarrow("pyarrow").ArrowException) as error:
+        raise FormatError(
+            f"{name}: {error}. A value of a column has no form in JSON, so a record cannot be made of it. Convert the "
+            "column to text or numbers."
+        ) from None
+
+
+def _check_batch(batch: Any, name: str) -> None:
+    twice = [field for field in batch.schema.names if batch.schema.names.count(field) > 1]
+    if twice:
+        raise FormatError(
+            f"{name}: two columns are called {twice[0]!r}. Which of them counts cannot be known. Rename one."
+        )
+    if any(_depth(field.type) > DEPTH for field in batch.schema):
+        raise FormatError(
+            f"{name}: a column is nested deeper than {DEPTH} levels. A record so deep is not a trace and would exhaust "
+            "the stack. Store the nested part as text."
+        )
+    try:
+        batch.validate(full=True)
+    except _pyarrow("pyarrow").ArrowInvalid as error:
+        raise FormatError(
+            f"{name}: {error}. Its columns contradict themselves, and what they hold cannot be known. Write it again."
+        ) from None
+
+
+def _depth(kind: Any) -> int:
+    """Levels of a nested type, counted up to one more than there may be."""
+    depth, level = 0, [kind]
+    while level and depth <= DEPTH:
+        level = [kind.field(at).type for kind in level for at in range(kind.num_fields)]
+        depth += 1
+    return depth
 
 
 def _pyarrow(module: str) -> Any:
@@ -157,25 +258,16 @@ def _batches(table: Any) -> Iterable[Any]:
     yield from table.to_batches(max_chunksize=ROWS)
 
 
-def _rows(batch: Any) -> Iterator[list[Any]]:
-    """The rows of a record batch as pieces: JSON text, and between it arrays of numbers."""
-    numbers, others = {}, []
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        lists = _number_lists(column)
-        if lists is None:
-            others.append(name)
-        else:
-            numbers[name] = lists
-    heads = batch.select(others).to_pylist() if others else [{}] * batch.num_rows
-    for row, head in enumerate(heads):
-        text = json.dumps(_without_none(head), ensure_ascii=False, default=str)[:-1]
-        pieces: list[Any] = [text]
-        separator = ", " if len(text) > 1 else ""
-        for name, (values, starts, ends, valid) in numbers.items():
-            if valid is None or valid[row]:
-                pieces += [f"{separator}{json.dumps(name)}: ", values[starts[row] : ends[row]]]
-                separator = ", "
-        yield [*pieces, "}"]
+def _row(head: dict[str, Any], lists: dict[str, tuple[Any, Any, Any, Any]], row: int) -> list[Any]:
+    """A row as pieces: JSON text, and between it arrays of numbers."""
+    text = json.dumps(_without_none(head), ensure_ascii=False, default=str)[:-1]
+    pieces: list[Any] = [text]
+    separator = ", " if len(text) > 1 else ""
+    for name, (values, starts, ends, valid) in lists.items():
+        if valid is None or valid[row]:
+            pieces += [f"{separator}{json.dumps(name)}: ", values[starts[row] : ends[row]]]
+            separator = ", "
+    return [*pieces, "}"]
 
 
 def _without_none(head: dict[str, Any]) -> dict[str, Any]:

@@ -206,12 +206,7 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as it was read, unknown keys included."""
-        try:
-            return json.loads(self.record)
-        except RecursionError:
-            raise FormatError(
-                f"trace '{self.id}': nested too deeply for Python. It can be aligned, but not made a dict."
-            ) from None
+        return json.loads(self.record)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.record == other.record
@@ -475,7 +470,12 @@ def _to_json(record: Any, number: int) -> bytes:
         return record.record
     try:
         text = json.dumps(record, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError, OverflowError, AttributeError) as error:
+    except RecursionError:
+        raise FormatError(
+            f"<records>:{number}: JSON nested deeper than 128 levels. A record so deep is not a trace and would "
+            "exhaust the stack. Flatten it, or store the nested part as a string."
+        ) from None
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise FormatError(
             f"<records>:{number}: not JSON: {error}. A record is kept as JSON. "
             "Convert it to dicts, lists, strings and numbers."

@@ -68,13 +68,7 @@ class Look:
     @cached_property
     def rows(self) -> Array:
         """[aligned] index into the batch of each aligned trace; they keep their order."""
-        kept, found = iter(self.sequences.trace_ids), []
-        awaited = next(kept, None)
-        for index in range(len(self.traces)):
-            if awaited is not None and self.traces.core.id(index) == awaited:
-                found.append(index)
-                awaited = next(kept, None)
-        return np.asarray(found, np.int64)
+        return np.delete(np.arange(len(self.traces)), self.sequences.drift.left_out)
 
     @cached_property
     def branch(self) -> Array:

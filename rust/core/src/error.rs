@@ -3,7 +3,7 @@
 //! Every room raises it; the binding crate maps it to Python exceptions in one place. No other error type leaves the
 //! core.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
 /// Result of the core.
@@ -77,7 +77,8 @@ impl fmt::Display for Location {
     }
 }
 
-/// What, where, why, cure. `Display` gives one line: `where: what. why. cure.`
+/// What, where, why, cure. `Display` gives one line: `where: what. why. cure.` The fields hold what was found as it is; the
+/// line shows control characters and the like as escapes, as it goes to terminals and logs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error {
     /// Which promise was broken.
@@ -134,18 +135,52 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = Shown(f);
         let place = self.location.to_string();
         if !place.is_empty() {
-            write!(f, "{place}: ")?;
+            write!(shown, "{place}: ")?;
         }
-        write!(f, "{}.", self.what)?;
+        write!(shown, "{}.", self.what)?;
         for part in [&self.why, &self.cure] {
             if !part.is_empty() {
-                write!(f, " {part}.")?;
+                write!(shown, " {part}.")?;
             }
         }
         Ok(())
     }
+}
+
+/// Writes text of strangers so that a terminal may show it: in one line, with what would steer it, turn it or hide in it
+/// as escapes. `tracegrad.errors.shown` is the same for Python's own messages.
+struct Shown<'a, 'f>(&'a mut fmt::Formatter<'f>);
+
+impl fmt::Write for Shown<'_, '_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let mut rest = text;
+        while let Some((at, found)) = rest.char_indices().find(|&(_, found)| steers(found)) {
+            self.0.write_str(&rest[..at])?;
+            match found {
+                '\n' => self.0.write_str("\\n")?,
+                '\r' => self.0.write_str("\\r")?,
+                '\t' => self.0.write_str("\\t")?,
+                ..='\u{ff}' => write!(self.0, "\\x{:02x}", found as u32)?,
+                ..='\u{ffff}' => write!(self.0, "\\u{:04x}", found as u32)?,
+                _ => write!(self.0, "\\U{:08x}", found as u32)?,
+            }
+            rest = &rest[at + found.len_utf8()..];
+        }
+        self.0.write_str(rest)
+    }
+}
+
+/// Whether a character is a control, breaks a line, sets the direction of what follows, or takes no room.
+fn steers(found: char) -> bool {
+    matches!(
+        found,
+        '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}'
+            | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}'
+            | '\u{e0000}'..='\u{e0fff}'
+    )
 }
 
 impl std::error::Error for Error {}
@@ -153,6 +188,41 @@ impl std::error::Error for Error {}
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn nothing_that_steers_a_terminal_is_shown_wherever_it_stands(
+            parts in prop::collection::vec(
+                prop::collection::vec(prop_oneof![any::<char>(), prop::char::range('\u{0}', '\u{a0}'),
+                    prop::char::range('\u{2000}', '\u{2070}'), Just('\u{feff}'), Just('\u{61c}')], 0..12)
+                    .prop_map(|characters| characters.into_iter().collect::<String>()),
+                5..6,
+            ),
+        ) {
+            let place = Location {
+                file: Some(parts[0].as_str().into()),
+                line: Some(1),
+                trace: Some(parts[1].clone()),
+                ..Location::default()
+            };
+            let error = Error::new(Kind::Format, &*parts[2]).why(&*parts[3]).cure(&*parts[4]).at(&place);
+            let text = error.to_string();
+            let unsafe_ones = |c: &char| {
+                c.is_control() || matches!(*c as u32, 0x61c | 0x200b..=0x200f | 0x2028..=0x202e | 0x2066..=0x2069 | 0xfeff)
+            };
+            prop_assert_eq!(text.chars().find(unsafe_ones), None);
+            // What is plain is shown as it is.
+            let plain: String = text.chars().filter(|c| !steers(*c)).collect();
+            prop_assert_eq!(plain, text);
+        }
+    }
+
+    #[test]
+    fn controls_are_shown_as_escapes() {
+        let error = Error::new(Kind::Format, "a\x1b[2J\nb\u{202e}\u{e0041}é");
+        assert_eq!(error.to_string(), "a\\x1b[2J\\nb\\u202e\\U000e0041é.");
+    }
 
     #[test]
     fn an_error_says_where_what_why_and_cure() {

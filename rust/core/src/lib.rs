@@ -19,6 +19,7 @@ pub mod template;
 mod threads;
 pub mod tokenizer;
 pub mod trace;
+mod written;
 
 pub use caught::caught;
 pub use error::{Error, Kind, Location, Result};

@@ -79,6 +79,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("drift_detail", aligned.drift.iter().map(|row| row.detail.as_str()).collect::<Vec<_>>())?;
     arrays.set_item("recorded", aligned.recorded)?;
     arrays.set_item("exact", aligned.exact)?;
+    arrays.set_item("left_out", aligned.left_out)?;
     arrays.set_item("errors", aligned.errors.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(arrays)
 }

@@ -34,7 +34,7 @@ pub use extras::{Column, NO_VALUE};
 pub use recover::{Recovered, recover};
 
 use crate::caught;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Location, Result};
 use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::{LogprobKind, Trace};
@@ -114,6 +114,8 @@ pub struct Aligned {
     pub recorded: u64,
     pub exact: u64,
     pub errors: Vec<Error>,
+    /// Of each error, the index of its trace among those given.
+    pub left_out: Vec<i64>,
 }
 
 /// Aligns traces with the tokenizer of the model that will be trained.
@@ -134,15 +136,24 @@ pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> 
     aligned.reward_names = reward_names(traces);
     aligned.extras = extras::columns(traces);
     let (mut groups, mut branches) = (HashMap::new(), Vec::with_capacity(traces.len()));
-    for (trace, woven) in traces.iter().zip(woven) {
+    for (row, (trace, woven)) in traces.iter().zip(woven).enumerate() {
         match woven {
             Ok(woven) => aligned.push(trace, woven, options, &mut groups, &mut branches),
-            Err(error) if options.skip_errors => aligned.errors.push(error),
+            Err(error) if options.skip_errors => {
+                aligned.errors.push(error);
+                aligned.left_out.push(row as i64);
+            }
             Err(error) => return Err(error),
         }
     }
     columns::write(&mut aligned, &branches);
     Ok(aligned)
+}
+
+/// The name of the group that a trace without one is: its place, beside its id, as ids may be repeated.
+fn name_alone(trace: &Trace) -> String {
+    let place = Location { trace: None, ..trace.location.clone() }.to_string();
+    if trace.id == place { place } else { format!("{} ({place})", trace.id) }
 }
 
 fn reward_names(traces: &[Arc<Trace>]) -> Vec<String> {
@@ -183,13 +194,14 @@ impl Aligned {
     }
 
     fn push_row(&mut self, trace: &Trace, options: Options, groups: &mut HashMap<String, i32>) {
-        // A trace without a group stands alone: its id, behind a separator that no group of a record starts with.
-        let name = trace.group.clone().unwrap_or_else(|| format!("\u{1f}{}", trace.id));
-        let next = groups.len() as i32;
-        let group = *groups.entry(name).or_insert_with(|| {
-            self.group_names.push(trace.group.clone().unwrap_or_else(|| trace.id.clone()));
-            next
-        });
+        let next = self.group_names.len() as i32;
+        let group = match &trace.group {
+            Some(name) => *groups.entry(name.clone()).or_insert(next),
+            None => next,
+        };
+        if group == next {
+            self.group_names.push(trace.group.clone().unwrap_or_else(|| name_alone(trace)));
+        }
         self.group.push(group);
         self.trace_ids.push(trace.id.clone());
         let named: HashMap<&str, f32> = trace.rewards.iter().map(|(name, value)| (name.as_str(), *value)).collect();

@@ -13,12 +13,16 @@ use serde_json::error::Category;
 use std::borrow::Cow;
 use std::fmt;
 
+/// Levels of nesting that `serde_json` goes into.
+const DEPTH: usize = 127;
+
 /// Parses the bytes of a record.
 pub(super) fn parse(record: &[u8]) -> Decoded<Object> {
     let text = utf8(record)?;
     if let Some(object) = scan::record(text) {
         return Ok(object);
     }
+    check_depth(text)?;
     let node = match serde_json::from_str::<Record>(text) {
         Ok(Record(node)) => node,
         Err(error) => parse_again(text, &error)?,
@@ -39,6 +43,10 @@ fn not_an_object(found: &str) -> Rejection {
 /// The text of a record, with NaN and Infinity in quotes where they stand bare.
 pub(super) fn text(record: &[u8]) -> Decoded<Cow<'_, str>> {
     let text = utf8(record)?;
+    if scan::is_json(text) {
+        return Ok(Cow::Borrowed(text));
+    }
+    check_depth(text)?;
     let is_json = serde_json::from_str::<IgnoredAny>(text).is_ok();
     Ok(if is_json { Cow::Borrowed(text) } else { quote_literals(text) })
 }
@@ -51,6 +59,34 @@ fn parse_again(text: &str, error: &serde_json::Error) -> Decoded<Node> {
             serde_json::from_str::<Record>(&quoted).map(|record| record.0).map_err(|error| explain(&quoted, &error))
         }
     }
+}
+
+/// Refuses what is nested deeper than the parser goes, also in values that nothing here reads.
+fn check_depth(text: &str) -> Decoded<()> {
+    let bytes = text.as_bytes();
+    let (mut depth, mut at) = (0, 0);
+    while at < bytes.len() {
+        match bytes[at] {
+            b'"' => {
+                at = string_end(bytes, at);
+                continue;
+            }
+            b'{' | b'[' if depth == DEPTH => {
+                return Err(of_trace(too_deep(at + 1), &text[..at]));
+            }
+            b'{' | b'[' => depth += 1,
+            b'}' | b']' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        at += 1;
+    }
+    Ok(())
+}
+
+fn too_deep(byte: usize) -> Rejection {
+    reject(Reason::TooDeep, format!("JSON nested deeper than 128 levels at byte {byte}"))
+        .why("A record so deep is not a trace and would exhaust the stack")
+        .cure("Flatten it, or store the nested part as a string")
 }
 
 /// Puts quotes around NaN, Infinity and -Infinity outside strings.
@@ -116,11 +152,7 @@ pub(super) fn explain(text: &str, error: &serde_json::Error) -> Rejection {
     let byte = byte_offset(text, error);
     let rejection = match error.classify() {
         Category::Data => wrong_type(text, &complaint),
-        _ if complaint.contains("recursion limit") => {
-            reject(Reason::TooDeep, format!("JSON nested deeper than 128 levels at byte {byte}"))
-                .why("A record so deep is not a trace and would exhaust the stack")
-                .cure("Flatten it, or store the nested part as a string")
-        }
+        _ if complaint.contains("recursion limit") => too_deep(byte),
         _ if complaint.contains("surrogate") || complaint.contains("end of hex escape") => {
             reject(Reason::LoneSurrogate, format!("a lone surrogate escape before byte {byte}"))
                 .why("It is half of a character: no UTF-8 text has it, so no tokenizer saw it")
@@ -133,10 +165,12 @@ pub(super) fn explain(text: &str, error: &serde_json::Error) -> Rejection {
             .why("The record cannot be read")
             .cure("Write one whole JSON object a line"),
     };
-    match id_before_failure(text) {
-        Some(id) => rejection.at(&crate::Location { trace: Some(id), ..Default::default() }),
-        None => rejection,
-    }
+    of_trace(rejection, text)
+}
+
+/// Says which trace it is, where its id stands in `text`.
+fn of_trace(rejection: Rejection, text: &str) -> Rejection {
+    rejection.at(&crate::Location { trace: id_before_failure(text), ..Default::default() })
 }
 
 fn wrong_type(text: &str, complaint: &str) -> Rejection {

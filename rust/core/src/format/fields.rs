@@ -62,11 +62,16 @@ pub(super) fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
         other => return Err(wrong(key, other, "a number")),
     };
     if found.is_infinite() || (found as f32).is_infinite() {
-        return Err(reject(Reason::WrongType, format!("`{key}` is {found}, not a finite float32"))
-            .why("It would spread over every trace it is averaged with")
-            .cure("Write null where there is none"));
+        return Err(not_finite(key, found));
     }
     Ok(Some(found).filter(|number| !number.is_nan()))
+}
+
+/// The error for a number that float32 cannot hold, or that a sum of the record's numbers made so.
+pub(super) fn not_finite(key: &str, found: f64) -> Rejection {
+    reject(Reason::WrongType, format!("`{key}` is {found}, not a finite float32"))
+        .why("It would spread over every trace it is averaged with")
+        .cure("Write null where there is none")
 }
 
 /// A number that is at least 0.

@@ -4,9 +4,9 @@
 //! equals a produced one elsewhere is the produced one: its history was rewritten before it. Everything else is new.
 
 use crate::trace::Message;
+use crate::written::{write, write_text};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
-use std::fmt::Write;
 
 /// Before any message.
 const ROOT: u32 = 0;
@@ -17,7 +17,7 @@ pub(super) struct History {
     /// Every distinct message.
     pub messages: Vec<Message>,
     /// Number of each distinct identity.
-    identities: HashMap<String, u32>,
+    identities: HashMap<Vec<u8>, u32>,
     /// Pool indices of produced messages by identity, in the order of the calls.
     produced: HashMap<u32, Vec<u32>>,
     /// Pool index of given messages by identity.
@@ -94,59 +94,206 @@ impl History {
     }
 }
 
-/// What makes two messages equal, as one string.
-fn identity(message: &Message) -> String {
+/// What makes two messages equal; messages that are not have other bytes.
+fn identity(message: &Message) -> Vec<u8> {
     let empty = Map::new();
     let fields = message.value.as_object().unwrap_or(&empty);
-    if message.role() == "assistant" { assistant_identity(fields) } else { other_identity(fields) }
-}
-
-/// Role, content, reasoning and tool calls; keys that API objects add beside them do not count.
-fn assistant_identity(fields: &Map<String, Value>) -> String {
-    let reasoning = ["reasoning_content", "reasoning"]
-        .iter()
-        .find_map(|key| fields.get(*key).and_then(Value::as_str).filter(|text| !text.is_empty()))
-        .unwrap_or("");
-    let mut identity = format!("assistant\u{0}{}\u{0}{reasoning}\u{0}", content(fields));
-    for call in fields.get("tool_calls").and_then(Value::as_array).into_iter().flatten() {
-        let function = call.get("function").unwrap_or(call);
-        let name = function.get("name").and_then(Value::as_str).unwrap_or("");
-        let id = call.get("id").and_then(Value::as_str).unwrap_or("");
-        let _ = write!(identity, "{name}\u{0}{id}\u{0}{}\u{0}", arguments(function.get("arguments")));
+    let mut identity = Vec::with_capacity(256);
+    if message.role() == "assistant" {
+        identity.push(b'A');
+        write_content(&mut identity, fields);
+        write_call_parts(&mut identity, fields);
+    } else {
+        identity.push(b'O');
+        write_content(&mut identity, fields);
+        write_others(&mut identity, fields);
     }
     identity
 }
 
+/// Reasoning and tool calls of an assistant message; keys that API objects add beside them do not count.
+fn write_call_parts(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
+    let mut reasoning = ["reasoning_content", "reasoning"].iter().filter_map(|key| fields.get(*key));
+    write_said(identity, reasoning.find(|value| says(value)));
+    for call in fields.get("tool_calls").and_then(Value::as_array).into_iter().flatten() {
+        let function = call.get("function").unwrap_or(call);
+        write_said(identity, function.get("name"));
+        write_said(identity, call.get("id"));
+        write_arguments(identity, function.get("arguments"));
+    }
+}
+
+/// Whether a value is neither null nor the empty string.
+fn says(value: &Value) -> bool {
+    !value.is_null() && value.as_str() != Some("")
+}
+
+/// A value, with null and the empty string equal to none.
+fn write_said(identity: &mut Vec<u8>, value: Option<&Value>) {
+    write(identity, value.filter(|value| says(value)).unwrap_or(&Value::Null));
+}
+
 /// Arguments as JSON, whether they were kept as an object or as a string that holds one.
-fn arguments(value: Option<&Value>) -> String {
+fn write_arguments(identity: &mut Vec<u8>, value: Option<&Value>) {
     match value {
-        None | Some(Value::Null) => String::new(),
-        Some(Value::String(text)) => {
-            serde_json::from_str::<Value>(text).map_or_else(|_| text.clone(), |parsed| parsed.to_string())
-        }
-        Some(other) => other.to_string(),
+        Some(Value::String(text)) => match serde_json::from_str::<Value>(text) {
+            Ok(parsed) => write(identity, &parsed),
+            Err(_) => {
+                // No value of JSON has this kind.
+                identity.push(b'r');
+                write_text(identity, text);
+            }
+        },
+        other => write_said(identity, other),
     }
 }
 
 /// Content with null equal to the empty string and one text part equal to its text.
-fn content(fields: &Map<String, Value>) -> String {
-    match fields.get("content") {
-        None | Some(Value::Null) => String::new(),
-        Some(Value::String(text)) => text.clone(),
-        Some(Value::Array(parts)) if parts.len() == 1 && parts[0].get("type").is_some_and(|kind| kind == "text") => {
-            parts[0].get("text").and_then(Value::as_str).unwrap_or("").to_owned()
+fn write_content(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
+    let content = fields.get("content");
+    let part = content.and_then(Value::as_array).and_then(|parts| match &parts[..] {
+        [part] if part.get("type").is_some_and(|kind| kind == "text") => {
+            part.get("text").filter(|text| text.is_string())
         }
-        Some(other) => other.to_string(),
+        _ => None,
+    });
+    write_said(identity, part.or(content));
+}
+
+/// All keys but the content that are not null, in the order of their names.
+fn write_others(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
+    let mut rest: Vec<_> = fields.iter().filter(|(key, value)| *key != "content" && !value.is_null()).collect();
+    rest.sort_by_key(|(key, _)| *key);
+    for (key, value) in rest {
+        write_text(identity, key);
+        write(identity, value);
     }
 }
 
-/// Content, and all other keys that are not null, in the order of their names.
-fn other_identity(fields: &Map<String, Value>) -> String {
-    let mut rest: Vec<_> = fields.iter().filter(|(key, value)| *key != "content" && !value.is_null()).collect();
-    rest.sort_by_key(|(key, _)| *key);
-    let mut identity = format!("other\u{0}{}\u{0}", content(fields));
-    for (key, value) in rest {
-        let _ = write!(identity, "{key}\u{0}{value}\u{0}");
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    fn message(value: Value) -> Message {
+        Message { value, reward: None }
     }
-    identity
+
+    fn said(content: &str) -> Message {
+        message(json!({"role": "assistant", "content": content}))
+    }
+
+    fn asked(content: &str) -> Message {
+        message(json!({"role": "user", "content": content}))
+    }
+
+    #[test]
+    fn equal_answers_of_a_rewritten_history_are_each_used_once() {
+        let mut history = History::default();
+        // Pool: 0 = "a", 1 = the first "ok", 2 = "b", 3 = the second "ok".
+        let first = history.follow(vec![asked("a")]);
+        assert_eq!((first.context.clone(), history.produce(&first, said("ok"))), (vec![0], 1));
+        let second = history.follow(vec![asked("a"), said("ok"), asked("b")]);
+        assert_eq!((second.context.clone(), history.produce(&second, said("ok"))), (vec![0, 1, 2], 3));
+        // A new beginning: both answers come from elsewhere, and one message is not said twice.
+        let rewritten = history.follow(vec![asked("c"), said("ok"), asked("d"), said("ok")]);
+        assert_eq!(rewritten.context, [4, 1, 5, 3]);
+    }
+
+    #[test]
+    fn what_is_written_differently_is_another_message() {
+        let text = json!([{"type": "image_url", "image_url": "x"}]);
+        let cases = [
+            // The list, and a text that is the list's JSON.
+            json!({"role": "user", "content": text}),
+            json!({"role": "user", "content": text.to_string()}),
+            // NUL bytes at the seams of content, reasoning and calls.
+            json!({"role": "assistant", "content": "a\u{0}b"}),
+            json!({"role": "assistant", "content": "a", "reasoning_content": "b"}),
+            json!({"role": "assistant", "content": "a", "reasoning_content": "b\u{0}"}),
+            json!({"role": "assistant", "content": "", "tool_calls": [{"id": "i", "function": {"name": "f\u{0}i", "arguments": ""}}]}),
+            json!({"role": "assistant", "content": "", "tool_calls": [{"id": "i\u{0}", "function": {"name": "f", "arguments": ""}}]}),
+            json!({"role": "assistant", "content": "", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": "x"}}]}),
+            json!({"role": "assistant", "content": "", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": "\"x\""}}]}),
+            json!({"role": "user", "content": "q", "name": "n\u{0}x"}),
+            json!({"role": "user", "content": "q\u{0}name\u{0}\"n\""}),
+            json!({"role": "user", "content": "q", "name": "n"}),
+            json!({"role": "user", "content": [{"type": "text", "text": 5}]}),
+            json!({"role": "user", "content": ""}),
+        ];
+        for (at, one) in cases.iter().enumerate() {
+            for other in &cases[at + 1..] {
+                assert_ne!(identity(&message(one.clone())), identity(&message(other.clone())), "{one} {other}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_servers_write_in_two_ways_is_one_message() {
+        let pairs = [
+            (
+                json!({"role": "user", "content": "x"}),
+                json!({"role": "user", "content": [{"type": "text", "text": "x"}]}),
+            ),
+            (
+                json!({"role": "assistant", "content": null}),
+                json!({"role": "assistant", "content": "", "refusal": null}),
+            ),
+            (
+                json!({"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": {"a": 1}}}]}),
+                json!({"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]}),
+            ),
+        ];
+        for (one, other) in pairs {
+            assert_eq!(identity(&message(one.clone())), identity(&message(other)), "{one}");
+        }
+    }
+
+    fn words() -> impl Strategy<Value = String> {
+        prop::collection::vec(
+            prop::sample::select(vec!["a", "\u{0}", "[", "]", "\"", "{}", "name", "other", "assistant"]),
+            0..4,
+        )
+        .prop_map(|parts| parts.concat())
+    }
+
+    fn contents() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![words().prop_map(Value::from), Just(json!(0)), Just(json!(false))];
+        leaf.prop_recursive(2, 6, 3, |inner| {
+            let list = prop::collection::vec(inner.clone(), 0..3).prop_map(Value::from);
+            let text = inner.clone().prop_map(|value| json!({"text": value}));
+            prop_oneof![list.clone(), text, list.prop_map(|value| Value::from(value.to_string()))]
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+
+        #[test]
+        fn users_messages_are_one_only_where_their_keys_and_values_are(
+            one in (contents(), words(), words()),
+            other in (contents(), words(), words()),
+        ) {
+            let make = |(content, name, value): &(Value, String, String)| {
+                json!({"role": "user", "content": content, format!("x{name}"): value})
+            };
+            let (a, b) = (make(&one), make(&other));
+            let same = identity(&message(a.clone())) == identity(&message(b.clone()));
+            prop_assert_eq!(same, a == b, "{} {}", a, b);
+        }
+
+        #[test]
+        fn assistants_messages_are_one_only_where_their_parts_are(
+            one in (words(), words(), words(), words()),
+            other in (words(), words(), words(), words()),
+        ) {
+            let make = |(content, reasoning, name, id): &(String, String, String, String)| {
+                json!({"role": "assistant", "content": content, "reasoning_content": reasoning,
+                    "tool_calls": [{"id": id, "function": {"name": name, "arguments": "{}"}}]})
+            };
+            let (a, b) = (make(&one), make(&other));
+            prop_assert_eq!(identity(&message(a.clone())) == identity(&message(b.clone())), a == b, "{} {}", a, b);
+        }
+    }
 }

@@ -63,7 +63,20 @@ pub fn decode(record: &Arc<[u8]>, place: &Location, wanted: Option<&str>) -> Dec
     }
     .map_err(|rejection| rejection.at(&place))?;
     let unused_choices = body.unused_choices;
-    Ok(Record { trace: assemble(header, body, record, place), form, unused_choices })
+    let trace = assemble(header, body, record, place);
+    check_finite(&trace).map_err(|rejection| rejection.at(&trace.location))?;
+    Ok(Record { trace, form, unused_choices })
+}
+
+/// Refuses numbers that a sum, a product or float32 made infinite, whichever form they were read from.
+fn check_finite(trace: &Trace) -> Decoded<()> {
+    let rewards = trace.rewards.iter().map(|(name, value)| (name.as_str(), Some(*value)));
+    let messages = trace.messages.iter().map(|message| ("reward", message.reward));
+    let sampling = trace.generations.iter().flat_map(|g| [("temperature", g.temperature), ("top_p", g.top_p)]);
+    let mut numbers = [("reward", trace.reward)].into_iter().chain(rewards).chain(messages).chain(sampling);
+    let infinite =
+        numbers.find_map(|(name, value)| value.filter(|value| value.is_infinite()).map(|value| (name, value)));
+    infinite.map_or(Ok(()), |(name, value)| Err(fields::not_finite(name, value.into())))
 }
 
 /// A record by the kind of reader that takes it.

@@ -196,9 +196,54 @@ fn bad_bytes_say_what_they_are() {
 fn deep_nesting_is_refused_and_not_a_stack_overflow() {
     let deep = format!(r#"{{"messages": {}"#, "[".repeat(1_000_000));
     assert_eq!(reason_of(read(deep.as_bytes())).0, Reason::TooDeep);
-    let ignored =
-        format!(r#"{{"messages": [{{"role": "user"}}], "x": {}{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
-    assert!(read(ignored.as_bytes()).is_ok());
+    // Also in what no reader of a form looks at, whatever the form: 126 levels in a record of one are read, 127 are not.
+    let around = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
+    let chat = r#""messages": [{"role": "user"}]"#;
+    let row = r#""prompt_ids": [1], "completion_ids": [2]"#;
+    for known in [chat, row] {
+        for key in ["metadata", "x"] {
+            let record = |depth: usize| format!(r#"{{"id": "a", {known}, "{key}": {}}}"#, around(depth));
+            assert!(read(record(126).as_bytes()).is_ok());
+            for depth in [127, 128, 100_000] {
+                let (reason, text) = reason_of(read(record(depth).as_bytes()));
+                assert_eq!(reason, Reason::TooDeep, "{text}");
+                assert!(
+                    text.starts_with("runs.jsonl:7 trace 'a': JSON nested deeper than 128 levels at byte"),
+                    "{text}"
+                );
+            }
+            let named = decode(&record(100_000).as_bytes().into(), &Location::default(), Some("trl"));
+            assert_eq!(reason_of(named.map(|record| record.trace)).0, Reason::TooDeep);
+        }
+    }
+    // Brackets in strings nest nothing.
+    let text = format!(r#"{{{chat}, "x": "{}\\\"{}"}}"#, "[".repeat(500), "{".repeat(500));
+    assert!(read(text.as_bytes()).is_ok());
+}
+
+#[test]
+fn numbers_that_float32_cannot_hold_are_refused_wherever_they_come_from() {
+    let chat = |fields: &str| format!(r#"{{"messages": [{{"role": "user", "content": "?"}}], {fields}}}"#);
+    let said = |fields: &str| format!(r#"{{"messages": [{{"role": "assistant", "content": "4", {fields}}}]}}"#);
+    let trl = |fields: &str| format!(r#"{{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5], {fields}}}"#);
+    // The largest float32 is 3.4028235e38; half a step beyond it, 3.4028236e38, float32 has only infinity.
+    assert_eq!(read(chat(r#""reward": 3.4028235e38"#).as_bytes()).unwrap().reward, Some(f32::MAX));
+    let bad = [
+        chat(r#""reward": 3.4028236e38"#),
+        chat(r#""reward": -1e39"#),
+        chat(r#""reward": "Infinity""#),
+        chat(r#""rewards": {"accuracy": 1e308, "format": 1e308}"#),
+        said(r#""reward": 1e39"#),
+        said(r#""generation": {"temperature": 1e39}"#),
+        trl(r#""accuracy_reward": 1e308, "format_reward": 1e308"#),
+        // Finite one by one, and not as their sum.
+        trl(r#""reward": [3e38, 3e38]"#),
+    ];
+    for record in bad {
+        let (reason, text) = reason_of(read(record.as_bytes()));
+        assert_eq!(reason, Reason::WrongType, "{record}: {text}");
+        assert!(text.contains("not a finite float32") && text.starts_with("runs.jsonl:7"), "{text}");
+    }
 }
 
 #[test]

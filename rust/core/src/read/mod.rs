@@ -1,7 +1,7 @@
 //! Streams of records: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd; a file or standard input.
 //!
-//! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order. What a record means is
-//! decided in `format`.
+//! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order, and by the longest record:
+//! a longer one is never held whole. What a record means is decided in `format`.
 
 mod events;
 mod held;
@@ -23,6 +23,8 @@ pub use report::Report;
 use source::Source;
 use split::{Piece, Splitter};
 use std::collections::VecDeque;
+use std::io;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 pub use write::Writer;
@@ -70,10 +72,27 @@ const CHUNK_RECORDS: usize = 1 << 14;
 /// One record after decoding, with what the policy for bad ones needs.
 struct Outcome {
     line: u64,
-    bytes: Arc<[u8]>,
+    bytes: Bytes,
     decoded: Decoded<Record>,
     /// Further bytes of a record that was too long to hold.
     continued: bool,
+}
+
+/// The bytes of a record: those of its trace, or those of a bad one as they were cut.
+enum Bytes {
+    Shared(Arc<[u8]>),
+    Cut(Vec<u8>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Shared(bytes) => bytes,
+            Self::Cut(bytes) => bytes,
+        }
+    }
 }
 
 /// Decodes records that are in memory already; an error names `name` and the record's number, from `first`.
@@ -96,6 +115,20 @@ pub fn decode_all(
     Ok((traces, report))
 }
 
+/// Reads all traces of a file that is in memory, in any layout and compression; an error names `name` as the file.
+///
+/// ```
+/// use tracegrad_core::read::{Options, read_all};
+/// let (traces, report) = read_all(br#"[{"messages": [{"role": "user", "content": "2+2?"}]}]"#, "memory", Options::default())?;
+/// assert_eq!((traces.len(), report.bad), (1, 0));
+/// # Ok::<(), tracegrad_core::Error>(())
+/// ```
+pub fn read_all(bytes: &[u8], name: &str, options: Options) -> Result<(Vec<Arc<Trace>>, Report)> {
+    let mut reader = Reader::from_reader(io::Cursor::new(bytes.to_vec()), name, options)?;
+    let traces = reader.by_ref().map(|trace| trace.map(Arc::new)).collect::<Result<_>>()?;
+    Ok((traces, reader.report))
+}
+
 /// Decodes pieces in their order, on all threads.
 fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&str>) -> Vec<Outcome> {
     threads::map(pieces, || (), |(), piece| Outcome::of(piece, file, limit, format))
@@ -109,12 +142,12 @@ impl Outcome {
                 let work = || Ok(decode(&bytes, &place(line), format));
                 let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(&place(line)) });
                 let decoded = caught(Kind::Fault, "reading a record", work).unwrap_or_else(fault);
-                return Self { line, bytes, decoded, continued: false };
+                return Self { line, bytes: Bytes::Shared(bytes), decoded, continued: false };
             }
             Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
             Piece::Broken { line, bytes, problem } => (line, bytes, false, problem),
         };
-        Self { line, bytes: bytes.into(), decoded: Err(problem.at(&place(line))), continued }
+        Self { line, bytes: Bytes::Cut(bytes), decoded: Err(problem.at(&place(line))), continued }
     }
 }
 
@@ -136,6 +169,8 @@ fn too_long(limit: usize) -> Rejection {
 pub struct Reader {
     file: Arc<str>,
     options: Options,
+    /// Bytes of the longest record.
+    limit: usize,
     splitter: Splitter,
     waiting: VecDeque<Outcome>,
     /// Records that were cut while those before them were decoded.
@@ -153,13 +188,13 @@ pub struct Reader {
 impl Reader {
     /// Opens a file, or standard input for `-`.
     pub fn open(path: &Path, options: Options) -> Result<Self> {
-        let source = Source::open(path)?;
+        let source = Source::open(path, options.max_record_bytes)?;
         Ok(Self::over(source, options))
     }
 
     /// Reads from any byte stream; `name` stands for the file in errors.
-    pub fn from_reader(bytes: impl std::io::Read + Send + 'static, name: &str, options: Options) -> Result<Self> {
-        Ok(Self::over(Source::new(Box::new(bytes), name)?, options))
+    pub fn from_reader(bytes: impl io::Read + Send + 'static, name: &str, options: Options) -> Result<Self> {
+        Ok(Self::over(Source::new(Box::new(bytes), name, options.max_record_bytes)?, options))
     }
 
     fn over(source: Source, options: Options) -> Self {
@@ -171,7 +206,8 @@ impl Reader {
             file: source.name,
             ready: source.ready,
             ahead: None,
-            splitter: Splitter::new(source.bytes, options.max_record_bytes),
+            limit: source.limit,
+            splitter: Splitter::new(source.bytes, source.limit),
             next_chunk: FIRST_CHUNK_BYTES.min(options.chunk_bytes),
             options,
             waiting: VecDeque::new(),
@@ -195,10 +231,13 @@ impl Reader {
     /// Reads and parses the next chunk; on several threads the one behind it is cut meanwhile.
     fn fill(&mut self) {
         let pieces = self.ahead.take().unwrap_or_else(|| self.cut());
-        self.report.bytes += pieces.iter().map(Piece::len).sum::<usize>() as u64;
-        let (file, limit, format) = (Arc::clone(&self.file), self.options.max_record_bytes, self.options.format);
+        let bytes = pieces.iter().map(Piece::len).sum::<usize>();
+        self.report.bytes += bytes as u64;
+        let (file, limit, format) = (Arc::clone(&self.file), self.limit, self.options.format);
         let decode = || decoded(pieces, &file, limit, format);
-        let outcomes = if self.ready && !self.exhausted && threads::count() > 1 {
+        // Beside a long record not another one is held.
+        let ahead = self.ready && !self.exhausted && bytes / 2 < self.options.chunk_bytes;
+        let outcomes = if ahead && threads::count() > 1 {
             let (outcomes, next) = threads::join(decode, || self.cut());
             self.ahead = Some(next);
             outcomes

@@ -2,8 +2,8 @@
 
 use crate::error::{Error, Kind, Location, Result};
 use flate2::read::MultiGzDecoder;
-use std::fs::File;
-use std::io::{self, BufReader, Chain, Cursor, Read};
+use std::fs::{File, FileType};
+use std::io::{self, BufReader, Chain, Cursor, IsTerminal, Read};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,13 +13,21 @@ pub(super) struct Source {
     pub bytes: Box<dyn Read + Send>,
     /// It never waits for a writer: a file on disk.
     pub ready: bool,
+    /// Longest record: the limit, less what decompression holds beyond what any reader may.
+    pub limit: usize,
 }
 
 const GZIP: &[u8] = &[0x1f, 0x8b];
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 
-/// Largest zstd window: `zstd --long=31`.
-const ZSTD_WINDOW_LOG: u32 = 31;
+/// A zstd window of this size, 32 MiB, is always taken.
+const COMMON_WINDOW_LOG: u32 = 25;
+
+/// The largest window that there is: `zstd --long=31`.
+const MOST_WINDOW_LOG: u32 = 31;
+
+/// As many bytes of a zstd frame say its window.
+const HEADER: usize = 18;
 
 /// First bytes of a Parquet file.
 const PARQUET: &[u8] = b"PAR1";
@@ -29,26 +37,28 @@ const BLOCK: usize = 1 << 18;
 
 impl Source {
     /// Opens a file, or standard input for `-`.
-    pub fn open(path: &Path) -> Result<Self> {
+    ///
+    /// `limit`: bytes of the longest record.
+    pub fn open(path: &Path, limit: usize) -> Result<Self> {
         if path == Path::new("-") {
-            return Self::new(Box::new(io::stdin()), "<stdin>");
+            return Self::new(Box::new(io::stdin()), "<stdin>", limit);
         }
         let name = path.to_string_lossy();
         let fail = |error: &io::Error| unreadable(&name, error);
         let file = File::open(path).map_err(|error| fail(&error))?;
         let metadata = file.metadata().map_err(|error| fail(&error))?;
-        if metadata.is_dir() {
-            return Err(Error::new(Kind::Io, "it is a directory")
-                .why("Traces are read from one file")
-                .cure("Name a file in it")
+        if let Some(what) = no_file(metadata.file_type(), &file) {
+            return Err(Error::new(Kind::Io, format!("it is a {what}"))
+                .why("Traces are read from one file, or from a pipe")
+                .cure(if metadata.is_dir() { "Name a file in it" } else { "Name a file" })
                 .at(&in_file(&name)));
         }
-        Ok(Self { ready: metadata.is_file(), ..Self::new(Box::new(file), &name)? })
+        Ok(Self { ready: metadata.is_file(), ..Self::new(Box::new(file), &name, limit)? })
     }
 
     /// Decompresses a byte stream where its first bytes say so.
-    pub fn new(mut bytes: Box<dyn Read + Send>, name: &str) -> Result<Self> {
-        let mut magic = Vec::with_capacity(4);
+    pub fn new(mut bytes: Box<dyn Read + Send>, name: &str, limit: usize) -> Result<Self> {
+        let mut magic = Vec::with_capacity(HEADER);
         bytes.by_ref().take(4).read_to_end(&mut magic).map_err(|error| unreadable(name, &error))?;
         if magic == PARQUET {
             return Err(Error::new(Kind::Io, "it is a Parquet file")
@@ -58,23 +68,73 @@ impl Source {
         }
         let is_gzip = magic.starts_with(GZIP);
         let is_zstd = magic.starts_with(ZSTD) || is_skippable(&magic);
+        if is_zstd {
+            let more = (HEADER - magic.len()) as u64;
+            bytes.by_ref().take(more).read_to_end(&mut magic).map_err(|error| unreadable(name, &error))?;
+        }
+        let window_log = window_log(&magic).max(COMMON_WINDOW_LOG);
         let whole: Chain<_, _> = Cursor::new(magic).chain(bytes);
         let whole = BufReader::with_capacity(BLOCK, whole);
-        let bytes: Box<dyn Read + Send> = if is_gzip {
+        let mut source = Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit };
+        source.bytes = if is_gzip {
             Box::new(MultiGzDecoder::new(whole))
         } else if is_zstd {
-            Box::new(unzstd(whole).map_err(|error| unreadable(name, &error))?)
+            source.limit = beside_window(window_log, limit).map_err(|error| error.at(&in_file(name)))?;
+            Box::new(unzstd(whole, window_log).map_err(|error| unreadable(name, &error))?)
         } else {
             Box::new(whole)
         };
-        Ok(Self { name: name.into(), bytes, ready: false })
+        Ok(source)
     }
 }
 
-fn unzstd<R: io::BufRead>(bytes: R) -> io::Result<zstd::Decoder<'static, R>> {
+/// What something is that holds no records: a device, or a folder.
+fn no_file(kind: FileType, file: &File) -> Option<&'static str> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::FileTypeExt;
+        if kind.is_block_device() || kind.is_char_device() && !file.is_terminal() {
+            return Some("device");
+        }
+    }
+    kind.is_dir().then_some("directory")
+}
+
+/// A decoder for frames of windows up to that size; zstd refuses larger ones.
+fn unzstd<R: io::BufRead>(bytes: R, window_log: u32) -> io::Result<zstd::Decoder<'static, R>> {
     let mut decoder = zstd::Decoder::with_buffer(bytes)?;
-    decoder.window_log_max(ZSTD_WINDOW_LOG)?;
+    decoder.window_log_max(window_log)?;
     Ok(decoder)
+}
+
+/// The longest record where a window is held beside it: window and record together are bounded as a record alone is.
+fn beside_window(window_log: u32, limit: usize) -> Result<usize> {
+    let (window, common) = (1_usize << window_log.min(MOST_WINDOW_LOG), 1_usize << COMMON_WINDOW_LOG);
+    if window == common {
+        return Ok(limit);
+    }
+    limit.checked_sub(window - common).filter(|_| window_log <= MOST_WINDOW_LOG).ok_or_else(|| {
+        Error::new(Kind::Io, format!("zstd needs a window of 2^{window_log} bytes for it"))
+            .why(format!("It would be held in memory, which is bounded by max_record_bytes, {limit}"))
+            .cure("Raise max_record_bytes to as much, or decompress it first: zstd -dc --long=31")
+    })
+}
+
+/// The power of two that holds the window of a zstd frame (RFC 8878, 3.1.1.1), 0 where it says none.
+fn window_log(frame: &[u8]) -> u32 {
+    let Some((&descriptor, rest)) = frame.strip_prefix(ZSTD).and_then(<[u8]>::split_first) else { return 0 };
+    let single_segment = descriptor & 0x20 != 0;
+    if !single_segment {
+        // One more where the eighths of the mantissa reach beyond the power.
+        let Some(window) = rest.first() else { return 0 };
+        return 10 + u32::from(window >> 3) + u32::from(window & 7 != 0);
+    }
+    // The whole content is the window: its size stands behind the dictionary's id.
+    let id = [0, 1, 2, 4][usize::from(descriptor & 3)];
+    let size = 1 << (descriptor >> 6);
+    let bytes = rest.get(id..id + size).unwrap_or_default();
+    let content = bytes.iter().rev().fold(0_u64, |sum, &byte| sum << 8 | u64::from(byte));
+    64 - content.saturating_add(if size == 2 { 256 } else { 0 }).saturating_sub(1).leading_zeros()
 }
 
 /// A zstd stream may begin with a skippable frame, as pzstd writes it.

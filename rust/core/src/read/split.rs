@@ -4,7 +4,7 @@
 //! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
 
 use super::events;
-use super::held::Held;
+use super::held::{BLOCK, Held};
 use crate::format::{Reason, Rejection, reject};
 use crate::stop;
 use std::io::{self, Read};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub(super) enum Piece {
     /// A record.
     Record { line: u64, bytes: Arc<[u8]> },
-    /// A part of a record that is longer than the limit; `continued` for all parts but the first.
+    /// A part of a record that is longer than the limit; `continued` for all parts but the first, which are blocks.
     Overlong { line: u64, bytes: Vec<u8>, continued: bool },
     /// The stream broke here; nothing follows.
     Broken { line: u64, bytes: Vec<u8>, problem: Rejection },
@@ -65,8 +65,12 @@ pub(super) struct Splitter {
     layout: Layout,
     /// Where the line being read begins, in a layout of lines.
     line_start: usize,
+    /// The beginning of the line being read is gone, as part of a record that is too long.
+    line_cut: bool,
     /// The record being read is a stream of events.
     in_stream: bool,
+    /// Blanks since the last line break, while the layout is not known; `None` before the first byte was looked at.
+    blanks: Option<usize>,
     /// Line on which the record being read begins.
     line: u64,
     /// Line of `scanned`.
@@ -84,13 +88,15 @@ impl Splitter {
     pub fn new(stream: Box<dyn Read + Send>, limit: usize) -> Self {
         Self {
             stream,
-            buffer: Held::default(),
+            buffer: Held::new(limit),
             start: 0,
             scanned: 0,
             nesting: Nesting::default(),
             layout: Layout::Unknown,
             line_start: 0,
+            line_cut: false,
             in_stream: false,
+            blanks: None,
             line: 1,
             line_now: 1,
             limit,
@@ -106,11 +112,22 @@ impl Splitter {
         self.saw_bytes
     }
 
+    /// Bytes for which there is room.
+    #[cfg(test)]
+    pub fn held(&self) -> usize {
+        self.buffer.room()
+    }
+
     /// The next record; `None` at the end.
     pub fn next_piece(&mut self) -> Option<Piece> {
         loop {
-            if self.layout == Layout::Unknown && !self.find_layout() {
-                return self.last();
+            if self.layout == Layout::Unknown {
+                if !self.find_layout() {
+                    return self.last();
+                }
+                if self.blanks.is_some_and(|blanks| blanks > self.limit) {
+                    return Some(self.cut_overlong(self.start));
+                }
             }
             if let Some(end) = self.find_end() {
                 if let Some(piece) = self.cut(end) {
@@ -121,8 +138,8 @@ impl Splitter {
             if let Some(problem) = self.misplaced() {
                 return Some(self.broken(problem));
             }
-            if self.scanned - self.start > self.limit {
-                return Some(self.cut_overlong());
+            if let Some(end) = self.overlong_end() {
+                return Some(self.cut_overlong(end));
             }
             if !self.read_block() {
                 return self.last();
@@ -149,33 +166,37 @@ impl Splitter {
         !self.at_end
     }
 
-    /// Decides the layout by the first line that is not blank; false at the end of the stream.
+    /// Decides the layout by the first byte that is not blank; false at the end of the stream. Blanks before it are let
+    /// go of, and a line of more of them than a record may have is one that is too long.
     fn find_layout(&mut self) -> bool {
         loop {
-            let skip = if self.buffer.starts_with(BOM) { BOM.len() } else { 0 };
-            let first = (skip..self.buffer.len()).find(|&at| !self.buffer[at].is_ascii_whitespace());
-            let Some(first) = first else {
-                if self.read_block() {
+            let Some(blanks) = self.blanks else {
+                if self.buffer.len() < BOM.len() && self.read_block() {
                     continue;
                 }
-                return false;
+                self.start = if self.buffer.starts_with(BOM) { BOM.len() } else { 0 };
+                (self.scanned, self.blanks) = (self.start, Some(0));
+                continue;
             };
-            if self.buffer.len() - first < BOM.len() && self.read_block() {
+            let rest = &self.buffer[self.start..];
+            let length = rest.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(rest.len());
+            let beyond = passes(&rest[..length], blanks, self.limit);
+            let (overlong, skipped) = (beyond.is_some(), &rest[..beyond.unwrap_or(length)]);
+            self.line_now += count_lines(skipped);
+            let behind = memchr::memrchr(b'\n', skipped);
+            self.blanks = Some(behind.map_or(blanks + skipped.len(), |at| skipped.len() - at - 1));
+            self.start += skipped.len();
+            self.scanned = self.start;
+            // Two bytes tell the layout.
+            if !overlong && self.buffer.len() - self.start < 2 && self.read_block() {
                 continue;
             }
-            self.line_now = 1 + count_lines(&self.buffer[..first]);
-            self.line = self.line_now;
-            self.start = first;
-            self.layout = match self.buffer[first] {
-                b'[' => {
-                    self.start += 1;
-                    Layout::Array { comma_due: false, closed: false }
-                }
-                b'{' if matches!(self.buffer.get(first + 1), Some(b'\n' | b'\r')) => Layout::Objects,
-                _ => Layout::Lines,
-            };
-            self.scanned = self.start;
-            self.line_start = self.start;
+            if !overlong && self.start == self.buffer.len() {
+                return false;
+            }
+            self.layout = if overlong { Layout::Lines } else { Layout::of(&self.buffer[self.start..]) };
+            self.start += usize::from(matches!(self.layout, Layout::Array { .. }));
+            (self.line, self.scanned, self.line_start) = (self.line_now, self.start, self.start);
             return true;
         }
     }
@@ -185,12 +206,12 @@ impl Splitter {
         if self.layout == Layout::Lines {
             return self.find_line_end();
         }
-        if self.nesting.depth == 0 && self.start == self.scanned {
+        if self.nesting.depth == 0 && self.start == self.scanned && !self.overlong {
             self.skip_between();
         }
         while self.scanned < self.buffer.len() && !self.blocked() {
             let byte = self.buffer[self.scanned];
-            if self.nesting.ends_before(byte) && self.scanned > self.start {
+            if self.nesting.ends_before(byte) && (self.scanned > self.start || self.overlong) {
                 return Some(self.scanned);
             }
             self.scanned += 1;
@@ -209,16 +230,18 @@ impl Splitter {
             self.scanned = found.map_or(self.buffer.len(), |step| self.scanned + step);
             let end = found.map(|_| self.scanned)?;
             let line = &self.buffer[self.line_start.min(end)..end];
-            if !self.in_stream && !events::is_field(line) {
+            // A line whose beginning is gone says nothing.
+            let whole = !std::mem::take(&mut self.line_cut);
+            if !self.in_stream && !(whole && events::is_field(line)) {
                 return Some(end);
             }
-            if self.in_stream && events::begins_another(line) && self.line_start > self.start {
+            if whole && self.in_stream && events::begins_another(line) && self.line_start > self.start {
                 // The line break before it ends the record and is counted there.
                 self.line_now -= 1;
                 return Some(self.line_start - 1);
             }
             self.in_stream = true;
-            if events::is_done(line) {
+            if whole && events::is_done(line) {
                 return Some(end);
             }
             (self.scanned, self.line_start) = (end + 1, end + 1);
@@ -229,7 +252,8 @@ impl Splitter {
     /// Whether what stands at `start` cannot begin a record.
     fn blocked(&self) -> bool {
         let Layout::Array { comma_due, closed } = self.layout else { return false };
-        self.start == self.scanned
+        !self.overlong
+            && self.start == self.scanned
             && self.start < self.buffer.len()
             && (comma_due || closed || self.buffer[self.start] == b',')
     }
@@ -291,21 +315,46 @@ impl Splitter {
         (!blank).then(|| Piece::Record { line, bytes: if in_stream { events::record(bytes) } else { bytes.into() } })
     }
 
-    /// Lets go of what is held of a record that is too long.
-    fn cut_overlong(&mut self) -> Piece {
-        let bytes = self.buffer.take_from(self.start);
-        self.buffer = Held::default();
-        (self.start, self.scanned, self.line_start) = (0, 0, 0);
+    /// Up to where a record that is too long is let go of now, if it is one.
+    fn overlong_end(&self) -> Option<usize> {
+        if self.scanned - self.start <= self.limit && !(self.overlong && self.scanned > self.start) {
+            return None;
+        }
+        // A line of a stream of events is judged whole, with the break before it, unless it is long.
+        let line = &self.buffer[self.line_start.min(self.scanned)..];
+        let begins = !self.overlong && self.line_start == self.start && events::is_field(line);
+        if self.layout == Layout::Lines && (self.in_stream || begins) && !self.line_cut && line.len() < BLOCK {
+            return self.line_start.checked_sub(1).filter(|&end| end > self.start);
+        }
+        Some(self.scanned)
+    }
+
+    /// Lets go of a record that is too long up to `end`.
+    fn cut_overlong(&mut self, end: usize) -> Piece {
         let continued = std::mem::replace(&mut self.overlong, true);
+        if end == self.scanned && self.layout == Layout::Lines {
+            let begins = !continued && self.line_start == self.start && end > self.start;
+            self.in_stream |= begins && events::is_field(&self.buffer[self.start..]);
+            self.line_cut = true;
+        }
+        let bytes = self.buffer.take(self.start, end);
+        self.scanned -= end;
+        self.line_start = self.line_start.saturating_sub(end);
+        self.start = 0;
         Piece::Overlong { line: self.line, bytes, continued }
     }
 
     /// What is left at the end of the stream.
     fn last(&mut self) -> Option<Piece> {
         if let Some(error) = self.failure.take() {
+            let window = error.to_string().contains("too much memory");
             let problem = reject(Reason::Stream, format!("the stream broke: {error}"))
                 .why("What follows this line is lost; the lines before it were read")
-                .cure("Copy the file again; if it is still being written, wait");
+                .cure(if window {
+                    "Its later zstd frames have a larger window: decompress it first, zstd -dc --long=31"
+                } else {
+                    "Copy the file again; if it is still being written, wait"
+                });
             return Some(self.broken(problem));
         }
         let rest = self.buffer.len() - self.start;
@@ -320,16 +369,28 @@ impl Splitter {
         if rest == 0 || self.layout == Layout::Unknown {
             return None;
         }
-        self.in_stream |= self.layout == Layout::Lines && events::is_field(&self.buffer[self.start..]);
+        let first = self.layout == Layout::Lines && !self.overlong;
+        self.in_stream |= first && events::is_field(&self.buffer[self.start..]);
         let piece = self.cut(self.buffer.len());
         self.start = self.buffer.len();
         piece
     }
 
     fn broken(&mut self, problem: Rejection) -> Piece {
-        let bytes = self.buffer.take_from(self.start);
-        self.scanned = self.start;
+        let bytes = self.buffer.take(self.start, self.buffer.len());
+        (self.start, self.scanned, self.line_start) = (0, 0, 0);
         Piece::Broken { line: self.line, bytes, problem }
+    }
+}
+
+impl Layout {
+    /// The layout of records whose first bytes these are.
+    fn of(bytes: &[u8]) -> Self {
+        match bytes {
+            [b'[', ..] => Self::Array { comma_due: false, closed: false },
+            [b'{', b'\n' | b'\r', ..] => Self::Objects,
+            _ => Self::Lines,
+        }
     }
 }
 
@@ -361,6 +422,21 @@ impl Nesting {
         }
         false
     }
+}
+
+/// Behind which byte of some blanks a line of them is longer than `limit`; `before` of it stand before them.
+fn passes(blanks: &[u8], before: usize, limit: usize) -> Option<usize> {
+    if before.saturating_add(blanks.len()) <= limit {
+        return None;
+    }
+    let mut count = before;
+    blanks
+        .iter()
+        .position(|&byte| {
+            count = if byte == b'\n' { 0 } else { count + 1 };
+            count > limit
+        })
+        .map(|at| at + 1)
 }
 
 fn count_lines(bytes: &[u8]) -> u64 {

@@ -205,6 +205,92 @@ fn streams_of_events_among_lines_are_records_of_their_own() {
     assert_eq!(again.0[0].messages, found[0].messages);
 }
 
+/// Blanks for ever, then whatever it is told to end with.
+struct Blanks {
+    left: u64,
+    blank: u8,
+    behind: io::Cursor<Vec<u8>>,
+}
+
+impl Read for Blanks {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX));
+        if count == 0 {
+            return self.behind.read(buffer);
+        }
+        self.left -= count as u64;
+        buffer[..count].fill(self.blank);
+        Ok(count)
+    }
+}
+
+#[test]
+fn blanks_before_the_first_record_are_let_go_of_and_a_long_line_of_them_is_a_bad_record() {
+    let read = |blank: u8, limit: usize| {
+        let behind = io::Cursor::new(format!("\n{}\n{}\n", line("a"), line("b")).into_bytes());
+        let stream = Blanks { left: 32 << 20, blank, behind };
+        let mut splitter = Splitter::new(Box::new(stream), limit);
+        let (mut found, mut most) = (Vec::new(), 0);
+        while let Some(piece) = splitter.next_piece() {
+            most = most.max(splitter.held());
+            found.push(match piece {
+                Piece::Record { line, .. } => (line, false),
+                Piece::Overlong { line, continued, .. } if !continued => (line, true),
+                _ => continue,
+            });
+        }
+        assert!(most < 1 << 20, "{most} bytes were held");
+        found
+    };
+    let breaks = (32 << 20) + 2;
+    assert_eq!(read(b'\n', 1 << 20), [(breaks, false), (breaks + 1, false)]);
+    assert_eq!(read(b' ', 1 << 30), [(2, false), (3, false)]);
+    assert_eq!(read(b' ', 1 << 20), [(1, true), (2, false), (3, false)]);
+}
+
+#[test]
+fn what_is_no_file_is_said() {
+    for device in ["/dev/zero", "/dev/null"].map(Path::new) {
+        if device.exists() {
+            let error = Reader::open(device, Options::default()).err().expect("an error");
+            assert!(error.to_string().starts_with(&format!("{}: it is a device.", device.display())), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_window_of_zstd_is_part_of_what_is_held() {
+    let text = format!("{}\n{}", line("a"), line("b"));
+    let packed = |log: u32| {
+        let mut encoder = zstd::Encoder::new(Vec::new(), 1).expect("memory takes it");
+        encoder.window_log(log).expect("a window");
+        encoder.write_all(text.as_bytes()).and_then(|()| encoder.finish()).expect("memory takes it")
+    };
+    let read = |bytes: Vec<u8>, limit: usize| {
+        let options = Options { max_record_bytes: limit, ..Options::default() };
+        let reader = Reader::from_reader(io::Cursor::new(bytes), "f", options);
+        reader.and_then(|reader| reader.map(|trace| trace.map(|trace| trace.id)).collect::<Result<Vec<_>>>())
+    };
+    for log in 10..=25 {
+        assert_eq!(read(packed(log), 1000).expect("a common window"), ["a", "b"], "{log}");
+    }
+    let mib = 1 << 20;
+    // 128 MiB, of which 32 are always there: 96 MiB and the record fit a limit of 97.
+    assert_eq!(read(packed(27), 97 * mib).expect("a window within the limit"), ["a", "b"]);
+    for (log, limit) in [(27, 95 * mib), (30, 900 * mib)] {
+        let error = read(packed(log), limit).expect_err("a window beyond the limit").to_string();
+        assert!(error.starts_with(&format!("f: zstd needs a window of 2^{log} bytes")), "{error}");
+    }
+    let second = read([packed(20), packed(27)].concat(), 1 << 30).expect_err("a larger window").to_string();
+    assert!(second.contains("decompress it first"), "{second}");
+    // A frame that is one segment says its content's size instead: 5,000,000,000 bytes.
+    let mut segment = vec![0x28, 0xb5, 0x2f, 0xfd, 0b1110_0000];
+    segment.extend(5_000_000_000_u64.to_le_bytes());
+    segment.extend([1, 0, 0]);
+    let error = read(segment, 1 << 30).expect_err("a window beyond the limit").to_string();
+    assert!(error.contains("2^33"), "{error}");
+}
+
 /// Gives at most a few bytes at a time.
 struct Trickle(io::Cursor<Vec<u8>>, usize);
 
@@ -246,5 +332,88 @@ proptest! {
         let whole = read(skip.clone(), usize::MAX);
         prop_assert_eq!(whole.0.len() as u64 + whole.1, kinds.len() as u64);
         prop_assert_eq!(read(Options { chunk_bytes, ..skip }, step), whole);
+    }
+
+    #[test]
+    fn what_is_too_long_is_cut_alike_however_its_bytes_arrive(
+        kinds in prop::collection::vec(0_u8..7, 1..12),
+        limit in 120_usize..200,
+        step in 1_usize..300,
+        blanks in 0_usize..300,
+        array in any::<bool>(),
+    ) {
+        let data = |text: &str| format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"{text}\"}}}}]}}");
+        let records: Vec<String> = kinds.iter().enumerate().map(|(index, kind)| match kind {
+            0 => format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"{}\"}}]}}", "]}\\\"{,".repeat(60)),
+            1 => format!("\"{}\"", "data: {,] ".repeat(40)),
+            2 => "1".repeat(400),
+            3 if !array => format!("{}\n\n{}\n\ndata: [DONE]", data("a"), data(&"b".repeat(300))),
+            4 if !array => format!("{}data: [DONE]", format!("{}\n\n", data("ab")).repeat(9)),
+            _ => line(&index.to_string()),
+        }).collect();
+        let text = if array { format!("[{}]", records.join(" ,\n")) } else { records.join("\n") };
+        let bytes = format!("{}{text}", " ".repeat(blanks)).into_bytes();
+        let folder = tempfile::tempdir().expect("a folder");
+        let read = |name: &str, step: usize| {
+            let prefix = folder.path().join(name);
+            let options = Options {
+                on_error: OnError::Quarantine(prefix.clone()), max_record_bytes: limit, ..Options::default()
+            };
+            let stream = Trickle(io::Cursor::new(bytes.clone()), step);
+            let mut reader = Reader::from_reader(stream, "f", options).expect("opens");
+            let found: Vec<_> = reader.by_ref().map(|t| t.map(|t| (t.id, t.location.line)).map_err(|e| e.to_string())).collect();
+            let aside = |suffix: &str| fs::read(format!("{}.quarantine.{suffix}", prefix.display())).unwrap_or_default();
+            // How much of a line of blanks is held depends on how they arrive.
+            let raw: Vec<u8> = if blanks > limit { Vec::new() } else { aside("raw") };
+            (found, reader.report().bad, reader.report().reasons.clone(), raw)
+        };
+        let whole = read("whole", usize::MAX);
+        prop_assert_eq!(read("parts", step), whole);
+    }
+
+    #[test]
+    fn a_broken_file_is_read_as_far_as_it_goes_and_never_a_panic(
+        kinds in prop::collection::vec(0_u8..6, 1..6),
+        layout in 0_u8..3,
+        container in 0_u8..4,
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+        cut in prop::option::of(any::<prop::sample::Index>()),
+        limit in prop::sample::select(vec![1_usize, 60, 1 << 20]),
+    ) {
+        let records: Vec<String> = kinds.iter().enumerate().map(|(index, kind)| match kind {
+            0 => "data: {\"choices\":[{\"delta\":{\"content\":\"x\"}}]}\n\ndata: [DONE]".to_owned(),
+            1 => format!("{{\"prompt_ids\": [1], \"completion_ids\": [{index}], \"logprobs\": [-0.5]}}"),
+            2 => format!("{{\n \"messages\": [{{\"role\": \"user\", \"content\": \"{index}\"}}]\n}}"),
+            _ => line(&index.to_string()),
+        }).collect();
+        let text = match layout {
+            0 => records.join("\n"),
+            1 => format!("[{}]", records.join(",\n")),
+            _ => format!("\u{feff}\n \n{}\r\n", records.join("\r\n")),
+        };
+        let mut bytes = match container {
+            0 => text.into_bytes(),
+            1 => gzip(text.as_bytes()),
+            2 => zstd_frame(text.as_bytes()),
+            _ => [gzip(text.as_bytes()), gzip(text.as_bytes())].concat(),
+        };
+        for (at, byte) in changes {
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+        }
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len() + 1));
+        }
+        let options = Options { on_error: OnError::Skip, max_record_bytes: limit, ..Options::default() };
+        match read_all(&bytes, "f", options) {
+            Ok((traces, report)) => {
+                prop_assert_eq!(report.traces, traces.len() as u64);
+                prop_assert_eq!(report.records, report.traces + report.bad);
+                for error in &report.first_errors {
+                    prop_assert!(error.to_string().starts_with("f:"), "{}", error);
+                }
+            }
+            Err(error) => prop_assert!(error.to_string().starts_with("f:"), "{}", error),
+        }
     }
 }

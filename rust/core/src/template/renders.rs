@@ -5,8 +5,9 @@
 use super::Rendered;
 use crate::generations::Generations;
 use crate::threads::soon;
+use crate::written::{write, write_map};
 use foldhash::fast::RandomState;
-use serde_json::{Map, Number, Value as Json};
+use serde_json::{Map, Value as Json};
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex};
 
@@ -79,53 +80,6 @@ impl Asked<'_> {
             write(&mut key, message);
         }
         key
-    }
-}
-
-fn write(key: &mut Vec<u8>, json: &Json) {
-    match json {
-        Json::Null => key.push(b'n'),
-        Json::Bool(value) => key.push(if *value { b't' } else { b'f' }),
-        Json::Number(number) => write_number(key, number),
-        Json::String(text) => {
-            key.push(b's');
-            write_text(key, text);
-        }
-        Json::Array(items) => {
-            key.push(b'a');
-            key.extend_from_slice(&items.len().to_le_bytes());
-            for item in items {
-                write(key, item);
-            }
-        }
-        Json::Object(map) => {
-            key.push(b'o');
-            write_map(key, map);
-        }
-    }
-}
-
-/// An integer is not the float of its value, and 0.0 is not -0.0.
-fn write_number(key: &mut Vec<u8>, number: &Number) {
-    let (kind, bytes) = match (number.as_u64(), number.as_i64()) {
-        (Some(natural), _) => (b'u', natural.to_le_bytes()),
-        (None, Some(integer)) => (b'i', integer.to_le_bytes()),
-        (None, None) => (b'd', number.as_f64().unwrap_or(f64::NAN).to_le_bytes()),
-    };
-    key.push(kind);
-    key.extend_from_slice(&bytes);
-}
-
-fn write_text(key: &mut Vec<u8>, text: &str) {
-    key.extend_from_slice(&text.len().to_le_bytes());
-    key.extend_from_slice(text.as_bytes());
-}
-
-fn write_map(key: &mut Vec<u8>, map: &Map<String, Json>) {
-    key.extend_from_slice(&map.len().to_le_bytes());
-    for (name, value) in map {
-        write_text(key, name);
-        write(key, value);
     }
 }
 

@@ -220,6 +220,21 @@ mod tests {
     }
 
     #[test]
+    fn a_text_that_goes_on_behind_what_was_sampled_is_not_what_was_sampled() {
+        // The text is of the whole response: of the sampled token 1, and of the tool's result 2 behind it.
+        let decode = |mask: Vec<bool>| {
+            let row = Row::after_prompt(vec![9], vec![1, 2], Some(mask), None).unwrap();
+            Row { text: Some("ab".to_owned()), ..row }.decode(&Sampling::default()).unwrap()
+        };
+        let body = decode(vec![true, false]);
+        assert_eq!(body.generations[0].text, None);
+        assert!(body.messages[0].value["content"].is_null());
+        let body = decode(vec![true, true]);
+        assert_eq!(body.generations[0].text.as_deref(), Some("ab"));
+        assert_eq!(body.messages[0].value["content"], "ab");
+    }
+
+    #[test]
     fn zeros_alone_are_noted_and_kept() {
         let row = Row::after_prompt(vec![9], vec![1, 2], None, Some(known(&[0.0, 0.0]))).unwrap();
         let body = row.decode(&Sampling::default()).unwrap();

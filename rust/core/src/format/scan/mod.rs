@@ -30,6 +30,15 @@ pub(super) fn record(text: &str) -> Option<Object> {
     cursor.at_end().then_some(*object)
 }
 
+/// Whether a text is JSON; false where the generic parser has to look.
+pub(super) fn is_json(text: &str) -> bool {
+    let mut cursor = Cursor::new(text);
+    cursor.blank();
+    let skipped = cursor.skip();
+    cursor.blank();
+    skipped.is_some() && cursor.at_end()
+}
+
 impl<'a> Cursor<'a> {
     /// An object whose keys mean what `kind` says.
     fn object(&mut self, kind: Kind) -> Option<Box<Object>> {

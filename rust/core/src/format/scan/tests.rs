@@ -1,4 +1,5 @@
 use super::super::object::{Node, Record};
+use super::cursor::Cursor;
 use super::record;
 use proptest::prelude::*;
 use serde_json::json;
@@ -57,6 +58,21 @@ fn every_prefix_and_every_changed_byte_gives_what_the_generic_parser_gives() {
                 same(&text);
             }
         }
+    }
+}
+
+#[test]
+fn a_number_beside_the_middle_of_two_float32_is_rounded_as_by_way_of_float64() {
+    // The nearest float64 of each is exactly the middle of two float32 and goes to the even one. Digits over a power of
+    // ten, each rounded, give the float64 beside it, which goes to the other: 15.219193935394285 for the first.
+    for text in ["15.21919393539428710", "2.000905632972717485", "5.169158697128295798", "0.2486225143074989321"] {
+        let exact: f64 = text.parse().unwrap();
+        let divisor = 10_f64.powi(text.len() as i32 - 1 - text.find('.').unwrap() as i32);
+        let quick = text.replace('.', "").trim_start_matches('0').parse::<u64>().unwrap() as f64 / divisor;
+        assert_eq!(exact.to_bits() & ((1 << 29) - 1), 1 << 28, "{text} is no longer a middle");
+        assert_ne!(quick as f32, exact as f32, "{text} no longer tells the two apart");
+        let found = Cursor::new(&format!("{text}, ")).single().unwrap();
+        assert_eq!(found as f32, exact as f32, "{text}");
     }
 }
 

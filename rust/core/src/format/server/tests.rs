@@ -39,6 +39,20 @@ fn texts(pieces: Option<&Pieces>) -> Option<Vec<String>> {
     (0..pieces.len()).map(|at| pieces.get(at).map(|piece| String::from_utf8_lossy(piece).into_owned())).collect()
 }
 
+#[test]
+fn a_choice_is_found_by_its_index_and_not_by_where_it_stands() {
+    // A server answers in the order in which its samples ended: index 1 stands first.
+    let choices =
+        json!([{"index": 1, "text": "b", "finish_reason": "stop"}, {"index": 0, "text": "a", "finish_reason": "stop"}]);
+    let response = json!({"object": "text_completion", "choices": choices});
+    for (choice, expected) in [(None, "a"), (Some(0), "a"), (Some(1), "b")] {
+        let record = json!({"request": {"prompt": "?"}, "response": response, "choice": choice});
+        let record = read(&record.to_string()).expect("it is read");
+        assert_eq!(record.trace.messages.last().expect("a message").value["content"], expected, "{choice:?}");
+        assert_eq!(record.unused_choices, u32::from(choice.is_none()));
+    }
+}
+
 /// What was read, under the keys of a truth file.
 fn seen(record: &Record, key: &str) -> Value {
     let trace = &record.trace;

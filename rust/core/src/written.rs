@@ -1,0 +1,56 @@
+//! JSON values as bytes: what differs in anything has other bytes.
+//!
+//! Every part is led by its kind and its length, so that no text can stand for another value. Called by the renders that
+//! are remembered and by the histories of call logs, whose keys are made of it.
+
+use serde_json::{Map, Number, Value};
+
+/// A value.
+pub(crate) fn write(key: &mut Vec<u8>, json: &Value) {
+    match json {
+        Value::Null => key.push(b'n'),
+        Value::Bool(value) => key.push(if *value { b't' } else { b'f' }),
+        Value::Number(number) => write_number(key, number),
+        Value::String(text) => {
+            key.push(b's');
+            write_text(key, text);
+        }
+        Value::Array(items) => {
+            key.push(b'a');
+            key.extend_from_slice(&items.len().to_le_bytes());
+            for item in items {
+                write(key, item);
+            }
+        }
+        Value::Object(map) => {
+            key.push(b'o');
+            write_map(key, map);
+        }
+    }
+}
+
+/// An integer is not the float of its value, and 0.0 is not -0.0.
+fn write_number(key: &mut Vec<u8>, number: &Number) {
+    let (kind, bytes) = match (number.as_u64(), number.as_i64()) {
+        (Some(natural), _) => (b'u', natural.to_le_bytes()),
+        (None, Some(integer)) => (b'i', integer.to_le_bytes()),
+        (None, None) => (b'd', number.as_f64().unwrap_or(f64::NAN).to_le_bytes()),
+    };
+    key.push(kind);
+    key.extend_from_slice(&bytes);
+}
+
+/// A text, of which everybody who reads it knows that it is one.
+pub(crate) fn write_text(key: &mut Vec<u8>, text: &str) {
+    key.extend_from_slice(&text.len().to_le_bytes());
+    key.extend_from_slice(text.as_bytes());
+}
+
+/// An object, its keys in their order.
+pub(crate) fn write_map(key: &mut Vec<u8>, map: &Map<String, Value>) {
+    key.extend_from_slice(&map.len().to_le_bytes());
+    for (name, value) in map {
+        write_text(key, name);
+        write(key, value);
+    }
+}

@@ -1,0 +1,389 @@
+"""Files of strangers: bombs, pipes, files that change while they are read, and text that steers a terminal."""
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import unicodedata
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from test_trace import line, save
+from tracegrad import errors
+from tracegrad.cli import main
+from tracegrad.config import Data
+from tracegrad.errors import FormatError, ReadError, TracegradError, shown
+from tracegrad.prepare import prepare
+from tracegrad.sequence import align
+from tracegrad.tables import ParquetStream, from_arrow, is_parquet
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import Traces, read, stream, write
+
+MIB = 1 << 20
+
+
+def limited(code, *arguments, cpu=20):
+    """What a process of its own prints that may use so many seconds of a processor."""
+    code = (
+        "import resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_CPU, ({cpu}, {cpu}))\n"
+        "from tracegrad.trace import read, stream\n"
+        "from tracegrad.errors import TracegradError\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
+        "before = peak()\n"
+    ) + code
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+    return done.stdout.split()
+
+
+def repeated(compress, head, part, times, tail):
+    """A file of members or frames: the same part again and again costs its maker nothing."""
+    return compress(head) + compress(part) * times + compress(tail)
+
+
+def test_blanks_before_the_first_record_take_linear_time_and_no_memory(tmp_path):
+    pack = zstandard.ZstdCompressor().compress
+    paths = [
+        save(tmp_path, repeated(pack, b"\n", blank * (8 * MIB), 25, b"\n" + line()), name)
+        for name, blank in [("breaks.zst", b"\n"), ("spaces.zst", b" ")]
+    ]
+    code = "for path in sys.argv[1:]: print(len(read(path)))\nprint(peak() - before)"
+    *counts, mib = limited(code, *paths)
+    assert counts == ["1", "1"]
+    assert int(mib) < 64
+    with pytest.raises(FormatError, match=r":2: a record of more than 1000000 bytes"):
+        read(paths[1], max_record_bytes=1_000_000)
+
+
+def test_a_record_beyond_the_limit_takes_no_more_memory_than_the_limit(tmp_path):
+    long, good = b"x" * (4 * MIB), line("b")
+    event = b"data: " + b"x" * (MIB - 8) + b"\n\n"
+    zstd = zstandard.ZstdCompressor().compress
+
+    def members(data):
+        return gzip.compress(data, 1)
+
+    files = {
+        "plain": (b'{"a": "' + long * 16 + b'"}\n' + good, 32),
+        "lines.gz": (repeated(members, b'{"a": "', long, 40, b'"}\n' + good), 64),
+        "array.zst": (repeated(zstd, b'[{"a": "', long, 40, b'"},' + good + b"]"), 64),
+        "text.zst": (repeated(zstd, b'["', long, 40, b'",' + good + b"]"), 64),
+        "events.zst": (repeated(zstd, b"data: x\n\n", event, 160, b"data: [DONE]\n" + good), 64),
+    }
+    code = (
+        "for path, limit in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+        "    traces = read(path, on_error='skip', max_record_bytes=int(limit) << 20)\n"
+        "    assert [t.id for t in traces] == ['b'], path\n"
+        "    assert traces.read_report.reasons == {'too_long': 1}, traces.read_report\n"
+        "    print(peak() - before - int(limit))"
+    )
+    arguments = [part for name, (data, limit) in files.items() for part in (save(tmp_path, data, name), limit)]
+    beyond = dict(zip(files, map(int, limited(code, *arguments)), strict=True))
+    assert max(beyond.values()) <= 64, beyond
+
+
+def test_a_window_of_two_gigabytes_is_refused(tmp_path):
+    # Magic, no content size, a window of 2^(10 + 21), and one last raw block.
+    record = line()
+    frame = b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + (len(record) << 3 | 1).to_bytes(3, "little") + record
+    path = save(tmp_path, frame, "window.zst")
+    with pytest.raises(ReadError, match=r"window\.zst: zstd needs a window of 2\^31 bytes for it\. .*zstd -dc"):
+        read(path)
+    assert len(read(path, max_record_bytes=3 << 30)) == 1
+
+
+def test_what_stands_behind_a_gzip_member_is_an_error_at_its_place(tmp_path):
+    for behind in (b"garbage", b"\x00" * 512, gzip.compress(line("c"))[:-9]):
+        path = save(tmp_path, gzip.compress(line() + b"\n" + line("b") + b"\n") + behind, "x.gz")
+        with pytest.raises(ReadError, match=r"x\.gz:3: the stream broke"):
+            read(path)
+        traces = read(path, on_error="skip")
+        assert [trace.id for trace in traces][:2] == ["a", "b"]
+        assert traces.read_report.reasons == {"stream": 1}
+
+
+def fed(path, data):
+    def write():
+        with open(path, "wb") as pipe:
+            pipe.write(data)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    return thread
+
+
+def test_a_pipe_is_read_and_nothing_of_it_is_lost_on_the_way(tmp_path, example):
+    write(read(example / "traces.jsonl.zst", limit=40), tmp_path / "some.jsonl.zst")
+    data = (tmp_path / "some.jsonl.zst").read_bytes()
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    assert not is_parquet(path)
+    for use in (
+        lambda: len(read(path)),
+        lambda: prepare(str(path), example / "model", Data(), tmp_path / "out").traces,
+    ):
+        thread = fed(path, data)
+        assert use() == 40
+        thread.join()
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    bound = socket.socket(socket.AF_UNIX)
+    with contextlib.chdir(tmp_path) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
+        bound.bind(str(tmp_path / "socket"))
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    said = {
+        "socket": "cannot be read",
+        "dangling": "Check the path",
+        "loop": "cannot be read",
+        ".": "it is a directory",
+    }
+    for name, what in said.items():
+        with pytest.raises(ReadError, match=what):
+            read(tmp_path / name)
+    bound.close()
+    for device in ("/dev/zero", "/dev/null"):
+        with pytest.raises(ReadError, match=f"{device}: it is a device"):
+            read(device)
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_as_far_as_it_goes(tmp_path):
+    path = save(tmp_path, b"\n".join(line(str(i), x="y" * 2000) for i in range(2000)) + b"\n")
+    size = path.stat().st_size
+    traces = stream(path, batch=10, chunk_bytes=1000)
+    assert len(next(traces)) == 10
+    with open(path, "ab") as more:
+        more.write(line("late") + b"\n")
+    assert sum(map(len, traces)) == 1991
+    for length in (0, size // 2):
+        save(tmp_path, b"\n".join(line(str(i), x="y" * 2000) for i in range(2000)) + b"\n")
+        traces = stream(path, batch=10, chunk_bytes=1000)
+        assert len(next(traces)) == 10
+        os.truncate(path, length)
+        try:
+            assert sum(map(len, traces)) < 1990
+        except TracegradError as error:
+            assert error.line is not None  # noqa: PT017, the record that was cut
+
+
+def test_a_parquet_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+    rows = [{"prompt_ids": [1], "completion_ids": list(range(300))} for _ in range(1500)]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100, compression="none", use_dictionary=False)
+    code = (
+        "import os; from tracegrad.tables import ParquetStream\n"
+        "traces = ParquetStream(sys.argv[1], batch=100)\n"
+        "print(len(next(traces)))\n"
+        "os.truncate(sys.argv[1], 10_000)\n"
+        "try: print(sum(map(len, traces)))\n"
+        "except TracegradError as error: print(type(error).__name__)"
+    )
+    assert limited(code, path) == ["100", "ReadError"]
+
+
+def bomb(tmp_path, name, table, **options):
+    path = tmp_path / name
+    pq.write_table(table, path, **options)
+    return path
+
+
+def test_parquet_files_that_grow_beyond_measure_are_refused_before_they_are_read(tmp_path):
+    zeros = pa.array(np.zeros(1 << 25, np.int64))
+    lists = pa.ListArray.from_arrays(pa.array([0, len(zeros)], pa.int32()), zeros)
+    paths = [
+        bomb(tmp_path, "list.parquet", pa.table({"tokens": lists, "x": lists})),
+        bomb(
+            tmp_path,
+            "nulls.parquet",
+            pa.table({name: pa.nulls(1 << 23, pa.int64()) for name in "abcde"}),
+            row_group_size=1 << 23,
+        ),
+    ]
+    code = (
+        "from tracegrad.tables import ParquetStream\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: print(len(next(ParquetStream(path))))\n"
+        "    except TracegradError as error: print(str(error).replace(' ', '_'))\n"
+        "print(peak() - before)"
+    )
+    first, second, mib = limited(code, *paths)
+    assert "bytes_and_would_be" in first
+    assert "bytes_and_would_be" in second
+    assert int(mib) < 200, "pyarrow itself has 100"
+
+
+def test_a_text_that_many_rows_share_is_held_once(tmp_path):
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2048, np.int32)), pa.array(["x" * MIB]))
+    table = pa.table({"prompt": text, "completion": pa.array(["y"] * 2048)})
+    path = bomb(tmp_path, "text.parquet", table)
+    code = (
+        "from tracegrad.tables import ParquetStream\n"
+        "print(len(next(ParquetStream(sys.argv[1], batch=128))), peak() - before)"
+    )
+    rows, mib = map(int, limited(code, path))
+    # 128 records of 1 MiB each, their text in a message of each, and pyarrow.
+    assert rows == 128
+    assert mib < 600
+
+
+def test_a_footer_that_claims_rows_without_values_is_refused(tmp_path):
+    path = bomb(tmp_path, "rows.parquet", pa.table({"prompt": ["a"], "completion": ["b"]}))
+    data = path.read_bytes()
+    # thrift: num_rows of file and row group is a zigzag varint, 1 is 0x02; claim 2^40 rows in each place it may stand.
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    varint = b"\x80\x80\x80\x80\x80\x80\x01"[:6] + b"\x01"
+    claimed = 0
+    for at in range(start, len(data) - 8):
+        if data[at] != 2:
+            continue
+        footer = data[start:at] + varint + data[at + 1 : -8]
+        path.write_bytes(data[:start] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+        try:
+            found = sum(map(len, ParquetStream(path)))
+            assert found <= 1
+        except TracegradError as error:
+            claimed += "claims" in str(error)
+    assert claimed >= 1
+
+
+def test_arrow_tables_that_lie_or_nest_without_end_are_refused():
+    kind = pa.int64()
+    for _ in range(500):
+        kind = pa.list_(kind)
+    with pytest.raises(FormatError, match="nested deeper than 100 levels"):
+        from_arrow(pa.table({"a": pa.nulls(1, kind)}))
+    offsets = pa.array([0, 1 << 30, 1], pa.int32()).buffers()[1]
+    lying = pa.Array.from_buffers(pa.list_(pa.int64()), 2, [None, offsets], children=[pa.array([1])])
+    with pytest.raises(FormatError, match="columns contradict themselves"):
+        from_arrow(pa.table({"prompt_ids": lying, "completion_ids": lying}))
+    with pytest.raises(FormatError, match="two columns are called 'a'"):
+        from_arrow(pa.table([pa.array([1]), pa.array([2])], names=["a", "a"]))
+    far = pa.array([1 << 62], pa.timestamp("s"))
+    with pytest.raises(FormatError, match=r"no form in JSON|no accepted form"):
+        from_arrow(pa.table({"a": far}))
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+def test_nesting_is_bounded_for_objects_of_python_too(depth):
+    nested = []
+    for _ in range(depth):
+        nested = [nested]
+    record = {"messages": [{"role": "user", "content": "?"}], "metadata": nested}
+    with pytest.raises(FormatError, match=r"<records>:1.*nested deeper than 128 levels"):
+        Traces.from_records([record])
+    while nested:  # Freed level by level.
+        nested = nested.pop()
+
+
+STEERING = "".join(
+    map(chr, [*range(32), *range(127, 160), 0x61C, 0xFEFF, *range(0x200B, 0x2010), *range(0x2028, 0x202F)])
+)
+STEERING += "".join(map(chr, range(0x2066, 0x206A)))
+hostile = st.text(st.one_of(st.sampled_from(STEERING), st.characters()), max_size=12)
+
+
+def steers(text):
+    """What Unicode says of it: controls, formats, breaks of lines and paragraphs."""
+    return [c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Cs") or c in STEERING]
+
+
+def test_the_core_and_python_escape_the_same_characters():
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    with pytest.raises(FormatError) as caught:
+        Traces.from_records([{"id": everything, "messages": 5}])
+    assert f"trace '{shown(everything)}'" in Exception.__str__(caught.value)
+    assert caught.value.trace == everything
+    assert shown(everything).isprintable() or not steers(shown(everything))
+
+
+@given(hostile, st.sampled_from([getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]))
+def test_no_error_shows_what_steers_a_terminal(text, kind):
+    assert not steers(str(kind(f"a {text} b")))
+    assert str(kind(shown(text))) == shown(text), "once is enough"
+
+
+@settings(max_examples=60)
+@given(hostile, hostile, st.integers(0, 6))
+def test_no_message_about_a_record_shows_what_steers_a_terminal(text, other, place):
+    bad = [
+        {"id": text, "messages": [{"role": "user"}], "reward": other},
+        {"id": text, "messages": {text: other}},
+        {text or "x": other},
+        {"id": text, "format": "tracegrad/" + other},
+        {"id": text, "messages": [{"role": "assistant", "content": other, "logprobs": {text: other}}]},
+        {"id": text, "response": f"data: {text}\n\n{other}"},
+        {"prompt_ids": [1], "completion_ids": [2], "reward": {text: 1e39}},
+    ][place]
+    with contextlib.suppress(FormatError):
+        Traces.from_records([bad])
+        return
+    with pytest.raises(FormatError) as caught:
+        Traces.from_records([bad])
+    assert not steers(str(caught.value))
+
+
+def test_the_command_line_shows_strangers_text_as_escapes(example, tmp_path, capsys):
+    evil = "\x1b]0;owned\x07\u202e\u2066\x9b2J\u2028\ufeff"
+    folder = tmp_path / evil
+    folder.mkdir()
+    good = {"id": evil, "group": evil, "model": evil, "messages": [{"role": "user", "content": evil}]}
+    said = {"role": evil, "content": evil}
+    records = [good, {**good, "messages": [said]}, {"id": evil, "messages": 5}, {evil: 1}]
+    path = folder / f"{evil}.jsonl"
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    model = str(example / "model")
+    for arguments in (
+        ["prepare", str(path), "--model", model, "--out", str(folder / "a")],
+        ["prepare", str(path), "--model", model, "--out", str(folder / "b"), "--on-error", "skip"],
+        ["prepare", str(path), "--model", model, "--out", str(folder / "c"), "--on-error", "quarantine"],
+        ["doctor", str(path), "--model", model],
+        ["prepare", str(folder / "none"), "--model", model, "--out", str(folder / "d")],
+        ["train", str(path), "--model", model, "--out", str(folder / "e"), f"--{evil}.x", "1"],
+    ):
+        with contextlib.suppress(SystemExit):
+            main(arguments)
+        captured = capsys.readouterr()
+        assert captured.out or captured.err
+        assert not steers((captured.out + captured.err).replace("\n", "")), arguments
+        assert "\x1b" not in captured.out + captured.err
+
+
+def test_a_bad_trace_among_others_of_its_id_is_the_one_written_aside(example, tmp_path):
+    good = line("same")
+    # A variable that the template's own `messages` would be hidden by is refused when the trace is aligned.
+    bad = line("same", template_kwargs={"messages": "of the caller"})
+    path = save(tmp_path, b"\n".join([bad, good, bad, good]))
+    traces = read(path)
+    aligned = align(traces, Tokenizer.from_pretrained(example / "model"), on_error="skip")
+    assert aligned.drift.left_out == (0, 2)
+    assert len(aligned.drift.errors) == 2
+    prepare(str(path), example / "model", Data(on_error="quarantine"), tmp_path / "out")
+    assert (tmp_path / "out" / "unaligned-00000.jsonl").read_bytes() == (bad + b"\n") * 2
+
+
+def test_a_trace_without_a_group_stands_alone_whatever_its_id(example):
+    said = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]}
+    heads = [
+        {"id": "a"},
+        {"id": "a"},
+        {"id": "b", "group": "a"},
+        {"id": "c", "group": "a"},
+        {"id": "d"},
+        {"group": "\x1fa"},
+    ]
+    traces = Traces.from_records([{**said, **head} for head in heads])
+    aligned = align(traces, Tokenizer.from_pretrained(example / "model"), text_only=True)
+    assert aligned.group.tolist() == [0, 1, 2, 2, 3, 4]
+    assert aligned.group_names == ("a (<records>:1)", "a (<records>:2)", "a", "d (<records>:5)", "\x1fa")
