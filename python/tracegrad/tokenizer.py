@@ -131,13 +131,18 @@ class Tokenizer:
         self._core = core
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str]) -> Tokenizer:
+    def from_pretrained(cls, path: str | os.PathLike[str], *, vocab_size: int | None = None) -> Tokenizer:
         """Loads a model directory, or a hub name that is in the local Hugging Face cache already.
 
         Nothing is downloaded. Where there is no tokenizer.json, a tiktoken file of Qwen, o200k_base, cl100k_base,
         p50k_base or r50k_base is taken; added tokens that tokenizer_config.json lists take the place of Qwen's
         extras. `eos_ids` come from generation_config.json, else config.json, else the eos_token of
         tokenizer_config.json; the chat template from chat_template.jinja, else tokenizer_config.json.
+
+        Args:
+            path: the directory, or the name.
+            vocab_size: rows of the model's embedding; default what config.json says, else `len(tokenizer)`. A recorded
+                id from there on is refused where it would be used.
 
         Raises:
             ReadError: if there is no tokenizer.json and no tiktoken file.
@@ -148,7 +153,12 @@ class Tokenizer:
         directory = Path(path)
         if not directory.exists():
             directory = _cached(os.fspath(path)) or directory
-        return cls(_core.Tokenizer.from_dir(directory))
+        if vocab_size is not None and not (isinstance(vocab_size, int) and 0 < vocab_size < 1 << 31):
+            raise ArgumentError(
+                f"vocab_size is {vocab_size!r}. It is the number of rows of the model's embedding, an integer from 1. "
+                "Leave it out where config.json says it."
+            )
+        return cls(_core.Tokenizer.from_dir(directory, vocab_size))
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, bytes]]:
         return _from_source, self._core.source()
@@ -250,6 +260,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Every id is below this; the model's embedding may be wider."""
         return len(self._core)
+
+    @property
+    def model_vocab_size(self) -> int:
+        """Every id that the model takes is below this: rows of its embedding, or `vocab_size` where nothing says."""
+        return self._core.model_vocab_size
 
     def __len__(self) -> int:
         return len(self._core)

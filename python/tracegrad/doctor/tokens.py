@@ -24,7 +24,7 @@ SLACK = 2  # tokens that servers count in usage and do not list
     hides=("no_logprobs", "drift", "missing_logprobs", "other_prompt", "missing_stop_tokens"),
 )
 def wrong_tokenizer(look: Look) -> Hits:
-    """Sees ids outside the vocabulary (R25), and ids or token texts that spell something else than the record (R26).
+    """Sees ids that the model does not have (R25), and ids or texts that spell something else than the record (R26).
 
     Threshold: any turn; wrong from 1 % of turns, as one tokenizer makes a few odd turns and another makes most.
     """
@@ -138,9 +138,9 @@ def lost_chunks(look: Look) -> Hits:
     Threshold: one byte less than the content (a server only ever cuts content, never adds), or more than 2 tokens and
     2 % less than usage.completion_tokens: servers were seen to count 0 to 2 more than they list. Wrong from 1 %.
     """
-    size = look.vocabulary.size
-    spelled = np.bincount(look.own_generation, size[look.sequences.ids[look.own]], minlength=look.generations)
-    spelled -= np.where(_ends(look), size[look.last_id], 0)
+    size = look.vocabulary.spelled
+    spelled = np.bincount(look.own_generation, size(look.sequences.ids[look.own]), minlength=look.generations)
+    spelled -= np.where(_ends(look), size(look.last_id), 0)
     short = look.known & (spelled < look["content_bytes"])
     used, thought = look.usage
     fewer = _fewer(look, used) & (thought <= 0)

@@ -36,6 +36,11 @@ class Vocabulary:
         size = np.fromiter((len(core.token_bytes(i) or b"") for i in ids), np.int64)
         return cls(tokenizer, special, size, injected(tokenizer))
 
+    def spelled(self, ids: NDArray[Any]) -> NDArray[np.int64]:
+        """[n] bytes that each of `ids` [n] spells; none for ids that only the model has."""
+        inside = (ids >= 0) & (ids < len(self.size))
+        return np.where(inside, self.size[np.where(inside, ids, 0)], 0)
+
     def is_special(self, ids: NDArray[Any]) -> NDArray[np.bool_]:
         """[n] bools: which of `ids` [n] are special tokens; none outside the vocabulary."""
         inside = (ids >= 0) & (ids < len(self.special))

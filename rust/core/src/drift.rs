@@ -39,10 +39,11 @@ pub enum Reason {
     DuplicateGeneration,
     PromptMismatch,
     MediaInPrompt,
+    SharedBytes,
 }
 
 /// Names of the reasons; index 0 is unused so that `NAMES[code]` is the name of `R<code>`.
-pub const NAMES: [&str; 33] = [
+pub const NAMES: [&str; 34] = [
     "R00 none",
     "R01 noncanonical_bpe",
     "R02 partial_utf8",
@@ -76,6 +77,7 @@ pub const NAMES: [&str; 33] = [
     "R30 duplicate_generation",
     "R31 prompt_mismatch",
     "R32 media_in_prompt",
+    "R33 shared_bytes",
 ];
 
 /// One finding: where, how many tokens, what was found.
@@ -99,7 +101,7 @@ mod tests {
 
     #[test]
     fn the_number_in_the_name_is_the_code() {
-        assert_eq!(Reason::MediaInPrompt as usize, NAMES.len() - 1);
+        assert_eq!(Reason::SharedBytes as usize, NAMES.len() - 1);
         for (code, name) in NAMES.iter().enumerate() {
             assert!(name.starts_with(&format!("R{code:02} ")), "{name}");
         }

@@ -24,8 +24,10 @@ type Ids<'py> = Bound<'py, PyArray1<i32>>;
 #[pymethods]
 impl PyTokenizer {
     #[staticmethod]
-    fn from_dir(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let inner = detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_dir(&path))?;
+    #[pyo3(signature = (path, vocab_size=None))]
+    fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>) -> PyResult<Self> {
+        let read = || Tokenizer::from_dir_of(&path, vocab_size);
+        let inner = detached(py, Kind::Tokenizer, "the tokenizer", read)?;
         Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
     }
 
@@ -73,6 +75,11 @@ impl PyTokenizer {
             self.inner.decode_bytes(&ids)
         })?;
         Ok(PyBytes::new(py, &bytes))
+    }
+
+    #[getter]
+    fn model_vocab_size(&self) -> u32 {
+        self.inner.model_vocab_size()
     }
 
     fn token_bytes<'py>(&self, py: Python<'py>, id: u32) -> Option<Bound<'py, PyBytes>> {

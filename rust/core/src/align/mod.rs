@@ -18,6 +18,7 @@ mod pieces;
 mod place;
 mod prompt;
 mod prompts;
+mod recorder;
 mod recover;
 mod rerender;
 mod resolve;

@@ -3,11 +3,12 @@
 //! A token that shows bytes of its own is looked up; what hidden and mangled ones were is asked of `segment`.
 
 use super::lookup::Lookup;
-use super::resolve::{Resolved, excerpt, tier};
+use super::recorder::Recorder;
+use super::resolve::{Resolved, Run, excerpt, spell, tier};
 use super::segment::{self, Choice, Seen, Setting, Whole};
 use crate::drift::Reason;
-use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Pieces, Stop, Tokens, Trace};
+use crate::tokenizer::{Spelling, Tokenizer};
+use crate::trace::{Generation, Pieces, Stop, Tokens};
 use std::borrow::Cow;
 
 /// What stands for broken text.
@@ -20,40 +21,87 @@ pub fn from_pieces(
     generation: &Generation,
     content: Option<&str>,
     tokenizer: &Tokenizer,
-    hides_specials: &dyn Fn() -> bool,
+    recorder: &Recorder<'_>,
     lookup: &mut Lookup,
     resolved: &mut Resolved<'_>,
 ) {
-    by_pieces(generation, content, tokenizer, hides_specials, lookup, resolved);
-    doubt_first(tokenizer, resolved);
+    let stop = stop_token(generation, tokenizer, generation.tokens.len());
+    by_pieces(generation, content, tokenizer, recorder, (stop, lookup), resolved);
+    if resolved.foreign {
+        return;
+    }
+    // The stop token is known by its id.
+    let listed = resolved.ids.len() - usize::from(stop.is_some());
+    doubt_spaces(tokenizer, content, (listed, recorder), &generation.tokens, resolved);
+    if tokenizer.has_shared() {
+        doubt_shared(tokenizer, listed, resolved);
+    }
 }
 
-/// The first token is not known where a server may have taken its space: `Hello` is spelled with one and without.
-fn doubt_first(tokenizer: &Tokenizer, resolved: &mut Resolved<'_>) {
-    if !tokenizer.drops_first_space() || !resolved.is_known(0) {
+/// A token is not known where the recorder may have taken its space: `Hello` is spelled with one and without.
+///
+/// Servers that decode tokens one by one take the space of each, others that of the first alone.
+fn doubt_spaces(
+    tokenizer: &Tokenizer,
+    content: Option<&str>,
+    (listed, recorder): (usize, &Recorder<'_>),
+    tokens: &Tokens,
+    resolved: &mut Resolved<'_>,
+) {
+    if !tokenizer.drops_first_space() {
         return;
     }
-    let Some(bytes) = tokenizer.token_bytes(resolved.ids[0]).filter(|bytes| !bytes.starts_with(b" ")) else { return };
-    let spaced = [b" ", bytes].concat();
-    if tokenizer.is_special(resolved.ids[0]) || tokenizer.id_of_bytes(&spaced).is_none() {
-        return;
+    let said =
+        || resolved.all_known() && content.is_some_and(|text| spell(&resolved.ids, tokenizer) == text.as_bytes());
+    let keeps = recorder.keeps_spaces() || (listed > 1 && said());
+    let has_spaced = |bytes: &[u8]| tokenizer.id_of_bytes(&[b" ", bytes].concat()).is_some();
+    let doubtful = |index: &usize| {
+        let (index, id) = (*index, resolved.ids[*index]);
+        let bytes = tokenizer.token_bytes(id).unwrap_or_default();
+        match resolved.is_known(index) {
+            true if keeps => index == 0 && !tokenizer.is_special(id) && !bytes.starts_with(b" ") && has_spaced(bytes),
+            // A token that shows nothing may be a space alone.
+            true if tokenizer.is_special(id) => shows_nothing(tokens, index) && has_spaced(b""),
+            known => known && has_spaced(bytes),
+        }
+    };
+    let found: Vec<usize> = (0..if keeps { listed.min(1) } else { listed }).filter(doubtful).collect();
+    if let Some(&first) = found.first() {
+        let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
+        let detail =
+            format!("{bytes} is two tokens, with a space before it and without; so are {} in all", found.len());
+        resolved.find(Reason::NormalizerChanged, first, found.len(), detail);
+        resolved.doubt(&found, Reason::NormalizerChanged, tokenizer);
     }
-    let detail = format!("{} is two tokens, with a space before it and without", excerpt(bytes));
-    resolved.find(Reason::NormalizerChanged, 0, 1, detail);
-    resolved.doubt_first(Reason::NormalizerChanged);
+}
+
+/// A token is not known where another entry shows the same: `<0x20>` and `▁` are both a space.
+fn doubt_shared(tokenizer: &Tokenizer, listed: usize, resolved: &mut Resolved<'_>) {
+    let shared = |index: &usize| resolved.is_known(*index) && tokenizer.is_shared(resolved.ids[*index]);
+    let found: Vec<usize> = (0..listed).filter(shared).collect();
+    if let Some(&first) = found.first() {
+        let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
+        let detail = format!("two entries of the vocabulary are {bytes}; so it is with {} tokens in all", found.len());
+        resolved.find(Reason::SharedBytes, first, found.len(), detail);
+        resolved.doubt(&found, Reason::SharedBytes, tokenizer);
+    }
+}
+
+fn shows_nothing(tokens: &Tokens, index: usize) -> bool {
+    let empty = |pieces: &Option<Pieces>| pieces.as_ref().and_then(|p| p.get(index)).is_none_or(<[u8]>::is_empty);
+    empty(&tokens.bytes) && empty(&tokens.texts)
 }
 
 fn by_pieces(
     generation: &Generation,
     content: Option<&str>,
     tokenizer: &Tokenizer,
-    hides_specials: &dyn Fn() -> bool,
-    lookup: &mut Lookup,
+    recorder: &Recorder<'_>,
+    (stop, lookup): (Option<u32>, &mut Lookup),
     resolved: &mut Resolved<'_>,
 ) {
     let tokens = &generation.tokens;
     let count = tokens.len();
-    let stop = stop_token(generation, tokenizer, count);
     let listed = count - usize::from(stop.is_some());
     let level = if tokens.bytes.is_some() { tier::BYTES } else { tier::TEXT };
     if let Some(mut ids) = all_by_own_bytes(tokens, listed, tokenizer, lookup) {
@@ -67,8 +115,11 @@ fn by_pieces(
         match see(tokens, index, after_hidden, tokenizer, &mut glyphs) {
             Ok(piece) => seen.push(piece),
             Err(bytes) => {
-                let detail = format!("token {} is not in the vocabulary", excerpt(&bytes));
-                resolved.find(Reason::TokenizerMismatch, index, 1, detail);
+                let detail = format!(
+                    "token {index}, {}, is not in the vocabulary; {count} tokens are left out",
+                    excerpt(&bytes)
+                );
+                resolved.find(Reason::TokenizerMismatch, 0, count, detail);
                 resolved.foreign = true;
                 return;
             }
@@ -87,7 +138,7 @@ fn by_pieces(
         }
         return;
     }
-    let setting = Setting { tokenizer, hides_specials: hides_specials() };
+    let setting = Setting { tokenizer, hides_specials: recorder.hides_specials() };
     if !by_whole(generation, content, &seen, setting, level, resolved) {
         let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
         by_runs(&seen, setting, level, broken, resolved);
@@ -128,7 +179,9 @@ fn see<'a>(
     tokenizer: &Tokenizer,
     glyphs: &mut usize,
 ) -> Result<Seen<'a>, Vec<u8>> {
-    let Some((bytes, written)) = own_bytes(tokens, index, tokenizer) else {
+    // A recorder that writes glyphs hides nothing: behind a hidden token a text is what it says.
+    let own = own_bytes(tokens, index, tokenizer).filter(|(_, written)| !after_hidden || *written != Written::Glyphs);
+    let Some((bytes, written)) = own else {
         let text = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
         let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes)).filter(|text| !text.is_empty());
         let shown = shown.or_else(|| text(&tokens.bytes).filter(|text| !text.is_empty()));
@@ -182,7 +235,7 @@ fn by_whole(
             let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
             if let (Some(start), Some(end_byte)) = (found.starts[first], found.starts[end]) {
                 let text = whole.text.as_bytes()[start as usize..end_byte as usize].to_vec();
-                resolved.runs.push((first, end, text));
+                resolved.runs.push(Run { first, end, bytes: text, entry: None });
             }
             at = end;
         }
@@ -202,7 +255,7 @@ fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, res
             Some(Seen::Text(text)) => {
                 choices.extend(segment::run(hidden, Some(text), setting));
                 if !text.contains('\u{FFFD}') && choices[at].id().is_none() {
-                    runs.push((at, choices.len(), text.as_bytes().to_vec()));
+                    runs.push(Run { first: at, end: choices.len(), bytes: text.as_bytes().to_vec(), entry: None });
                 }
             }
             Some(Seen::Id(id)) => {
@@ -236,17 +289,6 @@ fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize)
         resolved.unknown.push((first, reason));
         at = end;
     }
-}
-
-/// Whether a special token may show nothing: no token list of the trace shows one by its text.
-pub fn hides_specials(trace: &Trace, tokenizer: &Tokenizer) -> bool {
-    let special = |piece: &[u8]| {
-        let id = std::str::from_utf8(piece).ok().and_then(|text| tokenizer.id_of_added(text));
-        id.is_some_and(|id| tokenizer.is_special(id))
-    };
-    let shows = |pieces: &Pieces| (0..pieces.len()).filter_map(|index| pieces.get(index)).any(special);
-    let lists = trace.generations.iter().flat_map(|generation| [&generation.tokens.bytes, &generation.tokens.texts]);
-    !lists.flatten().any(shows)
 }
 
 /// How the bytes of a token were written.
@@ -288,7 +330,8 @@ fn escaped_bytes(text: &str) -> Option<Vec<u8>> {
 
 /// The byte-level alphabet (`Ġthat`), where the text as it stands is no vocabulary entry.
 fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
-    if text.is_ascii() || tokenizer.id_of_bytes(text.as_bytes()).is_some() {
+    let spells = tokenizer.spelling() == Spelling::ByteLevel;
+    if !spells || text.is_ascii() || tokenizer.id_of_bytes(text.as_bytes()).is_some() {
         return None;
     }
     tokenizer.glyphs_to_bytes(text).filter(|bytes| tokenizer.id_of_bytes(bytes).is_some())
@@ -298,15 +341,14 @@ fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
 fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> Option<u32> {
     let last = count.checked_sub(1)?;
     let tokens = &generation.tokens;
-    let piece = |pieces: &Option<Pieces>| pieces.as_ref().and_then(|p| p.get(last)).is_none_or(<[u8]>::is_empty);
-    if !piece(&tokens.bytes) || !piece(&tokens.texts) {
+    if !shows_nothing(tokens, last) {
         return None;
     }
     if matches!(generation.finish_reason.as_deref(), None | Some("length" | "abort" | "content_filter")) {
         return None;
     }
     match generation.stop {
-        Stop::Id(id) => tokenizer.token_bytes(id).map(|_| id),
+        Stop::Id(id) => Some(id).filter(|&id| tokenizer.first_outside(&[id]).is_none()),
         Stop::Unsaid => tokenizer.stop_id(),
         Stop::Text(_) => None,
     }

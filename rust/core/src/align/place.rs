@@ -53,6 +53,11 @@ impl Loom<'_, '_> {
             let generation = &self.trace.generations[turn];
             return self.headless(turn, generation, &format!("the prompt follows turn {earlier}, which is not held"));
         };
+        if self.woven.branches[at].headless {
+            let count = self.trace.generations[turn].tokens.len();
+            let detail = format!("the prompt of turn {earlier} is not known; what was sampled is held, not trained");
+            self.find(Reason::PromptMismatch, turn, 0, count, detail);
+        }
         let branch = &self.woven.branches[at];
         if branch.len() == length && !branch.ended {
             Place::Extend(at, Text::given(ids))

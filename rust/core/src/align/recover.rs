@@ -1,12 +1,12 @@
 //! Recorded tokens to ids alone, without templates and branches: what a record determines, and what not.
 
 use super::lookup::Lookup;
-use super::{pieces, resolve};
+use super::recorder::Recorder;
+use super::resolve;
 use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
 use serde_json::Value;
-use std::cell::OnceCell;
 use std::sync::Arc;
 
 /// The sampled tokens of G generations, end to end; shapes as in Python's `Recovered`.
@@ -41,12 +41,11 @@ pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
 
 fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Recovered {
     let mut found = Recovered::default();
-    let hides = OnceCell::new();
+    let recorder = Recorder::new(trace, tokenizer);
     for (turn, generation) in trace.generations.iter().enumerate() {
         let message = trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let hides = || *hides.get_or_init(|| pieces::hides_specials(trace, tokenizer));
-        let resolved = resolve::resolve(generation, content, tokenizer, &hides, lookup);
+        let resolved = resolve::resolve(generation, content, tokenizer, &recorder, lookup);
         if !resolved.foreign {
             let known = |index: usize| resolved.is_known(index);
             let ids = resolved.ids.iter().enumerate();

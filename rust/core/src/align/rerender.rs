@@ -65,13 +65,26 @@ impl<'a> Loom<'a, '_> {
             let rendered = self.scaffold.render(self.trace, &whole, false);
             let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
             let text = self.scaffold.encode(&rendered, 0)?;
+            let outside = self.tokenizer.first_outside(&text.ids).map(|at| text.ids[at]);
             let (_, ends) = self.tokenizer.encode_with_ends(&rendered.text)?;
             let mut cells = vec![None; text.ids.len()];
             for earlier in 0..=turn {
                 if whole.starts_with(&path(&generations[earlier])) {
                     let own = !std::mem::replace(&mut held[earlier], true);
+                    if let Some(id) = outside {
+                        let what =
+                            "of the rendered conversation is not in the model's vocabulary; the turn is left out";
+                        if own {
+                            let detail = format!("id {id} {what}");
+                            self.leave_out(earlier, &generations[earlier], Reason::VocabOutOfRange, detail);
+                        }
+                        continue;
+                    }
                     self.lend_turn(earlier, own, (&rendered, &text, &ends), &mut cells)?;
                 }
+            }
+            if outside.is_some() {
+                continue;
             }
             let mut branch = Branch::default();
             branch.give(text);
@@ -99,7 +112,18 @@ impl<'a> Loom<'a, '_> {
             self.woven.findings.append(&mut resolved.findings);
         }
         if resolved.foreign || resolved.ids.is_empty() {
+            let count = generation.tokens.len();
+            if own && !resolved.foreign && count > 0 {
+                let detail =
+                    format!("{count} logprobs without tokens: no rendered token can be told to be one of them");
+                self.find(Reason::CountMismatch, turn, 0, count, detail);
+            }
             return Ok(());
+        }
+        if own && !resolved.all_known() {
+            let (first, count) = (resolved.known_first(), resolved.ids.len());
+            let detail = format!("the id of token {first} cannot be known; {} tokens are left out", count - first);
+            self.find(resolved.why_unknown(first), turn, first as i32, count - first, detail);
         }
         let Some(span) = self.span_of(generation, rendered)? else {
             if own {

@@ -5,6 +5,7 @@
 
 use super::lookup::Lookup;
 use super::pieces::{REPLACEMENT, from_pieces, own_bytes};
+use super::recorder::Recorder;
 use crate::drift::{Finding, Reason};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Stop, Tokens};
@@ -49,10 +50,23 @@ pub struct Resolved<'a> {
     pub findings: Vec<Finding>,
     /// The record is of another vocabulary: nothing of it can be used.
     pub foreign: bool,
-    /// Runs of unknown ids whose text is known: first token, one past the last, bytes.
-    pub runs: Vec<(usize, usize, Vec<u8>)>,
-    /// Why ids are unknown: first token of each run of them, and the reason.
+    /// Runs of unknown ids whose text is known, in order.
+    pub runs: Vec<Run>,
+    /// Why ids are unknown: first token of each run of them, and the reason; in order.
     pub unknown: Vec<(usize, Reason)>,
+}
+
+/// Tokens `first..end`, whose ids are not known and whose bytes are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Run {
+    /// First token.
+    pub first: usize,
+    /// One past the last token.
+    pub end: usize,
+    /// What they spell together.
+    pub bytes: Vec<u8>,
+    /// The ordinary one of the entries that have these bytes, for a single token.
+    pub entry: Option<u32>,
 }
 
 impl<'a> Resolved<'a> {
@@ -68,12 +82,24 @@ impl<'a> Resolved<'a> {
         self.tiers.push(tier);
     }
 
-    /// Takes back that the first id is known.
-    pub(super) fn doubt_first(&mut self, reason: Reason) {
-        let count = self.ids.len();
-        self.known.resize(count, true);
-        (self.ids.to_mut()[0], self.known[0]) = (0, false);
-        self.unknown.insert(0, (0, reason));
+    /// Takes back that the ids of these tokens are known: other entries may have been shown so too.
+    pub(super) fn doubt(&mut self, tokens: &[usize], reason: Reason, tokenizer: &Tokenizer) {
+        self.known.resize(self.ids.len(), true);
+        for &first in tokens {
+            let id = std::mem::take(&mut self.ids.to_mut()[first]);
+            self.known[first] = false;
+            self.unknown.push((first, reason));
+            let bytes = tokenizer.token_bytes(id).unwrap_or_default().to_vec();
+            let entry = tokenizer.id_of_bytes(&bytes).or(Some(id));
+            self.runs.push(Run { first, end: first + 1, bytes, entry });
+        }
+        self.unknown.sort_by_key(|(first, _)| *first);
+        self.runs.sort_by_key(|run| run.first);
+    }
+
+    /// The run that begins at token `first`.
+    pub fn run_at(&self, first: usize) -> Option<&Run> {
+        self.runs.binary_search_by_key(&first, |run| run.first).ok().map(|at| &self.runs[at])
     }
 
     /// Whether the id of token `index` is known.
@@ -112,7 +138,8 @@ impl<'a> Resolved<'a> {
 
     /// Why the id of token `index` is not known.
     pub fn why_unknown(&self, index: usize) -> Reason {
-        self.unknown.iter().rev().find(|(first, _)| *first <= index).map_or(Reason::PartialUtf8, |(_, reason)| *reason)
+        let behind = self.unknown.partition_point(|(first, _)| *first <= index);
+        self.unknown[..behind].last().map_or(Reason::PartialUtf8, |(_, reason)| *reason)
     }
 
     pub(super) fn find(&mut self, reason: Reason, token: usize, count: usize, detail: String) {
@@ -123,12 +150,12 @@ impl<'a> Resolved<'a> {
 
 /// Resolves the tokens that a generation lists. `Tokens` with logprobs alone, or with nothing, resolve to no token.
 ///
-/// `hides_specials` is asked whether a special token may show nothing in these records.
+/// `recorder` is asked what the trace shows of how tokens are written.
 pub fn resolve<'a>(
     generation: &'a Generation,
     content: Option<&str>,
     tokenizer: &Tokenizer,
-    hides_specials: &dyn Fn() -> bool,
+    recorder: &Recorder<'_>,
     lookup: &mut Lookup,
 ) -> Resolved<'a> {
     let tokens = &generation.tokens;
@@ -138,7 +165,12 @@ pub fn resolve<'a>(
         let level = if generation.prompt.ids().is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
         from_ids(ids, level, tokens, content, tokenizer, &mut resolved);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
-        from_pieces(generation, content, tokenizer, hides_specials, lookup, &mut resolved);
+        from_pieces(generation, content, tokenizer, recorder, lookup, &mut resolved);
+        if tokenizer.vocab_size() > tokenizer.model_vocab_size()
+            && let Some(at) = tokenizer.first_outside(&resolved.ids)
+        {
+            outside(at, &mut resolved, tokenizer);
+        }
     }
     attach_logprobs(generation, &mut resolved);
     resolved
@@ -152,23 +184,31 @@ fn from_ids<'a>(
     tokenizer: &Tokenizer,
     resolved: &mut Resolved<'a>,
 ) {
-    // What ids without pieces say is looked at first, as it looks most of them up.
-    let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
-    let (checked, said) = bare.map_or((0, false), |content| agree(ids, content.as_bytes(), tokenizer));
-    if let Some(at) = ids[checked..].iter().position(|&id| tokenizer.token_bytes(id).is_none()) {
-        let at = checked + at;
-        let size = tokenizer.vocab_size();
-        let detail = format!("id {} is not in the vocabulary of {size}", ids[at]);
-        resolved.find(Reason::VocabOutOfRange, at, ids.len() - at, detail);
-        resolved.foreign = true;
-        return;
+    if let Some(at) = tokenizer.first_outside(ids) {
+        resolved.take(Cow::Borrowed(ids), level);
+        return outside(at, resolved, tokenizer);
     }
+    let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
+    let said = bare.is_some_and(|content| agrees(ids, content.as_bytes(), tokenizer));
     if !said && let Some(detail) = contradiction(ids, tokens, content, tokenizer) {
         resolved.find(Reason::TokenizerMismatch, 0, ids.len(), detail);
         resolved.foreign = true;
         return;
     }
     resolved.take(Cow::Borrowed(ids), level);
+}
+
+/// The record is of another vocabulary: all its tokens are lost, as nothing can stand behind the one at `at`.
+fn outside(at: usize, resolved: &mut Resolved<'_>, tokenizer: &Tokenizer) {
+    let ids = std::mem::take(&mut resolved.ids);
+    let detail = format!(
+        "id {} of token {at} is not in the model's vocabulary of {}; {} tokens are left out",
+        ids[at],
+        tokenizer.model_vocab_size(),
+        ids.len()
+    );
+    resolved.find(Reason::VocabOutOfRange, 0, ids.len(), detail);
+    resolved.foreign = true;
 }
 
 /// What the record shows, where it cannot be what these ids say.
@@ -217,17 +257,17 @@ fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
     Some(format!("the ids spell {} where the record says {}", excerpt(&plain), excerpt(content.as_bytes())))
 }
 
-/// How many of the first `ids` spell the beginning of `text`, and whether that is all of it.
-fn agree(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> (usize, bool) {
+/// Whether the bytes of `ids` begin with `text`.
+fn agrees(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     let mut rest = text;
-    for (index, &id) in ids.iter().enumerate() {
-        let Some(bytes) = tokenizer.token_bytes(id) else { return (index, rest.is_empty()) };
+    for &id in ids {
+        let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         match rest.strip_prefix(bytes) {
             Some(behind) => rest = behind,
-            None => return (index, bytes.starts_with(rest)),
+            None => return bytes.starts_with(rest),
         }
     }
-    (ids.len(), rest.is_empty())
+    rest.is_empty()
 }
 
 /// Whether the bytes of `ids`, special tokens left out, begin with `text`.

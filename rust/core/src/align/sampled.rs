@@ -3,7 +3,7 @@
 //! Tokens behind a stop string are left out, an id that cannot be known ends the branch, and both are counted.
 
 use super::branch::{Sampling, Stretch};
-use super::resolve::{self, Resolved, tier};
+use super::resolve::{self, Resolved, Run, tier};
 use super::stop::{self, Overrun};
 use super::weave::Loom;
 use crate::drift::Reason;
@@ -93,10 +93,15 @@ impl<'a> Loom<'a, '_> {
                 index = behind;
                 continue;
             }
-            let run = resolved.runs.iter().find(|run| run.0 == index);
-            let run = run.filter(|_| self.options.lenient || self.options.assume_canonical);
-            let Some((_, behind, bytes)) = run else { break };
-            let canonical = self.tokenizer.encode(&String::from_utf8_lossy(bytes))?;
+            let run = resolved.run_at(index).filter(|_| self.options.lenient || self.options.assume_canonical);
+            let Some(Run { end: behind, bytes, entry, .. }) = run else { break };
+            let canonical = match entry {
+                Some(entry) => vec![*entry],
+                None => self.tokenizer.encode(&String::from_utf8_lossy(bytes))?,
+            };
+            if self.tokenizer.first_outside(&canonical).is_some() {
+                break;
+            }
             let counted = self.options.assume_canonical && canonical.len() == behind - index;
             if !counted && !self.options.lenient {
                 break;
@@ -129,7 +134,7 @@ impl<'a> Loom<'a, '_> {
             self.woven.branches[at].ended = true;
             if !generation.tokens.is_empty() || generation.text.is_some() {
                 let detail = "the template does not show the body of this turn after its prompt".to_owned();
-                self.find(Reason::PrefixNotExtended, turn, -1, 0, detail);
+                self.find(Reason::PrefixNotExtended, turn, -1, generation.tokens.len(), detail);
             }
             return Ok(());
         };
@@ -137,6 +142,13 @@ impl<'a> Loom<'a, '_> {
         if resolve::spell_all(&ids, self.tokenizer) != body.as_bytes() {
             let detail = "the tokenizer changes the text before it cuts it".to_owned();
             self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
+        }
+        if let Some(first) = self.tokenizer.first_outside(&ids) {
+            self.woven.branches[at].ended = true;
+            let detail =
+                format!("id {} of the text is not in the model's vocabulary; the turn is left out", ids[first]);
+            self.find(Reason::VocabOutOfRange, turn, -1, generation.tokens.len(), detail);
+            return Ok(());
         }
         let closing = self.scaffold.closing.token.filter(|_| !self.woven.branches[at].cut);
         let logprobs = generation.tokens.logprobs.as_deref().filter(|_| !foreign).unwrap_or_default();

@@ -88,7 +88,9 @@ fn a_turn_whose_prompt_is_not_recorded_is_held_and_not_trained() {
     assert_eq!(found.ids, [10, 11, 9, 12]);
     assert_eq!(found.trainable, [false; 4]);
     assert_eq!(found.source, [2, 2, 0, 2]);
-    assert_eq!(reasons(&found), [Reason::PromptMismatch]);
+    assert_eq!(reasons(&found), [Reason::PromptMismatch; 2]);
+    assert_eq!(found.drift.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
+    assert_eq!((found.recorded, found.exact), (3, 0));
     let ahead = aligned(vec![sampled(&[12], Prompt::Follows { turn: 4, ids: vec![9] })]);
     assert_eq!((ahead.trainable.as_slice(), reasons(&ahead).as_slice()), (&[false][..], &[Reason::PromptMismatch][..]));
 }

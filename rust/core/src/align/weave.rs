@@ -8,14 +8,15 @@ use super::branch::{Branch, Sampling, common_prefix};
 use super::lookup::Lookup;
 use super::prompt::{Scaffold, Text};
 use super::prompts::Prompts;
+use super::recorder::Recorder;
 use super::resolve::{self, Resolved};
 use super::{Mode, Options};
-use super::{duplicates, extras, media, pieces};
+use super::{duplicates, extras, media};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
 use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, LogprobKind, Trace};
+use crate::trace::{Extra, Generation, LogprobKind, Prompt, Trace};
 use std::cell::OnceCell;
 
 /// Branches and findings of one trace.
@@ -68,7 +69,7 @@ pub fn weave<'a>(
         options,
         ends,
         dated: false,
-        hides_specials: OnceCell::new(),
+        recorder: Recorder::new(trace, tokenizer),
         media: OnceCell::new(),
         memory,
         woven: Woven::default(),
@@ -81,7 +82,8 @@ pub fn weave<'a>(
     for (turn, generation) in trace.generations.iter().enumerate() {
         loom.note(turn, generation);
         if abandoned[turn] {
-            loom.leave_out(turn, generation);
+            let detail = "the call was made again and the other answer was used; this one is left out";
+            loom.leave_out(turn, generation, Reason::DuplicateGeneration, detail.to_owned());
             continue;
         }
         loom.add(turn, generation).map_err(|error| error.in_turn(turn).at(&trace.location))?;
@@ -98,7 +100,7 @@ pub(super) struct Loom<'a, 'm> {
     pub ends: Vec<Option<(usize, usize)>>,
     /// Whether it was said that the template prints a date.
     pub dated: bool,
-    pub hides_specials: OnceCell<bool>,
+    pub recorder: Recorder<'a>,
     /// The messages that hold more than text.
     pub media: OnceCell<Vec<media::Part<'a>>>,
     pub memory: &'m mut Memory,
@@ -113,16 +115,45 @@ impl<'a> Loom<'a, '_> {
         }
     }
 
-    /// A call that was made again and whose answer was not used.
-    fn leave_out(&mut self, turn: usize, generation: &Generation) {
+    /// A call of which nothing is held.
+    pub fn leave_out(&mut self, turn: usize, generation: &Generation, reason: Reason, detail: String) {
         let count = generation.tokens.len();
         self.woven.recorded += count as u64;
-        let detail = "the call was made again and the other answer was used; this one is left out".to_owned();
-        self.find(Reason::DuplicateGeneration, turn, -1, count, detail);
+        self.find(reason, turn, -1, count, detail);
+    }
+
+    /// What of a call is no id that the model has, apart from what was sampled: its prompt, its sampling masks.
+    fn outside(&self, generation: &Generation) -> Option<String> {
+        let prompt = match &generation.prompt {
+            Prompt::Ids(ids) | Prompt::Follows { ids, .. } => ids.as_slice(),
+            _ => &[],
+        };
+        let mut masks = generation.extras.iter().filter(|extra| extra.name == "sampling_mask");
+        let mask = |extra: &Extra| {
+            let ids: Vec<u32> = extra.values.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX)).collect();
+            self.tokenizer.first_outside(&ids).map(|at| ("a sampling mask", extra.values[at]))
+        };
+        let found = self.tokenizer.first_outside(prompt).map(|at| ("the prompt", prompt[at] as i32));
+        let (what, id) = found.or_else(|| masks.find_map(mask))?;
+        let size = self.tokenizer.model_vocab_size();
+        Some(format!("id {} of {what} is not in the model's vocabulary of {size}; the turn is left out", id as u32))
     }
 
     fn add(&mut self, turn: usize, generation: &'a Generation) -> Result<()> {
+        if let Some(detail) = self.outside(generation) {
+            self.leave_out(turn, generation, Reason::VocabOutOfRange, detail);
+            return Ok(());
+        }
         let (place, rendered) = self.place(turn, generation)?;
+        if let Place::Extend(_, text) | Place::Fork(text) | Place::Stem(_, _, text) = &place
+            && let Some(at) = self.tokenizer.first_outside(&text.ids)
+        {
+            let id = text.ids[at];
+            let detail =
+                format!("id {id} of the rendered prompt is not in the model's vocabulary; the turn is left out");
+            self.leave_out(turn, generation, Reason::VocabOutOfRange, detail);
+            return Ok(());
+        }
         let at = match place {
             Place::Extend(at, text) => {
                 self.woven.branches[at].give(text);
@@ -184,8 +215,7 @@ impl<'a> Loom<'a, '_> {
 
     /// The sampled tokens of a generation.
     pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
-        let hides = || *self.hides_specials.get_or_init(|| pieces::hides_specials(self.trace, self.tokenizer));
-        resolve::resolve(generation, content, self.tokenizer, &hides, &mut self.memory.lookup)
+        resolve::resolve(generation, content, self.tokenizer, &self.recorder, &mut self.memory.lookup)
     }
 
     pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {

@@ -479,6 +479,36 @@ mod tests {
     };
 
     #[test]
+    fn a_row_that_does_not_share_holds_every_branch_whole_though_they_begin_alike() {
+        let out = lay(FORKED, Plan { order: &[1, 0, 4, 2, 3], ..plan(&[5, 4, 4, 5, 5], &[0; 5], &[0; 5], &[1]) }, 1);
+        let out = out.unwrap();
+        // Branches 1, 0, 3, 4, 2 from places 0, 4, 9, 14, 19 on.
+        assert_eq!(out.ids, [4, 5, 6, 7, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5, 6, 9]);
+        assert_eq!(out.positions, [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3]);
+        assert_eq!(out.tree_end[..9], [4, 4, 4, 4, 9, 9, 9, 9, 9]);
+        assert_eq!(out.tree_end[9..], [14, 14, 14, 14, 14, 19, 19, 19, 19, 19, 23, 23, 23, 23]);
+        assert_eq!(out.read, [2, 5, 6, 7, 12, 17, 20, 21]);
+        assert_eq!(out.target, [7, 6, 7, 8, 8, 8, 6, 9]);
+        assert_eq!(out.row, [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(out.term, [3, 0, 1, 2, 6, 7, 4, 5]);
+    }
+
+    #[test]
+    fn each_step_shares_or_not_by_its_own_word() {
+        // Branches 1 and 0 in step 0, which shares; 3 and 4 in step 1, which does not.
+        let steps = [0, 0, -1, 1, 1];
+        let plan = Plan {
+            order: &[1, 0, 4, 2, 3],
+            shared: &[true, false],
+            ..plan(&[5, 4, 4, 5, 5], &steps, &[0; 5], &[1, 1])
+        };
+        let out = lay(FORKED, plan, 1).unwrap();
+        assert_eq!(out.ids, [4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8]);
+        assert_eq!(out.tree_end, [5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 10, 10, 10, 10, 10]);
+        assert_eq!(out.cu_tokens, [0, 5, 15]);
+    }
+
+    #[test]
     fn a_shared_row_holds_each_prefix_once_and_each_head_row_once() {
         let plan = Plan { order: &[1, 0, 4, 2, 3], shared: &[true], ..plan(&[5, 4, 4, 5, 5], &[0; 5], &[0; 5], &[1]) };
         let out = lay(FORKED, plan, 1).unwrap();

@@ -25,8 +25,9 @@ use tokenizers::AddedToken;
 /// Ids that may end a turn.
 const EOS: usize = 1024;
 
-pub(super) fn from_dir(dir: &Path) -> Result<Tokenizer> {
+pub(super) fn from_dir(dir: &Path, vocab_size: Option<u32>) -> Result<Tokenizer> {
     let mut config = TokenizerConfig::from_dir(dir)?;
+    config.model.vocab_size = vocab_size.or(config.model.vocab_size);
     let (file, loaded) = match (whole(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
         (Err(error), Some(file)) if error.kind() == ErrorKind::NotFound => {
             let ranks = whole(&file).map_err(|error| missing(dir, &error))?;
@@ -82,7 +83,10 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
     let added: HashMap<u32, bool> = listed.iter().map(|(id, token)| (*id, token.special)).collect();
     let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id)).map_err(twice)?;
     for (id, token) in &listed {
-        pieces.put(*id, token.content.as_bytes());
+        pieces.put_added(*id, &token.content);
+    }
+    if let Some((before, behind)) = document.get("decoder").and_then(mark) {
+        pieces.share_marked(before, behind);
     }
     let added_ids = listed.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
     let compile = |source: &Option<String>| {
@@ -95,6 +99,7 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
     let contents = listed.iter().map(|(id, token)| (token.content.as_str(), *id));
     let model = config.model.with_placeholders(contents, |id| !added.contains_key(&id) && pieces.get(id).is_some());
     Ok(Tokenizer {
+        gaps: model.vocab_size.is_none() && pieces.has_gaps(),
         model,
         prefix,
         special_ids: listed.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect(),
@@ -198,6 +203,18 @@ fn drops_first_space(decoder: &Value) -> bool {
     let prepends = kind == Some("Metaspace") && decoder.get("prepend_scheme").is_none_or(|scheme| scheme != "never");
     let parts = decoder.get("decoders").and_then(Value::as_array);
     strips || prepends || parts.is_some_and(|parts| parts.iter().any(drops_first_space))
+}
+
+/// What a decoder takes off an entry, before it and behind it, where it writes words and not bytes.
+fn mark(decoder: &Value) -> Option<(&str, &str)> {
+    let text = |key: &str| decoder.get(key).and_then(Value::as_str);
+    let parts = || decoder.get("decoders")?.as_array()?.iter().find_map(mark);
+    let found = match text("type") {
+        Some("WordPiece") => Some((text("prefix").unwrap_or("##"), "")),
+        Some("BPEDecoder") => Some(("", text("suffix").unwrap_or("</w>"))),
+        _ => parts(),
+    };
+    found.filter(|(before, behind)| !before.is_empty() || !behind.is_empty())
 }
 
 /// Whether a component or one of a sequence of them is of `kind`.

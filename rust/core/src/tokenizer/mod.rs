@@ -64,6 +64,8 @@ pub struct Tokenizer {
     eos_ids: Vec<u32>,
     stop_id: Option<u32>,
     model: Model,
+    /// Whether ids below the size may be none, as neither an entry nor the model's size says otherwise.
+    gaps: bool,
     /// What the post-processor puts before a text.
     prefix: Vec<u32>,
     template: Option<Template>,
@@ -103,7 +105,15 @@ impl Tokenizer {
     /// `Kind::Io` where there is no tokenizer.json or a file cannot be read; `Kind::Tokenizer` where one is not what
     /// it should be; `Kind::Template` for a chat template that does not compile. Each with the file.
     pub fn from_dir(path: &Path) -> Result<Self> {
-        load::from_dir(path)
+        load::from_dir(path, None)
+    }
+
+    /// As [`Tokenizer::from_dir`], for a model whose embedding has `vocab_size` rows, whatever config.json says.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_dir`].
+    pub fn from_dir_of(path: &Path, vocab_size: Option<u32>) -> Result<Self> {
+        load::from_dir(path, vocab_size)
     }
 
     /// Loads the bytes of a tokenizer.json.
@@ -182,15 +192,18 @@ impl Tokenizer {
         self.pieces.get(id)
     }
 
-    /// The bytes of `ids`, end to end, added tokens included.
+    /// The bytes of `ids`, end to end, added tokens included. Ids that only the model has spell nothing.
     ///
     /// # Errors
     /// `Kind::Tokenizer` for an id that is not in the vocabulary, with its index.
     pub fn decode_bytes(&self, ids: &[u32]) -> Result<Vec<u8>> {
         let mut bytes = Vec::with_capacity(ids.len() * 4);
         for (index, &id) in ids.iter().enumerate() {
-            let piece = self.pieces.get(id).ok_or_else(|| self.unknown(id, index))?;
-            bytes.extend_from_slice(piece);
+            match self.pieces.get(id) {
+                Some(piece) => bytes.extend_from_slice(piece),
+                None if self.first_outside(&[id]).is_none() => {}
+                None => return Err(self.unknown(id, index)),
+            }
         }
         Ok(bytes)
     }
@@ -276,6 +289,31 @@ impl Tokenizer {
     /// What the model beside the tokenizer says of its ids.
     pub fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// Every id that the model takes is below this: the rows of its embedding, or the tokenizer's own size where nothing
+    /// says how many there are.
+    pub fn model_vocab_size(&self) -> u32 {
+        self.model.vocab_size.unwrap_or_else(|| self.vocab_size())
+    }
+
+    /// The first of `ids` that the model does not have.
+    pub fn first_outside(&self, ids: &[u32]) -> Option<usize> {
+        let bound = self.model_vocab_size();
+        if ids.iter().copied().max().is_some_and(|largest| largest >= bound) {
+            return ids.iter().position(|&id| id >= bound);
+        }
+        if self.gaps { ids.iter().position(|&id| self.pieces.get(id).is_none()) } else { None }
+    }
+
+    /// Whether what `id` shows may be shown by another id too: two entries have its bytes.
+    pub fn is_shared(&self, id: u32) -> bool {
+        self.pieces.is_shared(id)
+    }
+
+    /// Whether any two ids show the same.
+    pub fn has_shared(&self) -> bool {
+        self.pieces.has_shared()
     }
 
     /// The first of `ids` that stands for a picture, sound or video.

@@ -4,7 +4,7 @@
 //! once per tokenizer.
 
 use foldhash::fast::RandomState;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::LazyLock;
 
 /// How vocabulary entries spell bytes.
@@ -60,6 +60,8 @@ pub(super) struct Pieces {
     ranges: Vec<(u32, u32)>,
     ids: HashMap<Box<[u8]>, u32, RandomState>,
     longest: usize,
+    /// Ids whose bytes another id has too, or may show.
+    shared: HashSet<u32, RandomState>,
 }
 
 impl Pieces {
@@ -78,13 +80,45 @@ impl Pieces {
             if is_added(id) {
                 continue;
             }
-            if canonical {
-                pieces.ids.insert(bytes.into(), id);
+            let other = if canonical {
+                pieces.ids.insert(bytes.into(), id)
             } else {
-                pieces.ids.entry(bytes.into()).or_insert(id);
-            }
+                let first = *pieces.ids.entry(bytes.into()).or_insert(id);
+                Some(first).filter(|first| *first != id)
+            };
+            pieces.shared.extend(other.into_iter().flat_map(|other| [other, id]));
         }
         Ok(pieces)
+    }
+
+    /// Sets the bytes of an added token.
+    pub fn put_added(&mut self, id: u32, content: &str) {
+        self.put(id, content.as_bytes());
+        let other = self.ids.get(content.as_bytes()).copied().filter(|other| *other != id);
+        self.shared.extend(other.into_iter().flat_map(|other| [other, id]));
+    }
+
+    /// Notes entries that another one shows too, when its mark (`##` before it, `</w>` behind it) is taken off.
+    pub fn share_marked(&mut self, before: &str, behind: &str) {
+        let marked = |bytes: &&[u8]| bytes.starts_with(before.as_bytes()) && bytes.ends_with(behind.as_bytes());
+        let bare = |bytes: &[u8]| bytes.get(before.len()..bytes.len() - behind.len()).map(<[u8]>::to_vec);
+        let bared: Vec<_> = self.ids.keys().map(AsRef::as_ref).filter(marked).filter_map(bare).collect();
+        self.shared.extend(bared.iter().filter_map(|bytes| self.ids.get(bytes.as_slice())));
+    }
+
+    /// Whether the bytes of `id` may have been shown by another one.
+    pub fn is_shared(&self, id: u32) -> bool {
+        self.shared.contains(&id)
+    }
+
+    /// Whether any two ids show the same.
+    pub fn has_shared(&self) -> bool {
+        !self.shared.is_empty()
+    }
+
+    /// Whether some id below the size is not in use.
+    pub fn has_gaps(&self) -> bool {
+        self.ranges.iter().any(|range| range.0 == u32::MAX)
     }
 
     /// Sets the bytes of `id`.
@@ -157,6 +191,21 @@ mod tests {
     }
 
     #[test]
+    fn what_two_entries_may_show_is_shared() {
+        let vocab = [("ing", 1), ("##ing", 2), ("##ed", 3), ("play", 4), ("at</w>", 5), ("at", 6)];
+        let vocab = vocab.map(|(t, i)| (t.to_owned(), i)).into();
+        let mut pieces = Pieces::new(&vocab, Spelling::Other, |_| false).unwrap();
+        let shared = |pieces: &Pieces| (0..9).filter(|&id| pieces.is_shared(id)).collect::<Vec<u32>>();
+        assert!(!pieces.has_shared());
+        pieces.share_marked("##", "");
+        assert_eq!(shared(&pieces), [1]);
+        pieces.share_marked("", "</w>");
+        assert_eq!(shared(&pieces), [1, 6]);
+        pieces.put_added(8, "play");
+        assert_eq!(shared(&pieces), [1, 4, 6, 8]);
+    }
+
+    #[test]
     fn a_sentencepiece_byte_gives_way_to_the_written_piece() {
         let vocab = [("<0x41>", 3), ("A", 9), ("▁Hi", 10), ("<0xE2>", 4)].map(|(t, i)| (t.to_owned(), i)).into();
         let pieces = Pieces::new(&vocab, Spelling::SentencePiece, |_| false).unwrap();
@@ -165,5 +214,7 @@ mod tests {
         assert_eq!(pieces.id(b" Hi"), Some(10));
         assert_eq!(pieces.id(&[0xE2]), Some(4));
         assert_eq!((pieces.get(5), pieces.size(), pieces.longest()), (None, 11, 3));
+        let shared: Vec<u32> = (0..11).filter(|&id| pieces.is_shared(id)).collect();
+        assert_eq!((shared, pieces.has_gaps()), (vec![3, 9], true));
     }
 }
