@@ -262,6 +262,7 @@ def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, v
         ({"trace_ids": [1, 2, 3]}, "what `save` writes"),
         ({"reward_names": ["a"]}, "reward_names"),
         ({"drift": None}, "what `save` writes"),
+        ({"drift": {"detail": ["x"], "reasons": ["\x1b[31m"], "errors": [], "recorded": 4, "exact": 3}}, "names like"),
         ({"drift": {"detail": [], "reasons": [], "errors": [], "recorded": 1e999, "exact": 0}}, "what `save` writes"),
         ({"drift": {"detail": ["x"], "reasons": [], "errors": [], "recorded": 4, "exact": 3}}, "drift.reason"),
     ],
@@ -376,6 +377,17 @@ def test_a_crafted_manifest_is_refused(tmp_path, place, value):
     (tmp_path / "manifest.json").write_text(json.dumps(told))
     with pytest.raises((FormatError, ReadError)):
         Sequences.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../out.json", "/etc/passwd", "a/b.json", "out.json.", ".", "OUT.json"])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused_before_it_is_looked_at(tmp_path, name):
+    example().save(tmp_path / "s")
+    (tmp_path / "out.json").write_bytes(b"{}")
+    told = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    told["files"][name] = {"bytes": 2, "crc32": "a505df1b"}
+    (tmp_path / "s" / "manifest.json").write_text(json.dumps(told))
+    with pytest.raises(FormatError, match="leads out of the folder"):
+        Sequences.load(tmp_path / "s")
 
 
 def test_links_pipes_and_folders_are_not_followed(tmp_path):

@@ -5,6 +5,7 @@ Here is `misfit`, what is wrong with columns that come from a file. Called by `s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -115,6 +116,8 @@ def _wrong_value(columns: Mapping[str, Array]) -> str:
 
 def _wrong_drift(stored: Stored) -> str:
     columns, traces = stored.columns, len(stored.columns["group"])
+    if not all(re.fullmatch(r"R\d\d [a-z0-9_]{1,60}", name) for name in stored.drift["reasons"]):
+        return "drift.reasons are not names like `R01 noncanonical_bpe`."
     highest = {"reason": len(stored.drift["reasons"]) - 1, "trace": traces - 1}
     lowest = {"reason": 0, "trace": 0, "count": None}
     for name in DRIFT_COLUMNS:
