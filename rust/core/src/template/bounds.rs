@@ -33,7 +33,7 @@ pub(super) fn length(source: &str) -> Option<String> {
 
 impl<'a> Bounds<'a> {
     /// Why the template is refused at `{{ inside }}`.
-    pub fn expression(&self, inside: &str) -> Option<String> {
+    pub fn expression(inside: &str) -> Option<String> {
         chain(inside)
     }
 

@@ -2,21 +2,25 @@
 //!
 //! One environment holds one compiled template. Errors of the engine become ours here. Called by `Template`.
 
+use super::charge::{Paid, Reads, held};
 use super::clock::Clock;
 use super::filters;
 use super::json::{Style, dumps, python_str};
 use super::limits::{self, Size};
 use super::methods;
 use super::operators;
+use super::predicates;
 use super::scan::GENERATION_FILTER;
 use super::value::Tagged;
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Object, Rest, Value, ValueOrKwargs, from_args};
-use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, Output, State, UndefinedBehavior};
+use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, Output, State, UndefinedBehavior, functions};
 use std::fmt;
 
 const NAME: &str = "chat_template";
+/// Bytes that a byte of a time's format can become: a field of three bytes may be padded to 255.
+const STRFTIME_BYTES: usize = 128;
 /// Context variables of our own.
 pub(super) const CLOCK: &str = "__clock";
 pub(super) const GENERATION_MARKS: &str = "__generation_marks";
@@ -41,7 +45,7 @@ impl Object for ClockValue {}
 
 /// An environment with `source` compiled in it; `longest_text` is its longest stretch of literal text.
 pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment<'static>> {
-    let mut env = Environment::new();
+    let mut env = Environment::empty();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(|e| failure(&e))?;
     env.set_syntax(syntax);
     env.set_undefined_behavior(UndefinedBehavior::Lenient);
@@ -50,31 +54,43 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     env.set_recursion_limit(limits::RECURSION);
     env.set_formatter(write_value);
     env.set_unknown_method_callback(methods::call);
-    env.add_filter("tojson", tojson);
-    filters::add(&mut env);
-    add_operators(&mut env);
-    env.add_filter(GENERATION_FILTER, mark_generation);
-    env.add_function("range", limits::range);
-    env.add_function("raise_exception", raise_exception);
-    env.add_function("__load", no_loader);
-    env.remove_global("debug");
-    env.add_function("strftime_now", strftime_now);
+    let mut paid = Paid(&mut env);
+    filters::add(&mut paid);
+    predicates::add(&mut paid);
+    add_operators(&mut paid);
+    paid.filter("tojson", Reads::Strings, tojson);
+    paid.filter(GENERATION_FILTER, Reads::Strings, mark_generation);
+    paid.function("range", Reads::Strings, limits::range);
+    paid.function("dict", Reads::Shape, functions::dict);
+    paid.function("namespace", Reads::Shape, functions::namespace);
+    paid.function("raise_exception", Reads::Strings, raise_exception);
+    paid.function("strftime_now", Reads::Strings, strftime_now);
+    paid.function("__load", Reads::Strings, no_loader);
     env.add_template_owned(NAME, source).map_err(|error| failure(&error))?;
     Ok(env)
 }
 
-/// The filters that `rewrite` writes.
-fn add_operators(env: &mut Environment<'static>) {
-    env.add_filter("__add", operators::add);
-    env.add_filter("__concat", operators::concat);
-    env.add_filter("__multiply", operators::multiply);
-    env.add_filter("__modulo", operators::modulo);
-    env.add_filter("__in", operators::contains);
-    env.add_filter("__compare", operators::compare);
-    env.add_filter("__each", operators::each);
-    env.add_filter("__slice", operators::slice);
-    env.add_filter("__sized", limits::sized);
-    env.add_filter("__loop", methods::of_loop);
+/// The filters that `rewrite` writes; what they make is counted by themselves.
+fn add_operators(paid: &mut Paid<'_>) {
+    paid.direct("__add", Reads::Strings, |_, values| operators::add(values));
+    paid.direct("__concat", Reads::Strings, |_, values| operators::concat(values));
+    paid.filter("__multiply", Reads::Strings, operators::multiply);
+    paid.filter("__modulo", Reads::Strings, operators::modulo);
+    paid.direct("__in", Reads::Strings, |_, values| {
+        from_args(values).and_then(|(item, container)| operators::contains(item, container)).map(Value::from)
+    });
+    paid.direct("__compare", Reads::Strings, |_, values| operators::compare(values).map(Value::from));
+    paid.filter("__each", Reads::Strings, operators::each);
+    paid.filter("__slice", Reads::Strings, operators::slice);
+    paid.filter("__sized", Reads::Strings, operators::sized);
+    paid.direct("__item", Reads::Strings, |_, values| {
+        from_args(values).and_then(|(value, key)| operators::item(value, key))
+    });
+    paid.filter("__key", Reads::All, |key: Value| key);
+    paid.filter("__mapping", Reads::All, |value: Value| value);
+    paid.filter("__splat", Reads::Strings, operators::splat);
+    paid.filter("__held", Reads::Strings, held);
+    paid.direct("__loop", Reads::Strings, methods::of_loop);
 }
 
 /// Renders the template with `context`.
@@ -99,7 +115,7 @@ fn failure(error: &JinjaError) -> Error {
             endless(&format!("the chat template calls its macros too deeply{place}"))
         }
         ErrorKind::WriteFailure => {
-            endless("the chat template made more text than its bounds allow: 4 MiB in one value, 96 MiB in all")
+            endless("the chat template made more text than its bounds allow: 4 MiB in one value, 48 MiB in all")
         }
         ErrorKind::SyntaxError => {
             Error::new(Kind::Template, format!("the chat template does not compile: {}{place}", detail(error)))
@@ -137,7 +153,7 @@ fn raised(error: &JinjaError) -> Option<String> {
 }
 
 fn raise_exception(message: &Value) -> Result<Value, JinjaError> {
-    let message = message.to_string();
+    let message = python_str(message)?.into_owned();
     Err(JinjaError::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message)))
 }
 
@@ -146,6 +162,7 @@ fn no_loader() -> Result<Value, JinjaError> {
 }
 
 fn strftime_now(state: &State, format: &str) -> Result<String, JinjaError> {
+    limits::make(format.len().saturating_mul(STRFTIME_BYTES))?;
     let clock = state.lookup(CLOCK);
     let clock = clock.as_ref().and_then(|value| value.downcast_object_ref::<ClockValue>());
     let clock = clock.map_or_else(Clock::now, |value| value.0.clone());

@@ -2,137 +2,115 @@
 //!
 //! What a filter means is left to the engine wherever both agree. Called by `environment`.
 
+use super::charge::{Paid, Reads, text_bytes};
 use super::generator::Generator;
 use super::json::python_str;
 use super::limits::{self, made, make_items};
 use super::methods::{joined, replaced, strip};
 use super::operators::{self, add as plus, allow_format};
 use minijinja::formatting::FormatStyle;
-use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs, from_args};
-use minijinja::{Environment, Error, ErrorKind, State, filters};
+use minijinja::value::{Kwargs, Value, ValueKind, from_args};
+use minijinja::{Error, ErrorKind, State, filters};
 use std::borrow::Cow;
 
-/// Filters that give a generator in Python.
-const LAZY: [&str; 9] = ["map", "select", "reject", "selectattr", "rejectattr", "unique", "batch", "slice", "items"];
-/// Filters whose result is counted and no more.
-const COUNTED: [&str; 7] = ["upper", "lower", "title", "capitalize", "sort", "dictsort", "groupby"];
-/// What the engine has and Jinja has not.
-const UNKNOWN: [&str; 5] = ["split", "lines", "bool", "chain", "zip"];
-
-/// Adds the filters to `env`.
-pub(super) fn add(env: &mut Environment<'static>) {
-    keep_engine_filters(env);
-    for name in LAZY {
-        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
-            lazy(state, name, &args.into_values())
-        });
+/// Adds the filters.
+pub(super) fn add(paid: &mut Paid<'_>) {
+    add_lazy(paid);
+    add_counted(paid);
+    for (name, inner) in [("int", Value::from_function(filters::int)), ("float", Value::from_function(filters::float))]
+    {
+        paid.direct(name, Reads::Strings, move |state, args| number(state, name, &inner, args));
     }
-    for name in COUNTED {
-        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
-            let args = args.into_values();
-            if matches!(name, "sort" | "dictsort" | "groupby") && args.first().is_none_or(Value::is_none) {
-                return Err(not_iterable());
-            }
-            engine(state, name, &args).and_then(made)
-        });
+    for name in ["length", "count"] {
+        paid.filter(name, Reads::Strings, length);
     }
-    for name in UNKNOWN {
-        env.remove_filter(name);
+    for name in ["default", "d"] {
+        paid.filter(name, Reads::Strings, filters::default);
     }
-    env.add_filter("trim", trim);
-    env.add_filter("replace", replace);
-    env.add_filter("length", length);
-    env.add_filter("count", length);
-    env.add_filter("reverse", reverse);
-    env.add_filter("list", list);
-    env.add_filter("join", join);
-    env.add_filter("sum", sum);
-    env.add_filter("string", string);
-    env.add_filter("indent", indent);
-    env.add_filter("format", format);
-    env.add_filter("escape", operators::escape);
-    env.add_filter("e", operators::escape);
-    env.add_filter("forceescape", |value: &Value| operators::escape(&Value::from(python_str(value)?.into_owned())));
-    env.add_filter("safe", |value: &Value| python_str(value).map(|text| Value::from_safe_string(text.into_owned())));
-    env.add_filter("int", |state: &mut State, args: Rest<ValueOrKwargs>| number(state, "int", &args.into_values()));
-    env.add_filter("float", |state: &mut State, args: Rest<ValueOrKwargs>| number(state, "float", &args.into_values()));
-    add_tests(env);
+    for name in ["escape", "e"] {
+        paid.filter(name, Reads::Strings, operators::escape);
+    }
+    let escape = |value: &Value| operators::escape(&Value::from(python_str(value)?.into_owned()));
+    paid.filter("forceescape", Reads::Strings, escape);
+    let safe = |value: &Value| python_str(value).map(|text| Value::from_safe_string(text.into_owned())).and_then(made);
+    paid.filter("safe", Reads::Strings, safe);
+    paid.filter("string", Reads::Strings, string);
+    paid.filter("trim", Reads::Strings, trim);
+    paid.filter("replace", Reads::Texts, replace);
+    paid.filter("abs", Reads::Texts, filters::abs);
+    paid.filter("round", Reads::Texts, filters::round);
+    paid.filter("attr", Reads::Strings, operators::item);
+    paid.filter("first", Reads::Strings, filters::first);
+    paid.filter("last", Reads::Items, filters::last);
+    paid.filter("list", Reads::Items, list);
+    paid.filter("join", Reads::Items, join);
+    paid.filter("sum", Reads::Items, sum);
+    paid.filter("min", Reads::Sorted, filters::min);
+    paid.filter("max", Reads::Sorted, filters::max);
+    paid.filter("pprint", Reads::All, pprint);
+    let inner = Value::from_function(filters::reverse);
+    paid.direct("reverse", Reads::Items, move |state, args| reverse(state, &inner, args));
+    let inner = Value::from_function(filters::indent);
+    paid.direct("indent", Reads::Texts, move |state, args| indent(state, &inner, args));
+    let inner = Value::from_function(filters::format);
+    paid.direct("format", Reads::Texts, move |state, args| format(state, &inner, args));
 }
 
-/// Jinja's tests where the engine's are another's.
-fn add_tests(env: &mut Environment<'static>) {
-    for name in ["startingwith", "endingwith", "containing", "int", "safe"] {
-        env.remove_test(name);
+/// Filters that give a generator in Python.
+fn add_lazy(paid: &mut Paid<'_>) {
+    for (name, reads, inner) in [
+        ("map", Reads::Items, Value::from_function(filters::map)),
+        ("select", Reads::Items, Value::from_function(filters::select)),
+        ("reject", Reads::Items, Value::from_function(filters::reject)),
+        ("selectattr", Reads::Items, Value::from_function(filters::selectattr)),
+        ("rejectattr", Reads::Items, Value::from_function(filters::rejectattr)),
+        ("unique", Reads::Sorted, Value::from_function(filters::unique)),
+        // What lies deeper afterwards is walked, so that nothing comes to lie deeper than can be.
+        ("batch", Reads::Shape, Value::from_function(filters::batch)),
+        ("slice", Reads::Shape, Value::from_function(filters::slice)),
+        ("items", Reads::Shape, Value::from_function(filters::items)),
+    ] {
+        paid.direct(name, reads, move |state, args| lazy(state, name, &inner, args));
     }
-    env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
-    // What has a length and items: strings and dicts too.
-    env.add_test("sequence", |value: &Value| match value.kind() {
-        ValueKind::String | ValueKind::Seq | ValueKind::Map => true,
-        ValueKind::Iterable => value.downcast_object_ref::<Generator>().is_none() && value.len().is_some(),
-        _ => false,
-    });
-    env.add_test("in", |value: &Value, container: &Value| operators::contains(value, container));
-    env.add_test("odd", |value: &Value| operators::leaves(value, &Value::from(2), 1));
-    env.add_test("even", |value: &Value| operators::leaves(value, &Value::from(2), 0));
-    env.add_test("divisibleby", |value: &Value, by: &Value| operators::leaves(value, by, 0));
-    let names = [("<", "lt", "lessthan"), (">", "gt", "greaterthan"), ("<=", "le", "<="), (">=", "ge", ">=")];
-    for (operator, short, long) in names {
-        for name in [operator, short, long] {
-            env.add_test(name, move |value: &Value, other: &Value| {
-                operators::compare(&[value.clone(), Value::from(operator), other.clone()])
-            });
-        }
+}
+
+/// Filters whose result is counted and no more.
+fn add_counted(paid: &mut Paid<'_>) {
+    for (name, reads, inner) in [
+        ("upper", Reads::Texts, Value::from_function(filters::upper)),
+        ("lower", Reads::Texts, Value::from_function(filters::lower)),
+        ("title", Reads::Texts, Value::from_function(filters::title)),
+        ("capitalize", Reads::Texts, Value::from_function(filters::capitalize)),
+        ("sort", Reads::Sorted, Value::from_function(filters::sort)),
+        ("dictsort", Reads::Sorted, Value::from_function(filters::dictsort)),
+        ("groupby", Reads::Sorted, Value::from_function(filters::groupby)),
+    ] {
+        paid.direct(name, reads, move |state, args| {
+            if reads == Reads::Sorted && args.first().is_none_or(Value::is_none) {
+                return Err(not_iterable());
+            }
+            inner.call(state, args).and_then(made)
+        });
     }
 }
 
 /// `int` and `float`: what is no number is the default.
-fn number(state: &mut State, name: &str, args: &[Value]) -> Result<Value, Error> {
+fn number(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<Value, Error> {
     let (given, kwargs): (&[Value], Kwargs) = from_args(args)?;
     if given.first().is_none_or(Value::is_undefined) {
         return Err(Error::new(ErrorKind::UndefinedError, format!("{name} of what is undefined")));
     }
     let zero = if name == "int" { Value::from(0) } else { Value::from(0.0) };
     let default = given.get(1).cloned().or(kwargs.get("default")?).unwrap_or(zero);
-    Ok(engine(state, name, args).unwrap_or(default))
-}
-
-/// The engine's own filters under names of ours, for [`engine`].
-fn keep_engine_filters(env: &mut Environment<'static>) {
-    env.add_filter("__map", filters::map);
-    env.add_filter("__select", filters::select);
-    env.add_filter("__reject", filters::reject);
-    env.add_filter("__selectattr", filters::selectattr);
-    env.add_filter("__rejectattr", filters::rejectattr);
-    env.add_filter("__unique", filters::unique);
-    env.add_filter("__batch", filters::batch);
-    env.add_filter("__slice_filter", filters::slice);
-    env.add_filter("__items", filters::items);
-    env.add_filter("__upper", filters::upper);
-    env.add_filter("__lower", filters::lower);
-    env.add_filter("__title", filters::title);
-    env.add_filter("__capitalize", filters::capitalize);
-    env.add_filter("__sort", filters::sort);
-    env.add_filter("__dictsort", filters::dictsort);
-    env.add_filter("__indent", filters::indent);
-    env.add_filter("__format", filters::format);
-    env.add_filter("__reverse", filters::reverse);
-    env.add_filter("__groupby", filters::groupby);
-    env.add_filter("__int", filters::int);
-    env.add_filter("__float", filters::float);
-}
-
-/// The engine's own filter.
-fn engine(state: &mut State, name: &str, args: &[Value]) -> Result<Value, Error> {
-    let name = if name == "slice" { "__slice_filter".to_owned() } else { format!("__{name}") };
-    state.apply_filter(&name, args)
+    Ok(inner.call(state, args).unwrap_or(default))
 }
 
 fn not_iterable() -> Error {
     Error::new(ErrorKind::InvalidOperation, "none is not iterable")
 }
 
-fn lazy(state: &mut State, name: &str, args: &[Value]) -> Result<Value, Error> {
-    let Some(value) = args.first() else { return engine(state, name, args) };
+fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<Value, Error> {
+    let Some(value) = args.first() else { return inner.call(state, args) };
     if value.is_none() {
         // Of nothing Jinja's maps and selections make nothing; the others raise.
         return match name {
@@ -144,7 +122,7 @@ fn lazy(state: &mut State, name: &str, args: &[Value]) -> Result<Value, Error> {
     let width = args.get(1).filter(|_| matches!(name, "batch" | "slice")).and_then(Value::as_usize);
     let count = value.as_str().map_or_else(|| value.len().unwrap_or(0), |text| text.chars().count());
     make_items(count.saturating_add(width.unwrap_or(0)))?;
-    let items: Vec<Value> = engine(state, name, args)?.try_iter()?.collect();
+    let items: Vec<Value> = inner.call(state, args)?.try_iter()?.collect();
     Ok(Generator::value(items))
 }
 
@@ -172,11 +150,11 @@ fn length(value: &Value) -> Result<usize, Error> {
     })
 }
 
-fn reverse(state: &mut State, value: &Value) -> Result<Value, Error> {
-    if value.is_none() {
+fn reverse(state: &mut State, inner: &Value, args: &[Value]) -> Result<Value, Error> {
+    if args.first().is_none_or(Value::is_none) {
         return Err(not_iterable());
     }
-    let reversed = engine(state, "reverse", std::slice::from_ref(value)).and_then(made)?;
+    let reversed = inner.call(state, args).and_then(made)?;
     if reversed.kind() == ValueKind::String {
         return Ok(reversed);
     }
@@ -201,7 +179,7 @@ fn items(state: &mut State, value: &Value, attribute: Option<Value>) -> Result<V
     let items = match attribute {
         Some(attribute) => {
             let named = Value::from(Kwargs::from_iter([("attribute", attribute)]));
-            engine(state, "map", &[items, named])?
+            state.apply_filter("map", &[items, named])?
         }
         None => items,
     };
@@ -220,7 +198,7 @@ fn join(
     let attribute = attribute.or(kwargs.get("attribute")?);
     kwargs.assert_all_used()?;
     let items = items(state, value, attribute)?;
-    let texts = items.iter().map(python_str).collect::<Result<Vec<_>, _>>()?;
+    let texts = operators::texts_of(&items)?;
     let texts: Vec<&str> = texts.iter().map(AsRef::as_ref).collect();
     let between = between.as_ref().map_or(Ok(Cow::Borrowed("")), python_str)?;
     joined(&texts, &between)
@@ -251,21 +229,25 @@ fn string(value: &Value) -> Result<Value, Error> {
     made(Value::from(python_str(value)?.into_owned()))
 }
 
-fn indent(state: &mut State, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
-    let args = args.into_values();
-    let (given, kwargs): (&[Value], Kwargs) = from_args(&args)?;
+fn indent(state: &mut State, inner: &Value, args: &[Value]) -> Result<Value, Error> {
+    let (given, kwargs): (&[Value], Kwargs) = from_args(args)?;
     let width = given.get(1).cloned().or(kwargs.get("width")?);
     let width = width.map_or(4, |width| width.as_usize().or(width.as_str().map(str::len)).unwrap_or(0));
     let text = given.first().and_then(Value::as_str);
     let text = text.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "indent takes a string"))?;
     let lines = text.matches('\n').count() + 1;
     limits::make(text.len().saturating_add(lines.saturating_mul(width)))?;
-    engine(state, "indent", &args)
+    inner.call(state, args)
 }
 
-fn format(state: &mut State, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
-    let args = args.into_values();
+fn format(state: &mut State, inner: &Value, args: &[Value]) -> Result<Value, Error> {
     let pattern = args.first().and_then(Value::as_str).unwrap_or_default().to_owned();
     allow_format(FormatStyle::Printf, &pattern, args.get(1..).unwrap_or_default())?;
-    engine(state, "format", &args)
+    inner.call(state, args)
+}
+
+/// As the engine prints it, if there is not too much of it: each value may stand on a line of its own.
+fn pprint(value: &Value) -> Result<String, Error> {
+    limits::make(text_bytes(value)?.saturating_mul(8))?;
+    Ok(filters::pprint(value))
 }

@@ -19,6 +19,11 @@ impl Generator {
         Value::from_object(Self { items, taken: AtomicUsize::new(0) })
     }
 
+    /// All of them, taken or not.
+    pub fn items(&self) -> &[Value] {
+        &self.items
+    }
+
     fn take(&self) -> Option<Value> {
         let at = self.taken.fetch_add(1, Ordering::Relaxed);
         self.items.get(at).cloned()

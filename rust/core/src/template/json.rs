@@ -2,6 +2,7 @@
 //!
 //! Separators, indentation, escapes and floats as CPython writes them. Called by the `tojson` filter.
 
+use super::charge::text_bytes;
 use super::limits;
 use super::value::fields;
 use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
@@ -54,8 +55,8 @@ impl Style {
             let [item, key] = parts.as_slice() else {
                 return Err(Error::new(ErrorKind::InvalidOperation, "separators must be a pair (item, key)"));
             };
-            style.item_separator = item.to_string().into();
-            style.key_separator = key.to_string().into();
+            style.item_separator = python_str(item)?.into_owned().into();
+            style.key_separator = python_str(key)?.into_owned().into();
         }
         if let Some(value) = argument(3, "sort_keys")? {
             style.sort_keys = value.is_true();
@@ -129,23 +130,27 @@ fn write_container<T>(
         if index > 0 {
             out.push_str(&style.item_separator);
         }
-        new_line(out, style, depth + 1);
+        new_line(out, style, depth + 1)?;
         write_item(out, item)?;
     }
     if !items.is_empty() {
-        new_line(out, style, depth);
+        new_line(out, style, depth)?;
     }
     out.push(if open == '[' { ']' } else { '}' });
     Ok(())
 }
 
-fn new_line(out: &mut String, style: &Style, depth: usize) {
+fn new_line(out: &mut String, style: &Style, depth: usize) -> Result<(), Error> {
     if let Some(indent) = &style.indent {
+        if depth * indent.len() > limits::largest() {
+            return Err(ErrorKind::WriteFailure.into());
+        }
         out.push('\n');
         for _ in 0..depth {
             out.push_str(indent);
         }
     }
+    Ok(())
 }
 
 fn write_key(out: &mut String, key: &Value, style: &Style) -> Result<(), Error> {
@@ -255,7 +260,13 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error
             let text = Value::from(vec![value.clone()]).to_string();
             out.push_str(text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text));
         }
-        _ => out.push_str(&value.to_string()),
+        _ => {
+            // The engine prints what holds others without looking at how much there is.
+            if text_bytes(value)? > limits::largest() {
+                return Err(ErrorKind::WriteFailure.into());
+            }
+            out.push_str(&value.to_string());
+        }
     }
     Ok(())
 }
@@ -302,6 +313,7 @@ mod tests {
     use super::*;
 
     fn start() {
+        limits::open();
         limits::start(limits::Size { messages: 1, bytes: 0 });
     }
 

@@ -4,9 +4,10 @@
 //! that have done more than any conversation makes them. Called by `environment`, `operators`, `filters` and `methods`.
 
 use super::scan::FREE_TEXT;
-use minijinja::value::{DynObject, Value, ValueKind};
+use minijinja::value::{Enumerator, Object, ObjectRepr, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, functions};
 use std::cell::Cell;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Steps a render may take: half a second of looping, and a hundred times what conversations need.
@@ -14,7 +15,7 @@ const FUEL: u64 = 5_000_000;
 /// Steps a render may take for each message, where these are more.
 const FUEL_PER_MESSAGE: u64 = 10_000;
 /// Bytes that all values made and printed may have together, beside sixteen times the input.
-const ALL_BYTES: usize = 96 << 20;
+const ALL_BYTES: usize = 48 << 20;
 /// More of these for conversations that a template puts together bit by bit: as often as they have messages.
 const PIECEMEAL_BYTES: usize = 1 << 30;
 /// Bytes that one value may have beside eight times the input.
@@ -22,19 +23,24 @@ const LARGEST: usize = 4 << 20;
 /// What an item of a list takes.
 pub(super) const ITEM_BYTES: usize = 24;
 /// Values inside a container that is written in a template, and how deep they may lie.
-const NODES: usize = 100_000;
-const NESTING: usize = 128;
+pub(super) const NODES: usize = 100_000;
+pub(super) const NESTING: usize = 128;
 /// Depth of nested macro calls times four: far above real templates, far below a small thread's stack.
 pub(super) const RECURSION: usize = 160;
-/// Work, in units of about ten nanoseconds, before the clock is looked at, and between looks.
+/// Work, in units of about ten nanoseconds, before the clock is looked at, and between looks; work that would take longer
+/// than there is time is refused before it is done.
 const FREE_WORK: usize = 4_000_000;
 const WORK_BETWEEN_LOOKS: usize = 20_000;
+const UNIT: Duration = Duration::from_nanos(10);
 /// An item of a loop.
 const ITEM_WORK: usize = 20;
 const TIME: Duration = Duration::from_millis(400);
 /// What a render gets once when its time is over: it may have been the machine that stood still.
 const GRACE: Duration = Duration::from_millis(200);
 const TIME_PER_MESSAGE: Duration = Duration::from_millis(2);
+const TIME_PER_MEBIBYTE: Duration = Duration::from_millis(40);
+/// Runs of one call that get time for what they render: without marks, and with marks in three ways.
+const RUNS: u8 = 4;
 
 /// What is rendered, for limits that grow with it.
 #[derive(Debug, Clone, Copy)]
@@ -43,42 +49,36 @@ pub(super) struct Size {
     pub bytes: usize,
 }
 
-/// What this thread's render has left.
+/// What this thread's render has left, beside its work.
 #[derive(Debug, Clone, Copy)]
 struct Budget {
     bytes: usize,
     /// Bytes that one value may have.
     largest: usize,
-    work: usize,
     deadline: Option<Instant>,
     grace: bool,
+    /// Runs that still get time of their own.
+    runs: u8,
 }
 
 thread_local! {
     static BUDGET: Cell<Budget> =
-        const { Cell::new(Budget { bytes: 0, largest: 0, work: 0, deadline: None, grace: false }) };
+        const { Cell::new(Budget { bytes: 0, largest: 0, deadline: None, grace: false, runs: 0 }) };
+    /// Work until the clock is looked at.
+    static WORK: Cell<usize> = const { Cell::new(0) };
 }
 
 impl Budget {
-    /// Whether the time is over, grace and all.
-    fn is_late(&mut self) -> bool {
+    /// Whether the time is over, grace and all, before so much work is done.
+    fn is_late(&mut self, units: usize) -> bool {
         let now = Instant::now();
-        let over = self.deadline.is_some_and(|deadline| now > deadline);
-        if over && self.grace {
+        let then = now.checked_add(UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX)));
+        let over = |deadline: Option<Instant>| deadline.zip(then).is_some_and(|(deadline, then)| then > deadline);
+        if over(self.deadline) && self.grace {
             self.grace = false;
             self.deadline = now.checked_add(GRACE);
-            return false;
         }
-        over
-    }
-
-    fn work(&mut self, units: usize) -> Result<(), Error> {
-        if let Some(left) = self.work.checked_sub(units) {
-            self.work = left;
-            return Ok(());
-        }
-        self.work = WORK_BETWEEN_LOOKS;
-        if self.is_late() { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+        over(self.deadline)
     }
 }
 
@@ -97,31 +97,52 @@ pub(super) fn widened(env: &Environment<'static>, size: Size) -> Option<Environm
     })
 }
 
-/// Starts the budget of a render.
-pub(super) fn start(size: Size) {
-    let piecemeal = size.bytes.saturating_mul(size.messages).min(PIECEMEAL_BYTES);
-    let bytes = ALL_BYTES.saturating_add(size.bytes.saturating_mul(16)).saturating_add(piecemeal);
-    let largest = LARGEST.saturating_add(size.bytes.saturating_mul(8));
-    let time = TIME + TIME_PER_MESSAGE.saturating_mul(u32::try_from(size.messages).unwrap_or(u32::MAX));
-    let deadline = Instant::now().checked_add(time);
-    BUDGET.set(Budget { bytes, largest, work: FREE_WORK, deadline, grace: true });
+/// Starts the time of a call, which all its runs share.
+pub(super) fn open() {
+    BUDGET.set(Budget { bytes: 0, largest: 0, deadline: Instant::now().checked_add(TIME), grace: true, runs: RUNS });
+    WORK.set(FREE_WORK);
 }
 
-/// Takes work that makes nothing off the budget.
+/// Starts the budget of a run.
+pub(super) fn start(size: Size) {
+    let mut budget = BUDGET.get();
+    let piecemeal = size.bytes.saturating_mul(size.messages).min(PIECEMEAL_BYTES);
+    budget.bytes = ALL_BYTES.saturating_add(size.bytes.saturating_mul(16)).saturating_add(piecemeal);
+    budget.largest = LARGEST.saturating_add(size.bytes.saturating_mul(8));
+    if let Some(runs) = budget.runs.checked_sub(1) {
+        budget.runs = runs;
+        let times = |each: Duration, count: usize| each.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
+        let time = times(TIME_PER_MESSAGE, size.messages).saturating_add(times(TIME_PER_MEBIBYTE, size.bytes >> 20));
+        budget.deadline = budget.deadline.and_then(|deadline| deadline.checked_add(time));
+    }
+    BUDGET.set(budget);
+}
+
+/// Takes work off the budget, before it is done.
 pub(super) fn work(units: usize) -> Result<(), Error> {
+    let left = WORK.get();
+    if units <= left {
+        WORK.set(left - units);
+        return Ok(());
+    }
+    look(units - left)
+}
+
+#[cold]
+fn look(units: usize) -> Result<(), Error> {
+    WORK.set(WORK_BETWEEN_LOOKS);
     let mut left = BUDGET.get();
-    let result = left.work(units);
+    let late = left.is_late(units);
     BUDGET.set(left);
-    result
+    if late { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
 }
 
 /// Takes a printed value of `bytes` off the budget.
 pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     let mut left = BUDGET.get();
     left.bytes = left.bytes.checked_sub(bytes).ok_or_else(|| Error::from(ErrorKind::WriteFailure))?;
-    let result = left.work(4 + bytes / 64);
     BUDGET.set(left);
-    result
+    work(4 + bytes / 64)
 }
 
 /// Bytes that a value may have.
@@ -149,43 +170,30 @@ pub(super) fn made(value: Value) -> Result<Value, Error> {
     Ok(value)
 }
 
-/// The container, if what it holds can be walked: containers that hold others twice grow without any text growing.
-pub(super) fn sized(value: Value) -> Result<Value, Error> {
-    make_items(value.len().unwrap_or(0))?;
-    weigh(&value)?;
-    Ok(value)
-}
-
-/// Takes a walk over everything below `value` off the budget, and refuses what is too large for one.
-pub(super) fn weigh(value: &Value) -> Result<(), Error> {
-    let mut left = NODES;
-    visit(value, &mut left, 0)?;
-    work(NODES - left)
-}
-
-fn visit(value: &Value, left: &mut usize, depth: usize) -> Result<(), Error> {
-    let too_large = || Error::from(ErrorKind::WriteFailure);
-    *left = left.checked_sub(1).ok_or_else(too_large)?;
-    if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map) {
-        return Ok(());
-    }
-    if depth == NESTING {
-        return Err(too_large());
-    }
-    match value.as_object().and_then(DynObject::try_iter_pairs) {
-        Some(pairs) => pairs.into_iter().try_for_each(|(_, item)| visit(&item, left, depth + 1)),
-        None => Ok(()),
-    }
-}
-
 /// `range` whose items are counted as they are taken.
 pub(super) fn range(lower: isize, upper: Option<isize>, step: Option<isize>) -> Result<Value, Error> {
-    let inner = functions::range(lower, upper, step)?;
-    Ok(Value::make_iterable(move || {
-        let items = inner.try_iter().into_iter().flatten();
-        let length = inner.len().unwrap_or(0);
-        Counted { items, length }
-    }))
+    functions::range(lower, upper, step).map(|numbers| Value::from_object(Range { numbers }))
+}
+
+/// The numbers of a `range`, which hold nothing.
+#[derive(Debug)]
+pub(super) struct Range {
+    numbers: Value,
+}
+
+impl Object for Range {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Iterable
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        let items = self.numbers.try_iter().into_iter().flatten();
+        Enumerator::Iter(Box::new(Counted { items, length: self.numbers.len().unwrap_or(0) }))
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        self.numbers.len()
+    }
 }
 
 struct Counted<I> {
@@ -226,6 +234,7 @@ mod tests {
             "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f('ab') }}",
             "{% set n = namespace(x=['a']) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
             "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + ['a' * 999999] %}{% endfor %}",
+            "{{ ([['a' * 999999]] * 99999)|join }}{{ [[['a' * 999999]]]|tojson(indent='a' * 999999) }}",
             "{{ '%1000000000d' % 1 }}{{ 'x'|indent(10 ** 9) }}",
         ] {
             let template = Template::compile(source, &[]).expect("it compiles");

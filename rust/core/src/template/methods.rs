@@ -3,31 +3,46 @@
 //! Those the engine's own set lacks or takes less exactly than CPython are here, the others are passed on. Called by
 //! the template environment.
 
+use super::charge::{Reads, charge, compared, held, text_bytes};
 use super::limits;
 use super::marks::is_space;
 use super::operators::bounded_format;
 use minijinja::formatting::FormatStyle;
-use minijinja::value::{Rest, Tuple, Value, ValueKind, ValueOrKwargs, from_args};
+use minijinja::value::{Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 
 /// `value.method(args)`.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    pay(value, method, args)?;
     call_uncounted(state, value, method, args).and_then(limits::made)
 }
 
+/// Takes what a method reads off the budget.
+fn pay(value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
+    charge(std::slice::from_ref(value), Reads::Strings)?;
+    match (method, args) {
+        // Each character is looked for among the others.
+        ("strip" | "lstrip" | "rstrip", [chars, ..]) => {
+            limits::work(value.as_str().map_or(0, str::len).saturating_mul(chars.as_str().map_or(0, str::len)) / 64)
+        }
+        ("startswith" | "endswith" | "join", _) => charge(args, Reads::Items),
+        ("count", [what, ..]) if value.kind() != ValueKind::String => {
+            limits::work(text_bytes(value)?.saturating_add(text_bytes(what)?))
+        }
+        ("format", _) => charge(args, Reads::All),
+        _ => charge(args, Reads::Strings),
+    }
+}
+
 /// `value.cycle(args)` and `value.changed(args)`, which the engine answers for its loops without asking [`call`].
-pub(super) fn of_loop(
-    state: &mut State,
-    value: &Value,
-    method: &str,
-    args: Rest<ValueOrKwargs>,
-) -> Result<Value, Error> {
-    let args = args.into_values();
+pub(super) fn of_loop(state: &mut State, args: &[Value]) -> Result<Value, Error> {
+    let [value, method, args @ ..] = args else { return Err(Error::from(ErrorKind::MissingArgument)) };
+    let method = method.as_str().unwrap_or_default();
     if method == "cycle" && args.is_empty() {
         return Err(Error::new(ErrorKind::InvalidOperation, "loop.cycle has no items to choose from"));
     }
-    args.iter().try_for_each(limits::weigh)?;
-    value.call_method(state, method, &args)
+    args.iter().try_for_each(|argument| held(argument.clone()).and_then(|argument| compared(&argument)))?;
+    value.call_method(state, method, args)
 }
 
 fn call_uncounted(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {

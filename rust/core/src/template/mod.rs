@@ -8,6 +8,7 @@
 //! that object, and reasoning under any of `reasoning_content`, `thinking`, `reasoning` is also given as the first two.
 
 mod bounds;
+mod charge;
 mod clock;
 mod conversation;
 mod environment;
@@ -19,6 +20,7 @@ mod marking;
 mod marks;
 mod methods;
 mod operators;
+mod predicates;
 mod provenance;
 mod renders;
 mod rewrite;
@@ -248,6 +250,7 @@ impl Template {
         let bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
         let size = Size { messages: conversation.len(), bytes };
         let context = self.context(add_generation_prompt, kwargs)?;
+        limits::open();
         let mut call = Call { conversation, tools, context, keep_null: false, size };
         match self.run(&call, conversation.values(false, None), None, None) {
             Err(error) if conversation.has_null && self.asks_for_none => {

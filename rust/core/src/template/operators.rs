@@ -3,11 +3,13 @@
 //! What raises in Python is an error here. `rewrite` puts these in the place of the engine's own; called through
 //! `environment` as filters.
 
+use super::charge::{self, compared, walk};
 use super::json::{float_of, python_repr, python_str};
-use super::limits::{self, weigh, work};
+use super::limits::{self, work};
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{DynObject, Tuple, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
+use std::borrow::Cow;
 use std::cmp::Ordering;
 
 /// An error for what Python's operators do not take.
@@ -112,8 +114,20 @@ pub(super) fn concat(values: &[Value]) -> Result<Value, Error> {
     if let Some(texts) = values.iter().map(Value::as_str).collect::<Option<Vec<&str>>>() {
         return joined(&texts);
     }
-    let texts = values.iter().map(python_str).collect::<Result<Vec<_>, _>>()?;
+    let texts = texts_of(values)?;
     joined(&texts.iter().map(AsRef::as_ref).collect::<Vec<_>>())
+}
+
+/// What `str` gives of each value; those that are made for it are taken off the budget one by one.
+pub(super) fn texts_of(values: &[Value]) -> Result<Vec<Cow<'_, str>>, Error> {
+    let text = |value| -> Result<_, Error> {
+        let text = python_str(value)?;
+        if let Cow::Owned(made) = &text {
+            limits::spend(made.len())?;
+        }
+        Ok(text)
+    };
+    values.iter().map(text).collect()
 }
 
 /// `a * b`.
@@ -204,11 +218,11 @@ fn converted(pattern: &str, arguments: &mut [Value]) -> Result<(String, usize), 
         let float = argument.as_ref().and_then(|value| float_of(value)).filter(|float| float.is_finite());
         match (conversion, argument) {
             ('r', Some(argument)) => {
-                *argument = Value::from(python_repr(argument)?);
+                *argument = limits::made(Value::from(python_repr(argument)?))?;
                 out.push('s');
             }
             ('s', Some(argument)) => {
-                *argument = Value::from(python_str(argument)?.into_owned());
+                *argument = limits::made(Value::from(python_str(argument)?.into_owned()))?;
                 out.push('s');
             }
             ('d' | 'i' | 'u', Some(argument)) => {
@@ -249,9 +263,9 @@ pub(super) fn allow_format(style: FormatStyle, pattern: &str, arguments: &[Value
         starred |= spec.contains('*') || !printf && spec.ends_with(':');
         fields += 1;
     }
-    for argument in arguments {
+    for (argument, text) in arguments.iter().zip(texts_of(arguments)?) {
         let width = whole(argument).filter(|_| starred).map_or(0, i128::unsigned_abs);
-        let text = python_str(argument)?.len().saturating_add(usize::try_from(width).unwrap_or(usize::MAX));
+        let text = text.len().saturating_add(usize::try_from(width).unwrap_or(usize::MAX));
         bytes = bytes.saturating_add(text.saturating_mul(fields));
     }
     limits::make(bytes)
@@ -288,13 +302,14 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
     }
 }
 
-fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
+/// `a == b`.
+pub(super) fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
     if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
         work(1 + a.len().min(b.len()) / 64)?;
         return Ok(a == b);
     }
-    weigh(left)?;
-    weigh(right)?;
+    compared(left)?;
+    compared(right)?;
     Ok(left == right)
 }
 
@@ -366,6 +381,29 @@ pub(super) fn each(value: Value) -> Result<Value, Error> {
         // A loop knows its last item only of what has a length.
         return Ok(Value::from(value.try_iter()?.collect::<Vec<Value>>()));
     }
+    Ok(value)
+}
+
+/// `value[key]`.
+pub(super) fn item(value: &Value, key: &Value) -> Result<Value, Error> {
+    match value.kind() {
+        ValueKind::String => work(1 + value.as_str().map_or(0, str::len) / 4)?,
+        ValueKind::Iterable => work(4 * value.len().unwrap_or(0))?,
+        _ => {}
+    }
+    value.get_item(key)
+}
+
+/// The container, if what it holds can be walked: containers that hold others twice grow without any text growing.
+pub(super) fn sized(value: Value) -> Result<Value, Error> {
+    limits::make_items(value.len().unwrap_or(0))?;
+    walk(&value)?;
+    Ok(value)
+}
+
+/// Positional arguments that are taken out of a list, each of which is one of the call's.
+pub(super) fn splat(value: Value) -> Result<Value, Error> {
+    limits::make_items(value.as_str().map_or_else(|| charge::items(&value), str::len))?;
     Ok(value)
 }
 

@@ -3,46 +3,21 @@
 //! What Python and the engine take differently, and what makes values without bounds, is left to `operators`. Syntax is
 //! only read here: names, literals and calls stay as they are written. Called by `scan`.
 
+mod statements;
+
 use super::tokens::{Token, is_constant, token_at};
+pub(in crate::template) use statements::statement;
 
 /// Depth of nested expressions, as the engine's parser has it.
 const DEPTH: usize = 150;
+
+/// Bytes of a constant that is compared without being counted.
+const SHORT: usize = 64;
 
 /// The inside of `{{ }}` rewritten; `None` for what is no expression.
 pub(super) fn expression(inside: &str) -> Option<String> {
     let mut reader = Reader::new(inside);
     let text = reader.list()?;
-    reader.ended().then_some(text)
-}
-
-/// The inside of `{% %}` rewritten; `None` for what cannot be read, and for statements that transformers does not know.
-pub(super) fn statement(inside: &str) -> Option<String> {
-    let mut reader = Reader::new(inside);
-    let Token::Name(word) = reader.next else { return None };
-    reader.take();
-    let text = match word {
-        "if" | "elif" => format!("{word} {}", reader.either()?),
-        "for" => reader.for_loop()?,
-        "set" => reader.assignment()?,
-        "with" => format!("with {}", reader.bindings()?),
-        "macro" => reader.definition()?,
-        "call" => reader.call_block()?,
-        "filter" => {
-            let first = reader.filter_name()?;
-            format!("filter {}", reader.filters(first)?)
-        }
-        "autoescape" => format!("autoescape {}", reader.value()?),
-        // Without a loader, as transformers' environment is, these fail where they are run.
-        "include" | "import" | "from" | "extends" => return Some("set __unloaded = __load()".to_owned()),
-        "block" => {
-            let name = reader.name()?;
-            format!("block {name}{}", reader.flags(&["scoped", "required"]))
-        }
-        "endblock" => format!("endblock {}", reader.name().unwrap_or_default()),
-        "else" | "break" | "continue" | "raw" => word.to_owned(),
-        _ if word.starts_with("end") => word.to_owned(),
-        _ => return None,
-    };
     reader.ended().then_some(text)
 }
 
@@ -96,7 +71,7 @@ impl<'a> Reader<'a> {
 
     /// Those of `words` that stand here.
     fn flags(&mut self, words: &[&str]) -> String {
-        words.iter().filter(|word| self.word(word)).map(|word| format!(" {word}")).collect()
+        words.iter().filter(|word| self.word(word)).flat_map(|word| [" ", word]).collect()
     }
 
     /// Everything as it is written up to one of `ends`, which stays.
@@ -183,7 +158,7 @@ impl<'a> Reader<'a> {
         }
         Some(match pairs.as_slice() {
             [] => left,
-            [(operator @ ("==" | "!="), right)] if is_constant(&left) || is_constant(right) => {
+            [(operator @ ("==" | "!="), right)] if is_short(&left) || is_short(right) => {
                 format!("{left} {operator} {right}")
             }
             [("in", right)] => format!("({left}|__in({right}))"),
@@ -303,6 +278,7 @@ impl<'a> Reader<'a> {
             Token::Sign("{") => {
                 let items = self.items("}", |reader| {
                     let key = reader.value()?;
+                    let key = if is_constant(&key) { key } else { format!("(({key})|__key)") };
                     reader.sign(":").then_some(())?;
                     Some(format!("{key}: {}", reader.value()?))
                 })?;
@@ -337,7 +313,8 @@ impl<'a> Reader<'a> {
                     value = applied(value, "__loop", &[vec![format!("'{name}'")], arguments].concat());
                     continue;
                 }
-                value = format!("{value}.{name}");
+                let far = name.len() > 2 && name.starts_with(|c: char| c.is_ascii_digit());
+                value = if far { format!("({value}|__item({name}))") } else { format!("{value}.{name}") };
             } else if self.sign("[") {
                 value = self.subscript(&value)?;
             } else if self.sign("(") {
@@ -353,9 +330,9 @@ impl<'a> Reader<'a> {
     }
 
     fn argument(&mut self) -> Option<String> {
-        for star in ["**", "*"] {
+        for (star, paid) in [("**", "__mapping"), ("*", "__splat")] {
             if self.sign(star) {
-                return Some(format!("{star}{}", self.value()?));
+                return Some(format!("{star}(({})|{paid})", self.value()?));
             }
         }
         if let Token::Name(name) = self.next {
@@ -384,7 +361,8 @@ impl<'a> Reader<'a> {
             at += 1;
         }
         Some(match at {
-            0 => format!("{value}[{}]", bounds[0]),
+            0 if is_near(&bounds[0]) => format!("{value}[{}]", bounds[0]),
+            0 => format!("({value}|__item({}))", bounds[0]),
             1 | 2 => format!("({value}|__slice({}))", bounds.join(", ")),
             _ => return None,
         })
@@ -393,6 +371,9 @@ impl<'a> Reader<'a> {
     /// A filter's name with its arguments.
     fn filter_name(&mut self) -> Option<String> {
         let mut name = self.name()?.to_owned();
+        if name.starts_with("__") {
+            return None;
+        }
         while self.sign(".") {
             name = format!("{name}.{}", self.name()?);
         }
@@ -428,57 +409,16 @@ impl<'a> Reader<'a> {
         }
         Some(format!("{called}({})", self.operand()?))
     }
+}
 
-    fn for_loop(&mut self) -> Option<String> {
-        let target = self.until(&[Token::Name("in")]);
-        self.word("in").then_some(())?;
-        let first = self.either()?;
-        let items = self.more(first, Self::either)?;
-        let mut text = format!("for {target}in ({items})|__each");
-        if self.word("if") {
-            text = format!("{text} if {}", self.value()?);
-        }
-        if self.word("recursive") {
-            text.push_str(" recursive");
-        }
-        Some(text)
-    }
+/// Whether comparing with a constant is as good as free.
+fn is_short(text: &str) -> bool {
+    text.len() <= SHORT && is_constant(text)
+}
 
-    fn assignment(&mut self) -> Option<String> {
-        let target = self.until(&[Token::Sign("="), Token::Sign("|")]);
-        if self.sign("=") {
-            return Some(format!("set {target}= {}", self.list()?));
-        }
-        Some(format!("set {}", self.filters(target)?))
-    }
-
-    /// `a = 1, b = 2`.
-    fn bindings(&mut self) -> Option<String> {
-        let mut all = Vec::new();
-        while self.next != Token::End {
-            let target = self.until(&[Token::Sign("=")]);
-            self.sign("=").then_some(())?;
-            all.push(format!("{target}= {}", self.value()?));
-            if !self.sign(",") {
-                break;
-            }
-        }
-        Some(all.join(", "))
-    }
-
-    fn definition(&mut self) -> Option<String> {
-        let name = self.name()?;
-        self.sign("(").then_some(())?;
-        Some(format!("macro {name}({})", self.items(")", Self::argument)?.join(", ")))
-    }
-
-    fn call_block(&mut self) -> Option<String> {
-        let mut head = String::from("call");
-        if self.sign("(") {
-            head = format!("call({})", self.items(")", Self::argument)?.join(", "));
-        }
-        Some(format!("{head} {}", self.value()?))
-    }
+/// Whether taking the item of a key is as good as free: a short string, or one of the first items.
+fn is_near(key: &str) -> bool {
+    is_short(key) && (key.len() <= 2 || !key.starts_with(|c: char| c.is_ascii_digit()))
 }
 
 /// `left|filter(more)` in brackets, or `left` alone.

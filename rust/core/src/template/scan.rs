@@ -42,7 +42,7 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
         out.text(text);
         rest = after;
         let refused = match kept.get(..2) {
-            Some("{{") => bounds.expression(inside(kept)),
+            Some("{{") => Bounds::expression(inside(kept)),
             Some("{%") => bounds.statement(inside(kept)),
             _ => None,
         };

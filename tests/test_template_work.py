@@ -1,0 +1,170 @@
+"""Loops over operations on long operands: all that a template can call ends within a second and 256 MiB."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2.defaults
+import pytest
+
+# Renders each template of its input in a process of its own; writes CPU seconds, growth of peak memory in MiB, outcome.
+MEASURED = """
+import os, resource, sys, time
+from tracegrad.errors import TemplateError
+from tracegrad.tokenizer import Template
+Template("{{ 1 }}").render([])
+for source in sys.stdin.read().split("\\0"):
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+        says = "rendered"
+        try:
+            Template(source).render([{"role": "user", "content": "hi"}])
+        except TemplateError as error:
+            says = str(error)[:200]
+        print(repr(says), end=" ", flush=True)
+        os._exit(0)
+    _, status, usage = os.wait4(child, 0)
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(status, round(usage.ru_utime + usage.ru_stime, 3), max(usage.ru_maxrss - own, 0) // 1024)
+"""
+
+LONG = "{% set a = '9' * 1000000 %}"
+OPERANDS = {
+    "a": "",
+    "l": "{% set l = [a] * 9999 %}",
+    "m": "{% set m = [{'k': a}] * 999 %}",
+    "d": "{% set d = {a: a, 'k': l} %}",
+    "n": "{% set n = namespace(k=a, l=[[a]]) %}",
+}
+# What was seen to run for minutes, and what is built like it.
+SEEN = [
+    "a.isdigit()",
+    "a|length",
+    "a.count('8')",
+    "{a: 1}",
+    "d[a]",
+    "a[999999]",
+    "a[-1]",
+    "a.999999",
+    "a is startingwith('8')",
+    "a.startswith(a)",
+    "a == a ~ ''",
+    "a == '" + "9" * 999 + "'",
+    "a < a ~ '1'",
+    "a in [a ~ '']",
+    "'8' in a",
+    "a.strip(a)",
+    "a|trim(a)",
+    "a|int",
+    "a|upper",
+    "a is lower",
+    "a|map('upper')|list",
+    "l|sort",
+    "l|unique|list",
+    "l|groupby('k')",
+    "m|sort(attribute='k')",
+    "m|map(attribute='k.' * 99999)|list",
+    "l == l + ['x']",
+    "l|join",
+    "l|tojson",
+    "l|pprint",
+    "l|string",
+    "d.items()|string",
+    "[d.items()] == [d.items()]",
+    "l.count(a ~ '')",
+    "l|min",
+    "'%s' % l",
+    "'{}'.format(l)",
+    "dict(**d)",
+    "namespace(**d)",
+    "dict(*l)",
+    "range(99999)[99998]",
+    "range(99999)|list",
+    "loop.changed(a ~ i)",
+    "loop.cycle(a)",
+    "strftime_now(a)",
+    "strftime_now('%255Y' * 9999)",
+    "l|tojson(indent=a)",
+    "l|tojson(separators=(a, a))",
+    "[l] ~ [l] ~ [l] ~ [l]",
+    "m|batch(1)|list",
+    "a|list",
+    "a|batch(2)|list",
+    "a|reverse",
+    "l|last",
+    "raise_exception(l)",
+]
+METHODS = sorted({name for kind in (str, list, dict, tuple) for name in dir(kind) if not name.startswith("_")})
+NESTED = [
+    "{% set n = namespace(x=[1]) %}{% for a in range(99999) %}{% set n.x = n.x|batch(1) %}{% endfor %}",
+    "{% set n = namespace(x=1) %}{% for a in range(99999) %}{% set n.x = namespace(x=n.x) %}{% endfor %}",
+    "{% set n = namespace(x=1) %}{% for a in range(99999) %}{% set n.x = dict(x=n.x) %}{% endfor %}",
+    "{% set n = namespace(h=1) %}{% set n.c = n %}{% for a in range(99999) %}{% set n.c.n = namespace() %}"
+    "{% set n.c = n.c.n %}{% endfor %}",
+    "{% set n = namespace() %}{% set n.x = [n] %}{{ n }}",
+    "{% for a in [1] %}{% set n = namespace() %}{% set n.x = [loop] %}{{ loop.changed(n) }}{% endfor %}",
+]
+
+
+def looped(operation: str) -> str:
+    """The operation again and again, behind the operands that it names."""
+    named = re.findall(r"\b[lmdn]\b", operation)
+    operands = "".join(source for name, source in OPERANDS.items() if name in named or (name == "l" and "d" in named))
+    return f"{LONG}{operands}{{% for i in range(99999) %}}{{% set x = {operation} %}}{{% endfor %}}"
+
+
+def measured(sources: list[str]) -> list[tuple[str, int, float, int]]:
+    """Outcome, exit status, CPU seconds and MiB of each source."""
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED], input="\0".join(sources), capture_output=True, text=True, check=True
+    )
+    rows = [("killed " + line).rsplit(" ", 3) for line in run.stdout.splitlines()]
+    return [(says, int(status), float(seconds), int(mebibytes)) for says, status, seconds, mebibytes in rows]
+
+
+def check(operations: list[str]) -> None:
+    sources = [looped(operation) for operation in operations]
+    for operation, (says, status, seconds, mebibytes) in zip(operations, measured(sources), strict=True):
+        assert status == 0, operation
+        assert seconds < 1, (operation, says, seconds)
+        assert mebibytes < 256, (operation, says, mebibytes)
+
+
+def test_an_operation_on_a_long_operand_is_not_repeated_without_end() -> None:
+    check(SEEN[::9])
+
+
+@pytest.mark.nightly
+def test_no_operation_on_a_long_operand_is_repeated_without_end() -> None:
+    check(SEEN)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_no_filter_test_or_method_is_repeated_on_a_long_operand_without_end(operand: str) -> None:
+    filters = [f"{operand}|{name}{more}" for name in jinja2.defaults.DEFAULT_FILTERS for more in ("", "(a)", "(2)")]
+    tests = [
+        f"{operand} is {name}{more}"
+        for name in jinja2.defaults.DEFAULT_TESTS
+        if name.isidentifier()
+        for more in ("", "(a)")
+    ]
+    methods = [f"{operand}.{name}({more})" for name in METHODS for more in ("", "a", "a, a", "l")]
+    check(filters + tests + methods)
+
+
+def test_values_do_not_come_to_lie_deeper_than_they_can_be_walked() -> None:
+    for source, (says, status, *_) in zip(NESTED, measured(NESTED), strict=True):
+        assert status == 0, source
+        assert "chat template" in says, source
+
+
+def test_all_that_a_template_calls_is_added_where_it_pays() -> None:
+    rooms = (Path(__file__).parents[1] / "rust/core/src/template").rglob("*.rs")
+    adding = [path.name for path in rooms if any(f"add_{kind}(" in path.read_text() for kind in ("filter", "test"))]
+    assert adding == ["charge.rs"]
