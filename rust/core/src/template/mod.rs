@@ -305,6 +305,17 @@ impl Template {
     }
 }
 
+/// Compiles `source` and renders a short conversation with it: what a fuzzer feeds. Any bytes end in text or an error.
+///
+/// # Errors
+/// As for [`Template::compile`] and [`Template::render`].
+pub fn trial(source: &[u8]) -> Result<Rendered> {
+    let template = Template::compile(&String::from_utf8_lossy(source), &[("eos_token".into(), "</s>".into())])?;
+    let messages = [("user", "Hi, é 1"), ("assistant", "<think>\nhm\n</think>\n\nyes")];
+    let messages = messages.map(|(role, content)| serde_json::json!({"role": role, "content": content}));
+    template.render(&messages.each_ref(), None, true, &Map::new())
+}
+
 /// Whether the template compares something with none.
 fn asks_for_none(source: &str) -> bool {
     let operators = ["is ", "is not ", "== ", "!= "];
