@@ -8,13 +8,18 @@ TWO := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
 
+# Tests that reach far into the core.
+WITHOUT_TORCH := $(addprefix tests/test_,align.py align_laws.py bad_input.py batch.py border.py border_arguments.py \
+	cases_formats.py cases_history.py cases_tokens.py correction.py correction_parts.py formats_servers.py template.py \
+	template_limits.py tokenizer.py trace.py)
+
 # What tests/parity compares with; it skips what is absent, so the target looks first.
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
 # What `make test-oldest` runs: the rooms that hold torch.
 USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.py loop.py triton_rows.py options.py objective.py)
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo test check bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
+.PHONY: demo test test-debug check bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -49,6 +54,13 @@ test-wheel:  ## installs the wheel of `make wheel` without Rust, on Python 3.10 
 
 test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s tests/test_with_vllm.py
+
+test-debug: $(VENV)/dev  ## the tests without torch on a core with debug assertions and overflow checks
+	CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true CARGO_TARGET_DIR=target/checked \
+		PYO3_BUILD_EXTENSION_MODULE=1 PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo build --release --quiet -p tracegrad-py
+	rm -rf target/checked/python && mkdir -p target/checked/python && cp -r python/tracegrad target/checked/python/
+	cp target/checked/release/lib_core.so target/checked/python/tracegrad/_core.abi3.so
+	PYTHONPATH=target/checked/python $(BIN)/python -m pytest -m "not vllm and not gpu and not nightly" $(WITHOUT_TORCH)
 
 parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL and ART (Python 3.12)
 	.venv-peers/bin/python -c "import $(PEERS)"

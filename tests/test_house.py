@@ -9,7 +9,7 @@ import pytest
 
 HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
 FLOORS = [
-    {"_core", "errors"},
+    {"_alone", "_core", "errors"},
     {"arrays"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"columns", "footer", "manifest", "shards", "store"},

@@ -12,6 +12,7 @@ are imported when they are used, and importing tracegrad changes nothing in the 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tracegrad import _alone as _alone
 from tracegrad import advantage, presets
 from tracegrad._core import __version__
 from tracegrad.batch import Batch, Step, pack

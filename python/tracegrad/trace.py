@@ -208,6 +208,9 @@ class Trace:
         """The record as it was read, unknown keys included."""
         return json.loads(self.record)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Trace, (self.core.take([self.index]),)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and self.record == other.record
 

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use tracegrad_core::template::{NO_MESSAGE, Rendered, Template};
 use tracegrad_core::{Kind, Result};
 
@@ -163,7 +163,8 @@ impl KnownTools {
         if let Ok(text) = object.cast::<PyString>() {
             return Ok(GivenTools::Text(text.to_str()?));
         }
-        let known = self.sets().iter().find(|(_, tools)| json::is(object, tools)).map(|(_, tools)| Arc::clone(tools));
+        let same = |(_, tools): &&ToolSet| json::is(object, tools);
+        let known = self.sets().and_then(|sets| sets.iter().find(same).map(|(_, tools)| Arc::clone(tools)));
         if let Some(tools) = known {
             return Ok(GivenTools::Read(tools));
         }
@@ -174,7 +175,8 @@ impl KnownTools {
 
     fn parsed(&self, text: &str) -> Result<Arc<Value>> {
         let is_known = |(known, _): &&ToolSet| known.as_deref() == Some(text);
-        if let Some(tools) = self.sets().iter().find(is_known).map(|(_, tools)| Arc::clone(tools)) {
+        let found = self.sets().and_then(|sets| sets.iter().find(is_known).map(|(_, tools)| Arc::clone(tools)));
+        if let Some(tools) = found {
             return Ok(tools);
         }
         let tools = Arc::new(json::parsed("tools", text)?);
@@ -185,15 +187,20 @@ impl KnownTools {
     }
 
     fn keep(&self, text: Option<Box<str>>, tools: &Arc<Value>) {
-        let mut sets = self.sets();
+        let Some(mut sets) = self.sets() else { return };
         if sets.len() == SETS {
             sets.remove(0);
         }
         sets.push((text, Arc::clone(tools)));
     }
 
-    fn sets(&self) -> MutexGuard<'_, Vec<ToolSet>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// None while another thread holds them: after a fork that thread may not exist.
+    fn sets(&self) -> Option<MutexGuard<'_, Vec<ToolSet>>> {
+        match self.0.try_lock() {
+            Ok(sets) => Some(sets),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 }
 

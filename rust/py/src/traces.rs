@@ -5,7 +5,9 @@ use crate::compose::compose;
 use crate::errors::to_python;
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::exceptions::PyIndexError;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use serde_json::Value;
 use std::path::PathBuf;
@@ -21,11 +23,13 @@ use tracegrad_core::{Error, Kind, stop};
 pub struct PyTraces {
     /// The traces; slices and concatenations share them.
     pub inner: Arc<Vec<Arc<Trace>>>,
+    /// The form that all of them were read in where a caller named it; they are read again by it.
+    wanted: Option<&'static str>,
 }
 
 impl PyTraces {
-    fn new(traces: Vec<Arc<Trace>>) -> Self {
-        Self { inner: Arc::new(traces) }
+    fn new(traces: Vec<Arc<Trace>>, wanted: Option<&'static str>) -> Self {
+        Self { inner: Arc::new(traces), wanted }
     }
 
     fn get(&self, index: usize) -> PyResult<&Trace> {
@@ -40,15 +44,31 @@ impl PyTraces {
         self.inner.len()
     }
 
+    /// Records with where they were read from, for pickle and copy.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
+        let row = |trace: &Arc<Trace>| -> Kept<'py> {
+            let place = &trace.location;
+            (PyBytes::new(py, &trace.record), place.file.as_deref().unwrap_or("").to_owned(), place.line.unwrap_or(1))
+        };
+        let restore = py.import(intern!(py, "tracegrad._core"))?.getattr(intern!(py, "restore_traces"))?;
+        Ok((restore, (self.inner.iter().map(row).collect(), self.format())))
+    }
+
+    fn __deepcopy__<'py>(slf: Bound<'py, Self>, _memo: &Bound<'py, PyAny>) -> Bound<'py, Self> {
+        slf
+    }
+
     fn take(&self, indices: Vec<usize>) -> PyResult<Self> {
         let missing = |index| PyIndexError::new_err(format!("trace {index} of {}", self.inner.len()));
         let pick = |index: usize| self.inner.get(index).cloned().ok_or_else(|| missing(index));
-        indices.into_iter().map(pick).collect::<PyResult<_>>().map(Self::new)
+        Ok(Self::new(indices.into_iter().map(pick).collect::<PyResult<_>>()?, self.wanted))
     }
 
     #[staticmethod]
     fn concatenate(parts: Vec<PyRef<'_, Self>>) -> Self {
-        Self::new(parts.iter().flat_map(|part| part.inner.iter().cloned()).collect())
+        let wanted = parts.first().and_then(|part| part.wanted);
+        let wanted = wanted.filter(|_| parts.iter().all(|part| part.wanted == wanted));
+        Self::new(parts.iter().flat_map(|part| part.inner.iter().cloned()).collect(), wanted)
     }
 
     #[staticmethod]
@@ -62,7 +82,7 @@ impl PyTraces {
         let format = form_name(py, format)?;
         let decode = || decode_all(records.into_iter().map(Into::into).collect(), name, first, format);
         let (traces, report) = detached(py, Kind::Fault, "reading records", decode)?;
-        Ok((Self::new(traces), report_dict(py, &report)?))
+        Ok((Self::new(traces, format), report_dict(py, &report)?))
     }
 
     /// Reads records given as pieces: JSON text, and between it lists of numbers or pairs of ids and logprob objects.
@@ -77,6 +97,11 @@ impl PyTraces {
         let composed = || rows.iter().map(compose).collect::<PyResult<_>>();
         let records = attached(py, Kind::Fault, "reading records", composed)?;
         Self::decode(py, records, name, first, format)
+    }
+
+    #[getter]
+    fn format(&self) -> &'static str {
+        self.wanted.unwrap_or("auto")
     }
 
     fn id(&self, index: usize) -> PyResult<&str> {
@@ -193,6 +218,25 @@ impl PyTraces {
         columns.set_item("prompt_head", head.collect::<Vec<i32>>().into_pyarray(py))?;
         Ok(columns)
     }
+}
+
+/// A record, its file and its line.
+type Kept<'py> = (Bound<'py, PyBytes>, String, u64);
+/// What pickle calls, and with what.
+type Reduced<'py> = (Bound<'py, PyAny>, (Vec<Kept<'py>>, &'static str));
+
+/// The traces of records that were traces before.
+#[pyfunction]
+fn restore_traces(py: Python<'_>, rows: Vec<(PyBackedBytes, String, u64)>, format: &str) -> PyResult<PyTraces> {
+    let format = form_name(py, format)?;
+    let traces = detached(py, Kind::Fault, "reading records", || {
+        let read = |(record, name, line): &(PyBackedBytes, String, u64)| {
+            stop::check();
+            decode_all(vec![Arc::from(&**record)], name, *line, format).map(|(traces, _)| traces)
+        };
+        Ok(rows.iter().map(read).collect::<Result<Vec<_>, _>>()?.concat())
+    })?;
+    Ok(PyTraces::new(traces, format))
 }
 
 /// A generation with the index of its trace and its turn.
@@ -331,7 +375,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A stream of traces.
 #[pyclass(frozen, module = "tracegrad._core", name = "TraceReader")]
 pub struct PyTraceReader {
-    inner: Mutex<Reader>,
+    /// None after a call that was stopped: what it had read is gone, and going on would leave that out.
+    inner: Mutex<Option<Reader>>,
+    wanted: Option<&'static str>,
 }
 
 #[pymethods]
@@ -357,16 +403,23 @@ impl PyTraceReader {
         };
         let options = Options { on_error, limit, max_record_bytes, chunk_bytes, format };
         let reader = detached(py, Kind::Fault, "opening a file", || Reader::open(&path, options))?;
-        Ok(Self { inner: Mutex::new(reader) })
+        Ok(Self { inner: Mutex::new(Some(reader)), wanted: format })
     }
 
     fn batch(&self, py: Python<'_>, count: usize) -> PyResult<PyTraces> {
-        let traces = detached(py, Kind::Fault, "reading a file", || locked(&self.inner).batch(count))?;
-        Ok(PyTraces::new(traces))
+        let traces = detached(py, Kind::Fault, "reading a file", || {
+            let mut held = locked(&self.inner);
+            let mut reader = held.take().ok_or_else(stopped)?;
+            let traces = reader.batch(count);
+            *held = Some(reader);
+            traces
+        })?;
+        Ok(PyTraces::new(traces, self.wanted))
     }
 
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let report = detached(py, Kind::Fault, "reading a file", || Ok(locked(&self.inner).report().clone()))?;
+        let report = || locked(&self.inner).as_ref().map(|reader| reader.report().clone()).ok_or_else(stopped);
+        let report = detached(py, Kind::Fault, "reading a file", report)?;
         report_dict(py, &report)
     }
 }
@@ -406,6 +459,12 @@ impl PyTraceWriter {
     }
 }
 
+fn stopped() -> Error {
+    Error::new(Kind::Argument, "the stream was stopped while it was read")
+        .why("Traces that it had read are gone, and the next ones would follow as if there were none")
+        .cure("Open the file again")
+}
+
 fn closed() -> Error {
     Error::new(Kind::Argument, "the writer is closed").cure("Open another one")
 }
@@ -413,6 +472,7 @@ fn closed() -> Error {
 /// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTraces>()?;
+    module.add_function(wrap_pyfunction!(restore_traces, module)?)?;
     module.add_class::<PyTraceReader>()?;
     module.add_class::<PyTraceWriter>()
 }

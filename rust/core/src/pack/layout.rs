@@ -3,6 +3,7 @@
 use super::check_length;
 use super::lexical::common;
 use super::runs::runs;
+use crate::stop;
 use crate::{Error, Kind, Result};
 use std::collections::HashMap;
 
@@ -101,6 +102,7 @@ pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut L
         offsets.push(0);
     }
     for branches in &by_row {
+        stop::check();
         let shares = branches.first().is_some_and(|&branch| plan.shared[plan.step[branch as usize] as usize]);
         let mut row = Row::begin(out, shares);
         let mut before: &[i32] = &[];

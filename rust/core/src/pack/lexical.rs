@@ -1,5 +1,6 @@
 //! Branches in the order of their ids, and how many tokens neighbours begin with alike.
 
+use crate::stop;
 /// Chunk in which two branches are compared: a memory comparison each.
 const CHUNK: usize = 64;
 
@@ -44,6 +45,7 @@ pub fn sorted<'a>(branches: &[u32], text: impl Fn(u32) -> &'a [i32]) -> Vec<Entr
 fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut Vec<Entry>, text: &impl Fn(u32) -> &'a [i32]) {
     let (mut shared_a, mut shared_b) = (0, 0);
     while let (Some(x), Some(y)) = (a.first(), b.first()) {
+        stop::now_and_then(out.len());
         let mut first_is_a = shared_a > shared_b;
         let (written_a, written_b) = (shared_a, shared_b);
         if shared_a == shared_b {

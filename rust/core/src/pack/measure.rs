@@ -2,6 +2,7 @@
 
 use super::lexical::sorted;
 use super::{check_budget, check_length};
+use crate::stop;
 use crate::{Error, Kind, Location, Result};
 
 /// Branches of traces as flat slices.
@@ -68,6 +69,7 @@ pub fn measure(branches: Branches<'_>, token_budget: usize, whole: Whole, too_lo
     let mut refused = 0u64;
     let mut worst = (0, 0, 0);
     for run in branches.trace.chunk_by(|a, b| a == b) {
+        stop::now_and_then(out.lost.len());
         let trace = run[0];
         let (mut total, mut longest, mut longest_branch, mut lost) = (0, 0, first, 0);
         for branch in first..first + run.len() {

@@ -10,10 +10,11 @@ use super::passes::{exponentiate, mismatch, weights};
 use super::segments::{Local, Segments};
 use super::simd::Vector;
 use super::{
-    AnyGate, Exchange, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, Real, SENTINEL, Stats,
-    Terms, When, budget,
+    AnyGate, Exchange, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, Real, SENTINEL, SHARE,
+    Stats, Terms, When, budget,
 };
 use crate::error::Result;
+use crate::stop;
 
 /// The segments of the levels that a plan names.
 #[derive(Debug, Clone, Copy, Default)]
@@ -165,6 +166,7 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
     (weight, keep): (&mut [F], &mut [bool]),
     sums: &mut Sums,
 ) -> Result<()> {
+    let is_long = range.len() > SHARE;
     let Scratch { visible, work } = scratch;
     work.resize(range.len());
     let columns = Columns::of(terms, range.clone(), visible);
@@ -176,6 +178,7 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
         terms.check(range, context.plan.missing == Missing::Refuse)?;
     }
     for gate in &context.plan.gates {
+        check_if(is_long);
         match gate {
             AnyGate::Gate(gate) => block.gate::<V>(gate)?,
             AnyGate::Budget(plan) => budget::apply::<F, V>(&mut block, plan)?,
@@ -185,10 +188,18 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
         block.work.weight.fill(F::ONE);
     }
     for (index, weight) in context.plan.weights.iter().enumerate() {
+        check_if(is_long);
         block.weigh::<V>(weight, index)?;
     }
     block.close::<V>();
     Ok(())
+}
+
+/// A block is long where segments are scattered, and then every part of the plan takes a while.
+fn check_if(is_long: bool) {
+    if is_long {
+        stop::check();
+    }
 }
 
 impl<'a, F: Real> Block<'a, F> {

@@ -5,6 +5,7 @@ use super::segments::{Index, Segments};
 use super::terms::argument;
 use super::{Exchange, Ids, Op, Over, Per, Real, Reduction, Stats, Terms};
 use crate::error::Result;
+use crate::stop;
 
 /// The scale of every term, in one number where it is the same for all positions.
 #[derive(Debug, Clone, PartialEq)]
@@ -100,7 +101,8 @@ impl<F: Real> Counting<'_, F> {
     /// 1 over a number of each run, told by its segment and its first position.
     fn spread(&self, segments: &Segments, bottom: impl Fn(usize, usize) -> f64) -> Scale<F> {
         let mut scale = vec![F::ZERO; self.terms.len()];
-        for run in &segments.runs {
+        for (round, run) in segments.runs.iter().enumerate() {
+            stop::now_and_then(round);
             scale[run.start..run.end].fill(reciprocal(bottom(run.segment, run.start)));
         }
         for (scale, &here) in scale.iter_mut().zip(self.terms.mask.unwrap_or(&[])) {
@@ -128,7 +130,8 @@ fn stated(given: Option<Ids<'_>>, position: usize, here: f64) -> f64 {
 /// Counted terms of each segment.
 fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let mut counts = vec![0.0; segments.len];
-    for run in &segments.runs {
+    for (round, run) in segments.runs.iter().enumerate() {
+        stop::now_and_then(round);
         counts[run.segment] += counted.map_or((run.end - run.start) as f64, |flags| ones(&flags[run.start..run.end]));
     }
     counts
@@ -137,7 +140,8 @@ fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
 /// Traces with a counted term of each group.
 fn members(groups: &Segments, traces: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let (mut members, mut seen) = (vec![0.0; groups.len], vec![false; traces.len]);
-    for run in &traces.runs {
+    for (round, run) in traces.runs.iter().enumerate() {
+        stop::now_and_then(round);
         let any = counted.is_none_or(|flags| flags[run.start..run.end].contains(&true));
         if any && !seen[run.segment] {
             seen[run.segment] = true;

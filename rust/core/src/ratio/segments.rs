@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use super::{Ids, Integers, Over, Terms};
+use crate::stop;
 
 /// Neighbours with one id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,12 +44,13 @@ impl Segments {
 
     fn build(ends: &[usize], key: impl Fn(usize) -> (i64, i64)) -> Self {
         let (mut start, mut numbers) = (0, Numbers::default());
-        let run = |&end: &usize| {
+        let run = |(round, &end): (usize, &usize)| {
+            stop::now_and_then(round);
             let run = Run { start, end, segment: numbers.of(key(start)) };
             start = end;
             run
         };
-        let runs = ends.iter().map(run).collect();
+        let runs = ends.iter().enumerate().map(run).collect();
         Self { runs, len: numbers.keys.len() }
     }
 

@@ -11,6 +11,7 @@ mod source;
 mod split;
 #[cfg(test)]
 mod tests;
+mod waiting;
 mod write;
 
 use crate::caught;

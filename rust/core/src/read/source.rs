@@ -1,5 +1,6 @@
 //! Where bytes come from: a file or standard input, decompressed by what the bytes are and not by the suffix.
 
+use super::waiting::{self, Waiting};
 use crate::error::{Error, Kind, Location, Result};
 use flate2::read::MultiGzDecoder;
 use std::fs::{File, FileType};
@@ -41,11 +42,11 @@ impl Source {
     /// `limit`: bytes of the longest record.
     pub fn open(path: &Path, limit: usize) -> Result<Self> {
         if path == Path::new("-") {
-            return Self::new(Box::new(io::stdin()), "<stdin>", limit);
+            return Self::new(Box::new(Waiting(io::stdin())), "<stdin>", limit);
         }
         let name = path.to_string_lossy();
         let fail = |error: &io::Error| unreadable(&name, error);
-        let file = File::open(path).map_err(|error| fail(&error))?;
+        let file = waiting::open(path).map_err(|error| fail(&error))?;
         let metadata = file.metadata().map_err(|error| fail(&error))?;
         if let Some(what) = no_file(metadata.file_type(), &file) {
             return Err(Error::new(Kind::Io, format!("it is a {what}"))
@@ -53,7 +54,7 @@ impl Source {
                 .cure(if metadata.is_dir() { "Name a file in it" } else { "Name a file" })
                 .at(&in_file(&name)));
         }
-        Ok(Self { ready: metadata.is_file(), ..Self::new(Box::new(file), &name, limit)? })
+        Ok(Self { ready: metadata.is_file(), ..Self::new(Box::new(Waiting(file)), &name, limit)? })
     }
 
     /// Decompresses a byte stream where its first bytes say so.

@@ -11,9 +11,11 @@ const TEXTS: usize = 8;
 /// Bytes of the longest text that is remembered.
 const TEXT_BYTES: usize = 64 << 10;
 
-static SEEN: Mutex<VecDeque<(Box<str>, Schemas)>> = Mutex::new(VecDeque::new());
+type Seen = VecDeque<(Box<str>, Schemas)>;
 
-fn seen() -> Option<MutexGuard<'static, VecDeque<(Box<str>, Schemas)>>> {
+static SEEN: Mutex<Seen> = Mutex::new(VecDeque::new());
+
+fn seen() -> Option<MutexGuard<'static, Seen>> {
     soon(&SEEN)
 }
 

@@ -1,0 +1,142 @@
+"""Ctrl-C is answered soon on every road, whatever the input: by KeyboardInterrupt, in a process that goes on."""
+
+import gzip
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
+# Sends SIGINT when ROAD has used `after` seconds of CPU, and prints how many it used from there.
+CODE = """
+import os, resource, signal, sys, threading, time
+import numpy as np
+import tracegrad as tg
+from tracegrad.algebra import Clamp, Ratio, Reduce, Weight
+path, model = sys.argv[1:]
+at = [0.0]
+
+def interrupt(after, waits):
+    begin = time.process_time()
+    while not waits and time.process_time() - begin < after:
+        time.sleep(0.01)
+    time.sleep(after)
+    at[0] = time.process_time()
+    os.kill(os.getpid(), signal.SIGINT)
+
+{prepare}
+threading.Thread(target=interrupt, args=({after}, {waits}), daemon=True).start()
+try:
+    {road}
+    print("it ended")
+except KeyboardInterrupt:
+    print(time.process_time() - at[0])
+print(len(tg.Tokenizer.from_pretrained(model).encode("still alive")))
+"""
+TERMS = """
+n = 6_000_000
+old = -np.random.default_rng(0).random(n).astype('f4')
+owner = np.random.default_rng(1).integers(0, n // 3, n)
+weights = [Weight(Ratio('old', 'rollout'), shape=Clamp(0.0, 2.0))]
+"""
+MANY = """
+record = {'messages': [{'role': 'user', 'content': 'hi %d'}, {'role': 'assistant', 'content': 'four %d ' * 40}]}
+import json
+text = json.dumps(record)
+traces = tg.Traces.from_records([json.loads(text.replace('%d', str(n))) for n in range(4000)])
+tokenizer = tg.Tokenizer.from_pretrained(model)
+"""
+ROADS = {
+    "one endless line": ("", "tg.read(path)", 0.2, False),
+    "correct": (TERMS, "[tg.correct(old, old, trace=owner, weights=weights) for _ in range(9)]", 0.5, False),
+    "correct by trace": (
+        TERMS,
+        "[tg.correct(old, old, trace=owner, reduce=Reduce(per='trace', inner='mean')) for _ in range(9)]",
+        1.0,
+        False,
+    ),
+    "align": (MANY, "[tg.align(traces, tokenizer, text_only=True) for _ in range(500)]", 0.3, False),
+    "encode": (MANY, "[tokenizer.encode('hello world ' * 5000) for _ in range(10**6)]", 0.2, False),
+    "render": (
+        MANY,
+        "[tokenizer.render([{'role': 'user', 'content': str(n)}]) for n in range(10**7)]",
+        0.2,
+        False,
+    ),
+    "pack": (
+        "s = tg.Sequences.from_arrays(np.arange(2_000_000) % 999, np.arange(0, 2_000_001, 100), "
+        "np.full(2_000_000, -1.0), np.arange(2_000_000) % 100 > 0)",
+        "[tg.pack(s, np.ones(20_000), token_budget=999, share_prefixes=True) for _ in range(99)]",
+        0.3,
+        False,
+    ),
+}
+
+
+def interrupted(path, prepare, road, after, waits):
+    code = CODE.format(prepare=prepare, road=road, after=after, waits=waits)
+    command = [sys.executable, "-c", code, str(path), str(MODEL)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+
+
+SLOW = ("correct by trace", "encode", "render", "pack")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in SLOW else n for n in ROADS])
+def test_an_interrupt_is_answered_soon(tmp_path, name):
+    path = tmp_path / "runs.jsonl.gz"
+    if name == "one endless line":
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            for _ in range(300):
+                file.write(bytes(1 << 20).replace(b"\0", b"x"))
+    prepare, road, after, waits = ROADS[name]
+    done = interrupted(path, prepare, road, after, waits)
+    assert done.returncode == 0, done.stderr
+    took, alive = done.stdout.split()
+    assert float(took) < 2, "CPU seconds; a second, and slack for what else ran"
+    assert int(alive) > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+@pytest.mark.parametrize("fed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_wait_for_a_pipe_is_ended_by_an_interrupt(tmp_path, fed):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = subprocess.Popen(["sh", "-c", f"sleep 300 > '{path}'"]) if fed else None
+    try:
+        done = interrupted(path, "", "tg.read(path)", 0.5, True)
+    finally:
+        if writer:
+            writer.kill()
+            writer.wait()
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[0]) < 2
+
+
+@pytest.mark.nightly
+def test_a_handler_that_does_not_raise_lets_the_work_go_on(tmp_path):
+    prepare = MANY + "seen = []\nsignal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
+    road = "found = [len(tg.align(traces, tokenizer, text_only=True).trace) for _ in range(9)]; print(set(found), seen)"
+    done = interrupted(tmp_path, prepare, road, 0.1, False)
+    assert done.stdout.startswith("{4000} [1]\nit ended"), done.stdout + done.stderr
+
+
+def test_a_stream_that_was_stopped_says_so_and_skips_nothing(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    road = (
+        "try: next(stream)\n"
+        "    except KeyboardInterrupt:\n"
+        "        try: next(stream)\n"
+        "        except tg.TracegradError as error: print('was stopped' in str(error))\n"
+        "        raise"
+    )
+    writer = subprocess.Popen(["sh", "-c", f"(echo '[1'; sleep 300) > '{path}'"])
+    try:
+        done = interrupted(path, "stream = tg.stream(path, on_error='skip')", road, 0.5, True)
+    finally:
+        writer.kill()
+        writer.wait()
+    assert done.stdout.startswith("True"), done.stdout + done.stderr
