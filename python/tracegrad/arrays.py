@@ -189,6 +189,13 @@ def instances(values: Any, name: str, kinds: type | tuple[type, ...]) -> tuple[A
     return tuple(instance(value, f"{name}[{at}]", kinds, "See its documentation.") for at, value in enumerate(values))
 
 
+def rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
+    """Refuses what has no rows, or is itself what one of them should be."""
+    has_rows = isinstance(values, Iterable) and not (isinstance(values, np.ndarray) and values.ndim == 0)
+    if not has_rows or isinstance(values, not_these):
+        raise ArgumentError(f"{name} is {shown(values)}. Pass a list, with one entry for each.")
+
+
 def shown(value: Any) -> str:
     """A value for an error: short, on one line, whatever it is."""
     if isinstance(value, (str, bytes, int, float, complex, type(None))):

@@ -373,7 +373,7 @@ def _rewards(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> Arr
 
 def _extras(extras: Mapping[str, Array | Ragged] | None, count: int) -> dict[str, Any]:
     """Named arrays of one row a token."""
-    given = dict(arrays.instance(extras or {}, "extras", Mapping, "Pass names and arrays."))
+    given = dict(arrays.instance({} if extras is None else extras, "extras", Mapping, "Pass names and arrays."))
     for name, values in given.items():
         arrays.instance(name, "a name of extras", str, "Name each array.")
         column = given[name] = values if isinstance(values, Ragged) else arrays.numbers(values, f"extras[{name!r}]")

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core
-from tracegrad.errors import ArgumentError, TokenizerError
+from tracegrad import _core, arrays
+from tracegrad.errors import TokenizerError
 from tracegrad.probe import TemplateProbe, probe
 
 CONTENT, TOOL_CALL, REASONING, TOOL_SCHEMA = 0, 1, 2, 3
@@ -191,13 +191,7 @@ class Tokenizer:
         Raises:
             TokenizerError: for an id that is not in the vocabulary, with its index.
         """
-        array = np.asarray(ids)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ArgumentError(
-                f"ids has shape {array.shape} and dtype {array.dtype}. Decoding takes one text at a time. "
-                "Pass a flat array of integers."
-            )
-        return self._core.decode_bytes(np.ascontiguousarray(array, dtype=np.int64))
+        return self._core.decode_bytes(arrays.integers(ids, "ids"))
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""

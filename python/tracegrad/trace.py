@@ -248,8 +248,7 @@ class Traces(Sequence[Trace]):
             FormatError: if one is in no accepted form; its line is its number, from 1.
         """
         arrays.instance(format, "format", str, "Pass 'auto' or the name of a form.")
-        if isinstance(records, (str, bytes, Mapping)) or not isinstance(records, Iterable):
-            raise ArgumentError(f"records is {arrays.shown(records)}. Pass a list, with one record for each trace.")
+        arrays.rows(records, "records", (str, bytes, Mapping))
         texts = [_to_json(record, i) for i, record in enumerate(records, 1)]
         core, report = _core.Traces.decode(texts, "<records>", 1, format)
         return cls(core, ReadReport(**report))
@@ -279,8 +278,7 @@ class Traces(Sequence[Trace]):
     @classmethod
     def concatenate(cls, parts: Iterable[Traces]) -> Traces:
         """All parts, one after the other."""
-        if isinstance(parts, Traces) or not isinstance(parts, Iterable):
-            raise ArgumentError(f"parts is {arrays.shown(parts)}. Pass a list of Traces.")
+        arrays.rows(parts, "parts", (Traces,))
         cores = [arrays.instance(part, "a part", Traces, "Pass Traces[:] of what read() gave.").core for part in parts]
         return cls(_core.Traces.concatenate(cores))
 

@@ -162,6 +162,10 @@ def correct(
     )
 
 
+def _bounded_exp(log_ratio: float) -> float:
+    return math.exp(min(max(log_ratio, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT))
+
+
 def _counts(totals: Totals) -> tuple[int, ...]:
     names = ("terms", "traces", "groups")
     return tuple(arrays.integer(getattr(totals, name, None), f"totals.{name}", least=0) for name in names)
@@ -180,12 +184,12 @@ def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
     if not ratios or not stats["known"]:
         return found
     weighted = max(stats["weighted"], 1.0)
-    kish = stats["weight"] ** 2 / stats["weight_squared"] if stats["weight_squared"] > 0 else 0.0
+    kish = stats["weight"] * stats["weight"] / stats["weight_squared"] if stats["weight_squared"] > 0 else 0.0
     low, high = -stats["minus_log_ratio_min"], stats["log_ratio_max"]
     return found | {
         "ratio_mean": stats["ratio"] / known,
-        "ratio_min": math.exp(max(low, -LOG_RATIO_LIMIT)),
-        "ratio_max": math.exp(min(high, LOG_RATIO_LIMIT)),
+        "ratio_min": _bounded_exp(low),
+        "ratio_max": _bounded_exp(high),
         "weight_mean": stats["weight"] / weighted,
         "ess": kish / weighted,
         "ess_count": kish,

@@ -200,6 +200,8 @@ def _check(given: Mapping[str, NDArray], terms: int) -> None:
                 f"{name} has {int(np.isinf(values).sum())} infinite logprobs. A sum with one of them says nothing of "
                 "the others. Pass NaN where a logprob is not known."
             )
+    if "weight" in given and not (np.isfinite(given["weight"]) & (given["weight"] >= 0)).all():
+        raise ArgumentError("weight holds what is negative or not finite. Factors are not. Pass Corrected.weight.")
     if "gradient" in given and "advantages" not in given:
         raise ArgumentError(
             "gradient without advantages. Which sign a term pulls with is not known. Pass advantages= too."
