@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _core, arrays
-from tracegrad.errors import TokenizerError
+from tracegrad.errors import ArgumentError, TokenizerError
 from tracegrad.probe import TemplateProbe, probe
 
 CONTENT, TOOL_CALL, REASONING, TOOL_SCHEMA = 0, 1, 2, 3
