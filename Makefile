@@ -19,7 +19,7 @@ PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils
 USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.py loop.py triton_rows.py options.py objective.py)
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo test test-debug check bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
+.PHONY: demo test test-debug check fuzz bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -68,6 +68,9 @@ parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL
 
 parity-templates: $(VENV)/dev  ## every chat template beside transformers, into PARITY.md
 	$(BIN)/python tests/parity_templates.py PARITY.md
+
+fuzz: $(VENV)/dev  ## one fuzzer for some seconds: make fuzz TARGET=records SECONDS=60 (fuzz/run.py names the targets)
+	$(BIN)/python fuzz/run.py $(or $(TARGET),records) --seconds $(or $(SECONDS),60)
 
 nightly: $(VENV)/dev  ## what takes long: each option ignored, one by one; a million adversarial strings for each tokenizer
 	$(BIN)/python -m pytest -m nightly --ignore tests/parity tests

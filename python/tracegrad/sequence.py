@@ -377,7 +377,7 @@ def _extras(extras: Mapping[str, Array | Ragged] | None, count: int) -> dict[str
     for name, values in given.items():
         arrays.instance(name, "a name of extras", str, "Name each array.")
         column = given[name] = values if isinstance(values, Ragged) else arrays.numbers(values, f"extras[{name!r}]")
-        if (np.ndim(column) == 0 and not isinstance(column, Ragged)) or len(column) != count:
+        if (not isinstance(column, Ragged) and column.ndim == 0) or len(column) != count:
             raise ArgumentError(f"extras[{name!r}] has not one row for each of the {count} ids. Pass [T, ...].")
     return given
 

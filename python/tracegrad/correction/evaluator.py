@@ -121,7 +121,7 @@ def correct(
     for each in arrays.instances(gates, "gates", object):
         kind_of("a gate", each, GATES)
     reduce = Reduce() if reduce is None else arrays.instance(reduce, "reduce", Reduce, "Pass an objective's reduce.")
-    wanted = list(dict.fromkeys([reduce, *arrays.instances(reductions, "reductions", Reduce)]))
+    wanted: list[Reduce] = list(dict.fromkeys([reduce, *arrays.instances(reductions, "reductions", Reduce)]))
     arrays.one_of(missing, "missing", get_args(Missing))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(

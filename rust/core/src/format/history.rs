@@ -136,14 +136,15 @@ fn write_said(identity: &mut Vec<u8>, value: Option<&Value>) {
 /// Arguments as JSON, whether they were kept as an object or as a string that holds one.
 fn write_arguments(identity: &mut Vec<u8>, value: Option<&Value>) {
     match value {
-        Some(Value::String(text)) => match serde_json::from_str::<Value>(text) {
-            Ok(parsed) => write(identity, &parsed),
-            Err(_) => {
+        Some(Value::String(text)) => {
+            if let Ok(parsed) = serde_json::from_str::<Value>(text) {
+                write(identity, &parsed);
+            } else {
                 // No value of JSON has this kind.
                 identity.push(b'r');
                 write_text(identity, text);
             }
-        },
+        }
         other => write_said(identity, other),
     }
 }

@@ -232,7 +232,7 @@ impl Splitter {
             let line = &self.buffer[self.line_start.min(end)..end];
             // A line whose beginning is gone says nothing.
             let whole = !std::mem::take(&mut self.line_cut);
-            if !self.in_stream && !(whole && events::is_field(line)) {
+            if !(self.in_stream || whole && events::is_field(line)) {
                 return Some(end);
             }
             if whole && self.in_stream && events::begins_another(line) && self.line_start > self.start {

@@ -1,0 +1,27 @@
+//! A chat template: whatever its text, compiling and rendering end, and the spans of a render lie in order in its text.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use serde_json::{Map, json};
+use tracegrad_core::template::Template;
+
+fuzz_target!(|source: &str| {
+    let Ok(template) = Template::compile(source, &[("bos_token".into(), "<s>".into())]) else { return };
+    let messages = [
+        json!({"role": "system", "content": "Be brief."}),
+        json!({"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}),
+        json!({"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2.5}}}]}),
+        json!({"role": "tool", "content": "4.5"}),
+        json!({"role": "assistant", "content": "4 1/2", "reasoning_content": "hm"}),
+    ];
+    let tools = json!([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]);
+    let messages: Vec<_> = messages.iter().collect();
+    let Ok(rendered) = template.render(&messages, Some(&tools), true, &Map::new()) else { return };
+    let mut end = 0;
+    for span in &rendered.spans {
+        assert!(end <= span.start && span.start <= span.end, "spans overlap or are out of order");
+        assert!(rendered.text.get(span.start..span.end).is_some(), "a span cuts a character or leaves the text");
+        end = span.end;
+    }
+});
