@@ -14,10 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIPLE = "x86_64-unknown-linux-gnu"
-COVERAGE = (
-    "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters "
-    "-Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares --cfg fuzzing"
-)
+COUNTED = ("level=4", "inline-8bit-counters", "pc-table", "trace-compares")
+COVERAGE = " ".join(["-Cpasses=sancov-module", *(f"-Cllvm-args=-sanitizer-coverage-{each}" for each in COUNTED)])
 IN_RUST = ("records", "events", "templates", "tokenizers")
 IN_PYTHON = ("shards", "checkpoints")
 
@@ -38,13 +36,19 @@ def seeds(target: str, into: Path) -> None:
 
 def in_rust(target: str, seconds: int) -> int:
     """Builds the target with coverage on stable Rust and runs it; memory and time of one input are bounded."""
-    told = {**os.environ, "RUSTFLAGS": COVERAGE, "CARGO_TARGET_DIR": str(ROOT / "target" / "fuzz")}
+    told = {**os.environ, "RUSTFLAGS": f"{COVERAGE} --cfg fuzzing", "CARGO_TARGET_DIR": str(ROOT / "target" / "fuzz")}
     build = ["cargo", "build", "--release", "--quiet", "--target", TRIPLE, "--bin", target]
     subprocess.run(build, cwd=ROOT / "fuzz", env=told, check=True)
     out = ROOT / "out" / "fuzz" / target
     seeds(target, out / "seeds")
     (out / "corpus").mkdir(exist_ok=True)
-    limits = [f"-max_total_time={seconds}", "-timeout=5", "-rss_limit_mb=2048", "-max_len=65536", "-print_final_stats=1"]
+    limits = [
+        f"-max_total_time={seconds}",
+        "-timeout=5",
+        "-rss_limit_mb=2048",
+        "-max_len=65536",
+        "-print_final_stats=1",
+    ]
     binary = ROOT / "target" / "fuzz" / TRIPLE / "release" / target
     run = [binary, *limits, f"-artifact_prefix={out}/", out / "corpus", out / "seeds"]
     return subprocess.run(run, check=False).returncode

@@ -27,7 +27,18 @@ from tracegrad.errors import TracegradError
 from tracegrad.sequence import Sequences
 
 MEMORY = 4 << 30  # beyond what the process has at the start
-HOSTILE = [b"-1", b"1e999", b"18446744073709551616", b"null", b'"x"', b"[[[[", b"\x00", b"\xff\xfe", b"99999999999", b"{}"]
+HOSTILE = [
+    b"-1",
+    b"1e999",
+    b"18446744073709551616",
+    b"null",
+    b'"x"',
+    b"[[[[",
+    b"\x00",
+    b"\xff\xfe",
+    b"99999999999",
+    b"{}",
+]
 
 
 def fuzz(target: str, seconds: int, out: Path) -> int:
@@ -121,8 +132,8 @@ def _seal_shards(folder: Path) -> None:
 def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
     """A checkpoint of a tiny model and its AdamW."""
     import torch
-    from tiny import tiny_model
 
+    from tiny import tiny_model
     from tracegrad.learner import checkpoint
 
     torch.set_num_threads(1)

@@ -120,8 +120,10 @@ def correct(
         kind_of("a weight", each, (Weight,))
     for each in arrays.instances(gates, "gates", object):
         kind_of("a gate", each, GATES)
-    reduce = Reduce() if reduce is None else arrays.instance(reduce, "reduce", Reduce, "Pass an objective's reduce.")
-    wanted: list[Reduce] = list(dict.fromkeys([reduce, *arrays.instances(reductions, "reductions", Reduce)]))
+    told: Reduce = arrays.instance(
+        Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
+    )
+    wanted: list[Reduce] = list(dict.fromkeys([told, *arrays.instances(reductions, "reductions", Reduce)]))
     arrays.one_of(missing, "missing", get_args(Missing))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
@@ -157,9 +159,7 @@ def correct(
     )
     by_reduction = {each: layout.back(scale) for each, scale in zip(wanted, scales, strict=True)}
     ratios = old is not None and rollout is not None
-    return Corrected(
-        layout.back(weight), layout.back(keep), by_reduction[reduce], _metrics(stats, ratios), by_reduction
-    )
+    return Corrected(layout.back(weight), layout.back(keep), by_reduction[told], _metrics(stats, ratios), by_reduction)
 
 
 def _bounded_exp(log_ratio: float) -> float:
