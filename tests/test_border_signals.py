@@ -17,6 +17,7 @@ import tracegrad as tg
 from tracegrad.algebra import Clamp, Ratio, Reduce, Weight
 path, model = sys.argv[1:]
 at = [0.0]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
 
 def interrupt(after, waits):
     begin = time.process_time()

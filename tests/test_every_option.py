@@ -81,10 +81,10 @@ def text_only(folder: Path) -> None:
 
 
 def lenient(folder: Path) -> None:
-    """A token that shows nothing stands before the sign: two ids that are not known. "I", "t", "3" and the end are."""
-    entries = [{"token": text, "logprob": -0.5} for text in ("I", "t", "", "×", "3")]
-    found = aligned(folder, turn("It\ufffd3", logprobs={"content": entries}), lenient=True)
-    assert found.trainable.sum() == 4
+    """Two tokens show a sign of four bytes that the vocabulary has in three: its ids stand there untrained."""
+    entries = [{"token": text, "logprob": -0.5} for text in ("I", "t", "", "😀", "3")]
+    found = aligned(folder, turn("It😀3", logprobs={"content": entries}), lenient=True)
+    assert found.trainable[-6:].tolist() == [True, True, False, False, False, True]
 
 
 # --- what becomes of it: steps and advantages ---

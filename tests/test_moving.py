@@ -25,7 +25,10 @@ def test_prefetched_batches_are_the_batches_in_order(device, ahead):
     found = list(prefetch(iter(batches()), device, ahead=ahead))
     assert len(found) == len(batches()) == 5
     for one, other in zip(found, batches(), strict=True):
+        assert one.longest == 6
         for field in fields(other):
+            if field.name == "longest":
+                continue
             moved, given = getattr(one, field.name), getattr(other, field.name)
             if field.name == "term":
                 assert isinstance(moved, np.ndarray)

@@ -294,7 +294,7 @@ def test_the_block_mask_shows_what_the_dense_mask_shows(window):
 
 
 def causal():
-    s = Sequences.from_arrays(np.zeros(160), [0, 160], -np.ones(160), np.arange(160) > 0)
+    s = Sequences.from_arrays(np.zeros(160, int), [0, 160], -np.ones(160), np.arange(160) > 0)
     return s, pack(s, [0.0], token_budget=160)
 
 
@@ -352,7 +352,7 @@ def test_the_block_mask_is_built_without_reading_anything_back():
 
 
 def test_blocks_beyond_a_window_are_not_visited():
-    s = Sequences.from_arrays(np.zeros(160), [0, 160], -np.ones(160), np.arange(160) == 159)
+    s = Sequences.from_arrays(np.zeros(160, int), [0, 160], -np.ones(160), np.arange(160) == 159)
     [step] = pack(s, [0.0], token_budget=160)
     blocks = policy.block_mask(step.batches[0].to("cpu"), window=20, block=16)
     # a query sees 19 keys before it: its own block, the one before and the last of the one before that
@@ -364,7 +364,7 @@ def listed(counts, indices, row):
 
 
 def test_some_blocks_of_a_long_branch_are_seen_whole():
-    s = Sequences.from_arrays(np.zeros(90), [0, 90], -np.ones(90), np.arange(90) == 89)
+    s = Sequences.from_arrays(np.zeros(90, int), [0, 90], -np.ones(90), np.arange(90) == 89)
     [step] = pack(s, [0.0], token_budget=100)
     blocks = policy.block_mask(step.batches[0].to("cpu"), block=16)
     assert blocks.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 4, 5]

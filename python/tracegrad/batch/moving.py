@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from tracegrad.batch.step import Batch
 
 
+def columns_of(batch: Batch) -> list[str]:
+    """The names of the arrays that move with a batch."""
+    return [field.name for field in fields(batch) if field.name not in ("term", "longest")]
+
+
 def moved(values: Any, device: Any) -> Any:
     """An array or tensor as a torch tensor on `device`, integers as int64; to CUDA by page-locked memory, no wait."""
     import torch
@@ -84,7 +89,6 @@ def _arrived(batch: Batch, event: Any, device: Any) -> Batch:
 
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
-    for field in fields(batch):
-        if field.name != "term":
-            getattr(batch, field.name).record_stream(current)
+    for name in columns_of(batch):
+        getattr(batch, name).record_stream(current)
     return batch

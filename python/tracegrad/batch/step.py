@@ -6,14 +6,14 @@ no model: `policy` reads a batch, `correction` reads a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import arrays
-from tracegrad.batch.moving import moved, sent
+from tracegrad.batch.moving import columns_of, moved, sent
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class Batch:
         row: [m] int32: the head row of each term. A token that several traces sampled after the same ids is one head
             row and a term of each of them.
         term: [m] int32: its place in the step. Stays numpy, as it indexes the arrays of the step.
+        longest: tokens of the longest branch; counted on the host by `to`, where it is not known.
     """
 
     ids: Any
@@ -102,6 +103,7 @@ class Batch:
     inv_temperature: Any
     row: Any
     term: Ints
+    longest: int | None = None
 
     def to(self, device: Any) -> Batch:
         """The same batch as torch tensors on `device` (anything `torch.Tensor.to` takes).
@@ -109,8 +111,10 @@ class Batch:
         To a CUDA device arrays go from page-locked memory without a wait: the copy is ordered before what the current
         stream does next, and integers are widened there. A batch that is on the device already is returned as it is.
         """
-        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "term"}
-        return replace(self, **{name: moved(values, device) for name, values in columns.items()})
+        longest = self.longest
+        if longest is None and isinstance(self.positions, np.ndarray):
+            longest = int(self.positions.max(initial=-1)) + 1
+        return replace(self, longest=longest, **{n: moved(getattr(self, n), device) for n in columns_of(self)})
 
     @property
     def tokens(self) -> int:

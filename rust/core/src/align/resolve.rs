@@ -336,8 +336,8 @@ fn attach_logprobs<'a>(generation: &'a Generation, resolved: &mut Resolved<'a>) 
         }
         return;
     };
-    if resolved.foreign {
-        return;
+    if resolved.foreign || count == 0 {
+        return; // logprobs alone wait for a text
     }
     if logprobs.len() > count && count > 0 && matches!(generation.stop, Stop::Text(_)) {
         // TensorRT-LLM takes the stop string's tokens out of the ids and leaves their logprobs.

@@ -161,10 +161,6 @@ impl<'a> Loom<'a, '_> {
         if level == tier::TEXT_ONLY || logprobs.len() > ids.len() {
             ids.extend(closing);
         }
-        if level == tier::TEXT_ONLY && !logprobs.is_empty() {
-            let detail = format!("{} logprobs without text, the text has {} tokens", logprobs.len(), ids.len());
-            self.find(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
-        }
         if generation.tokens.is_empty() || foreign {
             self.woven.recorded += if foreign { 0 } else { ids.len() as u64 };
         }
@@ -172,6 +168,10 @@ impl<'a> Loom<'a, '_> {
             tier::COUNT | tier::ASSUMED => self.options.assume_canonical,
             _ => self.options.text_only,
         };
+        if !logprobs.is_empty() && (level == tier::TEXT_ONLY || !trained) {
+            let detail = format!("{} logprobs without tokens, the text has {} tokens", logprobs.len(), ids.len());
+            self.find(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
+        }
         let branch = &mut self.woven.branches[at];
         branch.stopped = ids.last().copied() == closing && closing.is_some();
         let (mut index, logprobs) = (0, Some(logprobs).filter(|_| level != tier::TEXT_ONLY));
