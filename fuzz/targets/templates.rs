@@ -3,6 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, json};
+use std::sync::Arc;
 use tracegrad_core::template::Template;
 
 fuzz_target!(|source: &str| {
@@ -15,7 +16,7 @@ fuzz_target!(|source: &str| {
         json!({"role": "tool", "content": "4.5"}),
         json!({"role": "assistant", "content": "4 1/2", "reasoning_content": "hm"}),
     ];
-    let tools = json!([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]);
+    let tools = Arc::new(json!([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]));
     let messages: Vec<_> = messages.iter().collect();
     let Ok(rendered) = template.render(&messages, Some(&tools), true, &Map::new()) else { return };
     let mut end = 0;
