@@ -11,6 +11,7 @@ pub mod drift;
 pub mod error;
 pub mod format;
 mod generations;
+mod media;
 pub mod pack;
 pub mod ratio;
 pub mod read;

@@ -36,6 +36,8 @@ pub struct Trace {
     pub template_kwargs: Map<String, Value>,
     /// Model name as recorded.
     pub model: Option<String>,
+    /// What the record holds of pictures, sound or video that no message has, by what it calls itself.
+    pub media_left_out: Option<String>,
     /// The record as it was read, for a round trip that loses nothing.
     pub record: Arc<[u8]>,
 }

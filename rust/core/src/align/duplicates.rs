@@ -71,6 +71,7 @@ mod tests {
             tools: None,
             template_kwargs: serde_json::Map::new(),
             model: None,
+            media_left_out: None,
             record: Arc::from(&b""[..]),
         }
     }

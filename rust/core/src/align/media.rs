@@ -1,19 +1,17 @@
 //! Pictures, sound and video before a turn. Ids do not tell one from another, so nothing that was sampled behind them is
 //! trained until they have a road of their own.
 //!
-//! They are seen by the parts of messages, by placeholder tokens in a prompt, and by placeholders that a server repeated.
+//! They are seen by the parts of messages, by what the record holds beside them, by placeholder tokens in a prompt, and
+//! by placeholders that a server repeated.
 
 use super::prompt::source;
 use super::weave::Loom;
 use crate::drift::Reason;
+use crate::media::part_of;
 use crate::trace::{Generation, Trace};
-use serde_json::Value;
 
 /// A part of a message that is no text: index of the message, and what the part calls itself.
 pub type Part<'a> = (u32, &'a str);
-
-/// Levels of parts within parts that are looked through; what lies deeper counts as no text.
-const DEEPEST: usize = 8;
 
 impl Loom<'_, '_> {
     /// What stands before the end of generation `turn`, whose prompt is in branch `at`, and is not in its ids.
@@ -46,11 +44,13 @@ impl Loom<'_, '_> {
 
     /// The first part of the messages of a generation that is no text, its answer among them.
     fn media_in_messages(&self, generation: &Generation) -> Option<String> {
+        if let Some(kind) = &self.trace.media_left_out {
+            return Some(format!("{:?} in the record, which none of the messages has,", short(kind)));
+        }
         let parts = self.media.get_or_init(|| parts(self.trace));
         let concerns = |index: u32| index == generation.message || generation.context.contains(&index);
         let (index, kind) = parts.iter().find(|(index, _)| concerns(*index))?;
-        let kind: String = kind.chars().take(40).collect();
-        Some(format!("a part of message {index} of kind {kind:?}"))
+        Some(format!("a part of message {index} of kind {:?}", short(kind)))
     }
 
     /// Says that what a turn sampled is held and not trained.
@@ -66,66 +66,7 @@ fn parts(trace: &Trace) -> Vec<Part<'_>> {
     messages.filter_map(|(index, message)| Some((index as u32, part_of(&message.value)?))).collect()
 }
 
-/// What the first part of a message that is no text calls itself.
-fn part_of(message: &Value) -> Option<&str> {
-    message.as_object()?.iter().find_map(|(key, value)| match value {
-        Value::Array(parts) if key == "content" => parts.iter().find_map(|part| no_text(part, DEEPEST)),
-        Value::Null => None,
-        Value::Array(parts) if parts.is_empty() => None,
-        _ => Some(key.as_str()).filter(|key| is_media(key)),
-    })
-}
-
-/// What a part calls itself where it is no text, or holds a part that is none.
-fn no_text(part: &Value, deepest: usize) -> Option<&str> {
-    let fields = match part {
-        Value::String(_) | Value::Null => return None,
-        Value::Object(fields) if deepest > 0 => fields,
-        _ => return Some("unknown"),
-    };
-    let inside = || {
-        let lists = ["content", "output", "response"].into_iter().filter_map(|key| fields.get(key)?.as_array());
-        lists.flatten().find_map(|part| no_text(part, deepest - 1))
-    };
-    match fields.get("type").and_then(Value::as_str) {
-        Some(kind) if is_text(kind) => inside(),
-        Some(kind) => Some(kind),
-        // Qwen's agents write `{"text": ...}` and `{"image": ...}`.
-        None if fields.get("text").is_some_and(Value::is_string) => {
-            fields.keys().map(String::as_str).find(|key| is_media(key))
-        }
-        None => fields.keys().map(String::as_str).next().or(Some("unknown")),
-    }
-}
-
-/// The keys under which a message, or a part without a type, holds what is no text.
-fn is_media(key: &str) -> bool {
-    const KEYS: [&str; 9] =
-        ["images", "image", "image_url", "audio", "audios", "input_audio", "video", "videos", "multi_modal_data"];
-    KEYS.contains(&key)
-}
-
-/// The kinds of parts that say themselves in text: words, thoughts, calls of tools and their answers.
-fn is_text(kind: &str) -> bool {
-    const KINDS: [&str; 18] = [
-        "text",
-        "input_text",
-        "output_text",
-        "refusal",
-        "thinking",
-        "redacted_thinking",
-        "think",
-        "thought",
-        "reasoning",
-        "reasoning_text",
-        "summary_text",
-        "tool_use",
-        "tool_call",
-        "function_call",
-        "function",
-        "tool_result",
-        "function_call_output",
-        "tool_call_response",
-    ];
-    KINDS.contains(&kind)
+/// As much of a stranger's name as a line has room for.
+fn short(kind: &str) -> String {
+    kind.chars().take(40).collect()
 }

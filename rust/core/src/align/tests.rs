@@ -33,6 +33,7 @@ fn trace(generations: Vec<Generation>) -> Vec<Arc<Trace>> {
         tools: None,
         template_kwargs: Map::new(),
         model: None,
+        media_left_out: None,
         record: Arc::from(&b"{}"[..]),
     })]
 }

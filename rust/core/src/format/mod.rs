@@ -28,6 +28,7 @@ mod strays;
 mod tests;
 
 use crate::error::Location;
+use crate::media;
 use crate::trace::Trace;
 use body::Body;
 use fields::{Header, get};
@@ -56,14 +57,23 @@ pub struct Record {
 /// that has none. `wanted` is the name of the form it is to be read in; `None` detects it by structure.
 pub fn decode(record: &Arc<[u8]>, place: &Location, wanted: Option<&str>) -> Decoded<Record> {
     let mut place = place.clone();
+    let mut media_left_out = None;
     let (form, header, body) = match parse(record, wanted) {
-        Ok(Parsed::Foreign(foreign)) => Ok((foreign.form, foreign.header, foreign.body)),
-        Ok(Parsed::Shaped(object)) => decode_shaped(*object, record, wanted, &mut place),
+        Ok(Parsed::Foreign(foreign)) => {
+            if media::may_show(record) {
+                media_left_out = media::left_out(&diagnose::text(record)?, &foreign.body.messages);
+            }
+            Ok((foreign.form, foreign.header, foreign.body))
+        }
+        Ok(Parsed::Shaped(object)) => {
+            media_left_out = media::column_of(&object.fields).map(str::to_owned);
+            decode_shaped(*object, record, wanted, &mut place)
+        }
         Err(rejection) => Err(rejection),
     }
     .map_err(|rejection| rejection.at(&place))?;
     let unused_choices = body.unused_choices;
-    let trace = assemble(header, body, record, place);
+    let trace = Trace { media_left_out, ..assemble(header, body, record, place) };
     check_finite(&trace).map_err(|rejection| rejection.at(&trace.location))?;
     Ok(Record { trace, form, unused_choices })
 }
@@ -206,6 +216,7 @@ fn assemble(header: Header, body: Body, record: &Arc<[u8]>, place: Location) -> 
         tools: header.tools.or(body.tools),
         template_kwargs,
         model: header.model.or(body.model),
+        media_left_out: None,
         record: Arc::clone(record),
     }
 }

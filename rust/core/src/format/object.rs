@@ -9,6 +9,7 @@ use super::logprobs::Logprobs;
 use super::numbers::{Ids, PieceList};
 use super::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use super::strays;
+use crate::media;
 use crate::trace::{Pieces, Schemas, Tokens};
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -66,7 +67,7 @@ impl Kind {
             (Record | Request, "tools") => Slot::Tools,
             (Item, "message") => Slot::Nested("message", Item),
             (Item, "generation") => Slot::Nested("generation", Generation),
-            (Record, _) if RECORD_KEYS.contains(&key) => Slot::Keep,
+            (Record, _) if RECORD_KEYS.contains(&key) || media::is_key(key) => Slot::Keep,
             (Record, _) if is_sign(key) => Slot::Sign,
             (Request, _) if REQUEST_KEYS.contains(&key) => Slot::Keep,
             (Response, "model" | "object" | "error" | "metadata") => Slot::Keep,
