@@ -1,11 +1,12 @@
 """What callers pass, taken in one place: arrays, integers, flags and names; anything else is an ArgumentError.
 
 Called in the first lines of public functions, whose inside assumes. Nothing is copied that is contiguous, aligned and
-of the type that is wanted. torch is never imported for the question.
+of the type that is wanted. Neither torch nor numpy.ma is imported for the question.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn
 
@@ -16,12 +17,18 @@ from tracegrad.errors import ArgumentError
 
 Array = NDArray[Any]
 _RAISED = (TypeError, ValueError, OverflowError, RecursionError, RuntimeError, AttributeError, NotImplementedError)
-_NO_ARRAYS = (str, bytes, bytearray, memoryview, Mapping, Set, Iterator, np.ma.MaskedArray)
+_NO_ARRAYS = (str, bytes, bytearray, memoryview, Mapping, Set, Iterator)
 
 
 def is_tensor(value: Any) -> bool:
     """Whether it is torch's; torch is not imported for the question."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
+
+
+def _is_masked(value: Any) -> bool:
+    """Whether it is a masked array; who has made one has imported numpy.ma."""
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(value, masked.MaskedArray)
 
 
 def numbers(values: Any, name: str) -> Array:
@@ -32,7 +39,7 @@ def numbers(values: Any, name: str) -> Array:
     Raises:
         ArgumentError: for anything else: strings, masked or complex arrays, generators, lists of unequal length.
     """
-    if isinstance(values, _NO_ARRAYS) or values is None:
+    if isinstance(values, _NO_ARRAYS) or _is_masked(values) or values is None:
         _refuse(name, _kind(values))
     try:
         array = _from_tensor(values) if is_tensor(values) else np.asarray(values)
@@ -149,7 +156,7 @@ def integer(value: Any, name: str, *, least: int, most: int = (1 << 63) - 1) -> 
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
     if not is_whole or not least <= value <= most:
         bounds = f"at least {least}" if most >= (1 << 31) else f"from {least} to {most}"
-        raise ArgumentError(f"{name} is {shown(value)}. It must be an integer of {bounds}.")
+        raise ArgumentError(f"{name} is {described(value)}. It must be an integer of {bounds}.")
     return int(value)
 
 
@@ -157,21 +164,21 @@ def number(value: Any, name: str, *, least: float = -np.inf, most: float = np.in
     """A finite number within bounds."""
     is_real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_real or not abs(value) < 1e300 or not least <= value <= most:
-        raise ArgumentError(f"{name} is {shown(value)}. It must be a finite number from {least} to {most}.")
+        raise ArgumentError(f"{name} is {described(value)}. It must be a finite number from {least} to {most}.")
     return float(value)
 
 
 def flag(value: Any, name: str) -> bool:
     """True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentError(f"{name} is {shown(value)}. It must be True or False.")
+        raise ArgumentError(f"{name} is {described(value)}. It must be True or False.")
     return bool(value)
 
 
 def one_of(value: Any, name: str, choices: Iterable[str | None]) -> Any:
     """One of some names."""
     if not (value is None or isinstance(value, str)) or value not in (choices := tuple(choices)):
-        raise ArgumentError(f"{name} is {shown(value)}. It must be one of {', '.join(map(repr, choices))}.")
+        raise ArgumentError(f"{name} is {described(value)}. It must be one of {', '.join(map(repr, choices))}.")
     return value
 
 
@@ -179,7 +186,7 @@ def instance(value: Any, name: str, kinds: type | tuple[type, ...], cure: str) -
     """A value of some class."""
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise ArgumentError(f"{name} is {shown(value)}, no {wanted}. {cure}")
+        raise ArgumentError(f"{name} is {described(value)}, no {wanted}. {cure}")
     return value
 
 
@@ -193,10 +200,10 @@ def rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
     """Refuses what has no rows, or is itself what one of them should be."""
     has_rows = isinstance(values, Iterable) and not (isinstance(values, np.ndarray) and values.ndim == 0)
     if not has_rows or isinstance(values, not_these):
-        raise ArgumentError(f"{name} is {shown(values)}. Pass a list, with one entry for each.")
+        raise ArgumentError(f"{name} is {described(values)}. Pass a list, with one entry for each.")
 
 
-def shown(value: Any) -> str:
+def described(value: Any) -> str:
     """A value for an error: short, on one line, whatever it is."""
     if isinstance(value, (str, bytes, int, float, complex, type(None))):
         text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 200 else "an integer of many digits"
@@ -207,7 +214,7 @@ def shown(value: Any) -> str:
 def _kind(value: Any) -> str:
     if value is None:
         return "None"
-    if isinstance(value, np.ma.MaskedArray):
+    if _is_masked(value):
         return "a masked array"
     name = type(value).__name__[:60]
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -143,7 +143,7 @@ class Grouped:
         """[R] float64: 0 for unknown rewards, exactly 0 in equal groups, and what `singleton` says for a lone one."""
         if not isinstance(singleton, str) or singleton not in ("refuse", "zero", "keep"):
             raise ArgumentError(
-                f"singleton is {arrays.shown(singleton)}. It says what becomes of a group of one. "
+                f"singleton is {arrays.described(singleton)}. It says what becomes of a group of one. "
                 "It must be 'refuse', 'zero' or 'keep'."
             )
         alone = self.alone

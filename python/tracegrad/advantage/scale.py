@@ -28,7 +28,7 @@ def check_scale(scale: str, ddof: int | None, eps: float | None) -> float:
     """
     if not isinstance(scale, str) or scale not in ("none", "std", "batch_std"):
         raise ArgumentError(
-            f"scale is {arrays.shown(scale)}. It says what a difference is divided by. "
+            f"scale is {arrays.described(scale)}. It says what a difference is divided by. "
             "It must be 'none' or 'std' (of the group) or 'batch_std'."
         )
     if scale == "none" and (ddof is not None or eps is not None):

@@ -7,7 +7,7 @@ others by `tracegrad.objective`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tracegrad.algebra.ratio import HOLDS, OVER, TOKEN, Level, Ratio, When, check_reach
 from tracegrad.algebra.refuse import around, around_one, no_effect, one_of, positive, rising
@@ -230,7 +230,7 @@ class TopCovariance:
 
 
 AnyGate = Gate | Budget | TopEntropy | DropCovariance
-GATES = (Gate, Budget, TopEntropy, DropCovariance)
+GATES = get_args(AnyGate)
 
 
 def _share(name: str, share: float) -> None:

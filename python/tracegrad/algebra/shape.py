@@ -6,6 +6,7 @@ Values only; bounds are ratios, so they lie around 1, and each shape refuses bou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from tracegrad.algebra.refuse import around_one
 from tracegrad.errors import ArgumentError
@@ -101,4 +102,4 @@ class Gaussian:
 
 
 Shape = Identity | Clamp | Window | Gamma | Gaussian
-SHAPES = (Identity, Clamp, Window, Gamma, Gaussian)
+SHAPES = get_args(Shape)

@@ -7,6 +7,7 @@ level, A the advantage.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, When
 from tracegrad.algebra.refuse import one_of, positive
@@ -179,6 +180,6 @@ class Regress:
 
 
 Surrogate = PolicyGradient | CrossEntropy | Importance | Clip | Sigmoid | GeoClip | Regress
-Ratioed = (Importance, Clip, Sigmoid, GeoClip, Regress)
+SURROGATES = get_args(Surrogate)
+Ratioed = get_args(Importance | Clip | Sigmoid | GeoClip | Regress)
 """The surrogates that take a ratio."""
-SURROGATES = (PolicyGradient, CrossEntropy, *Ratioed)

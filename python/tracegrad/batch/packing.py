@@ -320,7 +320,7 @@ def _check_kinds(
 ) -> None:
     arrays.instance(sequences, "sequences", Sequences, "Pass what align() gave.")
     if needs is not None and not hasattr(needs, "trace_ratio"):
-        raise ArgumentError(f"needs is {arrays.shown(needs)}. Pass objective.needs.")
+        raise ArgumentError(f"needs is {arrays.described(needs)}. Pass objective.needs.")
     if shape is not None:
         arrays.instance(shape, "shape", ModelShape, "Pass ModelShape.of(model.config).")
     arrays.one_of(too_long, "too_long", ("refuse", "drop", "truncate"))

@@ -127,7 +127,7 @@ def correct(
     arrays.one_of(missing, "missing", get_args(Missing))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
-            f"all_reduce is {arrays.shown(all_reduce)}. Pass a function of an array and 'sum' or 'max'."
+            f"all_reduce is {arrays.described(all_reduce)}. Pass a function of an array and 'sum' or 'max'."
         )
     if missing == "neutral" and old is None and rollout is not None:
         raise ArgumentError(
