@@ -348,7 +348,7 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
     """What each of two ranks says: of a bare model, of gathered parameters after a measurement, and of lost memory."""
     from torch.distributed.tensor import DTensor
 
-    import tracegrad.learner.loop as loop
+    import tracegrad.learner.run as run
 
     joined(port, ranks, rank)
     [step, *_] = steps_of(0, presets.DAPO, ranks, rank)
@@ -365,7 +365,7 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
         measure(prepare(hybrid, "fsdp"), step.batches)
     except ArgumentError as error:
         found["hybrid"] = str(error)
-    loop.optimizer_step = Short(rank)
+    run.optimizer_step = Short(rank)
     try:
         trained(out / "lost", changes=RUNS["fsdp"])
     except TracegradError as error:

@@ -232,7 +232,6 @@ def test_a_folder_that_cannot_be_written_is_one_error(traces, tmp_path):
 
 def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
     from tracegrad.batch import pack
-    from tracegrad.learner.row import version_lag
     from tracegrad.sequence import Sequences
 
     ids, trainable = [5, 6, 7, 8, 9, 3], [0, 1, 1, 1, 0, 1]
@@ -245,12 +244,12 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
         tier=np.array([255, 0, 0, 2, 255, 2], np.uint8),
     )
     [step] = pack(two, [1.0, -1.0], token_budget=16)
-    assert version_lag(step, two).tolist() == [2, 2, 0, -1]  # from 5, the newest
+    assert step.lag(5).tolist() == [2, 2, 0, -1]
     ones = np.ones(4, np.float32)
     outcome = Outcome(
         0.0, 0.0, Corrected(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages, ones, ones > 0
     )
-    found = off_policy(step, outcome, two).named()
+    found = off_policy(step, outcome, 5).named()
     assert {name: found[name] for name in found if name.startswith("known_terms/")} == {
         "known_terms/turn_0": 3,
         "known_terms/turn_1": 1,
@@ -285,7 +284,7 @@ def test_metrics_are_worked_by_hand():
         weight=np.ones(3, np.float32),
         keep=keep,
     )
-    found = tally(step, outcome, presets.DAPO, tokens=5).means() | off_policy(step, outcome, two).named()
+    found = tally(step, outcome, presets.DAPO, tokens=5).means() | off_policy(step, outcome).named()
     assert found["entropy"] == 3.0
     assert found["frac_old_logprobs_valid"] == pytest.approx(2 / 3)
     assert found["mean_importance_ratio"] == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)  # theta - rollout: 0.5, 1

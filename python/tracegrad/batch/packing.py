@@ -59,13 +59,14 @@ def pack(
             and where a trace that must lie in one row fits only so; `Step.sharing` has the prediction. The gradient is
             the same. For models whose layers attend alone: `policy` refuses recurrent ones.
         skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, and count them in totals and
-            counts. Refused where the objective looks at them nevertheless (`needs.zero_advantage`).
+            counts. Refused where the objective looks at them nevertheless (`needs.zero_advantage`). A step of which
+            nothing is left is there all the same, so that the plan does not depend on rewards: `Step.trains` is False.
         shape: of the model, for predictions; None takes that of Qwen3-4B.
         seed: shuffles the groups; None keeps the order in which they first appear.
         pad_to_multiple_of: rows are padded to a multiple of this with tokens that see only themselves.
 
     Returns:
-        the steps of this rank.
+        the steps of this rank; of those with `Step.trains` False nothing is to train.
 
     Raises:
         ArgumentError: if nothing can be trained, a trace is too long, or arguments contradict one another.
@@ -296,6 +297,7 @@ def _step(sequences: Sequences, found: _Found, advantages: Floats, asked: bool, 
         skipped=found.skipped[index],
         sharing=sharing if asked else None,
         load=placed.load.reshape(len(groups.totals), -1)[index],
+        tier=np.take(sequences.tier, origin),
     )
 
 

@@ -169,6 +169,7 @@ class Step:
         too_long: what was dropped or cut. A trace whose whole group was dropped is counted in the first step.
         old_logprobs, ref_logprobs: [M], nats, or None until `with_logprobs`.
         alpha: [M] in [0, 1], where the proximal policy lies between rollout (0) and theta (1); None where none is used.
+        tier: [M] uint8, as in the `Sequences`; None where it is not known.
     """
 
     batches: tuple[Batch, ...]
@@ -191,10 +192,38 @@ class Step:
     old_logprobs: NDArray[np.floating] | None = None
     ref_logprobs: NDArray[np.floating] | None = None
     alpha: NDArray[np.floating] | None = None
+    tier: NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
         """Number of terms M on this rank."""
         return len(self.origin)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a term is left to train, on any rank: False where `skip_zero_advantage` has left out all of them.
+
+        An optimizer step on such a step moves parameters by what the optimizer remembers alone.
+        """
+        return self.totals.terms > self.skipped.terms
+
+    def lag(self, version: int | None) -> Counts:
+        """[M] versions between the policy that is trained and the one that sampled the term; -1 where one is unknown.
+
+        Args:
+            version: of the policy that is trained; None where it is not known.
+
+        Raises:
+            ArgumentError: if a term is of a later version.
+        """
+        if version is None:
+            return np.full(len(self), -1, np.int64)
+        newest = int(np.max(self.version, initial=-1))
+        if newest > version:
+            raise ArgumentError(
+                f"version is {version}, and a term was sampled by version {newest}. A policy samples after it was "
+                "trained, so one of the two counts otherwise. Pass the version that the servers were given last."
+            )
+        return np.where(self.version < 0, -1, version - self.version.astype(np.int64))
 
     @property
     def imbalance(self) -> float:

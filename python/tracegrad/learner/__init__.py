@@ -5,6 +5,7 @@ from tracegrad.learner.memory import Memory
 from tracegrad.learner.parallel import Placed, Policy, prepare
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
+from tracegrad.learner.run import Run
 from tracegrad.learner.step import Outcome, measure, optimizer_step
 from tracegrad.learner.value import Value, estimate
 
@@ -14,6 +15,7 @@ __all__ = [
     "Placed",
     "Policy",
     "Ranks",
+    "Run",
     "TermRecord",
     "Trained",
     "Value",

@@ -1,7 +1,8 @@
 """Checkpoints: a model folder that transformers loads, and beside it what a run needs to go on exactly.
 
 A checkpoint appears whole or not at all: it is written to a temporary folder, what marks it as whole last, flushed to
-disk and renamed. Tensors are safetensors and the rest is JSON, so that reading one runs no code. Called by the loop.
+disk and renamed. Tensors are safetensors and the rest is JSON, so that reading one runs no code. Called by the run and
+the loop.
 """
 
 from __future__ import annotations
@@ -118,6 +119,21 @@ def list_checkpoints(out: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
     found = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARK).is_file())
     return sorted((path for path in found if step_of(path.name) >= 0), key=lambda path: step_of(path.name))
+
+
+@contextmanager
+def writable(out: Path) -> Iterator[None]:
+    """Around what is written beside the checkpoints.
+
+    Raises:
+        TracegradError: if the folder takes no files.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TracegradError(
+            f"{error.filename or out}: {error.strerror}. Checkpoints have no place there. Give another --out."
+        ) from error
 
 
 def clear_staged(out: Path) -> None:

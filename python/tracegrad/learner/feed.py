@@ -106,11 +106,14 @@ class Feed:
         assert found is not None
         return found
 
-    def age(self, step: Step) -> NDArray[np.int64]:
-        """[M] policy versions between the newest one recorded and the one that sampled the term; 0 where unknown."""
-        version = step.version.astype(np.int64)
-        newest = int(np.max(self.sequences.version, initial=-1))
-        return np.where(version < 0, 0, newest - version)
+    @property
+    def newest(self) -> int | None:
+        """The newest version recorded, None where none is: what lags count from, and nowhere else is that decided.
+
+        The version that the trained policy is of by this count is not known, as a file does not say it.
+        """
+        found = int(np.max(self.sequences.version, initial=-1))
+        return None if found < 0 else found
 
     def plan(self, steps: int) -> Plan:
         """When what happens, in epochs of so many steps: as many in each, however the groups are shuffled."""

@@ -1,54 +1,36 @@
-"""The loop: epochs over steps, `old` refreshed, value measured, checkpoints written, and a stop that loses nothing.
+"""Epochs over recorded sequences: value measured, checkpoints written, and a stop that loses nothing.
 
 Everything a step needs is a function of the config, the data and the checkpoint, so that a resumed run repeats the
-uninterrupted one. No arithmetic of losses here. Called by the command line and by users as `tracegrad.learner.train`.
+uninterrupted one. A step itself is `Run`'s. Called by the command line and by users as `tracegrad.learner.train`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from tracegrad import metrics
 from tracegrad.algebra import Objective
 from tracegrad.batch import ModelShape, Step
-from tracegrad.config import Config, as_dict, to_toml
-from tracegrad.correction import Corrected, proximal_alpha
-from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.config import Config
+from tracegrad.errors import ArgumentError
 from tracegrad.learner import checkpoint
-from tracegrad.learner.adapters import adapters_off
-from tracegrad.learner.ahead import Ahead
-from tracegrad.learner.entropy import Control
+from tracegrad.learner.epochs import Epochs
 from tracegrad.learner.feed import Feed
-from tracegrad.learner.idle import Idle
 from tracegrad.learner.interrupt import Interrupt
-from tracegrad.learner.memory import out_of_memory
-from tracegrad.learner.parallel import Placed
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
-from tracegrad.learner.row import row_of
+from tracegrad.learner.run import Run
 from tracegrad.learner.settle import settle_rows
-from tracegrad.learner.setup import (
-    Optimizers,
-    Prepared,
-    bucket_of,
-    check_media,
-    check_same,
-    check_vocabulary,
-    other_model,
-    prepared,
-)
-from tracegrad.learner.step import Floats, Outcome, detached, measure, optimizer_step
+from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_vocabulary
+from tracegrad.learner.step import Outcome
 from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
 from tracegrad.sequence import Sequences
-from tracegrad.shards import write_bytes
 
 
 def train(
@@ -94,46 +76,41 @@ def train(
     feed = Feed.of(sequences, objective, config, ranks=ranks.world, rank=ranks.rank, **cut)
     check_vocabulary(sequences, model)
     feed = replace(feed, notes=(*feed.notes, *check_media(sequences, model)))
-    model, policy = prepared(model, config, ranks, optimizer)
+    given = {"tokenizer": tokenizer, "optimizer": optimizer, "reference": reference}
+    driven = Run(model, objective, config, out=out, **given, keep_start=False, ranks=ranks)
+    if driven.reference is not None:
+        check_vocabulary(sequences, driven.reference.model)
     longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
-    if why := settle_rows(policy.target, longest, trees=feed.shares):
+    if why := settle_rows(driven.target, longest, trees=feed.shares):
         feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {why}."))
-    other = other_model(reference, feed, policy)
-    loop = _Loop(feed, policy, model, other, out, Path(tokenizer) if tokenizer else None)
+    loop = _Loop(feed, driven)
     rows = loop.start(resume)
     if ranks.first:
         for sentence in [*feed.notes, *loop.opening()]:
             say(f"note     {sentence}")
     shown = _sinks(loop, sinks) if ranks.first else []
     try:
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt, driven.together():
             stopped = loop.run([loop.lines, *shown], rows, interrupt)
-    except torch.OutOfMemoryError as error:
-        told = f"step {loop.taken + 1}: {out_of_memory(error, config)}"
-        ranks.tell(told)
-        raise TracegradError(told) from error
-    except RuntimeError as error:
-        if told := ranks.heard():
-            raise TracegradError(f"{told} This rank stops with it.") from error
-        raise
     finally:
-        loop.ahead.close()
+        loop.epochs.close()
         for sink in [loop.lines, *shown]:
             sink.close()
     code = (interrupt.exit_code or 0) if stopped == "signal" else 0
     last = checkpoint.list_checkpoints(out)[-1]
     terms = [record for part in ranks.gathered(loop.terms) for record in part]
-    idle = loop.idle.overall()
-    return Trained(loop.taken, loop.plan.total, stopped, code, last, rows, terms, loop.watch.seconds, idle)
+    return Trained(
+        driven.taken, loop.plan.total, stopped, code, last, rows, terms, driven.watch.seconds, driven.idle.overall()
+    )
 
 
 def _sinks(loop: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.Sink]:
     if sinks is not None:
         return list(sinks)
     chosen: list[metrics.Sink] = []
-    if loop.config.train.tensorboard:
-        chosen.append(metrics.TensorBoard(loop.out / "tensorboard"))
-    return [*chosen, metrics.Progress(loop.plan.total, loop.taken)]
+    if loop.driven.config.train.tensorboard:
+        chosen.append(metrics.TensorBoard(loop.driven.out / "tensorboard"))
+    return [*chosen, metrics.Progress(loop.plan.total, loop.driven.taken)]
 
 
 class _Silent:
@@ -148,84 +125,50 @@ class _Silent:
 
 @dataclass
 class _Loop:
-    """State of a run between two steps."""
+    """A run over a feed, between two steps."""
 
     feed: Feed
-    policy: Prepared
-    model: Any
-    reference: Placed | None
-    out: Path
-    tokenizer: Path | None
-    taken: int = 0
+    driven: Run
     terms: list[TermRecord] = field(default_factory=list)
-    watch: metrics.Stopwatch = field(default_factory=metrics.Stopwatch)
 
     def __post_init__(self) -> None:
-        self.config = self.feed.config
-        self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
-        self.ranks = self.target.ranks
-        self.epochs: dict[int, list[Step]] = {0: self.feed.steps(self.feed.plan(1).shuffle_seed(0))}
-        self.plan = self.feed.plan(len(self.epochs[0]))
+        self.epochs = Epochs(self.feed, self.driven)
+        self.plan = self.epochs.plan
         self.held = self.feed.held_step()
-        self.known = {name: np.full(self.feed.sequences.tokens, np.nan, np.float32) for name in self._wanted()}
         self.fingerprint = self.feed.fingerprint()
-        self.control = Control(self.feed.objective)
-        self.ahead = Ahead(self._make)
-        self.idle = Idle(self.target.device)
-
-    def _wanted(self) -> list[str]:
-        needs = self.feed.objective.needs
-        return [name for name in ("old", "ref") if getattr(needs, name)]
+        self.lines: metrics.Sink = _Silent()
 
     def start(self, resume: bool) -> list[dict[str, Any]]:
         """Makes the folder, takes up a checkpoint, and opens metrics.jsonl; returns the rows it keeps."""
-        found = checkpoint.list_checkpoints(self.out)
+        out, first = self.driven.out, self.driven.ranks.first
+        found = checkpoint.list_checkpoints(out)
         if found and not resume:
             raise ArgumentError(
-                f"{self.out} holds a run, its newest checkpoint is {found[-1].name}. A new run would overwrite it. "
+                f"{out} holds a run, its newest checkpoint is {found[-1].name}. A new run would overwrite it. "
                 "Go on with --resume, or give another --out."
             )
-        self.lines: metrics.Sink = _Silent()
-        try:
-            if found:
-                self._take_up(found[-1])
-            if self.ranks.first:
-                self.out.mkdir(parents=True, exist_ok=True)
-                checkpoint.clear_staged(self.out)
-                write_bytes(self.out / "config.toml", [to_toml(self.config).encode()])
-                self.lines = metrics.JsonLines(self.out / "metrics.jsonl", keep_to_step=self.taken or None)
-        except OSError as error:
-            raise TracegradError(
-                f"{error.filename or self.out}: {error.strerror}. Checkpoints have no place there. Give another --out."
-            ) from error
-        return metrics.read_rows(self.out / "metrics.jsonl") if self.ranks.first else []
-
-    def _take_up(self, path: Path) -> None:
-        progress = checkpoint.read_progress(path)
-        check_same(path, progress, self._told(), self.fingerprint)
-        checkpoint.restore(path, self.model, self.optimizer, self.ranks)
-        self.taken = progress.step
-        self.control.restore(progress.control)
-        self.watch.seconds.update(progress.seconds)
-        last = self.plan.epochs - 1
-        self.terms = [t for t in checkpoint.read_terms(path, self.ranks) if self.plan.epoch_of(t.step - 1) == last]
-        terms = self.feed.sequences.terms
-        for name, values in self.known.items():
-            values[terms] = checkpoint.logprobs_of(path, progress, name, len(terms))
-
-    def _told(self) -> dict[str, Any]:
-        options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
-        return {**options, "objective": repr(self.feed.objective)}
+        progress = self.driven.restore(fingerprint=self.fingerprint)
+        if progress is not None:
+            self.epochs.restore(found[-1], progress)
+            terms = checkpoint.read_terms(found[-1], self.driven.ranks)
+            last = self.plan.epochs - 1
+            self.terms = [term for term in terms if self.plan.epoch_of(term.step - 1) == last]
+        self.driven.begin()
+        if not first:
+            return []
+        with checkpoint.writable(out):
+            self.lines = metrics.JsonLines(out / "metrics.jsonl", keep_to_step=self.driven.taken or None)
+        return metrics.read_rows(out / "metrics.jsonl")
 
     def opening(self) -> list[str]:
         """What a user should know before the first step."""
-        said = [f"resumed after step {self.taken} of {self.plan.total}."] if self.taken else []
-        said.append(self.policy.sentence(self.config))
-        if self.feed.shares and self.taken < self.plan.total:
-            epoch, place = self._place(self.taken)
-            said.append(f"{self.steps(epoch)[place].sharing}.")
+        config, taken = self.driven.config, self.driven.taken
+        said = [f"resumed after step {taken} of {self.plan.total}."] if taken else []
+        said.append(self.driven.policy.sentence(config))
+        if self.feed.shares and taken < self.plan.total:
+            said.append(f"{self.epochs.packed(taken).sharing}.")
         held = int(self.feed.held.sum())
-        if self.config.data.holdout and held < MIN_ESS:
+        if config.data.holdout and held < MIN_ESS:
             said.append(
                 f"{held} traces are held out, value needs {MIN_ESS:g} effective ones: raise data.holdout to know it."
             )
@@ -233,154 +176,61 @@ class _Loop:
 
     def save(self) -> None:
         """Writes a checkpoint of the state as it is."""
-        terms = self.feed.sequences.terms
-        logprobs = {name: values[terms] for name, values in self.known.items()}
-        known = {"logprobs": logprobs, "control": self.control.state(), "seconds": self.watch.seconds}
-        progress = checkpoint.Progress(self.taken, self.fingerprint, self._told(), **known)
-        with self.watch("checkpoint"):
-            keep = self.config.checkpoint.keep
-            where = {"tokenizer": self.tokenizer, "keep": keep, "terms": self.terms, "ranks": self.ranks}
-            checkpoint.save(self.out, self.model, self.optimizer, progress, **where)
+        self.driven.save(fingerprint=self.fingerprint, logprobs=self.epochs.logprobs(), terms=self.terms)
 
     def run(
         self, sinks: Sequence[metrics.Sink], rows: list[dict[str, Any]], interrupt: Interrupt
     ) -> Literal["done", "ess", "signal"]:
         """Steps until the end, a signal, or too small an effective sample; a checkpoint is written in each case."""
+        driven, plan = self.driven, self.plan
 
         def log(row: dict[str, Any]) -> None:
             rows.append(metrics.finite(row))
             metrics.log_all(sinks, rows[-1])
 
-        if self.taken == 0:
+        def stops() -> bool:
+            """Whether a signal came, to any rank."""
+            interrupt.received = driven.ranks.largest(interrupt.received or 0) or None
+            return interrupt.received is not None
+
+        if driven.taken == 0:
             log({"step": 0, **self.value_row()})
-        while self.taken < self.plan.total and not self._stops(interrupt):
-            if self._refresh_ref(interrupt) or self._refresh_old(interrupt):
+        while driven.taken < plan.total and not stops():
+            if not self.epochs.refresh(driven.taken, stops):
                 break
             row = self._step()
-            if self.plan.measures_value(self.taken) and not self._stops(interrupt):
+            if plan.measures_value(driven.taken) and not stops():
                 row.update(self.value_row())
             log(row)
-            if 0 < row.get("value_ess_fraction", 1.0) < self.config.train.stop_below_ess:
+            if 0 < row.get("value_ess_fraction", 1.0) < driven.config.train.stop_below_ess:
                 self.save()
                 return "ess"
-            if self.plan.saves(self.taken):
+            if plan.saves(driven.taken):
                 self.save()
         self.save()
-        return "signal" if self._stops(interrupt) and self.taken < self.plan.total else "done"
-
-    def _stops(self, interrupt: Interrupt) -> bool:
-        """Whether a signal came, to any rank."""
-        interrupt.received = self.ranks.largest(interrupt.received or 0) or None
-        return interrupt.received is not None
-
-    def steps(self, epoch: int) -> list[Step]:
-        """The packed steps of an epoch; at most two epochs are held."""
-        if epoch not in self.epochs:
-            self.epochs = {e: s for e, s in self.epochs.items() if e >= epoch - 1}
-            self.epochs[epoch] = self.feed.steps(self.plan.shuffle_seed(epoch))
-        return self.epochs[epoch]
-
-    def _place(self, index: int) -> tuple[int, int]:
-        return divmod(index, self.plan.steps_per_epoch)
-
-    def step_at(self, index: int) -> Step:
-        """The packed step with its old and reference logprobs, as far as they are known."""
-        epoch, place = self._place(index)
-        step = self.steps(epoch)[place]
-        if self.feed.objective.needs.proximal:
-            step = replace(step, alpha=proximal_alpha(-self.feed.age(step), self.plan.refreshed(index), index))
-        return step.with_logprobs(**{name: values[step.origin] for name, values in self.known.items()})
-
-    def _measured(self, model: Any, steps: list[Step], interrupt: Interrupt | None) -> Floats | None:
-        """[tokens] logprobs of the terms of the steps on all ranks, NaN elsewhere; None where a signal came first."""
-        found, here = np.zeros(self.feed.sequences.tokens, np.float32), np.zeros(self.feed.sequences.tokens, bool)
-        for step in steps:
-            if interrupt is not None and self._stops(interrupt):
-                return None
-            logprobs = step.with_logprobs(old=measure(model, step.batches, self.precision)).old_logprobs
-            assert logprobs is not None
-            found[step.origin], here[step.origin] = logprobs, True
-        return self.ranks.merge(found, here)
-
-    def _refresh(self, name: str, model: Any, window: range, interrupt: Interrupt) -> bool:
-        """Measures `known[name]` for the terms of a window; True where a signal came first and a resumed run must."""
-        steps = [self.steps(epoch)[place] for epoch, place in (self._place(index) for index in window)]
-        with self.watch(name):
-            found = self._measured(model, steps, interrupt)
-        if found is not None:
-            self.known[name][:] = np.where(np.isnan(found), self.known[name], found)
-        return found is None
-
-    def _refresh_ref(self, interrupt: Interrupt) -> bool:
-        if "ref" not in self.known or not self.plan.refreshes_ref(self.taken):
-            return False
-        own = self.reference is None and not self.config.train.ref_every
-        with adapters_off(self.model) if own else nullcontext():
-            return self._refresh("ref", self.reference or self.target, self.plan.ref_window(self.taken), interrupt)
-
-    def _refresh_old(self, interrupt: Interrupt) -> bool:
-        if "old" not in self.known or not self.plan.refreshes_old(self.taken):
-            return False
-        self.known["old"][:] = np.nan
-        return self._refresh("old", self.target, self.plan.window(self.taken), interrupt)
-
-    def _make(self, index: int, beside: bool) -> tuple[Step, Corrected]:
-        """A step and all of it that does not depend on the policy being trained."""
-        step = self.step_at(index)
-        reduce = self.ranks.all_reduce_beside if beside else self.ranks.all_reduce
-        missing = self.config.train.missing
-        return step, detached(step, self.feed.objective, missing, None if self.ranks.alone else reduce)
-
-    def _announce(self) -> None:
-        """Has the step after this one made ready, where nothing must be measured in between."""
-        following = self.taken + 1
-        due = ("old" in self.known and self.plan.refreshes_old(following)) or (
-            "ref" in self.known and self.plan.refreshes_ref(following)
-        )
-        if following < self.plan.total and not due:
-            self.ahead.announce(following)
+        return "signal" if stops() and driven.taken < plan.total else "done"
 
     def _step(self) -> dict[str, Any]:
         """One optimizer step; the row of its metrics."""
-        began = time.perf_counter()
-        with self.watch("prepare"):
-            step, corrected = self.ahead.take(self.taken)
-        self._announce()
-        lr = self.policy.warm(self.config, self.taken)
-        with self.watch("train"):
-            outcome = optimizer_step(
-                self.target,
-                step,
-                self.control.applied(),
-                self.optimizer,
-                grad_clip=self.config.optimizer.grad_clip,
-                precision=self.precision,
-                corrected=corrected,
-                left_out=step.idle(self.feed.objective.needs, corrected) if self.config.pack.skip_idle else None,
-                idle=self.idle,
-            )
-        seconds = time.perf_counter() - began
-        bonus = {"entropy_coef": self.control.coef} if self.control.adapts else {}
-        self.control.update(outcome.entropy, outcome.keep, self.ranks.all_reduce)
-        with self.watch("metrics"):
-            seen = row_of(step, outcome, self.feed, self.ranks)
+        driven, index, began = self.driven, self.driven.taken, time.perf_counter()
+        with driven.watch("prepare"):
+            step, corrected = self.epochs.take(index)
+        told = {"newest": self.feed.newest, "rewards": self.feed.rewards}
+        outcome = driven.update(step, corrected, **told, began=began)
         self._record(step, outcome)
-        self.taken += 1
-        rate, idle = seen["tokens"] / seconds, self.idle.share()
-        told = {"step": self.taken, "epoch": self.plan.epoch_of(self.taken - 1), "lr": lr, **bonus}
-        waited = {} if idle is None else {"device_idle": idle}
-        return {**told, **seen, "seconds": seconds, "tokens_per_s": rate, **waited}
+        return {"step": driven.taken, "epoch": self.plan.epoch_of(index), **driven.row()}
 
     def _record(self, step: Step, outcome: Outcome) -> None:
-        if self.plan.epoch_of(self.taken) == self.plan.epochs - 1:
-            self.terms.append(TermRecord.of(self.taken + 1, step, outcome))
+        taken = self.driven.taken
+        if self.plan.epoch_of(taken - 1) == self.plan.epochs - 1:
+            self.terms.append(TermRecord.of(taken, step, outcome))
 
     def value_row(self) -> dict[str, float]:
         """Value and its company under their metrics' names; empty without held-out traces."""
         if self.held is None:
             return {}
-        with self.watch("value"):
-            found = self._measured(self.target, [self.held], None)
+        with self.driven.watch("value"):
+            found = self.epochs.measured([self.held], "policy")
         assert found is not None
         s, rewards = self.feed.sequences, self.feed.rewards
         terms = np.flatnonzero(~np.isnan(found))

@@ -44,11 +44,12 @@ class Progress:
 
     Args:
         step: optimizer steps taken.
-        fingerprint: of the data, the same for the same terms.
+        fingerprint: of the data, the same for the same terms; "" where the run has no data set.
         config: dotted names to values, as the run was told.
         logprobs: named [terms] float32 arrays: `old` for the steps not yet taken, `ref`.
         control: what adapts from step to step, `learner.entropy.Control.state`.
         seconds: wall time by stage, of all processes that the run has had.
+        version: of the policy, as the last step was told; -1 where none was.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Progress:
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     control: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    version: int = -1
 
 
 def save(folder: Path, progress: Progress) -> None:
@@ -71,6 +73,7 @@ def save(folder: Path, progress: Progress) -> None:
         "config": dict(progress.config),
         "control": dict(progress.control),
         "seconds": dict(progress.seconds),
+        "version": progress.version,
         "files": files,
     }
     (folder / MARK).write_text(json.dumps(said, indent=1), encoding="utf-8")
@@ -90,8 +93,11 @@ def read(folder: Path) -> Progress:
         raise ValueError("it does not say which step it is of, and of which data")
     if not isinstance(said["config"], dict):
         raise ValueError("it does not say how the run was told")
+    version = said.get("version", -1)  # those of before did not say it
+    if type(version) is not int or not -1 <= version < 1 << 53:
+        raise ValueError("it does not say which version its policy is")
     numbers = {name: _numbers(said[name]) for name in ("control", "seconds")}
-    return Progress(said["step"], said["fingerprint"], said["config"], logprobs, **numbers)
+    return Progress(said["step"], said["fingerprint"], said["config"], logprobs, **numbers, version=version)
 
 
 def verify(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """The row of a step: what metrics.jsonl says of it, by the names of `tracegrad.metrics`.
 
-Arrays in, names and numbers out; no model and no files. Called by `loop`.
+Arrays in, names and numbers out; no data set, no model and no files. Called by `run`.
 """
 
 from __future__ import annotations
@@ -13,47 +13,71 @@ from numpy.typing import NDArray
 
 from tracegrad.algebra import Clip, Objective
 from tracegrad.batch import Step
-from tracegrad.learner.feed import Feed
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.step import Outcome
 from tracegrad.metrics import OffPolicy, Rewards, Tally
-from tracegrad.sequence import Sequences
 
 
-def row_of(step: Step, outcome: Outcome, feed: Feed, ranks: Ranks | None = None) -> dict[str, Any]:
-    """All that is known of a step from its arrays: the loop adds what it alone knows (number, rate, time).
+def row_of(
+    step: Step,
+    outcome: Outcome,
+    objective: Objective,
+    *,
+    version: int | None = None,
+    newest: int | None = None,
+    rewards: NDArray[np.float32] | None = None,
+    ranks: Ranks | None = None,
+) -> dict[str, Any]:
+    """All that is known of a step from its arrays: who takes it adds what it alone knows (number, rate, time).
 
     Args:
         step: with the logprobs it was taken with; of this rank.
         outcome: of the step.
-        feed: what the run trains on.
+        objective: that it was taken by.
+        version: of the policy that is trained, which lags count from; None where it is not known.
+        newest: what the breakdown by lag counts from where it is not.
+        rewards: [R], which `step.trace` counts into; None says nothing of rewards.
         ranks: with whom the step is shared; every one of them calls this.
     """
     ranks = ranks or Ranks()
-    here = np.zeros(feed.sequences.traces)
-    here[step.trace] = 1
-    traces = np.flatnonzero(ranks.all_reduce(here, "max"))
     own = sum(batch.tokens for batch in step.batches if len(batch.read))
     terms, tokens = (int(n) for n in ranks.all_reduce(np.array([len(step), own]), "sum"))
     return {
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
         "terms": terms,
-        "traces": len(traces),
+        "traces": step.totals.traces - step.skipped.traces,
         "tokens": tokens,
-        **tally(step, outcome, feed.objective, own, ranks.first).all_reduce(ranks.all_reduce).means(),
-        **Rewards.of(feed.rewards[traces], feed.sequences.group[traces]).named(),
-        **off_policy(step, outcome, feed.sequences).all_reduce(ranks.all_reduce).named(),
+        **tally(step, outcome, objective, own, ranks.first, version).all_reduce(ranks.all_reduce).means(),
+        **({} if rewards is None else rewards_of(step, rewards, ranks).named()),
+        **off_policy(step, outcome, newest if version is None else version).all_reduce(ranks.all_reduce).named(),
         **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
     }
 
 
-def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int, first: bool = True) -> Tally:
+def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Rewards:
+    """Of the traces that have a term in the step, on any rank: a group's traces may lie on several."""
+    group = np.full(len(rewards), -np.inf)
+    group[step.trace] = step.group
+    group = ranks.all_reduce(group, "max")
+    here = np.isfinite(group)
+    return Rewards.of(rewards[here], group[here].astype(np.int64))
+
+
+def tally(
+    step: Step,
+    outcome: Outcome,
+    objective: Objective,
+    tokens: int,
+    first: bool = True,
+    version: int | None = None,
+) -> Tally:
     """Sums of the step with their denominators, as far as the learner alone knows them.
 
     Args:
         tokens: laid out on this rank.
         first: this rank alone adds what the step knows of all ranks.
+        version: as in `row_of`.
     """
     found = Tally()
     terms, seen = len(step), ~np.isnan(outcome.logprobs)
@@ -70,13 +94,17 @@ def tally(step: Step, outcome: Outcome, objective: Objective, tokens: int, first
         found.maximum("ratio_max", ratio.max(initial=-math.inf))
         found.add("clip_fraction", (outcome.clipped & keep).sum(), computed)
         found.add("clip_fraction_any", outside.sum(), computed)
+    if version is not None:
+        lag = step.lag(version)
+        found.add("lag_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
+        found.maximum("lag_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
     one = np.unique(step.trace, return_index=True)[1]
     skipped = step.skipped.traces if first else 0
     found.add("frac_zero_advantage", (step.advantages[one] == 0).sum() + skipped, len(one) + skipped)
     return found
 
 
-def off_policy(step: Step, outcome: Outcome, sequences: Sequences) -> OffPolicy:
+def off_policy(step: Step, outcome: Outcome, version: int | None = None) -> OffPolicy:
     """How far the step's policies are apart, by turn, tier and version lag; theta stands in for an old there is not."""
     # An objective that takes no rollout logprobs trains on infinite ones; one that takes them has refused them.
     rollout = np.where(np.isfinite(step.rollout_logprobs), step.rollout_logprobs, np.nan)
@@ -92,13 +120,6 @@ def off_policy(step: Step, outcome: Outcome, sequences: Sequences) -> OffPolicy:
         advantages=step.advantages,
         gradient=outcome.gradient,
         turn=step.turn,
-        tier=np.asarray(sequences.tier)[step.origin],
-        lag=version_lag(step, sequences),
+        tier=step.tier,
+        lag=step.lag(version),
     )
-
-
-def version_lag(step: Step, sequences: Sequences) -> NDArray[np.int64]:
-    """[M] policy versions between the newest one recorded in the sequences and the term's; -1 where it is unknown."""
-    version = step.version.astype(np.int64)
-    newest = int(np.max(sequences.version, initial=-1))
-    return np.where(version < 0, -1, newest - version)

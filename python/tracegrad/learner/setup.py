@@ -1,6 +1,6 @@
 """What a run needs before its first step: the model in its place, the optimizer, and proof that things fit together.
 
-Called by the loop.
+Called by the run and the loop.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tracegrad.algebra import Objective
+from tracegrad.batch import Step
 from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.adapters import has_adapters, with_adapters
-from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
 from tracegrad.learner.model import load_model
 from tracegrad.learner.parallel import Placed, auto_mode, device_named, prepare
@@ -33,6 +34,13 @@ MAY_CHANGE = (
     "parallel.",
 )
 """Options that a resumed run may have otherwise than the run it goes on with."""
+OF_DATA = (
+    "data.",
+    "advantage.",
+    "train.seed",
+    *(f"pack.{name}" for name in ("token_budget", "step_groups", "too_long")),
+)
+"""Options of what is trained on; those of a run that holds no data set are its caller's."""
 
 
 Optimizers = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -222,29 +230,34 @@ def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None)
     return model, Prepared(target, precision, optimizer, rates)
 
 
-def other_model(reference: Any, feed: Feed, policy: Prepared) -> Placed | None:
+def other_model(reference: Any, objective: Objective, config: Config, policy: Prepared) -> Placed | None:
     """The reference model in its place; None where the policy itself is what is measured.
 
     Raises:
         ArgumentError: if the objective takes no reference, or the policy is to become its own.
     """
-    config = feed.config
     if reference is None and not config.train.ref_model:
         return None
-    if reference is not None and (not feed.objective.needs.ref or config.train.ref_every or config.train.ref_model):
+    if reference is not None and (not objective.needs.ref or config.train.ref_every or config.train.ref_model):
         raise ArgumentError(
             "reference has no effect: the objective takes none, or train.ref_every or train.ref_model say what it is. "
             "Two answers to one question hide a mistake. Leave it out."
         )
     model = reference if reference is not None else load_model(Path(config.train.ref_model))
     model.to(dtype=torch.float32).eval().requires_grad_(False)
-    check_vocabulary(feed.sequences, model)
     target = policy.target
     if target.device.type == "cuda":
         attend_in_blocks(model)
     mode = target.mode if target.mode == "fsdp" else "none"
     ranks = target.ranks if mode == "fsdp" else Ranks()
     return prepare(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)
+
+
+def starts_as_reference(model: Any, objective: Objective, config: Config) -> bool:
+    """Whether the model as it is now is the reference, and trains into something else that cannot be undone."""
+    told = config.train
+    elsewhere = told.ref_model or told.ref_every or told.lora_rank or has_adapters(model)
+    return objective.needs.ref and not elsewhere
 
 
 def check_optimizer(config: Config) -> None:
@@ -268,18 +281,40 @@ def check_vocabulary(sequences: Sequences, model: Any) -> None:
     Raises:
         ArgumentError: with the id and where it stands.
     """
-    tables = model.get_input_embeddings(), model.get_output_embeddings()
-    size = min(table.weight.shape[0] for table in tables if getattr(table, "weight", None) is not None)
+    size = embeddings_of(model)
     for place in (int(sequences.ids.argmax()), int(sequences.ids.argmin())) if sequences.tokens else ():
         found = int(sequences.ids[place])
         if not 0 <= found < size:
             branch = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
             trace = int(sequences.trace[branch])
             name = sequences.trace_ids[trace] if sequences.trace_ids else trace
-            raise ArgumentError(
-                f"trace '{name}': token id {found} stands in it, and the model has {size} embeddings. They are of "
-                "another tokenizer. Align with the tokenizer of the model that is trained."
-            )
+            raise _foreign(f"trace '{name}'", found, size)
+
+
+def check_step(step: Step, model: Any) -> None:
+    """The same for the ids of a step.
+
+    Raises:
+        ArgumentError: with the id and its row.
+    """
+    size = embeddings_of(model)
+    for row, batch in enumerate(step.batches):
+        for found in (int(np.max(batch.ids, initial=0)), int(np.min(batch.ids, initial=0))):
+            if not 0 <= found < size:
+                raise _foreign(f"row {row} of the step", found, size)
+
+
+def embeddings_of(model: Any) -> int:
+    """How many ids a model has a row for, at both of its ends."""
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    return min(table.weight.shape[0] for table in tables if getattr(table, "weight", None) is not None)
+
+
+def _foreign(where: str, found: int, size: int) -> ArgumentError:
+    return ArgumentError(
+        f"{where}: token id {found} stands in it, and the model has {size} embeddings. They are of another tokenizer. "
+        "Align with the tokenizer of the model that is trained."
+    )
 
 
 def check_media(sequences: Sequences, model: Any) -> list[str]:
@@ -309,9 +344,18 @@ def check_media(sequences: Sequences, model: Any) -> list[str]:
 
 
 def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:
+    """Refuses to go on from a checkpoint of a run that was told otherwise.
+
+    Args:
+        fingerprint: of the data; "" where the run has none, and the options of data are its caller's.
+
+    Raises:
+        ArgumentError: with the option, or for other data.
+    """
+    free = MAY_CHANGE if fingerprint else (*MAY_CHANGE, *OF_DATA)
     for name, value in told.items():
         before = progress.config.get(name)
-        if before != value and not name.startswith(MAY_CHANGE):
+        if before != value and not name.startswith(free):
             raise ArgumentError(
                 f"{path}: {name} was {repr(before)[:80]} and is now {value!r}. The run would not be the one that is "
                 f"resumed. Set it back, or start anew with another --out and --model {path}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,24 @@ def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks
     _load_optimizer(optimizer, model, {k: v for k, v in wanted.items() if not k.startswith("param:")}, rest)
 
 
-def whole_state(model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """The state dict of a model whose parameters may be sharded, whole, on the CPU of the first rank; else empty."""
+def whole_state(
+    model: nn.Module, ranks: Ranks, device: Any = "cpu", wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """The state dict of a model whose parameters may be sharded, whole, on the first rank; else empty.
+
+    What is whole and on the device already is no copy.
+
+    Args:
+        device: where to; None leaves each where it is.
+        wanted: of its names.
+    """
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name)}
     seen: dict[int, Tensor] = {}
-    for value in model.state_dict(keep_vars=True).values():
+    for value in state.values():
         if id(value) not in seen:
             full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            seen[id(value)] = full.cpu() if ranks.first else full.new_empty(0)
-    return {name: seen[id(v)] for name, v in model.state_dict(keep_vars=True).items()} if ranks.first else {}
+            seen[id(value)] = full.to(device or full.device) if ranks.first else full.new_empty(0)
+    return {name: seen[id(value)] for name, value in state.items()} if ranks.first else {}
 
 
 def _collective(call: Any, state: dict[str, Any], *, ranks: Ranks, **storage: Any) -> None:

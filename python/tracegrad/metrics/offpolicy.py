@@ -69,7 +69,7 @@ class OffPolicy:
             gradient: d loss / d logprob, what the term pulls with.
             turn: which generation of its trace, -1 unknown.
             tier: index of the tier of alignment, 255 none.
-            lag: policy versions between the newest and the one that sampled the term, -1 unknown.
+            lag: policy versions between the one that is trained and the one that sampled the term, -1 unknown.
 
         Raises:
             ArgumentError: if the arrays differ in length, or a logprob is infinite.

@@ -26,6 +26,14 @@ TRAINING: tuple[Metric, ...] = (
     Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
     Metric("device_idle", "share", "", "", "Of the device's time since the last step, without work queued; CUDA only."),
     Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
+    Metric(
+        "lag_mean",
+        "versions",
+        "",
+        "terms whose version is known",
+        "Versions between the policy that is trained and the one that sampled a term; where the trainer's is told.",
+    ),
+    Metric("lag_max", "versions", "", "", "Largest such lag."),
     Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
     Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
     Metric(

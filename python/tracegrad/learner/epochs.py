@@ -1,0 +1,125 @@
+"""Recorded sequences as a source of steps: epoch after epoch, `old` and reference measured for the steps ahead.
+
+Here is `Epochs`. Which step comes when is the plan's, what is done with it the run's. Called by the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.batch import Step
+from tracegrad.correction import Corrected, proximal_alpha
+from tracegrad.learner import checkpoint
+from tracegrad.learner.ahead import Ahead
+from tracegrad.learner.feed import Feed
+from tracegrad.learner.progress import Progress
+from tracegrad.learner.run import Run
+
+Floats = NDArray[np.float32]
+
+
+class Epochs:
+    """The steps of a run over a file, by their number.
+
+    Args:
+        feed: what the run trains on.
+        run: what measures and corrects them.
+
+    Attributes:
+        plan: when what happens.
+        known: `old` and `ref` of every token, as far as they are measured; [T] float32 each, NaN elsewhere.
+    """
+
+    def __init__(self, feed: Feed, run: Run) -> None:
+        self.feed, self.run = feed, run
+        self._packed: dict[int, list[Step]] = {0: feed.steps(feed.plan(1).shuffle_seed(0))}
+        self.plan = feed.plan(len(self._packed[0]))
+        needs, tokens = feed.objective.needs, feed.sequences.tokens
+        self.known = {n: np.full(tokens, np.nan, np.float32) for n in ("old", "ref") if getattr(needs, n)}
+        self._ahead = Ahead(self._make)
+
+    def packed(self, index: int) -> Step:
+        """A step as it was packed; at most two epochs are held."""
+        epoch, place = divmod(index, self.plan.steps_per_epoch)
+        if epoch not in self._packed:
+            self._packed = {e: s for e, s in self._packed.items() if e >= epoch - 1}
+            self._packed[epoch] = self.feed.steps(self.plan.shuffle_seed(epoch))
+        return self._packed[epoch][place]
+
+    def refresh(self, index: int, stops: Callable[[], bool]) -> bool:
+        """Measures what is due before a step; False where the run was to stop first, and a resumed one must."""
+        ref, old = self._due(index)
+        if ref and not self._refresh("ref", "reference", self.plan.ref_window(index), stops):
+            return False
+        if old:
+            self.known["old"][:] = np.nan
+            return self._refresh("old", "policy", self.plan.window(index), stops)
+        return True
+
+    def take(self, index: int) -> tuple[Step, Corrected]:
+        """A step with its logprobs and its correction, waited for or made now; the one after it is then begun.
+
+        It is not where something must be measured in between.
+        """
+        found, following = self._ahead.take(index), index + 1
+        if following < self.plan.total and not any(self._due(following)):
+            self._ahead.announce(following)
+        return found
+
+    def measured(
+        self, steps: list[Step], of: Literal["policy", "reference"], stops: Callable[[], bool] | None = None
+    ) -> Floats | None:
+        """[T] logprobs of the terms of the steps on all ranks, NaN elsewhere; None where the run was to stop first."""
+        found, here = np.zeros(self.feed.sequences.tokens, np.float32), np.zeros(self.feed.sequences.tokens, bool)
+        for step in steps:
+            if stops is not None and stops():
+                return None
+            found[step.origin], here[step.origin] = self.run.measure(step, of=of), True
+        return self.run.ranks.merge(found, here)
+
+    def logprobs(self) -> dict[str, Floats]:
+        """What is known, by term, as a checkpoint keeps it."""
+        return {name: values[self.feed.sequences.terms] for name, values in self.known.items()}
+
+    def restore(self, path: Path, progress: Progress) -> None:
+        """Takes up what a checkpoint knows.
+
+        Raises:
+            ReadError: if it does not know it of these terms.
+        """
+        terms = self.feed.sequences.terms
+        for name, values in self.known.items():
+            values[terms] = checkpoint.logprobs_of(path, progress, name, len(terms))
+
+    def close(self) -> None:
+        """Waits for the step that is being made."""
+        self._ahead.close()
+
+    def _due(self, index: int) -> tuple[bool, bool]:
+        """Whether the reference and `old` are measured before a step."""
+        plan = self.plan
+        return "ref" in self.known and plan.refreshes_ref(index), "old" in self.known and plan.refreshes_old(index)
+
+    def _refresh(self, name: str, of: Literal["policy", "reference"], window: range, stops: Callable[[], bool]) -> bool:
+        """Measures `known[name]` for the terms of a window."""
+        steps = [self.packed(index) for index in window]
+        with self.run.watch(name):
+            found = self.measured(steps, of, stops)
+        if found is not None:
+            self.known[name][:] = np.where(np.isnan(found), self.known[name], found)
+        return found is not None
+
+    def _make(self, index: int, beside: bool) -> tuple[Step, Corrected]:
+        step = self.packed(index)
+        if self.feed.objective.needs.proximal:
+            # The newest policy recorded is taken for the one that the run began with, and each update for one more.
+            lag = np.maximum(step.lag(self.feed.newest), 0)
+            step = replace(step, alpha=proximal_alpha(-lag, self.plan.refreshed(index), index))
+        step = step.with_logprobs(**{name: values[step.origin] for name, values in self.known.items()})
+        return step, self.run.correct(step, beside=beside)

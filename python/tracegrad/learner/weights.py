@@ -1,0 +1,84 @@
+"""Parameters as a server takes them: whole where they are sharded, adapters merged or alone.
+
+Here is `whole_weights`. Files are `checkpoint`'s. peft is imported on use. Called by `Run.weights`.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tracegrad.errors import ArgumentError
+from tracegrad.learner.adapters import has_adapters
+from tracegrad.learner.parallel import whole
+from tracegrad.learner.ranks import Ranks
+from tracegrad.learner.state import whole_state
+
+Adapters = Literal["merged", "alone"]
+_PEFT = "base_model.model."
+
+
+def whole_weights(
+    model: nn.Module, ranks: Ranks, adapters: Adapters = "merged", device: Any = "cpu"
+) -> dict[str, Tensor]:
+    """The parameters and buffers of a model by name, on the first rank; elsewhere empty. Every rank calls this.
+
+    Args:
+        model: a transformers or peft model, sharded or not.
+        adapters: "merged" or "alone", where it has any.
+        device: where to; None leaves each where it is.
+
+    Raises:
+        ArgumentError: for "alone" of a model without adapters, or another word.
+    """
+    if adapters not in ("merged", "alone"):
+        raise ArgumentError(f"adapters is {adapters!r}. What is wanted of them is not known. Say merged or alone.")
+    if not has_adapters(model):
+        if adapters == "alone":
+            raise ArgumentError(
+                f"adapters is 'alone', and {type(model).__name__} has none. There is nothing to give. Leave it out."
+            )
+        return whole_state(model, ranks, device)
+    return _alone(model, ranks, device) if adapters == "alone" else _merged(model, ranks, device)
+
+
+def _alone(model: Any, ranks: Ranks, device: Any) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = whole_state(model, ranks, device, lambda name: name in trained)
+    return get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False) if ranks.first else {}
+
+
+@torch.no_grad()
+def _merged(model: nn.Module, ranks: Ranks, device: Any) -> dict[str, Tensor]:
+    """By the names of the model below the adapters; each layer is merged by peft itself, in a copy of its own."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    layers = {n: each for n, each in model.named_modules() if isinstance(each, (BaseTunerLayer, ModulesToSaveWrapper))}
+    inside = tuple(f"{name}." for name in layers)
+    out = whole_state(model, ranks, device, lambda name: not name.startswith(inside))
+    for name, module in layers.items():
+        copy: Any = _whole_copy(module, ranks)
+        if ranks.first:
+            trained = isinstance(copy, ModulesToSaveWrapper)  # a layer trained whole, beside the one that it replaces
+            if not trained:
+                copy.merge()
+            base = copy.modules_to_save[copy.active_adapters[0]] if trained else copy.get_base_layer()
+            for each, value in base.state_dict().items():
+                out[f"{name}.{each}"] = value.to(device or value.device)
+    return {name.removeprefix(_PEFT): value for name, value in out.items()}
+
+
+def _whole_copy(module: Any, ranks: Ranks) -> Any:
+    """A copy of a layer with parameters that are no shards; every rank calls this, only the first has one to use."""
+    copy = deepcopy(module)
+    for owner in copy.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            full = whole(parameter.detach())
+            owner._parameters[name] = nn.Parameter(full, requires_grad=False) if ranks.first else None
+    return copy
