@@ -1,0 +1,10 @@
+"""Functions of strangers, run beside the loop: in threads or in processes, within a time limit, their failures located.
+
+Nothing here knows what the functions are for; `rollout` runs tools and environments with it, `score` reward functions.
+"""
+
+from tracegrad.aside.failure import Failed, Failure, located
+from tracegrad.aside.processes import Processes
+from tracegrad.aside.thread import Thread, within
+
+__all__ = ["Failed", "Failure", "Processes", "Thread", "located", "within"]

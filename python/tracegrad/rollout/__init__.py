@@ -1,0 +1,31 @@
+"""Trajectories played against a served policy and recorded exactly: contracts, tools, environments, a proxy.
+
+No trainer and no torch here. A contract is `async (task, policy) -> float | dict | None`; `play` runs one and gives a
+record that `tracegrad.read` takes.
+"""
+
+from tracegrad.rollout.adapters import one_turn, with_tools
+from tracegrad.rollout.environment import Environment, environment, trl_environment
+from tracegrad.rollout.play import Played, play, prompt_of
+from tracegrad.rollout.policy import LimitReached, Limits, NoAnswer, Policy
+from tracegrad.rollout.schema import schema
+from tracegrad.rollout.session import Session
+from tracegrad.rollout.tools import Tools
+
+__all__ = [
+    "Environment",
+    "LimitReached",
+    "Limits",
+    "NoAnswer",
+    "Played",
+    "Policy",
+    "Session",
+    "Tools",
+    "environment",
+    "one_turn",
+    "play",
+    "prompt_of",
+    "schema",
+    "trl_environment",
+    "with_tools",
+]

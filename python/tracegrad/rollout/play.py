@@ -1,0 +1,240 @@
+"""Plays one trajectory: a contract and its task, against a policy, within limits, into a record.
+
+Whatever the contract does, there is a record: an exception, a hang or a value that is no reward gives the reward None
+(never 0) and says which task failed at which line. Called by the online loop and by `tracegrad record`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracegrad.aside import Failed, Failure, Thread, located, within
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.rollout.policy import Chat, LimitReached, Limits, NoAnswer, Policy, said
+from tracegrad.rollout.session import Message, Session, known
+from tracegrad.trace import Traces
+
+Contract = Callable[[Any, Policy], Awaitable[Any]]
+TASK_CHARACTERS = 65536
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Played:
+    """One trajectory.
+
+    Args:
+        record: what `tracegrad.read` takes; its reward is None where it failed or is scored later.
+        error: which task failed, how and where, in one line; None where none did.
+        failure: the same in parts, with the traceback.
+        seconds: from beginning to end.
+        ended: "done", or the limit that ended it: "turns", "tokens", "seconds"; or "failed".
+        prompt: the messages it began with.
+        completion: the messages that came after them, as reward functions take them.
+        finish_reason: of the last message.
+        task: what was played.
+    """
+
+    record: dict[str, Any]
+    error: str | None
+    failure: Failure | None
+    seconds: float
+    ended: str
+    prompt: list[Message] = field(repr=False)
+    completion: list[Message] = field(repr=False)
+    finish_reason: str | None
+    task: Any = field(repr=False)
+
+
+async def play(
+    contract: Any,
+    task: Any,
+    *,
+    chat: Chat,
+    version: Callable[[], int] | None = None,
+    limits: Limits | None = None,
+    id: str | None = None,
+    group: str | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    salt: Callable[[], str | None] | None = None,
+    proxy: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    logprob_kind: str = "raw",
+) -> Played:
+    """Plays one trajectory.
+
+    Args:
+        contract: `async (task, policy) -> float | dict | None`, a plain function alike, or an `Environment` class.
+        task: given to it.
+        chat: asks the policy; `Servers.chat`.
+        version: of the weights that serve now; each call records it.
+        limits: of turns, sampled tokens and seconds.
+        id: of the record; one is made up where it is None.
+        group: of the record. Its requests go to the server of the group, where the prompt is cached.
+        sampling: what requests say where the contract does not, such as {"max_tokens": 512}.
+        salt: gives the `cache_salt` of a request.
+        proxy: a running `rollout.proxy.Proxy`, for contracts that use `policy.base_url`.
+        metadata: of the record, beside `task`, `ended`, `seconds` and `turns`.
+        logprob_kind: what the server's logprobs are of.
+    """
+    limits = limits or Limits()
+    name = f"trajectory-{next(_numbers)}" if id is None else id
+    session = Session(name, version=version, sampling=sampling, logprob_kind=logprob_kind)
+    sticky = name if group is None else group
+    with _address(proxy, session, limits, sticky) as (base_url, key):
+        policy = Policy(session, chat, limits=limits, base_url=base_url, key=key, sticky=sticky, salt=salt)
+        started = time.monotonic()
+        rewards, failure, ended = await _run(as_contract(contract), task, policy)
+        seconds = time.monotonic() - started
+    prompt, completion, finish_reason = conversation(session)
+    about = {"task": _kept(task), "ended": ended, "turns": len(session.calls), "seconds": round(seconds, 3)}
+    if policy.counts:
+        about["tools"] = dict(policy.counts)
+    if session.without_ids:
+        about["calls_without_ids"] = session.without_ids
+    record = session.record(
+        name,
+        group,
+        rewards,
+        metadata={**(metadata or {}), **about},
+        failure=None if failure is None else failure.as_dict(),
+        messages=_prompt_or_none(task),
+    )
+    error = None if failure is None else f"task {name}: {failure}"
+    return Played(record, error, failure, seconds, ended, prompt, completion, finish_reason, task)
+
+
+async def _run(contract: Contract, task: Any, policy: Policy) -> tuple[Any, Failure | None, str]:
+    """The rewards, or why there are none; and what ended the trajectory."""
+    try:
+        value = await within(policy.limits.seconds, contract(task, policy), "the trajectory")
+    except Failed as failed:
+        cause = failed.__cause__
+        ended = cause.which if isinstance(cause, LimitReached) else "failed"
+        return None, failed.failure, "seconds" if failed.failure.kind == "late" else ended
+    try:
+        return checked(value), None, policy.ended or "done"
+    except ArgumentError as error:
+        return None, Failure("wrong", f"what the contract returned: {error}"), "failed"
+
+
+def checked(value: Any) -> float | dict[str, float | None] | None:
+    """Rewards as a record takes them.
+
+    Raises:
+        ArgumentError: what is neither a number, nor numbers by name, nor None.
+    """
+    if not isinstance(value, Mapping):
+        return known(value)
+    if wrong := [name for name in value if not isinstance(name, str)]:
+        raise ArgumentError(f"a reward is named {wrong[0]!r:.100}. Records name rewards by strings. Use one.")
+    return {name: known(each) for name, each in value.items()}
+
+
+def as_contract(thing: Any) -> Any:
+    """A contract from what users pass: a coroutine function, a plain function, or an `Environment` class."""
+    if isinstance(thing, type) and hasattr(thing, "reset") and hasattr(thing, "step"):
+        from tracegrad.rollout.environment import environment
+
+        return environment(thing)
+    if not callable(thing):
+        raise ArgumentError(
+            f"the contract is a {type(thing).__name__}. It is called with (task, policy). Pass a function or an "
+            "Environment class."
+        )
+    call = thing if inspect.isfunction(thing) or inspect.ismethod(thing) else type(thing).__call__
+    if inspect.iscoroutinefunction(call):
+        return thing
+
+    async def plain(task: Any, policy: Policy) -> Any:
+        thread = Thread()
+        try:
+            value = await thread.call(thing, task, policy, seconds=None, what="the contract")
+        finally:
+            thread.close()
+        return await value if inspect.isawaitable(value) else value
+
+    return plain
+
+
+def conversation(session: Session) -> tuple[list[Message], list[Message], str | None]:
+    """What a trajectory began with, what came after, and why its last message ended."""
+    if not session.calls:
+        return [], [], None
+    first, last = session.calls[0]["request"].get("messages"), session.calls[-1]
+    try:
+        message = said(last["response"])
+        reason = message.pop("finish_reason")
+        messages = [*last["request"]["messages"], message]
+    except (NoAnswer, KeyError):
+        try:
+            [trace] = Traces.from_records([{"calls": session.calls}])
+        except TracegradError:
+            return list(first or ()), [], None
+        messages, reason = trace.messages, trace.generations[-1].finish_reason
+        first = messages[: len(trace.generations[0].context or ())]
+    count = len(first or ())
+    kept = messages[:count] == first
+    return messages[:count] if kept else messages[:-1], messages[count:] if kept else messages[-1:], reason
+
+
+def prompt_of(task: Any) -> list[Message]:
+    """The messages a task begins with: a text, a list of messages, or a dict with either as `prompt` or `messages`.
+
+    >>> prompt_of("2+2?") == prompt_of({"prompt": "2+2?"}) == prompt_of([{"role": "user", "content": "2+2?"}])
+    True
+    """
+    told = task
+    if isinstance(task, Mapping):
+        told = next((task[key] for key in ("prompt", "messages") if task.get(key) is not None), None)
+    if isinstance(told, str):
+        return [{"role": "user", "content": told}]
+    if isinstance(told, list | tuple) and told and all(isinstance(each, Mapping) for each in told):
+        return [dict(each) for each in told]
+    raise ArgumentError(
+        f"a task is {task!r:.200}. It has no prompt to begin with. Pass a text, a list of messages, or a dict that has "
+        "one as `prompt`."
+    )
+
+
+def _prompt_or_none(task: Any) -> list[Message]:
+    try:
+        return json.loads(json.dumps(prompt_of(task)))
+    except (ArgumentError, TypeError, ValueError, RecursionError):
+        return []
+
+
+def _kept(task: Any) -> Any:
+    """A task as a record keeps it: as it is where JSON says it, else as text; cut where it is long."""
+    try:
+        text = json.dumps(task, allow_nan=False)
+        if len(text) <= TASK_CHARACTERS:
+            return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    try:
+        return repr(task)[:TASK_CHARACTERS].encode(errors="replace").decode()
+    except Exception as error:
+        return located(error).words
+
+
+class _address:
+    """The proxy's address of a session, for as long as it is played."""
+
+    def __init__(self, proxy: Any, session: Session, limits: Limits, sticky: str) -> None:
+        self._proxy, self._session, self._limits, self._sticky = proxy, session, limits, sticky
+
+    def __enter__(self) -> tuple[str | None, str | None]:
+        if self._proxy is None:
+            return None, None
+        return self._proxy.open(self._session, limits=self._limits, sticky=self._sticky)
+
+    def __exit__(self, *_: object) -> None:
+        if self._proxy is not None:
+            self._proxy.close(self._session.name)

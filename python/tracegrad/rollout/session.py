@@ -1,0 +1,210 @@
+"""One recorded trajectory: its calls as they were sent and received, and the record that `tracegrad.read` takes.
+
+A call keeps the whole request and the whole response: messages that were sent before are kept once in memory. Nothing
+here speaks to a server; `policy` and `proxy` do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from tracegrad.errors import ArgumentError, shown
+
+Message = dict[str, Any]
+# What a request must ask for, so that its tokens and their logprobs are known exactly.
+CHAT = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
+COMPLETIONS = {"logprobs": 0, "return_token_ids": True}
+# Sent where neither the agent nor the run says otherwise: a server's own defaults are not recorded anywhere.
+SAMPLING = {"temperature": 1.0, "top_p": 1.0}
+LOST_CALLS = 16
+
+
+class Session:
+    """The calls of one trajectory.
+
+    Args:
+        name: of the trajectory; requests of one name go to one server.
+        version: gives the version of the weights that serve now.
+        sampling: what a request says where its sender does not, such as {"temperature": 1.0, "max_tokens": 512}.
+        logprob_kind: what the server's logprobs are of; "raw" unless it was started with --logprobs-mode.
+
+    `calls` holds {"request", "response", "policy_version"} in the order of the answers, `lost` what went without one.
+
+    >>> session = Session("a17", version=lambda: 4)
+    >>> call = session.open({"messages": [{"role": "user", "content": "2+2?"}]})
+    >>> message = {"role": "assistant", "content": "4"}
+    >>> call.close({"prompt_token_ids": [1, 5], "choices": [{"message": message, "token_ids": [19, 2]}]})
+    >>> record = session.record(rewards=1.0)
+    >>> record["reward"], record["calls"][0]["policy_version"], session.tokens
+    (1.0, 4, 2)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        version: Callable[[], int] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        logprob_kind: str = "raw",
+    ) -> None:
+        self.name = name
+        self.sampling = {**SAMPLING, **(sampling or {})}
+        self.calls: list[dict[str, Any]] = []
+        self.lost: list[dict[str, Any]] = []
+        self.tokens = 0
+        self.without_ids = 0
+        self._lost = 0
+        self._version = version
+        self._kind = logprob_kind
+        self._seen: list[Any] = []
+        self._tools: Any = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that serves now."""
+        return None if self._version is None else self._version()
+
+    def open(self, body: Mapping[str, Any], asked: Mapping[str, Any] = CHAT) -> Call:
+        """A call that is about to be made: `body` with the run's sampling and what a record needs.
+
+        Args:
+            body: as its sender wants it; it may be changed afterwards.
+            asked: what is set whatever the body says; CHAT or COMPLETIONS, or {} for a road that knows neither.
+        """
+        defaults = self.sampling if asked else {}
+        if "max_completion_tokens" in body:
+            defaults = {key: value for key, value in defaults.items() if key != "max_tokens"}
+        request = {**{key: value for key, value in defaults.items() if body.get(key) is None}, **_said(body)}
+        for key, value in asked.items():
+            # More logprobs than a record needs are the sender's own wish.
+            if key not in ("top_logprobs", "logprobs") or not request.get(key):
+                request[key] = value
+        if isinstance(request.get("messages"), list):
+            self._seen = _shared(request["messages"], self._seen)
+            request["messages"] = list(self._seen)
+        if "tools" in request:
+            self._tools = self._tools if request["tools"] == self._tools else deepcopy(request["tools"])
+            request["tools"] = self._tools
+        return Call(self, request, self.version)
+
+    def record(
+        self,
+        id: str | None = None,
+        group: str | None = None,
+        rewards: float | Mapping[str, float | None] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        failure: Mapping[str, Any] | None = None,
+        messages: list[Message] | None = None,
+    ) -> dict[str, Any]:
+        """The trajectory as a record; values are shared with the session.
+
+        Args:
+            id: the name of the session by default.
+            rewards: one number, or some by name; None and NaN are "not known".
+            metadata: kept beside it, as JSON.
+            failure: why the trajectory failed, kept beside it.
+            messages: what the trajectory began with, for one without any answered call.
+        """
+        record: dict[str, Any] = {"id": self.name if id is None else id}
+        if group is not None:
+            record["group"] = group
+        if isinstance(rewards, Mapping):
+            record["rewards"] = {name: known(value) for name, value in rewards.items()}
+        else:
+            record["reward"] = known(rewards)
+        record["logprob_kind"] = self._kind
+        if metadata:
+            record["metadata"] = dict(metadata)
+        if failure:
+            record["failure"] = dict(failure)
+        if self._lost:
+            record["lost_calls"] = {"count": self._lost, "last": list(self.lost)}
+        if not self.calls:
+            return {"format": "tracegrad/1", **record, "messages": messages or []}
+        return {**record, "calls": list(self.calls)}
+
+    def _add(self, call: dict[str, Any], answered: int, exact: bool) -> None:
+        self.calls.append(call)
+        self.tokens += answered
+        self.without_ids += not exact
+
+    def _lose(self, request: dict[str, Any], why: str) -> None:
+        self._lost += 1
+        self.lost = [*self.lost[1 - LOST_CALLS :], {"request": request, "error": shown(why)[:1000]}]
+
+
+class Call:
+    """One request under way; `request` is the body to send."""
+
+    def __init__(self, session: Session, request: dict[str, Any], version: int | None) -> None:
+        self.request = request
+        self.version = version
+        self._session = session
+
+    def close(self, response: Any, *, tokens: int | None = None) -> None:
+        """Its answer: a response, or the text of a stream of events.
+
+        Args:
+            tokens: how many were sampled, for what is not a whole response.
+        """
+        call = {"request": self.request, "response": response}
+        now = self._session.version
+        if self.version is not None:
+            call["policy_version"] = self.version
+            if now != self.version:
+                call["received_version"] = now
+        counted, exact = _counted(response) if tokens is None else (tokens, True)
+        self._session._add(call, counted, exact)
+
+    def lose(self, why: str) -> None:
+        """It got no answer."""
+        self._session._lose(self.request, why)
+
+
+def known(reward: Any) -> float | None:
+    """A reward as a record says it: None where it is not known.
+
+    Raises:
+        ArgumentError: what is no number, or infinite.
+
+    >>> known(True), known(float("nan")), known(None)
+    (1.0, None, None)
+    """
+    if reward is None:
+        return None
+    try:
+        value = float(reward) if not isinstance(reward, str | bytes) else None
+    except (TypeError, ValueError, OverflowError):
+        value = None
+    if value is None or math.isinf(value):
+        raise ArgumentError(
+            f"a reward is {reward!r:.100}. It would spread over every trace it is averaged with. "
+            "Return a finite number, or None where there is none."
+        )
+    return None if math.isnan(value) else value
+
+
+def _said(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def _shared(messages: list[Any], seen: list[Any]) -> list[Any]:
+    """Copies of messages; those that stood at the same place before are the same objects."""
+    before = iter(seen)
+    return [old if (old := next(before, None)) == message else deepcopy(message) for message in messages]
+
+
+def _counted(response: Any) -> tuple[int, bool]:
+    """How many tokens were sampled, and whether ids, prompt ids and logprobs are all there."""
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+        return 0, False
+    ids = choices[0].get("token_ids")
+    prompt = response.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
+    if isinstance(ids, list):
+        return sum(len(one.get("token_ids") or ()) for one in choices), bool(prompt and choices[0].get("logprobs"))
+    usage = response.get("usage")
+    return int(usage.get("completion_tokens") or 0) if isinstance(usage, Mapping) else 0, False
