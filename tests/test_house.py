@@ -12,11 +12,11 @@ FLOORS = [
     {"_alone", "_core", "errors"},
     {"arrays"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
-    | {"columns", "footer", "manifest", "shards", "store"},
+    | {"aside", "columns", "footer", "manifest", "shards", "store"},
     {"sequence", "recover", "tables", "correction", "objective", "presets"},
     {"batch", "config"},
     {"policy", "prepare"},
-    {"learner", "report", "doctor"},
+    {"learner", "report", "doctor", "rollout", "score"},
     {"integrations"},
     {"cli"},
 ]

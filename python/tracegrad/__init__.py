@@ -23,9 +23,9 @@ from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces, read, stream, strip_logprobs, write
 
 if TYPE_CHECKING:
-    from tracegrad import doctor, learner, objective, policy, report
+    from tracegrad import doctor, learner, objective, policy, report, rollout
 
-_ON_USE = ("doctor", "learner", "objective", "policy", "report")
+_ON_USE = ("doctor", "learner", "objective", "policy", "report", "rollout")
 
 __all__ = [
     "Batch",
@@ -49,6 +49,7 @@ __all__ = [
     "presets",
     "read",
     "report",
+    "rollout",
     "stream",
     "strip_logprobs",
     "write",
