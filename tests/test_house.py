@@ -16,7 +16,7 @@ FLOORS = [
     {"sequence", "recover", "tables", "correction", "objective", "presets"},
     {"batch", "config"},
     {"policy", "prepare"},
-    {"learner", "report", "doctor", "rollout", "score"},
+    {"learner", "report", "doctor", "rollout", "score", "sync"},
     {"integrations"},
     {"cli"},
 ]

@@ -1,0 +1,157 @@
+"""A vLLM server as a child process: started, waited for, its log kept, and surely stopped.
+
+What is asked of it is `server`'s. `make online`, tests and the loop call this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tracegrad.errors import ArgumentError, shown
+from tracegrad.rollout.http import ServerError
+
+GRACE_S = 15.0
+KEEPER = Path(__file__).with_name("keeper.py")
+READ_BACK = 65_536
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """vLLM's engine arguments, by the names of its EngineArgs, as its command line takes them.
+
+    >>> flags({"max_model_len": 1024, "enforce_eager": True, "seed": None})
+    ['--max-model-len=1024', '--enforce-eager']
+    >>> flags({"hf_overrides": {"rope_theta": 1e6}, "enable_prefix_caching": False})
+    ['--hf-overrides={"rope_theta": 1000000.0}', '--no-enable-prefix-caching']
+    """
+    found = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            found.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, Mapping):
+            found.append(f"{flag}={json.dumps(value)}")
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            found += [flag, *map(str, value)]
+        else:
+            found.append(f"{flag}={value}")
+    return found
+
+
+class Launched:
+    """A vLLM server that runs as a child of this process.
+
+    Args:
+        python: the interpreter of an environment that holds vLLM.
+        model: folder or name of the model.
+        port: on loopback; refused where something listens on it. None takes a free one.
+        name: the name that requests give as `model`.
+        arguments: more of vLLM's engine arguments, by name, see `flags`; or a list of flags as they are.
+        environment: variables beside this process's own.
+        key: the token that it asks for, given by VLLM_API_KEY, as command lines are public.
+        log: where it writes.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        model: str | Path,
+        port: int | None = None,
+        *,
+        name: str,
+        arguments: Mapping[str, Any] | Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        key: str | None = None,
+        log: str | Path,
+    ):
+        port = _free_port(port)
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = Path(log)
+        more = flags(arguments) if isinstance(arguments, Mapping) else list(arguments)
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *more]
+        keep = [sys.executable, str(KEEPER), str(os.getpid()), str(GRACE_S)]
+        told = {**os.environ, **(environment or {})}
+        if key is not None:
+            told["VLLM_API_KEY"] = key
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*keep, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=told,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float = 600.0) -> str:
+        """Return the URL once /health answers.
+
+        Raises: ServerError where the server ends, or is not healthy within `timeout_s`; with the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (status := self.process.poll()) is not None:
+                raise ServerError(
+                    f"vLLM ended with status {status} before it was healthy; it cannot be asked. It said: "
+                    f"{self.last_words()}. All of it stands in {self.log}."
+                )
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return self.url
+            time.sleep(0.5)
+        raise ServerError(
+            f"vLLM was not healthy within {timeout_s:.0f} s; it cannot be asked. It said: {self.last_words()}. "
+            f"A loaded machine takes minutes: raise the time, or look into {self.log}."
+        )
+
+    def last_words(self) -> str:
+        """The last line of the log that names an error, or its last line."""
+        with self.log.open("rb") as lines:
+            lines.seek(max(0, lines.seek(0, os.SEEK_END) - READ_BACK))
+            tail = [line for line in lines.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in tail if "Error" in line or "error:" in line]
+        return shown((errors or tail or ["nothing"])[-1].strip())
+
+    def stop(self) -> None:
+        """End the server and all that it started; may be called again."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(GRACE_S + 30)
+
+
+@contextlib.contextmanager
+def launch(
+    python: str, model: str | Path, port: int | None = None, *, timeout_s: float = 600.0, **told: Any
+) -> Iterator[Launched]:
+    """Start a vLLM server, yield it once it is healthy, and stop it in the end; arguments as `Launched` takes them."""
+    launched = Launched(python, model, port, **told)
+    try:
+        launched.wait(timeout_s)
+        yield launched
+    finally:
+        launched.stop()
+
+
+def _free_port(port: int | None) -> int:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port or 0))
+        except OSError as error:
+            raise ArgumentError(
+                f"Port {port} of 127.0.0.1 cannot be had: {error}. Another server may stand there, and would be taken "
+                "for this one. Stop it, or give another port."
+            ) from error
+        return tried.getsockname()[1]

@@ -1,0 +1,10 @@
+"""New weights reach the servers here: pushed, repaired or refused; what they answer afterwards is `online`'s to prove.
+
+Imports no torch and no client: it is handed the servers (`rollout.server.Servers`) by who joins the two.
+"""
+
+from tracegrad.sync.arguments import vllm_arguments
+from tracegrad.sync.file import File
+from tracegrad.sync.push import Evicted, Pushed, Sync, SyncError
+
+__all__ = ["Evicted", "File", "Pushed", "Sync", "SyncError", "vllm_arguments"]

@@ -1,0 +1,401 @@
+"""Several servers behind one chat: who is asked, what is asked again, what is an error, what is bounded."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from aiohttp import web
+
+from standin import CHAT, StandIn, drop, hang
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.rollout import launch
+from tracegrad.rollout.http import checked_url
+from tracegrad.rollout.server import ServerError, Servers
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "vllm_xargs": {"a": [1, None]}}
+FAST = {"model": "clerk", "probe_s": 0.05, "timeout_s": 10.0, "connect_s": 1.0}
+
+
+def once(fault, then=CHAT):
+    """Answers with `fault` the first time, with `then` from then on."""
+    asked = iter([fault])
+
+    def answer(request, body):
+        found = next(asked, then)
+        return found(request) if callable(found) else found
+
+    return answer
+
+
+async def chatting(answers, sessions=("s",), **options):
+    """Ask stand-ins with these answers once for each session; what came back, the stand-ins, and the servers."""
+    stands = [StandIn(answer) for answer in answers]
+    for stand in stands:
+        await stand.__aenter__()
+    try:
+        async with Servers([stand.url for stand in stands], **{**FAST, **options}) as servers:
+            found = [await servers.chat(BODY, session=session) for session in sessions]
+            return found, stands, servers
+    finally:
+        for stand in stands:
+            await stand.__aexit__()
+
+
+def test_the_body_goes_through_unchanged_but_for_model_and_salt():
+    async def run():
+        async with StandIn() as stand, Servers([stand.url + "/v1/"], key="secret", **FAST) as servers:
+            assert await servers.chat(BODY, session="s", salt="v7") == CHAT
+            await servers.chat(BODY, session="s")
+            assert stand.seen == [
+                ("/v1/chat/completions", {**BODY, "model": "clerk", "cache_salt": "v7"}),
+                ("/v1/chat/completions", {**BODY, "model": "clerk"}),
+            ]
+            assert stand.headers[0]["Authorization"] == "Bearer secret"
+
+    asyncio.run(run())
+
+
+def test_a_session_stays_and_a_new_one_goes_to_the_least_loaded():
+    async def run():
+        free = asyncio.Event()
+
+        async def slow(request, body):
+            await free.wait()
+            return CHAT
+
+        first, second = StandIn(slow), StandIn(slow)
+        async with first, second, Servers([first.url, second.url], **FAST) as servers:
+            asked = [asyncio.ensure_future(servers.chat({"n": n}, session=f"s{n}")) for n in range(6)]
+            await asyncio.sleep(0.1)
+            assert [row["in_flight"] for row in servers.state()] == [3, 3]
+            free.set()
+            await asyncio.gather(*asked)
+            for _ in range(3):
+                for n in range(6):
+                    await servers.chat({"n": n}, session=f"s{n}")
+            assert {body["n"] for _, body in first.seen}.isdisjoint({body["n"] for _, body in second.seen})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", [drop, 500, 502, 503, 408, 429], ids=str)
+def test_what_is_of_the_moment_is_asked_again(fault):
+    found, [stand], servers = asyncio.run(chatting([once(fault)]))
+    assert found == [CHAT]
+    assert len(stand.seen) == 2
+    # A dropped connection is asked again on a new one, which counts as nothing.
+    assert servers.retried == (fault is not drop)
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 422])
+def test_what_the_server_judged_is_an_error_at_once_with_its_words_and_a_cure(status):
+    stand = StandIn(lambda request, body: status)
+
+    async def run():
+        async with stand, Servers([stand.url], **FAST) as servers:
+            with pytest.raises(
+                ServerError, match=f"{stand.url}/v1/chat/completions answered {status}.*said {status}.*"
+            ):
+                await servers.chat(BODY, session="s")
+
+    asyncio.run(run())
+    assert len(stand.seen) == 1
+
+
+def test_a_server_that_never_answers_well_is_an_error_that_names_it_and_the_tries():
+    stand = StandIn(lambda request, body: 500)
+
+    async def run():
+        async with stand, Servers([stand.url], **FAST, retries=2, failures=9) as servers:
+            with pytest.raises(ServerError, match=rf"{stand.url}.* in 3 tries.*500: said 500.*log"):
+                await servers.chat(BODY, session="s")
+
+    asyncio.run(run())
+    assert len(stand.seen) == 3
+
+
+async def drip(request, body):
+    """One byte at a time, for longer than any test waits."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for _ in range(1000):
+        await response.write(b" ")
+        await asyncio.sleep(0.05)
+    return response
+
+
+@pytest.mark.parametrize("answer", [lambda request, body: hang(request), drip], ids=["hangs", "drips"])
+def test_a_server_that_is_silent_or_slow_holds_nobody_longer_than_was_told(answer):
+    async def run():
+        async with StandIn(answer) as stand, Servers([stand.url], **{**FAST, "timeout_s": 0.5}) as servers:
+            started = time.monotonic()
+            with pytest.raises(ServerError, match="no answer"):
+                await servers.chat(BODY, session="s")
+            assert time.monotonic() - started < 2
+
+    asyncio.run(run())
+
+
+def test_silence_within_one_request_is_bounded_apart():
+    async def run():
+        stand = StandIn(once(hang))
+        async with stand, Servers([stand.url], **FAST, read_s=0.2) as servers:
+            assert await servers.chat(BODY, session="s") == CHAT
+
+    asyncio.run(run())
+
+
+def huge(request, body):
+    return web.Response(text='{"a": "' + "x" * 300_000 + '"}', content_type="application/json")
+
+
+def packed(request, body):
+    response = web.json_response({"a": "x" * 1000})
+    response.enable_compression(web.ContentCoding.gzip)
+    response.headers["Content-Encoding"] = "gzip"
+    return response
+
+
+def words(request, body):
+    return web.Response(text="<html>\x1b[2Jwelcome</html>")
+
+
+def nested(request, body):
+    return web.Response(text="[" * 100_000, content_type="application/json")
+
+
+def listed(request, body):
+    return web.json_response([1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (huge, "longer than 100,000 bytes.*answer_bytes"),
+        (packed, "compressed"),
+        (words, r"x1b.*welcome"),
+        (nested, r"\[\[\["),
+        (listed, r"200: \[1\]"),
+    ],
+)
+def test_an_answer_that_is_no_answer_is_an_error_and_bounded(answer, said):
+    async def run():
+        async with StandIn(answer) as stand, Servers([stand.url], **FAST, answer_bytes=100_000) as servers:
+            with pytest.raises(ServerError, match=said):
+                await servers.chat(BODY, session="s")
+            assert len(stand.seen) == 1
+
+    asyncio.run(run())
+
+
+def test_one_of_two_gone_is_left_out_and_its_sessions_move():
+    async def run():
+        stays, goes = StandIn(), StandIn()
+        async with stays, goes, Servers([goes.url, stays.url], **FAST, failures=2) as servers:
+            await servers.chat(BODY, session="s")
+            assert len(goes.seen) == 1
+            await goes.__aexit__()
+            started = time.monotonic()
+            assert await servers.chat(BODY, session="s") == CHAT
+            assert time.monotonic() - started < 3
+            [row] = [row for row in servers.state() if row["url"] == goes.url]
+            assert "failed 2 times in a row" in row["out"]
+            await servers.chat(BODY, session="new")
+            assert len(stays.seen) == 2
+
+    asyncio.run(run())
+
+
+def test_a_server_that_comes_back_is_asked_again_once_healthy_and_admitted():
+    admitted = []
+
+    async def admission(url):
+        admitted.append(url)
+        return len(admitted) > 2
+
+    async def run():
+        broken = [True]
+        stand = StandIn(lambda request, body: 500 if broken[0] else CHAT)
+        async with stand, Servers([stand.url], **FAST, failures=2) as servers:
+            servers.admission = admission
+            asked = asyncio.ensure_future(servers.chat(BODY, session="s"))
+            await asyncio.sleep(0.7)
+            assert len(stand.asked("/v1/chat/completions")) == 2
+            assert not admitted  # /health says 500
+            broken[0] = False
+            assert await asked == CHAT
+            assert admitted == [stand.url] * 3
+
+    asyncio.run(run())
+
+
+def test_all_servers_gone_is_an_error_that_names_each_after_the_time_told():
+    async def run():
+        async with StandIn() as stand:
+            url = stand.url
+        async with Servers([url], **{**FAST, "timeout_s": 2.0}, failures=1) as servers:
+            with pytest.raises(ServerError, match=rf"No server was up.*within 2 s: {url}: failed 1 times"):
+                await servers.chat(BODY, session="s")
+
+    asyncio.run(run())
+
+
+def test_what_an_evicted_server_was_asked_is_asked_of_another():
+    async def run():
+        bad, good = StandIn(lambda request, body: hang(request)), StandIn()
+        async with bad, good, Servers([bad.url, good.url], **FAST) as servers:
+            asked = asyncio.ensure_future(servers.chat(BODY, session="s"))
+            await asyncio.sleep(0.1)
+            servers.evict(bad.url, "its weights are old")
+            assert await asked == CHAT
+            assert servers.urls == [good.url]
+            servers.evict(good.url, "too")
+            with pytest.raises(
+                ServerError, match=f"No server is left: {bad.url}: its weights are old; {good.url}: too"
+            ):
+                await servers.chat(BODY, session="s")
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_given_up_leaves_nothing_in_flight():
+    async def run():
+        async with StandIn(lambda request, body: hang(request)) as stand, Servers([stand.url], **FAST) as servers:
+            asked = asyncio.ensure_future(servers.chat(BODY, session="s"))
+            await asyncio.sleep(0.1)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert servers.state()[0]["in_flight"] == 0
+
+    asyncio.run(run())
+
+
+def test_each_asks_every_server_once_and_tells_what_each_said():
+    async def run():
+        async with StandIn(lambda request, body: 500) as bad, StandIn(lambda request, body: {"success": False}) as no:
+            async with StandIn(lambda request, body: {}) as good, StandIn() as gone:
+                pass
+            async with good, Servers([bad.url, no.url, good.url, gone.url], **FAST) as servers:
+                answers = await servers.each("/pause?mode=keep", timeout_s=1)
+                assert [answer.ok for answer in answers] == [False, False, True, False]
+                assert [answer.status for answer in answers] == [500, 200, 200, 0]
+                assert bad.seen == [("/pause?mode=keep", None)]
+                assert "Connect" in answers[3].words
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("localhost:8000", "no URL"), ("ftp://a", "no URL"), ("http://a:x", "no URL"), ("http://u:p@a", "password")],
+)
+def test_urls_are_checked(url, said):
+    with pytest.raises(ArgumentError, match=said):
+        checked_url(url)
+
+
+def test_arguments_are_checked():
+    for arguments in [[], "http://a", ["http://a", "http://a/v1"]]:
+        with pytest.raises(ArgumentError):
+            Servers(arguments, model="m")
+    for bad in [{"timeout_s": 0}, {"failures": 0}, {"timeout_s": float("inf")}]:
+        with pytest.raises(ArgumentError, match="Without a bound"):
+            Servers(["http://a"], model="m", **bad)
+
+    async def run():
+        async with Servers(["http://127.0.0.1:9"], **FAST) as servers:
+            with pytest.raises(ArgumentError, match="no JSON"):
+                await servers.chat({"temperature": float("nan")}, session="s")
+        with pytest.raises(ArgumentError, match="not open"):
+            await servers.chat({}, session="s")
+
+    asyncio.run(run())
+
+
+# A stand-in for vLLM's module: it starts a child as vLLM does its engine, answers /health, and does not end when told.
+FAKE = """
+import http.server, os, signal, subprocess, sys
+if "--fail" in sys.argv:
+    print("ValueError: no such model"); sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[sys.argv.index("--model") + 1], "w").write(f"{os.getpid()} {engine.pid}")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(FAKE)
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    return {
+        "python": sys.executable,
+        "environment": {"PYTHONPATH": str(tmp_path)},
+        "log": tmp_path / "log",
+        "name": "m",
+    }
+
+
+def gone(pids, within_s=10.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "Z" not in status(pid)]
+        if not alive:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def status(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as line:
+            return line.read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_launched_server_is_stopped_with_its_engine_though_it_will_not_end(fake, tmp_path):
+    pids = tmp_path / "pids"
+    with launch.launch(model=pids, timeout_s=20, **fake) as launched:
+        assert launched.url.startswith("http://127.0.0.1:")
+        running = pids.read_text().split()
+        with pytest.raises(ArgumentError, match="cannot be had"):
+            launch.Launched(model=pids, port=int(launched.url.rsplit(":", 1)[1]), **fake)
+    assert gone(running)
+
+
+PARENT = """
+import sys, time
+from tracegrad.rollout import launch
+launch.GRACE_S = 0.5
+model, log, path = sys.argv[1:]
+launch.Launched(sys.executable, model, name="m", log=log, environment={"PYTHONPATH": path}).wait(20)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_launched_server_ends_when_its_parent_is_killed(fake, tmp_path):
+    pids = tmp_path / "pids"
+    told = [str(pids), str(tmp_path / "log"), fake["environment"]["PYTHONPATH"]]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *told], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "up\n"
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert gone(pids.read_text().split())
+
+
+def test_a_server_that_ends_before_it_is_healthy_is_an_error_with_its_words(fake, tmp_path):
+    server = launch.launch(model=tmp_path / "pids", arguments=["--fail"], timeout_s=20, **fake)
+    with pytest.raises(TracegradError, match=r"status 3 before.*ValueError: no such model.*log"), server:
+        pass
