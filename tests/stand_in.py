@@ -4,9 +4,11 @@ What it "samples" is a script from messages to text; its ids are the tokenizer's
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
+import socket
 
 import demonstrations
 import task
@@ -98,6 +100,146 @@ class StandIn:
             "prompt_logprobs": None,
             "prompt_token_ids": prompt if wanted else None,
         }
+
+    def chunks(self, body):
+        """The chunks of a stream as vLLM sends them: what was not asked for is null, what says nothing is not sent."""
+        message, reason, ids = self.message(body)
+        logprobs, wanted = body.get("logprobs"), body.get("return_token_ids")
+        head = {"id": "chatcmpl-s", "object": "chat.completion.chunk", "created": 1795271306, "model": "clerk"}
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield {**head, "choices": [first], "prompt_token_ids": self.prompt_ids(body) if wanted else None}
+        calls = message.get("tool_calls")
+        for number, one in enumerate(ids):
+            last = number == len(ids) - 1
+            text = self.tokenizer.decode([one])
+            delta = {} if calls else {"content": "" if text == END else text}
+            if calls and number == len(ids) - 2:
+                delta = {"tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}
+            if not delta and not last and not logprobs and not wanted:
+                continue
+            choice = {
+                "index": 0,
+                "delta": delta,
+                "logprobs": {"content": self.entries([one], body.get("top_logprobs") or 0)} if logprobs else None,
+                "finish_reason": reason if last else None,
+                **({"stop_reason": None} if last else {}),
+                "token_ids": [one] if wanted else None,
+            }
+            yield {**head, "choices": [choice]}
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield {
+                **head,
+                "choices": [],
+                "usage": {"prompt_tokens": 1, "completion_tokens": len(ids), "total_tokens": 1},
+            }
+
+    def complete(self, body):
+        """A legacy completion of a text."""
+        ids = self.tokenizer.encode(self.script([{"role": "user", "content": body["prompt"]}]) + END).tolist()
+        texts = [self.tokenizer.decode([one]) for one in ids]
+        numbers = [-0.25 - one / 4096 for one in ids]
+        logprobs = {"text_offset": [0] * len(ids), "token_logprobs": numbers, "tokens": texts, "top_logprobs": [None]}
+        wanted = body.get("return_token_ids")
+        choice = {
+            "index": 0,
+            "text": "".join(texts[:-1]),
+            "logprobs": logprobs if body.get("logprobs") is not None else None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": ids if wanted else None,
+            "prompt_token_ids": self.tokenizer.encode(body["prompt"]).tolist() if wanted else None,
+        }
+        return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "clerk", "choices": [choice]}
+
+
+RESPONSE = {
+    "object": "response",
+    "status": "completed",
+    "error": None,
+    "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}],
+}
+MESSAGE = {
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": "text", "text": "4"}],
+    "stop_reason": "end_turn",
+    "usage": {"input_tokens": 3, "output_tokens": 1},
+}
+
+
+class Served:
+    """The stand-in behind HTTP in this process; `headers` and `paths` are what it was asked with.
+
+    Args:
+        stand_in: answers.
+        wait_s: before each chunk of a stream, and before a whole answer.
+        spoil: `(path, body, number) -> response or None`: answers in the stand-in's place.
+    """
+
+    def __init__(self, stand_in, wait_s=0.0, spoil=None):
+        self.stand_in, self.wait_s, self.spoil = stand_in, wait_s, spoil
+        self.headers, self.paths, self.dropped, self.sent = [], [], 0, 0
+
+    async def __aenter__(self):
+        import uvicorn
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        app = Starlette(routes=[Route("/{path:path}", self.answer, methods=["GET", "POST"])])
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.server.capture_signals = contextlib.nullcontext
+        self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
+        while not self.server.started:
+            await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.should_exit = True
+        await self.serving
+
+    async def answer(self, request):
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        path, body = request.url.path, json.loads(await request.body() or b"null")
+        self.paths.append(path)
+        self.headers.append(dict(request.headers))
+        if path == "/v1/models":
+            return JSONResponse({"object": "list", "data": [{"id": "clerk"}]})
+        self.stand_in.seen.append(body)
+        if self.spoil and (spoilt := self.spoil(path, body, len(self.paths))) is not None:
+            return spoilt
+        if body.get("stream"):
+            return StreamingResponse(self.stream(path, body), media_type="text/event-stream")
+        await self.waited(request)
+        if path == "/v1/chat/completions":
+            return JSONResponse(self.stand_in.respond(body))
+        if path == "/v1/completions":
+            return JSONResponse(self.stand_in.complete(body))
+        return JSONResponse(RESPONSE if path == "/v1/responses" else MESSAGE)
+
+    async def waited(self, request):
+        """Waits, and sees whether the client goes away meanwhile."""
+        for _ in range(int(self.wait_s / 0.02)):
+            await asyncio.sleep(0.02)
+            if await request.is_disconnected():
+                self.dropped += 1
+                return
+
+    async def stream(self, path, body):
+        ended = False
+        try:
+            chunks = self.stand_in.chunks(body) if path == "/v1/chat/completions" else [self.stand_in.complete(body)]
+            for chunk in chunks:
+                await asyncio.sleep(self.wait_s)
+                yield b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+                self.sent += 1
+            yield b"data: [DONE]\n\n"
+            ended = True
+        finally:
+            self.dropped += not ended
 
 
 def prompts(count, kind=None, seed=3):

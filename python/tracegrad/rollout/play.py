@@ -6,17 +6,18 @@ Whatever the contract does, there is a record: an exception, a hang or a value t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.aside import Failed, Failure, Thread, located, within
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.rollout.policy import Chat, LimitReached, Limits, NoAnswer, Policy, said
+from tracegrad.rollout.policy import Chat, Limits, NoAnswer, Policy, said
 from tracegrad.rollout.session import Message, Session, known
 from tracegrad.trace import Traces
 
@@ -87,11 +88,13 @@ async def play(
     name = f"trajectory-{next(_numbers)}" if id is None else id
     session = Session(name, version=version, sampling=sampling, logprob_kind=logprob_kind)
     sticky = name if group is None else group
-    with _address(proxy, session, limits, sticky) as (base_url, key):
-        policy = Policy(session, chat, limits=limits, base_url=base_url, key=key, sticky=sticky, salt=salt)
+    policy = Policy(session, chat, limits=limits, sticky=sticky, salt=salt)
+    async with _address(proxy, policy) as posted:
         started = time.monotonic()
         rewards, failure, ended = await _run(as_contract(contract), task, policy)
         seconds = time.monotonic() - started
+    if rewards is None and failure is None:
+        rewards = posted.get("rewards")
     prompt, completion, finish_reason = conversation(session)
     about = {"task": _kept(task), "ended": ended, "turns": len(session.calls), "seconds": round(seconds, 3)}
     if policy.counts:
@@ -115,9 +118,7 @@ async def _run(contract: Contract, task: Any, policy: Policy) -> tuple[Any, Fail
     try:
         value = await within(policy.limits.seconds, contract(task, policy), "the trajectory")
     except Failed as failed:
-        cause = failed.__cause__
-        ended = cause.which if isinstance(cause, LimitReached) else "failed"
-        return None, failed.failure, "seconds" if failed.failure.kind == "late" else ended
+        return None, failed.failure, "seconds" if failed.failure.kind == "late" else policy.ended or "failed"
     try:
         return checked(value), None, policy.ended or "done"
     except ArgumentError as error:
@@ -224,17 +225,16 @@ def _kept(task: Any) -> Any:
         return located(error).words
 
 
-class _address:
-    """The proxy's address of a session, for as long as it is played."""
-
-    def __init__(self, proxy: Any, session: Session, limits: Limits, sticky: str) -> None:
-        self._proxy, self._session, self._limits, self._sticky = proxy, session, limits, sticky
-
-    def __enter__(self) -> tuple[str | None, str | None]:
-        if self._proxy is None:
-            return None, None
-        return self._proxy.open(self._session, limits=self._limits, sticky=self._sticky)
-
-    def __exit__(self, *_: object) -> None:
-        if self._proxy is not None:
-            self._proxy.close(self._session.name)
+@contextlib.asynccontextmanager
+async def _address(proxy: Any, policy: Policy) -> AsyncIterator[dict[str, Any]]:
+    """The proxy's address of a trajectory for as long as it is played; then the rewards that were posted to it."""
+    posted: dict[str, Any] = {}
+    if proxy is None:
+        yield posted
+        return
+    base_url, key = proxy.open(policy)
+    policy.at((base_url, key))
+    try:
+        yield posted
+    finally:
+        posted["rewards"] = await proxy.close(base_url)

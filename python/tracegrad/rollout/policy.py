@@ -6,7 +6,7 @@ Limits of turns and tokens are kept here. Called by whoever writes a contract; m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,10 +66,8 @@ class Policy:
         chat: Chat,
         *,
         limits: Limits | None = None,
-        base_url: str | None = None,
-        key: str | None = None,
         sticky: str | None = None,
-        salt: Any = None,
+        salt: Callable[[], str | None] | None = None,
     ) -> None:
         self.session = session
         self.limits = limits or Limits()
@@ -77,8 +75,8 @@ class Policy:
         self.turns = 0
         self.counts: Counter[str] = Counter()
         self._chat = chat
-        self._address = (base_url, key)
-        self._sticky = session.name if sticky is None else sticky
+        self.sticky = session.name if sticky is None else sticky
+        self._address: tuple[str, str] | None = None
         self._salt = salt
 
     @property
@@ -88,12 +86,12 @@ class Policy:
         Raises:
             ArgumentError: where no proxy runs.
         """
-        return self._of_proxy(0)
+        return self._of_proxy()[0]
 
     @property
     def key(self) -> str:
         """What the server at `base_url` asks for."""
-        return self._of_proxy(1)
+        return self._of_proxy()[1]
 
     @property
     def version(self) -> int | None:
@@ -123,12 +121,10 @@ class Policy:
         call = self.session.open(body)
         left = self.left()
         if left is not None:
-            name = "max_completion_tokens" if "max_completion_tokens" in call.request else "max_tokens"
-            call.request[name] = min(call.request.get(name) or left, left)
+            self.bound(call.request, left)
         self.turns += 1
         try:
-            salt = None if self._salt is None else self._salt()
-            response = await self._chat(dict(call.request), session=self._sticky, salt=salt)
+            response = await self._chat(dict(call.request), session=self.sticky, salt=self.salt())
         except BaseException as error:
             call.lose(f"{type(error).__name__}: {error}")
             raise
@@ -159,11 +155,23 @@ class Policy:
             raise LimitReached("tokens", f"the episode has had its {self.limits.tokens} tokens. Raise limits.tokens.")
         return self.limits.tokens - self.session.tokens
 
-    def _of_proxy(self, part: int) -> str:
-        value = self._address[part]
-        if value is None:
+    def salt(self) -> str | None:
+        """The `cache_salt` of a request that is sent now."""
+        return None if self._salt is None else self._salt()
+
+    def at(self, address: tuple[str, str] | None) -> None:
+        """Says where a proxy records for this trajectory: its base URL and key."""
+        self._address = address
+
+    def bound(self, request: dict[str, Any], left: int) -> None:
+        """Lets a request sample at most so many tokens."""
+        name = next((one for one in ("max_completion_tokens", "max_output_tokens") if one in request), "max_tokens")
+        request[name] = min(request.get(name) or left, left)
+
+    def _of_proxy(self) -> tuple[str, str]:
+        if self._address is None:
             raise ArgumentError("policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to play.")
-        return value
+        return self._address
 
 
 def said(response: Any) -> Message:

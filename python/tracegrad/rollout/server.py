@@ -32,6 +32,7 @@ class _Server:
     url: str
     failures: int = 0
     answered: int = 0
+    placed: int = 0
     out: str | None = None
     evicted: str | None = None
     asked: set[asyncio.Future[Answer]] = field(default_factory=set)
@@ -199,6 +200,10 @@ class Servers:
             wait_s = backoff_s if wait_s is None else wait_s
             await asyncio.sleep(max(0.0, min(wait_s, deadline - time.monotonic())))
 
+    async def where(self, session: str) -> str:
+        """The base URL of the session's server, for who asks it by another road; waits until one can be asked."""
+        return (await self._server(session, time.monotonic() + self.timeout_s)).url
+
     async def ask(
         self,
         url: str,
@@ -280,7 +285,8 @@ class Servers:
                 return server
             usable = [server for server in self._servers.values() if server.usable]
             if usable:
-                server = min(usable, key=lambda one: len(one.asked))
+                server = min(usable, key=lambda one: (len(one.asked), one.placed))
+                server.placed += 1
                 self._sessions[session] = server
                 if len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
-from tracegrad.errors import ArgumentError, shown
+from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.trace import Traces
 
 Message = dict[str, Any]
 # What a request must ask for, so that its tokens and their logprobs are known exactly.
@@ -31,7 +32,8 @@ class Session:
         sampling: what a request says where its sender does not, such as {"temperature": 1.0, "max_tokens": 512}.
         logprob_kind: what the server's logprobs are of; "raw" unless it was started with --logprobs-mode.
 
-    `calls` holds {"request", "response", "policy_version"} in the order of the answers, `lost` what went without one.
+    `calls` holds {"request", "response", "policy_version"} in the order of the answers, one for each choice of a
+    response; `lost` what went without one.
 
     >>> session = Session("a17", version=lambda: 4)
     >>> call = session.open({"messages": [{"role": "user", "content": "2+2?"}]})
@@ -57,6 +59,7 @@ class Session:
         self.tokens = 0
         self.without_ids = 0
         self._lost = 0
+        self._unsure = False
         self._version = version
         self._kind = logprob_kind
         self._seen: list[Any] = []
@@ -108,6 +111,7 @@ class Session:
             failure: why the trajectory failed, kept beside it.
             messages: what the trajectory began with, for one without any answered call.
         """
+        self._sift()
         record: dict[str, Any] = {"id": self.name if id is None else id}
         if group is not None:
             record["group"] = group
@@ -126,8 +130,20 @@ class Session:
             return {"format": "tracegrad/1", **record, "messages": messages or []}
         return {**record, "calls": list(self.calls)}
 
-    def _add(self, call: dict[str, Any], answered: int, exact: bool) -> None:
-        self.calls.append(call)
+    def _sift(self) -> None:
+        """Takes out the calls that could not be read, which would take the others with them."""
+        if not (self.without_ids or self._unsure):
+            return
+        kept = []
+        for call in self.calls:
+            if (why := _readable(call)) is None:
+                kept.append(call)
+            else:
+                self._lose(call["request"], why)
+        self.calls = kept
+
+    def _add(self, calls: list[dict[str, Any]], answered: int, exact: bool) -> None:
+        self.calls += calls
         self.tokens += answered
         self.without_ids += not exact
 
@@ -142,6 +158,7 @@ class Call:
     def __init__(self, session: Session, request: dict[str, Any], version: int | None) -> None:
         self.request = request
         self.version = version
+        self.closed = False
         self._session = session
 
     def close(self, response: Any, *, tokens: int | None = None) -> None:
@@ -150,17 +167,23 @@ class Call:
         Args:
             tokens: how many were sampled, for what is not a whole response.
         """
+        self.closed = True
         call = {"request": self.request, "response": response}
         now = self._session.version
         if self.version is not None:
             call["policy_version"] = self.version
             if now != self.version:
                 call["received_version"] = now
-        counted, exact = _counted(response) if tokens is None else (tokens, True)
-        self._session._add(call, counted, exact)
+        counted, exact = _counted(response) if tokens is None else (tokens, tokens > 0)
+        self._session._unsure |= tokens is not None
+        choices = response.get("choices") if isinstance(response, Mapping) else None
+        several = range(len(choices)) if isinstance(choices, list) and len(choices) > 1 else ()
+        calls = [{**call, "choice": number} for number in several] or [call]
+        self._session._add(calls, counted, exact)
 
     def lose(self, why: str) -> None:
         """It got no answer."""
+        self.closed = True
         self._session._lose(self.request, why)
 
 
@@ -200,11 +223,32 @@ def _shared(messages: list[Any], seen: list[Any]) -> list[Any]:
 def _counted(response: Any) -> tuple[int, bool]:
     """How many tokens were sampled, and whether ids, prompt ids and logprobs are all there."""
     choices = response.get("choices") if isinstance(response, Mapping) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+    if not isinstance(choices, list) or not all(isinstance(one, Mapping) for one in choices):
         return 0, False
-    ids = choices[0].get("token_ids")
-    prompt = response.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
-    if isinstance(ids, list):
-        return sum(len(one.get("token_ids") or ()) for one in choices), bool(prompt and choices[0].get("logprobs"))
+    exact = bool(choices) and all(_exact(response, one) for one in choices)
+    ids = [one.get("token_ids") for one in choices]
+    if ids and all(isinstance(one, list) for one in ids):
+        return sum(map(len, ids)), exact
     usage = response.get("usage")
-    return int(usage.get("completion_tokens") or 0) if isinstance(usage, Mapping) else 0, False
+    told = usage.get("completion_tokens") if isinstance(usage, Mapping) else 0
+    return (told if isinstance(told, int) else 0), False
+
+
+def _exact(response: Mapping[str, Any], choice: Mapping[str, Any]) -> bool:
+    """Whether a choice tells its tokens exactly."""
+    ids, prompt = choice.get("token_ids"), response.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    logprobs = choice.get("logprobs")
+    if isinstance(logprobs, Mapping):
+        logprobs = logprobs.get("content") or logprobs.get("token_logprobs")
+    if not (isinstance(ids, list) and isinstance(prompt, list) and isinstance(logprobs, list)):
+        return False
+    return bool(prompt) and len(ids) == len(logprobs) and all(type(one) is int for one in ids)
+
+
+def _readable(call: dict[str, Any]) -> str | None:
+    """Why a call cannot be read; None where it can."""
+    try:
+        Traces.from_records([{"calls": [call]}])
+    except TracegradError as error:
+        return str(error)
+    return None

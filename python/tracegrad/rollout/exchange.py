@@ -1,0 +1,136 @@
+"""The bare HTTP of the proxy: a client's body in, an answer out, and the server asked, all of bounded size.
+
+No sessions and no records here. Called by `proxy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+
+
+class Refusal(Exception):
+    """A request that is answered by the proxy itself."""
+
+    def __init__(self, status: int, words: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(words)
+        self.status, self.kind = status, kind
+
+
+class Upstream:
+    """The server, or several, that a proxy asks; an asynchronous context manager.
+
+    Args:
+        url: base URL, or `(session) -> URL`, plain or asynchronous.
+        key: what the server asks for.
+        timeout_s: of one request.
+    """
+
+    def __init__(self, url: str | Callable[[str], Any], key: str | None, timeout_s: float) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._client: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Upstream:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10.0)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._client = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 18)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def ask(self, method: str, session: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
+        """The server's answer, once its head is there; the caller closes it.
+
+        Raises:
+            Refusal: 502 or 504, where there is none.
+        """
+        assert self._client is not None
+        url = self._url if isinstance(self._url, str) else self._url(session)
+        if not isinstance(url, str):
+            url = await url
+        url = url.rstrip("/").removesuffix("/v1") + path
+        again = True
+        while True:
+            try:
+                return await self._client.request(method, url, data=body, headers=self._headers)
+            except asyncio.TimeoutError:  # noqa: PERF203
+                raise Refusal(504, f"the server was silent for {self._timeout_s:g} s", "upstream_error") from None
+            except aiohttp.ClientError as error:
+                # Servers close idle connections just when they are used.
+                dropped = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+                if again and dropped and not isinstance(error, aiohttp.ClientConnectorError):
+                    again = False
+                    continue
+                raise Refusal(502, f"the server cannot be asked: {error}", "upstream_error") from None
+
+
+async def answer(send: Any, status: int, body: bytes, kind: str = "application/json") -> None:
+    """Sends a whole answer."""
+    headers = [(b"content-type", kind.encode("latin-1")), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def disconnected(receive: Any) -> None:
+    """Returns once the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> bytes:
+    """A request's body, read within a minute."""
+    told = headers.get(b"content-length", "0")
+    if told.isdigit() and int(told) > most:
+        raise Refusal(413, f"the request has more than {most} bytes")
+
+    async def read() -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal(400, "the client closed")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise Refusal(413, f"the request has more than {most} bytes")
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    try:
+        return await asyncio.wait_for(read(), 60.0)
+    except asyncio.TimeoutError:
+        raise Refusal(408, "the request did not come within a minute") from None
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """A body as a JSON object."""
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the request is not JSON: {error}") from None
+    if not isinstance(told, dict):
+        raise Refusal(400, "the request is not a JSON object")
+    return told
+
+
+async def whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body of a server's answer."""
+    data = await response.content.read(most + 1)
+    parts = [data]
+    size = len(data)
+    while data and size <= most:
+        data = await response.content.read(most + 1 - size)
+        parts.append(data)
+        size += len(data)
+    if size > most:
+        raise Refusal(502, f"the server's answer has more than {most} bytes", "upstream_error")
+    return b"".join(parts)

@@ -1,0 +1,350 @@
+"""An OpenAI-compatible proxy that records: any program in any language, one session for each trajectory.
+
+It asks the server for ids and logprobs in addition, records request and response whole, and hands the client what it
+would have got. It serves in the loop of its caller. `play` opens sessions for contracts; strangers open their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+import json
+import re
+import secrets
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+from tracegrad.errors import ArgumentError, shown
+from tracegrad.rollout.exchange import Refusal, Upstream, answer, body_of, disconnected, object_of, whole
+from tracegrad.rollout.passing import ROADS, Added, Events, Road, dumped
+from tracegrad.rollout.play import checked
+from tracegrad.rollout.policy import LimitReached, Limits, Policy
+from tracegrad.rollout.session import Call, Session
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+ENDED_NAMES = 65536
+LAST_CALLS_S = 30.0
+
+
+@dataclass
+class Seat:
+    """One session while it is open."""
+
+    policy: Policy
+    group: str | None = None
+    own: bool = True
+    flying: int = 0
+    rewards: Any = None
+    used: float = field(default_factory=time.monotonic)
+    landed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Proxy:
+    """Serves and records, as an asynchronous context manager.
+
+    Args:
+        upstream: base URL of the server, or `(session) -> URL`, plain or asynchronous, where there are several.
+        key: what clients show, as a bearer token or x-api-key; one is drawn where it is None.
+        upstream_key: what the server asks for.
+        model: name that every request gets, or a function that gives it; the client's own where it is None.
+        finished: called with the record of each session that a client opened and finished.
+        version, sampling, salt, limits, logprob_kind: of sessions that clients open; as for `play`.
+        host, port: where it listens; a free port by default.
+        request_bytes, response_bytes: larger bodies are refused.
+        timeout_s: of one request to the server.
+        sessions: at most so many open at once.
+        idle_s: a session that a client opened and does not use is finished without a reward.
+    """
+
+    def __init__(
+        self,
+        upstream: str | Callable[[str], Any],
+        *,
+        key: str | None = None,
+        upstream_key: str | None = None,
+        model: str | Callable[[], str] | None = None,
+        finished: Callable[[dict[str, Any]], Any] | None = None,
+        version: Callable[[], int] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        salt: Callable[[], str | None] | None = None,
+        limits: Limits | None = None,
+        logprob_kind: str = "raw",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        request_bytes: int = 16 << 20,
+        response_bytes: int = 64 << 20,
+        timeout_s: float = 600.0,
+        sessions: int = 4096,
+        idle_s: float = 3600.0,
+    ) -> None:
+        if key is not None and len(key) < 8:
+            raise ArgumentError("the proxy's key has fewer than 8 characters. It could be guessed. Leave it out.")
+        self.key = key or secrets.token_urlsafe(24)
+        self._upstream, self._model = Upstream(upstream, upstream_key, timeout_s), model
+        self._finished = finished
+        self._new = {"version": version, "sampling": sampling, "logprob_kind": logprob_kind}
+        self._salt, self._limits = salt, limits or Limits(turns=1 << 20, seconds=idle_s)
+        self._address = (host, port)
+        self._request_bytes, self._response_bytes = request_bytes, response_bytes
+        self._most, self._idle_s = sessions, idle_s
+        self._seats: dict[str, Seat] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._count = 0
+
+    async def __aenter__(self) -> Proxy:
+        await self._upstream.__aenter__()
+        listening = socket.create_server(self._address, backlog=1024)
+        self._address = listening.getsockname()[:2]
+        options = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
+        options |= {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
+        self._server = uvicorn.Server(uvicorn.Config(self._app, **options))
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        self._sweeping = asyncio.ensure_future(self._sweep())
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sweeping.cancel()
+        self._server.should_exit = True
+        await self._serving
+        await self._upstream.__aexit__()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._address
+        return f"http://{host if ':' not in host else f'[{host}]'}:{port}"
+
+    def open(self, policy: Policy) -> tuple[str, str]:
+        """Opens a session for a trajectory that is played here: its base URL and key. `close` ends it."""
+        self._count += 1
+        name = f"{self._count}.{secrets.token_hex(4)}"
+        self._seats[name] = Seat(policy)
+        return f"{self.url}/s/{name}/v1", self.key
+
+    async def close(self, base_url: str) -> Any:
+        """Ends a session that `open` opened, and gives the reward that was posted to it, if one was."""
+        seat = self._seats.pop(base_url.split("/")[-2])
+        await self._landed(seat)
+        return seat.rewards
+
+    async def _landed(self, seat: Seat) -> None:
+        """Waits for calls that are under way."""
+        while seat.flying:
+            seat.landed.clear()
+            try:
+                await asyncio.wait_for(seat.landed.wait(), LAST_CALLS_S)
+            except asyncio.TimeoutError:
+                return
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            await self._answer(scope, receive, send)
+        except Refusal as refused:
+            body = {"error": {"message": shown(refused), "type": refused.kind, "param": None, "code": refused.status}}
+            await answer(send, refused.status, dumped(body))
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        self._check_key(headers)
+        name, path = _named(scope["path"], headers)
+        method = scope["method"]
+        if path == "/v1/models" and method == "GET":
+            return await self._models(send)
+        if method != "POST":
+            raise Refusal(405 if path in ROADS else 404, f"{method} {path} is not served here")
+        if path == "/reward":
+            body = await body_of(receive, self._request_bytes, headers)
+            return await self._reward(name, object_of(body), send)
+        road = ROADS.get(path)
+        if road is None:
+            raise Refusal(
+                404, f"{path} is not served here; there are {', '.join(ROADS)}, /v1/models and /s/NAME/reward"
+            )
+        seat = self._seat(name, headers)
+        body = object_of(await body_of(receive, self._request_bytes, headers))
+        seat.flying += 1
+        try:
+            await self._call(seat, road, body, receive, send)
+        finally:
+            seat.flying -= 1
+            seat.used = time.monotonic()
+            seat.landed.set()
+
+    def _check_key(self, headers: Mapping[bytes, str]) -> None:
+        scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
+        shown_key = bearer.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
+        if not hmac.compare_digest(shown_key.encode(), self.key.encode()):
+            raise Refusal(401, "no key, or a wrong one; send Authorization: Bearer KEY", "authentication_error")
+
+    def _seat(self, name: str | None, headers: Mapping[bytes, str]) -> Seat:
+        """The session of a request; opened where a client names a new one."""
+        if name is None:
+            raise Refusal(400, "no session: use /s/NAME/v1/... as the base URL, or send x-tracegrad-session: NAME")
+        if (seat := self._seats.get(name)) is not None:
+            return seat
+        if name in self._ended:
+            raise Refusal(409, f"session {name} is finished; use another name")
+        if self._finished is None:
+            raise Refusal(404, f"no session {name} is open here")
+        if not NAME.fullmatch(name):
+            raise Refusal(400, "a session's name has 1 to 128 letters, digits, '.', '_', ':' and '-'")
+        if len(self._seats) >= self._most:
+            raise Refusal(503, f"{self._most} sessions are open; finish some with a reward", "overloaded_error")
+        policy = Policy(Session(name, **self._new), _unused, limits=self._limits, salt=self._salt)
+        seat = self._seats[name] = Seat(policy, group=headers.get(b"x-tracegrad-group"), own=False)
+        return seat
+
+    async def _reward(self, name: str | None, body: dict[str, Any], send: Any) -> None:
+        """Finishes a session."""
+        seat = self._seats.get(name or "")
+        if seat is None:
+            status = 409 if name in self._ended else 404
+            raise Refusal(status, f"session {name} is finished" if status == 409 else f"session {name} had no calls")
+        try:
+            told = checked(body["rewards"]) if "rewards" in body else checked(body["reward"])
+        except KeyError:
+            raise Refusal(400, 'send {"reward": 1.0} or {"rewards": {"name": 1.0}}') from None
+        except ArgumentError as error:
+            raise Refusal(400, str(error)) from None
+        await self._landed(seat)
+        seat.rewards = told
+        if not seat.own and self._seats.pop(name or "", None) is not None:
+            if isinstance(group := body.get("group"), str | int):
+                seat.group = str(group)
+            await self._finish(name or "", seat, body.get("metadata"), "done")
+        await answer(send, 200, dumped({"calls": len(seat.policy.session.calls)}))
+
+    async def _finish(self, name: str, seat: Seat, metadata: Any, ended: str) -> None:
+        self._ended[name] = None
+        if len(self._ended) > ENDED_NAMES:
+            self._ended.popitem(last=False)
+        about = {**(metadata if isinstance(metadata, dict) else {}), "ended": ended}
+        record = seat.policy.session.record(name, seat.group, seat.rewards, about)
+        done = self._finished(record) if self._finished is not None else None
+        if inspect.isawaitable(done):
+            await done
+
+    async def _sweep(self) -> None:
+        """Finishes sessions that nobody uses."""
+        while True:
+            await asyncio.sleep(min(self._idle_s / 4, 60.0))
+            before = time.monotonic() - self._idle_s
+            for name, seat in list(self._seats.items()):
+                if not seat.own and not seat.flying and seat.used < before:
+                    del self._seats[name]
+                    await self._finish(name, seat, None, "idle")
+
+    async def _models(self, send: Any) -> None:
+        response = await self._upstream.ask("GET", "", "/v1/models", None)
+        with contextlib.closing(response):
+            data = await whole(response, self._response_bytes)
+        await answer(send, response.status, data, response.content_type)
+
+    async def _call(self, seat: Seat, road: Road, body: dict[str, Any], receive: Any, send: Any) -> None:
+        """One request of a client, recorded."""
+        policy, asked = seat.policy, road.wanted(body)
+        try:
+            left = policy.left()
+        except LimitReached as limit:
+            raise Refusal(400, str(limit), "limit_reached") from None
+        policy.turns += 1
+        call = policy.session.open(body, asked)
+        if left is not None:
+            policy.bound(call.request, left)
+        if self._model is not None:
+            call.request["model"] = self._model if isinstance(self._model, str) else self._model()
+        sent = dict(call.request)
+        if asked and (salt := policy.salt()) is not None:
+            sent["cache_salt"] = salt
+        closed = asyncio.ensure_future(disconnected(receive))
+        passing = asyncio.ensure_future(self._pass(call, road, Added(body, asked), sent, policy.sticky, send))
+        try:
+            await asyncio.wait({closed, passing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
+            if not passing.done():
+                passing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await passing
+
+    async def _pass(self, call: Call, road: Road, added: Added, sent: dict[str, Any], sticky: str, send: Any) -> None:
+        """The server's answer to the client; recorded whole, or as far as it came."""
+        events: Events | None = None
+        why = "the client closed before the answer"
+        try:
+            response = await self._upstream.ask("POST", sticky, road.path, dumped(sent))
+            with contextlib.closing(response):
+                if response.status == 200 and response.content_type == "text/event-stream":
+                    events = Events(added)
+                    return await self._stream(response, events, send)
+                data = await whole(response, self._response_bytes)
+            told = _response(data) if response.status == 200 else None
+            if told is None:
+                why = f"the server answered {response.status}: {data[:500].decode(errors='replace')}"
+            else:
+                call.close(told)
+                data = dumped(added.taken_out(told)) if added else data
+            await answer(send, response.status, data, response.content_type)
+        except Refusal as refused:
+            why = str(refused)
+            raise
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            why = f"the server's answer broke off: {type(error).__name__}: {error}"
+            if events is None:
+                raise Refusal(502, why, "upstream_error") from None
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if events is not None and events.text:
+                call.close(events.text, tokens=events.tokens)
+            elif not call.closed:
+                call.lose(why)
+
+    async def _stream(self, response: aiohttp.ClientResponse, events: Events, send: Any) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", response.headers["Content-Type"].encode("latin-1"))],
+            }
+        )
+        async for data in response.content.iter_any():
+            if passed := events.passed(data):
+                await send({"type": "http.response.body", "body": passed, "more_body": True})
+            if events.size > self._response_bytes:
+                break
+        await send({"type": "http.response.body", "body": events.ended(), "more_body": False})
+
+
+async def _unused(body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:
+    raise ArgumentError("sessions of clients are asked through the proxy")
+
+
+def _response(data: bytes) -> dict[str, Any] | None:
+    """A server's answer, where it is one that can be recorded."""
+    try:
+        told = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return told if isinstance(told, dict) and told.get("error") is None else None
+
+
+def _named(path: str, headers: Mapping[bytes, str]) -> tuple[str | None, str]:
+    """The session that a request names, and what it asks for."""
+    if path.startswith("/s/"):
+        name, slash, rest = path[3:].partition("/")
+        return name, slash + rest
+    return headers.get(b"x-tracegrad-session"), path

@@ -1,0 +1,478 @@
+"""The proxy records everything and hands the client exactly what the server would have sent without it."""
+
+import asyncio
+import contextlib
+import json
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from starlette.responses import JSONResponse, Response
+
+import task as clerk
+import tracegrad as tg
+from stand_in import Served, StandIn, always, good_clerk, prompts
+from tracegrad.errors import ArgumentError
+from tracegrad.rollout import Limits, play
+from tracegrad.rollout.proxy import Proxy
+
+KEY = "a key that is long"
+
+
+class Bench:
+    """A stand-in server, a proxy before it, and a client of either."""
+
+    def __init__(self, example, script=None, wait_s=0.0, spoil=None, **options):
+        self.stand_in = StandIn(example, script or always("2 × 20 = 40 €"))
+        self.served = Served(self.stand_in, wait_s, spoil)
+        self.records, self.options = [], options
+
+    async def __aenter__(self):
+        self.held = contextlib.AsyncExitStack()
+        await self.held.enter_async_context(self.served)
+        options = {"finished": self.records.append, "key": KEY, **self.options}
+        self.proxy = await self.held.enter_async_context(Proxy(self.served.url, **options))
+        self.client = await self.held.enter_async_context(aiohttp.ClientSession())
+        return self
+
+    async def __aexit__(self, *error):
+        await self.held.aclose()
+
+    async def ask(self, path, body, key=KEY, method="POST", **headers):
+        """Status and body of the proxy's answer."""
+        sent = {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        data = body if isinstance(body, bytes | None) else json.dumps(body)
+        async with self.client.request(method, self.proxy.url + path, data=data, headers=sent) as answer:
+            return answer.status, await answer.read()
+
+    async def plain(self, path, body):
+        """What the server itself answers."""
+        async with self.client.post(self.served.url + path, json=body) as answer:
+            return await answer.read()
+
+
+def driven(example, **options):
+    """Runs `async test(bench)`."""
+
+    def run(test):
+        async def main():
+            async with Bench(example, **options) as bench:
+                return await asyncio.wait_for(test(bench), 30)
+
+        return asyncio.run(main())
+
+    return run
+
+
+QUESTION = {"model": "clerk", "messages": [{"role": "user", "content": "2 × 20?"}], "max_tokens": 64}
+# Numbers that each answer draws anew.
+DRAWN = [b'"id":"chatcmpl-']
+
+
+def same(ours, theirs):
+    """Whether two answers are equal but for their numbers."""
+    import re
+
+    blank = [re.sub(rb'"(chatcmpl|call)-[0-9a-z]+"', b"?", one) for one in (ours, theirs)]
+    assert blank[0] == blank[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"logprobs": True},
+        {"logprobs": True, "top_logprobs": 2},
+        {"return_token_ids": True},
+        {"logprobs": True, "return_token_ids": True},
+        {"logprobs": False, "stream_options": {"include_usage": True}},
+    ],
+    ids=str,
+)
+def test_the_client_gets_the_bytes_that_it_would_have_got(example, stream, tools, more):
+    [prompt] = prompts(1, "price")
+    body = {"model": "clerk", "messages": prompt.messages(), "stream": stream, **more}
+    body |= {"tools": list(clerk.TOOLS)} if tools else {}
+
+    async def test(bench):
+        status, ours = await bench.ask("/s/one/v1/chat/completions", body)
+        assert status == 200
+        same(ours, await bench.plain("/v1/chat/completions", body))
+        sent = bench.stand_in.seen[0]
+        assert (sent["logprobs"], sent["return_token_ids"], sent["temperature"]) == (True, True, 1.0)
+        assert sent["top_logprobs"] == more.get("top_logprobs", 0)
+        assert (await bench.ask("/s/one/reward", {"reward": 0.5}))[0] == 200
+        traces = tg.Traces.from_records(bench.records)
+        sequences = tg.align(traces, bench.stand_in.tokenizer)
+        assert sequences.drift.rate == 0
+        _, _, ids = bench.stand_in.message(body)
+        assert sequences.ids[sequences.trainable].tolist() == ids
+        assert sequences.ids.tolist() == bench.stand_in.prompt_ids(body) + ids
+        assert not np.isnan(sequences.rollout_logprobs[sequences.trainable]).any()
+        assert (traces[0].id, traces[0].reward) == ("one", 0.5)
+        assert "calls_without_ids" not in traces[0].metadata
+
+    driven(example, script=good_clerk(prompt))(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}, {"return_token_ids": True}], ids=str)
+def test_completions_pass_and_are_recorded(example, stream, more):
+    body = {"model": "clerk", "prompt": "2 × 20?", "stream": stream, **more}
+
+    async def test(bench):
+        status, ours = await bench.ask("/v1/completions", body, x_tracegrad_session="two", x_tracegrad_group="g")
+        assert status == 200
+        assert ours == await bench.plain("/v1/completions", body)
+        await bench.ask("/reward", {"rewards": {"a": 1, "b": None}}, x_tracegrad_session="two")
+        [trace] = tg.Traces.from_records(bench.records)
+        assert (trace.id, trace.group) == ("two", "g")
+        assert trace.rewards["a"] == 1.0
+        assert np.isnan(trace.rewards["b"])
+        [generation] = trace.generations
+        ids = bench.stand_in.tokenizer.encode("2 × 20 = 40 €<|im_end|>").tolist()
+        assert generation.token_ids.tolist() == ids
+        assert generation.prompt_token_ids.tolist() == bench.stand_in.tokenizer.encode("2 × 20?").tolist()
+        np.testing.assert_allclose(generation.logprobs, [-0.25 - one / 4096 for one in ids], rtol=1e-6)
+
+    driven(example)(test)
+
+
+def test_a_completion_that_echoes_is_asked_as_it_came(example):
+    async def test(bench):
+        await bench.ask("/s/e/v1/completions", {"prompt": "2?", "echo": True})
+        assert bench.stand_in.seen[0] == {"prompt": "2?", "echo": True}
+
+    driven(example)(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("/v1/responses", {"model": "clerk", "input": "2+2?"}, "4"),
+        ("/v1/messages", {"model": "clerk", "max_tokens": 9, "messages": [{"role": "user", "content": "2+2?"}]}, "4"),
+    ],
+)
+def test_responses_and_messages_pass_as_they_are_and_are_recorded(example, path, body, text):
+    async def test(bench):
+        status, ours = await bench.ask(f"/s/three{path}", body)
+        assert status == 200
+        assert ours == await bench.plain(path, body)
+        assert bench.stand_in.seen[0] == body
+        await bench.ask("/s/three/reward", {"reward": 1})
+        [trace] = tg.Traces.from_records(bench.records)
+        assert trace.messages[-1]["content"] in (text, [{"type": "text", "text": text}])
+        assert trace.reward == 1.0
+
+    driven(example)(test)
+
+
+def test_models_are_the_servers(example):
+    async def test(bench):
+        assert await bench.ask("/v1/models", None, method="GET") == (200, b'{"object":"list","data":[{"id":"clerk"}]}')
+        assert "authorization" not in bench.served.headers[0]
+
+    driven(example)(test)
+
+
+def test_the_servers_key_and_model_are_ours(example):
+    names = iter(["clerk-v1", "clerk-v2"])
+
+    async def test(bench):
+        for _ in range(2):
+            await bench.ask("/s/one/v1/chat/completions", QUESTION)
+        assert [body["model"] for body in bench.stand_in.seen] == ["clerk-v1", "clerk-v2"]
+        assert {one["authorization"] for one in bench.served.headers} == {"Bearer upstream"}
+        assert all(KEY not in str(one) for one in bench.served.headers)
+        assert [body["cache_salt"] for body in bench.stand_in.seen] == ["v7", "v7"]
+        await bench.ask("/s/one/reward", {"reward": 1})
+        calls = bench.records[0]["calls"]
+        assert [call["request"]["model"] for call in calls] == ["clerk-v1", "clerk-v2"]
+        assert [call["policy_version"] for call in calls] == [7, 7]
+        assert "cache_salt" not in calls[0]["request"]
+
+    options = {"upstream_key": "upstream", "model": lambda: next(names), "salt": lambda: "v7", "version": lambda: 7}
+    driven(example, **options)(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "method", "status", "words"),
+    [
+        ("/s/a/v1/chat/completions", QUESTION, "wrong", "POST", 401, "no key"),
+        ("/s/a/v1/chat/completions", QUESTION, "ü", "POST", 401, "no key"),
+        ("/v1/models", None, "", "GET", 401, "no key"),
+        ("/v1/chat/completions", QUESTION, KEY, "POST", 400, "no session"),
+        ("/s/a/v1/chat/completions", b"{", KEY, "POST", 400, "not JSON"),
+        ("/s/a/v1/chat/completions", b"[" * 5000, KEY, "POST", 400, "not JSON"),
+        ("/s/a/v1/chat/completions", [1], KEY, "POST", 400, "not a JSON object"),
+        ("/s/a/v1/chat/completions", b" " * 70_000, KEY, "POST", 413, "more than 65536 bytes"),
+        ("/s/a/v1/embeddings", QUESTION, KEY, "POST", 404, "is not served here"),
+        ("/s/a/v1/chat/completions", None, KEY, "GET", 405, "is not served here"),
+        ("/s/a%20b/v1/chat/completions", QUESTION, KEY, "POST", 400, "name has 1 to 128"),
+        ("/s//v1/chat/completions", QUESTION, KEY, "POST", 400, "name has 1 to 128"),
+        ("/s/" + "a" * 200 + "/v1/chat/completions", QUESTION, KEY, "POST", 400, "name has 1 to 128"),
+        ("/s/unknown/reward", {"reward": 1}, KEY, "POST", 404, "had no calls"),
+        ("/collective_rpc", {}, KEY, "POST", 404, "is not served here"),
+    ],
+)
+def test_what_is_not_served_is_refused_and_never_sent_on(example, path, body, key, method, status, words):
+    async def test(bench):
+        told, answer = await bench.ask(path, body, key, method)
+        assert told == status
+        assert words in json.loads(answer)["error"]["message"]
+        assert bench.served.paths == []
+
+    driven(example, request_bytes=65536)(test)
+
+
+def test_a_body_in_pieces_is_bounded_too(example):
+    async def test(bench):
+        async def pieces():
+            for _ in range(100):
+                yield b" " * 1024
+
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"{bench.proxy.url}/s/a/v1/chat/completions"
+        with contextlib.suppress(aiohttp.ClientError):  # it may stop reading before we stop writing
+            async with bench.client.post(url, data=pieces(), headers=headers) as answer:
+                assert answer.status == 413
+        assert bench.served.paths == []
+
+    driven(example, request_bytes=65536)(test)
+
+
+@pytest.mark.parametrize("value", [{"reward": "1"}, {"reward": [1]}, {}, {"rewards": {"a": "b"}}, {"rewards": 1e999}])
+def test_what_is_no_reward_is_refused_and_the_session_stays(example, value):
+    async def test(bench):
+        await bench.ask("/s/a/v1/chat/completions", QUESTION)
+        assert (await bench.ask("/s/a/reward", json.dumps(value).encode()))[0] == 400
+        assert bench.records == []
+        assert (await bench.ask("/s/a/reward", {"reward": None, "group": "g", "metadata": {"n": 3}}))[0] == 200
+        [trace] = tg.Traces.from_records(bench.records)
+        assert (trace.reward, trace.group, trace.metadata) == (None, "g", {"n": 3, "ended": "done"})
+
+    driven(example)(test)
+
+
+def test_a_finished_session_takes_nothing_more(example):
+    async def test(bench):
+        await bench.ask("/s/a/v1/chat/completions", QUESTION)
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 200
+        assert (await bench.ask("/s/a/reward", {"reward": 0}))[0] == 409
+        assert (await bench.ask("/s/a/v1/chat/completions", QUESTION))[0] == 409
+        assert len(bench.records) == 1
+
+    driven(example)(test)
+
+
+def test_sessions_that_nobody_uses_are_finished_and_those_open_are_bounded(example):
+    async def test(bench):
+        for name in ("a", "b"):
+            assert (await bench.ask(f"/s/{name}/v1/chat/completions", QUESTION))[0] == 200
+        assert (await bench.ask("/s/c/v1/chat/completions", QUESTION))[0] == 503
+        while len(bench.records) < 2:
+            await asyncio.sleep(0.05)
+        assert {record["id"] for record in bench.records} == {"a", "b"}
+        assert {record["metadata"]["ended"] for record in bench.records} == {"idle"}
+        assert {record["reward"] for record in bench.records} == {None}
+        assert (await bench.ask("/s/c/v1/chat/completions", QUESTION))[0] == 200
+
+    driven(example, sessions=2, idle_s=0.4)(test)
+
+
+def test_a_reward_waits_for_calls_that_are_under_way(example):
+    async def test(bench):
+        calling = asyncio.ensure_future(bench.ask("/s/a/v1/chat/completions", QUESTION))
+        await asyncio.sleep(0.1)
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 200
+        assert (await calling)[0] == 200
+        assert len(bench.records[0]["calls"]) == 1
+
+    driven(example, wait_s=0.4)(test)
+
+
+def test_a_client_that_closes_early_leaves_what_came_and_the_server_is_dropped(example):
+    async def test(bench):
+        url, headers = f"{bench.proxy.url}/s/a/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
+        answer = await bench.client.post(url, json={**QUESTION, "stream": True}, headers=headers)
+        for _ in range(3):
+            await answer.content.readuntil(b"\n\n")
+        answer.close()
+        while not bench.served.dropped:
+            await asyncio.sleep(0.02)
+        sent = bench.served.sent
+        await asyncio.sleep(0.2)
+        assert bench.served.sent == sent  # no more is sampled for nobody
+        await bench.ask("/s/a/reward", {"reward": 0})
+        [trace] = tg.Traces.from_records(bench.records)
+        [generation] = trace.generations
+        ids = bench.stand_in.message(QUESTION)[2]
+        count = len(generation.token_ids)
+        assert 2 <= count < len(ids)
+        assert generation.token_ids.tolist() == ids[:count]
+
+    driven(example, wait_s=0.05)(test)
+
+
+def test_a_client_that_closes_before_a_whole_answer_drops_the_request(example):
+    async def test(bench):
+        calling = asyncio.ensure_future(bench.ask("/s/a/v1/chat/completions", QUESTION))
+        await asyncio.sleep(0.15)
+        calling.cancel()
+        while not bench.served.dropped:
+            await asyncio.sleep(0.02)
+        await bench.ask("/s/a/reward", {"reward": 0})
+        [record] = bench.records
+        assert record["lost_calls"]["last"][0]["error"] == "the client closed before the answer"
+        assert len(tg.Traces.from_records([record])[0].generations) == 0
+
+    driven(example, wait_s=5.0)(test)
+
+
+def broken(kind):
+    def spoil(path, body, number):
+        return {
+            "status": lambda: JSONResponse({"error": {"message": "too long"}}, 400),
+            "text": lambda: Response("<html>", media_type="text/html"),
+            "nothing": lambda: JSONResponse({"choices": []}),
+            "list": lambda: JSONResponse([]),
+            "large": lambda: Response(b"x" * 2_000_000, media_type="application/json"),
+        }[kind]()
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "words"),
+    [
+        ("status", 400, "too long"),
+        ("text", 200, "<html>"),
+        ("nothing", 200, "choices"),
+        ("list", 200, "[]"),
+        ("large", 502, "more than 1000000 bytes"),
+    ],
+)
+def test_an_answer_that_is_none_passes_and_spoils_no_record(example, kind, status, words):
+    spoil = broken(kind)
+
+    async def test(bench):
+        told, answer = await bench.ask("/s/a/v1/chat/completions", QUESTION)
+        assert told == status
+        assert words in answer.decode()
+        bench.served.spoil = None
+        assert (await bench.ask("/s/a/v1/chat/completions", QUESTION))[0] == 200
+        await bench.ask("/s/a/reward", {"reward": 1})
+        [record] = bench.records
+        assert record["lost_calls"]["count"] == 1
+        [trace] = tg.Traces.from_records(bench.records)
+        assert len(trace.generations) == 1
+
+    driven(example, spoil=spoil, response_bytes=1_000_000)(test)
+
+
+def test_a_server_that_is_not_there_is_502(example):
+    async def main():
+        async with Proxy("http://127.0.0.1:9", key=KEY, finished=print) as proxy, aiohttp.ClientSession() as client:
+            headers = {"Authorization": f"Bearer {KEY}"}
+            async with client.post(f"{proxy.url}/s/a/v1/chat/completions", json=QUESTION, headers=headers) as answer:
+                assert answer.status == 502
+                assert "cannot be asked" in (await answer.json())["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_every_choice_is_a_call(example):
+    def two(path, body, number):
+        response = stand_in.respond(body)
+        [choice] = response["choices"]
+        return JSONResponse({**response, "choices": [choice, {**choice, "index": 1}]})
+
+    stand_in = StandIn(example, always("4"))
+
+    async def test(bench):
+        await bench.ask("/s/a/v1/chat/completions", {**QUESTION, "n": 2})
+        await bench.ask("/s/a/reward", {"reward": 1})
+        traces = tg.Traces.from_records(bench.records)
+        assert len(traces[0].generations) == 2
+        assert traces.read_report.unused_choices == 0
+
+    driven(example, spoil=two)(test)
+
+
+async def agent(task, policy):
+    """An agent that only has a base_url."""
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
+        messages = task["question"].messages()
+        while True:
+            answer = await client.chat.completions.create(model="any", messages=messages, tools=list(clerk.TOOLS))
+            message = answer.choices[0].message
+            assert answer.choices[0].logprobs is None
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return clerk.check(task["question"], messages)
+            for call in message.tool_calls:
+                result = clerk.execute(task["question"], call.function.name, json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def test_an_agent_that_only_has_a_base_url_is_played(example):
+    [prompt] = prompts(1, "price")
+
+    async def test(bench):
+        played = await play(agent, {"question": prompt}, chat=None, proxy=bench.proxy, id="t", group="g")
+        assert played.error is None
+        traces = tg.Traces.from_records([played.record])
+        sequences = tg.align(traces, bench.stand_in.tokenizer)
+        assert (traces[0].reward, sequences.drift.rate, len(traces[0].generations)) == (1.0, 0, 2)
+        assert [one["role"] for one in played.completion] == ["assistant", "tool", "assistant"]
+        assert bench.records == []
+
+    driven(example, script=good_clerk(prompt))(test)
+
+
+def test_a_limit_of_turns_holds_at_the_address_too(example):
+    async def chatty(task, policy):
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
+            while True:
+                await client.chat.completions.create(model="any", messages=QUESTION["messages"])
+
+    async def test(bench):
+        played = await play(chatty, "?", chat=None, proxy=bench.proxy, limits=Limits(turns=3, tokens=1000))
+        assert (played.ended, played.record["reward"], len(played.record["calls"])) == ("turns", None, 3)
+        assert "has had its 3 turns" in played.error
+        assert bench.stand_in.seen[0]["max_tokens"] == 1000
+
+    driven(example)(test)
+
+
+def test_a_reward_posted_to_the_address_counts_where_the_contract_gives_none(example):
+    async def posting(task, policy):
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {policy.key}"}) as client:
+            await (await client.post(f"{policy.base_url}/chat/completions", json=QUESTION)).read()
+            url = policy.base_url.removesuffix("/v1") + "/reward"
+            assert (await client.post(url, json={"rewards": {"right": 1}})).status == 200
+
+    async def test(bench):
+        played = await play(posting, "?", chat=None, proxy=bench.proxy)
+        assert played.record["rewards"] == {"right": 1.0}
+        assert bench.proxy._seats == {}
+
+    driven(example)(test)
+
+
+def test_without_sessions_of_clients_unknown_names_are_refused(example):
+    async def test(bench):
+        assert (await bench.ask("/s/a/v1/chat/completions", QUESTION))[0] == 404
+
+    driven(example, finished=None)(test)
+
+
+def test_it_listens_on_loopback_and_draws_a_key(example):
+    proxy = Proxy("http://127.0.0.1:9")
+    assert proxy._address[0] == "127.0.0.1"
+    assert len(proxy.key) >= 32
+    with pytest.raises(ArgumentError, match="fewer than 8"):
+        Proxy("http://127.0.0.1:9", key="secret")
