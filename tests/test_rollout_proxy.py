@@ -16,6 +16,7 @@ from stand_in import Served, StandIn, always, good_clerk, prompts
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout import Limits, play
 from tracegrad.rollout.proxy import Proxy
+from tracegrad.rollout.server import Servers
 
 KEY = "a key that is long"
 
@@ -476,3 +477,21 @@ def test_it_listens_on_loopback_and_draws_a_key(example):
     assert len(proxy.key) >= 32
     with pytest.raises(ArgumentError, match="fewer than 8"):
         Proxy("http://127.0.0.1:9", key="secret")
+
+
+def test_sessions_are_spread_over_several_servers_and_stay(example):
+    async def main():
+        first, second = (Served(StandIn(example, always("4"))) for _ in range(2))
+        async with (
+            first,
+            second,
+            Servers([first.url, second.url], model="clerk") as servers,
+            Proxy(servers.where, key=KEY, finished=print) as proxy,
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client,
+        ):
+            for name in ("a", "b", "a", "b", "a"):
+                async with client.post(f"{proxy.url}/s/{name}/v1/chat/completions", json=QUESTION) as answer:
+                    assert answer.status == 200
+        return len(first.paths), len(second.paths)
+
+    assert asyncio.run(main()) == (3, 2)
