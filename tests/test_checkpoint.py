@@ -165,6 +165,18 @@ def test_every_file_that_is_missing_cut_or_changed_is_found_and_the_checkpoint_b
     assert resume(path).step == 3
 
 
+@pytest.mark.parametrize(
+    ("word", "other"), [('"step": 3', '"step": 4'), ('"optimizer.lr": 0.1', '"optimizer.lr": 0.3')]
+)
+def test_a_word_of_the_mark_that_changed_is_found(run, word, other):
+    path = save(run)
+    mark = path / "resume" / "progress.json"
+    assert word in mark.read_text()
+    mark.write_text(mark.read_text().replace(word, other))
+    with pytest.raises(ReadError, match=r"damaged.*checksum"):
+        resume(path)
+
+
 def sealed_anew(path):
     """The mark of a forger, who knows how checksums are made."""
     folder = path / "resume"
@@ -172,7 +184,7 @@ def sealed_anew(path):
     said["files"] = {
         n: [w.bytes, f"{w.crc32:08x}"] for n, w in progress._measured(folder, progress._files(folder)).items()
     }
-    (folder / "progress.json").write_text(json.dumps(said))
+    (folder / "progress.json").write_text(json.dumps(progress.sealed(said)))
 
 
 def header(file):
@@ -299,7 +311,7 @@ def test_forged_words_are_refused(run, file, place, value):
     for name in place[:-1]:
         node = node[name]
     node[place[-1]] = value
-    there.write_text(json.dumps(told))
+    there.write_text(json.dumps(progress.sealed(told) if file == "progress.json" else told))
     if file != "progress.json":
         sealed_anew(path)
     with pytest.raises(ReadError, match=r"damaged|format") as raised:

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from tracegrad import shards
 from tracegrad.errors import ReadError
 from tracegrad.shards import Written
 
-FORMAT = "tracegrad-checkpoint/3"
+FORMAT = "tracegrad-checkpoint/4"
 MARK = "progress.json"
+_SEAL = "crc32"
 _LOGPROBS = "logprobs.safetensors"
 _LIMIT = 16 << 20
 _MT_WORDS = 624
@@ -76,7 +78,13 @@ def save(folder: Path, progress: Progress) -> None:
         "version": progress.version,
         "files": files,
     }
-    (folder / MARK).write_text(json.dumps(said, indent=1), encoding="utf-8")
+    (folder / MARK).write_text(json.dumps(sealed(said), indent=1), encoding="utf-8")
+
+
+def sealed(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a mark says, with the checksum of it: a step or a coefficient that changed on a disk is not taken up."""
+    said = {name: value for name, value in said.items() if name != _SEAL}
+    return {**said, _SEAL: f"{zlib.crc32(json.dumps(said, sort_keys=True).encode()):08x}"}
 
 
 def read(folder: Path) -> Progress:
@@ -165,6 +173,8 @@ def _told(folder: Path) -> dict[str, Any]:
             f"{folder.parent}: a checkpoint of format {str(said['format'])[:40]!r}, and this version reads {FORMAT}. "
             "Its state cannot be taken up. Resume with the version that wrote it, or start anew from it with --model."
         )
+    if said != sealed(said):
+        raise ValueError(f"{MARK!r} is not as it was written, by its checksum")
     return said
 
 
