@@ -1,56 +1,96 @@
 """Runs one fuzzer for some seconds: `python fuzz/run.py records --seconds 60`; `make fuzz` calls it.
 
-records, events, templates and tokenizers are libFuzzer's, in Rust; shards and checkpoints change files that this
-package wrote and load them. What is found stands in out/fuzz/TARGET; a test is made of it.
+records, events, templates and tokenizers are libFuzzer's, in Rust, built once for all of them by stable Rust and the
+C++ compiler of the system (g++ will do; no clang); shards and checkpoints change files that this package wrote and load
+them. What is found stands in out/fuzz/TARGET, what was learnt on the way in its corpus; a test is made of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import kinds
+
 ROOT = Path(__file__).resolve().parent.parent
+# Templates, tokenizers and records of others: seeds where they are there.
+OTHERS = ROOT.parent / "shared" / "data"
 TRIPLE = "x86_64-unknown-linux-gnu"
 COUNTED = ("level=4", "inline-8bit-counters", "pc-table", "trace-compares")
 COVERAGE = " ".join(["-Cpasses=sancov-module", *(f"-Cllvm-args=-sanitizer-coverage-{each}" for each in COUNTED)])
 IN_RUST = ("records", "events", "templates", "tokenizers")
 IN_PYTHON = ("shards", "checkpoints")
+MOST_BYTES = 1 << 16  # of an input
+WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_.]{1,30}|\{%-?|-?%\}|\{\{-?|-?\}\}|\\u[0-9a-f]{4}|<\|?[a-z_]{1,20}\|?>")
 
 
 def seeds(target: str, into: Path) -> None:
-    """Small files that are right, for the fuzzer to change."""
+    """Small files that are right, for the fuzzer to change, and the words in them."""
     into.mkdir(parents=True, exist_ok=True)
-    golden = ROOT / "tests" / "golden"
+    golden, examples = ROOT / "tests" / "golden", ROOT / "examples"
     found = {
-        "records": [*golden.rglob("*.json"), *golden.rglob("*.jsonl")],
-        "events": [*golden.rglob("*.sse"), *golden.rglob("*.txt"), *golden.rglob("*stream*")],
-        "templates": [*(ROOT / "examples").rglob("*.jinja"), *golden.rglob("*.jinja")],
-        "tokenizers": [*(ROOT / "examples").rglob("tokenizer.json")],
+        "records": [*golden.rglob("*.json"), *golden.rglob("*.jsonl"), *(OTHERS / "logprobs").rglob("*.json")],
+        "events": [*golden.rglob("*.jsonl")],
+        "templates": [*examples.rglob("*.jinja"), *(OTHERS / "templates").rglob("*.jinja")],
+        "tokenizers": [*examples.rglob("tokenizer.json")],
     }[target]
-    for number, path in enumerate(path for path in found if path.is_file() and path.stat().st_size < 1 << 18):
-        (into / f"{number}-{path.name}").write_bytes(path.read_bytes())
+    texts = [path.read_bytes() for path in found if path.is_file() and path.stat().st_size < 1 << 22]
+    if target == "records":  # lines too: a whole file is more than one input
+        texts += [line for text in texts for line in text.splitlines()[:9]]
+    elif target == "events":
+        texts = [stream for text in texts for stream in streams(text)]
+    elif target == "tokenizers":
+        texts += [text + b"\0Hello low, <a> ab \xc3\xa9 12" for text in kinds.small()]
+    for number, text in enumerate({text for text in texts if text and len(text) <= MOST_BYTES}):
+        (into / str(number)).write_bytes(text)
+    words = sorted({word for text in texts for word in WORD.findall(text)})
+    quoted = ("".join(f"\\x{byte:02x}" for byte in word) for word in words[:: len(words) // 2000 + 1])
+    (into.parent / "words").write_text("".join(f'"{word}"\n' for word in quoted))
 
 
-def in_rust(target: str, seconds: int) -> int:
-    """Builds the target with coverage on stable Rust and runs it; memory and time of one input are bounded."""
+def streams(text: bytes) -> Iterator[bytes]:
+    """The streams among the records of a file: events a line each."""
+    for line in text.splitlines():
+        try:
+            response = json.loads(line)["response"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if isinstance(response, str):
+            yield response.encode()
+        elif isinstance(response, list):
+            yield b"\n".join(json.dumps(chunk).encode() for chunk in response)
+
+
+def build() -> None:
+    """Builds the Rust targets with coverage on stable Rust: all at once, as what takes long is what they share."""
     told = {**os.environ, "RUSTFLAGS": f"{COVERAGE} --cfg fuzzing", "CARGO_TARGET_DIR": str(ROOT / "target" / "fuzz")}
-    build = ["cargo", "build", "--release", "--quiet", "--target", TRIPLE, "--bin", target]
-    subprocess.run(build, cwd=ROOT / "fuzz", env=told, check=True)
-    out = ROOT / "out" / "fuzz" / target
+    cargo = ["cargo", "build", "--release", "--quiet", "--target", TRIPLE, "--bins"]
+    subprocess.run(cargo, cwd=ROOT / "fuzz", env=told, check=True)
+
+
+def in_rust(target: str, seconds: int, out: Path, seed: int) -> int:
+    """Runs a target that was built; memory and time of one input are bounded."""
     seeds(target, out / "seeds")
     (out / "corpus").mkdir(exist_ok=True)
-    limits = [
-        f"-max_total_time={seconds}",
-        "-timeout=5",
-        "-rss_limit_mb=2048",
-        "-max_len=65536",
-        "-print_final_stats=1",
-    ]
+    options = {
+        "max_total_time": seconds,
+        "seed": seed % (1 << 31),
+        "timeout": 60,  # of the clock; the targets themselves end on CPU time and on memory
+        "rss_limit_mb": 3072,
+        "max_len": MOST_BYTES,
+        "print_final_stats": 1,
+        "artifact_prefix": f"{out}/",
+        "dict": out / "words",
+    }
     binary = ROOT / "target" / "fuzz" / TRIPLE / "release" / target
-    run = [binary, *limits, f"-artifact_prefix={out}/", out / "corpus", out / "seeds"]
+    run = [binary, *(f"-{name}={value}" for name, value in options.items()), out / "corpus", out / "seeds"]
     return subprocess.run(run, check=False).returncode
 
 
@@ -58,12 +98,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", choices=[*IN_RUST, *IN_PYTHON])
     parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="the same again")
+    parser.add_argument("--built", action="store_true", help="the Rust targets are not built again")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "fuzz")
     options = parser.parse_args()
+    out = options.out.resolve() / options.target
     if options.target in IN_RUST:
-        return in_rust(options.target, options.seconds)
+        if not options.built:
+            build()
+        return in_rust(options.target, options.seconds, out, options.seed)
     import stored
 
-    return stored.fuzz(options.target, options.seconds, ROOT / "out" / "fuzz" / options.target)
+    return stored.fuzz(options.target, options.seconds, out, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Changes folders that this package wrote, seals half of them anew as a forger would, and loads them.
 
 A folder that loads says what it said before, or was sealed anew and is consistent; all else is an error of ours, in
-bounded memory. `run.py` calls it.
+bounded memory and time. `run.py` calls it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from tracegrad import manifest
 from tracegrad.batch import pack
 from tracegrad.errors import TracegradError
-from tracegrad.sequence import Sequences
+from tracegrad.ragged import Ragged
+from tracegrad.sequence import Drift, Sequences
 
 MEMORY = 4 << 30  # beyond what the process has at the start
+CPU_SECONDS = 10  # of one folder; what loads takes milliseconds
 HOSTILE = [
     b"-1",
     b"1e999",
@@ -39,15 +43,30 @@ HOSTILE = [
     b"99999999999",
     b"{}",
 ]
+VALUES = [None, True, -1, 0, 1 << 31, 1 << 62, 1 << 64, 1e308, "", "x" * 9999, "\x1b[2J", [], [[]], {}, {"": 0}]
+NUMBERS = [
+    0,
+    1,
+    2,
+    255,
+    1 << 15,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 62),
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+    0x7FC00000,
+    0xFF800000,
+]
 
 
-def fuzz(target: str, seconds: int, out: Path) -> int:
+def fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
     """Runs until the time is over or something is found, which then stands in `out` as it was loaded."""
     out.mkdir(parents=True, exist_ok=True)
     whole, load, sealed = (shards if target == "shards" else checkpoints)(out / "whole")
     load(whole, True)  # else everything would be refused
     _bound_memory()
-    seed, until, refused, loaded = 0, time.monotonic() + seconds, 0, 0
+    first, until, refused, loaded = seed, time.monotonic() + seconds, 0, 0
     changed = out / "changed"
     while time.monotonic() < until:
         seed += 1
@@ -57,26 +76,33 @@ def fuzz(target: str, seconds: int, out: Path) -> int:
         for _ in range(draw.randint(1, 3)):
             change(draw, draw.choice(sorted(p for p in changed.rglob("*") if p.is_file())))
         forged = draw.random() < 0.5
+        began = time.process_time()
         try:
             if forged:
                 sealed(changed)
             load(changed, not forged)
             loaded += 1
-        except TracegradError:
+            wrong = ""
+        except TracegradError as error:
             refused += 1
+            wrong = "" if str(error).isprintable() else "an error with control characters"
         except Exception:
             traceback.print_exc()
-            print(f"seed {seed}: not an error of ours; the folder is {changed}")
+            wrong = "not an error of ours"
+        if time.process_time() - began > CPU_SECONDS:
+            wrong = f"{time.process_time() - began:.1f} s"
+        if wrong:
+            print(f"seed {seed}: {wrong}; the folder is {changed}")
             return 1
-    print(f"{target}: {seed} folders in {seconds} s, {refused} refused, {loaded} loaded")
+    print(f"{target}: {seed - first} folders in {seconds} s from seed {first}, {refused} refused, {loaded} loaded")
     return 0
 
 
 def change(draw: random.Random, file: Path) -> None:
-    """One change of a file: bytes, its length, a word of its text, or the file itself."""
+    """One change of a file: bytes, its length, a value of its JSON, numbers of its arrays, or the file itself."""
     data = bytearray(file.read_bytes())
     place = draw.randrange(len(data) + 1)
-    kind = draw.randrange(7)
+    kind = draw.randrange(9)
     if kind == 0 and data:
         data[place % len(data)] ^= 1 << draw.randrange(8)
     elif kind == 1:
@@ -87,47 +113,113 @@ def change(draw: random.Random, file: Path) -> None:
         data[place:place] = data[draw.randrange(len(data) + 1) :][: draw.choice([1, 16, 4096])]
     elif kind == 4:
         data[place : place + draw.randrange(1, 12)] = draw.choice(HOSTILE)
-    elif kind == 5 and data[:1] != b"{" and len(data) > 8:  # the header of a safetensors file
-        length = min(int.from_bytes(data[:8], "little"), len(data) - 8)
-        at = 8 + draw.randrange(max(length, 1))
-        data[at : at + draw.randrange(1, 6)] = draw.choice(HOSTILE)
-        grown = len(data) - 8 - (len(file.read_bytes()) - 8 - length)
-        data[:8] = max(grown, 0).to_bytes(8, "little")
-    elif kind == 6 and draw.random() < 0.3:
+    elif kind == 5 and draw.random() < 0.3:
         file.unlink()
         return
+    elif data[:1] == b"{":
+        data = bytearray(_json_changed(draw, bytes(data)))
+    elif len(data) > 8:
+        length = min(int.from_bytes(data[:8], "little"), len(data) - 8)
+        if draw.random() < 0.5:  # the header of a safetensors file
+            header = _json_changed(draw, bytes(data[8 : 8 + length]))
+            data[: 8 + length] = len(header).to_bytes(8, "little") + header
+        else:
+            wide = draw.choice([1, 4, 8])
+            at = 8 + length + draw.randrange(max((len(data) - 8 - length) // wide, 1)) * wide
+            data[at : at + wide] = (draw.choice(NUMBERS) % (1 << 8 * wide)).to_bytes(wide, "little")
     file.write_bytes(data)
 
 
+def _json_changed(draw: random.Random, text: bytes) -> bytes:
+    """The text with one of its values, or of its names, changed, repeated or taken out."""
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict | list):
+        return text + draw.choice(HOSTILE)
+    at: Any = told
+    while True:
+        names = list(at) if isinstance(at, dict) else list(range(len(at)))
+        if not names:
+            return text
+        name = draw.choice(names)
+        if isinstance(at[name], dict | list) and at[name] and draw.random() < 0.7:
+            at = at[name]
+            continue
+        kind = draw.randrange(4)
+        if kind == 0:
+            del at[name]
+        elif kind == 1 and isinstance(at, list):
+            at.insert(draw.randrange(len(at) + 1), at[name])
+        elif kind == 1:
+            at[draw.choice(["", "__proto__", "x" * 999, "\x1b[0m", "../../x", "shard-99999", str(name) + "x"])] = (
+                at.pop(name)
+            )
+        elif isinstance(at[name], int) and draw.random() < 0.5:
+            at[name] += draw.choice([-1, 1, 8, -8])
+        else:
+            at[name] = draw.choice(VALUES)
+        return json.dumps(told, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
+
+
 def shards(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
-    """A folder of `Sequences.save`; what loads is packed, so that its indices are followed."""
+    """A folder of two shards of `Sequences.save`; what loads is packed, so that its indices are followed."""
     shutil.rmtree(whole, ignore_errors=True)
-    cu = np.array([0, 4, 9, 12])
-    logprobs = np.full(12, -1.0, np.float32)
-    trainable = ~np.isin(np.arange(12), cu)
-    said = {"trace": [0, 1, 1], "group": [0, 0], "rewards": np.array([[1.0], [0.0]], np.float32)}
-    known = Sequences.from_arrays(np.arange(12), cu, np.where(trainable, logprobs, np.nan), trainable, **said)
-    known.save(whole)
+    for number in range(2):
+        _sequences(number).save(whole / manifest.shard_name(number))
+    manifest.seal(whole)
+    ids = np.concatenate([_sequences(number).ids for number in range(2)])
 
     def load(folder: Path, same: bool) -> None:
         found = Sequences.load(folder, verify=True)
         if same:
-            assert np.array_equal(found.ids, known.ids), "other ids under the same checksums"
-        pack(found, np.zeros(found.traces), token_budget=1 << 16)
+            assert np.array_equal(found.ids, ids), "other ids under the same checksums"
+        found.tiers()
+        found.drift.table()
+        steps = pack(found, np.ones(found.traces), token_budget=1 << 16, share_prefixes=True)
+        for step in steps:
+            for name, extra in found.extras.items():
+                assert len(extra) == found.tokens, name
+            assert step.origin.size == 0 or step.origin.max() < found.tokens
+        found.save(folder.parent / "again")  # what loads can be written again
 
     return whole, load, _seal_shards
 
 
+def _sequences(number: int) -> Sequences:
+    """Two traces, three branches, with all kinds of columns beside the tokens."""
+    cu = np.array([0, 4, 9, 12])
+    trainable = ~np.isin(np.arange(12), cu)
+    logprobs = np.where(trainable, np.float32(-1.0 - number), np.nan)
+    said = {"trace": [0, 1, 1], "group": [0, 0], "rewards": np.array([[1.0, 0.0], [0.0, np.nan]], np.float32)}
+    extras = {
+        "routed_experts": np.full((12, 2, 2), 3, np.int16),
+        "sampling_mask": Ragged(np.arange(13, dtype=np.int64), np.arange(12, dtype=np.int32)),
+    }
+    made = Sequences.from_arrays(
+        np.arange(12) + number, cu, logprobs, trainable, **said, reward_names=("reward", "tests"), extras=extras
+    )
+    where = np.array([1], np.int32)
+    drift = Drift(
+        np.array([2], np.uint8), where, where, where, where, ("a detail",), recorded=7, exact=6, errors=("one",)
+    )
+    return replace(made, drift=drift, trace_ids=(f"a{number}", f"b{number}"), group_names=("é",))
+
+
 def _seal_shards(folder: Path) -> None:
-    path = folder / "manifest.json"
-    try:
-        told = json.loads(path.read_text())
-        for name in told["files"]:
-            data = (folder / name).read_bytes()
-            told["files"][name] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
-        path.write_text(json.dumps(told))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return  # the change is in the manifest itself
+    """Sizes and checksums as they are now, in the manifest of the folder and of each shard in it."""
+    for inside in [*sorted(folder.glob("shard-*")), folder]:
+        path = inside / manifest.NAME
+        try:
+            told = json.loads(path.read_text())
+            for name, shard in [(".", told), *told.get("shards", {}).items()]:
+                for file in shard.get("files", {}):
+                    data = (inside / name / file).read_bytes()
+                    shard["files"][file] = {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+            path.write_text(json.dumps(told))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue  # the change is in the manifest itself
 
 
 def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
@@ -135,7 +227,7 @@ def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callab
     import torch
 
     from tiny import tiny_model
-    from tracegrad.learner import checkpoint
+    from tracegrad.learner import checkpoint, progress
 
     torch.set_num_threads(1)
     shutil.rmtree(whole, ignore_errors=True)
@@ -169,7 +261,7 @@ def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callab
             for inside in told["files"]:
                 data = (resume / inside).read_bytes()
                 told["files"][inside] = [len(data), f"{zlib.crc32(data):08x}"]
-            (resume / "progress.json").write_text(json.dumps(told))
+            (resume / "progress.json").write_text(json.dumps(progress.sealed(told)))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return
 

@@ -1,13 +1,20 @@
 //! A chat template: whatever its text, compiling and rendering end, and the spans of a render lie in order in its text.
 #![no_main]
 
+mod watched;
+
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, json};
 use std::sync::Arc;
 use tracegrad_core::template::Template;
 
-fuzz_target!(|source: &str| {
-    let Ok(template) = Template::compile(source, &[("bos_token".into(), "<s>".into())]) else { return };
+fuzz_target!(|source: &str| watched::within(256, || rendered(source)));
+
+fn rendered(source: &str) {
+    let template = match Template::compile(source, &[("bos_token".into(), "<s>".into())]) {
+        Ok(template) => template,
+        Err(error) => return watched::told(&error),
+    };
     let messages = [
         json!({"role": "system", "content": "Be brief."}),
         json!({"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}),
@@ -18,11 +25,14 @@ fuzz_target!(|source: &str| {
     ];
     let tools = Arc::new(json!([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]));
     let messages: Vec<_> = messages.iter().collect();
-    let Ok(rendered) = template.render(&messages, Some(&tools), true, &Map::new()) else { return };
+    let rendered = match template.render(&messages, Some(&tools), true, &Map::new()) {
+        Ok(rendered) => rendered,
+        Err(error) => return watched::told(&error),
+    };
     let mut end = 0;
     for span in &rendered.spans {
         assert!(end <= span.start && span.start <= span.end, "spans overlap or are out of order");
         assert!(rendered.text.get(span.start..span.end).is_some(), "a span cuts a character or leaves the text");
         end = span.end;
     }
-});
+}

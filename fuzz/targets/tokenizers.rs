@@ -2,11 +2,17 @@
 //! `tokenizer::tried` hold.
 #![no_main]
 
+mod watched;
+
 use libfuzzer_sys::fuzz_target;
 use tracegrad_core::tokenizer;
 
 fuzz_target!(|data: &[u8]| {
     let cut = data.iter().rposition(|&byte| byte == 0).unwrap_or(data.len());
     let text = data.get(cut + 1..).unwrap_or(b"Hello, world! \xe4\xb8\x96 <a>");
-    let _ = tokenizer::tried(&data[..cut], &String::from_utf8_lossy(text));
+    watched::within(256, || {
+        if let Err(error) = tokenizer::tried(&data[..cut], &String::from_utf8_lossy(text)) {
+            watched::told(&error);
+        }
+    });
 });
