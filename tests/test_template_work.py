@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jinja2.defaults
 import pytest
 
 # Renders each template of its input in a process of its own; writes CPU seconds, growth of peak memory in MiB, outcome.
 MEASURED = """
-import os, resource, sys, time
+import json, os, resource, sys
 from tracegrad.errors import TemplateError
 from tracegrad.tokenizer import Template
 Template("{{ 1 }}").render([])
-for source in sys.stdin.read().split("\\0"):
+for source, messages, tools in map(json.loads, sys.stdin):
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
         says = "rendered"
         try:
-            Template(source).render([{"role": "user", "content": "hi"}])
+            Template(source).render(messages, tools)
         except TemplateError as error:
             says = str(error)[:200]
         print(repr(says), end=" ", flush=True)
         os._exit(0)
     _, status, usage = os.wait4(child, 0)
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(status, round(usage.ru_utime + usage.ru_stime, 3), max(usage.ru_maxrss - own, 0) // 1024)
+    print(status, round(usage.ru_utime + usage.ru_stime, 3), max(usage.ru_maxrss - own, 0) // 1024, flush=True)
 """
 
 LONG = "{% set a = '9' * 1000000 %}"
@@ -120,9 +122,13 @@ def looped(operation: str) -> str:
 
 def measured(sources: list[str]) -> list[tuple[str, int, float, int]]:
     """Outcome, exit status, CPU seconds and MiB of each source."""
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURED], input="\0".join(sources), capture_output=True, text=True, check=True
-    )
+    return measured_with([(source, [{"role": "user", "content": "hi"}], None) for source in sources])
+
+
+def measured_with(cases: list[tuple[str, Any, Any]]) -> list[tuple[str, int, float, int]]:
+    """The same of sources with their messages and tools."""
+    lines = "\n".join(map(json.dumps, cases))
+    run = subprocess.run([sys.executable, "-c", MEASURED], input=lines, capture_output=True, text=True, check=True)
     rows = [("killed " + line).rsplit(" ", 3) for line in run.stdout.splitlines()]
     return [(says, int(status), float(seconds), int(mebibytes)) for says, status, seconds, mebibytes in rows]
 
@@ -158,13 +164,60 @@ def test_no_filter_test_or_method_is_repeated_on_a_long_operand_without_end(oper
     check(filters + tests + methods)
 
 
+CALLS = [{"function": {"name": "f", "arguments": {"a": 1}}}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+# What comes after a render with marks: they are taken out, read, and what they do not tell is searched for.
+PROVENANCE = [
+    # a thousand strings that are not there
+    (
+        "{{ messages[0].content[0].text|length }}{% for i in range(5) %}{{ 'a' * 4000000 }}{% endfor %}",
+        [{"role": "user", "content": [{"type": "text", "text": f"b{i}"} for i in range(1000)]}],
+        None,
+    ),
+    # ends of a string whose start was cut off, each as long as all the text before it
+    (
+        "{% set t = messages[0].content.rsplit('X', 1)[1] %}{% for i in range(90000) %}X{{ t }}{% endfor %}",
+        [{"role": "user", "content": "aaX" * 100_000 + "aa"}],
+        None,
+    ),
+    # containers that are opened and not closed, and others that are closed and were not opened
+    (
+        "{% set a = (tools|tojson).split('t')[0] %}{% set b = (messages[0].tool_calls|tojson).split('1')[1] %}"
+        "{% for i in range(90000) %}{{ a }}{% endfor %}{% for i in range(90000) %}{{ b }}{% endfor %}",
+        [{"role": "assistant", "content": "", "tool_calls": CALLS}],
+        TOOLS,
+    ),
+    # more marks than there is memory for
+    (
+        "{% for i in range(5) %}{{ messages[0].content * 300000 }}{% endfor %}",
+        [{"role": "user", "content": "x"}],
+        None,
+    ),
+]
+
+
+def test_finding_out_what_is_content_ends_within_a_second_and_256_mib() -> None:
+    for (source, *_), (says, status, seconds, mebibytes) in zip(PROVENANCE, measured_with(PROVENANCE), strict=True):
+        assert status == 0, source
+        assert seconds < 1, (source, says, seconds)
+        assert mebibytes < 256, (source, says, mebibytes)
+
+
 def test_values_do_not_come_to_lie_deeper_than_they_can_be_walked() -> None:
     for source, (says, status, *_) in zip(NESTED, measured(NESTED), strict=True):
         assert status == 0, source
         assert "chat template" in says, source
 
 
+def test_long_strings_that_a_namespace_comes_to_keep_are_not_gone_over() -> None:
+    source = LONG + OPERANDS["m"] + "{% set n = namespace() %}{% set n.k = m %}{{ n.k|length }}"
+    ((says, status, seconds, _),) = measured([source])
+    assert (says, status) == ("killed 'rendered'", 0)
+    assert seconds < 1, seconds
+
+
 def test_all_that_a_template_calls_is_added_where_it_pays() -> None:
     rooms = (Path(__file__).parents[1] / "rust/core/src/template").rglob("*.rs")
-    adding = [path.name for path in rooms if any(f"add_{kind}(" in path.read_text() for kind in ("filter", "test"))]
+    kinds = ("filter", "test", "function", "global")
+    adding = [path.name for path in rooms if any(f"add_{kind}(" in path.read_text() for kind in kinds)]
     assert adding == ["charge.rs"]

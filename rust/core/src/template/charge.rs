@@ -187,17 +187,15 @@ fn seen(value: &Value, bytes_per_unit: usize) -> Result<usize, Error> {
     if let Some(text) = value.as_str() {
         return Ok(1 + text.len() / bytes_per_unit);
     }
-    let mut walk = Walk { left: NODES, bytes: 0, holds: false };
-    walk.visit(value, 0)?;
-    Ok(NODES - walk.left + walk.bytes / bytes_per_unit)
+    let (nodes, bytes) = walked(value, false)?;
+    Ok(nodes + bytes / bytes_per_unit)
 }
 
 /// Bytes of the strings below `value`, if a walk over it is allowed.
 pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
-    let mut walk = Walk { left: NODES, bytes: 0, holds: false };
-    walk.visit(value, 0)?;
-    work(NODES - walk.left)?;
-    Ok(walk.bytes.saturating_add((NODES - walk.left).saturating_mul(8)))
+    let (nodes, bytes) = walked(value, false)?;
+    work(nodes)?;
+    Ok(bytes.saturating_add(nodes.saturating_mul(8)))
 }
 
 /// The value, which is about to be kept in a namespace: one that holds a namespace or a loop could come to hold itself,
@@ -206,10 +204,16 @@ pub(super) fn held(value: Value) -> Result<Value, Error> {
     if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
         return Ok(value);
     }
-    let mut walk = Walk { left: NODES, bytes: 0, holds: true };
-    walk.visit(&value, 0)?;
-    work(NODES - walk.left)?;
+    let (nodes, _) = walked(&value, true)?;
+    work(nodes)?;
     Ok(value)
+}
+
+/// Values below `value`, itself among them, and the bytes of their strings, if a walk over it is allowed.
+fn walked(value: &Value, holds: bool) -> Result<(usize, usize), Error> {
+    let mut walk = Walk { left: NODES, bytes: 0, holds };
+    walk.visit(value, 0)?;
+    Ok((NODES - walk.left, walk.bytes))
 }
 
 struct Walk {
@@ -260,19 +264,23 @@ fn deeper(depth: usize) -> Result<usize, Error> {
     if depth == NESTING { Err(ErrorKind::WriteFailure.into()) } else { Ok(depth + 1) }
 }
 
+/// What the engine's namespaces and loops begin with when they are written.
+const ENGINES: [&str; 2] = ["Namespace", "Loop"];
+
 /// Whether an object is a namespace or a loop of the engine, which has no other way to tell.
 fn is_engines(object: &DynObject) -> bool {
     let mut start = Start(String::new());
     let _ = write!(start, "{object:?}");
-    start.0.starts_with("Namespace") || start.0.starts_with("Loop")
+    ENGINES.iter().any(|name| start.0.starts_with(name))
 }
 
-/// The first bytes of what is written.
+/// The first bytes of what is written, as long as they may be one of [`ENGINES`]: what is a container of long strings is not
+/// written any further.
 struct Start(String);
 
 impl Write for Start {
     fn write_str(&mut self, text: &str) -> std::fmt::Result {
         self.0.extend(text.chars().take(16));
-        if self.0.len() < 16 { Ok(()) } else { Err(std::fmt::Error) }
+        if ENGINES.iter().any(|name| name.starts_with(&self.0)) { Ok(()) } else { Err(std::fmt::Error) }
     }
 }

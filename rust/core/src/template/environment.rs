@@ -102,7 +102,7 @@ pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> 
 }
 
 /// Our error of the engine's.
-fn failure(error: &JinjaError) -> Error {
+pub(super) fn failure(error: &JinjaError) -> Error {
     let place = error.line().map_or(String::new(), |line| format!(" (line {line})"));
     if let Some(message) = raised(error) {
         return Error::new(Kind::Template, format!("the chat template raised \"{message}\"{place}"))
@@ -210,4 +210,75 @@ fn write_value(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Jin
 fn write_limited(out: &mut Output, text: &str) -> Result<(), JinjaError> {
     limits::spend(text.len())?;
     out.write_str(text).map_err(JinjaError::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use limits::paid_by;
+
+    /// Tests that look at what a value is, and at nothing in it.
+    const KINDS: [&str; 14] = [
+        "boolean",
+        "defined",
+        "escaped",
+        "false",
+        "float",
+        "integer",
+        "iterable",
+        "mapping",
+        "none",
+        "number",
+        "sequence",
+        "string",
+        "true",
+        "undefined",
+    ];
+    /// Methods of Python's str, list, dict and tuple.
+    const METHODS: &str = "append capitalize casefold center clear copy count decode encode endswith expandtabs extend find \
+        format format_map fromkeys get index insert isalnum isalpha isascii isdecimal isdigit isidentifier islower \
+        isnumeric isprintable isspace istitle isupper items join keys ljust lower lstrip maketrans partition pop popitem \
+        remove removeprefix removesuffix replace reverse rfind rindex rjust rpartition rsplit rstrip setdefault sort split \
+        splitlines startswith strip swapcase title translate update upper values zfill";
+    const BYTES: usize = 1 << 13;
+
+    /// The names under a heading of what the engine says of an environment.
+    fn registered(env: &Environment<'_>, heading: &str) -> Vec<String> {
+        let all = format!("{env:?}");
+        let (_, names) = all.split_once(&format!("{heading}: [")).expect("the engine lists its names");
+        let names = names.split_once(']').expect("the list ends").0;
+        names.split(", ").map(|name| name.trim_matches('"').to_owned()).collect()
+    }
+
+    #[test]
+    fn all_that_a_template_can_call_pays_for_the_bytes_that_it_is_given() {
+        let env = compile(String::new(), 0).unwrap();
+        let filters = registered(&env, "filters");
+        let tests = registered(&env, "tests");
+        let functions: Vec<(&str, Value)> = env.globals().collect();
+        assert!(filters.len() > 50 && tests.len() > 30 && functions.len() > 5, "{filters:?} {tests:?} {functions:?}");
+        let mut state = env.empty_state();
+        let long = Value::from("9".repeat(BYTES));
+        for arguments in [vec![long.clone()], vec![long.clone(), long.clone()], vec![Value::from(1), long.clone()]] {
+            let given = arguments.iter().filter_map(Value::as_str).map(str::len).sum::<usize>() / 64;
+            let mut pays = |name: &str, call: &mut dyn FnMut(&mut State)| {
+                limits::open();
+                limits::start(Size { messages: 1, bytes: BYTES });
+                let paid = paid_by(|| call(&mut state));
+                assert!(paid >= given, "{name} pays {paid} for {given}");
+            };
+            for name in &filters {
+                pays(name, &mut |state| drop(state.apply_filter(name, &arguments)));
+            }
+            for name in tests.iter().filter(|name| !KINDS.contains(&name.as_str())) {
+                pays(name, &mut |state| drop(state.perform_test(name, &arguments)));
+            }
+            for (name, function) in &functions {
+                pays(name, &mut |state| drop(function.call(state, &arguments)));
+            }
+            for name in METHODS.split_whitespace() {
+                pays(name, &mut |state| drop(arguments[0].call_method(state, name, &arguments[1..])));
+            }
+        }
+    }
 }

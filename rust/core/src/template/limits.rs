@@ -137,6 +137,19 @@ fn look(units: usize) -> Result<(), Error> {
     if late { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
 }
 
+/// What `call` takes off the work.
+#[cfg(test)]
+pub(super) fn paid_by(call: impl FnOnce()) -> usize {
+    WORK.set(usize::MAX);
+    call();
+    usize::MAX - WORK.get()
+}
+
+/// Whether there is time left, whatever was done.
+pub(super) fn in_time() -> Result<(), Error> {
+    look(0)
+}
+
 /// Takes a printed value of `bytes` off the budget.
 pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     let mut left = BUDGET.get();

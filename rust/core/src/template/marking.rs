@@ -4,13 +4,21 @@
 //! `Template::render`.
 
 use super::conversation::Selection;
+use super::environment::failure;
+use super::limits::{in_time, work};
 use super::marks::{self, Alphabet, Marker, Used};
 use super::provenance::{self, Found, disjoint};
 use super::schemas::Marked;
 use super::{Call, Rendered, Template};
+use crate::error::Result;
+use std::collections::HashSet;
 
 /// Messages of a conversation that are marked one by one before searching takes over.
 const SINGLE_TRIES: usize = 64;
+/// Marks of one render that are read, beside eight for each that was put in; with more it is not believed.
+const MARKS: usize = 500_000;
+/// Bytes and seams that are gone over in the time of one unit of work.
+const PASSED_PER_UNIT: usize = 4;
 
 /// What the marked renders of one call share.
 struct Marking<'a> {
@@ -21,7 +29,14 @@ struct Marking<'a> {
 
 impl Template {
     /// Adds to `text` what marked renders tell of it.
-    pub(super) fn with_provenance(&self, call: &Call<'_>, text: String) -> Rendered {
+    ///
+    /// # Errors
+    /// `Kind::Template` where the time of the call is over.
+    pub(super) fn with_provenance(&self, call: &Call<'_>, text: String) -> Result<Rendered> {
+        self.with_spans(call, text).map_err(|error| failure(&error))
+    }
+
+    fn with_spans(&self, call: &Call<'_>, text: String) -> Result<Rendered, minijinja::Error> {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
         let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
@@ -38,63 +53,72 @@ impl Template {
         });
         let marking = Marking { call, alphabet, schemas };
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
-            let (found, edges) = self.marked(&marking, &text, selection);
+            let (found, edges) = self.marked(&marking, &text, selection)?;
             match found {
                 Some(found) if found.balanced => {
                     let Found { spans, generation, .. } = found;
-                    return Rendered { text, spans, generation, exact_provenance: true };
+                    return Ok(Rendered { text, spans, generation, exact_provenance: true });
                 }
                 Some(found) => return self.searched(call, text, found),
                 None if !edges => break,
                 None => {}
             }
         }
-        let found = self.one_by_one(&marking, &text);
+        let found = self.one_by_one(&marking, &text)?;
         self.searched(call, text, found)
     }
 
     /// What one marked render tells, if taking its marks out gives `text`; and whether it matters for any string that
     /// marks stand inside or outside whitespace.
-    fn marked(&self, marking: &Marking<'_>, text: &str, selection: Selection) -> (Option<Found>, bool) {
+    fn marked(
+        &self,
+        marking: &Marking<'_>,
+        text: &str,
+        selection: Selection,
+    ) -> Result<(Option<Found>, bool), minijinja::Error> {
         let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
         let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
         let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
         let messages = marking.call.conversation.values(marking.call.keep_null, Some((&mut marker, &selection)));
+        work(marker.passed / PASSED_PER_UNIT)?;
         let tools = schemas.map(|schemas| schemas.value.clone());
-        let found = self.run(marking.call, messages, tools, Some(&marking.alphabet)).ok().and_then(|marked| {
-            let (plain, events) = marks::strip(&marked, &marking.alphabet);
-            (plain == text).then(|| provenance::read(text, &events, &marker.tags))
-        });
-        (found, marker.edges)
+        let Ok(marked) = self.run(marking.call, messages, tools, Some(&marking.alphabet)) else {
+            // What was only too slow must not give other spans than on a faster machine.
+            return in_time().map(|()| (None, marker.edges));
+        };
+        work(marked.len() / PASSED_PER_UNIT)?;
+        let most = marker.tags.len().saturating_mul(8).saturating_add(MARKS);
+        let stripped = marks::strip(&marked, &marking.alphabet, most).filter(|(plain, _)| plain == text);
+        let found = stripped.map(|(_, events)| provenance::read(text, &events, &marker.tags)).transpose()?;
+        Ok((found, marker.edges))
     }
 
     /// Marks on the schemas alone and on one message at a time, for templates that some mark disturbs.
-    fn one_by_one(&self, marking: &Marking<'_>, text: &str) -> Found {
+    fn one_by_one(&self, marking: &Marking<'_>, text: &str) -> Result<Found, minijinja::Error> {
         let count = marking.call.conversation.len();
         let single = (count <= SINGLE_TRIES).then_some(0..count).into_iter().flatten().map(Selection::Only);
         let mut all = Found::default();
         for selection in std::iter::once(Selection::Schemas).chain(single) {
-            if let Some(found) = self.marked(marking, text, selection).0 {
+            if all.spans.len() > MARKS {
+                break;
+            }
+            if let Some(found) = self.marked(marking, text, selection)?.0 {
                 all.spans.extend(found.spans);
                 all.generation = found.generation;
             }
         }
         all.spans = disjoint(all.spans);
-        all
+        Ok(all)
     }
 
     /// Completes `found` by searching for every string of a message that has no span.
-    fn searched(&self, call: &Call<'_>, text: String, mut found: Found) -> Rendered {
-        let leaves = call.conversation.leaves();
-        let missing: Vec<_> = leaves
-            .into_iter()
-            .filter(|(message, field, _)| {
-                !found.spans.iter().any(|span| span.message == *message && span.field == *field)
-            })
-            .collect();
-        let more = provenance::search(&text, &missing, &found.spans);
+    fn searched(&self, call: &Call<'_>, text: String, mut found: Found) -> Result<Rendered, minijinja::Error> {
+        let known: HashSet<_> = found.spans.iter().map(|span| (span.message, span.field)).collect();
+        let mut missing = call.conversation.leaves();
+        missing.retain(|(message, field, _)| !known.contains(&(*message, *field)));
+        let more = provenance::search(&text, &missing, &found.spans)?;
         found.spans.extend(more);
         let generation = if self.has_generation { found.generation } else { Vec::new() };
-        Rendered { text, spans: disjoint(found.spans), generation, exact_provenance: false }
+        Ok(Rendered { text, spans: disjoint(found.spans), generation, exact_provenance: false })
     }
 }

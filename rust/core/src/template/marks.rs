@@ -127,17 +127,21 @@ pub(super) struct Marker<'a, 't> {
     pub inside: bool,
     /// Whether any segment so far begins or ends with whitespace.
     pub edges: bool,
+    /// Bytes and seams that were gone over.
+    pub passed: usize,
 }
 
 impl<'a, 't> Marker<'a, 't> {
     /// A marker that continues after `tags`.
     pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag<'a>>) -> Self {
-        Self { alphabet, tags, leaves: Vec::new(), seams, inside: true, edges: false }
+        Self { alphabet, tags, leaves: Vec::new(), seams, inside: true, edges: false, passed: 0 }
     }
 
     /// The marks of a container that belongs to `message`.
     pub fn container(&mut self, message: u32, field: Field) -> (String, String) {
-        let known = self.tags.iter().rposition(|t| t.message == message && t.field == field && t.leaf.is_none());
+        // Those of a message stand together.
+        let own = self.tags.iter().enumerate().rev().take_while(|(_, tag)| tag.message == message);
+        let known = own.filter(|(_, tag)| tag.field == field && tag.leaf.is_none()).map(|(at, _)| at).next();
         let tag = known.unwrap_or_else(|| {
             self.tags.push(Tag { message, field, leaf: None });
             self.tags.len() - 1
@@ -160,7 +164,9 @@ impl<'a, 't> Marker<'a, 't> {
         self.leaves.push((message, field, text));
         let mut out = String::with_capacity(text.len() + 32);
         let mut from = 0;
-        for seam in self.seams.map_or_else(Vec::new, |seams| seams.united(text)) {
+        let (seams, met) = self.seams.map_or_else(Default::default, |seams| seams.united(text));
+        self.passed += text.len() + met;
+        for seam in seams {
             self.segment(&mut out, leaf, from..seam.start, message, field);
             out.push_str(&text[seam.clone()]);
             from = seam.end;
@@ -200,19 +206,21 @@ impl Seams {
         (!words.is_empty()).then_some(Self { first: Searcher::new(words), all: AhoCorasick::new(words).ok()? })
     }
 
-    /// Where `text` holds a seam; overlapping ones (`</think>` and `>\n`) are one.
-    fn united(&self, text: &str) -> Vec<Range<usize>> {
+    /// Where `text` holds a seam, and how many were met; overlapping ones (`</think>` and `>\n`) are one.
+    fn united(&self, text: &str) -> (Vec<Range<usize>>, usize) {
         let mut found: Vec<Range<usize>> = Vec::new();
+        let mut met = 0;
         let first = self.first.as_ref().map_or(Some(0), |first| first.find(text).map(|seam| seam.start()));
-        let Some(first) = first else { return found };
+        let Some(first) = first else { return (found, met) };
         for seam in self.all.find_overlapping_iter(Input::new(text).range(first..)) {
+            met += 1;
             let mut range = seam.range();
             while let Some(last) = found.pop_if(|last| last.end > range.start) {
                 range.start = range.start.min(last.start);
             }
             found.push(range);
         }
-        found
+        (found, met)
     }
 }
 
@@ -238,8 +246,8 @@ pub(super) enum Event {
     GenerationClose,
 }
 
-/// Takes the marks out of rendered text.
-pub(super) fn strip(marked: &str, alphabet: &Alphabet) -> (String, Vec<(usize, Event)>) {
+/// Takes the marks out of rendered text; `None` where there are more than `most` of them.
+pub(super) fn strip(marked: &str, alphabet: &Alphabet, most: usize) -> Option<(String, Vec<(usize, Event)>)> {
     let mut text = String::with_capacity(marked.len());
     let mut events = Vec::new();
     let mut from = 0;
@@ -260,6 +268,9 @@ pub(super) fn strip(marked: &str, alphabet: &Alphabet) -> (String, Vec<(usize, E
         };
         text.push_str(&marked[from..at]);
         if let Some((event, next)) = event {
+            if events.len() == most {
+                return None;
+            }
             events.push((text.len(), event));
             from = next;
         } else {
@@ -268,7 +279,7 @@ pub(super) fn strip(marked: &str, alphabet: &Alphabet) -> (String, Vec<(usize, E
         }
     }
     text.push_str(&marked[from..]);
-    (text, events)
+    Some((text, events))
 }
 
 /// The number at the start of `text` and its length in bytes.
@@ -296,10 +307,11 @@ mod tests {
         let seams = Seams::new(&[&"<x>".to_owned()]).unwrap();
         let mut marker = Marker::new(alphabet.clone(), Some(&seams), Vec::new());
         let marked = marker.leaf(text, 0, Field::Content);
-        let (plain, events) = strip(&marked, &alphabet);
+        let (plain, events) = strip(&marked, &alphabet, 4).unwrap();
         assert_eq!(plain, text);
         let expected = [(1, Event::Open(0)), (9, Event::Close(0)), (14, Event::Open(1)), (15, Event::Close(1))];
         assert_eq!(events, expected);
+        assert_eq!(strip(&marked, &alphabet, 3), None);
     }
 
     #[test]

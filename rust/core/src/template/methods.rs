@@ -20,6 +20,7 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
 /// Takes what a method reads off the budget.
 fn pay(value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
     charge(std::slice::from_ref(value), Reads::Strings)?;
+    charge(args, Reads::Strings)?;
     match (method, args) {
         // Each character is looked for among the others.
         ("strip" | "lstrip" | "rstrip", [chars, ..]) => {
@@ -30,7 +31,7 @@ fn pay(value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
             limits::work(text_bytes(value)?.saturating_add(text_bytes(what)?))
         }
         ("format", _) => charge(args, Reads::All),
-        _ => charge(args, Reads::Strings),
+        _ => Ok(()),
     }
 }
 

@@ -208,7 +208,7 @@ impl Template {
         let render = || {
             let conversation = Conversation::new(messages)?;
             let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
-            Ok(self.with_provenance(&call, text))
+            self.with_provenance(&call, text)
         };
         if self.reads_clock && !kwargs.contains_key("strftime_now") {
             return render();
@@ -303,17 +303,6 @@ impl Template {
         let context = value::record(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
         environment::render(&self.env, context, call.size)
     }
-}
-
-/// Compiles `source` and renders a short conversation with it: what a fuzzer feeds. Any bytes end in text or an error.
-///
-/// # Errors
-/// As for [`Template::compile`] and [`Template::render`].
-pub fn trial(source: &[u8]) -> Result<Rendered> {
-    let template = Template::compile(&String::from_utf8_lossy(source), &[("eos_token".into(), "</s>".into())])?;
-    let messages = [("user", "Hi, é 1"), ("assistant", "<think>\nhm\n</think>\n\nyes")];
-    let messages = messages.map(|(role, content)| serde_json::json!({"role": role, "content": content}));
-    template.render(&messages.each_ref(), None, true, &Map::new())
 }
 
 /// Whether the template compares something with none.

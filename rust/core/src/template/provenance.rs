@@ -3,9 +3,16 @@
 //! Balanced marks give spans; a string the template cut apart, or one that marks would disturb, is searched for in
 //! order, and the result says so. Called by `Template::render`.
 
+use super::limits::work;
 use super::marks::{Event, Leaf, Tag, trimmed};
 use super::{Field, Span};
+use minijinja::Error;
 use std::ops::Range;
+
+/// Bytes that are searched or compared in the time of one unit of work.
+const BYTES_PER_UNIT: usize = 16;
+/// Units that an event or a piece takes.
+const EACH: usize = 4;
 
 /// Spans read from one accepted render.
 #[derive(Debug, Default)]
@@ -26,25 +33,31 @@ struct Piece<'a> {
 }
 
 /// Reads the marks of a render whose text, marks taken out, is `text`.
-pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag<'_>]) -> Found {
+///
+/// # Errors
+/// Where there is no time for it.
+pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag<'_>]) -> Result<Found, Error> {
     let mut found = Found { balanced: true, ..Found::default() };
     let mut pieces = Vec::new();
     let mut open: Vec<(usize, usize)> = Vec::new();
     let mut generations = Vec::new();
     for &(at, event) in events {
+        work(EACH)?;
         match event {
             Event::Open(tag) => {
                 // Strings hold no marks: one that is still open has lost its end.
                 if let Some(cut) = open.pop_if(|(last, _)| tags.get(*last).is_none_or(|t| t.leaf.is_some())) {
                     found.balanced = false;
-                    pieces.extend(cut_at_end(text, cut, tags));
+                    pieces.extend(cut_at_end(text, cut, tags)?);
                 }
                 open.push((tag, at));
             }
             Event::Close(tag) => {
-                let Some(depth) = open.iter().rposition(|(opened, _)| *opened == tag) else {
+                let found_at = open.iter().rposition(|(opened, _)| *opened == tag);
+                work((open.len() - found_at.unwrap_or(0)) / BYTES_PER_UNIT)?;
+                let Some(depth) = found_at else {
                     found.balanced = false;
-                    pieces.extend(cut_at_start(text, at, tag, tags));
+                    pieces.extend(cut_at_start(text, at, tag, tags)?);
                     continue;
                 };
                 found.balanced &= depth + 1 == open.len();
@@ -57,10 +70,12 @@ pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag<'_>]) -> F
         }
     }
     found.balanced &= open.is_empty();
-    pieces.extend(open.into_iter().filter_map(|cut| cut_at_end(text, cut, tags)));
+    for cut in open {
+        pieces.extend(cut_at_end(text, cut, tags)?);
+    }
     found.generation.sort_unstable();
-    found.spans = joined(text, pieces);
-    found
+    found.spans = joined(text, pieces)?;
+    Ok(found)
 }
 
 fn piece<'a>(range: Range<usize>, tag: usize, tags: &[Tag<'a>]) -> Option<Piece<'a>> {
@@ -69,27 +84,28 @@ fn piece<'a>(range: Range<usize>, tag: usize, tags: &[Tag<'a>]) -> Option<Piece<
 }
 
 /// A string whose end the template dropped: it reaches as far as the text equals it.
-fn cut_at_end<'a>(text: &str, (tag, start): (usize, usize), tags: &[Tag<'a>]) -> Option<Piece<'a>> {
-    let (leaf, part) = tags.get(tag)?.leaf.clone()?;
-    let same =
-        text.as_bytes()[start..].iter().zip(&leaf.text.as_bytes()[part.clone()]).take_while(|(a, b)| a == b).count();
-    let mut found = piece(start..start + floor(&leaf.text[part.clone()], same), tag, tags)?;
-    found.leaf = Some((leaf, part.start..part.start + found.range.len()));
-    Some(found)
+fn cut_at_end<'a>(text: &str, (tag, start): (usize, usize), tags: &[Tag<'a>]) -> Result<Option<Piece<'a>>, Error> {
+    let Some((leaf, part)) = tags.get(tag).and_then(|tag| tag.leaf.clone()) else { return Ok(None) };
+    let wanted = &leaf.text[part.clone()];
+    let same = text.as_bytes()[start..].iter().zip(wanted.as_bytes()).take_while(|(a, b)| a == b).count();
+    work(same / BYTES_PER_UNIT)?;
+    let range = start..start + floor(wanted, same);
+    let leaf = (leaf, part.start..part.start + range.len());
+    Ok(piece(range, tag, tags).map(|piece| Piece { leaf: Some(leaf), ..piece }))
 }
 
 /// A string whose start the template dropped.
-fn cut_at_start<'a>(text: &str, end: usize, tag: usize, tags: &[Tag<'a>]) -> Option<Piece<'a>> {
-    let (leaf, part) = tags.get(tag)?.leaf.clone()?;
+fn cut_at_start<'a>(text: &str, end: usize, tag: usize, tags: &[Tag<'a>]) -> Result<Option<Piece<'a>>, Error> {
+    let Some((leaf, part)) = tags.get(tag).and_then(|tag| tag.leaf.clone()) else { return Ok(None) };
     let wanted = leaf.text.as_bytes()[part.clone()].iter().rev();
     let same = text.as_bytes()[..end].iter().rev().zip(wanted).take_while(|(a, b)| a == b).count();
+    work(same / BYTES_PER_UNIT)?;
     let mut start = part.end - same;
     while !leaf.text.is_char_boundary(start) {
         start += 1;
     }
-    let mut found = piece(end - (part.end - start)..end, tag, tags)?;
-    found.leaf = Some((leaf, start..part.end));
-    Some(found)
+    let found = piece(end - (part.end - start)..end, tag, tags);
+    Ok(found.map(|piece| Piece { leaf: Some((leaf, start..part.end)), ..piece }))
 }
 
 /// The longest prefix of at most `length` bytes that ends between characters.
@@ -101,8 +117,9 @@ fn floor(text: &str, mut length: usize) -> usize {
 }
 
 /// Pieces in order, those of one string joined where the text between them is the string's own, none overlapping.
-fn joined(text: &str, mut pieces: Vec<Piece<'_>>) -> Vec<Span> {
+fn joined(text: &str, mut pieces: Vec<Piece<'_>>) -> Result<Vec<Span>, Error> {
     for piece in &mut pieces {
+        work(EACH + piece.leaf.as_ref().map_or(0, |(leaf, _)| leaf.text.len()) / BYTES_PER_UNIT)?;
         widen(text, piece);
     }
     pieces.sort_by_key(|piece| (piece.range.start, std::cmp::Reverse(piece.range.end)));
@@ -119,7 +136,7 @@ fn joined(text: &str, mut pieces: Vec<Piece<'_>>) -> Vec<Span> {
         }
     }
     let span = |p: Piece<'_>| Span { start: p.range.start, end: p.range.end, message: p.message, field: p.field };
-    kept.into_iter().map(span).collect()
+    Ok(kept.into_iter().map(span).collect())
 }
 
 /// Takes in a seam at the edge of the string (`<think>` before its first mark), never whitespace alone.
@@ -158,9 +175,13 @@ fn join(text: &str, last: &mut Piece<'_>, next: &Piece<'_>) -> bool {
 }
 
 /// Finds strings that no mark could tell, each behind the one before it and outside `taken`.
-pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) -> Vec<Span> {
+///
+/// # Errors
+/// Where there is no time for it.
+pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) -> Result<Vec<Span>, Error> {
     let mut found: Vec<Span> = Vec::new();
     for &(message, field, leaf) in leaves {
+        work(EACH + (taken.len() + found.len() + leaf.len()) / BYTES_PER_UNIT)?;
         let wanted = &leaf[trimmed(leaf, 0..leaf.len())];
         if wanted.is_empty() {
             continue;
@@ -169,11 +190,12 @@ pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) 
         let later = taken.iter().filter(|span| span.message > message && span.message != super::NO_MESSAGE);
         let start = earlier.unwrap_or(0);
         let end = later.map(|span| span.start).min().unwrap_or(text.len()).max(start);
+        work((end - start) / BYTES_PER_UNIT)?;
         if let Some(at) = text[start..end].find(wanted) {
             found.push(Span { start: start + at, end: start + at + wanted.len(), message, field });
         }
     }
-    found
+    Ok(found)
 }
 
 /// Spans in order, cut where they overlap.
