@@ -23,9 +23,9 @@ from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces, read, stream, strip_logprobs, write
 
 if TYPE_CHECKING:
-    from tracegrad import doctor, learner, objective, policy, report, rollout
+    from tracegrad import doctor, learner, objective, policy, report, rollout, score
 
-_ON_USE = ("doctor", "learner", "objective", "policy", "report", "rollout")
+_ON_USE = ("doctor", "learner", "objective", "policy", "report", "rollout", "score")
 
 __all__ = [
     "Batch",
@@ -50,6 +50,7 @@ __all__ = [
     "read",
     "report",
     "rollout",
+    "score",
     "stream",
     "strip_logprobs",
     "write",
