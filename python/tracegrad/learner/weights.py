@@ -59,12 +59,13 @@ def _merged(model: nn.Module, ranks: Ranks, device: Any) -> dict[str, Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
+    layers: dict[str, Any]
     layers = {n: each for n, each in model.named_modules() if isinstance(each, (BaseTunerLayer, ModulesToSaveWrapper))}
     inside = tuple(f"{name}." for name in layers)
     out = whole_state(model, ranks, device, lambda name: not name.startswith(inside))
     for name, module in layers.items():
-        copy: Any = _whole_copy(module, ranks)
-        if ranks.first:
+        copy = _whole_copy(module, ranks)
+        if copy is not None:
             trained = isinstance(copy, ModulesToSaveWrapper)  # a layer trained whole, beside the one that it replaces
             if not trained:
                 copy.merge()
@@ -74,11 +75,11 @@ def _merged(model: nn.Module, ranks: Ranks, device: Any) -> dict[str, Tensor]:
     return {name.removeprefix(_PEFT): value for name, value in out.items()}
 
 
-def _whole_copy(module: Any, ranks: Ranks) -> Any:
-    """A copy of a layer with parameters that are no shards; every rank calls this, only the first has one to use."""
-    copy = deepcopy(module)
-    for owner in copy.modules():
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            full = whole(parameter.detach())
-            owner._parameters[name] = nn.Parameter(full, requires_grad=False) if ranks.first else None
-    return copy
+def _whole_copy(module: nn.Module, ranks: Ranks) -> Any:
+    """A copy of a layer whose parameters are no shards and have no gradient, on the first rank; every rank calls."""
+    memo: dict[int, Any] = {}  # `deepcopy` takes what stands in it for the copy
+    for parameter in module.parameters():
+        full = whole(parameter.detach())
+        if ranks.first:
+            memo[id(parameter)] = nn.Parameter(full.clone(), requires_grad=False)
+    return deepcopy(module, memo) if ranks.first else None
