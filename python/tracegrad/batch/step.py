@@ -111,10 +111,15 @@ class Batch:
         To a CUDA device arrays go from page-locked memory without a wait: the copy is ordered before what the current
         stream does next, and integers are widened there. A batch that is on the device already is returned as it is.
         """
-        longest = self.longest
-        if longest is None and isinstance(self.positions, np.ndarray):
-            longest = int(self.positions.max(initial=-1)) + 1
+        longest = self.reach if isinstance(self.positions, np.ndarray) else self.longest
         return replace(self, longest=longest, **{n: moved(getattr(self, n), device) for n in columns_of(self)})
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest branch; a batch on a device that does not know it waits for its positions."""
+        if self.longest is not None:
+            return self.longest
+        return int(self.positions.max()) + 1 if len(self.positions) else 0
 
     @property
     def tokens(self) -> int:

@@ -59,7 +59,7 @@ def settle_batches(target: Placed, batches: Sequence[Batch]) -> None:
     plain, tree = Road(row), Road(row, tree=True)
     if target.mode != "fsdp" or min(reached(target.model, road) for road in (plain, tree)) >= ALWAYS:
         return
-    longest = target.ranks.largest(max(int(batch.positions.max()) + 1 for batch in batches))
+    longest = target.ranks.largest(max(batch.reach for batch in batches))
     if why := _asked(target, plain, longest, longest):
         raise _unfit(why)
     _asked(target, tree, longest, longest)

@@ -120,7 +120,7 @@ def _why_not(model: nn.Module, road: Road, batch: Batch) -> str:
     total = len(batch.ids)
     if done >= total:
         return why_not(model, road)
-    reach = batch.longest or int(batch.positions.max()) + 1
+    reach = batch.reach
     if done < reach:  # longer ones come: the next power of two that the row, and the model's positions, allow
         most = min(total, getattr(config_of(model), "max_position_embeddings", None) or total)
         reach = max(reach, min(1 << (reach - 1).bit_length(), most))
