@@ -165,6 +165,10 @@ class Sequences:
         """Number of traces R."""
         return len(self.group)
 
+    def trace_name(self, trace: int) -> str:
+        """What a trace is called for those who read of it: its id, else its number."""
+        return self.trace_ids[trace] if self.trace_ids else str(trace)
+
     @property
     def terms(self) -> NDArray[np.int64]:
         """[M] int64: positions of the trainable tokens, in order."""

@@ -199,8 +199,7 @@ def advantages_by_token(
         )
     bad = terms[~np.isfinite(out[terms])]
     if len(bad):
-        at = int(owner[bad[0]])
-        name = sequences.trace_ids[at] if sequences.trace_ids else at
+        name = sequences.trace_name(int(owner[bad[0]]))
         raise ArgumentError(
             f"trace '{name}': the advantage of a trained token is {out[bad[0]]}, and {len(bad)} are not finite. "
             "The gradient would not be a number. Give every trained trace a reward, or leave it out."
@@ -244,8 +243,7 @@ def _losses(sequences: Sequences, groups: _Groups, lost: Counts, over: Ints) -> 
     out = [TooLong()] * len(groups.totals)
     for trace in over.tolist():
         step = step_of_group.get(int(sequences.group[trace]), 0)
-        name = sequences.trace_ids[trace] if sequences.trace_ids else str(trace)
-        out[step] = TooLong((*out[step].traces, name), out[step].terms + int(lost[trace]))
+        out[step] = TooLong((*out[step].traces, sequences.trace_name(trace)), out[step].terms + int(lost[trace]))
     return out
 
 

@@ -243,7 +243,7 @@ def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> 
     dropped = config.data.on_error != "raise" and not config.data.text_only
     if len(foreign) and not dropped:
         raise ArgumentError(
-            f"{len(foreign)} of {s.traces} traces, '{_name(s, foreign[0])}' first, are text of another model or "
+            f"{len(foreign)} of {s.traces} traces, '{s.trace_name(foreign[0])}' first, are text of another model or "
             "tokenizer (T6): they have no logprobs of this policy, and a ratio of 1 would be invented. Train on them "
             "with --objective WEIGHTED_SFT --text-only, or leave them out with --on-error skip."
         )
@@ -264,8 +264,9 @@ def _check_kinds(s: Sequences, measured: NDArray[np.int32], *, explicit: bool) -
     if len(open_) and not explicit:
         heat = s.temperature[open_[0]]
         told = "is not recorded" if np.isnan(heat) else f"was {heat:g}"
+        name = s.trace_name(open_[0])
         raise ArgumentError(
-            f"trace '{_name(s, open_[0])}' and {len(open_) - 1} more do not say what their logprobs are of, and the "
+            f"trace '{name}' and {len(open_) - 1} more do not say what their logprobs are of, and the "
             f"temperature {told}. Before or after temperature is a different number, and the ratio would be wrong. "
             "Say --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to take them as they are."
         )
@@ -287,7 +288,3 @@ def _notes(s: Sequences, measured: NDArray[np.int32], foreign: int) -> list[str]
     if foreign:
         notes.append(f"{foreign} traces are text of another model (T6) and are left out.")
     return notes
-
-
-def _name(s: Sequences, trace: int) -> str:
-    return s.trace_ids[trace] if s.trace_ids else str(trace)

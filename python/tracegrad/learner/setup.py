@@ -287,8 +287,7 @@ def check_vocabulary(sequences: Sequences, model: Any) -> None:
         if not 0 <= found < size:
             branch = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
             trace = int(sequences.trace[branch])
-            name = sequences.trace_ids[trace] if sequences.trace_ids else trace
-            raise _foreign(f"trace '{name}'", found, size)
+            raise _foreign(f"trace '{sequences.trace_name(trace)}'", found, size)
 
 
 def check_step(step: Step, model: Any) -> None:
@@ -333,7 +332,7 @@ def check_media(sequences: Sequences, model: Any) -> list[str]:
         first = np.minimum.reduceat(np.where(seen, place, s.tokens), starts)
         last = np.maximum.reduceat(np.where(s.trainable, place, -1), starts)
         if len(behind := np.unique(s.trace[first < last])):
-            name = s.trace_ids[behind[0]] if s.trace_ids else behind[0]
+            name = s.trace_name(behind[0])
             raise ArgumentError(
                 f"{len(behind)} of {s.traces} traces, '{name}' first, are trained behind a picture, video or sound. "
                 f"{type(model).__name__} would not see it, as its decoder runs without a tower: logprobs would be "

@@ -113,7 +113,7 @@ def trace_html(
 def _head(
     sequences: Sequences, values: PerToken, trace: int, own: NDArray[np.int64], share: float, rank: int, bar: float
 ) -> str:
-    name = sequences.trace_ids[trace] if sequences.trace_ids else str(trace)
+    name = sequences.trace_name(trace)
     group = int(sequences.group[trace])
     group_name = sequences.group_names[group] if group < len(sequences.group_names) else str(group)
     rewards = ", ".join(
