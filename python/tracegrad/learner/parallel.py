@@ -26,8 +26,7 @@ from tracegrad.learner.memory import SPEED, Memory, layers_of
 from tracegrad.learner.ranks import Ranks
 from tracegrad.objective import Terms
 from tracegrad.policy import Plan, PolicyLoss, batch_loss, head_of, logprobs_and_entropy
-from tracegrad.policy.model import attention_of
-from tracegrad.policy.roads import BLOCKS
+from tracegrad.policy.roads import whole_row
 
 Mode = Literal["fsdp", "ddp", "none"]
 
@@ -311,4 +310,4 @@ def _cast(batch: Batch, precision: torch.dtype, one_pass: bool) -> AbstractConte
 
 
 def _forward(model: nn.Module, one_pass: bool) -> Plan | None:
-    return ("flex" if attention_of(model) in BLOCKS else "mask") if one_pass else None
+    return whole_row(model) if one_pass else None

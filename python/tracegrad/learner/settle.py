@@ -12,12 +12,8 @@ import torch
 from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.parallel import Placed
-from tracegrad.policy.model import attention_of
-from tracegrad.policy.roads import BLOCKS, Road, reached, settle, why_not
+from tracegrad.policy.roads import ALWAYS, Road, reached, settle, whole_row, why_not
 from tracegrad.policy.run import unwrapped
-
-ALWAYS = 1 << 62
-"""A reach that no branch has."""
 
 
 def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
@@ -37,10 +33,10 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
         ArgumentError: for a model that is not causal, or, under FSDP, one that no whole row can pass through.
     """
     fsdp = target.mode == "fsdp"
-    why = _asked(target, Road("flex"), longest, ALWAYS) if attention_of(target.model) in BLOCKS else ""
+    why = _asked(target, Road("flex"), longest, ALWAYS) if whole_row(target.model) == "flex" else ""
     if why:
         unwrapped(target.model).set_attn_implementation("sdpa")
-    row = "flex" if attention_of(target.model) in BLOCKS else "mask"
+    row = whole_row(target.model)
     if not fsdp and row == "mask":
         _asked(target, Road("stack"), longest, ALWAYS)
         _asked(target, Road("stack", tree=True), longest, ALWAYS)
@@ -55,7 +51,7 @@ def settle_batches(target: Placed, batches: Sequence[Batch]) -> None:
     Raises:
         ArgumentError: as `settle_rows`.
     """
-    row = "flex" if attention_of(target.model) in BLOCKS else "mask"
+    row = whole_row(target.model)
     plain, tree = Road(row), Road(row, tree=True)
     if target.mode != "fsdp" or min(reached(target.model, road) for road in (plain, tree)) >= ALWAYS:
         return

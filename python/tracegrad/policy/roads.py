@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +21,8 @@ from tracegrad.kernels.stack import SHARED_FROM
 from tracegrad.policy.model import attention_of, body_of, config_of
 from tracegrad.policy.run import Plan, attending, run
 
+ALWAYS = 1 << 62
+"""A reach that no branch has."""
 SHORT = 40
 """Tokens of the longest branch of the first comparison; a later one is as long as the branches that are to be run."""
 BLOCKS = ("flex_attention", "tracegrad_flex")
@@ -35,6 +37,11 @@ class Road(NamedTuple):
 
     plan: Plan
     tree: bool = False
+
+
+def whole_row(model: nn.Module) -> Literal["flex", "mask"]:
+    """The plan by which a model takes a row in one pass."""
+    return "flex" if attention_of(model) in BLOCKS else "mask"
 
 
 _known: WeakKeyDictionary[nn.Module, dict[tuple[str, Road], tuple[int, str]]] = WeakKeyDictionary()
@@ -64,7 +71,7 @@ def why_not(model: nn.Module, road: Road, reach: int = 0) -> str:
 def reached(model: nn.Module, road: Road) -> int:
     """Up to how many tokens of a branch `why_not` has answered for already."""
     done, why = _known.get(model, {}).get((attention_of(model), road), (0, ""))
-    return 1 << 62 if why else done
+    return ALWAYS if why else done
 
 
 def settle(model: nn.Module, road: Road, reach: int, why: str) -> None:
