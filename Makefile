@@ -17,6 +17,7 @@ WITHOUT_TORCH := $(addprefix tests/test_,align.py align_laws.py bad_input.py bat
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
 # What `make test-oldest` runs: the rooms that hold torch.
 USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.py loop.py triton_rows.py options.py objective.py)
+FUZZERS := records events templates tokenizers shards checkpoints
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
 .PHONY: demo test test-debug check fuzz bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
@@ -56,7 +57,8 @@ test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s tests/test_with_vllm.py
 
 test-debug: $(VENV)/dev  ## the tests without torch on a core with debug assertions and overflow checks
-	CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true CARGO_TARGET_DIR=target/checked \
+	CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true CARGO_PROFILE_RELEASE_LTO=off \
+		CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_OPT_LEVEL=2 CARGO_TARGET_DIR=target/checked \
 		PYO3_BUILD_EXTENSION_MODULE=1 PYO3_PYTHON=$(CURDIR)/$(BIN)/python cargo build --release --quiet -p tracegrad-py
 	rm -rf target/checked/python && mkdir -p target/checked/python && cp -r python/tracegrad target/checked/python/
 	cp target/checked/release/lib_core.so target/checked/python/tracegrad/_core.abi3.so
@@ -72,9 +74,11 @@ parity-templates: $(VENV)/dev  ## every chat template beside transformers, into 
 fuzz: $(VENV)/dev  ## one fuzzer for some seconds: make fuzz TARGET=records SECONDS=60 (fuzz/run.py names the targets)
 	$(BIN)/python fuzz/run.py $(or $(TARGET),records) --seconds $(or $(SECONDS),60)
 
-nightly: $(VENV)/dev  ## what takes long: each option ignored, one by one; a million adversarial strings for each tokenizer
+nightly: $(VENV)/dev  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
 	$(BIN)/python -m pytest -m nightly --ignore tests/parity tests
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
+	$(MAKE) test-debug
+	for target in $(FUZZERS); do $(BIN)/python fuzz/run.py $$target --seconds 3600 || exit 1; done
 
 gpu-test:  ## tests/gpu on a CUDA device, with the Python that has torch; `PYTHON=... make gpu-test`
 	$(PYTHON) benches/gpu/day.py check

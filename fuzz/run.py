@@ -20,8 +20,6 @@ from pathlib import Path
 import kinds
 
 ROOT = Path(__file__).resolve().parent.parent
-# Templates, tokenizers and records of others: seeds where they are there.
-OTHERS = ROOT.parent / "shared" / "data"
 TRIPLE = "x86_64-unknown-linux-gnu"
 COUNTED = ("level=4", "inline-8bit-counters", "pc-table", "trace-compares")
 COVERAGE = " ".join(["-Cpasses=sancov-module", *(f"-Cllvm-args=-sanitizer-coverage-{each}" for each in COUNTED)])
@@ -31,21 +29,18 @@ MOST_BYTES = 1 << 16  # of an input
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_.]{1,30}|\{%-?|-?%\}|\{\{-?|-?\}\}|\\u[0-9a-f]{4}|<\|?[a-z_]{1,20}\|?>")
 
 
-def seeds(target: str, into: Path) -> None:
+def seeds(target: str, into: Path, others: list[Path]) -> None:
     """Small files that are right, for the fuzzer to change, and the words in them."""
     into.mkdir(parents=True, exist_ok=True)
-    golden, examples = ROOT / "tests" / "golden", ROOT / "examples"
-    found = {
-        "records": [*golden.rglob("*.json"), *golden.rglob("*.jsonl"), *(OTHERS / "logprobs").rglob("*.json")],
-        "events": [*golden.rglob("*.jsonl")],
-        "templates": [*examples.rglob("*.jinja"), *(OTHERS / "templates").rglob("*.jinja")],
-        "tokenizers": [*examples.rglob("tokenizer.json")],
-    }[target]
+    named = {"templates": "*.jinja", "tokenizers": "tokenizer*.json"}.get(target, "*.json*")
+    found = [path for folder in (ROOT / "tests" / "golden", ROOT / "examples", *others) for path in folder.rglob(named)]
     texts = [path.read_bytes() for path in found if path.is_file() and path.stat().st_size < 1 << 22]
     if target == "records":  # lines too: a whole file is more than one input
         texts += [line for text in texts for line in text.splitlines()[:9]]
     elif target == "events":
         texts = [stream for text in texts for stream in streams(text)]
+    elif target == "templates":
+        texts += [source.encode() for source in small_templates()]
     elif target == "tokenizers":
         texts += [text + b"\0Hello low, <a> ab \xc3\xa9 12" for text in kinds.small()]
     for number, text in enumerate({text for text in texts if text and len(text) <= MOST_BYTES}):
@@ -53,6 +48,14 @@ def seeds(target: str, into: Path) -> None:
     words = sorted({word for text in texts for word in WORD.findall(text)})
     quoted = ("".join(f"\\x{byte:02x}" for byte in word) for word in words[:: len(words) // 2000 + 1])
     (into.parent / "words").write_text("".join(f'"{word}"\n' for word in quoted))
+
+
+def small_templates() -> list[str]:
+    """Templates that a grammar of the tests draws."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from test_template_grammar import BEFORE, Grammar
+
+    return [BEFORE + Grammar(seed).statements(2) for seed in range(200)]
 
 
 def streams(text: bytes) -> Iterator[bytes]:
@@ -75,9 +78,9 @@ def build() -> None:
     subprocess.run(cargo, cwd=ROOT / "fuzz", env=told, check=True)
 
 
-def in_rust(target: str, seconds: int, out: Path, seed: int) -> int:
+def in_rust(target: str, seconds: int, out: Path, seed: int, others: list[Path]) -> int:
     """Runs a target that was built; memory and time of one input are bounded."""
-    seeds(target, out / "seeds")
+    seeds(target, out / "seeds", others)
     (out / "corpus").mkdir(exist_ok=True)
     options = {
         "max_total_time": seconds,
@@ -99,6 +102,7 @@ def main() -> int:
     parser.add_argument("target", choices=[*IN_RUST, *IN_PYTHON])
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="the same again")
+    parser.add_argument("--seeds", type=Path, nargs="*", default=[], help="folders with more files to begin with")
     parser.add_argument("--built", action="store_true", help="the Rust targets are not built again")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "fuzz")
     options = parser.parse_args()
@@ -106,7 +110,7 @@ def main() -> int:
     if options.target in IN_RUST:
         if not options.built:
             build()
-        return in_rust(options.target, options.seconds, out, options.seed)
+        return in_rust(options.target, options.seconds, out, options.seed, options.seeds)
     import stored
 
     return stored.fuzz(options.target, options.seconds, out, options.seed)

@@ -1,0 +1,53 @@
+"""A few seconds of the fuzzers that are Python, and what `make nightly` runs of all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "fuzz"))
+
+
+@pytest.mark.parametrize("target", ["shards", "checkpoints"])
+def test_a_changed_folder_loads_as_it_was_or_is_an_error_of_ours(target: str, tmp_path: Path) -> None:
+    if target == "checkpoints":
+        pytest.importorskip("torch")
+    command = [
+        sys.executable,
+        str(ROOT / "fuzz/run.py"),
+        target,
+        "--seconds",
+        "5",
+        "--seed",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    folders, refused, loaded = (int(run.stdout.split()[at]) for at in (1, -4, -2))
+    assert folders > 20, run.stdout
+    assert refused, run.stdout
+    assert loaded, run.stdout
+
+
+def test_an_hour_of_each_fuzzer_is_nightly() -> None:
+    import run
+
+    makefile = (ROOT / "Makefile").read_text()
+    named = next(line for line in makefile.splitlines() if line.startswith("FUZZERS"))
+    assert set(named.split()[2:]) == {*run.IN_RUST, *run.IN_PYTHON}
+    assert "fuzz/run.py $$target --seconds 3600" in makefile
+
+
+@pytest.mark.parametrize("target", ["records", "events", "templates", "tokenizers"])
+def test_every_fuzzer_begins_with_files_that_are_right(target: str, tmp_path: Path) -> None:
+    import run
+
+    run.seeds(target, tmp_path / "seeds", [])
+    assert len(list((tmp_path / "seeds").iterdir())) > 9
+    assert len((tmp_path / "words").read_text().splitlines()) > 50
