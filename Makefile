@@ -54,7 +54,7 @@ test-wheel:  ## installs the wheel of `make wheel` without Rust, on Python 3.10 
 	$(PYTHON) .ci/test_wheel.py dist
 
 test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s tests/test_with_vllm.py
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s $(wildcard tests/test_*with_vllm*.py)
 
 test-debug: $(VENV)/dev  ## the tests without torch on a core with debug assertions and overflow checks
 	CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true CARGO_PROFILE_RELEASE_LTO=off \

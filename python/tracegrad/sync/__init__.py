@@ -5,6 +5,8 @@ Imports no torch and no client: it is handed the servers (`rollout.server.Server
 
 from tracegrad.sync.arguments import vllm_arguments
 from tracegrad.sync.file import File
+from tracegrad.sync.lora import Lora
+from tracegrad.sync.nccl import Nccl
 from tracegrad.sync.push import Evicted, Pushed, Sync, SyncError
 
-__all__ = ["Evicted", "File", "Pushed", "Sync", "SyncError", "vllm_arguments"]
+__all__ = ["Evicted", "File", "Lora", "Nccl", "Pushed", "Sync", "SyncError", "vllm_arguments"]
