@@ -106,6 +106,29 @@ def test_what_the_server_judged_is_an_error_at_once_with_its_words_and_a_cure(st
     assert len(stand.seen) == 1
 
 
+def test_a_redirect_is_not_followed_as_the_token_would_go_along():
+    async def run():
+        async with StandIn() as other:
+            moved = web.Response(status=307, headers={"Location": f"{other.url}/v1/chat/completions"})
+            stand = StandIn(lambda request, body: moved)
+            async with stand, Servers([stand.url], **FAST, key="secret") as servers:
+                with pytest.raises(ServerError, match="answered 307"):
+                    await servers.chat(BODY, session="s")
+                assert not other.seen
+
+    asyncio.run(run())
+
+
+def test_failures_count_in_a_row_alone():
+    turns = iter(range(100))
+    found, _, servers = asyncio.run(
+        chatting([lambda request, body: CHAT if next(turns) % 2 else 500], sessions="abcd", failures=2)
+    )
+    assert found == [CHAT] * 4
+    assert servers.state()[0]["out"] is None
+    assert servers.retried == 4
+
+
 def test_a_server_that_never_answers_well_is_an_error_that_names_it_and_the_tries():
     stand = StandIn(lambda request, body: 500)
 
@@ -271,6 +294,8 @@ def test_a_call_that_is_given_up_leaves_nothing_in_flight():
             with pytest.raises(asyncio.CancelledError):
                 await asked
             assert servers.state()[0]["in_flight"] == 0
+            await asyncio.sleep(0.05)
+            assert not [task for task in asyncio.all_tasks() if "Wire.request" in repr(task)]
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from aiohttp import web
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -182,6 +183,28 @@ def test_a_server_that_was_only_cut_off_is_not_sent_what_it_has(tmp_path):
     asyncio.run(run())
 
 
+def test_a_server_that_comes_back_during_a_push_is_not_sent_two_updates_at_once(tmp_path):
+    async def run():
+        async def slowly(request):
+            await asyncio.sleep(0.2)
+            return web.json_response({})
+
+        async with Vllm(lambda path, times: slowly if path == "/update_weights" else None) as stand:
+            stand.half = False
+            async with Servers([stand.url], **FAST) as servers:
+                sync = File(servers, tmp_path)
+                pushing = asyncio.ensure_future(sync.push(WEIGHTS, 1))
+                await asyncio.sleep(0.1)
+                servers.leave_out(stand.url, "cut off")  # asked for its health, then brought up to date
+                assert (await pushing).ok
+                assert await servers.usable(2.0)
+                steps = [path for path in stand.paths if path in PUSH]
+                assert steps == PUSH * (len(steps) // len(PUSH))
+                assert len(steps) == 2 * len(PUSH)
+
+    asyncio.run(run())
+
+
 def test_all_gone_waits_and_then_is_an_error(tmp_path):
     async def run():
         async with Vllm() as stand:
@@ -198,7 +221,11 @@ def test_caches_are_cleared_unless_told_otherwise(tmp_path):
     assert stand.paths[1] == "/pause?mode=keep&clear_cache=false"
 
 
-def test_files_are_written_whole_and_old_ones_removed(tmp_path):
+def full(*_):
+    raise OSError("full")
+
+
+def test_files_are_written_whole_and_old_ones_removed(tmp_path, monkeypatch):
     pushing(never, tmp_path=tmp_path, pushes=4)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == [
         "weights-00000003.safetensors",
@@ -211,6 +238,10 @@ def test_files_are_written_whole_and_old_ones_removed(tmp_path):
     before = path.read_bytes()
     with pytest.raises(ArgumentError, match="'c' is a str"):
         write(path, {**WEIGHTS, "c": "no tensor"}, 8)
+    assert path.read_bytes() == before
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
+        patched.setattr("os.replace", full)
+        write(path, WEIGHTS, 9)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["one.safetensors"]
 

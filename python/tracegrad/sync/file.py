@@ -43,8 +43,7 @@ class File:
         self.folder = Path(folder).absolute()
         self.timeout_s, self.keep = timeout_s, keep
         self.pause = "/pause?mode=keep" + ("" if clear_cache else "&clear_cache=false")
-        self.version: int | None = None
-        self._path: Path | None = None
+        self._newest: tuple[Path, int] | None = None
         self._written: list[Path] = []
         self._ready: set[str] = set()
         self._pusher = Pusher(servers, self._steps, timeout_s)
@@ -76,14 +75,15 @@ class File:
             path = self.folder / f"weights-{version:08d}.safetensors"
             await asyncio.to_thread(write, path, weights, version)
             self._written = [*(each for each in self._written if each != path), path]
-        self._path, self.version = path, version
+        self._newest = path, version
         pushed = await self._pusher.push(version, time.monotonic() - started)
         self._written = remove_old(self._written, self.keep)
         return pushed
 
     async def _steps(self, url: str, repeat: bool) -> float:
         """The requests of one push to one server; the seconds from pause to resume."""
-        assert self._path is not None
+        assert self._newest is not None
+        path, version = self._newest  # of this push, whatever comes meanwhile
         if repeat or url not in self._ready:
             await self._do(url, "/init_weight_transfer_engine", {"init_info": {}})
             self._ready.add(url)
@@ -93,9 +93,9 @@ class File:
             # An update that was left open, by a timeout or a trainer that died, is closed first; there may be none.
             await self.servers.ask(url, "/finish_weight_update", {}, timeout_s=self.timeout_s)
         await self._do(url, "/start_weight_update", None)
-        told = {"path": str(self._path), "bytes": self._path.stat().st_size}
+        told = {"path": str(path), "bytes": path.stat().st_size}
         await self._do(url, "/update_weights", {"update_info": told})
-        await self._do(url, "/finish_weight_update", {"weight_version": str(self.version)})
+        await self._do(url, "/finish_weight_update", {"weight_version": str(version)})
         await self._do(url, "/resume", None)
         return time.monotonic() - started
 
@@ -104,10 +104,11 @@ class File:
 
     async def _admit(self, url: str) -> bool:
         """Whether a server that is back has the newest weights, now at the latest."""
-        if self._path is None:
+        if self._newest is None:
             return True
+        version = str(self._newest[1])
         info = await self.servers.ask(url, "/weight_info", timeout_s=self.timeout_s, method="GET")
-        if info.ok and isinstance(info.body, dict) and info.body.get("weight_version") == str(self.version):
+        if info.ok and isinstance(info.body, dict) and info.body.get("weight_version") == version:
             return (await self.servers.ask(url, "/resume", timeout_s=self.timeout_s)).ok
         self._ready.discard(url)
         return await self._pusher.admit(url)
