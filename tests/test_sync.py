@@ -239,8 +239,8 @@ def test_files_are_written_whole_and_old_ones_removed(tmp_path, monkeypatch):
     with pytest.raises(ArgumentError, match="'c' is a str"):
         write(path, {**WEIGHTS, "c": "no tensor"}, 8)
     assert path.read_bytes() == before
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="full"):
-        patched.setattr("os.replace", full)
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="full"):
         write(path, WEIGHTS, 9)
     assert path.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["one.safetensors"]
