@@ -238,7 +238,7 @@ class Traces(Sequence[Trace]):
 
     @classmethod
     def from_records(cls, records: Iterable[Any], *, format: str = "auto") -> Traces:
-        """Takes records in any accepted form: dicts, or objects with `model_dump`, which may also stand inside dicts.
+        """Takes records in any accepted form: dicts, objects with `model_dump` (also inside dicts), or JSON as bytes.
 
         Args:
             records: one for each trace.
@@ -467,8 +467,8 @@ def _says_the_same(record: dict[str, Any], trace: Trace) -> bool:
 
 def _to_json(record: Any, number: int) -> bytes:
     """A record as JSON bytes. ASCII escapes are used only for what UTF-8 cannot say."""
-    if isinstance(record, Trace):
-        return record.record
+    if isinstance(record, Trace | bytes):
+        return record.record if isinstance(record, Trace) else record
     try:
         text = json.dumps(record, ensure_ascii=False, default=_plain)
     except RecursionError:

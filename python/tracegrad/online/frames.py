@@ -1,0 +1,234 @@
+"""The folder that is the queue: files that grow by whole groups, each a zstd frame that is there to its last byte.
+
+Here are `Writer`, one for each process that plays, and `Follower`, which finds what is new in the files of all of them.
+`tracegrad.read` reads the same files. zstandard is imported on use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.shards import flush
+from tracegrad.trace import Traces
+
+FOLDER = "played"
+MOST_BYTES = 1 << 30
+"""Bytes of the records of one group."""
+LONGEST_HEADER = 18
+"""Bytes after which a frame says what it is."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a group stands.
+
+    Args:
+        file: name within the folder.
+        offset, length: bytes of its frame.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+class Writer:
+    """Appends groups to a file of its own, which nobody else writes.
+
+    Args:
+        folder: made if it is not there.
+
+    Raises:
+        TracegradError: if it cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._compressor = _zstandard().ZstdCompressor(level=1, write_checksum=True, write_content_size=True)
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.name, self._file = _new(folder)
+            flush(folder)
+        except OSError as error:
+            raise _unwritten(folder, error) from error
+        self._end = 0
+
+    def write(self, records: Sequence[dict[str, Any]]) -> Place:
+        """Appends one group; it is on the disk, whole, when this returns, or not there at all.
+
+        Raises:
+            ArgumentError: for a record that JSON cannot say, or a group beyond `MOST_BYTES`.
+            TracegradError: if it cannot be written.
+        """
+        try:
+            lines = [_line(record) for record in records]
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(
+                f"a record of group {records[0].get('group')!r} is no JSON: {error}. It could not be read again. "
+                "Keep numbers, strings, lists and dicts in metadata and rewards."
+            ) from error
+        text = b"".join(lines)
+        if len(text) > MOST_BYTES:
+            raise ArgumentError(
+                f"group {records[0].get('group')!r} has {len(text):,} bytes of records. A group is read at once. "
+                f"Limit its turns or tokens: at most {MOST_BYTES:,}."
+            )
+        frame = self._compressor.compress(text)
+        try:
+            left = memoryview(frame)
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, self._end)
+            os.lseek(self._file, self._end, os.SEEK_SET)
+            raise _unwritten(self.folder / self.name, error) from error
+        place = Place(self.name, self._end, len(frame))
+        self._end += len(frame)
+        return place
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        os.close(self._file)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Follower:
+    """Finds the groups of a folder in the order in which they came to be whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ends: dict[str, int] = {}
+
+    def look(self) -> list[tuple[Place, Traces]]:
+        """The groups that are whole and were not there the last time.
+
+        Raises:
+            ReadError: for a frame that was changed, or records that are none.
+        """
+        found = []
+        for path in sorted(self.folder.glob("*.jsonl.zst")):
+            start = self._ends.get(path.name, 0)
+            data = _bytes(path, start)
+            while (frame := _frame(data, path, start)) is not None:
+                text, length = frame
+                found.append((Place(path.name, start, length), _traces(text, path)))
+                start, data = start + length, data[length:]
+            self._ends[path.name] = start
+        return found
+
+    def skip(self, places: Iterable[Place]) -> None:
+        """Leaves out groups that were taken before, and all before them in their files."""
+        for place in places:
+            self._ends[place.file] = max(self._ends.get(place.file, 0), place.offset + place.length)
+
+
+def read(folder: Path, place: Place) -> Traces:
+    """One group.
+
+    Raises:
+        ReadError: if it is not there any more.
+    """
+    path = folder / place.file
+    frame = _frame(_bytes(path, place.offset, place.length), path, place.offset)
+    if frame is None or frame[1] != place.length:
+        raise ReadError(
+            f"{path}: the group at byte {place.offset} is not whole. The step that took it cannot be made again. "
+            "Copy the file again."
+        )
+    return _traces(frame[0], path)
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can say
+        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _new(folder: Path) -> tuple[str, int]:
+    """A file that was not there, and is this process's alone."""
+    number = len(list(folder.glob("*.jsonl.zst")))
+    while True:
+        name = f"{number:05d}.jsonl.zst"
+        try:
+            file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            number += 1
+            continue
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return name, file
+
+
+def _bytes(path: Path, start: int, length: int | None = None) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read() if length is None else file.read(length)
+    except OSError as error:
+        raise ReadError(f"{path}: {error.strerror}. Its groups cannot be trained on. Copy it again.") from error
+
+
+def _frame(data: bytes, path: Path, start: int) -> tuple[bytes, int] | None:
+    """The text of the first frame and the length of the frame; None where it is not whole yet."""
+    zstandard = _zstandard()
+    if not data:
+        return None
+    try:
+        told = zstandard.get_frame_parameters(data)
+    except zstandard.ZstdError as error:
+        if len(data) < LONGEST_HEADER:
+            return None
+        raise _changed(path, start, error) from error
+    if told.content_size > MOST_BYTES:
+        raise _changed(path, start, f"it claims {told.content_size:,} bytes")
+    decoder = zstandard.ZstdDecompressor(max_window_size=MOST_BYTES).decompressobj()
+    try:
+        text = decoder.decompress(data)
+    except zstandard.ZstdError as error:
+        raise _changed(path, start, error) from error
+    return (text, len(data) - len(decoder.unused_data)) if decoder.eof else None
+
+
+def _traces(text: bytes, path: Path) -> Traces:
+    try:
+        return Traces.from_records(text.splitlines())
+    except TracegradError as error:
+        raise ReadError(f"{path}: a group in it is no group of records: {error}") from error
+
+
+def _changed(path: Path, start: int, why: object) -> ReadError:
+    return ReadError(
+        f"{path}: the frame at byte {start} is not what was written ({str(why)[:80]}). What follows it cannot be found. "
+        "Copy the file again."
+    )
+
+
+def _unwritten(path: Path, error: OSError) -> TracegradError:
+    return TracegradError(
+        f"{path}: {error.strerror}. The group that was played is not kept. Make room and start the run again."
+    )
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ArgumentError(
+            "the package zstandard is not installed. What is played could not be written. "
+            "pip install 'tracegrad[online]'."
+        ) from error
+    return zstandard

@@ -1,0 +1,51 @@
+"""How many groups may be begun: what is begun is bounded by how far it may fall behind, and then never dropped.
+
+A function of counts alone. Called by the collector before each group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracegrad.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The bound on groups.
+
+    >>> pace = Pace(groups=16, max_lag=1, refill=3)
+    >>> pace.allowed(taken=0, dull=0), pace.allowed(taken=2, dull=0), pace.allowed(taken=0, dull=5)
+    (32, 64, 37)
+
+    Args:
+        groups: whose rewards differ, in one optimizer step.
+        max_lag: steps that the trainer may be ahead of what is played; 0 plays and trains in turns.
+        refill: a step is given up to `refill` times as many groups, where the rewards of some are equal.
+    """
+
+    groups: int
+    max_lag: int = 1
+    refill: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("groups", 1), ("max_lag", 0), ("refill", 1)):
+            if getattr(self, name) < least:
+                raise ArgumentError(
+                    f"online.{name} is {getattr(self, name)}. Nothing could be played. It must be at least {least}."
+                )
+
+    @property
+    def most(self) -> int:
+        """Groups of one step, those with equal rewards among them."""
+        return self.groups * self.refill
+
+    def allowed(self, taken: int, dull: int) -> int:
+        """Groups that may have been begun since the run began.
+
+        Args:
+            taken: steps whose groups were chosen.
+            dull: finished groups whose rewards are equal or unknown.
+        """
+        steps = self.max_lag + taken + 1
+        return steps * self.groups + min(dull, steps * (self.most - self.groups))
