@@ -7,7 +7,7 @@ its caller's: epochs over a file (`loop`), an online loop, or one of your own. N
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -98,7 +98,14 @@ class Run:
         self._begun = False
         self._row: dict[str, Any] = {}
 
-    def step(self, step: Step, version: int | None = None, *, rewards: NDArray[np.float32] | None = None) -> Outcome:
+    def step(
+        self,
+        step: Step,
+        version: int | None = None,
+        *,
+        rewards: NDArray[np.float32] | None = None,
+        check: Callable[[Floats], None] | None = None,
+    ) -> Outcome:
         """Takes one optimizer step.
 
         `old` and `ref` are measured where the objective needs them and the step lacks them: `old` by the policy as it
@@ -109,6 +116,7 @@ class Run:
             version: of the policy as it is before this step, by the count that the recorded versions go by: lags count
                 from it. None where it is not known.
             rewards: [R], which `step.trace` counts into, for the row alone.
+            check: called with the [M] logprobs of the policy before the update, which what it raises prevents.
 
         Returns:
             what the step saw; its logprobs are those of the policy before the update.
@@ -127,7 +135,7 @@ class Run:
                 if step.alpha is None and self.objective.needs.proximal:
                     step = self._with_alpha(step, version)
                 corrected = self.correct(step)
-            return self.update(step, corrected, version=version, rewards=rewards, began=began)
+            return self.update(step, corrected, version=version, rewards=rewards, began=began, check=check)
 
     def ready(self, step: Step) -> Step:
         """The step with the `old` and reference logprobs that the objective needs and it lacks, by the policy as it is.
@@ -182,12 +190,14 @@ class Run:
         newest: int | None = None,
         rewards: NDArray[np.float32] | None = None,
         began: float | None = None,
+        check: Callable[[Floats], None] | None = None,
     ) -> Outcome:
         """The second half of `step`, for a step that is ready and corrected.
 
         Args:
             newest: what the row's breakdown by lag counts from, where `version` is not known.
             began: `time.perf_counter()` from which the row's seconds count; default now.
+            check: as for `step`.
         """
         began = time.perf_counter() if began is None else began
         lr = self.policy.warm(self.config, self.taken)
@@ -202,6 +212,7 @@ class Run:
                 corrected=corrected,
                 left_out=step.idle(self.objective.needs, corrected) if self.config.pack.skip_idle else None,
                 idle=self.idle,
+                check=check,
             )
         seconds = time.perf_counter() - began
         bonus = {"entropy_coef": self.control.coef} if self.control.adapts else {}

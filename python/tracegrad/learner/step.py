@@ -7,7 +7,7 @@ trainer that packs with `tracegrad.batch` and keeps its own loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -71,6 +71,7 @@ def optimizer_step(
     corrected: Corrected | None = None,
     left_out: NDArray[np.bool_] | None = None,
     idle: Idle | None = None,
+    check: Callable[[Floats], None] | None = None,
 ) -> Outcome:
     """Takes one step, gradients accumulated over the batches and summed over the ranks.
 
@@ -83,6 +84,8 @@ def optimizer_step(
         corrected: `detached(step, ...)`, where it is known already.
         left_out: [M] bool, terms that can change neither loss nor gradient (`Step.idle`): no head rows for them.
         idle: takes the times of the device's work.
+        check: called with the [M] logprobs of the policy before the update; what it raises, on any rank, leaves the
+            parameters of all ranks as they were.
 
     Raises:
         ArgumentError: for a bare model where a process group is open: nobody would exchange its gradients.
@@ -96,9 +99,19 @@ def optimizer_step(
     optimizer.zero_grad(set_to_none=True)
     batches = step.batches if left_out is None else tuple(b.without(left_out[b.term]) for b in step.batches)
     seen = _accumulate(target, step, batches, objective, corrected, precision, idle or Idle(target.device))
-    norm = _update(target, optimizer, grad_clip)
     arrays = seen.arrays(batches, _unseen(len(step), corrected))
+    if check is not None:
+        ranks.agree(_refusal(check, arrays["logprobs"]))
+    norm = _update(target, optimizer, grad_clip)
     return Outcome(loss=ranks.sum(seen.loss()), grad_norm=norm, corrected=corrected, **arrays)
+
+
+def _refusal(check: Callable[[Floats], None], logprobs: Floats) -> TracegradError | None:
+    try:
+        check(logprobs)
+    except TracegradError as error:
+        return error
+    return None
 
 
 def _unseen(terms: int, corrected: Corrected) -> dict[str, NDArray[Any]]:

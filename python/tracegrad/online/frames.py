@@ -212,8 +212,8 @@ def _traces(text: bytes, path: Path) -> Traces:
 
 def _changed(path: Path, start: int, why: object) -> ReadError:
     return ReadError(
-        f"{path}: the frame at byte {start} is not what was written ({str(why)[:80]}). What follows it cannot be found. "
-        "Copy the file again."
+        f"{path}: the frame at byte {start} is not what was written ({str(why)[:80]}). What follows it cannot be "
+        "found. Copy the file again."
     )
 
 

@@ -75,8 +75,7 @@ class Proof:
     """What a clean sync looks like, and whether this one is.
 
     Args:
-        bf16: the forward passes of trainer or servers are bf16: what is clean is then learnt from the first steps, whose
-            weights the servers loaded themselves.
+        bf16: the forward passes of trainer or servers are bf16: what is clean is then learnt from the first steps.
         learns: how many steps that takes.
     """
 
@@ -140,8 +139,8 @@ def explain(gap: Gap, rollout: Floats, here: NDArray[np.bool_], suspects: Sequen
 def fault(step: int, version: int, gap: Gap, bound: float, why: str) -> SyncFault:
     """The error that ends a run."""
     return SyncFault(
-        f"step {step}: the servers do not sample from version {version}, which is trained. Of {gap.terms} tokens that they "
-        f"say are its own, the logprobs are off by up to {gap.max:.3g} nats (median {gap.p50:.2g}; at most {bound:.2g} "
+        f"step {step}: the servers do not sample from version {version}, which is trained. Of {gap.terms} tokens "
+        f"that they say are its own, the logprobs are off by up to {gap.max:.3g} nats (median {gap.p50:.2g}; at most {bound:.2g} "
         f"is clean). Ratios would be wrong. {why}"
     )
 

@@ -1,0 +1,305 @@
+"""Plays groups beside the trainer, in a thread with an event loop of its own, and writes each when it is whole.
+
+Nothing passes from here to the trainer but what stands in the folder, and errors. Weights are pushed through this
+loop, as the servers are its own. Made by `loop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.online.frames import Writer
+from tracegrad.online.options import Online
+from tracegrad.online.pace import Pace
+from tracegrad.rollout.play import Played, play
+from tracegrad.rollout.policy import Limits
+
+T = TypeVar("T")
+Score = Callable[[list[Played]], Awaitable[list[Mapping[str, float | None]]]]
+"""Scores the trajectories of a group together."""
+
+
+@dataclass
+class Counts:
+    """What was played since the collector began; read by the trainer, which need not see one moment.
+
+    Args:
+        begun, finished, dull: groups, those on the disk already among them.
+        trajectories, failed: of finished groups.
+        seconds: that groups took, all together.
+    """
+
+    begun: int = 0
+    finished: int = 0
+    dull: int = 0
+    trajectories: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Collector:
+    """One player of groups.
+
+    Args:
+        contract: what plays a task.
+        tasks: (group, task) in order, without the groups that are there.
+        servers: makes the pool of servers; an async context manager.
+        sync: makes what pushes weights to it.
+        writer: where groups go.
+        pace: how many may be begun.
+        options: of the run.
+        score: of a group, for what scores trajectories together.
+        base: counts of the groups that are on the disk.
+        taken: steps whose groups were chosen before.
+    """
+
+    contract: Any
+    tasks: Iterator[tuple[int, Any]]
+    servers: Callable[[], Any]
+    sync: Callable[[Any], Any]
+    writer: Writer
+    pace: Pace
+    options: Online
+    score: Score | None = None
+    counts: Counts = field(default_factory=Counts)
+    taken: int = 0
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._open = threading.Event()
+        self._held = asyncio.Event()
+        self._under_way: dict[str, float] = {}
+        self._row: list[Played] = []
+        self._stopping = False
+        self.error: BaseException | None = None
+        self.exhausted = False
+        self.finished_at = time.monotonic()
+        self._thread = threading.Thread(target=self._work, name="tracegrad-collector", daemon=True)
+
+    def start(self) -> None:
+        """Begins; returns when the servers can be asked.
+
+        Raises:
+            BaseException: what opening the servers raised.
+        """
+        self._thread.start()
+        self._open.wait()
+        self.check()
+
+    def stop(self) -> None:
+        """Ends: what is under way is let go."""
+        self._stopping = True
+        self._loop.call_soon_threadsafe(self._wake.set)
+        self._thread.join(30)
+
+    def __enter__(self) -> Collector:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def check(self) -> None:
+        """Raises what ended the collector, and where nothing has finished for `options.patience` seconds."""
+        if self.error is not None:
+            raise self.error
+        idle = time.monotonic() - self.finished_at
+        if idle > self.options.patience and self._under_way:
+            name, began = min(self._under_way.items(), key=lambda each: each[1])
+            raise TracegradError(
+                f"no group has finished for {idle:.0f} s. The oldest trajectory under way is {name}, for "
+                f"{time.monotonic() - began:.0f} s. The trainer would wait for ever. Look at its environment and at "
+                "the servers, or raise online.patience."
+            )
+
+    def run(self, work: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> T:
+        """Runs `work(servers, sync)` in the collector's loop, and waits for what it gives."""
+        return asyncio.run_coroutine_threadsafe(work(self._servers, self._sync), self._loop).result()
+
+    def push(self, weights: Any, version: int) -> Any:
+        """Brings weights to all servers; calls under way are sampled by two versions."""
+
+        async def pushed(_: Any, sync: Any) -> Any:
+            try:
+                return await sync.push(weights, version)
+            finally:
+                self.version = version
+
+        return self.run(pushed)
+
+    def begin_playing(self) -> None:
+        """Lets groups begin: the servers have the weights they are to have."""
+        self.finished_at = time.monotonic()
+        self._loop.call_soon_threadsafe(self._held.set)
+
+    def step_taken(self, steps: int) -> None:
+        """So many steps have chosen their groups: more may be begun."""
+        self.taken = steps
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[Played]:
+        """Plays each task once, for the record of an evaluation."""
+
+        async def played(servers: Any, _: Any) -> list[Played]:
+            some = asyncio.Semaphore(256)
+
+            async def one(number: int, task: Any) -> Played:
+                async with some:
+                    found = await self._play(servers, contract, task, f"{name}-{number}", None)
+                if self.score is not None:
+                    await self._scored([found])
+                return found
+
+            return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
+
+        return self.run(played)
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._open.set()
+            with suppress(Exception):
+                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _main(self) -> None:
+        async with self.servers() as self._servers:
+            self._sync = self.sync(self._servers)
+            self._open.set()
+            running: set[asyncio.Task[None]] = set()
+            try:
+                await self._first(self._held, self._wake)
+                while not self._stopping:
+                    self._wake.clear()
+                    running |= self._begun()
+                    wake = asyncio.create_task(self._wake.wait())
+                    done, _ = await asyncio.wait({wake, *running}, return_when=asyncio.FIRST_COMPLETED)
+                    wake.cancel()
+                    for task in done - {wake}:
+                        running.discard(task)
+                        task.result()
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+
+    async def _first(self, *events: asyncio.Event) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    def _begun(self) -> set[asyncio.Task[None]]:
+        found = set()
+        while not self.exhausted and self.counts.begun < self.pace.allowed(self.taken, self.counts.dull):
+            entry = next(self.tasks, None)
+            if entry is None:
+                self.exhausted = True
+                break
+            self.counts.begun += 1
+            found.add(asyncio.create_task(self._group(*entry)))
+        return found
+
+    async def _group(self, number: int, task: Any) -> None:
+        """Plays, scores and writes one group."""
+        began = time.monotonic()
+        names = [f"{number}-{sample}" for sample in range(self.options.samples)]
+        plays = (self._play(self._servers, self.contract, task, name, str(number)) for name in names)
+        played = list(await asyncio.gather(*plays))
+        if self.score is not None:
+            await self._scored(played)
+        records = [each.record for each in played]
+        await asyncio.to_thread(self.writer.write, records)
+        self.counts.finished += 1
+        self.counts.dull += is_dull(records)
+        self.counts.trajectories += len(played)
+        self.counts.failed += sum(each.error is not None for each in played)
+        self.counts.seconds += time.monotonic() - began
+        self.finished_at = time.monotonic()
+        self._note_failures(played)
+
+    async def _play(self, servers: Any, contract: Any, task: Any, name: str, group: str | None) -> Played:
+        told = self.options
+        self._under_way[name] = time.monotonic()
+        try:
+            return await play(
+                contract,
+                task,
+                chat=servers.chat,
+                version=lambda: self.version,
+                limits=Limits(turns=told.turns, seconds=told.seconds),
+                id=name,
+                group=group,
+                sampling={"temperature": told.temperature, "max_tokens": told.max_tokens},
+                logprob_kind="raw" if told.temperature == 1.0 else "processed",
+            )
+        finally:
+            del self._under_way[name]
+
+    async def _scored(self, played: list[Played]) -> None:
+        assert self.score is not None
+        for each, rewards in zip(played, await self.score(played), strict=True):
+            if each.error is None:
+                each.record.pop("reward", None)
+                each.record["rewards"] = {**each.record.get("rewards", {}), **rewards}
+
+    def _note_failures(self, played: list[Played]) -> None:
+        """Stops the run where nothing but failures has come for a while: the first says why."""
+        for each in played:
+            self._row = [*self._row, each] if each.error is not None else []
+        if len(self._row) >= self.options.failures:
+            first = self._row[0]
+            raise TracegradError(
+                f"{len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. The first: "
+                f"{first.error}\n{getattr(first.failure, 'traceback', '') or ''}"
+            )
+
+
+def reward_of(record: Mapping[str, Any], name: str = "") -> float:
+    """The reward of a record, as `reward_column` takes it; NaN where there is none."""
+    rewards = record.get("rewards") or {}
+    value = rewards.get(name) if name else record.get("reward", next(iter(rewards.values()), None))
+    return math.nan if value is None else float(value)
+
+
+def is_dull(records: Sequence[Mapping[str, Any]], name: str = "") -> bool:
+    """Whether a group teaches nothing: fewer than two known rewards, or all of them equal.
+
+    >>> is_dull([{"reward": 1.0}, {"reward": None}]), is_dull([{"reward": 1.0}, {"reward": 0.0}])
+    (True, False)
+    """
+    known = {value for record in records if not math.isnan(value := reward_of(record, name))}
+    return len(known) < 2
+
+
+def contract_of(agent: Any, environment: Any, tools: Any, rewards: Any, rollout: Any) -> tuple[Any, bool]:
+    """What plays a task, and whether groups are scored by reward functions afterwards.
+
+    Raises:
+        ArgumentError: for two of them, or none.
+    """
+    given = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
+    if len(given) > 1:
+        raise ArgumentError(f"{given[0]} and {given[1]} are both given. Each says how a task is played. Pass one.")
+    if agent is not None or environment is not None:
+        return (agent if agent is not None else environment), rewards is not None
+    if not rewards:
+        raise ArgumentError(
+            "neither an agent, an environment nor rewards are given. What is good would not be known. Pass rewards=."
+        )
+    return (rollout.with_tools(tools) if tools else rollout.one_turn()), True

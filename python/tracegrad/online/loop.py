@@ -1,0 +1,226 @@
+"""The trainer's side: groups from the folder, one optimizer step, the proof before it, the push after it.
+
+Every rank follows the folder; the first one collects and decides what a step takes, and the ledger tells the others.
+Called as `tracegrad.online.train` and by `replay`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tracegrad import metrics
+from tracegrad.batch import ModelShape, Step
+from tracegrad.learner import Run
+from tracegrad.learner.feed import Feed
+from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.settle import settle_rows
+from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary
+from tracegrad.online import frames
+from tracegrad.online.collector import Collector
+from tracegrad.online.frames import Follower, Place
+from tracegrad.online.ledger import Ledger, Taken
+from tracegrad.online.options import Online
+from tracegrad.online.pace import Pace
+from tracegrad.online.proof import Gap, Proof, explain, fault, own_terms
+from tracegrad.online.suspects import suspects
+from tracegrad.sequence import Sequences, align
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import Traces
+
+POLL_S = 0.02
+
+
+@dataclass
+class Loop:
+    """A run between two steps.
+
+    Args:
+        driven: the policy and its optimizer.
+        tokenizer: of the model.
+        options: of playing.
+        ledger: which groups each step took.
+        collector: what plays; None on ranks that follow, and in a replay.
+        sinks: take a row each step.
+        say: takes the sentences that a user should read.
+    """
+
+    driven: Run
+    tokenizer: Tokenizer
+    options: Online
+    ledger: Ledger
+    collector: Collector | None
+    sinks: Sequence[metrics.Sink]
+    say: Callable[[str], None]
+    proof: Proof = field(default_factory=Proof)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    evaluate: Callable[[int], dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.folder = self.driven.out / frames.FOLDER
+        self.follower = Follower(self.folder)
+        self.queue: list[tuple[Place, Traces, bool]] = []
+        self.pace = Pace(self.driven.config.pack.step_groups, self.options.max_lag, self.options.refill)
+        self.ranks = self.driven.ranks
+        self._settled = False
+        self._dulls = self.driven.config.advantage.baseline != "none"
+
+    def run(self, interrupt: Interrupt) -> str:
+        """Steps until the last, a signal, or the end of the tasks; "done", "signal" or "tasks"."""
+        at = self._beginning()
+        for taken in self.ledger.steps:
+            self.follower.skip(taken.groups)
+        if self.collector is not None:
+            self._push()
+            self._evaluated(at)
+            self.collector.step_taken(len(self.ledger.steps))
+            self.collector.begin_playing()
+        while at < self.options.steps:
+            began = time.perf_counter()
+            found = self._groups(at, interrupt)
+            if found is None:
+                break
+            self._step(*found, waited=time.perf_counter() - began)
+            at += 1
+            self._evaluated(at)
+        self.driven.save()
+        if interrupt.received is not None:
+            return "signal"
+        return "done" if at >= self.options.steps else "tasks"
+
+    def _beginning(self) -> int:
+        """The first step of the ledger that the policy has not taken."""
+        steps = self.ledger.steps
+        return next((each.step for each in steps if each.version >= self.driven.taken), len(steps))
+
+    def _groups(self, step: int, interrupt: Interrupt) -> tuple[Taken, Traces] | None:
+        """The groups of a step: by the ledger where they were chosen before, else what has been played."""
+        if step < len(self.ledger.steps):
+            taken = self.ledger.steps[step]
+            return taken, Traces.concatenate(frames.read(self.folder, place) for place in taken.trained)
+        if self.collector is None:
+            if self.ranks.alone:
+                return None
+            taken = self.ledger.wait(step, lambda: interrupt.received is not None)
+            return None if taken is None else self._groups(taken.step, interrupt)
+        chosen = self._chosen(interrupt)
+        if chosen is None:
+            return None
+        dull = [index for index, (_, _, teaches_nothing) in enumerate(chosen) if teaches_nothing]
+        taken = self.ledger.add(self.driven.taken, [place for place, _, _ in chosen], dull)
+        self.collector.step_taken(len(self.ledger.steps))
+        return taken, Traces.concatenate(traces for _, traces, teaches_nothing in chosen if not teaches_nothing)
+
+    def _chosen(self, interrupt: Interrupt) -> list[tuple[Place, Traces, bool]] | None:
+        """Waits for enough groups whose rewards differ, or as many as a step may have."""
+        assert self.collector is not None
+        while interrupt.received is None:
+            counts = self.collector.counts
+            over = self.collector.exhausted and counts.finished == counts.begun
+            self.queue += [(place, traces, self._dull(traces)) for place, traces in self.follower.look()]
+            sharp = np.cumsum([not dull for _, _, dull in self.queue])
+            enough = int(np.searchsorted(sharp, self.pace.groups)) + 1
+            if (len(sharp) and sharp[-1] >= self.pace.groups) or len(self.queue) >= self.pace.most or over:
+                chosen = self.queue[: min(enough, self.pace.most)]
+                self.queue = self.queue[len(chosen) :]
+                return chosen or None
+            self.collector.check()
+            time.sleep(POLL_S)
+        return None
+
+    def _dull(self, traces: Traces) -> bool:
+        reward = traces.reward if not self.driven.config.data.reward else _named(traces, self.driven.config.data.reward)
+        known = reward[~np.isnan(reward)]
+        return self._dulls and (len(known) < 2 or bool((known == known[0]).all()))
+
+    def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
+        began = time.perf_counter()
+        version = self.driven.taken
+        about = {"groups": len(taken.groups), "groups_dull": len(taken.dull), "seconds_waited": waited}
+        if not len(traces):
+            self.say(f"step {taken.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
+            return
+        sequences = align(traces, self.tokenizer, on_error="skip")
+        step, rewards = self._packed(sequences)
+        here = own_terms(step, version) & ~_mixed(traces, sequences)[step.trace]
+        gap = Gap(0)
+
+        def check(logprobs: Any) -> None:
+            nonlocal gap
+            gap = Gap.of(logprobs, step.rollout_logprobs, here)
+            if not self.proof.holds(gap):
+                why = explain(gap, step.rollout_logprobs, here, suspects(self.driven, step), self.proof.bound)
+                raise fault(taken.step + 1, version, gap, self.proof.bound, why)
+
+        prepared = time.perf_counter()
+        self.driven.step(step, version, rewards=rewards, check=check)
+        trained = time.perf_counter()
+        pushed = self._push() if self.collector is not None else None
+        drift = sequences.drift
+        about |= {
+            "version": version,
+            "forks": sequences.branches - sequences.traces,
+            "tokens_lost": drift.recorded - drift.exact,
+            "seconds_prepared": prepared - began,
+            "seconds_trained": trained - prepared,
+            "seconds_pushed": time.perf_counter() - trained,
+            "sync_pause": 0.0 if pushed is None else pushed.seconds,
+            **gap.row(),
+        }
+        self._log(taken.step + 1, about)
+        every = self.driven.config.checkpoint.every
+        if every and self.driven.taken % every == 0:
+            self.driven.save()
+
+    def _packed(self, sequences: Sequences) -> tuple[Step, Any]:
+        """One step of all groups, of this rank, with the rewards of its traces."""
+        config = self.driven.config
+        model = self.driven.model
+        cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
+        feed = Feed.of(sequences, self.driven.objective, config, ranks=self.ranks.world, rank=self.ranks.rank, **cut)
+        if not self._settled:
+            check_vocabulary(sequences, model)
+            for sentence in [*feed.notes, *check_media(sequences, model)]:
+                self.say(f"note     {sentence}")
+            why = settle_rows(self.driven.target, self._longest(sequences), trees=feed.shares)
+            self._trees, self._settled = not why, True
+        [step] = replace(feed, trees=self._trees).steps(0)
+        return step, feed.rewards
+
+    def _longest(self, sequences: Sequences) -> int:
+        return min(int(np.diff(sequences.cu_seqlens).max()), self.driven.config.pack.token_budget)
+
+    def _push(self) -> Any:
+        weights = self.driven.weights()
+        return self.collector.push(weights, self.driven.taken) if self.collector is not None else None
+
+    def _evaluated(self, at: int) -> None:
+        """Evaluates before the first step, after the last, and at the cadence between."""
+        every = self.options.eval_every
+        if self.evaluate is not None and (at in (0, self.options.steps) or (every and at % every == 0)):
+            began = time.perf_counter()
+            row = {"step": at, **self.evaluate(at), "seconds_evaluated": time.perf_counter() - began}
+            self.rows.append(row)
+            metrics.log_all(self.sinks, metrics.finite(row))
+
+    def _log(self, number: int, about: dict[str, Any]) -> None:
+        row = metrics.finite({**self.driven.row(), **about, "step": number})
+        if self.collector is not None:
+            counts = self.collector.counts
+            row |= {"trajectories": counts.trajectories, "trajectories_failed": counts.failed}
+        self.rows.append(row)
+        metrics.log_all(self.sinks, row)
+
+
+def _named(traces: Traces, name: str) -> Any:
+    return np.array([trace.rewards.get(name, np.nan) for trace in traces], np.float32)
+
+
+def _mixed(traces: Traces, sequences: Sequences) -> Any:
+    """[R] bool: traces with a call that was under way while weights changed, whose tokens are of two versions."""
+    told = {trace.id: b'"received_version"' in trace.record for trace in traces}
+    return np.array([told.get(name, False) for name in sequences.trace_ids], bool)

@@ -1,0 +1,286 @@
+"""`train`: a policy, tasks and what is good, put together into a run; `replay`: the same run from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracegrad import metrics, presets
+from tracegrad.algebra import Objective
+from tracegrad.config import Config
+from tracegrad.errors import ArgumentError
+from tracegrad.learner import Run, checkpoint
+from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.model import load_model
+from tracegrad.learner.ranks import Ranks
+from tracegrad.online import frames
+from tracegrad.online.collector import Collector, Counts, contract_of, reward_of
+from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.ledger import Ledger
+from tracegrad.online.loop import Loop
+from tracegrad.online.options import Online
+from tracegrad.online.pace import Pace
+from tracegrad.online.proof import Proof
+from tracegrad.online.serve import served
+from tracegrad.online.suspects import WEIGHTS
+from tracegrad.online.tasks import Tasks
+from tracegrad.shards import write_bytes
+from tracegrad.tokenizer import Tokenizer
+
+RUN = "run.json"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run leaves for its caller.
+
+    Args:
+        steps: of the ledger.
+        stopped: "done", "signal" or "tasks", where these ended first.
+        checkpoint: folder of the last one.
+        rows: of metrics, one for each step and each evaluation.
+    """
+
+    steps: int
+    stopped: str
+    checkpoint: Path
+    rows: list[dict[str, Any]]
+
+
+def train(
+    model: str | Path,
+    tasks: Iterable[Any],
+    *,
+    rewards: Any = None,
+    weights: Sequence[float] | None = None,
+    tools: Any = None,
+    environment: Any = None,
+    agent: Any = None,
+    objective: Objective = presets.DAPO,
+    config: Config | None = None,
+    online: Online | None = None,
+    evaluation: Sequence[Any] = (),
+    servers: Sequence[str] = (),
+    key: str | None = None,
+    python: str | None = None,
+    engine: Mapping[str, Any] | None = None,
+    out: str | Path = "out/online",
+    resume: bool = False,
+    sinks: Sequence[metrics.Sink] | None = None,
+    say: Callable[[str], None] = print,
+) -> Finished:
+    """Plays, scores, trains and pushes until the last step; under torchrun every rank calls this alike.
+
+    Args:
+        model: folder of a causal language model with its tokenizer and chat template.
+        tasks: a list, which comes again in another order, or what can be iterated once. A task is a text, a list of
+            messages, or a dict with either as `prompt` and what reward functions take.
+        rewards: functions in TRL's convention, `(prompts, completions, **columns) -> list`; they score whole groups.
+        weights: of the reward functions.
+        tools: functions that the policy may call, or a function from the task to functions.
+        environment: a class of `rollout.Environment`, or one of TRL's environment_factory.
+        agent: `async (task, policy) -> float | dict`, which plays and scores.
+        objective: a preset or another value of `Objective`.
+        config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
+        online: of playing.
+        evaluation: tasks that are played before the first step and after the last, and not trained on.
+        servers: URLs of vLLM servers, started with the flags of `tracegrad.sync.vllm_arguments`; default: one is started.
+        key: token of the servers.
+        python: interpreter of an environment that has vLLM, for the server that is started; default this one.
+        engine: vLLM's engine arguments by name, for the server that is started.
+        out: folder of the run.
+        resume: go on with the run in `out`.
+        sinks: where rows go beside metrics.jsonl; default a line each step.
+        say: takes the sentences that a user should read.
+
+    Raises:
+        ArgumentError: if arguments do not fit together, or `out` holds a run and `resume` is False.
+        SyncFault: if the servers do not sample from the policy that is trained.
+        TracegradError: if a server, the folder or what plays fails for good.
+    """
+    told, out, model = online or Online(), Path(out), Path(model)
+    config = _config(config or Config())
+    tokenizer = Tokenizer.from_pretrained(model)
+    ranks = Ranks.join()
+    driven = Run(load_model(model), objective, config, out=out, tokenizer=model, ranks=ranks)
+    _take_up(driven, resume)
+    ledger = Ledger(out)
+    with ExitStack() as stack:
+        collector, evaluate = None, None
+        if ranks.first:
+            from tracegrad import rollout, sync
+
+            contract, scores = contract_of(agent, environment, tools, rewards, rollout)
+            pool, engine_told = stack.enter_context(served(model, servers, key, python, engine or {}, told, out, say))
+            write_bytes(out / RUN, [_manifest(model, objective, config, told, engine_told)])
+            folder = out / frames.FOLDER
+            done, counts = _played(folder)
+            writer = stack.enter_context(Writer(folder))
+            pace = Pace(config.pack.step_groups, told.max_lag, told.refill)
+            collector = Collector(
+                contract,
+                Tasks(tasks, config.train.seed).after(done),
+                pool,
+                _sync(sync, told, out),
+                writer,
+                pace,
+                told,
+                score=_score(rewards, weights) if scores else None,
+                counts=counts,
+                taken=len(ledger.steps),
+                version=driven.taken,
+            )
+            stack.enter_context(collector)
+            if len(evaluation):
+                evaluate = _evaluation(collector, contract, evaluation, out)
+        lines = _sinks(driven, told, sinks, say) if ranks.first else []
+        for sink in lines:
+            stack.callback(sink.close)
+        proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
+        loop = Loop(driven, tokenizer, told, ledger, collector, lines, say, proof, evaluate=evaluate)
+        with Interrupt() as interrupt, driven.together():
+            stopped = loop.run(interrupt)
+    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows)
+
+
+def replay(
+    run: str | Path,
+    model: str | Path,
+    *,
+    objective: Objective = presets.DAPO,
+    config: Config | None = None,
+    out: str | Path,
+    say: Callable[[str], None] = print,
+) -> Finished:
+    """Takes the steps of a run again, from its folder and the model that it began with: no server, nothing played.
+
+    On the same machine the parameters are those of the run, bit for bit.
+
+    Args:
+        run: folder of the run.
+        model, objective, config: those that it had.
+        out: folder for checkpoints and metrics; the run's is not changed.
+
+    Raises:
+        ArgumentError: if `out` is the run's folder or holds another.
+    """
+    run, out, model = Path(run), Path(out), Path(model)
+    if run.resolve() == out.resolve():
+        raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
+    config = _config(config or Config())
+    driven = Run(load_model(model), objective, config, out=out, tokenizer=model)
+    driven.begin()
+    ledger = Ledger(run)
+    lines = [metrics.JsonLines(out / "metrics.jsonl")]
+    loop = Loop(
+        driven, Tokenizer.from_pretrained(model), Online(steps=max(len(ledger.steps), 1)), ledger, None, lines, say
+    )
+    loop.folder = run / frames.FOLDER
+    with Interrupt() as interrupt:
+        stopped = loop.run(interrupt)
+    lines[0].close()
+    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows)
+
+
+def _config(config: Config) -> Config:
+    """Nothing is held out: what is evaluated has tasks of its own."""
+    return replace(config, data=replace(config.data, holdout=0.0))
+
+
+def _take_up(driven: Run, resume: bool) -> None:
+    if resume:
+        driven.restore()
+    elif (driven.out / "steps.jsonl").exists():
+        raise ArgumentError(
+            f"{driven.out} holds a run. A new one would be mixed with it. Go on with resume=True, or give another out."
+        )
+    driven.begin()
+
+
+def _played(folder: Path) -> tuple[set[int], Counts]:
+    """Which groups are on the disk, and their counts."""
+    done, counts = set(), Counts()
+    for _, traces in Follower(folder).look() if folder.exists() else ():
+        group = traces.groups[0] or ""
+        done |= {int(group)} if group.isdecimal() else set()
+        reward = traces.reward
+        known = reward[~np.isnan(reward)]
+        counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
+        counts.dull += bool(len(known) < 2 or (known == known[0]).all())
+        counts.trajectories += len(traces)
+    return done, counts
+
+
+def _sync(sync: Any, told: Online, out: Path) -> Callable[[Any], Any]:
+    if told.sync == "file":
+        return lambda servers: sync.File(servers, out / WEIGHTS)
+    raise ArgumentError(f"online.sync is {told.sync!r}: not built into the loop yet. Use 'file'.")
+
+
+def _score(functions: Any, weights: Sequence[float] | None) -> Any:
+    from tracegrad.score.functions import group_scorer
+
+    return group_scorer(functions, weights)
+
+
+def _evaluation(
+    collector: Collector, contract: Any, tasks: Sequence[Any], out: Path
+) -> Callable[[int], dict[str, Any]]:
+    """What plays the tasks of an evaluation and says how it went."""
+
+    def evaluate(step: int) -> dict[str, Any]:
+        played = collector.evaluate(contract, tasks, f"evaluation-{step}")
+        with Writer(out / "evaluation") as writer:
+            writer.write([each.record for each in played])
+        known = np.array([reward_of(each.record) for each in played])
+        known = known[~np.isnan(known)]
+        mean = float(known.mean()) if len(known) else math.nan
+        error = 1.96 * float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+        return {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(known)}
+
+    return evaluate
+
+
+def _manifest(model: Path, objective: Objective, config: Config, told: Online, engine: Mapping[str, Any]) -> bytes:
+    from tracegrad.config import as_dict
+
+    known = {"model": str(model), "objective": repr(objective), "online": asdict(told), "engine": dict(engine)}
+    return (json.dumps({**known, "config": as_dict(config)}, indent=1, default=str) + "\n").encode()
+
+
+def _sinks(
+    driven: Run, told: Online, sinks: Sequence[metrics.Sink] | None, say: Callable[[str], None]
+) -> list[metrics.Sink]:
+    lines = metrics.JsonLines(driven.out / "metrics.jsonl", keep_to_step=driven.taken or None)
+    return [lines, *(sinks if sinks is not None else [Line(told.steps, say)])]
+
+
+class Line:
+    """One line for each step and each evaluation."""
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self.total, self.say = total, say
+
+    def log(self, row: metrics.Row) -> None:
+        """Says the row."""
+        if "eval_reward" in row:
+            told = ("eval_reward", "eval_low", "eval_high")
+            mean, low, high = (float("nan") if row[name] is None else row[name] for name in told)
+            self.say(f"evaluation after step {row['step']}: {mean:.1%} [{low:.1%}, {high:.1%}] of {row['eval_tasks']}")
+            return
+        parts = [f"step {row['step']}/{self.total}", f"reward {row.get('reward_mean') or 0:.3f}"]
+        parts += [f"{row['groups']} groups ({row['groups_dull']} dull)"]
+        if row.get("sync_terms"):
+            parts.append(f"sync within {row['sync_max']:.1e}")
+        parts.append(f"waited {row['seconds_waited']:.1f} s, trained {row['seconds_trained']:.1f} s")
+        self.say("  ".join(parts))
+
+    def close(self) -> None:
+        """Nothing is held back."""
