@@ -23,9 +23,9 @@ from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces, read, stream, strip_logprobs, write
 
 if TYPE_CHECKING:
-    from tracegrad import doctor, learner, objective, policy, report, rollout, score
+    from tracegrad import doctor, learner, objective, online, policy, report, rollout, score
 
-_ON_USE = ("doctor", "learner", "objective", "policy", "report", "rollout", "score")
+_ON_USE = ("doctor", "learner", "objective", "online", "policy", "report", "rollout", "score")
 
 __all__ = [
     "Batch",
@@ -44,6 +44,7 @@ __all__ = [
     "doctor",
     "learner",
     "objective",
+    "online",
     "pack",
     "policy",
     "presets",

@@ -56,7 +56,8 @@ class Gap:
         apart = apart[~np.isnan(apart)]
         if not len(apart):
             return cls(0)
-        return cls(len(apart), *(float(each) for each in np.percentile(apart, [50, 99, 99.9])), float(apart.max()))
+        p50, p99, p999 = (float(each) for each in np.percentile(apart, [50, 99, 99.9]))
+        return cls(len(apart), p50, p99, p999, float(apart.max()))
 
     def row(self) -> dict[str, float]:
         """By the names of the metrics."""
@@ -140,8 +141,8 @@ def fault(step: int, version: int, gap: Gap, bound: float, why: str) -> SyncFaul
     """The error that ends a run."""
     return SyncFault(
         f"step {step}: the servers do not sample from version {version}, which is trained. Of {gap.terms} tokens "
-        f"that they say are its own, the logprobs are off by up to {gap.max:.3g} nats (median {gap.p50:.2g}; at most {bound:.2g} "
-        f"is clean). Ratios would be wrong. {why}"
+        f"that they say are its own, the logprobs are off by up to {gap.max:.3g} nats (median {gap.p50:.2g}; "
+        f"at most {bound:.2g} is clean). Ratios would be wrong. {why}"
     )
 
 

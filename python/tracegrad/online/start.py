@@ -91,7 +91,7 @@ def train(
         config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
         online: of playing.
         evaluation: tasks that are played before the first step and after the last, and not trained on.
-        servers: URLs of vLLM servers, started with the flags of `tracegrad.sync.vllm_arguments`; default: one is started.
+        servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; default: one is started.
         key: token of the servers.
         python: interpreter of an environment that has vLLM, for the server that is started; default this one.
         engine: vLLM's engine arguments by name, for the server that is started.
@@ -179,9 +179,8 @@ def replay(
     driven.begin()
     ledger = Ledger(run)
     lines = [metrics.JsonLines(out / "metrics.jsonl")]
-    loop = Loop(
-        driven, Tokenizer.from_pretrained(model), Online(steps=max(len(ledger.steps), 1)), ledger, None, lines, say
-    )
+    told = Online(steps=max(len(ledger.steps), 1))
+    loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say)
     loop.folder = run / frames.FOLDER
     with Interrupt() as interrupt:
         stopped = loop.run(interrupt)
