@@ -59,7 +59,7 @@ class Collector:
         options: of the run.
         score: of a group, for what scores trajectories together.
         base: counts of the groups that are on the disk.
-        taken: steps whose groups were chosen before.
+        taken: steps that are done.
     """
 
     contract: Any
@@ -144,7 +144,7 @@ class Collector:
         self._loop.call_soon_threadsafe(self._held.set)
 
     def step_taken(self, steps: int) -> None:
-        """So many steps have chosen their groups: more may be begun."""
+        """So many steps are done and their weights pushed: more groups may be begun."""
         self.taken = steps
         self._loop.call_soon_threadsafe(self._wake.set)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class Place:
 
 
 class Writer:
-    """Appends groups to a file of its own, which nobody else writes.
+    """Appends groups to a file of its own, which nobody else writes; threads may share it.
 
     Args:
         folder: made if it is not there.
@@ -60,6 +61,7 @@ class Writer:
         except OSError as error:
             raise _unwritten(folder, error) from error
         self._end = 0
+        self._alone = threading.Lock()
 
     def write(self, records: Sequence[dict[str, Any]]) -> Place:
         """Appends one group; it is on the disk, whole, when this returns, or not there at all.
@@ -81,6 +83,10 @@ class Writer:
                 f"group {records[0].get('group')!r} has {len(text):,} bytes of records. A group is read at once. "
                 f"Limit its turns or tokens: at most {MOST_BYTES:,}."
             )
+        with self._alone:
+            return self._append(text)
+
+    def _append(self, text: bytes) -> Place:
         frame = self._compressor.compress(text)
         try:
             left = memoryview(frame)

@@ -86,6 +86,8 @@ class Loop:
                 break
             self._step(*found, waited=time.perf_counter() - began)
             at += 1
+            if self.collector is not None:
+                self.collector.step_taken(at)
             self._evaluated(at)
         self.driven.save()
         if interrupt.received is not None:
@@ -112,7 +114,6 @@ class Loop:
             return None
         dull = [index for index, (_, _, teaches_nothing) in enumerate(chosen) if teaches_nothing]
         taken = self.ledger.add(self.driven.taken, [place for place, _, _ in chosen], dull)
-        self.collector.step_taken(len(self.ledger.steps))
         return taken, Traces.concatenate(traces for _, traces, teaches_nothing in chosen if not teaches_nothing)
 
     def _chosen(self, interrupt: Interrupt) -> list[tuple[Place, Traces, bool]] | None:

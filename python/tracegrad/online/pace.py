@@ -44,7 +44,7 @@ class Pace:
         """Groups that may have been begun since the run began.
 
         Args:
-            taken: steps whose groups were chosen.
+            taken: steps that are done, their weights pushed.
             dull: finished groups whose rewards are equal or unknown.
         """
         steps = self.max_lag + taken + 1

@@ -274,7 +274,7 @@ class Line:
             mean, low, high = (float("nan") if row[name] is None else row[name] for name in told)
             self.say(f"evaluation after step {row['step']}: {mean:.1%} [{low:.1%}, {high:.1%}] of {row['eval_tasks']}")
             return
-        parts = [f"step {row['step']}/{self.total}", f"reward {row.get('reward_mean') or 0:.3f}"]
+        parts = [f"step {row['step']}/{self.total}", f"reward {row.get('reward') or 0:.3f}"]
         parts += [f"{row['groups']} groups ({row['groups_dull']} dull)"]
         if row.get("sync_terms"):
             parts.append(f"sync within {row['sync_max']:.1e}")
