@@ -17,6 +17,7 @@ FLOORS = [
     {"batch", "config"},
     {"policy", "prepare"},
     {"learner", "report", "doctor", "rollout", "score", "sync"},
+    {"online"},
     {"integrations"},
     {"cli"},
 ]

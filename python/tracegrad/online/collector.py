@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -100,7 +101,7 @@ class Collector:
     def stop(self) -> None:
         """Ends: what is under way is let go."""
         self._stopping = True
-        self._loop.call_soon_threadsafe(self._wake.set)
+        self._tell(self._wake.set)
         self._thread.join(30)
 
     def __enter__(self) -> Collector:
@@ -125,7 +126,16 @@ class Collector:
 
     def run(self, work: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> T:
         """Runs `work(servers, sync)` in the collector's loop, and waits for what it gives."""
-        return asyncio.run_coroutine_threadsafe(work(self._servers, self._sync), self._loop).result()
+        coroutine = work(self._servers, self._sync)
+        if not self._thread.is_alive():
+            coroutine.close()
+            self.check()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while not futures.wait([future], timeout=1.0).done:
+            if not self._thread.is_alive():
+                self.check()
+                raise TracegradError("what plays has ended. Nothing can be asked of the servers. Start the run again.")
+        return future.result()
 
     def push(self, weights: Any, version: int) -> Any:
         """Brings weights to all servers; calls under way are sampled by two versions."""
@@ -141,12 +151,12 @@ class Collector:
     def begin_playing(self) -> None:
         """Lets groups begin: the servers have the weights they are to have."""
         self.finished_at = time.monotonic()
-        self._loop.call_soon_threadsafe(self._held.set)
+        self._tell(self._held.set)
 
     def step_taken(self, steps: int) -> None:
         """So many steps are done and their weights pushed: more groups may be begun."""
         self.taken = steps
-        self._loop.call_soon_threadsafe(self._wake.set)
+        self._tell(self._wake.set)
 
     def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[Played]:
         """Plays each task once, for the record of an evaluation."""
@@ -164,6 +174,11 @@ class Collector:
             return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
 
         return self.run(played)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        """Has the loop do something; where it has ended, `check` says why."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(what)
 
     def _work(self) -> None:
         asyncio.set_event_loop(self._loop)

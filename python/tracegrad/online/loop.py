@@ -64,7 +64,8 @@ class Loop:
         self.folder = self.driven.out / frames.FOLDER
         self.follower = Follower(self.folder)
         self.queue: list[tuple[Place, Traces, bool]] = []
-        self.pace = Pace(self.driven.config.pack.step_groups, self.options.max_lag, self.options.refill)
+        told = self.options
+        self.pace = Pace(self.driven.config.pack.step_groups, told.max_lag, told.refill, told.steps)
         self.ranks = self.driven.ranks
         self._settled = False
         self._dulls = self.driven.config.advantage.baseline != "none"
@@ -136,7 +137,9 @@ class Loop:
     def _dull(self, traces: Traces) -> bool:
         reward = traces.reward if not self.driven.config.data.reward else _named(traces, self.driven.config.data.reward)
         known = reward[~np.isnan(reward)]
-        return self._dulls and (len(known) < 2 or bool((known == known[0]).all()))
+        if not self._dulls:
+            return not len(known)
+        return len(known) < 2 or bool((known == known[0]).all())
 
     def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
         began = time.perf_counter()

@@ -22,11 +22,13 @@ class Pace:
         groups: whose rewards differ, in one optimizer step.
         max_lag: steps that the trainer may be ahead of what is played; 0 plays and trains in turns.
         refill: a step is given up to `refill` times as many groups, where the rewards of some are equal.
+        steps: of the run; for none after them is played.
     """
 
     groups: int
     max_lag: int = 1
     refill: int = 3
+    steps: int = 1 << 31
 
     def __post_init__(self) -> None:
         for name, least in (("groups", 1), ("max_lag", 0), ("refill", 1)):
@@ -47,5 +49,5 @@ class Pace:
             taken: steps that are done, their weights pushed.
             dull: finished groups whose rewards are equal or unknown.
         """
-        steps = self.max_lag + taken + 1
+        steps = min(self.max_lag + taken + 1, self.steps)
         return steps * self.groups + min(dull, steps * (self.most - self.groups))

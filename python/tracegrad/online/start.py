@@ -123,7 +123,7 @@ def train(
             folder = out / frames.FOLDER
             done, counts = _played(folder)
             writer = stack.enter_context(Writer(folder))
-            pace = Pace(config.pack.step_groups, told.max_lag, told.refill)
+            pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
             collector = Collector(
                 contract,
                 Tasks(tasks, config.train.seed).after(done),

@@ -1,0 +1,131 @@
+"""A policy behind HTTP in the test process: the example's model, sampled by transformers, answering as vLLM does.
+
+It takes weights by the requests of `sync.File`. `mistake` makes it sample from something else than it was told, in one
+of the ways in which a real server does.
+"""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import torch
+from aiohttp import web
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import rollout
+
+MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
+
+
+class PolicyServer:
+    """One server; as a context manager it serves from a thread of its own.
+
+    `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
+    says logprobs of that), "stale" (keys and values of prompts stay those of the first weights).
+    """
+
+    def __init__(self, mistake=None, fail=()):
+        torch.manual_seed(0)
+        self.mistake, self.fail = mistake, list(fail)
+        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        self.first = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        self.generator = torch.Generator().manual_seed(1)
+        self.calls = self.pushes = 0
+        self.delay = 0.0
+
+    async def _chat(self, request):
+        body = await request.json()
+        self.calls += 1
+        if self.fail and self.calls in self.fail:
+            return web.json_response({"error": {"message": "told to fail"}}, status=400)
+        await asyncio.sleep(self.delay)
+        return web.json_response(self._answer(body))
+
+    @torch.no_grad()
+    def _answer(self, body):
+        told = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
+        text = self.tokenizer.apply_chat_template(body["messages"], **told)
+        prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        heat = body.get("temperature", 1.0) * (1.5 if self.mistake == "hot" else 1.0)
+        cache, ids = DynamicCache(), torch.tensor([prompt])
+        if self.mistake == "stale":
+            self.first(ids[:, :-1], past_key_values=cache, use_cache=True)
+            ids = ids[:, -1:]
+        sampled, logprobs, reason = [], [], "length"
+        while len(sampled) < body.get("max_tokens", 16):
+            scores = self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            known = (scores / heat).log_softmax(-1)
+            drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
+            sampled.append(drawn)
+            logprobs.append(float(known[drawn]))
+            ids = torch.tensor([[drawn]])
+            if drawn == self.tokenizer.eos_token_id:
+                reason = "stop"
+                break
+        said = self.tokenizer.decode(sampled[:-1] if reason == "stop" else sampled)
+        message = rollout.assistant_message(said, reason == "stop", self.calls)
+        reason = message.pop("finish_reason")
+        tokens = [self.tokenizer.decode([each]) for each in sampled]
+        listed = [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+        choice = {"index": 0, "message": message, "logprobs": {"content": listed}, "token_ids": sampled}
+        return {
+            "id": f"chat-{self.calls}",
+            "object": "chat.completion",
+            "model": body["model"],
+            "choices": [{**choice, "finish_reason": reason}],
+            "prompt_token_ids": prompt,
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)},
+        }
+
+    async def _control(self, request):
+        raw = await request.read()
+        if request.path == "/update_weights" and self.mistake != "deaf":
+            self._load(load_file(json.loads(raw)["update_info"]["path"]))
+        self.pushes += request.path == "/finish_weight_update"
+        return web.json_response({"success": True})
+
+    @torch.no_grad()
+    def _load(self, weights):
+        head = self.model.get_output_embeddings()
+        if self.mistake == "head" and head.weight is self.model.get_input_embeddings().weight:
+            head.weight = nn.Parameter(head.weight.clone())
+        own = dict(self.model.named_parameters())
+        for name, value in weights.items():
+            if name in own and not (self.mistake == "head" and own[name] is head.weight):
+                own[name].copy_(value)
+
+    def __enter__(self):
+        self._loop = asyncio.new_event_loop()
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
+        self._thread.start()
+        assert ready.wait(60)
+        return self
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(10)
+
+    def _serve(self, ready):
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._main(ready))
+
+    async def _main(self, ready):
+        self._done = asyncio.Event()
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_route("*", "/{path:.*}", self._control)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        ready.set()
+        await self._done.wait()
+        await runner.cleanup()

@@ -1,0 +1,212 @@
+"""The online loop against a policy behind HTTP: steps, proof, replay, resume, and what must stop a run."""
+
+import asyncio
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import task
+import tracegrad as tg
+from policy_server import MODEL, PolicyServer
+from tracegrad.learner import checkpoint
+from tracegrad.online import Online, SyncFault
+from tracegrad.online.collector import is_dull
+
+torch.set_num_threads(1)
+PLAY = {"steps": 2, "samples": 4, "max_lag": 0, "refill": 1, "max_tokens": 12, "turns": 1}
+CONFIG = tg.config.Config(
+    pack=tg.config.Pack(step_groups=2),
+    optimizer=tg.config.Optimizer(lr=2e-3),
+    advantage=tg.config.Advantage(baseline="none"),
+)
+
+
+def short(prompts, completions, **columns):
+    """Less is better, and no two are alike for long."""
+    return [-float(len(completion[-1]["content"])) / 10 for completion in completions]
+
+
+def questions(seed=0, count=None):
+    return [{"prompt": each.messages()} for each in itertools.islice(task.prompts("traces", seed), count)]
+
+
+def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, **online):
+    async def answers(task_, policy):
+        message = await policy.chat(task_["prompt"])
+        return -float(len(message["content"] or "")) / 10
+
+    told = {"agent": agent or answers, "objective": tg.presets.DAPO_DIRECT, "config": config}
+    options = Online(**{**PLAY, **online})
+    tasks = questions(count=8) if tasks is None else tasks
+    servers = {"servers": [server.url], "out": out, "resume": resume}
+    return tg.online.train(MODEL, tasks, **told, **servers, online=options, sinks=(), say=lambda _: None)
+
+
+def weights(folder: Path):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run of three steps and its folder."""
+    out = tmp_path_factory.mktemp("online") / "run"
+    with PolicyServer() as server:
+        found = run(server, out, steps=3)
+        return found, out, server
+
+
+def test_every_step_proves_that_the_push_before_it_arrived(done):
+    found, _, server = done
+    assert found.stopped == "done"
+    assert [row["step"] for row in found.rows] == [1, 2, 3]
+    for row in found.rows:
+        assert row["sync_terms"] == row["terms"] > 0
+        assert row["sync_max"] < 1e-4
+        assert row["version"] == row["step"] - 1
+    assert server.pushes == 4
+
+
+def test_the_policy_that_is_saved_is_the_one_that_is_served(done):
+    found, _, server = done
+    served = dict(server.model.named_parameters())
+    for name, value in weights(found.checkpoint).items():
+        assert torch.equal(value, served[name]), name
+
+
+def test_what_was_played_is_on_the_disk_by_groups_and_reads_as_any_file(done):
+    _, out, _ = done
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [step["version"] for step in steps] == [0, 1, 2]
+    [path] = (out / "played").glob("*.jsonl.zst")
+    traces = tg.read(path)
+    assert len(traces) == 3 * 2 * 4
+    sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL))
+    assert sequences.drift.rate == 0
+    assert sorted({int(v) for v in sequences.version[sequences.trainable]}) == [0, 1, 2]
+
+
+def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path):
+    found, out, _ = done
+    again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again")
+    assert again.steps == 3
+    assert_same(weights(again.checkpoint), weights(found.checkpoint))
+    assert all(before["loss"] == after["loss"] for before, after in zip(found.rows, again.rows, strict=True))
+
+
+def test_a_run_that_was_cut_goes_on_with_its_folder(done, tmp_path):
+    """Cut after the second step was chosen and before it was saved: the same groups are taken again."""
+    config = tg.config.update(CONFIG, [("checkpoint.every", 1)])
+    with PolicyServer() as server:
+        first = run(server, tmp_path / "a", config=config, steps=2)
+        shutil.rmtree(checkpoint.list_checkpoints(tmp_path / "a")[-1])
+        again = run(server, tmp_path / "a", config=config, steps=2, resume=True)
+    assert [row["step"] for row in again.rows] == [2]
+    assert again.rows[0]["loss"] == first.rows[1]["loss"]
+    assert len(tg.read(next((tmp_path / "a" / "played").glob("00000*")))) == 2 * 2 * 4
+
+
+def test_a_folder_that_holds_a_run_is_not_begun_anew(done):
+    _, out, server = done
+    with pytest.raises(tg.errors.ArgumentError, match="holds a run"):
+        run(server, out)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "why"),
+    [
+        ("deaf", "still run the weights of the version before"),
+        ("head", "output head is that of the version before"),
+        ("hot", "temperature 1.5"),
+        ("stale", "sync"),
+    ],
+)
+def test_a_server_that_samples_from_something_else_is_found_and_named(tmp_path, mistake, why):
+    with PolicyServer(mistake) as server, pytest.raises(SyncFault) as raised:
+        run(server, tmp_path, steps=4)
+    assert "do not sample from version" in str(raised.value)
+    if mistake != "stale":
+        assert why in str(raised.value)
+    steps = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert len(steps) == (1 if mistake == "hot" else 2)
+
+
+def test_the_pace_keeps_the_players_within_the_lag(tmp_path):
+    seen = []
+
+    async def agent(task_, policy):
+        seen.append(policy.version)
+        message = await policy.chat(task_["prompt"])
+        return -float(len(message["content"] or ""))
+
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=agent, steps=3, max_lag=1)
+    assert len(seen) == 3 * 2 * 4
+    assert seen[:16] == [0] * 16
+    assert seen == sorted(seen)
+    assert [row["lag_max"] for row in found.rows] == [0, 1, 1]
+
+
+def test_failures_are_kept_untrained_and_too_many_in_a_row_stop_the_run(tmp_path):
+    numbers = itertools.count()
+
+    async def sometimes(task_, policy):
+        message = await policy.chat(task_["prompt"])
+        if next(numbers) % 4 == 3:
+            raise RuntimeError("the world is gone")
+        return -float(len(message["content"] or ""))
+
+    async def never(task_, policy):
+        raise RuntimeError("the world is gone")
+
+    with PolicyServer() as server:
+        found = run(server, tmp_path / "some", agent=sometimes, steps=1)
+        assert found.rows[0]["trajectories_failed"] == 2
+        traces = tg.read(next((tmp_path / "some" / "played").iterdir()))
+        assert int(np.isnan(traces.reward).sum()) == 2
+        with pytest.raises(tg.TracegradError, match=r"(?s)in a row have failed.*the world is gone"):
+            run(server, tmp_path / "none", agent=never, failures=8)
+
+
+def test_a_trainer_that_waits_says_for_what(tmp_path):
+    async def stuck(task_, policy):
+        await asyncio.sleep(60)
+
+    with PolicyServer() as server, pytest.raises(tg.TracegradError, match="oldest trajectory under way is 0-0"):
+        run(server, tmp_path, agent=stuck, patience=0.5)
+
+
+def test_tasks_that_end_end_the_run(tmp_path):
+    with PolicyServer() as server:
+        found = run(server, tmp_path, tasks=iter(questions(count=3)), steps=9)
+    assert found.stopped == "tasks"
+    assert found.steps == 2
+    assert found.rows[-1]["groups"] == 1
+
+
+def test_groups_that_teach_nothing_are_refilled(tmp_path):
+    async def equal(task_, policy):
+        await policy.chat(task_["prompt"])
+        return 1.0
+
+    config = tg.config.update(CONFIG, [("advantage.baseline", "group_mean")])
+    said = []
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=equal, steps=1, refill=3, config=config)
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [len(step["groups"]) for step in steps] == [6]
+    assert steps[0]["dull"] == [0, 1, 2, 3, 4, 5]
+    assert found.rows == said == []
+    assert is_dull([{"rewards": {"a": 1.0}}, {"rewards": {"a": None}}])
+    assert not is_dull([{"rewards": {"a": 1.0, "b": 1.0}}, {"rewards": {"a": 1.0, "b": 0.0}}], "b")
