@@ -20,10 +20,15 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo test test-debug check fuzz bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
+.PHONY: demo online test test-debug check fuzz bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
+
+online: $(VENV)/train .venv-vllm/ready  ## play against vLLM on this CPU, train, push, prove: success before and after
+	$(BIN)/python -m pip install --quiet '.[online]'
+	VLLM_CPU_KVCACHE_SPACE=1 OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/online.py \
+		--vllm-python .venv-vllm/bin/python --out out/online
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
