@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -36,12 +37,12 @@ def questions(seed=0, count=None):
     return [{"prompt": each.messages()} for each in itertools.islice(task.prompts("traces", seed), count)]
 
 
-def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, **online):
+def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, **online):
     async def answers(task_, policy):
         message = await policy.chat(task_["prompt"])
         return -float(len(message["content"] or "")) / 10
 
-    told = {"agent": agent or answers, "objective": tg.presets.DAPO_DIRECT, "config": config}
+    told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
     options = Online(**{**PLAY, **online})
     tasks = questions(count=8) if tasks is None else tasks
     servers = {"servers": [server.url], "out": out, "resume": resume}
@@ -210,3 +211,49 @@ def test_groups_that_teach_nothing_are_refilled(tmp_path):
     assert found.rows == said == []
     assert is_dull([{"rewards": {"a": 1.0}}, {"rewards": {"a": None}}])
     assert not is_dull([{"rewards": {"a": 1.0, "b": 1.0}}, {"rewards": {"a": 1.0, "b": 0.0}}], "b")
+
+
+def loud(prompts, completions, answer, **columns):
+    return [float(len(text)) + value for text, value in zip(completions, answer, strict=True)]
+
+
+async def halves(prompts, completions, **columns):
+    return [None if len(text) % 2 else 1.0 for text in completions]
+
+
+def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_path):
+    tasks = [{"prompt": f"Hello, I am {name}.", "answer": value} for name, value in (("Ben", 0.5), ("Anna", 2.0))]
+    with PolicyServer() as server:
+        found = run(server, tmp_path, how={"rewards": [loud, halves], "weights": [1.0, 10.0]}, tasks=tasks, steps=1)
+    traces = tg.read(next((tmp_path / "played").iterdir()))
+    for trace in traces:
+        text, value = trace.messages[-1]["content"] or "", trace.metadata["task"]["answer"]
+        second = None if len(text) % 2 else 1.0
+        expected = {"loud": len(text) + value, "halves": math.nan if second is None else 1.0}
+        assert trace.rewards == pytest.approx(expected, nan_ok=True)
+        assert trace.reward == pytest.approx(len(text) + value + 10 * (second or 0))
+    assert found.rows[0]["reward"] == pytest.approx(float(traces.reward.mean()))
+
+
+def price(item: str) -> int:
+    """Price of one item.
+
+    Args:
+        item: the item.
+    """
+    return 7
+
+
+def test_plain_functions_are_tools(tmp_path):
+    how = {"tools": [price], "rewards": [loud_of_messages]}
+    with PolicyServer() as server:
+        found = run(server, tmp_path, how=how, steps=1, max_tokens=64, turns=3)
+    traces = tg.read(next((tmp_path / "played").iterdir()))
+    assert traces[0].tools[0]["function"]["name"] == "price"
+    answered = [m for trace in traces for m in trace.messages if m["role"] == "tool"]
+    assert found.rows[0]["forks"] == 0
+    assert len(answered) == sum(len(trace.generations) - 1 for trace in traces)
+
+
+def loud_of_messages(prompts, completions, **columns):
+    return [float(sum(len(message["content"] or "") for message in messages)) for messages in completions]

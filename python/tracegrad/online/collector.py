@@ -24,8 +24,8 @@ from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
 
 T = TypeVar("T")
-Score = Callable[[list[Played]], Awaitable[list[Mapping[str, float | None]]]]
-"""Scores the trajectories of a group together."""
+Score = Callable[[Sequence[Played]], Awaitable[None]]
+"""Scores the trajectories of a group together, in their records."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Collector:
                 async with some:
                     found = await self._play(servers, contract, task, f"{name}-{number}", None)
                 if self.score is not None:
-                    await self._scored([found])
+                    await self.score([found])
                 return found
 
             return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
@@ -237,7 +237,7 @@ class Collector:
         plays = (self._play(self._servers, self.contract, task, name, str(number)) for name in names)
         played = list(await asyncio.gather(*plays))
         if self.score is not None:
-            await self._scored(played)
+            await self.score(played)
         records = [each.record for each in played]
         await asyncio.to_thread(self.writer.write, records)
         self.counts.finished += 1
@@ -265,13 +265,6 @@ class Collector:
             )
         finally:
             del self._under_way[name]
-
-    async def _scored(self, played: list[Played]) -> None:
-        assert self.score is not None
-        for each, rewards in zip(played, await self.score(played), strict=True):
-            if each.error is None:
-                each.record.pop("reward", None)
-                each.record["rewards"] = {**each.record.get("rewards", {}), **rewards}
 
     def _note_failures(self, played: list[Played]) -> None:
         """Stops the run where nothing but failures has come for a while: the first says why."""

@@ -28,6 +28,7 @@ from tracegrad.online.loop import Loop
 from tracegrad.online.options import Online
 from tracegrad.online.pace import Pace
 from tracegrad.online.proof import Proof
+from tracegrad.online.scoring import GroupScore
 from tracegrad.online.serve import served
 from tracegrad.online.suspects import WEIGHTS
 from tracegrad.online.tasks import Tasks
@@ -123,6 +124,9 @@ def train(
             folder = out / frames.FOLDER
             done, counts = _played(folder)
             writer = stack.enter_context(Writer(folder))
+            score = GroupScore(rewards, weights) if scores else None
+            if score is not None:
+                stack.callback(score.close)
             pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
             collector = Collector(
                 contract,
@@ -132,7 +136,7 @@ def train(
                 writer,
                 pace,
                 told,
-                score=_score(rewards, weights) if scores else None,
+                score=score,
                 counts=counts,
                 taken=len(ledger.steps),
                 version=driven.taken,
@@ -221,12 +225,6 @@ def _sync(sync: Any, told: Online, out: Path) -> Callable[[Any], Any]:
     if told.sync == "file":
         return lambda servers: sync.File(servers, out / WEIGHTS)
     raise ArgumentError(f"online.sync is {told.sync!r}: not built into the loop yet. Use 'file'.")
-
-
-def _score(functions: Any, weights: Sequence[float] | None) -> Any:
-    from tracegrad.score.functions import group_scorer
-
-    return group_scorer(functions, weights)
 
 
 def _evaluation(
