@@ -4,5 +4,7 @@ What cannot be scored is NaN and counted, never 0. Nothing here plays or trains.
 """
 
 from tracegrad.score.functions import Rewards, Scored, rewards
+from tracegrad.score.judge import Judge
+from tracegrad.score.verdict import Judged, Verdict
 
-__all__ = ["Rewards", "Scored", "rewards"]
+__all__ = ["Judge", "Judged", "Rewards", "Scored", "Verdict", "rewards"]
