@@ -120,7 +120,7 @@ def driven(run, traces, numbers):
     """Steps by number, twice each epoch's, with the rows."""
     packed, rows = [*steps_of(traces, run.objective, 0), *steps_of(traces, run.objective, 1)], []
     for number in numbers:
-        run.step(packed[number], version=7 + number // 3)
+        run.step(packed[number], version=7 + number)
         rows.append(without(run.row()))
     return rows
 
@@ -136,7 +136,7 @@ def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path,
     torch.manual_seed(5)
     again = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
     assert again.restore().step == 4
-    assert (again.taken, again.version) == (4, 8)
+    assert (again.taken, again.version) == (4, 10)
     assert again.watch.seconds["train"] == cut.watch.seconds["train"] > 0
     assert driven(again, traces, range(4, 8)) == rows[4:]
     assert rows[4]["entropy_coef"] == pytest.approx(0.05)  # 0.01, and 0.01 more after each of four steps
@@ -218,14 +218,20 @@ def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkey
     monkeypatch.setattr(
         module, "optimizer_step", lambda t, step, *a, **k: (seen.append(step.alpha), whole(t, step, *a, **k))[1]
     )
-    uniform = replace(traces, version=np.where(traces.trainable, 2, -1).astype(np.int32))
-    [step, *_] = steps_of(uniform, presets.A3PO, 0)
-    for name, versions in {"a version a step": (4, 5, 6, 7), "a version a refresh": (4, 4, 4, 5)}.items():
+    # All traces but the first are of version 2; its terms are of no known one: of the version that is told.
+    version = np.where(traces.trainable & (np.arange(traces.tokens) >= traces.cu_seqlens[1]), 2, -1)
+    some = replace(traces, version=version.astype(np.int32))
+    step = next(step for step in steps_of(some, presets.A3PO, 0) if (step.version < 0).any())
+    # Steps 1 to 3 have their proximal at 4, and step 4 at its own version: 2/2, 2/3, 2/4, 1 for those of version 2.
+    # For the others 1 where they are as new as the trained policy, and (4 - 4) / (5 - 4) where the proximal is.
+    cases = {"a version a step": ((4, 5, 6, 7), [1, 1, 1, 1]), "a version a refresh": ((4, 4, 4, 5), [1, 0, 0, 1])}
+    for name, (versions, fresh) in cases.items():
         run, seen[:] = Run(tiny_model(), presets.A3PO, told(train__updates_per_old=3), out=tmp_path / name), []
         for version in versions:
             run.step(step, version=version)
-        # steps 1 to 3 have their proximal at 4: 2/2, 2/3, 2/4; step 4 at its own version
-        assert [sorted({round(float(a), 6) for a in each}) for each in seen] == [[1.0], [0.666667], [0.5], [1.0]]
+        here = [sorted({round(float(a), 6) for a in each[step.version == 2]}) for each in seen]
+        assert here == [[1.0], [0.666667], [0.5], [1.0]]
+        assert [set(each[step.version < 0].tolist()) for each in seen] == [{alpha} for alpha in fresh]
     with pytest.raises(ArgumentError, match=r"log-linear proximal.*version is None"):
         run.step(step)
 
