@@ -1,4 +1,4 @@
-"""A run of the online loop in a process of its own, for what is killed: `python online_run.py URL OUT STEPS [resume]`."""
+"""A run of the online loop in a process of its own, which tests kill: `python online_run.py URL OUT STEPS [resume]`."""
 
 import sys
 from pathlib import Path

@@ -5,6 +5,7 @@ of the ways in which a real server does.
 """
 
 import asyncio
+import copy
 import json
 import threading
 from pathlib import Path
@@ -18,20 +19,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 import rollout
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
+BLOCK = 16
 
 
 class PolicyServer:
     """One server; as a context manager it serves from a thread of its own.
 
     `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
-    says logprobs of that), "stale" (keys and values of prompts stay those of the first weights).
+    says logprobs of that), "stale" (keys and values outlive the weights that they were made by).
     """
 
     def __init__(self, mistake=None, fail=()):
         torch.manual_seed(0)
         self.mistake, self.fail = mistake, list(fail)
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-        self.first = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        self.cached = {}
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         self.generator = torch.Generator().manual_seed(1)
         self.calls = self.pushes = 0
@@ -45,27 +47,28 @@ class PolicyServer:
         await asyncio.sleep(self.delay)
         return web.json_response(self._answer(body))
 
-    @torch.no_grad()
+    async def _complete(self, request):
+        body = await request.json()
+        sampled, logprobs, reason = self._sampled(body["prompt"], body)
+        choice = {"index": 0, "text": "", "token_ids": sampled, "prompt_token_ids": body["prompt"]}
+        choice |= {"logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+        return web.json_response({"object": "text_completion", "model": body["model"], "choices": [choice]})
+
+    def _prompted(self, ids, salt):
+        """The cache of a prompt and its last id; keys and values of its beginning are those of whoever asked first."""
+        if self.mistake != "stale":
+            return DynamicCache(), ids
+        begins = (salt, *ids[0, :BLOCK].tolist())
+        if begins not in self.cached:
+            cache = self.cached[begins] = DynamicCache()
+            self.model(ids[:, :BLOCK], past_key_values=cache, use_cache=True)
+        return copy.deepcopy(self.cached[begins]), ids[:, BLOCK:]
+
     def _answer(self, body):
         told = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
         text = self.tokenizer.apply_chat_template(body["messages"], **told)
         prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        heat = body.get("temperature", 1.0) * (1.5 if self.mistake == "hot" else 1.0)
-        cache, ids = DynamicCache(), torch.tensor([prompt])
-        if self.mistake == "stale":
-            self.first(ids[:, :-1], past_key_values=cache, use_cache=True)
-            ids = ids[:, -1:]
-        sampled, logprobs, reason = [], [], "length"
-        while len(sampled) < body.get("max_tokens", 16):
-            scores = self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
-            known = (scores / heat).log_softmax(-1)
-            drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
-            sampled.append(drawn)
-            logprobs.append(float(known[drawn]))
-            ids = torch.tensor([[drawn]])
-            if drawn == self.tokenizer.eos_token_id:
-                reason = "stop"
-                break
+        sampled, logprobs, reason = self._sampled(prompt, body)
         said = self.tokenizer.decode(sampled[:-1] if reason == "stop" else sampled)
         message = rollout.assistant_message(said, reason == "stop", self.calls)
         reason = message.pop("finish_reason")
@@ -83,6 +86,23 @@ class PolicyServer:
             "prompt_token_ids": prompt,
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(sampled)},
         }
+
+    @torch.no_grad()
+    def _sampled(self, prompt, body):
+        heat = body.get("temperature", 1.0) * (1.5 if self.mistake == "hot" else 1.0)
+        cache, ids = self._prompted(torch.tensor([prompt]), body.get("cache_salt"))
+        sampled, logprobs, reason = [], [], "length"
+        while len(sampled) < body.get("max_tokens", 16):
+            scores = self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            known = (scores / heat).log_softmax(-1)
+            drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
+            sampled.append(drawn)
+            logprobs.append(float(known[drawn]))
+            ids = torch.tensor([[drawn]])
+            if drawn == self.tokenizer.eos_token_id:
+                reason = "stop"
+                break
+        return sampled, logprobs, reason
 
     async def _control(self, request):
         raw = await request.read()
@@ -121,6 +141,7 @@ class PolicyServer:
         self._done = asyncio.Event()
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._complete)
         app.router.add_route("*", "/{path:.*}", self._control)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()

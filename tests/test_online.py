@@ -130,17 +130,30 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew(done):
         ("deaf", "still run the weights of the version before"),
         ("head", "output head is that of the version before"),
         ("hot", "temperature 1.5"),
-        ("stale", "sync"),
+        ("stale", "prompt that they have never seen they agree"),
     ],
 )
 def test_a_server_that_samples_from_something_else_is_found_and_named(tmp_path, mistake, why):
     with PolicyServer(mistake) as server, pytest.raises(SyncFault) as raised:
         run(server, tmp_path, steps=4)
     assert "do not sample from version" in str(raised.value)
-    if mistake != "stale":
-        assert why in str(raised.value)
+    assert why in str(raised.value)
     steps = (tmp_path / "steps.jsonl").read_text().splitlines()
     assert len(steps) == (1 if mistake == "hot" else 2)
+
+
+@pytest.mark.parametrize("mistake", ["deaf", "stale", None])
+def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_path, mistake):
+    """The step before its own groups are done: all that it trains was sampled by the version before."""
+    with PolicyServer(mistake) as server:
+        if mistake is None:
+            found = run(server, tmp_path, steps=4, max_lag=1)
+            assert [row["sync_terms"] for row in found.rows if row["lag_max"] and not row["lag_mean"] % 1] != []
+            assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
+            return
+        with pytest.raises(SyncFault) as raised:
+            run(server, tmp_path, steps=6, max_lag=1)
+    assert "Of 8 tokens" in str(raised.value) or "do not sample" in str(raised.value)
 
 
 def test_the_pace_keeps_the_players_within_the_lag(tmp_path):

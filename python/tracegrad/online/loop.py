@@ -21,6 +21,7 @@ from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary
 from tracegrad.online import frames
+from tracegrad.online.canary import Canary
 from tracegrad.online.collector import Collector
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
@@ -67,6 +68,7 @@ class Loop:
         told = self.options
         self.pace = Pace(self.driven.config.pack.step_groups, told.max_lag, told.refill, told.steps)
         self.ranks = self.driven.ranks
+        self.canary: Canary | None = None
         self._settled = False
         self._dulls = self.driven.config.advantage.baseline != "none"
 
@@ -150,15 +152,22 @@ class Loop:
             return
         sequences = align(traces, self.tokenizer, on_error="skip")
         step, rewards = self._packed(sequences)
+        if self.canary is None and self.collector is not None and self.ranks.alone:
+            ids = np.unique(sequences.ids[sequences.trainable]).tolist()
+            self.canary = Canary(self.driven, self.collector, self.options, ids)
         here = own_terms(step, version) & ~_mixed(traces, sequences)[step.trace]
         gap = Gap(0)
 
         def check(logprobs: Any) -> None:
             nonlocal gap
             gap = Gap.of(logprobs, step.rollout_logprobs, here)
+            if not gap.terms and self.canary is not None:
+                gap = max(self.canary.ask(version), key=lambda each: each.max)
             if not self.proof.holds(gap):
-                why = explain(gap, step.rollout_logprobs, here, suspects(self.driven, step), self.proof.bound)
-                raise fault(taken.step + 1, version, gap, self.proof.bound, why)
+                fresh = None if self.canary is None else self.canary.ask(version, salt=f"proof-{version}")[1]
+                bound, told = self.proof.bound, suspects(self.driven, step)
+                why = explain(gap, step.rollout_logprobs, here, told, bound, fresh)
+                raise fault(taken.step + 1, version, gap, bound, why)
 
         prepared = time.perf_counter()
         self.driven.step(step, version, rewards=rewards, check=check)

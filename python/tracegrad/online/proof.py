@@ -116,8 +116,31 @@ class Suspect:
     logprobs: Callable[[], Floats]
 
 
-def explain(gap: Gap, rollout: Floats, here: NDArray[np.bool_], suspects: Sequence[Suspect], bound: float) -> str:
-    """The suspect whose logprobs are the servers', or what is left when none is."""
+STALE = (
+    "On a prompt that they have never seen they agree with the trainer: keys and values of older weights are left in "
+    "their caches. Pause with clear_cache, which is the default, or give each version its own cache_salt."
+)
+
+
+def explain(
+    gap: Gap,
+    rollout: Floats,
+    here: NDArray[np.bool_],
+    suspects: Sequence[Suspect],
+    bound: float,
+    fresh: Gap | None = None,
+) -> str:
+    """The suspect whose logprobs are the servers', or what is left when none is.
+
+    Args:
+        gap: of the terms that are `here` among the [M] of a step.
+        rollout: [M], what the servers said.
+        suspects: tried in their order.
+        bound: nats that are clean.
+        fresh: what they say behind a prompt that nobody has asked before, under the weights of now.
+    """
+    if fresh is not None and fresh.terms and fresh.max <= bound:
+        return STALE
     best: tuple[float, str] | None = None
     for suspect in suspects:
         found = Gap.of(suspect.logprobs(), rollout, here)
@@ -125,11 +148,6 @@ def explain(gap: Gap, rollout: Floats, here: NDArray[np.bool_], suspects: Sequen
             return suspect.cause
         if found.terms and (best is None or found.p50 < best[0]):
             best = (found.p50, suspect.cause)
-    if gap.p50 <= bound:
-        return (
-            "Most tokens agree and some do not: keys and values of older weights are left in a cache. Pause with "
-            "clear_cache (the default), or give each version its own cache_salt."
-        )
     near = f" Nearest: {best[1]}" if best is not None and best[0] < gap.p50 / 4 else ""
     return (
         "None of the known mistakes gives these numbers: the servers run other weights, another model, another "
