@@ -14,7 +14,7 @@ from tiny import tiny_model  # noqa: E402
 from tracegrad import policy, presets  # noqa: E402
 from tracegrad.algebra import Adapt, Entropy, Gate, Ratio  # noqa: E402
 from tracegrad.batch import pack  # noqa: E402
-from tracegrad.learner import loop  # noqa: E402
+from tracegrad.learner import run as driven  # noqa: E402
 from tracegrad.learner.adapters import with_adapters  # noqa: E402
 from tracegrad.learner.entropy import Control  # noqa: E402
 from tracegrad.policy.forward import read_states  # noqa: E402
@@ -66,7 +66,7 @@ def test_a_gated_bonus_adapts_to_the_entropy_of_what_the_gates_left(tmp_path, mo
             super().update(*arguments)
             seen.append((self.last, self.coef))
 
-    monkeypatch.setattr(loop, "Control", Watched)
+    monkeypatch.setattr(driven, "Control", Watched)
     gate = Gate(Ratio("theta", "rollout"), "k1", low=-0.01, high=0.01)
     entropy = Entropy(0.1, gated=True, adapt=Adapt(target=3.0, delta=0.01))
     run = watched(traces(), tmp_path, objective=replace(presets.DAPO, gates=(gate,), entropy=entropy))
