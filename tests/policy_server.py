@@ -41,6 +41,7 @@ class PolicyServer:
 
     async def _chat(self, request):
         body = await request.json()
+        assert body["model"] == "clerk"
         self.calls += 1
         if self.fail and self.calls in self.fail:
             return web.json_response({"error": {"message": "told to fail"}}, status=400)
@@ -108,6 +109,8 @@ class PolicyServer:
         raw = await request.read()
         if request.path == "/update_weights" and self.mistake != "deaf":
             self._load(load_file(json.loads(raw)["update_info"]["path"]))
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "clerk"}]})
         self.pushes += request.path == "/finish_weight_update"
         return web.json_response({"success": True})
 

@@ -20,6 +20,7 @@ from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.online.frames import Writer
 from tracegrad.online.options import Online
 from tracegrad.online.pace import Pace
+from tracegrad.online.serve import model_of
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
 
@@ -194,6 +195,8 @@ class Collector:
 
     async def _main(self) -> None:
         async with self.servers() as self._servers:
+            if not self._servers.model:
+                self._servers.model = await model_of(self._servers)
             self._sync = self.sync(self._servers)
             self._open.set()
             running: set[asyncio.Task[None]] = set()

@@ -1,0 +1,61 @@
+"""The online loop against a real vLLM: steps that are proven, a replay that is equal, and a mistake that is found."""
+
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import online
+import tracegrad as tg
+from tracegrad import sync
+from tracegrad.online import Online, SyncFault, start
+
+pytestmark = pytest.mark.vllm
+CONFIG = tg.config.Config(pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=4e-4))
+
+
+def run(example, url, out, **told):
+    """Steps of four groups of four."""
+    options = Online(**{"steps": 3, "samples": 4, "max_lag": 0, "max_tokens": 64, "turns": 4, **told})
+    return tg.online.train(
+        example / "model",
+        online.tasks("traces", 0),
+        environment=online.Shop,
+        objective=tg.presets.DAPO_DIRECT,
+        config=CONFIG,
+        online=options,
+        servers=[url],
+        out=out,
+        sinks=(),
+    )
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_each_step_is_proven_and_the_run_is_its_replay(served, example, tmp_path, max_lag):
+    found = run(example, served, tmp_path / "run", max_lag=max_lag)
+    for row in found.rows:
+        print(f"\nstep {row['step']}: {row['sync_terms']} terms, max {row['sync_max']:.1e}, lag {row['lag_mean']:.2f}")
+        assert row["sync_terms"] > 0
+        assert row["sync_max"] < 1e-4
+        assert row["lag_max"] <= max_lag
+        assert row["tokens_lost"] == 0
+    again = tg.online.replay(
+        tmp_path / "run", example / "model", objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again"
+    )
+    ours, theirs = (load_file(each.checkpoint / "model.safetensors") for each in (found, again))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_cache_that_is_not_cleared_ends_the_run_by_its_name(served, example, tmp_path, monkeypatch):
+    def careless(_module, _told, out):
+        return lambda servers: sync.File(servers, out / "weights", clear_cache=False)
+
+    monkeypatch.setattr(start, "_sync", careless)
+    with pytest.raises(SyncFault, match="prompt that they have never seen they agree"):
+        run(example, served, tmp_path, steps=6)
+
+
+def test_the_example_plays_what_the_task_says(example):
+    [told] = itertools.islice(online.tasks("traces", 0), 1)
+    assert set(told) == {"kind", "name", "item", "quantity", "offer", "text"}
