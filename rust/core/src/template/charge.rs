@@ -177,6 +177,11 @@ pub(super) fn walk(value: &Value) -> Result<(), Error> {
     work(seen(value, usize::MAX)?)
 }
 
+/// As [`walk`], for a key, which is hashed with all that lies in it.
+pub(super) fn hashed(key: &Value) -> Result<(), Error> {
+    work(3 + seen(key, BYTES_PER_UNIT)?)
+}
+
 /// As [`walk`], for what is compared on the way.
 pub(super) fn compared(value: &Value) -> Result<(), Error> {
     work(seen(value, COMPARED_PER_UNIT)?)

@@ -3,7 +3,7 @@
 //! Those the engine's own set lacks or takes less exactly than CPython are here, the others are passed on. Called by
 //! the template environment.
 
-use super::charge::{Reads, charge, compared, held, text_bytes};
+use super::charge::{Reads, charge, compared, hashed, held, text_bytes};
 use super::limits;
 use super::marks::is_space;
 use super::operators::bounded_format;
@@ -31,6 +31,7 @@ fn pay(value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
             limits::work(text_bytes(value)?.saturating_add(text_bytes(what)?))
         }
         ("format", _) => charge(args, Reads::All),
+        ("get", [key, ..]) => hashed(key),
         _ => Ok(()),
     }
 }

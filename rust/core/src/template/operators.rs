@@ -3,7 +3,7 @@
 //! What raises in Python is an error here. `rewrite` puts these in the place of the engine's own; called through
 //! `environment` as filters.
 
-use super::charge::{self, compared, walk};
+use super::charge::{self, compared, hashed, walk};
 use super::json::{float_of, python_repr, python_str};
 use super::limits::{self, work};
 use minijinja::formatting::{FormatStyle, format};
@@ -287,7 +287,7 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
             Err(fails())
         }
         ValueKind::Map => {
-            work(4)?;
+            hashed(item)?;
             Ok(container.as_object().and_then(|object: &DynObject| object.get_value(item)).is_some())
         }
         ValueKind::Seq | ValueKind::Iterable => {
@@ -389,6 +389,7 @@ pub(super) fn item(value: &Value, key: &Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::String => work(1 + value.as_str().map_or(0, str::len) / 4)?,
         ValueKind::Iterable => work(4 * value.len().unwrap_or(0))?,
+        ValueKind::Map => hashed(key)?,
         _ => {}
     }
     value.get_item(key)

@@ -2,11 +2,12 @@
 //!
 //! Called by `environment`.
 
-use super::charge::{Paid, Reads};
+use super::charge::{Paid, Reads, items};
 use super::generator::Generator;
+use super::limits::work;
 use super::operators;
-use minijinja::tests;
 use minijinja::value::{Value, ValueKind};
+use minijinja::{Error, tests};
 
 /// Adds the tests.
 pub(super) fn add(paid: &mut Paid<'_>) {
@@ -15,6 +16,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
     paid.test("odd", Reads::Strings, |value: &Value| operators::leaves(value, &Value::from(2), 1));
     paid.test("even", Reads::Strings, |value: &Value| operators::leaves(value, &Value::from(2), 0));
     paid.test("divisibleby", Reads::Strings, |value: &Value, by: &Value| operators::leaves(value, by, 0));
+    paid.test("iterable", Reads::Strings, iterable);
     paid.test("lower", Reads::Texts, tests::is_lower);
     paid.test("upper", Reads::Texts, tests::is_upper);
     paid.test("filter", Reads::Strings, tests::is_filter);
@@ -34,13 +36,21 @@ fn add_kinds(paid: &mut Paid<'_>) {
     paid.kind("mapping", tests::is_mapping);
     paid.kind("true", tests::is_true);
     paid.kind("false", tests::is_false);
-    paid.kind("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     // What has a length and items: strings and dicts too.
     paid.kind("sequence", |value: &Value| match value.kind() {
         ValueKind::String | ValueKind::Seq | ValueKind::Map => true,
         ValueKind::Iterable => value.downcast_object_ref::<Generator>().is_none() && value.len().is_some(),
         _ => false,
     });
+}
+
+/// Whether a loop may run over it; the engine takes the items out to answer that.
+fn iterable(value: &Value) -> Result<bool, Error> {
+    if value.kind() == ValueKind::String {
+        return Ok(true);
+    }
+    work(items(value))?;
+    Ok(!value.is_none() && value.try_iter().is_ok())
 }
 
 fn add_comparisons(paid: &mut Paid<'_>) {
