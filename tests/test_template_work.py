@@ -72,6 +72,10 @@ SEEN = [
     "a is lower",
     "a is iterable",
     "a|map('upper')|list",
+    "[1]|rejectattr(l)|list",
+    "[1]|selectattr('k', l)|list",
+    "[1]|select(l)|list",
+    "[1]|groupby(attribute=l)",
     "l|sort",
     "l|unique|list",
     "l|groupby('k')",
@@ -109,6 +113,7 @@ SEEN = [
     "l|last",
     "raise_exception(l)",
 ]
+MORE = ("", "(a)", "(2)", "(l)", "('k', l)", "(attribute=l)")
 METHODS = sorted({name for kind in (str, list, dict, tuple) for name in dir(kind) if not name.startswith("_")})
 NESTED = [
     "{% set n = namespace(x=[1]) %}{% for a in range(99999) %}{% set n.x = n.x|batch(1) %}{% endfor %}",
@@ -161,7 +166,7 @@ def test_no_operation_on_a_long_operand_is_repeated_without_end() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("operand", OPERANDS)
 def test_no_filter_test_or_method_is_repeated_on_a_long_operand_without_end(operand: str) -> None:
-    filters = [f"{operand}|{name}{more}" for name in jinja2.defaults.DEFAULT_FILTERS for more in ("", "(a)", "(2)")]
+    filters = [f"{operand}|{name}{more}" for name in jinja2.defaults.DEFAULT_FILTERS for more in MORE]
     tests = [
         f"{operand} is {name}{more}"
         for name in jinja2.defaults.DEFAULT_TESTS

@@ -24,7 +24,7 @@ pub(super) enum Reads {
     Strings,
     /// At all of them as texts, which the engine makes of what is none.
     Texts,
-    /// At the items of the first, with the others for each of them.
+    /// At the items of the first, with the others for each of them, and at those once as texts.
     Items,
     /// At what lies inside of them, and at no string there.
     Shape,
@@ -126,15 +126,11 @@ pub(super) fn charge(arguments: &[Value], reads: Reads) -> Result<(), Error> {
     let strings: usize = others.iter().map(strings).sum();
     let units = match reads {
         Reads::Strings => 1,
-        Reads::Texts => {
-            let texts = arguments.iter().filter(|argument| argument.as_object().is_some()).map(text_bytes);
-            let bytes = texts.sum::<Result<usize, Error>>()?;
-            if bytes > largest() {
-                return Err(ErrorKind::WriteFailure.into());
-            }
-            1 + bytes / BYTES_PER_UNIT
+        Reads::Texts => 1 + texts(arguments)? / BYTES_PER_UNIT,
+        Reads::Items => {
+            let each = UNITS_PER_ITEM + strings / BYTES_PER_UNIT;
+            items(first).saturating_mul(each).saturating_add(texts(others)? / BYTES_PER_UNIT)
         }
-        Reads::Items => items(first).saturating_mul(UNITS_PER_ITEM + strings / BYTES_PER_UNIT),
         Reads::Shape => arguments.iter().map(|argument| seen(argument, usize::MAX)).sum::<Result<usize, Error>>()?,
         Reads::All => {
             let seen = arguments.iter().map(|argument| seen(argument, BYTES_PER_UNIT));
@@ -146,9 +142,18 @@ pub(super) fn charge(arguments: &[Value], reads: Reads) -> Result<(), Error> {
             seen(first, COMPARED_PER_UNIT)?
                 .saturating_mul(times as usize)
                 .saturating_add(items(first).saturating_mul(each))
+                .saturating_add(texts(others)? / BYTES_PER_UNIT)
         }
     };
     work(units.saturating_add((first.as_str().map_or(0, str::len) + strings) / BYTES_PER_UNIT))
+}
+
+/// Bytes of the texts that the engine may make of what is no string, if they are not too many: a name of an attribute
+/// or a test may be anything.
+fn texts(arguments: &[Value]) -> Result<usize, Error> {
+    let texts = arguments.iter().filter(|argument| argument.as_object().is_some()).map(text_bytes);
+    let bytes = texts.sum::<Result<usize, Error>>()?;
+    if bytes > largest() { Err(ErrorKind::WriteFailure.into()) } else { Ok(bytes) }
 }
 
 /// Bytes of a string, or of the strings among keyword arguments.
