@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import task
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
+from tracegrad.cli import main
 from tracegrad.learner import checkpoint
 from tracegrad.online import Online, SyncFault
 from tracegrad.online.collector import is_dull
@@ -98,9 +99,14 @@ def test_what_was_played_is_on_the_disk_by_groups_and_reads_as_any_file(done):
     assert sorted({int(v) for v in sequences.version[sequences.trainable]}) == [0, 1, 2]
 
 
-def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path):
+def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path, capsys):
     found, out, _ = done
     again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again")
+    command = ["replay", str(out), "--model", str(MODEL), "--out", str(tmp_path / "told")]
+    assert main(command) == 1
+    assert "had the objective" in capsys.readouterr().err
+    assert main([*command, "--objective", "DAPO_DIRECT"]) == 0
+    assert_same(weights(tmp_path / "told" / "checkpoint"), weights(found.checkpoint))
     assert again.steps == 3
     assert_same(weights(again.checkpoint), weights(found.checkpoint))
     assert all(before["loss"] == after["loss"] for before, after in zip(found.rows, again.rows, strict=True))

@@ -1,4 +1,4 @@
-"""The command line: `tracegrad train`, `tracegrad prepare`, `tracegrad doctor`, `tracegrad --version`.
+"""The command line: `tracegrad train`, `prepare`, `doctor`, `replay`, and `--version`.
 
 Options and their refusals, the story that a run prints, and exit codes: 0, 1 for an error of ours in one line, 2 for
 usage, 128 + signal; `doctor` gives 1 where training would be wrong. No torch until `train` needs it.
@@ -88,6 +88,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, An
     shards.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces in a shard (default 4096)")
     shards.add_argument("--resume", action="store_true", help="go on from the last whole shard in --out")
     _doctor_command(commands)
+    _replay_command(commands)
     told, rest = parser.parse_known_args(arguments)
     given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
     return told, [*((name, value) for name, value in given if value is not None), *_dotted(rest, told.parser)]
@@ -125,6 +126,16 @@ def _doctor_command(commands: Any) -> None:
     parser.add_argument(
         "--rescore", type=int, nargs="?", const=64, default=0, metavar="N", help="compare N traces with the model (64)"
     )
+
+
+def _replay_command(commands: Any) -> None:
+    text = "take the steps of an online run again, from its folder alone"
+    parser = commands.add_parser("replay", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    parser.set_defaults(run=_replay, parser=parser)
+    parser.add_argument("folder", type=Path, help="folder of the run")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder that the run began with")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where checkpoint and metrics go")
+    parser.add_argument("--objective", metavar="NAME", help="that of the run (default DAPO)")
 
 
 def _dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
@@ -171,6 +182,19 @@ def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
     )
     _say(*(json.dumps(diagnosis.as_dict(), indent=1).split("\n") if told.json else doctor.lines(diagnosis)))
     return diagnosis.exit_code
+
+
+def _replay(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    from tracegrad import algebra, online, presets
+
+    idle = [name for name, _ in overrides if not name.startswith("objective")]
+    if idle:
+        raise ArgumentError(f"{idle[0]} has no effect on replay, which takes what the run was told. Leave it out.")
+    chosen = config.load(overrides=overrides).objective
+    objective = algebra.override_all(presets.find(chosen.preset), dict(chosen.overrides))
+    found = online.replay(told.folder, told.model, objective=objective, out=told.out, say=lambda line: _say(line))
+    _say(f"replayed {found.steps} steps; {found.checkpoint}")
+    return 0
 
 
 def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:

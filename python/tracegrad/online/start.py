@@ -15,7 +15,8 @@ import numpy as np
 from tracegrad import metrics, presets
 from tracegrad.algebra import Objective
 from tracegrad.config import Config
-from tracegrad.errors import ArgumentError
+from tracegrad.config import load as load_config
+from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.learner import Run, checkpoint
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.model import load_model
@@ -32,7 +33,7 @@ from tracegrad.online.scoring import GroupScore
 from tracegrad.online.serve import served
 from tracegrad.online.suspects import WEIGHTS
 from tracegrad.online.tasks import Tasks
-from tracegrad.shards import write_bytes
+from tracegrad.shards import read_text, write_bytes
 from tracegrad.tokenizer import Tokenizer
 
 RUN = "run.json"
@@ -169,16 +170,19 @@ def replay(
 
     Args:
         run: folder of the run.
-        model, objective, config: those that it had.
+        model, objective: those that it had.
+        config: default that of the run.
         out: folder for checkpoints and metrics; the run's is not changed.
 
     Raises:
-        ArgumentError: if `out` is the run's folder or holds another.
+        ArgumentError: if `out` is the run's folder or holds another, or the run had another objective.
+        ReadError: if the folder holds no run.
     """
     run, out, model = Path(run), Path(out), Path(model)
     if run.resolve() == out.resolve():
         raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
-    config = _config(config or Config())
+    _check_objective(run, objective)
+    config = _config(config or load_config(run / "config.toml"))
     driven = Run(load_model(model), objective, config, out=out, tokenizer=model)
     driven.begin()
     ledger = Ledger(run)
@@ -190,6 +194,21 @@ def replay(
         stopped = loop.run(interrupt)
     lines[0].close()
     return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows)
+
+
+def _check_objective(run: Path, objective: Objective) -> None:
+    try:
+        told = json.loads(read_text(run / RUN, 1 << 20))["objective"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ReadError(
+            f"{run / RUN}: does not say what the run was ({str(error)[:80]!r}). Its steps cannot be taken again. Copy "
+            "the run again."
+        ) from error
+    if told != repr(objective):
+        raise ArgumentError(
+            f"{run}: the run had the objective {str(told)[:200]}, and the replay has {objective!r:.200}. Its "
+            "parameters would be others. Give the objective of the run."
+        )
 
 
 def _config(config: Config) -> Config:
