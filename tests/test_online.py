@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,23 @@ def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_
         with pytest.raises(SyncFault) as raised:
             run(server, tmp_path, steps=6, max_lag=1)
     assert "Of 8 tokens" in str(raised.value) or "do not sample" in str(raised.value)
+
+
+def test_an_agent_that_only_has_an_address_is_recorded_and_proven(tmp_path):
+    def agent(task_, policy):
+        body = json.dumps({"model": "any", "messages": task_["prompt"]}).encode()
+        headers = {"Authorization": f"Bearer {policy.key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{policy.base_url}/chat/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            [choice] = json.load(answer)["choices"]
+        assert not choice.get("token_ids")
+        assert not choice.get("logprobs")
+        return -float(len(choice["message"]["content"] or "")) / 10
+
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=agent)
+    assert [row["sync_terms"] for row in found.rows] == [row["terms"] for row in found.rows]
+    assert all(row["sync_max"] < 1e-4 and row["frac_old_logprobs_valid"] == 1 for row in found.rows)
 
 
 def test_the_pace_keeps_the_players_within_the_lag(tmp_path):

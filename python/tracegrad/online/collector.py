@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from tracegrad.online.pace import Pace
 from tracegrad.online.serve import model_of
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
+from tracegrad.rollout.proxy import Proxy
 
 T = TypeVar("T")
 Score = Callable[[Sequence[Played]], Awaitable[None]]
@@ -62,6 +63,8 @@ class Collector:
         score: of a group, for what scores trajectories together.
         base: counts of the groups that are on the disk.
         taken: steps that are done.
+        version: of the policy that the servers are given first.
+        by_address: give each trajectory an address that records, for agents that exist.
     """
 
     contract: Any
@@ -75,6 +78,7 @@ class Collector:
     counts: Counts = field(default_factory=Counts)
     taken: int = 0
     version: int = 0
+    by_address: bool = False
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -82,6 +86,7 @@ class Collector:
         self._open = threading.Event()
         self._held = asyncio.Event()
         self._under_way: dict[str, float] = {}
+        self._proxy: Proxy | None = None
         self._row: list[Played] = []
         self._stopping = False
         self.error: BaseException | None = None
@@ -194,10 +199,13 @@ class Collector:
             self._loop.close()
 
     async def _main(self) -> None:
-        async with self.servers() as self._servers:
+        async with AsyncExitStack() as stack:
+            self._servers = await stack.enter_async_context(self.servers())
             if not self._servers.model:
                 self._servers.model = await model_of(self._servers)
             self._sync = self.sync(self._servers)
+            if self.by_address:
+                self._proxy = await stack.enter_async_context(self._recorder())
             self._open.set()
             running: set[asyncio.Task[None]] = set()
             try:
@@ -263,11 +271,31 @@ class Collector:
                 limits=Limits(turns=told.turns, seconds=told.seconds),
                 id=name,
                 group=group,
-                sampling={"temperature": told.temperature, "max_tokens": told.max_tokens},
-                logprob_kind="raw" if told.temperature == 1.0 else "processed",
+                sampling=self._sampling,
+                logprob_kind=self._kind,
+                proxy=self._proxy,
             )
         finally:
             del self._under_way[name]
+
+    def _recorder(self) -> Proxy:
+        """What agents that bring their own client are given the address of."""
+        return Proxy(
+            self._servers.where,
+            upstream_key=self._servers.key,
+            model=lambda: self._servers.model,
+            version=lambda: self.version,
+            sampling=self._sampling,
+            logprob_kind=self._kind,
+        )
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        return {"temperature": self.options.temperature, "max_tokens": self.options.max_tokens}
+
+    @property
+    def _kind(self) -> str:
+        return "raw" if self.options.temperature == 1.0 else "processed"
 
     def _note_failures(self, played: list[Played]) -> None:
         """Stops the run where nothing but failures has come for a while: the first says why."""

@@ -88,7 +88,8 @@ def train(
         weights: of the reward functions.
         tools: functions that the policy may call, or a function from the task to functions.
         environment: a class of `rollout.Environment`, or one of TRL's environment_factory.
-        agent: `async (task, policy) -> float | dict`, which plays and scores.
+        agent: `async (task, policy) -> float | dict`, which plays and scores, by `policy.chat` or by a client of its
+            own for `policy.base_url` and `policy.key`.
         objective: a preset or another value of `Objective`.
         config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
         online: of playing.
@@ -141,6 +142,7 @@ def train(
                 counts=counts,
                 taken=len(ledger.steps),
                 version=driven.taken,
+                by_address=agent is not None,
             )
             stack.enter_context(collector)
             if len(evaluation):
