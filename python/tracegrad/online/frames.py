@@ -123,7 +123,7 @@ class Follower:
         """The groups that are whole and were not there the last time.
 
         Raises:
-            ReadError: for a frame that was changed, or records that are none.
+            ReadError: for a frame that was changed.
         """
         found = []
         for path in sorted(self.folder.glob("*.jsonl.zst")):
@@ -131,7 +131,7 @@ class Follower:
             data = _bytes(path, start)
             while (frame := _frame(data, path, start)) is not None:
                 text, length = frame
-                found.append((Place(path.name, start, length), _traces(text, path)))
+                found.append((Place(path.name, start, length), _traces(text)))
                 start, data = start + length, data[length:]
             self._ends[path.name] = start
         return found
@@ -155,7 +155,7 @@ def read(folder: Path, place: Place) -> Traces:
             f"{path}: the group at byte {place.offset} is not whole. The step that took it cannot be made again. "
             "Copy the file again."
         )
-    return _traces(frame[0], path)
+    return _traces(frame[0])
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -209,11 +209,20 @@ def _frame(data: bytes, path: Path, start: int) -> tuple[bytes, int] | None:
     return (text, len(data) - len(decoder.unused_data)) if decoder.eof else None
 
 
-def _traces(text: bytes, path: Path) -> Traces:
+def _traces(text: bytes) -> Traces:
+    """The records of a group; one that is no trace (half a character, say) stays on the disk and is left out."""
+    lines = [line for line in text.split(b"\n") if line]
     try:
-        return Traces.from_records(text.splitlines())
-    except TracegradError as error:
-        raise ReadError(f"{path}: a group in it is no group of records: {error}") from error
+        return Traces.from_records(lines)
+    except TracegradError:
+        return Traces.concatenate(each for line in lines if (each := _one(line)) is not None)
+
+
+def _one(line: bytes) -> Traces | None:
+    try:
+        return Traces.from_records([line])
+    except TracegradError:
+        return None
 
 
 def _changed(path: Path, start: int, why: object) -> ReadError:

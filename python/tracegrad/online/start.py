@@ -214,8 +214,11 @@ def _check_objective(run: Path, objective: Objective) -> None:
 
 
 def _config(config: Config) -> Config:
-    """Nothing is held out: what is evaluated has tasks of its own."""
-    return replace(config, data=replace(config.data, holdout=0.0))
+    """Nothing is held out, as evaluations have tasks of their own; a trace whose whole group failed beside it is 0."""
+    config = replace(config, data=replace(config.data, holdout=0.0))
+    if config.advantage.baseline == "none" or config.advantage.singleton != "refuse":
+        return config
+    return replace(config, advantage=replace(config.advantage, singleton="zero"))
 
 
 def _take_up(driven: Run, resume: bool) -> None:
@@ -232,7 +235,7 @@ def _played(folder: Path) -> tuple[set[int], Counts]:
     """Which groups are on the disk, and their counts."""
     done, counts = set(), Counts()
     for _, traces in Follower(folder).look() if folder.exists() else ():
-        group = traces.groups[0] or ""
+        group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
         reward = traces.reward
         known = reward[~np.isnan(reward)]

@@ -1,0 +1,164 @@
+"""The folder that is the queue: what is cut is not there, what is changed is said, each writer has its own file."""
+
+import json
+import threading
+
+import pytest
+
+import tracegrad as tg
+from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.online.frames import Follower, Place, Writer, read
+from tracegrad.online.ledger import Ledger
+from tracegrad.online.pace import Pace
+from tracegrad.online.proof import Gap, Proof
+from tracegrad.online.tasks import Tasks
+
+
+def group(number, count=2, text="hi"):
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+    return [{"id": f"{number}-{i}", "group": str(number), "reward": i, "messages": messages} for i in range(count)]
+
+
+def test_groups_come_out_as_they_went_in_and_once(tmp_path):
+    follower = Follower(tmp_path)
+    with Writer(tmp_path) as writer:
+        places = [writer.write(group(0)), writer.write(group(1, text="é\u2028"))]
+        seen = follower.look()
+        assert [place for place, _ in seen] == places
+        assert [traces.groups for _, traces in seen] == [["0", "0"], ["1", "1"]]
+        assert follower.look() == []
+        places.append(writer.write(group(2)))
+        assert [place for place, _ in follower.look()] == places[2:]
+    assert read(tmp_path, places[1]).groups == ["1", "1"]
+    assert tg.read(tmp_path / places[0].file).groups == ["0", "0", "1", "1", "2", "2"]
+    again = Follower(tmp_path)
+    again.skip(places[:2])
+    assert [place for place, _ in again.look()] == places[2:]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 60])
+def test_a_group_that_is_cut_is_not_there_until_it_is_whole(tmp_path, cut):
+    with Writer(tmp_path) as writer:
+        writer.write(group(0))
+        place = writer.write(group(1))
+    path = tmp_path / place.file
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    follower = Follower(tmp_path)
+    assert [traces.groups[0] for _, traces in follower.look()] == ["0"]
+    with pytest.raises(ReadError, match="not whole"):
+        read(tmp_path, place)
+    path.write_bytes(whole)
+    assert [traces.groups[0] for _, traces in follower.look()] == ["1"]
+
+
+def test_a_group_that_was_changed_is_said(tmp_path):
+    with Writer(tmp_path) as writer:
+        place = writer.write(group(0))
+    path = tmp_path / place.file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(ReadError, match="is not what was written"):
+        Follower(tmp_path).look()
+
+
+def test_writers_have_files_of_their_own_and_threads_share_one(tmp_path):
+    with Writer(tmp_path) as first, Writer(tmp_path) as second:
+        assert first.name != second.name
+        threads = [threading.Thread(target=first.write, args=(group(n, 30),)) for n in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        second.write(group(40))
+    found = sorted(int(traces.groups[0]) for _, traces in Follower(tmp_path).look())
+    assert found == list(range(41))
+
+
+def test_a_record_that_no_tokenizer_could_see_is_left_out_and_the_rest_is_read(tmp_path):
+    with Writer(tmp_path) as writer:
+        writer.write([*group(0, 2), *group(0, 1, text="half \ud800")])
+        writer.write(group(1, 2, text="\ud800"))
+        writer.write(group(2))
+    assert [traces.groups for _, traces in Follower(tmp_path).look()] == [["0", "0"], [], ["2", "2"]]
+
+
+def test_what_json_cannot_say_is_refused_and_the_file_goes_on(tmp_path):
+    with Writer(tmp_path) as writer:
+        with pytest.raises(ArgumentError, match="is no JSON"):
+            writer.write([{"id": "a", "group": "0", "metadata": {1, 2}}])
+        writer.write(group(1))
+    assert len(Follower(tmp_path).look()) == 1
+
+
+def test_a_ledger_reads_what_it_wrote_and_leaves_out_a_line_that_was_cut(tmp_path):
+    ledger, place = Ledger(tmp_path), Place("00000.jsonl.zst", 5, 9)
+    ledger.add(0, [place, Place("00001.jsonl.zst", 0, 3)], dull=[0])
+    ledger.add(1, [place])
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(path.read_bytes()[:-3])
+    again = Ledger(tmp_path)
+    assert again.steps == ledger.steps[:1]
+    assert again.steps[0].trained == (Place("00001.jsonl.zst", 0, 3),)
+    again.add(7, [place])
+    assert [step.version for step in Ledger(tmp_path).steps] == [0, 7]
+    ledger = Ledger(tmp_path)
+    Ledger(tmp_path).add(8, [])
+    assert ledger.wait(2, lambda: False).version == 8
+    assert ledger.wait(3, lambda: True) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": [["../../etc/passwd", 0, 1]]},
+        {"groups": [["x.jsonl.zst", -1, 1]]},
+        {"dull": [1]},
+        {"step": 4},
+        {"version": 1.5},
+        {"groups": 7},
+    ],
+)
+def test_a_ledger_of_somebody_else_is_refused(tmp_path, change):
+    line = {"step": 0, "version": 0, "groups": [["x.jsonl.zst", 0, 1]], "dull": [], **change}
+    (tmp_path / "steps.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(FormatError, match="not the line of a step"):
+        Ledger(tmp_path)
+
+
+def test_the_pace_by_hand():
+    pace = Pace(groups=4, max_lag=1, refill=3, steps=3)
+    assert [pace.allowed(taken, 0) for taken in range(4)] == [8, 12, 12, 12]
+    assert pace.allowed(0, 5) == 13
+    assert pace.allowed(0, 99) == 8 * 3
+    assert Pace(groups=4, max_lag=0, refill=1).allowed(0, 99) == 4
+
+
+def test_a_list_of_tasks_comes_again_in_another_order_and_goes_on_where_it_was():
+    tasks = Tasks(list(range(50)), seed=3)
+    every = [task for (_, task), _ in zip(tasks.after(set()), range(150), strict=False)]
+    assert sorted(every[:50]) == sorted(every[50:100]) == list(range(50))
+    assert every[:50] != every[50:100] != list(range(50))
+    rest = [each for each, _ in zip(tasks.after({0, 2}), range(3), strict=False)]
+    assert rest == [(1, every[1]), (3, every[3]), (4, every[4])]
+    assert [task for _, task in Tasks(iter("abc")).after({1})] == ["a", "c"]
+    with pytest.raises(ArgumentError, match="empty"):
+        Tasks([])
+    with pytest.raises(ArgumentError, match="str"):
+        Tasks("abc")
+
+
+def test_bf16_learns_what_is_clean_and_alarms_at_ten_times_that():
+    proof = Proof(bf16=True)
+    clean = Gap(100, 0.01, 0.02, 0.03, 0.05)
+    assert proof.bound == float("inf")
+    assert proof.holds(Gap(4, 9.0, 9.0, 9.0, 9.0))  # too few terms to learn from
+    assert proof.holds(clean)
+    assert proof.holds(clean)
+    assert proof.bound == pytest.approx(0.3)
+    assert proof.holds(Gap(100, 0.1, 0.2, 0.29, 2.0))
+    assert not proof.holds(Gap(100, 0.1, 0.2, 0.31, 0.4))
+    assert Proof().holds(Gap(9, 0.0, 0.0, 0.0, 9e-5))
+    assert not Proof().holds(Gap(9, 0.0, 0.0, 0.0, 2e-4))
+    assert Proof().holds(Gap(0))
