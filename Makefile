@@ -59,7 +59,7 @@ test-wheel:  ## installs the wheel of `make wheel` without Rust, on Python 3.10 
 	$(PYTHON) .ci/test_wheel.py dist
 
 test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m vllm --vllm-python .venv-vllm/bin/python -s $(wildcard tests/test_*with_vllm*.py)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "vllm and not nightly" --vllm-python .venv-vllm/bin/python -s $(wildcard tests/test_*with_vllm*.py)
 
 test-debug: $(VENV)/dev  ## the tests without torch on a core with debug assertions and overflow checks
 	CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true CARGO_PROFILE_RELEASE_LTO=off \
@@ -79,8 +79,8 @@ parity-templates: $(VENV)/dev  ## every chat template beside transformers, into 
 fuzz: $(VENV)/dev  ## one fuzzer for some seconds: make fuzz TARGET=records SECONDS=60 (fuzz/run.py names the targets)
 	$(BIN)/python fuzz/run.py $(or $(TARGET),records) --seconds $(or $(SECONDS),60)
 
-nightly: $(VENV)/dev  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
-	$(BIN)/python -m pytest -m nightly --ignore tests/parity tests
+nightly: $(VENV)/dev .venv-vllm/ready  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
+	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --ignore tests/parity tests
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
 	$(MAKE) test-debug
 	for target in $(FUZZERS); do $(BIN)/python fuzz/run.py $$target --seconds 3600 || exit 1; done

@@ -49,6 +49,15 @@ text = json.dumps(record)
 traces = tg.Traces.from_records([json.loads(text.replace('%d', str(n))) for n in range(4000)])
 tokenizer = tg.Tokenizer.from_pretrained(model)
 """
+FILE = MANY + """
+import tempfile
+from pathlib import Path
+from tracegrad import doctor, prepare
+from tracegrad.config import Data
+out = Path(tempfile.mkdtemp())
+with open(path, "w") as file:
+    file.writelines(text.replace("%d", str(n)) + "\\n" for n in range(30_000))
+"""
 ROADS = {
     "one endless line": ("", "tg.read(path)", 0.2, False),
     "correct": (TERMS, "[tg.correct(old, old, trace=owner, weights=weights) for _ in range(9999)]", 0.5, False),
@@ -66,6 +75,8 @@ ROADS = {
         0.2,
         False,
     ),
+    "prepare": (FILE, "prepare.prepare(path, Path(model), Data(text_only=True), out / 'shards')", 0.5, False),
+    "doctor": (FILE, "doctor.examine(str(path), model)", 0.5, False),
     "pack": (
         "s = tg.Sequences.from_arrays(np.arange(2_000_000) % 999, np.arange(0, 2_000_001, 100), "
         "np.full(2_000_000, -1.0), np.arange(2_000_000) % 100 > 0)",

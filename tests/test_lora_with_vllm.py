@@ -10,7 +10,7 @@ from tracegrad.rollout.launch import launch
 from tracegrad.rollout.server import ServerError, Servers
 from tracegrad.sync import Lora, canary, vllm_arguments
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # a second server, with adapters
 KEY = "a token of this test"
 
 
