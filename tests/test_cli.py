@@ -154,7 +154,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_bit_for_bit_as_if_it
 ):
     torch = pytest.importorskip("torch")
     threads = str(torch.get_num_threads())  # sums may be cut by it
-    more = ["--pack.step_groups", "1", "--epochs", "3"]  # many short steps, so that the signal comes between them
+    more = ["--pack.step_groups", "1", "--epochs", "6"]  # many short steps, so that the signal comes between them
     assert main(train(example, forty, tmp_path / "whole", *more)) == 0
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": threads}
     command = [sys.executable, "-m", "tracegrad.cli", *train(example, forty, tmp_path / "cut", *more)]
