@@ -49,7 +49,9 @@ text = json.dumps(record)
 traces = tg.Traces.from_records([json.loads(text.replace('%d', str(n))) for n in range(4000)])
 tokenizer = tg.Tokenizer.from_pretrained(model)
 """
-FILE = MANY + """
+FILE = (
+    MANY
+    + """
 import tempfile
 from pathlib import Path
 from tracegrad import doctor, prepare
@@ -58,6 +60,7 @@ out = Path(tempfile.mkdtemp())
 with open(path, "w") as file:
     file.writelines(text.replace("%d", str(n)) + "\\n" for n in range(30_000))
 """
+)
 ROADS = {
     "one endless line": ("", "tg.read(path)", 0.2, False),
     "correct": (TERMS, "[tg.correct(old, old, trace=owner, weights=weights) for _ in range(9999)]", 0.5, False),

@@ -113,6 +113,14 @@ def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path, capsys):
     assert all(before["loss"] == after["loss"] for before, after in zip(found.rows, again.rows, strict=True))
 
 
+def test_a_replay_with_another_rate_says_how_far_it_strays_and_goes_on(done, tmp_path):
+    found, out, _ = done
+    config = tg.config.update(CONFIG, [("optimizer.lr", 5e-3)])
+    again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=config, out=tmp_path / "again")
+    assert [row["sync_max"] > 1e-4 for row in again.rows] == [False, True, True]
+    assert len(again.rows) == len(found.rows)
+
+
 def test_a_run_that_was_cut_goes_on_with_its_folder(done, tmp_path):
     """Cut after the second step was chosen and before it was saved: the same groups are taken again."""
     config = tg.config.update(CONFIG, [("checkpoint.every", 1)])

@@ -82,7 +82,9 @@ def test_a_session_stays_and_a_new_one_goes_to_the_least_loaded():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fault", [drop, 500, 502, 503, 408, 429], ids=lambda fault: getattr(fault, "__name__", str(fault)))
+@pytest.mark.parametrize(
+    "fault", [drop, 500, 502, 503, 408, 429], ids=lambda fault: getattr(fault, "__name__", str(fault))
+)
 def test_what_is_of_the_moment_is_asked_again(fault):
     found, [stand], servers = asyncio.run(chatting([once(fault)]))
     assert found == [CHAT]

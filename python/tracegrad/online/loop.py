@@ -48,6 +48,7 @@ class Loop:
         collector: what plays; None on ranks that follow, and in a replay.
         sinks: take a row each step.
         say: takes the sentences that a user should read.
+        proof: what stops the run; None where there are no servers to be wrong.
     """
 
     driven: Run
@@ -57,7 +58,7 @@ class Loop:
     collector: Collector | None
     sinks: Sequence[metrics.Sink]
     say: Callable[[str], None]
-    proof: Proof = field(default_factory=Proof)
+    proof: Proof | None = field(default_factory=Proof)
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluate: Callable[[int], dict[str, Any]] | None = None
 
@@ -163,7 +164,7 @@ class Loop:
             gap = Gap.of(logprobs, step.rollout_logprobs, here)
             if not gap.terms and self.canary is not None:
                 gap = max(self.canary.ask(version), key=lambda each: each.max)
-            if not self.proof.holds(gap):
+            if self.proof is not None and not self.proof.holds(gap):
                 fresh = None if self.canary is None else self.canary.ask(version, salt=f"proof-{version}")[1]
                 bound, told = self.proof.bound, suspects(self.driven, step)
                 why = explain(gap, step.rollout_logprobs, here, told, bound, fresh)

@@ -168,7 +168,8 @@ def replay(
 ) -> Finished:
     """Takes the steps of a run again, from its folder and the model that it began with: no server, nothing played.
 
-    On the same machine the parameters are those of the run, bit for bit.
+    On the same machine the parameters are those of the run, bit for bit. Options that change the order of sums, such as
+    `pack.leave_out`, change them by rounding; `sync_max` in the rows says by how much.
 
     Args:
         run: folder of the run.
@@ -190,7 +191,7 @@ def replay(
     ledger = Ledger(run)
     lines = [metrics.JsonLines(out / "metrics.jsonl")]
     told = Online(steps=max(len(ledger.steps), 1))
-    loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say)
+    loop = Loop(driven, Tokenizer.from_pretrained(model), told, ledger, None, lines, say, proof=None)
     loop.folder = run / frames.FOLDER
     with Interrupt() as interrupt:
         stopped = loop.run(interrupt)
