@@ -25,8 +25,7 @@ parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
 
-online: $(VENV)/train .venv-vllm/ready  ## play against vLLM on this CPU, train, push, prove: success before and after
-	$(BIN)/python -m pip install --quiet '.[online]'
+online: $(VENV)/online .venv-vllm/ready  ## play against vLLM on this CPU, train, push, prove: success before and after
 	VLLM_CPU_KVCACHE_SPACE=1 OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/online.py \
 		--vllm-python .venv-vllm/bin/python --out out/online
 
@@ -116,9 +115,13 @@ $(VENV)/train: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[train]"
 	touch $@
 
+$(VENV)/online: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet ".[online]"
+	touch $@ $(VENV)/train
+
 $(VENV)/dev: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[dev]"
-	touch $@ $(VENV)/train
+	touch $@ $(VENV)/online $(VENV)/train
 
 $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[bench]"
