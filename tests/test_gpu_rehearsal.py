@@ -47,7 +47,7 @@ def test_the_telling_ones_pass():
 
 @pytest.mark.nightly
 def test_all_of_them_pass():
-    assert rehearse("--ignore", "test_gpu_kernels.py") > 35
+    assert rehearse("--ignore", "test_gpu_kernels.py") >= 35
 
 
 def test_without_a_device_they_fail_rather_than_skip():
