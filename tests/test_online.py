@@ -19,7 +19,7 @@ from policy_server import MODEL, PolicyServer
 from tracegrad.cli import main
 from tracegrad.learner import checkpoint
 from tracegrad.online import Online, SyncFault
-from tracegrad.online.collector import is_dull
+from tracegrad.online.signal import Signal
 
 torch.set_num_threads(1)
 PLAY = {"steps": 2, "samples": 4, "max_lag": 0, "refill": 1, "max_tokens": 12, "turns": 1}
@@ -254,8 +254,41 @@ def test_groups_that_teach_nothing_are_refilled(tmp_path):
     assert [len(step["groups"]) for step in steps] == [6]
     assert steps[0]["dull"] == [0, 1, 2, 3, 4, 5]
     assert found.rows == said == []
-    assert is_dull([{"rewards": {"a": 1.0}}, {"rewards": {"a": None}}])
-    assert not is_dull([{"rewards": {"a": 1.0, "b": 1.0}}, {"rewards": {"a": 1.0, "b": 0.0}}], "b")
+
+
+def test_who_plays_and_who_trains_agree_on_what_a_group_teaches(tmp_path):
+    def rewarded(*rewards):
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        return [{"messages": messages, **each} for each in rewards]
+
+    groups = {
+        "": rewarded({"reward": 1.0}, {"reward": 0.0}, {"reward": None}),
+        "b": rewarded({"rewards": {"a": 1.0, "b": 1.0}}, {"rewards": {"a": 1.0, "b": 0.0}}),
+        "equal": rewarded({"reward": 1.0, "rewards": {"a": 0.0}}, {"reward": 1.0, "rewards": {"a": 1.0}}),
+    }
+    for name, records in groups.items():
+        signal = Signal("b" if name == "b" else "")
+        found = [signal.of_records(records), signal.of_traces(tg.Traces.from_records(records))]
+        np.testing.assert_array_equal(*found)
+        assert [signal.is_dull(each) for each in found] == [name == "equal"] * 2
+        assert not Signal(signal.name, compared=False).is_dull(found[0])
+    assert Signal(compared=False).is_dull(np.float32([np.nan]))
+
+
+def test_of_rewards_by_name_the_one_that_is_named_is_trained_on(tmp_path):
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"])
+        return {"brevity": -float(len(message["content"] or "")), "other": 1.0}
+
+    config = tg.config.update(CONFIG, [("advantage.baseline", "group_mean"), ("data.reward", "brevity")])
+    with PolicyServer() as server:
+        found = run(server, tmp_path / "named", agent=agent, steps=1, config=config)
+        with pytest.raises(
+            tg.errors.ArgumentError, match=r"the rewards are brevity, other, and data\.reward names none"
+        ):
+            run(server, tmp_path / "none", agent=agent, steps=1)
+    assert found.rows[0]["groups_dull"] == 0
+    assert found.rows[0]["reward"] < 0
 
 
 def loud(prompts, completions, answer, **columns):

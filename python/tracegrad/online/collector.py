@@ -7,10 +7,9 @@ loop, as the servers are its own. Made by `loop`.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from tracegrad.online.frames import Writer
 from tracegrad.online.options import Online
 from tracegrad.online.pace import Pace
 from tracegrad.online.serve import model_of
+from tracegrad.online.signal import Signal
+from tracegrad.rollout.adapters import one_turn, with_tools
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
 from tracegrad.rollout.proxy import Proxy
@@ -37,7 +38,6 @@ class Counts:
     Args:
         begun, finished, dull: groups, those on the disk already among them.
         trajectories, failed: of finished groups.
-        seconds: that groups took, all together.
     """
 
     begun: int = 0
@@ -45,7 +45,6 @@ class Counts:
     dull: int = 0
     trajectories: int = 0
     failed: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
@@ -61,7 +60,8 @@ class Collector:
         pace: how many may be begun.
         options: of the run.
         score: of a group, for what scores trajectories together.
-        base: counts of the groups that are on the disk.
+        signal: which groups teach something.
+        counts: of the groups that are on the disk.
         taken: steps that are done.
         version: of the policy that the servers are given first.
         by_address: give each trajectory an address that records, for agents that exist.
@@ -75,6 +75,7 @@ class Collector:
     pace: Pace
     options: Online
     score: Score | None = None
+    signal: Signal = field(default_factory=Signal)
     counts: Counts = field(default_factory=Counts)
     taken: int = 0
     version: int = 0
@@ -243,19 +244,18 @@ class Collector:
 
     async def _group(self, number: int, task: Any) -> None:
         """Plays, scores and writes one group."""
-        began = time.monotonic()
         names = [f"{number}-{sample}" for sample in range(self.options.samples)]
         plays = (self._play(self._servers, self.contract, task, name, str(number)) for name in names)
         played = list(await asyncio.gather(*plays))
         if self.score is not None:
             await self.score(played)
         records = [each.record for each in played]
+        self.signal.check(records)
         await asyncio.to_thread(self.writer.write, records)
         self.counts.finished += 1
-        self.counts.dull += is_dull(records)
+        self.counts.dull += self.signal.is_dull(self.signal.of_records(records))
         self.counts.trajectories += len(played)
         self.counts.failed += sum(each.error is not None for each in played)
-        self.counts.seconds += time.monotonic() - began
         self.finished_at = time.monotonic()
         self._note_failures(played)
 
@@ -309,24 +309,7 @@ class Collector:
             )
 
 
-def reward_of(record: Mapping[str, Any], name: str = "") -> float:
-    """The reward of a record, as `reward_column` takes it; NaN where there is none."""
-    rewards = record.get("rewards") or {}
-    value = rewards.get(name) if name else record.get("reward", next(iter(rewards.values()), None))
-    return math.nan if value is None else float(value)
-
-
-def is_dull(records: Sequence[Mapping[str, Any]], name: str = "") -> bool:
-    """Whether a group teaches nothing: fewer than two known rewards, or all of them equal.
-
-    >>> is_dull([{"reward": 1.0}, {"reward": None}]), is_dull([{"reward": 1.0}, {"reward": 0.0}])
-    (True, False)
-    """
-    known = {value for record in records if not math.isnan(value := reward_of(record, name))}
-    return len(known) < 2
-
-
-def contract_of(agent: Any, environment: Any, tools: Any, rewards: Any, rollout: Any) -> tuple[Any, bool]:
+def contract_of(agent: Any, environment: Any, tools: Any, rewards: Any) -> tuple[Any, bool]:
     """What plays a task, and whether groups are scored by reward functions afterwards.
 
     Raises:
@@ -341,4 +324,4 @@ def contract_of(agent: Any, environment: Any, tools: Any, rewards: Any, rollout:
         raise ArgumentError(
             "neither an agent, an environment nor rewards are given. What is good would not be known. Pass rewards=."
         )
-    return (rollout.with_tools(tools) if tools else rollout.one_turn()), True
+    return (with_tools(tools) if tools else one_turn()), True

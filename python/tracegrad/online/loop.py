@@ -26,8 +26,8 @@ from tracegrad.online.collector import Collector
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.options import Online
-from tracegrad.online.pace import Pace
 from tracegrad.online.proof import Gap, Proof, explain, fault, own_terms
+from tracegrad.online.signal import Signal
 from tracegrad.online.suspects import suspects
 from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
@@ -66,12 +66,10 @@ class Loop:
         self.folder = self.driven.out / frames.FOLDER
         self.follower = Follower(self.folder)
         self.queue: list[tuple[Place, Traces, bool]] = []
-        told = self.options
-        self.pace = Pace(self.driven.config.pack.step_groups, told.max_lag, told.refill, told.steps)
         self.ranks = self.driven.ranks
         self.canary: Canary | None = None
         self._settled = False
-        self._dulls = self.driven.config.advantage.baseline != "none"
+        self.signal = Signal.of(self.driven.config)
 
     def run(self, interrupt: Interrupt) -> str:
         """Steps until the last, a signal, or the end of the tasks; "done", "signal" or "tasks"."""
@@ -123,26 +121,21 @@ class Loop:
     def _chosen(self, interrupt: Interrupt) -> list[tuple[Place, Traces, bool]] | None:
         """Waits for enough groups whose rewards differ, or as many as a step may have."""
         assert self.collector is not None
+        pace = self.collector.pace
         while interrupt.received is None:
             counts = self.collector.counts
             over = self.collector.exhausted and counts.finished == counts.begun
-            self.queue += [(place, traces, self._dull(traces)) for place, traces in self.follower.look()]
-            sharp = np.cumsum([not dull for _, _, dull in self.queue])
-            enough = int(np.searchsorted(sharp, self.pace.groups)) + 1
-            if (len(sharp) and sharp[-1] >= self.pace.groups) or len(self.queue) >= self.pace.most or over:
-                chosen = self.queue[: min(enough, self.pace.most)]
+            new, dull = self.follower.look(), self.signal.is_dull
+            self.queue += [(place, traces, dull(self.signal.of_traces(traces))) for place, traces in new]
+            sharp = np.cumsum([not teaches_nothing for _, _, teaches_nothing in self.queue])
+            enough = int(np.searchsorted(sharp, pace.groups)) + 1
+            if (len(sharp) and sharp[-1] >= pace.groups) or len(self.queue) >= pace.most or over:
+                chosen = self.queue[: min(enough, pace.most)]
                 self.queue = self.queue[len(chosen) :]
                 return chosen or None
             self.collector.check()
             time.sleep(POLL_S)
         return None
-
-    def _dull(self, traces: Traces) -> bool:
-        reward = traces.reward if not self.driven.config.data.reward else _named(traces, self.driven.config.data.reward)
-        known = reward[~np.isnan(reward)]
-        if not self._dulls:
-            return not len(known)
-        return len(known) < 2 or bool((known == known[0]).all())
 
     def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
         began = time.perf_counter()
@@ -210,7 +203,12 @@ class Loop:
 
     def _push(self) -> Any:
         weights = self.driven.weights()
-        return self.collector.push(weights, self.driven.taken) if self.collector is not None else None
+        if self.collector is None:
+            return None
+        pushed = self.collector.push(weights, self.driven.taken)
+        for line in pushed.lines():
+            self.say(f"server   {line}")
+        return pushed
 
     def _evaluated(self, at: int) -> None:
         """Evaluates before the first step, after the last, and at the cadence between."""
@@ -228,10 +226,6 @@ class Loop:
             row |= {"trajectories": counts.trajectories, "trajectories_failed": counts.failed}
         self.rows.append(row)
         metrics.log_all(self.sinks, row)
-
-
-def _named(traces: Traces, name: str) -> Any:
-    return np.array([trace.rewards.get(name, np.nan) for trace in traces], np.float32)
 
 
 def _mixed(traces: Traces, sequences: Sequences) -> Any:

@@ -65,6 +65,7 @@ def served(
             raise ArgumentError("engine and python have no effect: servers are named. Leave them out.")
         yield (lambda: Servers(urls, model="", key=key)), {}
         return
+    from tracegrad.rollout.launch import flags as spelt
     from tracegrad.rollout.launch import launch
     from tracegrad.sync import vllm_arguments
 
@@ -76,8 +77,6 @@ def served(
     flags, environment = vllm_arguments(told.sync, beside=out / "package")
     heat = {} if told.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
     arguments = {"generation_config": "vllm", **heat, **engine}
-    from tracegrad.rollout.launch import flags as spelt
-
     out.mkdir(parents=True, exist_ok=True)
     say(f"server   vLLM is started; its log is {out / 'server.log'}")
     started = {"arguments": [*flags, *spelt(arguments)], "environment": environment, "log": out / "server.log"}

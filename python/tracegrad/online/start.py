@@ -14,7 +14,7 @@ import numpy as np
 
 from tracegrad import metrics, presets
 from tracegrad.algebra import Objective
-from tracegrad.config import Config
+from tracegrad.config import Config, as_dict
 from tracegrad.config import load as load_config
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.learner import Run, checkpoint
@@ -22,7 +22,7 @@ from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.model import load_model
 from tracegrad.learner.ranks import Ranks
 from tracegrad.online import frames
-from tracegrad.online.collector import Collector, Counts, contract_of, reward_of
+from tracegrad.online.collector import Collector, Counts, contract_of
 from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.ledger import Ledger
 from tracegrad.online.loop import Loop
@@ -31,9 +31,11 @@ from tracegrad.online.pace import Pace
 from tracegrad.online.proof import Proof
 from tracegrad.online.scoring import GroupScore
 from tracegrad.online.serve import served
+from tracegrad.online.signal import Signal
 from tracegrad.online.suspects import WEIGHTS
 from tracegrad.online.tasks import Tasks
 from tracegrad.shards import read_text, write_bytes
+from tracegrad.sync import File
 from tracegrad.tokenizer import Tokenizer
 
 RUN = "run.json"
@@ -118,13 +120,11 @@ def train(
     with ExitStack() as stack:
         collector, evaluate = None, None
         if ranks.first:
-            from tracegrad import rollout, sync
-
-            contract, scores = contract_of(agent, environment, tools, rewards, rollout)
+            contract, scores = contract_of(agent, environment, tools, rewards)
             pool, engine_told = stack.enter_context(served(model, servers, key, python, engine or {}, told, out, say))
             write_bytes(out / RUN, [_manifest(model, objective, config, told, engine_told)])
-            folder = out / frames.FOLDER
-            done, counts = _played(folder)
+            folder, signal = out / frames.FOLDER, Signal.of(config)
+            done, counts = _played(folder, signal)
             writer = stack.enter_context(Writer(folder))
             score = GroupScore(rewards, weights) if scores else None
             if score is not None:
@@ -134,11 +134,12 @@ def train(
                 contract,
                 Tasks(tasks, config.train.seed).after(done),
                 pool,
-                _sync(sync, told, out),
+                _sync(told, out),
                 writer,
                 pace,
                 told,
                 score=score,
+                signal=signal,
                 counts=counts,
                 taken=len(ledger.steps),
                 version=driven.taken,
@@ -146,7 +147,7 @@ def train(
             )
             stack.enter_context(collector)
             if len(evaluation):
-                evaluate = _evaluation(collector, contract, evaluation, out)
+                evaluate = _evaluation(collector, contract, evaluation, out, signal)
         lines = _sinks(driven, told, sinks, say) if ranks.first else []
         for sink in lines:
             stack.callback(sink.close)
@@ -232,28 +233,26 @@ def _take_up(driven: Run, resume: bool) -> None:
     driven.begin()
 
 
-def _played(folder: Path) -> tuple[set[int], Counts]:
+def _played(folder: Path, signal: Signal) -> tuple[set[int], Counts]:
     """Which groups are on the disk, and their counts."""
     done, counts = set(), Counts()
     for _, traces in Follower(folder).look() if folder.exists() else ():
         group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
-        reward = traces.reward
-        known = reward[~np.isnan(reward)]
         counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
-        counts.dull += bool(len(known) < 2 or (known == known[0]).all())
+        counts.dull += signal.is_dull(signal.of_traces(traces))
         counts.trajectories += len(traces)
     return done, counts
 
 
-def _sync(sync: Any, told: Online, out: Path) -> Callable[[Any], Any]:
+def _sync(told: Online, out: Path) -> Callable[[Any], Any]:
     if told.sync == "file":
-        return lambda servers: sync.File(servers, out / WEIGHTS)
+        return lambda servers: File(servers, out / WEIGHTS)
     raise ArgumentError(f"online.sync is {told.sync!r}: not built into the loop yet. Use 'file'.")
 
 
 def _evaluation(
-    collector: Collector, contract: Any, tasks: Sequence[Any], out: Path
+    collector: Collector, contract: Any, tasks: Sequence[Any], out: Path, signal: Signal
 ) -> Callable[[int], dict[str, Any]]:
     """What plays the tasks of an evaluation and says how it went."""
 
@@ -261,7 +260,7 @@ def _evaluation(
         played = collector.evaluate(contract, tasks, f"evaluation-{step}")
         with Writer(out / "evaluation") as writer:
             writer.write([each.record for each in played])
-        known = np.array([reward_of(each.record) for each in played])
+        known = signal.of_records([each.record for each in played])
         known = known[~np.isnan(known)]
         mean = float(known.mean()) if len(known) else math.nan
         error = 1.96 * float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
@@ -271,8 +270,6 @@ def _evaluation(
 
 
 def _manifest(model: Path, objective: Objective, config: Config, told: Online, engine: Mapping[str, Any]) -> bytes:
-    from tracegrad.config import as_dict
-
     known = {"model": str(model), "objective": repr(objective), "online": asdict(told), "engine": dict(engine)}
     return (json.dumps({**known, "config": as_dict(config)}, indent=1, default=str) + "\n").encode()
 
