@@ -1,9 +1,12 @@
 """The folder that is the queue: what is cut is not there, what is changed is said, each writer has its own file."""
 
 import json
+import random
 import threading
+import tracemalloc
 
 import pytest
+import zstandard
 
 import tracegrad as tg
 from tracegrad.errors import ArgumentError, FormatError, ReadError
@@ -58,6 +61,31 @@ def test_a_group_that_was_changed_is_said(tmp_path):
     path = tmp_path / place.file
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(ReadError, match="is not what was written"):
+        Follower(tmp_path).look()
+
+
+def test_memory_is_bounded_by_a_group_however_long_the_file(tmp_path):
+    with Writer(tmp_path) as writer:
+        for number in range(24):
+            writer.write(group(number, text=random.Random(number).randbytes(500_000).hex()))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 8 << 20
+    tracemalloc.start()
+    assert len(Follower(tmp_path).look()) == 24
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_a_frame_that_claims_less_than_it_holds_is_said(tmp_path):
+    with Writer(tmp_path) as writer:
+        place = writer.write(group(0, text="a" * 300))
+        path = tmp_path / place.file
+    data = bytearray(path.read_bytes())
+    size = zstandard.get_frame_parameters(bytes(data)).content_size
+    at = bytes(data).index((size - 256).to_bytes(2, "little"))
+    data[at : at + 2] = (20).to_bytes(2, "little")
     path.write_bytes(data)
     with pytest.raises(ReadError, match="is not what was written"):
         Follower(tmp_path).look()

@@ -184,7 +184,7 @@ def _folder(told: Any, depth: int = 0) -> Folder:
     """A manifest that was parsed, as a `Folder`; ValueError, KeyError and the like where it is none."""
     if not depth and told["format"] != _FORMAT:
         raise ValueError(f"its format is {str(told['format'])[:40]!r} and not {_FORMAT!r}")
-    counts = {name: _count(told["counts"][name]) for name in COUNTS}
+    counts = {name: count(told["counts"][name]) for name in COUNTS}
     files = {_file_name(name): _written(file) for name, file in told.get("files", {}).items()}
     if depth and "shards" in told:
         raise ValueError("a shard has no shards of its own")
@@ -194,7 +194,12 @@ def _folder(told: Any, depth: int = 0) -> Folder:
     return Folder(counts, files, shards)
 
 
-def _count(value: Any) -> int:
+def count(value: Any) -> int:
+    """A whole number of things or bytes, as a file has it.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("a count is no whole number")
     return value
@@ -203,7 +208,7 @@ def _count(value: Any) -> int:
 def _written(told: Any) -> Written:
     if not isinstance(told["crc32"], str) or not re.fullmatch("[0-9a-f]{8}", told["crc32"]):
         raise ValueError("a checksum is not eight hexadecimal digits")
-    return Written(_count(told["bytes"]), int(told["crc32"], 16))
+    return Written(count(told["bytes"]), int(told["crc32"], 16))
 
 
 def _file_name(name: str) -> str:

@@ -102,7 +102,7 @@ def _loaded(folder: Path, told: manifest.Folder) -> Stored:
         table = json.loads(text)
         names = {name: _strings(table[name]) for name in NAMES}
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
-        drift |= {name: _count(table["drift"][name]) for name in ("recorded", "exact")}
+        drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         stored = Stored(columns, _extras(arrays), names, drift)
     except (ReadError, FormatError):
@@ -121,12 +121,6 @@ def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise TypeError("a list of names holds something else")
     return tuple(values)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise TypeError("a count is no whole number")
-    return value
 
 
 def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.online.frames import Writer
@@ -24,7 +24,9 @@ from tracegrad.online.signal import Signal
 from tracegrad.rollout.adapters import one_turn, with_tools
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
-from tracegrad.rollout.proxy import Proxy
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.proxy import Proxy
 
 T = TypeVar("T")
 Score = Callable[[Sequence[Played]], Awaitable[None]]
@@ -280,6 +282,8 @@ class Collector:
 
     def _recorder(self) -> Proxy:
         """What agents that bring their own client are given the address of."""
+        from tracegrad.rollout.proxy import Proxy
+
         return Proxy(
             self._servers.where,
             upstream_key=self._servers.key,

@@ -10,11 +10,12 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.shards import flush
@@ -23,6 +24,8 @@ from tracegrad.trace import Traces
 FOLDER = "played"
 MOST_BYTES = 1 << 30
 """Bytes of the records of one group."""
+CHUNK = 1 << 14
+"""Bytes of a file that are decompressed at once: what a hostile frame can make of them is bounded."""
 LONGEST_HEADER = 18
 """Bytes after which a frame says what it is."""
 
@@ -128,11 +131,11 @@ class Follower:
         found = []
         for path in sorted(self.folder.glob("*.jsonl.zst")):
             start = self._ends.get(path.name, 0)
-            data = _bytes(path, start)
-            while (frame := _frame(data, path, start)) is not None:
-                text, length = frame
-                found.append((Place(path.name, start, length), _traces(text)))
-                start, data = start + length, data[length:]
+            with _opened(path) as file:
+                while (frame := _frame(file, path, start)) is not None:
+                    text, length = frame
+                    found.append((Place(path.name, start, length), _traces(text)))
+                    start += length
             self._ends[path.name] = start
         return found
 
@@ -149,7 +152,8 @@ def read(folder: Path, place: Place) -> Traces:
         ReadError: if it is not there any more.
     """
     path = folder / place.file
-    frame = _frame(_bytes(path, place.offset, place.length), path, place.offset)
+    with _opened(path) as file:
+        frame = _frame(file, path, place.offset)
     if frame is None or frame[1] != place.length:
         raise ReadError(
             f"{path}: the group at byte {place.offset} is not whole. The step that took it cannot be made again. "
@@ -179,34 +183,44 @@ def _new(folder: Path) -> tuple[str, int]:
         return name, file
 
 
-def _bytes(path: Path, start: int, length: int | None = None) -> bytes:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            file.seek(start)
-            return file.read() if length is None else file.read(length)
+            yield file
     except OSError as error:
         raise ReadError(f"{path}: {error.strerror}. Its groups cannot be trained on. Copy it again.") from error
 
 
-def _frame(data: bytes, path: Path, start: int) -> tuple[bytes, int] | None:
-    """The text of the first frame and the length of the frame; None where it is not whole yet."""
+def _frame(file: BinaryIO, path: Path, start: int) -> tuple[bytes, int] | None:
+    """The text of the frame at `start` and the frame's length; None where it is not whole yet."""
     zstandard = _zstandard()
-    if not data:
+    file.seek(start)
+    piece = file.read(CHUNK)
+    if not piece:
         return None
     try:
-        told = zstandard.get_frame_parameters(data)
+        told = zstandard.get_frame_parameters(piece)
     except zstandard.ZstdError as error:
-        if len(data) < LONGEST_HEADER:
+        if len(piece) < LONGEST_HEADER:
             return None
         raise _changed(path, start, error) from error
     if told.content_size > MOST_BYTES:
         raise _changed(path, start, f"it claims {told.content_size:,} bytes")
     decoder = zstandard.ZstdDecompressor(max_window_size=MOST_BYTES).decompressobj()
-    try:
-        text = decoder.decompress(data)
-    except zstandard.ZstdError as error:
-        raise _changed(path, start, error) from error
-    return (text, len(data) - len(decoder.unused_data)) if decoder.eof else None
+    text, read = bytearray(), 0
+    while piece:
+        try:
+            text += decoder.decompress(piece)
+        except zstandard.ZstdError as error:
+            raise _changed(path, start, error) from error
+        if len(text) > told.content_size:
+            raise _changed(path, start, f"it holds more than the {told.content_size:,} bytes that it claims")
+        read += len(piece)
+        if decoder.eof:
+            return bytes(text), read - len(decoder.unused_data)
+        piece = file.read(CHUNK)
+    return None
 
 
 def _traces(text: bytes) -> Traces:

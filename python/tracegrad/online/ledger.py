@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import FormatError, TracegradError
+from tracegrad.manifest import count
 from tracegrad.online.frames import Place
 
 NAME = "steps.jsonl"
@@ -114,7 +115,7 @@ def _taken(line: bytes, path: Path, number: int) -> Taken:
     try:
         told = json.loads(line)
         groups = tuple(_place(*each) for each in told["groups"])
-        taken = Taken(_count(told["step"]), _count(told["version"]), groups, tuple(map(_count, told["dull"])))
+        taken = Taken(count(told["step"]), count(told["version"]), groups, tuple(map(count, told["dull"])))
         if taken.step != number or any(index >= len(groups) for index in taken.dull):
             raise ValueError("it is not the line that stands here")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -128,10 +129,4 @@ def _taken(line: bytes, path: Path, number: int) -> Taken:
 def _place(file: Any, offset: Any, length: Any) -> Place:
     if not isinstance(file, str) or not file.endswith(".jsonl.zst") or "/" in file:
         raise ValueError("a file leads out of the folder")
-    return Place(file, _count(offset), _count(length))
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError("a count is no whole number")
-    return value
+    return Place(file, count(offset), count(length))

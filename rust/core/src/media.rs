@@ -7,6 +7,7 @@
 use crate::trace::Message;
 use aho_corasick::AhoCorasick;
 use serde_json::{Map, Value};
+use std::collections::HashSet;
 use std::sync::LazyLock;
 
 /// Levels of parts within parts that are looked through; what lies deeper counts as no text.
@@ -62,6 +63,7 @@ pub fn left_out(record: &str, messages: &[Message]) -> Option<String> {
     for message in messages {
         shown(&message.value, &mut placed);
     }
+    let placed: HashSet<_> = placed.into_iter().collect();
     there.into_iter().find(|found| !placed.contains(found)).map(|(name, _)| name)
 }
 
