@@ -337,7 +337,7 @@ def mode(folder: Path) -> None:
 def printed(folder: Path, *changes: str) -> str:
     """The formula that a run would take."""
     (folder / "t.jsonl").write_text("{}\n")
-    with mock.patch("tracegrad.cli._say") as said:
+    with mock.patch("tracegrad.cli.train.say") as said:
         code = main(
             [
                 "train",

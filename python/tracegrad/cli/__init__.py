@@ -1,0 +1,52 @@
+"""The command line: `tracegrad train`, `prepare`, `doctor`, `replay`, and `--version`.
+
+A file for each family of verbs; here they are put together, and errors become exit codes: 0, 1 for an error of ours in
+one line, 2 for usage, 128 + signal; `doctor` gives 1 where training would be wrong. No torch until a verb needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tracegrad import _core
+from tracegrad.cli import files, online, train
+from tracegrad.cli.words import SHORT, Parser, dotted
+from tracegrad.errors import TracegradError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    >>> main(["train", "traces.jsonl", "--model", "m", "--out", "o", "--optimizer.lrr", "1"])
+    1
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    told, overrides = _parse(arguments)
+    try:
+        return told.run(told, overrides, arguments)
+    except TracegradError as error:
+        print(f"tracegrad: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(
+            "\ntracegrad: interrupted. --resume goes on from the last checkpoint or shard, if there is one.",
+            file=sys.stderr,
+        )
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
+    parser = Parser(prog="tracegrad", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for family in (train, files, online):
+        family.add_to(commands)
+    told, rest = parser.parse_known_args(arguments)
+    given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
+    return told, [*((name, value) for name, value in given if value is not None), *dotted(rest, told.parser)]
