@@ -1,7 +1,7 @@
 """A policy behind HTTP in the test process: the example's model, sampled by transformers, answering as vLLM does.
 
-It takes weights by the requests of `sync.File`. `mistake` makes it sample from something else than it was told, in one
-of the ways in which a real server does.
+It takes weights by the requests of `sync.File`, and adapters by those of `sync.Lora`. `mistake` makes it sample from
+something else than it was told, in one of the ways in which a real server does.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from aiohttp import web
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -26,7 +27,8 @@ class PolicyServer:
     """One server; as a context manager it serves from a thread of its own.
 
     `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
-    says logprobs of that), "stale" (keys and values outlive the weights that they were made by).
+    says logprobs of that), "stale" (keys and values outlive the weights that they were made by), "before" (under a new
+    name stands the adapter before), "bare" (no adapter does anything).
     """
 
     def __init__(self, mistake=None, fail=()):
@@ -34,6 +36,7 @@ class PolicyServer:
         self.mistake, self.fail = mistake, list(fail)
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
         self.cached = {}
+        self.adapted, self.known = {"clerk": self.model}, []
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         self.generator = torch.Generator().manual_seed(1)
         self.calls = self.pushes = 0
@@ -41,7 +44,8 @@ class PolicyServer:
 
     async def _chat(self, request):
         body = await request.json()
-        assert body["model"] == "clerk"
+        if body["model"] not in self.adapted:
+            return web.json_response({"error": {"message": f"no model {body['model']}"}}, status=404)
         self.calls += 1
         if self.fail and self.calls in self.fail:
             return web.json_response({"error": {"message": "told to fail"}}, status=400)
@@ -90,11 +94,12 @@ class PolicyServer:
 
     @torch.no_grad()
     def _sampled(self, prompt, body):
+        model = self.adapted[body["model"]]
         heat = body.get("temperature", 1.0) * (1.5 if self.mistake == "hot" else 1.0)
         cache, ids = self._prompted(torch.tensor([prompt]), body.get("cache_salt"))
         sampled, logprobs, reason = [], [], "length"
         while len(sampled) < body.get("max_tokens", 16):
-            scores = self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            scores = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
             known = (scores / heat).log_softmax(-1)
             drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
             sampled.append(drawn)
@@ -109,10 +114,20 @@ class PolicyServer:
         raw = await request.read()
         if request.path == "/update_weights" and self.mistake != "deaf":
             self._load(load_file(json.loads(raw)["update_info"]["path"]))
+        if request.path == "/v1/load_lora_adapter":
+            self._adapt(**json.loads(raw))
+        if request.path == "/v1/unload_lora_adapter":
+            del self.adapted[json.loads(raw)["lora_name"]]
         if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": "clerk"}]})
+            return web.json_response({"data": [{"id": name} for name in self.adapted]})
         self.pushes += request.path == "/finish_weight_update"
         return web.json_response({"success": True})
+
+    def _adapt(self, lora_name, lora_path):
+        """Each adapter is merged into a model of its own."""
+        self.known.append(PeftModel.from_pretrained(copy.deepcopy(self.model), lora_path).merge_and_unload().eval())
+        late = self.mistake == "before" and len(self.known) > 1
+        self.adapted[lora_name] = self.model if self.mistake == "bare" else self.known[-2 if late else -1]
 
     @torch.no_grad()
     def _load(self, weights):

@@ -48,10 +48,10 @@ def test_each_step_is_proven_and_the_run_is_its_replay(served, example, tmp_path
 
 
 def test_a_cache_that_is_not_cleared_ends_the_run_by_its_name(served, example, tmp_path, monkeypatch):
-    def careless(_told, out):
-        return lambda servers: sync.File(servers, out / "weights", clear_cache=False)
+    def careless(driven, _told):
+        return lambda servers: sync.File(servers, driven.out / "weights", clear_cache=False)
 
-    monkeypatch.setattr(start, "_sync", careless)
+    monkeypatch.setattr(start, "sync_of", careless)
     with pytest.raises(SyncFault, match="prompt that they have never seen they agree"):
         run(example, served, tmp_path, steps=6)
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import online
+import tracegrad as tg
+from tracegrad.online import Online, SyncFault, ways
 from tracegrad.rollout.launch import launch
 from tracegrad.rollout.server import ServerError, Servers
 from tracegrad.sync import Lora, canary, vllm_arguments
@@ -18,8 +21,9 @@ KEY = "a token of this test"
 def adapted(request, example, tmp_path_factory):
     python = request.config.getoption("--vllm-python")
     folder = tmp_path_factory.mktemp("adapted")
-    flags, environment = vllm_arguments("lora", beside=folder / "beside", guard=True, versions=2, rank=8)
+    flags, environment = vllm_arguments("lora", beside=folder / "beside", guard=True, versions=3, rank=8)
     flags += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--generation-config", "vllm"]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive", "VLLM_SERVER_DEV_MODE": "1"}
     told = {"name": "clerk", "arguments": flags, "environment": environment, "key": KEY, "log": folder / "server.log"}
     with launch(python, example / "model", **told) as launched:
@@ -57,6 +61,53 @@ def off(tuned, said):
     return worst
 
 
+CONFIG = tg.config.update(tg.config.Config(), [("pack.step_groups", 4), ("train.lora_rank", 8), ("optimizer.lr", 1e-2)])
+
+
+def run(example, url, out, **told):
+    """Steps of four groups of four, by adapters."""
+    options = Online(**{"steps": 3, "samples": 4, "max_tokens": 64, "turns": 4, "sync": "lora", **told})
+    return tg.online.train(
+        example / "model",
+        online.tasks("traces", 0),
+        environment=online.Shop,
+        objective=tg.presets.DAPO_DIRECT,
+        config=CONFIG,
+        online=options,
+        servers=[url],
+        key=KEY,
+        out=out,
+        sinks=(),
+    )
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_loop_of_adapters_is_proven_at_each_step(adapted, example, tmp_path, max_lag):
+    found = run(example, adapted, tmp_path, max_lag=max_lag)
+    for row in found.rows:
+        print(
+            f"\nstep {row['step']}: {row['sync_terms']} terms, max {row['sync_max']:.1e}, {row['seconds_pushed']:.3f} s"
+        )
+        assert row["sync_terms"] > 0
+        assert row["sync_max"] < 1e-4
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example, tmp_path, monkeypatch, max_lag):
+    class Late(Lora):
+        async def push(self, weights, version):
+            pushed = await super().push(weights, version)
+            self.servers.model = self.loaded[-2 if version > 1 else -1][0]
+            return pushed
+
+    monkeypatch.setattr(ways, "Lora", Late)
+    with pytest.raises(
+        SyncFault, match=r"version [2-5], .*They answer with the adapter of the step before\."
+    ) as raised:
+        run(example, adapted, tmp_path, steps=6, max_lag=max_lag)
+    print(f"\n{raised.value}")
+
+
 CACHED = canary.drawn(range(10, 600), 0, 256)
 
 
@@ -75,7 +126,8 @@ def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(ada
             # Loaded already, by an answer that was lost: unloaded and loaded once more.
             assert (await sync.push(moved(tuned, 4), 4)).repeated == 1
             [models] = await servers.each("/v1/models", method="GET")
-            assert [model["id"] for model in models.body["data"]] == ["clerk", "policy-v3", "policy-v4"]
+            names = [model["id"] for model in models.body["data"]]
+            assert [name for name in names if name.startswith("policy-v")] == ["policy-v3", "policy-v4"]
             assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v3", "policy-v4"]
 
     asyncio.run(run())

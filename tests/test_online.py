@@ -225,6 +225,22 @@ def test_failures_are_kept_untrained_and_too_many_in_a_row_stop_the_run(tmp_path
             run(server, tmp_path / "none", agent=never, failures=8)
 
 
+@pytest.mark.parametrize("baseline", ["none", "group_mean"])
+def test_what_fails_before_its_first_call_is_left_out_of_the_step(tmp_path, baseline):
+    numbers = itertools.count()
+
+    async def agent(task_, policy):
+        if next(numbers) % 4 == 1:
+            raise RuntimeError("no world to reset")
+        message = await policy.chat(task_["prompt"])
+        return -float(len(message["content"] or ""))
+
+    config = tg.config.update(CONFIG, [("advantage.baseline", baseline)])
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=agent, steps=2, config=config)
+    assert [(row["traces"], row["trajectories_failed"]) for row in found.rows] == [(6, 2), (6, 4)]
+
+
 def test_a_trainer_that_waits_says_for_what(tmp_path):
     async def stuck(task_, policy):
         await asyncio.sleep(60)

@@ -120,6 +120,23 @@ class Ranks:
         dist.gather_object(value, found, group=self.group)
         return found if found is not None else [value]
 
+    def shared(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        if self.alone:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, 0, group=self.group)
+        return found[0]
+
+    def leave_word(self, word: str) -> None:
+        """Says something that other ranks may look for whenever they like: no collective call."""
+        if not self.alone:
+            dist.distributed_c10d._get_default_store().set(f"tracegrad/{word}", "")
+
+    def finds_word(self, word: str) -> bool:
+        """Whether a rank has left this word."""
+        return not self.alone and dist.distributed_c10d._get_default_store().check([f"tracegrad/{word}"])
+
     def agree(self, error: Exception | None) -> None:
         """Raises `error` where there is one, and on the other ranks that one of them failed: nobody waits for it.
 

@@ -11,62 +11,99 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tracegrad.batch import pack
+from tracegrad.batch import Step, pack
+from tracegrad.errors import TracegradError
 from tracegrad.learner import Run
 from tracegrad.online.collector import Collector
 from tracegrad.online.options import Online
-from tracegrad.online.proof import Gap
+from tracegrad.online.proof import Floats, Gap
 from tracegrad.sequence import Sequences
-from tracegrad.sync import canary
+from tracegrad.sync import SyncError, canary
 
 LENGTH = 192
 """Ids of a prompt: more than a block of vLLM's cache (128 on CPU)."""
 TOKENS = 8
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What servers said and what the trainer says of it.
+
+    Args:
+        step: the tokens that were sampled, as terms, with the servers' logprobs.
+        logprobs: [M], the trainer's.
+        cached: [M] bool, terms behind the prompt that may be cached.
+    """
+
+    step: Step
+    logprobs: Floats
+    cached: NDArray[np.bool_]
+
+    def gap(self, here: NDArray[np.bool_] | None = None) -> Gap:
+        """How far they are apart, on all terms or those `here`."""
+        here = np.ones(len(self.step), bool) if here is None else here
+        return Gap.of(self.logprobs, self.step.rollout_logprobs, here)
+
+
 @dataclass
 class Canary:
-    """What asks the servers, and compares.
+    """What asks the servers, and compares. Over ranks the first one asks, and all run the forward pass.
 
     Args:
         driven: the policy.
-        collector: whose servers are asked.
+        collector: whose servers are asked; None on the ranks that follow.
         options: of the run: its sampling is the canary's.
         ids: token ids that prompts are drawn from.
     """
 
     driven: Run
-    collector: Collector
+    collector: Collector | None
     options: Online
     ids: Sequence[int]
 
-    def ask(self, version: int, salt: str | None = None) -> tuple[Gap, Gap]:
-        """How far the servers are from the policy as it is: on the prompt that is the same each time, and on a new one.
+    def ask(self, version: int, salt: str | None = None) -> Asked:
+        """What the servers say behind a prompt that is the same each time, and behind a new one.
 
         Args:
             version: that they should run.
             salt: of the requests' caches; a new one finds nothing cached.
+
+        Raises:
+            SyncError: on every rank, if a server does not answer as it should.
         """
+        ranks = self.driven.ranks
+        said, error = (None, None) if self.collector is None else self._said(self.collector, version, salt)
+        said, told = ranks.shared((said, error and str(error)))
+        if told:
+            raise error or SyncError(told)
+        return self._compared(said)
+
+    def _said(
+        self, collector: Collector, version: int, salt: str | None
+    ) -> tuple[list[canary.Said] | None, TracegradError | None]:
         same, new = canary.drawn(self.ids, 0, LENGTH), canary.drawn(self.ids, version + 1, LENGTH)
         heat = {"temperature": self.options.temperature}
 
         async def asked(servers: Any, _: Any) -> list[canary.Said]:
             return await canary.ask(servers, same, new, tokens=TOKENS, sampling=heat, salt=salt)
 
-        said = self.collector.run(asked)
-        theta, rollout, cached = self._compared(said)
-        return Gap.of(theta, rollout, cached), Gap.of(theta, rollout, ~cached)
+        try:
+            return collector.run(asked), None
+        except TracegradError as error:
+            return None, error
 
-    def _compared(self, said: Sequence[canary.Said]) -> tuple[Any, Any, Any]:
-        """[M] logprobs of the trainer and of the servers, and which terms are behind the prompt that may be cached."""
+    def _compared(self, said: Sequence[canary.Said]) -> Asked:
         rows = [(*one.prompt_ids, *one.ids) for one in said]
         logprobs = [np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs] for one in said]
         flat = np.concatenate(logprobs)
         ends = np.cumsum([0, *map(len, rows)])
         heat = np.full(ends[-1], 1 / self.options.temperature, np.float32)
         sequences = Sequences.from_arrays(np.concatenate(rows), ends, flat, ~np.isnan(flat), inv_temperature=heat)
-        budget = max(self.driven.config.pack.token_budget, max(map(len, rows)))
-        [step] = pack(sequences, np.zeros(len(said)), token_budget=budget, per="trace")
+        budget, ranks = max(self.driven.config.pack.token_budget, max(map(len, rows))), self.driven.ranks
+        cut: dict[str, Any] = {"token_budget": budget, "per": "trace", "ranks": ranks.world, "rank": ranks.rank}
+        [step] = pack(sequences, np.zeros(len(said)), **cut)
+        measured = self.driven.measure(step)
         cached = np.array([one.cached for one in said])[step.trace]
-        return self.driven.measure(step), step.rollout_logprobs, cached
+        return Asked(step, ranks.merge(measured, ~np.isnan(measured)), cached)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -265,18 +265,20 @@ class Collector:
         told = self.options
         self._under_way[name] = time.monotonic()
         try:
-            return await play(
-                contract,
-                task,
-                chat=servers.chat,
-                version=lambda: self.version,
-                limits=Limits(turns=told.turns, seconds=told.seconds),
-                id=name,
-                group=group,
-                sampling=self._sampling,
-                logprob_kind=self._kind,
-                proxy=self._proxy,
-            )
+            # An agent's own client may ask, and be asked again, for what the servers were called when it began.
+            with servers.holding() if self._proxy is not None else nullcontext():
+                return await play(
+                    contract,
+                    task,
+                    chat=servers.chat,
+                    version=lambda: self.version,
+                    limits=Limits(turns=told.turns, seconds=told.seconds),
+                    id=name,
+                    group=group,
+                    sampling=self._sampling,
+                    logprob_kind=self._kind,
+                    proxy=self._proxy,
+                )
         finally:
             del self._under_way[name]
 

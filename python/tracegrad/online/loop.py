@@ -22,13 +22,14 @@ from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary
 from tracegrad.online import frames
 from tracegrad.online.canary import Canary
+from tracegrad.online.check import Check
 from tracegrad.online.collector import Collector
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.options import Online
-from tracegrad.online.proof import Gap, Proof, explain, fault, own_terms
+from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
-from tracegrad.online.suspects import suspects
+from tracegrad.online.ways import weights_of
 from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
@@ -67,7 +68,7 @@ class Loop:
         self.follower = Follower(self.folder)
         self.queue: list[tuple[Place, Traces, bool]] = []
         self.ranks = self.driven.ranks
-        self.canary: Canary | None = None
+        self.check = Check(self.driven, self.options, self.proof)
         self._settled = False
         self.signal = Signal.of(self.driven.config)
 
@@ -141,27 +142,22 @@ class Loop:
         began = time.perf_counter()
         version = self.driven.taken
         about = {"groups": len(taken.groups), "groups_dull": len(taken.dull), "seconds_waited": waited}
+        traces, sequences = self._aligned(traces)
         if not len(traces):
             self.say(f"step {taken.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
             return
-        sequences = align(traces, self.tokenizer, on_error="skip")
         step, rewards = self._packed(sequences)
-        if self.canary is None and self.collector is not None and self.ranks.alone:
+        if self.check.canary is None and self.proof is not None:
             ids = np.unique(sequences.ids[sequences.trainable]).tolist()
-            self.canary = Canary(self.driven, self.collector, self.options, ids)
-        here = own_terms(step, version) & ~_mixed(traces, sequences)[step.trace]
+            self.check.canary = Canary(self.driven, self.collector, self.options, ids)
+        here = own_terms(step, version)
+        if self.options.sync != "lora":  # a call keeps the adapter that it began with
+            here &= ~_mixed(traces, sequences)[step.trace]
         gap = Gap(0)
 
         def check(logprobs: Any) -> None:
             nonlocal gap
-            gap = Gap.of(logprobs, step.rollout_logprobs, here)
-            if not gap.terms and self.canary is not None:
-                gap = max(self.canary.ask(version), key=lambda each: each.max)
-            if self.proof is not None and not self.proof.holds(gap):
-                fresh = None if self.canary is None else self.canary.ask(version, salt=f"proof-{version}")[1]
-                bound, told = self.proof.bound, suspects(self.driven, step)
-                why = explain(gap, step.rollout_logprobs, here, told, bound, fresh)
-                raise fault(taken.step + 1, version, gap, bound, why)
+            gap = self.check.gap(taken.step + 1, step, logprobs, here)
 
         prepared = time.perf_counter()
         self.driven.step(step, version, rewards=rewards, check=check)
@@ -183,6 +179,16 @@ class Loop:
         if every and self.driven.taken % every == 0:
             self.driven.save()
 
+    def _aligned(self, traces: Traces) -> tuple[Traces, Sequences]:
+        """The traces in which anything was sampled: what failed before its first answer holds nothing to train on."""
+        sequences = align(traces, self.tokenizer, on_error="skip")
+        there = {sequences.trace_ids[index] for index in np.unique(sequences.trace)}
+        kept = [index for index, trace in enumerate(traces) if trace.id in there]
+        if len(kept) == sequences.traces:
+            return traces, sequences
+        traces = traces[kept]
+        return traces, align(traces, self.tokenizer)
+
     def _packed(self, sequences: Sequences) -> tuple[Step, Any]:
         """One step of all groups, of this rank, with the rewards of its traces."""
         config = self.driven.config
@@ -202,7 +208,7 @@ class Loop:
         return min(int(np.diff(sequences.cu_seqlens).max()), self.driven.config.pack.token_budget)
 
     def _push(self) -> Any:
-        weights = self.driven.weights()
+        weights = weights_of(self.driven, self.options)
         if self.collector is None:
             return None
         pushed = self.collector.push(weights, self.driven.taken)

@@ -35,7 +35,8 @@ class Online:
     failures: int = 32
     """Failed trajectories in a row after which the run stops with the traceback of the first."""
     sync: Literal["file", "lora", "nccl"] = "file"
-    """How weights reach the servers."""
+    """How weights reach the servers: whole by a file, adapters (`train.lora_rank`) by a name for each version, or whole
+    by NCCL from CUDA to CUDA, which no GPU has run yet."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "samples", "refill", "max_tokens", "turns", "failures"):

@@ -11,8 +11,7 @@ from typing import Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.online.options import Online
-
-NAME = "policy"
+from tracegrad.online.ways import NAME, adapters_kept
 
 
 async def model_of(servers: Any) -> str:
@@ -51,8 +50,12 @@ def served(
     told: Online,
     out: Path,
     say: Callable[[str], None],
+    rank: int = 0,
 ) -> Iterator[tuple[Callable[[], Any], Mapping[str, Any]]]:
     """What makes the pool of servers, and the engine arguments that they have as far as they are known here.
+
+    Args:
+        rank: of the adapters that are trained, for a server that is given them.
 
     Raises:
         ArgumentError: if none is named and none can be started.
@@ -74,7 +77,8 @@ def served(
             "no server is named, and vLLM is not installed here to start one. Nothing could be played. Pass servers=, "
             "or python=, the interpreter of an environment that has vLLM."
         )
-    flags, environment = vllm_arguments(told.sync, beside=out / "package")
+    adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
+    flags, environment = vllm_arguments(told.sync, beside=out / "package", **adapters)
     heat = {} if told.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
     arguments = {"generation_config": "vllm", **heat, **engine}
     out.mkdir(parents=True, exist_ok=True)

@@ -32,10 +32,9 @@ from tracegrad.online.proof import Proof
 from tracegrad.online.scoring import GroupScore
 from tracegrad.online.serve import served
 from tracegrad.online.signal import Signal
-from tracegrad.online.suspects import WEIGHTS
 from tracegrad.online.tasks import Tasks
+from tracegrad.online.ways import sync_of
 from tracegrad.shards import read_text, write_bytes
-from tracegrad.sync import File
 from tracegrad.tokenizer import Tokenizer
 
 RUN = "run.json"
@@ -121,7 +120,10 @@ def train(
         collector, evaluate = None, None
         if ranks.first:
             contract, scores = contract_of(agent, environment, tools, rewards)
-            pool, engine_told = stack.enter_context(served(model, servers, key, python, engine or {}, told, out, say))
+            way, rank = sync_of(driven, told), config.train.lora_rank
+            pool, engine_told = stack.enter_context(
+                served(model, servers, key, python, engine or {}, told, out, say, rank)
+            )
             write_bytes(out / RUN, [_manifest(model, objective, config, told, engine_told)])
             folder, signal = out / frames.FOLDER, Signal.of(config)
             done, counts = _played(folder, signal)
@@ -134,7 +136,7 @@ def train(
                 contract,
                 Tasks(tasks, config.train.seed).after(done),
                 pool,
-                _sync(told, out),
+                way,
                 writer,
                 pace,
                 told,
@@ -243,12 +245,6 @@ def _played(folder: Path, signal: Signal) -> tuple[set[int], Counts]:
         counts.dull += signal.is_dull(signal.of_traces(traces))
         counts.trajectories += len(traces)
     return done, counts
-
-
-def _sync(told: Online, out: Path) -> Callable[[Any], Any]:
-    if told.sync == "file":
-        return lambda servers: File(servers, out / WEIGHTS)
-    raise ArgumentError(f"online.sync is {told.sync!r}: not built into the loop yet. Use 'file'.")
 
 
 def _evaluation(

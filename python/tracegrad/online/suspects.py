@@ -5,8 +5,8 @@ Asked only where a proof has failed, and answered by the trainer's own model wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,31 +16,29 @@ import numpy as np
 from tracegrad.batch import Step
 from tracegrad.learner import Run
 from tracegrad.learner.adapters import adapters_off, has_adapters
-from tracegrad.online.proof import Suspect
+from tracegrad.online.options import Online
+from tracegrad.online.proof import Floats, Suspect
+from tracegrad.online.ways import before
 
 TEMPERATURES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
-WEIGHTS = "weights"
+ADAPTER_BEFORE = (
+    "They answer with the adapter of the step before{zero}. Look at their logs for the one that was loaded last, and "
+    "ask for the model by that adapter's name."
+)
 
 
-def suspects(driven: Run, step: Step) -> list[Suspect]:
-    """The mistakes that can be tried on this run, the likeliest first."""
+def suspects(driven: Run, step: Step, told: Online) -> list[Suspect]:
+    """The mistakes that can be tried on this run, the likeliest first; over ranks all of them try each together."""
     found = []
-    before = driven.out / WEIGHTS / f"weights-{driven.taken - 1:08d}.safetensors"
-    if driven.ranks.alone and before.is_file():
-        found.append(
-            Suspect(
-                "They still run the weights of the version before: the push did not reach them. Look at their logs for "
-                "the update, and start them with the flags of tracegrad.sync.vllm_arguments.",
-                lambda: _with(driven, step, _read(before)),
-            )
-        )
-        found.append(
-            Suspect(
-                "Their output head is that of the version before: it is tied to the embedding, and the update did not "
-                "reach it. Start them with --worker-extension-cls tracegrad.sync.worker.Worker, which packs it again.",
-                lambda: _with_head(driven, step, _read(before)),
-            )
-        )
+    pushed = before(driven, told)
+    if pushed is not None and driven.ranks.sum(pushed[0].is_file()) == driven.ranks.world:
+        path, named = pushed
+        if told.sync == "lora":
+            zero = ", or with none: the first adapter changes nothing" if driven.taken == 1 else ""
+            cause = ADAPTER_BEFORE.format(zero=zero)
+            found.append(Suspect(cause, lambda: _with(driven, step, _read(path), named)))
+        else:
+            found += _whole_suspects(driven, step, path, named)
     if has_adapters(driven.model):
         found.append(
             Suspect(
@@ -59,6 +57,28 @@ def suspects(driven: Run, step: Step) -> list[Suspect]:
     return found
 
 
+def _whole_suspects(driven: Run, step: Step, path: Path, named: Callable[[str], str]) -> list[Suspect]:
+    """Weights that stayed as they were, all of them or the head alone."""
+    return [
+        Suspect(
+            "They still run the weights of the version before: the push did not reach them. Look at their logs for "
+            "the update, and start them with the flags of tracegrad.sync.vllm_arguments.",
+            lambda: _with(driven, step, _read(path), named, merged=True),
+        ),
+        Suspect(
+            "Their output head is that of the version before: it is tied to the embedding, and the update did not "
+            "reach it. Start them with --worker-extension-cls tracegrad.sync.worker.Worker, which packs it again.",
+            lambda: _with_head(driven, step, _read(path), named),
+        ),
+    ]
+
+
+def _measured(driven: Run, step: Step) -> Floats:
+    """[M] logprobs of the model as it stands now, on every rank."""
+    found = driven.measure(step)
+    return driven.ranks.merge(found, ~np.isnan(found))
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     from safetensors.torch import load_file
 
@@ -66,50 +86,63 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _swapped(model: Any, weights: Mapping[str, Any]) -> Iterator[None]:
-    """The model with other values in the parameters that have these names; its own are put back."""
-    held = {name: each for name, each in model.named_parameters(remove_duplicate=False) if name in weights}
-    own = {name: each.data for name, each in held.items()}
+def _swapped(model: Any, weights: Mapping[str, Any], named: Callable[[str], str]) -> Iterator[None]:
+    """The model with other values in the parameters that the weights name; its own are put back."""
+    held = [(each, named(name)) for name, each in model.named_parameters(remove_duplicate=False)]
+    held = [(each, each.detach().clone(), name) for each, name in held if name in weights]
     try:
-        for name, each in held.items():
-            each.data = weights[name].to(each.device, each.dtype)
+        for each, _, name in held:
+            _fill(each, weights[name])
         yield
     finally:
-        for name, each in held.items():
-            each.data = own[name]
+        for each, own, _ in held:
+            _fill(each, own)
 
 
-def _with(driven: Run, step: Step, weights: Mapping[str, Any]) -> Any:
-    with _swapped(driven.model, weights):
-        return driven.measure(step)
+def _fill(parameter: Any, value: Any) -> None:
+    """Gives a parameter a value, which is whole; or a shard like itself. Every rank calls this."""
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+        value = value.to(parameter.device, parameter.dtype)
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    with torch.no_grad():
+        parameter.copy_(value)
 
 
-def _with_head(driven: Run, step: Step, weights: Mapping[str, Any]) -> Any:
+def _with(
+    driven: Run, step: Step, weights: Mapping[str, Any], named: Callable[[str], str], merged: bool = False
+) -> Floats:
+    """The policy with weights that were pushed before; adapters are merged into them or are these weights."""
+    with _swapped(driven.model, weights, named), adapters_off(driven.model) if merged else nullcontext():
+        return _measured(driven, step)
+
+
+def _with_head(driven: Run, step: Step, weights: Mapping[str, Any], named: Callable[[str], str]) -> Floats:
     """The policy with the output head alone as it was; a tied one is untied for the question."""
     from torch import nn
+    from torch.distributed.tensor import DTensor
 
     model = driven.model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    old = next((weights[name] for name in _names_of(model, table.weight) if name in weights), None)
-    if old is None or head.weight is not table.weight:
+    names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is table.weight]
+    old = next((weights[named(name)] for name in names if named(name) in weights), None)
+    if old is None or head.weight is not table.weight or isinstance(table.weight, DTensor):
         return np.full(len(step), np.nan, np.float32)
     try:
         head.weight = nn.Parameter(old.to(table.weight.device, table.weight.dtype), requires_grad=False)
-        return driven.measure(step)
+        return _measured(driven, step)
     finally:
         head.weight = table.weight
 
 
-def _names_of(model: Any, weight: Any) -> list[str]:
-    return [name for name, each in model.named_parameters(remove_duplicate=False) if each is weight]
-
-
-def _without_adapters(driven: Run, step: Step) -> Any:
+def _without_adapters(driven: Run, step: Step) -> Floats:
     with adapters_off(driven.model):
-        return driven.measure(step)
+        return _measured(driven, step)
 
 
-def _at(driven: Run, step: Step, temperature: float) -> Any:
+def _at(driven: Run, step: Step, temperature: float) -> Floats:
     """The policy's logprobs at another temperature than the one recorded."""
     batches = tuple(replace(b, inv_temperature=b.inv_temperature / np.float32(temperature)) for b in step.batches)
-    return driven.measure(replace(step, batches=batches))
+    return _measured(driven, replace(step, batches=batches))

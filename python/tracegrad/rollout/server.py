@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,7 @@ class Servers:
         self.retried = 0
         self.admission: Callable[[str], Awaitable[bool]] | None = None
         self._servers = {name: _Server(name) for name in names}
+        self._held: Counter[str] = Counter()
         self._sessions: OrderedDict[str, _Server] = OrderedDict()
         self._connect_s, self._probe_s = connect_s, probe_s
         self._retries, self._failures = retries, failures
@@ -146,6 +147,21 @@ class Servers:
             for server in self._servers.values()
         ]
 
+    @property
+    def held(self) -> set[str]:
+        """The names of models that somebody still asks for, as after a push of another."""
+        return set(+self._held)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[str]:
+        """The model's name as it is now, which is `held` until this is left."""
+        name = self.model
+        self._held[name] += 1
+        try:
+            yield name
+        finally:
+            self._held[name] -= 1
+
     async def chat(self, body: Mapping[str, Any], *, session: str, salt: str | None = None) -> dict[str, Any]:
         """The answer to a chat completion, asked of the session's server.
 
@@ -162,10 +178,14 @@ class Servers:
         self, path: str, body: Mapping[str, Any], *, session: str, salt: str | None = None
     ) -> dict[str, Any]:
         """As `chat`, for any path that takes a JSON object and answers with one."""
-        sent = {**body, "model": self.model}
-        if salt is not None:
-            sent["cache_salt"] = salt
-        data = encoded(sent, path)
+        with self.holding() as model:
+            sent = {**body, "model": model}
+            if salt is not None:
+                sent["cache_salt"] = salt
+            return await self._answered(path, encoded(sent, path), session)
+
+    async def _answered(self, path: str, data: bytes, session: str) -> dict[str, Any]:
+        """The first answer of the session's server that is one, by as many tries as a call has."""
         deadline = time.monotonic() + self.timeout_s
         fresh, tries = False, 0
         while True:

@@ -1,4 +1,4 @@
-"""LoRA adapters to the servers: a name for each version, the oldest unloaded.
+"""LoRA adapters to the servers: a name for each version, unloaded when nobody asks for it.
 
 Nothing is paused: a request keeps the adapter that it named, and keys and values belong to that name. Called by
 `online`; whole weights are `file`'s.
@@ -31,7 +31,7 @@ class Lora:
         folder: where adapters go; servers must see it under the same path.
         config: what PEFT's adapter_config.json holds; needed where weights are given as tensors.
         name: what the names of the adapters begin with.
-        keep: how many versions stay loaded; requests in flight may be as old. max_lag + 2 is enough.
+        keep: how many versions stay loaded at least. One that a request still names stays, and those after it.
         timeout_s: how long one request may take.
     """
 
@@ -78,8 +78,8 @@ class Lora:
             await asyncio.to_thread(self._write, path, weights, version)
         self.loaded = [*(each for each in self.loaded if each[0] != name), (name, path)]
         pushed = await self._pusher.push(version, time.monotonic() - started)
-        self.servers.model = name
         await self._forget()
+        self.servers.model = name  # last, so that who counts versions sees name and version change together
         return pushed
 
     def _write(self, path: Path, weights: Mapping[str, Any], version: int) -> None:
@@ -102,25 +102,31 @@ class Lora:
         name, path = self.loaded[-1]
         if repeat:  # it may have been loaded by an answer that was lost
             await self._unload(url, name)
-        await do(
-            self.servers, url, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, self.timeout_s
-        )
+        await do(self.servers, url, "/v1/load_lora_adapter", _told(name, path), self.timeout_s)
         return 0.0
 
     async def _unload(self, url: str, name: str) -> None:
         await self.servers.ask(url, "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=self.timeout_s)
 
     async def _forget(self) -> None:
-        """Unload all but the newest adapters, and remove the folders that were written for them."""
-        old, self.loaded = self.loaded[: -self.keep], self.loaded[-self.keep :]
+        """Unload all but the newest adapters and those still asked for, and remove the folders written for them."""
+        asked = [index for index, (name, _) in enumerate(self.loaded) if name in self.servers.held]
+        first = min([max(len(self.loaded) - self.keep, 0), *asked])
+        old, self.loaded = self.loaded[:first], self.loaded[first:]
         await asyncio.gather(*(self._unload(url, name) for url in self.servers.urls for name, _ in old))
         for _, path in old:
             if path.parent == self.folder:
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
     async def _admit(self, url: str) -> bool:
-        """Whether a server that is back has the newest adapter, now at the latest."""
+        """Whether a server that is back has the newest adapter, now at the latest, and those still asked for."""
+        for name, path in self.loaded[:-1]:
+            await self.servers.ask(url, "/v1/load_lora_adapter", _told(name, path), timeout_s=self.timeout_s)
         return not self.loaded or await self._pusher.admit(url)
+
+
+def _told(name: str, path: Path) -> dict[str, str]:
+    return {"lora_name": name, "lora_path": str(path)}
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ The ways themselves are `file`, `lora` and `nccl`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,8 @@ class Reach(Protocol):
     def urls(self) -> Sequence[str]: ...
     @property
     def key(self) -> str | None: ...
+    @property
+    def held(self) -> Collection[str]: ...
     async def ask(
         self,
         url: str,

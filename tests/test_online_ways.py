@@ -1,0 +1,74 @@
+"""Adapters in the online loop against a policy behind HTTP: a name for each version, proven; and what is refused."""
+
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tracegrad as tg
+from policy_server import MODEL, PolicyServer
+from test_online import CONFIG, questions, run
+from tracegrad.errors import ArgumentError
+from tracegrad.online import Online, SyncFault
+
+ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 5e-2)])
+
+
+def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
+    with PolicyServer() as server:
+        found = run(server, tmp_path / "run", config=ADAPTERS, steps=4, sync="lora")
+        names = list(server.adapted)
+    assert all(row["sync_terms"] == row["terms"] > 0 for row in found.rows)
+    assert all(row["sync_max"] < 1e-4 for row in found.rows)
+    # max_lag 0: the newest and one before it; what the run was told to ask for ends with its version
+    assert [name.rsplit("-", 1)[1] for name in names[1:]] == ["v3", "v4"]
+    assert sorted(each.name for each in (tmp_path / "run" / "weights").iterdir()) == names[1:]
+    moved = load_file(tmp_path / "run" / "weights" / names[-1] / "adapter_model.safetensors")
+    assert max(float(value.abs().max()) for name, value in moved.items() if "lora_B" in name) > 0.01
+    again = tg.online.replay(
+        tmp_path / "run", MODEL, objective=tg.presets.DAPO_DIRECT, config=ADAPTERS, out=tmp_path / "again"
+    )
+    ours, theirs = (load_file(each.checkpoint / "adapter_model.safetensors") for each in (found, again))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "at", "why"), [("before", 3, "adapter of the step before"), ("bare", 2, "step before, or with none")]
+)
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake, at, why, max_lag):
+    with PolicyServer(mistake) as server, pytest.raises(SyncFault, match=why) as raised:
+        run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", max_lag=max_lag)
+    # "before" at version 1 is version 0, whose adapter changes nothing
+    assert str(raised.value).startswith("step 2" if at == 2 or not max_lag else "step ")
+
+
+class Slow(PolicyServer):
+    """The first call waits for four more adapters before it looks for its own."""
+
+    async def _chat(self, request):
+        if not self.calls:
+            self.calls += 1
+            while len(self.known) < 5:
+                await asyncio.sleep(0.02)
+            self.loaded = [name.rsplit("-", 1)[1] for name in self.adapted if name != "clerk"]
+        return await super()._chat(request)
+
+
+def test_an_adapter_that_a_call_still_asks_for_stays_loaded(tmp_path):
+    with Slow() as server:
+        found = run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", max_lag=1)
+    assert server.loaded == ["v0", "v1", "v2", "v3", "v4"]
+    assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
+    assert max(row["lag_max"] for row in found.rows) >= 4  # the late group, trained by what sampled it
+    assert found.rows[-1]["trajectories_failed"] == 0
+    assert [name.rsplit("-", 1)[1] for name in server.adapted if name != "clerk"] == ["v4", "v5", "v6"]
+
+
+def test_what_cannot_be_pushed_is_refused_before_anything_is_asked(tmp_path):
+    told = {"rewards": [lambda prompts, completions: [0.0] * len(prompts)], "servers": ["http://127.0.0.1:9"]}
+    with pytest.raises(ArgumentError, match=r"'lora', and the model has no adapters.*train\.lora_rank"):
+        tg.online.train(MODEL, questions(count=2), **told, online=Online(sync="lora"), out=tmp_path / "a")
+    with pytest.raises(ArgumentError, match=r"'nccl', and the policy is trained on cpu.*'file'"):
+        tg.online.train(MODEL, questions(count=2), **told, online=Online(sync="nccl"), out=tmp_path / "b")
