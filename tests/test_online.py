@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import time
 import urllib.request
 from pathlib import Path
 
@@ -351,3 +352,14 @@ def test_plain_functions_are_tools(tmp_path):
 
 def loud_of_messages(prompts, completions, **columns):
     return [float(sum(len(message["content"] or "") for message in messages)) for messages in completions]
+
+
+def test_the_trainer_hears_of_a_group_and_of_the_end_of_the_tasks_without_looking_again_and_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tracegrad.online.loop.POLL_S", 60.0)
+    with PolicyServer() as server:
+        began = time.monotonic()
+        found = run(server, tmp_path / "run", tasks=iter(questions(count=4)), steps=3)
+    assert found.stopped == "tasks"
+    assert time.monotonic() - began < 60.0

@@ -88,6 +88,7 @@ class Collector:
         self._wake = asyncio.Event()
         self._open = threading.Event()
         self._held = asyncio.Event()
+        self._news = threading.Event()
         self._under_way: dict[str, float] = {}
         self._proxy: Proxy | None = None
         self._row: list[Played] = []
@@ -132,6 +133,11 @@ class Collector:
                 f"{time.monotonic() - began:.0f} s. The trainer would wait for ever. Look at its environment and at "
                 "the servers, or raise online.patience."
             )
+
+    def wait(self, seconds: float) -> None:
+        """Returns once a group has finished or playing has ended since the last call, at the latest after so long."""
+        self._news.wait(seconds)
+        self._news.clear()
 
     def run(self, work: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> T:
         """Runs `work(servers, sync)` in the collector's loop, and waits for what it gives."""
@@ -197,6 +203,7 @@ class Collector:
             self.error = error
         finally:
             self._open.set()
+            self._news.set()
             with suppress(Exception):
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
@@ -239,6 +246,7 @@ class Collector:
             entry = next(self.tasks, None)
             if entry is None:
                 self.exhausted = True
+                self._news.set()
                 break
             self.counts.begun += 1
             found.add(asyncio.create_task(self._group(*entry)))
@@ -259,6 +267,7 @@ class Collector:
         self.counts.trajectories += len(played)
         self.counts.failed += sum(each.error is not None for each in played)
         self.finished_at = time.monotonic()
+        self._news.set()
         self._note_failures(played)
 
     async def _play(self, servers: Any, contract: Any, task: Any, name: str, group: str | None) -> Played:

@@ -34,7 +34,8 @@ from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 
-POLL_S = 0.02
+POLL_S = 0.2
+"""Until the folder is looked into again for what other processes have played."""
 
 
 @dataclass
@@ -135,7 +136,7 @@ class Loop:
                 self.queue = self.queue[len(chosen) :]
                 return chosen or None
             self.collector.check()
-            time.sleep(POLL_S)
+            self.collector.wait(POLL_S)
         return None
 
     def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
