@@ -128,6 +128,14 @@ class Ranks:
         dist.broadcast_object_list(found, 0, group=self.group)
         return found[0]
 
+    def joined(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[n] of every rank behind one another, in order, on every rank."""
+        if self.alone:
+            return values
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, values, group=self.group)
+        return np.concatenate(found)
+
     def leave_word(self, word: str) -> None:
         """Says something that other ranks may look for whenever they like: no collective call."""
         if not self.alone:

@@ -18,7 +18,7 @@ from tracegrad.errors import TracegradError
 from tracegrad.learner import Run
 from tracegrad.online.collector import Collector
 from tracegrad.online.options import Online
-from tracegrad.online.proof import Floats, Gap
+from tracegrad.online.proof import Floats
 from tracegrad.sequence import Sequences
 from tracegrad.sync import SyncError, canary
 
@@ -32,19 +32,15 @@ class Asked:
     """What servers said and what the trainer says of it.
 
     Args:
-        step: the tokens that were sampled, as terms, with the servers' logprobs.
-        logprobs: [M], the trainer's.
+        step: the tokens that were sampled, as terms of this rank.
+        logprobs, rollout: [M] of all ranks, the trainer's and the servers'.
         cached: [M] bool, terms behind the prompt that may be cached.
     """
 
     step: Step
     logprobs: Floats
+    rollout: Floats
     cached: NDArray[np.bool_]
-
-    def gap(self, here: NDArray[np.bool_] | None = None) -> Gap:
-        """How far they are apart, on all terms or those `here`."""
-        here = np.ones(len(self.step), bool) if here is None else here
-        return Gap.of(self.logprobs, self.step.rollout_logprobs, here)
 
 
 @dataclass
@@ -104,6 +100,5 @@ class Canary:
         budget, ranks = max(self.driven.config.pack.token_budget, max(map(len, rows))), self.driven.ranks
         cut: dict[str, Any] = {"token_budget": budget, "per": "trace", "ranks": ranks.world, "rank": ranks.rank}
         [step] = pack(sequences, np.zeros(len(said)), **cut)
-        measured = self.driven.measure(step)
         cached = np.array([one.cached for one in said])[step.trace]
-        return Asked(step, ranks.merge(measured, ~np.isnan(measured)), cached)
+        return Asked(step, *map(ranks.joined, (self.driven.measure(step), step.rollout_logprobs, cached)))

@@ -47,16 +47,18 @@ class Check:
             SyncError: if a server does not answer the canary.
         """
         ranks, version = self.driven.ranks, self.driven.taken
-        gap = Gap.of(ranks.merge(logprobs, ~np.isnan(logprobs)), step.rollout_logprobs, here)
+        # A rank holds its own terms; from here on all of them are looked at everywhere.
+        theta, rollout, here = map(ranks.joined, (logprobs, step.rollout_logprobs, here))
+        gap = Gap.of(theta, rollout, here)
         if not gap.terms and self.canary is not None:
             asked = self.canary.ask(version)
-            gap, step, here = asked.gap(), asked.step, np.ones(len(asked.step), bool)
+            step, rollout, here = asked.step, asked.rollout, np.ones(len(asked.rollout), bool)
+            gap = Gap.of(asked.logprobs, rollout, here)
         if self.proof is None or self.proof.holds(gap):
             return gap
         fresh = None
         if self.canary is not None:
             asked = self.canary.ask(version, salt=f"proof-{version}")
-            fresh = asked.gap(~asked.cached)
+            fresh = Gap.of(asked.logprobs, asked.rollout, ~asked.cached)
         told = suspects(self.driven, step, self.options)
-        why = explain(gap, step.rollout_logprobs, here, told, self.proof.bound, fresh)
-        raise fault(number, version, gap, self.proof.bound, why)
+        raise fault(number, version, gap, self.proof.bound, explain(gap, rollout, here, told, self.proof.bound, fresh))

@@ -99,10 +99,11 @@ class Ledger:
     def wait(self, step: int, stopped: Callable[[], bool], poll_s: float = 0.05) -> Taken | None:
         """The line of a step as soon as it is there: for ranks that do not write. None where the run was stopped."""
         while len(self.steps) <= step:
-            if stopped():
+            over = stopped()
+            self.refresh()  # a line may have come just before the end
+            if over and len(self.steps) <= step:
                 return None
-            time.sleep(poll_s)
-            self.refresh()
+            time.sleep(poll_s if len(self.steps) <= step else 0.0)
         return self.steps[step]
 
 

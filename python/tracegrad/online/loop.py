@@ -21,6 +21,7 @@ from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary
 from tracegrad.online import frames
+from tracegrad.online.bond import Bond
 from tracegrad.online.canary import Canary
 from tracegrad.online.check import Check
 from tracegrad.online.collector import Collector
@@ -75,24 +76,30 @@ class Loop:
 
     def run(self, interrupt: Interrupt) -> str:
         """Steps until the last, a signal, or the end of the tasks; "done", "signal" or "tasks"."""
+        self.bond = Bond.of(self.ranks, interrupt)
         at = self._beginning()
         for taken in self.ledger.steps:
             self.follower.skip(taken.groups)
-        if self.collector is not None:
+        if self.proof is not None:
             self._push()
-            self._evaluated(at)
+            with self.bond.first():
+                self._evaluated(at)
+        if self.collector is not None:
             self.collector.step_taken(len(self.ledger.steps))
             self.collector.begin_playing()
         while at < self.options.steps:
             began = time.perf_counter()
-            found = self._groups(at, interrupt)
+            with self.bond.first():
+                found = self._groups(at)
             if found is None:
+                self.bond.end()
                 break
             self._step(*found, waited=time.perf_counter() - began)
             at += 1
             if self.collector is not None:
                 self.collector.step_taken(at)
-            self._evaluated(at)
+            with self.bond.first():
+                self._evaluated(at)
         self.driven.save()
         if interrupt.received is not None:
             return "signal"
@@ -103,7 +110,7 @@ class Loop:
         steps = self.ledger.steps
         return next((each.step for each in steps if each.version >= self.driven.taken), len(steps))
 
-    def _groups(self, step: int, interrupt: Interrupt) -> tuple[Taken, Traces] | None:
+    def _groups(self, step: int) -> tuple[Taken, Traces] | None:
         """The groups of a step: by the ledger where they were chosen before, else what has been played."""
         if step < len(self.ledger.steps):
             taken = self.ledger.steps[step]
@@ -111,20 +118,20 @@ class Loop:
         if self.collector is None:
             if self.ranks.alone:
                 return None
-            taken = self.ledger.wait(step, lambda: interrupt.received is not None)
-            return None if taken is None else self._groups(taken.step, interrupt)
-        chosen = self._chosen(interrupt)
+            taken = self.ledger.wait(step, self.bond.over)
+            return None if taken is None else self._groups(taken.step)
+        chosen = self._chosen()
         if chosen is None:
             return None
         dull = [index for index, (_, _, teaches_nothing) in enumerate(chosen) if teaches_nothing]
         taken = self.ledger.add(self.driven.taken, [place for place, _, _ in chosen], dull)
         return taken, Traces.concatenate(traces for _, traces, teaches_nothing in chosen if not teaches_nothing)
 
-    def _chosen(self, interrupt: Interrupt) -> list[tuple[Place, Traces, bool]] | None:
+    def _chosen(self) -> list[tuple[Place, Traces, bool]] | None:
         """Waits for enough groups whose rewards differ, or as many as a step may have."""
         assert self.collector is not None
         pace = self.collector.pace
-        while interrupt.received is None:
+        while not self.bond.over():
             counts = self.collector.counts
             over = self.collector.exhausted and counts.finished == counts.begun
             new, dull = self.follower.look(), self.signal.is_dull
@@ -163,7 +170,7 @@ class Loop:
         prepared = time.perf_counter()
         self.driven.step(step, version, rewards=rewards, check=check)
         trained = time.perf_counter()
-        pushed = self._push() if self.collector is not None else None
+        pushed = self._push() if self.proof is not None else None
         drift = sequences.drift
         about |= {
             "version": version,
@@ -212,7 +219,8 @@ class Loop:
         weights = weights_of(self.driven, self.options)
         if self.collector is None:
             return None
-        pushed = self.collector.push(weights, self.driven.taken)
+        with self.bond.first():
+            pushed = self.collector.push(weights, self.driven.taken)
         for line in pushed.lines():
             self.say(f"server   {line}")
         return pushed

@@ -22,6 +22,7 @@ from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.model import load_model
 from tracegrad.learner.ranks import Ranks
 from tracegrad.online import frames
+from tracegrad.online.bond import telling
 from tracegrad.online.collector import Collector, Counts, contract_of
 from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.ledger import Ledger
@@ -118,38 +119,39 @@ def train(
     ledger = Ledger(out)
     with ExitStack() as stack:
         collector, evaluate = None, None
-        if ranks.first:
-            contract, scores = contract_of(agent, environment, tools, rewards)
-            way, rank = sync_of(driven, told), config.train.lora_rank
-            pool, engine_told = stack.enter_context(
-                served(model, servers, key, python, engine or {}, told, out, say, rank)
-            )
-            write_bytes(out / RUN, [_manifest(model, objective, config, told, engine_told)])
-            folder, signal = out / frames.FOLDER, Signal.of(config)
-            done, counts = _played(folder, signal)
-            writer = stack.enter_context(Writer(folder))
-            score = GroupScore(rewards, weights) if scores else None
-            if score is not None:
-                stack.callback(score.close)
-            pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
-            collector = Collector(
-                contract,
-                Tasks(tasks, config.train.seed).after(done),
-                pool,
-                way,
-                writer,
-                pace,
-                told,
-                score=score,
-                signal=signal,
-                counts=counts,
-                taken=len(ledger.steps),
-                version=driven.taken,
-                by_address=agent is not None,
-            )
-            stack.enter_context(collector)
-            if len(evaluation):
-                evaluate = _evaluation(collector, contract, evaluation, out, signal)
+        with telling(ranks):
+            if ranks.first:
+                contract, scores = contract_of(agent, environment, tools, rewards)
+                way, rank = sync_of(driven, told), config.train.lora_rank
+                pool, engine_told = stack.enter_context(
+                    served(model, servers, key, python, engine or {}, told, out, say, rank)
+                )
+                write_bytes(out / RUN, [_manifest(model, objective, config, told, engine_told)])
+                folder, signal = out / frames.FOLDER, Signal.of(config)
+                done, counts = _played(folder, signal)
+                writer = stack.enter_context(Writer(folder))
+                score = GroupScore(rewards, weights) if scores else None
+                if score is not None:
+                    stack.callback(score.close)
+                pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
+                collector = Collector(
+                    contract,
+                    Tasks(tasks, config.train.seed).after(done),
+                    pool,
+                    way,
+                    writer,
+                    pace,
+                    told,
+                    score=score,
+                    signal=signal,
+                    counts=counts,
+                    taken=len(ledger.steps),
+                    version=driven.taken,
+                    by_address=agent is not None,
+                )
+                stack.enter_context(collector)
+                if len(evaluation):
+                    evaluate = _evaluation(collector, contract, evaluation, out, signal)
         lines = _sinks(driven, told, sinks, say) if ranks.first else []
         for sink in lines:
             stack.callback(sink.close)

@@ -74,9 +74,8 @@ def _whole_suspects(driven: Run, step: Step, path: Path, named: Callable[[str], 
 
 
 def _measured(driven: Run, step: Step) -> Floats:
-    """[M] logprobs of the model as it stands now, on every rank."""
-    found = driven.measure(step)
-    return driven.ranks.merge(found, ~np.isnan(found))
+    """[M] logprobs of the model as it stands now, of the terms of all ranks."""
+    return driven.ranks.joined(driven.measure(step))
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -129,7 +128,7 @@ def _with_head(driven: Run, step: Step, weights: Mapping[str, Any], named: Calla
     names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is table.weight]
     old = next((weights[named(name)] for name in names if named(name) in weights), None)
     if old is None or head.weight is not table.weight or isinstance(table.weight, DTensor):
-        return np.full(len(step), np.nan, np.float32)
+        return driven.ranks.joined(np.full(len(step), np.nan, np.float32))
     try:
         head.weight = nn.Parameter(old.to(table.weight.device, table.weight.dtype), requires_grad=False)
         return _measured(driven, step)
