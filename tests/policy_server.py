@@ -28,7 +28,8 @@ class PolicyServer:
 
     `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
     says logprobs of that), "stale" (keys and values outlive the weights that they were made by), "before" (under a new
-    name stands the adapter before), "bare" (no adapter does anything).
+    name stands the adapter before), "bare" . Where `key` is
+    set it asks for it.
     """
 
     def __init__(self, mistake=None, fail=()):
@@ -41,6 +42,7 @@ class PolicyServer:
         self.generator = torch.Generator().manual_seed(1)
         self.calls = self.pushes = 0
         self.delay = 0.0
+        self.key = None
 
     async def _chat(self, request):
         body = await request.json()
@@ -51,6 +53,12 @@ class PolicyServer:
             return web.json_response({"error": {"message": "told to fail"}}, status=400)
         await asyncio.sleep(self.delay)
         return web.json_response(self._answer(body))
+
+    @web.middleware
+    async def _keyed(self, request, handler):
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "no key"}}, status=401)
+        return await handler(request)
 
     async def _complete(self, request):
         body = await request.json()
@@ -157,7 +165,7 @@ class PolicyServer:
 
     async def _main(self, ready):
         self._done = asyncio.Event()
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[self._keyed])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_route("*", "/{path:.*}", self._control)

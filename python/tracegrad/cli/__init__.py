@@ -1,4 +1,4 @@
-"""The command line: `tracegrad train`, `prepare`, `doctor`, `replay`, and `--version`.
+"""The command line: `tracegrad train`, `prepare`, `doctor`, `online`, `replay`, `record`, `proxy`, and `--version`.
 
 A file for each family of verbs; here they are put together, and errors become exit codes: 0, 1 for an error of ours in
 one line, 2 for usage, 128 + signal; `doctor` gives 1 where training would be wrong. No torch until a verb needs it.
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.cli import files, online, train
-from tracegrad.cli.words import SHORT, Parser, dotted
+from tracegrad.cli import files, online, record, train
+from tracegrad.cli.words import SHORT, Parser, dotted, joined
 from tracegrad.errors import TracegradError
 
 __all__ = ["main"]
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print(
-            "\ntracegrad: interrupted. --resume goes on from the last checkpoint or shard, if there is one.",
+            "\ntracegrad: interrupted. --resume goes on from the last checkpoint, shard or group, if there is one.",
             file=sys.stderr,
         )
         return 130
@@ -45,8 +45,8 @@ def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     parser = Parser(prog="tracegrad", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for family in (train, files, online):
+    for family in (train, files, online, record):
         family.add_to(commands)
-    told, rest = parser.parse_known_args(arguments)
+    told, rest = parser.parse_known_args(joined(arguments))
     given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]
     return told, [*((name, value) for name, value in given if value is not None), *dotted(rest, told.parser)]

@@ -1,19 +1,51 @@
-"""`tracegrad online` and `tracegrad replay`."""
+"""`tracegrad online` and `tracegrad replay`: a run that plays and trains, and its steps again from its folder.
+
+What a run.toml holds is `runfile`'s, what it names `named`'s. torch is imported when a verb is called.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
+import shlex
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracegrad import config
-from tracegrad.cli.words import say
+from tracegrad.cli.words import Parser, say
 from tracegrad.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tracegrad.cli.runfile import RunFile
+
+WARNING = "The files that it names are run as programs: name only what you have written or read."
 
 
 def add_to(commands: Any) -> None:
     """Adds the verbs."""
+    text = "play, score, train and push, as a run.toml says"
+    parser: Parser = commands.add_parser("online", help=text, description=_told(text), allow_abbrev=False)
+    parser.set_defaults(run=_online, parser=parser)
+    parser.add_argument("run_file", type=Path, metavar="run.toml", help="what to play and how: docs/online.md")
+    parser.add_argument("--model", metavar="DIR", help="folder of model and tokenizer, over the file's")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run, over the file's")
+    parser.add_argument("--tasks", metavar="FILE", help="JSON lines, or file.py:name, over the file's")
+    parser.add_argument(
+        "--server", action="append", metavar="URL", help="a running server, over the file's; repeatable"
+    )
+    parser.add_argument("--python", metavar="PATH", help="interpreter that has vLLM, to start a server")
+    parser.add_argument("--objective", metavar="NAME", help="one of tracegrad.presets, or module:NAME (default DAPO)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, look whether it can be, stop")
+    parser.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --online.steps 12")
     _replay_command(commands)
+
+
+def _told(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}. {WARNING}"
 
 
 def _replay_command(commands: Any) -> None:
@@ -36,4 +68,132 @@ def _replay(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
     objective = algebra.override_all(presets.find(chosen.preset), dict(chosen.overrides))
     found = online.replay(told.folder, told.model, objective=objective, out=told.out, say=lambda line: say(line))
     say(f"replayed {found.steps} steps; {found.checkpoint}")
+    return found.exit_code
+
+
+def _online(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    needs("start")
+    from tracegrad import algebra, online, presets
+    from tracegrad.cli import runfile
+
+    given = {"model": told.model, "out": told.out, "tasks": told.tasks, "servers": told.server, "python": told.python}
+    given = {key: value for key, value in given.items() if value is not None}
+    run = runfile.read(told.run_file, given, overrides, told.resume)
+    objective = algebra.override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
+    model, out, contract = run.place("model"), run.place("out"), _contract(run)
+    if told.dry_run:
+        return _dry_run(run, objective, contract)
+    found = online.train(
+        model,
+        **contract,
+        objective=objective,
+        config=run.config,
+        online=run.online,
+        servers=run.named.get("servers", ()),
+        key=run.key,
+        python=run.python,
+        engine=run.engine,
+        out=out,
+        resume=told.resume,
+        say=lambda line: say(line),
+    )
+    say(*_ending(found, out, arguments))
+    return found.exit_code
+
+
+def needs(module: str) -> None:
+    """Says in one line what is not installed."""
+    try:
+        importlib.import_module(f"tracegrad.online.{module}")
+        importlib.import_module("tracegrad.rollout.proxy")
+    except ImportError as error:
+        raise ArgumentError(
+            f"it needs {error.name}, which is not installed. Nothing can be played. pip install 'tracegrad[online]'"
+        ) from error
+
+
+def _contract(run: RunFile) -> dict[str, Any]:
+    """What is played and what is good, by the names of `online.train`."""
+    from tracegrad.cli import named
+    from tracegrad.online.collector import contract_of
+
+    told: dict[str, Any] = {}
+    run.place("tasks")
+    for key in ("agent", "environment"):
+        if key in run.named:
+            told[key] = named.contract(run.named[key], run.base, key)
+    if "tools" in run.named:
+        told["tools"] = named.tools(run.named["tools"], run.base)
+    if "rewards" in run.named:
+        told["rewards"] = named.functions(run.named["rewards"], run.base, "rewards")
+    if "weights" in run.named:
+        told["weights"] = run.named["weights"]
+        if len(told["weights"]) != len(told.get("rewards", ())):
+            raise ArgumentError(
+                f"{run.path}: weights has {len(told['weights'])} numbers for {len(told.get('rewards', ()))} rewards. "
+                "Each reward function has one. Write as many."
+            )
+    contract_of(told.get("agent"), told.get("environment"), told.get("tools"), told.get("rewards"))
+    told["tasks"] = named.tasks(run.named["tasks"], run.base)
+    if "evaluation" in run.named:
+        told["evaluation"] = named.evaluated(run.named["evaluation"], run.base)
+    return told
+
+
+def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any]) -> int:
+    """What would be done, and whether it can be: files, names, tasks, servers."""
+    from tracegrad.tokenizer import Tokenizer
+
+    say(*run.to_toml().split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
+    Tokenizer.from_pretrained(run.place("model"))
+    told, tasks = run.online, contract["tasks"]
+    count = f"{len(tasks):,} tasks" if isinstance(tasks, (list, tuple)) else "tasks that are iterated once"
+    groups = run.config.pack.step_groups
+    say(
+        f"would    take {told.steps:,} steps of {groups} groups of {told.samples} trajectories, from {count}",
+        f"         evaluate on {len(contract.get('evaluation', ())):,} tasks"
+        + (f" every {told.eval_every} steps" if told.eval_every else " before the first step and after the last"),
+        f"servers  {asyncio.run(served(run.named['servers'], run.key)) if 'servers' in run.named else _starts(run)}",
+    )
     return 0
+
+
+async def served(urls: list[str], key: str | None) -> str:
+    """What servers say of themselves.
+
+    Raises:
+        ArgumentError: if one does not answer, or lists no model.
+    """
+    from tracegrad.online.serve import model_of
+    from tracegrad.rollout.server import Servers
+
+    async with Servers(urls, model="", key=key) as servers:
+        return f"{', '.join(urls)}, which serve {await model_of(servers)!r}"
+
+
+def _starts(run: RunFile) -> str:
+    """Which interpreter would start a server, where it can."""
+    python = run.python or sys.executable
+    ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        found = subprocess.run([python, "-c", ask], capture_output=True, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ArgumentError(f"{python}: it cannot be run: {error}. No server would start. Correct python.") from error
+    if not found:
+        raise ArgumentError(
+            f"{python} has no vLLM. No server would start. Name servers, or as python an interpreter that has it."
+        )
+    return f"one is started by {python}"
+
+
+def _ending(found: Any, out: Path, arguments: list[str]) -> list[str]:
+    reasons = {"done": "", "signal": ", stopped on request; nothing is lost", "tasks": ", after which no task was left"}
+    lines = [
+        f"trained  {found.steps:,} steps{reasons[found.stopped]}",
+        f"         {found.checkpoint}  loads with AutoModelForCausalLM.from_pretrained",
+        f"         {out / 'played'}  holds what was played, {out / 'metrics.jsonl'} how it went",
+    ]
+    if found.stopped == "signal":
+        again = arguments if "--resume" in arguments else [*arguments, "--resume"]
+        lines.append(f"go on    tracegrad {shlex.join(again)}")
+    return lines

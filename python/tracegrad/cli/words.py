@@ -48,19 +48,31 @@ def command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentP
     return parser
 
 
-def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
-    """`--a.b value` and `--a.b=value` pairs."""
-    found: list[tuple[str, str]] = []
-    words = iter(rest)
+def joined(arguments: list[str]) -> list[str]:
+    """`--a.b value` as `--a.b=value`, so that the value is not taken for an argument that has no flag.
+
+    >>> joined(["record", "--online.turns", "3", "a.py:b", "--out", "o"])
+    ['record', '--online.turns=3', 'a.py:b', '--out', 'o']
+    """
+    found: list[str] = []
+    words = iter(arguments)
     for word in words:
+        alone = word.startswith("--") and "." in word and "=" not in word
+        value = next(words, None) if alone else None
+        found.append(word if value is None else f"{word}={value}")
+    return found
+
+
+def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    """Names and values of `--a.b=value`."""
+    found: list[tuple[str, str]] = []
+    for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
             flags = [flag for action in parser._actions for flag in action.option_strings if "." not in flag]
             cure = config.nearest(f"--{name}", [*flags, *(f"--{option}" for option in config.options())])
             parser.error(f"{word} is no option here. {cure}")
         if not equals:
-            value = next(words, None)
-        if value is None:
             parser.error(f"{word} has no value. Write {word} VALUE.")
         found.append((name, value))
     return found

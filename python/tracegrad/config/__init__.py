@@ -12,7 +12,19 @@ from tracegrad.config.options import (
     Parallel,
     Train,
 )
-from tracegrad.config.reading import as_dict, describe, load, nearest, options, read_toml, to_toml, update
+from tracegrad.config.reading import (
+    as_dict,
+    describe,
+    flatten,
+    load,
+    nearest,
+    options,
+    read_toml,
+    scalar,
+    section,
+    to_toml,
+    update,
+)
 
 __all__ = [
     "SECTIONS",
@@ -27,10 +39,13 @@ __all__ = [
     "Train",
     "as_dict",
     "describe",
+    "flatten",
     "load",
     "nearest",
     "options",
     "read_toml",
+    "scalar",
+    "section",
     "to_toml",
     "update",
 ]

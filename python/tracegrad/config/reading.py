@@ -43,7 +43,7 @@ def load(path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *,
     """
     config = start or Config()
     if path is not None:
-        config = update(config, _flatten(read_toml(path)), where=str(path))
+        config = update(config, flatten(read_toml(path)), where=str(path))
     return update(config, overrides, where="")
 
 
@@ -100,8 +100,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def to_toml(config: Config) -> str:
-    """The whole config as TOML that `load` reads back to an equal one.
+def to_toml(config: Config, without: Iterable[str] = ()) -> str:
+    """The whole config as TOML that `load` reads back to an equal one, but for the options that are left out.
 
     >>> "lr = 1e-06" in to_toml(Config())
     True
@@ -109,7 +109,8 @@ def to_toml(config: Config) -> str:
     blocks = []
     for section in SECTIONS[:-1]:
         part = getattr(config, section)
-        lines = [f"{f.name} = {_toml(getattr(part, f.name))}" for f in fields(part)]
+        told = [f.name for f in fields(part) if f"{section}.{f.name}" not in without]
+        lines = [f"{name} = {_toml(getattr(part, name))}" for name in told]
         blocks.append("\n".join([f"[{section}]", *lines]))
     chosen = config.objective
     lines = [
@@ -166,19 +167,36 @@ def _choices(kind: Any) -> str:
     return " of " + ", ".join(f"`{c}`" for c in typing.get_args(kind)) if typing.get_origin(kind) is Literal else ""
 
 
-def _flatten(nested: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, Any]]:
+def flatten(nested: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, Any]]:
     """Dotted names to values. A table that no option is in, or too deep for one, is a value of its own: refused."""
     flat: list[tuple[str, Any]] = []
     for key, value in nested.items():
         if isinstance(value, Mapping) and depth < _DEEPEST and (value or (not prefix and key in SECTIONS)):
-            flat.extend(_flatten(value, f"{prefix}{key}.", depth + 1))
+            flat.extend(flatten(value, f"{prefix}{key}.", depth + 1))
         else:
             flat.append((prefix + key, value))
     return sorted(flat, key=lambda pair: pair[0] != "objective.preset")
 
 
-def _typed(name: str, value: Any, where: str) -> Scalar:
-    known = options()
+def section(name: str, told: Any, values: Iterable[tuple[str, Any]], *, where: str = "") -> Any:
+    """A frozen dataclass of options beside those of `Config`, with the named ones changed.
+
+    Args:
+        name: of the section, such as "online".
+        told: what is changed.
+        values: (dotted name, value) pairs; a string is read by the option's type.
+        where: opens the error message.
+
+    Raises:
+        ArgumentError: as `load`.
+    """
+    hints = typing.get_type_hints(type(told))
+    known = {f"{name}.{f.name}": (hints[f.name], getattr(told, f.name)) for f in fields(told)}
+    return replace(told, **{each.partition(".")[2]: _typed(each, value, where, known) for each, value in values})
+
+
+def _typed(name: str, value: Any, where: str, known: Mapping[str, tuple[Any, Scalar]] | None = None) -> Scalar:
+    known = options() if known is None else known
     opening = f"{where}: " if where else ""
     if name not in known:
         raise ArgumentError(f"{opening}{_brief(name)} is no option. It would have no effect. {nearest(name, known)}")
@@ -193,7 +211,7 @@ def _typed(name: str, value: Any, where: str) -> Scalar:
 
 def _override(name: str, value: Any, where: str) -> Scalar:
     """A field of the objective: which fields there are, the objective knows when it has them."""
-    found = _scalar(value)
+    found = scalar(value)
     if type(found) not in (bool, int, float, str) or (type(found) is int and abs(found) >= _HIGHEST):
         opening = f"{where}: " if where else ""
         raise ArgumentError(
@@ -224,7 +242,7 @@ def _convert(kind: Any, value: Any) -> Scalar:
             raise ValueError("one of " + ", ".join(typing.get_args(kind)))
         return value
     if isinstance(value, str) and kind is not str:
-        value = _scalar(value)
+        value = scalar(value)
     if type(value) is int and abs(value) >= _HIGHEST:
         raise ValueError("less than 2 to the 63")
     if kind is float and type(value) is int:
@@ -238,7 +256,7 @@ def _convert(kind: Any, value: Any) -> Scalar:
     return value
 
 
-def _scalar(value: Any) -> Scalar:
+def scalar(value: Any) -> Scalar:
     """A string from the command line as TOML would read it; what is no TOML scalar stays a string."""
     if not isinstance(value, str):
         return value

@@ -1,11 +1,25 @@
 """The online loop: play, score, write, train, push, and prove at every step that the push arrived.
 
 The folder is the queue: what is played is written by whole groups, and the trainer reads what is written. So a run can
-be replayed bit for bit, looked at while it runs, and cut anywhere. Needs `pip install 'tracegrad[online]'`.
+be replayed bit for bit, looked at while it runs, and cut anywhere. Needs `pip install 'tracegrad[online]'`; torch is
+imported with what trains, not with `record`.
 """
 
-from tracegrad.online.options import Online
-from tracegrad.online.proof import SyncFault
-from tracegrad.online.start import Finished, replay, train
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Finished", "Online", "SyncFault", "replay", "train"]
+from tracegrad.online.options import Online
+from tracegrad.online.record import Recorded, record
+
+if TYPE_CHECKING:
+    from tracegrad.online.proof import SyncFault
+    from tracegrad.online.start import Finished, replay, train
+
+__all__ = ["Finished", "Online", "Recorded", "SyncFault", "record", "replay", "train"]
+_WITH_TORCH = {"Finished": "start", "SyncFault": "proof", "replay": "start", "train": "start"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

@@ -67,6 +67,8 @@ class Collector:
         taken: steps that are done.
         version: of the policy that the servers are given first.
         by_address: give each trajectory an address that records, for agents that exist.
+        logprob_kind: what the servers' logprobs are of; by default as those that a run starts are told, processed
+            where the temperature is not 1.
     """
 
     contract: Any
@@ -82,6 +84,7 @@ class Collector:
     taken: int = 0
     version: int = 0
     by_address: bool = False
+    logprob_kind: str | None = None
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -310,7 +313,7 @@ class Collector:
 
     @property
     def _kind(self) -> str:
-        return "raw" if self.options.temperature == 1.0 else "processed"
+        return self.logprob_kind or ("raw" if self.options.temperature == 1.0 else "processed")
 
     def _note_failures(self, played: list[Played]) -> None:
         """Stops the run where nothing but failures has come for a while: the first says why."""

@@ -50,12 +50,14 @@ class Finished:
         stopped: "done", "signal" or "tasks", where these ended first.
         checkpoint: folder of the last one.
         rows: of metrics, one for each step and each evaluation.
+        exit_code: 0, or 128 + signal.
     """
 
     steps: int
     stopped: str
     checkpoint: Path
     rows: list[dict[str, Any]]
+    exit_code: int = 0
 
 
 def train(
@@ -159,7 +161,8 @@ def train(
         loop = Loop(driven, tokenizer, told, ledger, collector, lines, say, proof, evaluate=evaluate)
         with Interrupt() as interrupt, driven.together():
             stopped = loop.run(interrupt)
-    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows)
+    code = (interrupt.exit_code or 0) if stopped == "signal" else 0
+    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows, code)
 
 
 def replay(
@@ -201,7 +204,8 @@ def replay(
     with Interrupt() as interrupt:
         stopped = loop.run(interrupt)
     lines[0].close()
-    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows)
+    code = (interrupt.exit_code or 0) if stopped == "signal" else 0
+    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows, code)
 
 
 def _check_objective(run: Path, objective: Objective) -> None:

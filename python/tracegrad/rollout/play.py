@@ -139,11 +139,12 @@ def checked(value: Any) -> float | dict[str, float | None] | None:
 
 
 def as_contract(thing: Any) -> Any:
-    """A contract from what users pass: a coroutine function, a plain function, or an `Environment` class."""
-    if isinstance(thing, type) and hasattr(thing, "reset") and hasattr(thing, "step"):
-        from tracegrad.rollout.environment import environment
+    """A contract from what users pass: a coroutine function, a plain function, a class of ours or of TRL's."""
+    if isinstance(thing, type) and hasattr(thing, "reset"):
+        from tracegrad.rollout.environment import environment, trl_environment
 
-        return environment(thing)
+        theirs = hasattr(thing, "get_reward") or not hasattr(thing, "step")
+        return trl_environment(thing) if theirs else environment(thing)
     if not callable(thing):
         raise ArgumentError(
             f"the contract is a {type(thing).__name__}. It is called with (task, policy). Pass a function or an "

@@ -56,7 +56,8 @@ class Proxy:
         key: what clients show, as a bearer token or x-api-key; one is drawn where it is None.
         upstream_key: what the server asks for.
         model: name that every request gets, or a function that gives it; the client's own where it is None.
-        finished: called with the record of each session that a client opened and finished.
+        finished: called with the record of each session that a client opened, when it gets its reward, is not used
+            any more, or the proxy ends. Where it raises, the session stays open and the client is told.
         version, sampling, salt, limits, logprob_kind: of sessions that clients open; as for `play`.
         host, port: where it listens; a free port by default.
         request_bytes, response_bytes: larger bodies are refused.
@@ -119,6 +120,9 @@ class Proxy:
         self._server.should_exit = True
         await self._serving
         await self._upstream.__aexit__()
+        for name, seat in list(self._seats.items()):
+            if not seat.own:
+                await self._finish(name, seat, None, "stopped")
 
     @property
     def url(self) -> str:
@@ -222,21 +226,31 @@ class Proxy:
             raise Refusal(400, str(error)) from None
         await self._landed(seat)
         seat.rewards = told
-        if not seat.own and self._seats.pop(name or "", None) is not None:
+        if not seat.own and name in self._seats:
             if isinstance(group := body.get("group"), str | int):
                 seat.group = str(group)
-            await self._finish(name or "", seat, body.get("metadata"), "done")
+            try:
+                await self._finish(name, seat, body.get("metadata"), "done")
+            except Exception as error:
+                raise Refusal(507, f"session {name} could not be kept, send its reward again: {error}") from error
         await answer(send, 200, dumped({"calls": len(seat.policy.session.calls)}))
 
     async def _finish(self, name: str, seat: Seat, metadata: Any, ended: str) -> None:
+        """Hands on the record of a session, which is open again where that fails."""
+        del self._seats[name]
         self._ended[name] = None
+        about = {**(metadata if isinstance(metadata, dict) else {}), "ended": ended}
+        try:
+            record = seat.policy.session.record(name, seat.group, seat.rewards, about)
+            done = self._finished(record) if self._finished is not None else None
+            if inspect.isawaitable(done):
+                await done
+        except BaseException:
+            del self._ended[name]
+            self._seats[name] = seat
+            raise
         if len(self._ended) > ENDED_NAMES:
             self._ended.popitem(last=False)
-        about = {**(metadata if isinstance(metadata, dict) else {}), "ended": ended}
-        record = seat.policy.session.record(name, seat.group, seat.rewards, about)
-        done = self._finished(record) if self._finished is not None else None
-        if inspect.isawaitable(done):
-            await done
 
     async def _sweep(self) -> None:
         """Finishes sessions that nobody uses."""
@@ -245,8 +259,8 @@ class Proxy:
             before = time.monotonic() - self._idle_s
             for name, seat in list(self._seats.items()):
                 if not seat.own and not seat.flying and seat.used < before:
-                    del self._seats[name]
-                    await self._finish(name, seat, None, "idle")
+                    with contextlib.suppress(Exception):  # it stays open, and is tried again
+                        await self._finish(name, seat, None, "idle")
 
     async def _models(self, send: Any) -> None:
         response = await self._upstream.ask("GET", "", "/v1/models", None)

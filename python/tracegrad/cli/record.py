@@ -1,0 +1,172 @@
+"""`tracegrad record` and `tracegrad proxy`: trajectories into a folder, and nothing trained.
+
+`record` plays tasks with what a file names; `proxy` records whatever program talks to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+from pathlib import Path
+from typing import Any
+
+from tracegrad import config
+from tracegrad.cli.online import WARNING, needs, served
+from tracegrad.cli.words import Parser, say
+from tracegrad.errors import ArgumentError, TracegradError
+
+
+def add_to(commands: Any) -> None:
+    """Adds the verbs."""
+    text = "play tasks and record them by whole groups, without training"
+    described = f"{text[0].upper()}{text[1:]}. {WARNING}"
+    parser: Parser = commands.add_parser("record", help=text, description=described, allow_abbrev=False)
+    parser.set_defaults(run=_record, parser=parser)
+    parser.add_argument(
+        "contract", nargs="?", metavar="file.py:name", help="an agent of (task, policy), or a class of environments"
+    )
+    _common(parser)
+    parser.add_argument("--tasks", required=True, metavar="FILE", help="JSON lines, or file.py:name; each played once")
+    parser.add_argument("--samples", metavar="N", help="trajectories of each task: a group (default 8)")
+    parser.add_argument("--tools", action="append", metavar="file.py:name", help="in place of an agent; repeatable")
+    parser.add_argument("--rewards", action="append", metavar="file.py:name", help="score whole groups; repeatable")
+    parser.add_argument("--groups", type=int, metavar="N", help="at most so many (default: all tasks)")
+    parser.add_argument("--parallel", type=int, default=8, metavar="N", help="groups played at once (default 8)")
+    parser.add_argument("--resume", action="store_true", help="leave out the groups that are in --out already")
+    parser.add_argument("--online.OPTION", metavar="VALUE", help="temperature, max_tokens, turns, seconds, ...")
+    text = "record any program: an OpenAI-compatible address in front of a server"
+    parser = commands.add_parser("proxy", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    parser.set_defaults(run=_proxy, parser=parser)
+    _common(parser)
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="on loopback (default: a free one)")
+    parser.add_argument("--model", metavar="NAME", help="which every request gets (default: the program's own)")
+    parser.add_argument(
+        "--idle", type=float, default=3600.0, metavar="S", help="seconds after which an unused session ends (3600)"
+    )
+
+
+def _common(parser: Parser) -> None:
+    parser.add_argument("--server", action="append", required=True, metavar="URL", help="an OpenAI-compatible server")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of what is recorded")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the server's token")
+    parser.add_argument(
+        "--logprob-kind",
+        dest="kind",
+        choices=("raw", "processed"),
+        default="raw",
+        help="what the server's logprobs are of (raw)",
+    )
+
+
+def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    needs("record")
+    from tracegrad import online
+    from tracegrad.cli import named
+    from tracegrad.online.record import IDLE
+
+    here = Path.cwd()
+    idle = [name for name, _ in overrides if name.partition(".")[0] != "online" or name.partition(".")[2] in IDLE]
+    if idle:
+        raise ArgumentError(f"{idle[0]} has no effect on record, which trains nothing. Leave it for tracegrad online.")
+    how: dict[str, Any] = {}
+    if told.contract is not None:
+        found = named.contract(told.contract, here, "")
+        how["environment" if isinstance(found, type) else "agent"] = found
+    if told.tools:
+        how["tools"] = named.tools(told.tools[0] if len(told.tools) == 1 else told.tools, here)
+    if told.rewards:
+        how["rewards"] = named.functions(told.rewards, here, "rewards")
+    samples = [] if told.samples is None else [("online.samples", told.samples)]
+    found = online.record(
+        named.tasks(told.tasks, here),
+        **how,
+        online=config.section("online", online.Online(), [*overrides, *samples]),
+        servers=told.server,
+        key=_key(told),
+        logprob_kind=told.kind,
+        groups=told.groups,
+        parallel=told.parallel,
+        out=told.out,
+        resume=told.resume,
+        say=lambda line: say(line),
+    )
+    before = f", beside {found.before:,} that were there" if found.before else ""
+    say(
+        f"recorded {found.trajectories:,} trajectories in {found.groups:,} groups{before}; {found.failed:,} failed",
+        f"         mean reward {found.reward:.3f}",
+        f"         {found.file}",
+        f"next     tracegrad doctor {found.file} --model DIR",
+    )
+    return 0
+
+
+def _key(told: argparse.Namespace) -> str | None:
+    from tracegrad.cli.runfile import read_key
+
+    return None if told.key_file is None else read_key(told.key_file)
+
+
+def _proxy(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    needs("record")
+    if overrides:
+        raise ArgumentError(f"{overrides[0][0]} has no effect on proxy: a program says itself how it samples.")
+    if len(told.server) > 1:
+        raise ArgumentError(
+            "proxy is in front of one server. Start one for each, with an --out of its own or the same."
+        )
+    return asyncio.run(_recording(told))
+
+
+async def _recording(told: argparse.Namespace) -> int:
+    """Serves until a signal comes; what is finished is on the disk."""
+    from tracegrad.online.frames import FOLDER, Writer
+    from tracegrad.rollout.proxy import Proxy
+
+    key = _key(told)
+    say(f"server   {await served(told.server, key)}")
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: ended.done() or ended.set_result(0))
+    count = 0
+    with Writer(told.out / FOLDER) as writer:
+
+        async def finished(record: dict[str, Any]) -> None:
+            nonlocal count
+            await asyncio.to_thread(writer.write, [record])
+            count += 1
+
+        options = {"key": _own_key(told.out / "key"), "upstream_key": key, "model": told.model, "port": told.port}
+        try:
+            proxy = await Proxy(
+                told.server[0], finished=finished, idle_s=told.idle, logprob_kind=told.kind, **options
+            ).__aenter__()
+        except OSError as error:
+            raise TracegradError(
+                f"port {told.port}: {error.strerror}. Nothing can be recorded. Give another --port."
+            ) from error
+        try:
+            say(
+                f"export OPENAI_BASE_URL={proxy.url}/s/NAME/v1 OPENAI_API_KEY=$(cat {told.out / 'key'})",
+                "         NAME is yours to choose, one for each trajectory; or send x-tracegrad-session: NAME",
+                f"         a trajectory ends with  POST {proxy.url}/s/NAME/reward  "
+                '{"reward": 1.0, "group": "task 7"}',
+            )
+            await ended
+        finally:
+            await proxy.__aexit__()
+    say(f"recorded {count:,} trajectories; {writer.folder / writer.name}")
+    return 0
+
+
+def _own_key(path: Path) -> str:
+    """What programs show, kept in a file that only its owner reads."""
+    from tracegrad.cli.runfile import read_key
+
+    if not path.exists():
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(file, "w", encoding="utf-8") as text:
+            text.write(secrets.token_urlsafe(24) + "\n")
+    return read_key(path)

@@ -1,0 +1,348 @@
+"""`tracegrad record` and `tracegrad proxy`: what is played or passed is on the disk by whole groups, and reads."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+import tracegrad as tg
+from policy_server import MODEL, PolicyServer
+from stand_in import Served, StandIn, always
+from test_cli_online import folder, played  # noqa: F401
+from tracegrad.cli import main
+from tracegrad.errors import TracegradError
+from tracegrad.online.record import IDLE, Kept
+from tracegrad.rollout.proxy import Proxy
+
+AGENT = """
+import asyncio
+
+at_once = most = 0
+
+
+async def wide(task_, policy):
+    global at_once, most
+    at_once += 1
+    most = max(most, at_once)
+    await policy.chat([{"role": "user", "content": "2?"}])
+    await asyncio.sleep(0.05)
+    at_once -= 1
+    print("most", most)
+    return 1.0
+
+
+async def twice(task_, policy):
+    for _ in range(2):
+        await policy.chat(task_["prompt"])
+    return {"a": 1.0, "b": 2.0}
+
+
+async def slow(task_, policy):
+    await asyncio.sleep(30)
+
+
+async def failing(task_, policy):
+    raise RuntimeError("the world is gone")
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with PolicyServer() as served:
+        yield served
+
+
+@pytest.fixture
+def record(folder, server, monkeypatch):  # noqa: F811
+    """Records with the files of `folder`, two short trajectories of each task unless it is told."""
+    (folder / "more.py").write_text(AGENT)
+    monkeypatch.chdir(folder)
+    for module in ("more", "shop_clerk"):
+        sys.modules.pop(module, None)
+
+    def run(*arguments, tasks="shop_clerk.py:fresh", samples="2", quick=("--online.max_tokens", "8")):
+        told = ["--server", server.url, "--out", "o", "--tasks", tasks, *(["--samples", samples] if samples else ())]
+        return main(["record", *told, *arguments, *quick])
+
+    return run
+
+
+def test_tasks_are_played_once_in_their_order_and_written_by_groups(record, folder, capsys):  # noqa: F811
+    assert record("shop_clerk.py:agent") == 0
+    traces = played(folder / "o")
+    assert sorted(traces.groups) == ["0", "0", "1", "1", "2", "2"]
+    mine = {}
+    exec((folder / "shop_clerk.py").read_text(), mine)
+    for trace in traces:
+        assert trace.metadata["task"] == mine["fresh"][int(trace.group)]
+        assert trace.reward == pytest.approx(-len(trace.messages[-1]["content"] or "") / 10)
+    said = capsys.readouterr().out
+    assert "recorded 6 trajectories in 3 groups; 0 failed" in said
+    assert f"mean reward {traces.reward.mean():.3f}" in said
+    [path] = (folder / "o" / "played").iterdir()
+    assert main(["doctor", str(path), "--model", str(MODEL)]) == 0
+    assert "6 traces" in capsys.readouterr().out
+    assert tg.align(traces, tg.Tokenizer.from_pretrained(MODEL)).drift.rate == 0
+
+
+def test_a_group_has_as_many_trajectories_as_it_is_told(record, folder):  # noqa: F811
+    assert record("shop_clerk.py:agent", "--groups", "1", samples="3") == 0
+    assert (
+        record("shop_clerk.py:agent", "--groups", "1", samples=None, quick=("--out", "p", "--online.max_tokens", "2"))
+        == 0
+    )
+    assert (len(played(folder / "o")), len(played(folder / "p"))) == (3, 8)
+
+
+def test_a_folder_is_added_to_where_that_is_told(record, folder, capsys):  # noqa: F811
+    assert record("shop_clerk.py:agent", "--groups", "2") == 0
+    assert record("shop_clerk.py:agent") == 1
+    assert "holds 2 groups" in capsys.readouterr().err
+    assert record("shop_clerk.py:agent", "--resume") == 0
+    assert "2 trajectories in 1 groups, beside 2 that were there" in capsys.readouterr().out
+    assert sorted(played(folder / "o").groups) == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_so_many_groups_are_played_at_once(record, capsys):
+    assert record("more.py:wide", "--parallel", "1", tasks="tasks.jsonl") == 0
+    assert set(re.findall(r"most (\d+)", capsys.readouterr().out)) <= {"1", "2"}
+    sys.modules["more"].most = 0
+    assert record("more.py:wide", "--out", "p", tasks="tasks.jsonl") == 0
+    assert "most 4" in capsys.readouterr().out
+    assert record("more.py:wide", "--parallel", "0", tasks="tasks.jsonl") == 1
+
+
+def test_options_of_playing_and_what_only_training_has(record, folder, server, capsys):  # noqa: F811
+    quick = ("--online.max_tokens", "5", "--online.temperature", "0.7", "--online.turns", "1")
+    assert record("more.py:twice", "--logprob-kind", "processed", quick=quick) == 0
+    trace = played(folder / "o")[0]
+    record_ = trace.to_dict()
+    assert record_["logprob_kind"] == "processed"
+    assert len(trace.generations) == 1  # it wanted two
+    assert trace.generations[0].tokens <= 5
+    assert "0.7" in json.dumps(record_)
+    assert record("shop_clerk.py:agent", "--out", "p", quick=()) == 0
+    assert played(folder / "p")[0].to_dict()["logprob_kind"] == "raw"
+    for name in (*(f"online.{each}" for each in IDLE), "optimizer.lr"):
+        assert record("shop_clerk.py:agent", f"--{name}", "1") == 1
+        assert f"{name} has no effect on record" in capsys.readouterr().err
+
+
+def test_rewards_and_tools_take_the_place_of_an_agent(record, folder, server):  # noqa: F811
+    rewards = ["--rewards", "shop_clerk.py:short", "--rewards", "shop_clerk.py:one"]
+    assert record(*rewards, "--tools", "shop_clerk.py:price") == 0
+    trace = played(folder / "o")[0]
+    assert set(trace.rewards) == {"short", "one"}
+    assert trace.tools[0]["function"]["name"] == "price"
+    assert record("--out", "p", *rewards[2:], "--tools", "shop_clerk.py:shop") == 0
+    assert played(folder / "p")[0].tools[0]["function"]["name"] == "price"
+    assert record("shop_clerk.py:Theirs", "--out", "q") == 0
+    assert set(played(folder / "q")[0].rewards) == {"Theirs"}
+
+
+def test_a_key_is_read_from_its_file(record, folder, capsys):  # noqa: F811
+    with PolicyServer() as server:
+        server.key = "a secret of the servers"
+        (folder / "key").write_text(server.key)
+        told = [
+            "record",
+            "shop_clerk.py:agent",
+            "--server",
+            server.url,
+            "--tasks",
+            "shop_clerk.py:fresh",
+            "--groups",
+            "1",
+        ]
+        told += ["--samples", "1", "--online.max_tokens", "2"]
+        assert main([*told, "--out", "o"]) == 1
+        assert main([*told, "--out", "p", "--key-file", "gone"]) == 1
+        assert "gone: No such file" in capsys.readouterr().err
+        assert main([*told, "--out", "q", "--key-file", "key"]) == 0
+    assert len(played(folder / "q")) == 1
+
+
+def test_what_cannot_be_recorded_is_said(record, capsys):
+    def said(*arguments, **told):
+        assert record(*arguments, **told) == 1
+        return capsys.readouterr().err
+
+    assert "neither an agent, an environment nor rewards" in said()
+    assert "agent and tools are both given" in said("shop_clerk.py:agent", "--tools", "shop_clerk.py:price")
+    assert "gone.jsonl: No such file" in said("shop_clerk.py:agent", tasks="gone.jsonl")
+    assert "there is no agnet in it" in said("shop_clerk.py:agnet")
+    assert "--groups" not in said("shop_clerk.py:agent", "--groups", "0")
+    assert "in a row have failed" in said("more.py:failing", "--online.failures", "2")
+    assert "oldest trajectory under way" in said("more.py:slow", "--out", "p", "--online.patience", "0.3")
+    assert "lists no model" in said("shop_clerk.py:agent", "--out", "q", "--server", "http://127.0.0.1:9")
+
+
+def test_it_needs_no_torch(folder, server):  # noqa: F811
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "
+    (folder / "plain.py").write_text(
+        "async def agent(task, policy):\n    await policy.chat([{'role': 'user', 'content': 'q'}])\n    return 1.0\n"
+    )
+    told = ["record", str(folder / "plain.py") + ":agent", "--server", server.url, "--out", str(folder / "o")]
+    told += ["--tasks", str(folder / "tasks.jsonl"), "--samples", "1", "--online.max_tokens", "2"]
+    code = f"{blocked}from tracegrad.cli import main; sys.exit(main({told!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(played(folder / "o")) == 2
+
+
+# --- the proxy ---
+
+
+class Running:
+    """`tracegrad proxy` in a process of its own."""
+
+    def __init__(self, out, url, *more):
+        self.out = out
+        command = [sys.executable, "-m", "tracegrad.cli", "proxy", "--server", url, "--out", str(out), *more]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.said = []
+        while not (self.said and "a trajectory ends" in self.said[-1]):
+            line = self.process.stdout.readline()
+            assert line, "".join(self.said)
+            self.said.append(line)
+        self.url = re.search(r"OPENAI_BASE_URL=(http://\S+?)/s/NAME/v1", "".join(self.said))[1]
+        self.key = (out / "key").read_text().strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
+
+    def ask(self, path, body, key=None, **headers):
+        sent = {"Authorization": f"Bearer {key or self.key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), sent)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def stop(self, number=signal.SIGINT):
+        self.process.send_signal(number)
+        return self.process.wait(20), self.process.stdout.read()
+
+
+QUESTION = {"model": "clerk", "messages": [{"role": "user", "content": "2 × 20?"}], "max_tokens": 6, "temperature": 1.0}
+
+
+def test_any_program_is_recorded_by_path_or_header_and_its_reward_ends_it(tmp_path, server):
+    with Running(tmp_path / "o", server.url) as proxy:
+        assert oct((tmp_path / "o" / "key").stat().st_mode)[-3:] == "600"
+        assert proxy.key not in "".join(proxy.said)
+        assert proxy.ask("/s/a/v1/chat/completions", QUESTION, key="wrong key")[0] == 401
+        for _ in range(2):
+            status, answer = proxy.ask("/s/a/v1/chat/completions", QUESTION)
+            assert status == 200
+            assert not answer["choices"][0]["token_ids"]
+        assert proxy.ask("/v1/chat/completions", QUESTION, x_tracegrad_session="b", x_tracegrad_group="7")[0] == 200
+        assert proxy.ask("/s/a/reward", {"reward": 0.5, "group": "7"}) == (200, {"calls": 2})
+        [path] = (tmp_path / "o" / "played").iterdir()
+        assert len(tg.read(path)) == 1  # before the program goes on
+        assert proxy.ask("/s/b/reward", {"rewards": {"x": 1, "y": None}})[0] == 200
+        assert proxy.ask("/s/open/v1/chat/completions", QUESTION)[0] == 200
+        code, rest = proxy.stop()
+    assert (code, "recorded 3 trajectories" in rest) == (0, True)
+    a, b, left = tg.read(path)
+    assert (a.id, a.group, a.reward, len(a.generations)) == ("a", "7", 0.5, 2)
+    assert (b.id, b.group, b.rewards["x"], len(b.generations)) == ("b", "7", 1.0, 1)
+    assert (left.id, left.metadata["ended"]) == ("open", "stopped")
+    assert left.reward is None
+    sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(MODEL))
+    assert sequences.tiers()["T0"]["generations"] == 4
+    assert a.to_dict()["logprob_kind"] == "raw"
+
+
+def test_options_of_the_proxy(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with PolicyServer() as server:
+        server.key = "a secret of the servers"
+        (tmp_path / "secret").write_text(server.key)
+        more = ["--port", str(port), "--model", "clerk", "--idle", "0.2", "--logprob-kind", "processed"]
+        with Running(tmp_path / "o", server.url, *more, "--key-file", str(tmp_path / "secret")) as proxy:
+            assert proxy.url == f"http://127.0.0.1:{port}"
+            assert proxy.ask("/s/a/v1/chat/completions", {**QUESTION, "model": "another"})[0] == 200
+            [path] = (tmp_path / "o" / "played").iterdir()
+            deadline = time.monotonic() + 10
+            while not path.stat().st_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            [trace] = tg.read(path)
+            assert trace.metadata["ended"] == "idle"
+            assert trace.to_dict()["logprob_kind"] == "processed"
+            told = ["proxy", "--server", server.url, "--out", str(tmp_path / "p"), "--port", str(port)]
+            told += ["--key-file", str(tmp_path / "secret")]
+            code = f"import sys; from tracegrad.cli import main; sys.exit(main({told!r}))"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            assert done.returncode == 1
+            assert f"port {port}: Address already in use" in done.stderr
+            key = proxy.key
+            assert proxy.stop(signal.SIGTERM)[0] == 0
+        with Running(tmp_path / "o", server.url, "--key-file", str(tmp_path / "secret")) as again:
+            assert again.key == key
+            assert again.stop()[0] == 0
+
+
+def test_a_proxy_without_its_server_does_not_begin(tmp_path, capsys, server):
+    assert main(["proxy", "--server", "http://127.0.0.1:9", "--out", str(tmp_path / "o")]) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err
+    assert main(["proxy", "--server", server.url, "--server", "http://b", "--out", str(tmp_path / "o")]) == 1
+    assert "in front of one server" in capsys.readouterr().err
+    assert main(["proxy", "--server", server.url, "--out", str(tmp_path / "o"), "--online.turns", "3"]) == 1
+    assert "no effect on proxy" in capsys.readouterr().err
+
+
+def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_sent_again(example):
+    kept, full = [], [True]
+
+    def finished(record):
+        if full[0]:
+            raise TracegradError("No space left on device. Make room.")
+        kept.append(record)
+
+    async def main_():
+        stand_in = StandIn(example, always("40 €"))
+        async with contextlib.AsyncExitStack() as stack:
+            served = Served(stand_in, 0.0, None)
+            await stack.enter_async_context(served)
+            proxy = await stack.enter_async_context(Proxy(served.url, finished=finished, key="a long key", idle_s=0.2))
+            headers = {"Authorization": "Bearer a long key"}
+            import aiohttp
+
+            async with aiohttp.ClientSession(headers=headers) as client:
+
+                async def ask(path, body):
+                    async with client.post(proxy.url + path, json=body) as answer:
+                        return answer.status, await answer.text()
+
+                assert (await ask("/s/a/v1/chat/completions", QUESTION))[0] == 200
+                status, text = await ask("/s/a/reward", {"reward": 1.0})
+                assert (status, "No space left" in text) == (507, True)
+                await asyncio.sleep(0.4)  # the sweep cannot write it either
+                full[0] = False
+                assert (await ask("/s/a/reward", {"reward": 1.0}))[0] == 200
+                assert (await ask("/s/a/reward", {"reward": 1.0}))[0] == 409
+
+    asyncio.run(asyncio.wait_for(main_(), 30))
+    assert [each["reward"] for each in kept] == [1.0]
+
+
+def test_names_of_rewards_that_nobody_trains_on_are_free():
+    Kept().check([{"rewards": {"a": 1.0}}])
