@@ -191,7 +191,7 @@ def test_whatever_text_is_told_is_read_back_from_what_a_run_writes(tmp_path_fact
     assert again.data == told.data
     assert again.objective.preset == preset
     [(found, back)] = again.objective.overrides
-    wanted = reading._scalar(value)
+    wanted = reading.scalar(value)
     assert (found, repr(back)) == (name, repr(wanted))
 
 
