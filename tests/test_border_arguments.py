@@ -125,6 +125,14 @@ def calls():
         "OffPolicy": (OffPolicy.of, {"old": TERM, "rollout": TERM, "trace": np.array([0, 0, 1])}),
         "Rewards": (Rewards.of, {"rewards": [0.0, 1.0, 1.0], "group": [0, 0, 1]}),
         "decode": (tokenizer.decode, {"ids": [1, 2]}),
+        "Conversation": (
+            lambda tokenizer, messages, tools: tg.Conversation(tokenizer, messages, tools).prompt_ids(),
+            {"tokenizer": tokenizer, "messages": [{"role": "user", "content": "a"}], "tools": None},
+        ),
+        "append": (
+            lambda said, message: tg.Conversation(tokenizer).append(said, message).prompt_ids(),
+            {"said": [5], "message": {"role": "assistant", "content": "a"}},
+        ),
     }
 
 

@@ -13,7 +13,7 @@ FLOORS = [
     {"arrays"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"aside", "columns", "footer", "manifest", "shards", "store"},
-    {"sequence", "recover", "tables", "correction", "objective", "presets"},
+    {"sequence", "conversation", "recover", "tables", "correction", "objective", "presets"},
     {"batch", "config"},
     {"policy", "prepare"},
     {"learner", "report", "doctor", "rollout", "score", "sync"},

@@ -16,6 +16,7 @@ from tracegrad import _alone as _alone
 from tracegrad import advantage, presets
 from tracegrad._core import __version__
 from tracegrad.batch import Batch, Step, pack
+from tracegrad.conversation import Conversation
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
 from tracegrad.sequence import Drift, Sequences, align
@@ -29,6 +30,7 @@ _ON_USE = ("doctor", "learner", "objective", "online", "policy", "report", "roll
 
 __all__ = [
     "Batch",
+    "Conversation",
     "Corrected",
     "Drift",
     "Sequences",

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 mod align;
 mod border;
 mod compose;
+mod conversation;
 mod errors;
 mod flags;
 mod json;
@@ -29,6 +30,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     template::register(module)?;
     tokenizer::register(module)?;
     align::register(module)?;
+    conversation::register(module)?;
     ratio::register(module)?;
     pack::register(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))

@@ -130,7 +130,7 @@ impl<'a> Given<'a> {
 
 /// What a template is called with.
 pub struct Parsed {
-    messages: Vec<Value>,
+    pub messages: Vec<Value>,
     pub tools: Option<Arc<Value>>,
     pub kwargs: Map<String, Value>,
 }

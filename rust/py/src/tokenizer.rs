@@ -16,7 +16,8 @@ use tracegrad_core::{Error, Kind, Result};
 pub struct PyTokenizer {
     /// Shared with the calls that align.
     pub inner: Arc<Tokenizer>,
-    tools: KnownTools,
+    /// Schemas that came with its calls.
+    pub tools: KnownTools,
 }
 
 type Ids<'py> = Bound<'py, PyArray1<i32>>;
@@ -179,11 +180,12 @@ impl PyTokenizer {
 }
 
 /// Ids as the border knows them; vocabularies are far below 2^31.
-fn signed(ids: Vec<u32>) -> Vec<i32> {
+pub fn signed(ids: Vec<u32>) -> Vec<i32> {
     ids.into_iter().map(|id| id as i32).collect()
 }
 
-fn unsigned(index: usize, id: i64) -> Result<u32> {
+/// An id as the core knows it.
+pub fn unsigned(index: usize, id: i64) -> Result<u32> {
     u32::try_from(id).map_err(|_| {
         let mut error = Error::new(Kind::Argument, format!("id {id} is no token id"))
             .why("Ids lie between 0 and the size of the vocabulary")

@@ -25,6 +25,9 @@ pub fn difference(spelled: &[u8], plain: &[u8], body: &str, produced: &Value) ->
     if thought(&text) && !thought(body) {
         return Difference { reasons: &[Reason::ThinkStripped], same_history: false };
     }
+    if std::str::from_utf8(spelled).is_err() && shown(&text).trim() == shown(body).trim() {
+        return same(&[Reason::LossyText]);
+    }
     if text.trim() == body.trim() {
         return same(&[Reason::WhitespaceTrimmed]);
     }
@@ -95,6 +98,11 @@ fn around<'t>(text: &'t str, value: &Value) -> Option<(&'t str, &'t str)> {
     None
 }
 
+/// What a text shows of its characters: servers leave a part of one out, or write U+FFFD for it.
+fn shown(text: &str) -> String {
+    text.replace('\u{FFFD}', "")
+}
+
 fn squeezed(text: &str) -> String {
     text.split_whitespace().collect()
 }
@@ -121,6 +129,15 @@ mod tests {
         let found =
             named("<c>commentary to=f json<m>{\"a\":1}", " to=f<c>commentary json<m>\"{\\\"a\\\": 1}\"", &produced);
         assert_eq!(found.reasons, [Reason::ToolCallReformatted, Reason::ToolCallHeaderChanged]);
+    }
+
+    #[test]
+    fn a_part_of_a_character_is_shown_as_a_mark_or_not_at_all() {
+        let produced = json!({"content": "ab"});
+        for body in ["ab", "ab\u{FFFD}", " ab\u{FFFD}\u{FFFD}"] {
+            assert_eq!(difference(b"ab\xE3\x81", b"ab\xE3\x81", body, &produced), same(&[Reason::LossyText]));
+        }
+        assert!(!difference(b"ab\xE3\x81", b"ab\xE3\x81", "a", &produced).same_history);
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod branch;
 mod bridge;
 mod columns;
 mod compare;
+mod conversation;
 mod dates;
 mod diff;
 mod duplicates;
@@ -31,6 +32,7 @@ mod tests;
 mod weave;
 
 pub use crate::drift::{Finding, NAMES, Reason};
+pub use conversation::Conversation;
 pub use extras::{Column, NO_VALUE};
 pub use recover::{Recovered, recover};
 

@@ -107,6 +107,11 @@ impl Loom<'_, '_> {
         let compared = compare(ids, self.encode(&rendered)?, context, self.tokenizer);
         let Some((reason, count, detail)) = compared.difference else { return Ok((compared.text, Some(rendered))) };
         if reason == Reason::PromptMismatch
+            && let Some(text) = self.spliced(generation, ids, &rendered)?
+        {
+            return Ok((text, Some(rendered)));
+        }
+        if reason == Reason::PromptMismatch
             && let Some((day, dated)) = self.as_on_that_day(generation, ids, &rendered)?
         {
             let first = compare(ids, self.encode(&dated)?, context, self.tokenizer);
@@ -118,6 +123,24 @@ impl Loom<'_, '_> {
         }
         self.find(reason, turn, -1, count, detail);
         Ok((compared.text, Some(rendered)))
+    }
+
+    /// The recorded ids where they are a branch and the template's text behind it: a prompt that holds what was sampled as
+    /// it was drawn, and so has other ids than its text.
+    fn spliced(&mut self, generation: &Generation, ids: &[u32], rendered: &Rendered) -> Result<Option<Text>> {
+        let Some(at) = self.continued(generation) else { return Ok(None) };
+        let Some(rest) = ids.strip_prefix(self.woven.branches[at].ids.as_slice()) else { return Ok(None) };
+        let before = self.woven.findings.len();
+        if let Some(from) = self.splice(at, rendered)? {
+            let behind = self.scaffold.encode(rendered, from)?;
+            if behind.ids == rest {
+                let mut text = Text { ids: ids.to_vec(), sources: self.woven.branches[at].source.clone() };
+                text.sources.extend(behind.sources);
+                return Ok(Some(text));
+            }
+        }
+        self.woven.findings.truncate(before);
+        Ok(None)
     }
 
     /// The render with the date that the recorded prompt shows, where the template prints one.

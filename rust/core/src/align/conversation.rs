@@ -1,0 +1,275 @@
+//! A conversation on its way: the ids of its next prompt, in which every sampled id stands as it was drawn.
+//!
+//! What stands between is the template's own text, found by the splice that `align` uses. Where the template does not
+//! keep what was sampled (it drops earlier thoughts), the prompt is tokenised anew and the fork is told: as in `align`,
+//! a fork is a branch. Each prompt is rendered whole.
+
+use super::prompt::Scaffold;
+use super::splice::{Ending, splice};
+use crate::drift::{Finding, Reason};
+use crate::error::{Error, Kind, Result};
+use crate::media::part_of;
+use crate::template::Rendered;
+use crate::tokenizer::Tokenizer;
+use serde_json::{Map, Value};
+use std::sync::Arc;
+
+/// Messages of which some were sampled, with the ids that were.
+#[derive(Debug, Clone)]
+pub struct Conversation {
+    tokenizer: Arc<Tokenizer>,
+    messages: Vec<Arc<Value>>,
+    tools: Option<Arc<Value>>,
+    kwargs: Map<String, Value>,
+    /// All ids up to the last sampled one.
+    ids: Vec<u32>,
+    last: Option<Turn>,
+    turns: usize,
+    forks: Vec<Finding>,
+    next: Option<Next>,
+}
+
+/// What was sampled last.
+#[derive(Debug, Clone)]
+struct Turn {
+    /// Its rendered prompt.
+    prompt: Arc<str>,
+    /// Its first id.
+    start: usize,
+    stopped: bool,
+    message: usize,
+}
+
+/// The prompt of the next turn.
+#[derive(Debug, Clone)]
+struct Next {
+    text: Arc<str>,
+    ids: Vec<u32>,
+    fork: Option<Finding>,
+}
+
+impl Conversation {
+    /// A conversation in which nothing was sampled yet.
+    ///
+    /// # Errors
+    /// A message that is no object, or holds more than text.
+    pub fn new(
+        tokenizer: Arc<Tokenizer>,
+        messages: Vec<Value>,
+        tools: Option<Arc<Value>>,
+        kwargs: Map<String, Value>,
+    ) -> Result<Self> {
+        let mut conversation = Self {
+            tokenizer,
+            messages: Vec::new(),
+            tools,
+            kwargs,
+            ids: Vec::new(),
+            last: None,
+            turns: 0,
+            forks: Vec::new(),
+            next: None,
+        };
+        conversation.append(messages)?;
+        Ok(conversation)
+    }
+
+    /// Adds messages that were not sampled: all of them, or none where one is refused.
+    ///
+    /// # Errors
+    /// As [`Conversation::new`].
+    pub fn append(&mut self, messages: Vec<Value>) -> Result<()> {
+        let before = self.messages.len();
+        messages.iter().enumerate().try_for_each(|(index, message)| checked(before + index, message))?;
+        self.messages.extend(messages.into_iter().map(Arc::new));
+        self.next = None;
+        Ok(())
+    }
+
+    /// Adds what was sampled after [`Conversation::prompt_ids`]: its ids as drawn, and the message that templates get.
+    ///
+    /// # Errors
+    /// An id that the model does not have, a message that is not an assistant's; as `prompt_ids`.
+    pub fn append_sampled(&mut self, ids: &[u32], message: Value) -> Result<()> {
+        if let Some(at) = self.tokenizer.first_outside(ids) {
+            let size = self.tokenizer.model_vocab_size();
+            let mut error =
+                Error::new(Kind::Argument, format!("id {} is not in the model's vocabulary of {size}", ids[at]))
+                    .why("The model could not read the next prompt")
+                    .cure("Pass the ids that the server sampled with this tokenizer")
+                    .in_turn(self.turns);
+            error.location.token = Some(at);
+            return Err(error);
+        }
+        checked(self.messages.len(), &message)?;
+        if message.get("role").and_then(Value::as_str) != Some("assistant") {
+            return Err(Error::new(Kind::Argument, "the message of what was sampled is not an assistant's")
+                .why("The template would show it elsewhere")
+                .cure(r#"Pass {"role": "assistant", ...}"#)
+                .in_turn(self.turns));
+        }
+        self.prompt_ids()?;
+        let Some(next) = self.next.take() else { return Ok(()) };
+        let start = next.ids.len();
+        self.ids = next.ids;
+        self.ids.extend_from_slice(ids);
+        let stopped = ids.last().is_some_and(|&id| self.tokenizer.is_special(id));
+        self.forks.extend(next.fork);
+        self.last = Some(Turn { prompt: next.text, start, stopped, message: self.messages.len() });
+        self.messages.push(Arc::new(message));
+        self.turns += 1;
+        Ok(())
+    }
+
+    /// How many turns were sampled.
+    pub fn turns(&self) -> usize {
+        self.turns
+    }
+
+    /// The ids after which the next turn is sampled.
+    ///
+    /// # Errors
+    /// A template that raises or does not end.
+    pub fn prompt_ids(&mut self) -> Result<&[u32]> {
+        if self.next.is_none() {
+            self.next = Some(self.prompt().map_err(|error| error.in_turn(self.turns))?);
+        }
+        Ok(self.next.as_ref().map_or(&[], |next| &next.ids))
+    }
+
+    /// Where the template did not keep what was sampled, by the turn before which it was written anew.
+    pub fn forks(&self) -> impl Iterator<Item = &Finding> {
+        self.forks.iter().chain(self.next.as_ref().and_then(|next| next.fork.as_ref()))
+    }
+
+    fn prompt(&self) -> Result<Next> {
+        let scaffold = Scaffold::new(&self.tokenizer)?;
+        let messages: Vec<&Value> = self.messages.iter().map(Arc::as_ref).collect();
+        let rendered = self.tokenizer.render(&messages, self.tools.as_ref(), true, &self.kwargs)?;
+        let text = Arc::from(rendered.text.as_str());
+        let Some(last) = &self.last else {
+            return Ok(Next { ids: scaffold.encode(&rendered, 0)?.ids, text, fork: None });
+        };
+        match self.behind(last, &rendered, &scaffold)? {
+            Ok(from) => {
+                let mut ids = self.ids.clone();
+                ids.extend(scaffold.encode(&rendered, from)?.ids);
+                Ok(Next { text, ids, fork: None })
+            }
+            Err(fork) => Ok(Next { text, ids: scaffold.encode(&rendered, 0)?.ids, fork: Some(fork) }),
+        }
+    }
+
+    /// Where the text behind the last turn begins, or why it stands no more.
+    fn behind(
+        &self,
+        last: &Turn,
+        rendered: &Rendered,
+        scaffold: &Scaffold<'_>,
+    ) -> Result<std::result::Result<usize, Finding>> {
+        let ending = Ending {
+            prompt: &last.prompt,
+            sampled: &self.ids[last.start..],
+            stopped: last.stopped,
+            cut: !last.stopped,
+            overrun: false,
+            message: last.message as u32,
+            produced: &self.messages[last.message],
+        };
+        let (from, findings) = splice(&ending, rendered, scaffold)?;
+        let turn = self.turns as i32;
+        Ok(from.ok_or_else(|| match findings.into_iter().next_back() {
+            Some(found) => Finding { turn, ..found },
+            None => Finding {
+                reason: Reason::PrefixNotExtended,
+                turn,
+                token: -1,
+                count: 0,
+                detail: "the template does not show the last turn as it was sampled and go on behind it".to_owned(),
+            },
+        }))
+    }
+}
+
+/// A message that a conversation can hold.
+fn checked(index: usize, message: &Value) -> Result<()> {
+    if !message.is_object() {
+        return Err(Error::new(Kind::Argument, format!("message {index} is no object"))
+            .why("Templates read its role and content")
+            .cure(r#"Pass {"role": ..., "content": ...}"#));
+    }
+    if message.get("role").and_then(Value::as_str).is_none() {
+        return Err(Error::new(Kind::Argument, format!("message {index} has no role"))
+            .why("Who said it is not known")
+            .cure(r#"Pass {"role": ..., "content": ...}"#));
+    }
+    match part_of(message) {
+        None => Ok(()),
+        Some(kind) => {
+            let kind: String = kind.chars().take(40).collect();
+            Err(Error::new(Kind::Argument, format!("message {index} holds a part of kind {kind:?}"))
+                .why("Ids do not say what it shows")
+                .cure("Pass text alone"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use std::path::Path;
+
+    fn conversation() -> Conversation {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
+        let tokenizer = Arc::new(Tokenizer::from_dir(&folder).unwrap());
+        let messages = vec![json!({"role": "user", "content": "the price of a red lamp"})];
+        Conversation::new(tokenizer, messages, None, Map::new()).unwrap()
+    }
+
+    #[test]
+    fn sampled_ids_stay_where_the_same_text_has_other_canonical_ones() {
+        let mut talk = conversation();
+        let tokenizer = Arc::clone(&talk.tokenizer);
+        // Byte by byte: no encoder would write it so.
+        let mut drawn: Vec<u32> = b"12 lamps".iter().map(|&byte| tokenizer.id_of_bytes(&[byte]).unwrap()).collect();
+        assert_ne!(tokenizer.encode("12 lamps").unwrap(), drawn);
+        drawn.extend(tokenizer.stop_id());
+        let prompt = talk.prompt_ids().unwrap().to_vec();
+        talk.append_sampled(&drawn, json!({"role": "assistant", "content": "12 lamps"})).unwrap();
+        talk.append(vec![json!({"role": "user", "content": "thanks"})]).unwrap();
+        let behind = tokenizer.encode("\n<|im_start|>user\nthanks<|im_end|>\n<|im_start|>assistant\n").unwrap();
+        assert_eq!(talk.prompt_ids().unwrap(), [prompt, drawn, behind].concat());
+        assert_eq!(talk.forks().count(), 0);
+    }
+
+    #[test]
+    fn a_refused_append_leaves_the_conversation_as_it_was() {
+        let mut talk = conversation();
+        let before = talk.prompt_ids().unwrap().to_vec();
+        let answer = json!({"role": "assistant", "content": "1"});
+        let error = talk.append_sampled(&[5, u32::MAX], answer).unwrap_err();
+        assert_eq!((error.location.turn, error.location.token), (Some(0), Some(1)));
+        talk.append_sampled(&[5], json!({"role": "user", "content": "1"})).unwrap_err();
+        let picture = json!({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]});
+        talk.append(vec![json!({"role": "user", "content": "2"}), picture]).unwrap_err();
+        assert_eq!(talk.messages.len(), 1);
+        assert_eq!(talk.prompt_ids().unwrap(), before);
+    }
+
+    #[test]
+    fn a_message_that_shows_something_else_than_was_sampled_is_a_fork() {
+        let mut talk = conversation();
+        let ids = talk.tokenizer.encode("one lamp").unwrap();
+        talk.append_sampled(&ids, json!({"role": "assistant", "content": "two chairs"})).unwrap();
+        let forks: Vec<_> = {
+            talk.prompt_ids().unwrap();
+            talk.forks().cloned().collect()
+        };
+        assert_eq!((forks.len(), forks[0].reason, forks[0].turn), (1, Reason::HistoryRewritten, 1));
+        let whole: Vec<&Value> = talk.messages.iter().map(Arc::as_ref).collect();
+        let text = talk.tokenizer.render(&whole, None, true, &Map::new()).unwrap().text;
+        let anew = talk.tokenizer.encode(&text).unwrap();
+        assert_eq!(talk.prompt_ids().unwrap(), anew);
+    }
+}
