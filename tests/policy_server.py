@@ -40,7 +40,8 @@ class PolicyServer:
         self.adapted, self.known = {"clerk": self.model}, []
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         self.generator = torch.Generator().manual_seed(1)
-        self.calls = self.pushes = 0
+        self.calls = self.pushes = self.generated = 0
+        self.scales_out = True
         self.delay = 0.0
         self.key = None
 
@@ -59,6 +60,23 @@ class PolicyServer:
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "no key"}}, status=401)
         return await handler(request)
+
+    async def _generate(self, request):
+        if (body := await request.json()) == {}:
+            return web.json_response({}, status=400 if self.scales_out else 404)
+        self.generated += 1
+        params = body["sampling_params"]
+        sampled, logprobs, reason = self._sampled(body["token_ids"], {**params, "model": body["model"]})
+        content = [{"token_id": id, "logprob": logprob} for id, logprob in zip(sampled, logprobs, strict=True)]
+        choice = {"index": 0, "token_ids": sampled, "logprobs": {"content": content}, "finish_reason": reason}
+        return web.json_response({"request_id": "g", "choices": [{**choice, "stop_reason": None}]})
+
+    async def _derender(self, request):
+        if (body := await request.json()) == {}:
+            return web.json_response({}, status=400)
+        [choice] = body["generate_response"]["choices"]
+        message = {"role": "assistant", "content": self.tokenizer.decode(choice["token_ids"])}
+        return web.json_response({"object": "chat.completion", "choices": [{"index": 0, "message": message}]})
 
     async def _complete(self, request):
         body = await request.json()
@@ -168,6 +186,8 @@ class PolicyServer:
         app = web.Application(client_max_size=1 << 26, middlewares=[self._keyed])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/chat/completions/derender", self._derender)
         app.router.add_route("*", "/{path:.*}", self._control)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()

@@ -71,7 +71,9 @@ class Conversation:
         **kwargs: Any,
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
-            raise ArgumentError(f"tokenizer is of {type(tokenizer).__name__}. Ids are its own. Pass a tracegrad.Tokenizer.")
+            raise ArgumentError(
+                f"tokenizer is a {type(tokenizer).__name__}. Ids are its own. Pass tracegrad.Tokenizer's."
+            )
         self._tokenizer = tokenizer
         self._messages: list[Any] = _listed(messages, "messages")
         schemas = None if tools is None else _listed(tools, "tools")
@@ -145,7 +147,7 @@ class Conversation:
 
 def _listed(values: Any, name: str) -> list[Any]:
     if not isinstance(values, list | tuple):
-        raise ArgumentError(f"{name} is of {type(values).__name__}. What stands in it is not known. Pass a list of dicts.")
+        raise ArgumentError(f"{name} is a {type(values).__name__}. What it holds is not known. Pass a list of dicts.")
     return list(values)
 
 

@@ -24,6 +24,8 @@ from tracegrad.online.signal import Signal
 from tracegrad.rollout.adapters import one_turn, with_tools
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
+from tracegrad.rollout.tokens import Tokens
+from tracegrad.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tracegrad.rollout.proxy import Proxy
@@ -69,6 +71,7 @@ class Collector:
         by_address: give each trajectory an address that records, for agents that exist.
         logprob_kind: what the servers' logprobs are of; by default as those that a run starts are told, processed
             where the temperature is not 1.
+        tokenizer: of the policy, for `options.ids` "tokens".
     """
 
     contract: Any
@@ -85,6 +88,7 @@ class Collector:
     version: int = 0
     by_address: bool = False
     logprob_kind: str | None = None
+    tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -217,7 +221,8 @@ class Collector:
             if not self._servers.model:
                 self._servers.model = await model_of(self._servers)
             self._sync = self.sync(self._servers)
-            if self.by_address:
+            self._chat = await self._road()
+            if self.by_address and self.options.ids == "chat":
                 self._proxy = await stack.enter_async_context(self._recorder())
             self._open.set()
             running: set[asyncio.Task[None]] = set()
@@ -282,7 +287,7 @@ class Collector:
                 return await play(
                     contract,
                     task,
-                    chat=servers.chat,
+                    chat=self._chat,
                     version=lambda: self.version,
                     limits=Limits(turns=told.turns, seconds=told.seconds),
                     id=name,
@@ -293,6 +298,19 @@ class Collector:
                 )
         finally:
             del self._under_way[name]
+
+    async def _road(self) -> Any:
+        """What trajectories ask."""
+        if self.options.ids == "chat":
+            return self._servers.chat
+        if self.tokenizer is None:
+            raise ArgumentError(
+                'online.ids is "tokens", and the policy\'s tokenizer is not known here. No prompt could be written. '
+                'Leave it at "chat".'
+            )
+        tokens = Tokens(self._servers, self.tokenizer)
+        await tokens.check()
+        return tokens
 
     def _recorder(self) -> Proxy:
         """What agents that bring their own client are given the address of."""

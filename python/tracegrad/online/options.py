@@ -22,6 +22,9 @@ class Online:
     """A step is given up to so many times its groups, where the rewards of some are equal and teach nothing."""
     temperature: float = 1.0
     """Of the sampling."""
+    ids: Literal["chat", "tokens"] = "chat"
+    """How turns reach the servers: "chat" renders each anew, for any agent; "tokens" sends ids, so that no sampled
+    token is tokenised again: to servers with --enable-scale-out, for contracts that ask `policy.chat`."""
     max_tokens: int = 1024
     """Sampled tokens of one call at most."""
     turns: int = 16
@@ -41,6 +44,7 @@ class Online:
     def __post_init__(self) -> None:
         for name in ("steps", "samples", "refill", "max_tokens", "turns", "failures"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.ids in ("chat", "tokens"), "ids", self.ids, 'one of "chat" and "tokens"')
         for name in ("max_lag", "eval_every"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("temperature", "seconds", "patience"):

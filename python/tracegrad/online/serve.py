@@ -70,6 +70,7 @@ def served(
         return
     from tracegrad.rollout.launch import flags as spelt
     from tracegrad.rollout.launch import launch
+    from tracegrad.rollout.tokens import FLAG
     from tracegrad.sync import vllm_arguments
 
     if python is None and importlib.util.find_spec("vllm") is None:
@@ -79,6 +80,7 @@ def served(
         )
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
     flags, environment = vllm_arguments(told.sync, beside=out / "package", **adapters)
+    flags += [FLAG] if told.ids == "tokens" else []
     heat = {} if told.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
     arguments = {"generation_config": "vllm", **heat, **engine}
     out.mkdir(parents=True, exist_ok=True)

@@ -150,6 +150,7 @@ def train(
                     taken=len(ledger.steps),
                     version=driven.taken,
                     by_address=agent is not None,
+                    tokenizer=tokenizer,
                 )
                 stack.enter_context(collector)
                 if len(evaluation):

@@ -10,6 +10,7 @@ from tracegrad.rollout.play import Played, play, prompt_of
 from tracegrad.rollout.policy import LimitReached, Limits, NoAnswer, Policy
 from tracegrad.rollout.schema import schema
 from tracegrad.rollout.session import Session
+from tracegrad.rollout.tokens import Tokens
 from tracegrad.rollout.tools import Tools
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Played",
     "Policy",
     "Session",
+    "Tokens",
     "Tools",
     "environment",
     "one_turn",

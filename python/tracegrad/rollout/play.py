@@ -19,6 +19,7 @@ from tracegrad.aside import Failed, Failure, Thread, located, within
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.rollout.policy import Chat, Limits, NoAnswer, Policy, said
 from tracegrad.rollout.session import Message, Session, known
+from tracegrad.rollout.tokens import Tokens
 from tracegrad.trace import Traces
 
 Contract = Callable[[Any, Policy], Awaitable[Any]]
@@ -73,7 +74,7 @@ async def play(
     Args:
         contract: `async (task, policy) -> float | dict | None`, a plain function alike, or an `Environment` class.
         task: given to it.
-        chat: asks the policy; `Servers.chat`.
+        chat: asks the policy; `Servers.chat`, or `Tokens` to ask with ids, so that no sampled token is tokenised again.
         version: of the weights that serve now; each call records it.
         limits: of turns, sampled tokens and seconds.
         id: of the record; one is made up where it is None.
@@ -88,7 +89,8 @@ async def play(
     name = f"trajectory-{next(_numbers)}" if id is None else id
     session = Session(name, version=version, sampling=sampling, logprob_kind=logprob_kind)
     sticky = name if group is None else group
-    policy = Policy(session, chat, limits=limits, sticky=sticky, salt=salt)
+    asked = chat.trajectory() if isinstance(chat, Tokens) else chat
+    policy = Policy(session, asked, limits=limits, sticky=sticky, salt=salt)
     async with _address(proxy, policy) as posted:
         started = time.monotonic()
         rewards, failure, ended = await _run(as_contract(contract), task, policy)

@@ -170,7 +170,10 @@ class Policy:
 
     def _of_proxy(self) -> tuple[str, str]:
         if self._address is None:
-            raise ArgumentError("policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to play.")
+            raise ArgumentError(
+                "policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to play, or leave a run's "
+                'online.ids at "chat".'
+            )
         return self._address
 
 
