@@ -28,8 +28,7 @@ class PolicyServer:
 
     `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
     says logprobs of that), "stale" (keys and values outlive the weights that they were made by), "before" (under a new
-    name stands the adapter before), "bare" . Where `key` is
-    set it asks for it.
+    name stands the adapter before), "bare" (no adapter does anything). Where `key` is set it asks for it.
     """
 
     def __init__(self, mistake=None, fail=()):

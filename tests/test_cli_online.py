@@ -413,3 +413,10 @@ def test_tasks_that_are_iterated_end_the_run_or_say_where_they_broke(folder, ser
     assert main(["online", written(folder, **told, tasks="shop_clerk.py:breaking", out="a"), *quick]) == 1
     assert re.search(r"RuntimeError: no more today \(.*in breaking\)", capsys.readouterr().err)
     assert main(["online", written(folder, **told, tasks="shop_clerk.py:drawn", out="b"), *quick]) == 0
+
+
+def test_the_example_of_a_run_file_can_be_run(server, capsys, tmp_path):
+    path = MODEL.parent.parent / "online" / "run.toml"
+    code, out, err = dry(capsys, str(path), "--server", server.url, "--out", str(tmp_path))
+    assert code == 0, err
+    assert "evaluate on 64 tasks" in out

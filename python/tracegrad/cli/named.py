@@ -61,7 +61,10 @@ def _run(path: Path) -> ModuleType:
     """A file as a module, run once; what lies beside it can be imported by it, as by a script."""
     if path in _files:
         return _files[path]
-    name = path.stem if path.stem not in sys.modules else f"{path.stem}-{len(_files)}"
+    known = sys.modules.get(path.stem)
+    if known is not None and Path(getattr(known, "__file__", None) or "").resolve() == path:
+        return known
+    name = path.stem if known is None else f"{path.stem}-{len(_files)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

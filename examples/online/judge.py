@@ -1,0 +1,35 @@
+"""Scores of a judge, relative within a group, beside a checker. Any OpenAI-compatible model can be the judge.
+
+    python examples/online/judge.py --python .venv-vllm/bin/python --out out/judge
+
+JUDGE_URL and JUDGE_MODEL name it. Where its answer cannot be read twice in a row, its score is left out, never 0.
+"""
+
+import json
+import os
+
+from clerk import correct, customers, told
+
+import tracegrad as tg
+from tracegrad.rollout.server import Servers
+
+URL, MODEL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8001"), os.environ.get("JUDGE_MODEL", "judge")
+RUBRIC = "- A friendly answer with the right total scores most.\n- A wrong total scores 0."
+
+
+async def relative(prompts, completions, **columns):
+    """A reward function that may be asynchronous, as it only waits for the judge."""
+    async with Servers([URL], model=MODEL, timeout_s=60) as servers:
+        judge = tg.score.Judge(servers.chat, rubric=RUBRIC, sampling={"max_tokens": 512}, told=keep)
+        judged = await judge.score([[*prompt, *said] for prompt, said in zip(prompts, completions, strict=True)])
+    return [None if score != score else float(score) for score in judged.scores]
+
+
+def keep(verdict):
+    """Every verdict with its prompt, so that `Judge.again` can judge the run from the file."""
+    with open("verdicts.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(verdict) + "\n")
+
+
+if __name__ == "__main__":
+    tg.online.train(tasks=customers("offer"), rewards=[correct, relative], weights=[1.0, 0.5], **told())
