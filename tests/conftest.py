@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart")
 
 def pytest_addoption(parser):
     parser.addoption("--vllm-python", help="interpreter of an environment that holds vLLM")
+    parser.addoption("--verifiers-python", help="interpreter of an environment that holds verifiers 0.4")
     parser.addoption("--strings", type=int, default=20_000, help="adversarial strings for each tokenizer")
 
 

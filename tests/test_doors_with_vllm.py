@@ -64,6 +64,31 @@ def test_a_door_plays_and_trains(door, name, tmp_path):
         print("\njudge:", [verdict["scores"] for verdict in verdicts], [verdict["errors"] for verdict in verdicts][:1])
 
 
+@pytest.mark.nightly
+def test_an_environment_of_verifiers_plays_and_trains(request, served, tmp_path):
+    """The real package, whose agent streams through its own proxy and ours."""
+    python = request.config.getoption("--verifiers-python")
+    assert python, "pass --verifiers-python: the interpreter of an environment that holds verifiers 0.4"
+    agent = tg.rollout.verifiers("verifiers_clerk", python=python, paths=[DOORS])
+    tasks = agent.tasks(8)
+    assert tasks[0]["data"]["total"] == "20 €"
+    tg.online.train(
+        DOORS.parent / "quickstart" / "model",
+        tasks,
+        agent=agent,
+        objective=tg.presets.DAPO_DIRECT,
+        config=tg.config.Config(pack=tg.config.Pack(step_groups=2), optimizer=tg.config.Optimizer(lr=4e-4)),
+        online=tg.online.Online(steps=1, samples=4, max_lag=0, max_tokens=48),
+        servers=[served],
+        out=tmp_path / "out",
+    )
+    _, traces = checked(tmp_path / "out")
+    assert {trace.reward for trace in traces} <= {0.0, 1.0}
+    for trace in traces:
+        total = trace.metadata["task"]["data"]["total"]
+        assert trace.reward == float(total in (trace.messages[-1]["content"] or ""))
+
+
 def test_a_run_file_plays_evaluates_and_trains(served, tmp_path):
     """The example's, without its [engine], which is of the server that is running already, and with two fresh tasks."""
     head, _, rest = (DOORS / "run.toml").read_text().partition("[engine]")

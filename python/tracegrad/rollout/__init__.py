@@ -12,6 +12,7 @@ from tracegrad.rollout.schema import schema
 from tracegrad.rollout.session import Session
 from tracegrad.rollout.tokens import Tokens
 from tracegrad.rollout.tools import Tools
+from tracegrad.rollout.verifiers import Verifiers as verifiers
 
 __all__ = [
     "Environment",
@@ -29,5 +30,6 @@ __all__ = [
     "prompt_of",
     "schema",
     "trl_environment",
+    "verifiers",
     "with_tools",
 ]

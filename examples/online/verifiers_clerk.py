@@ -1,0 +1,29 @@
+"""A taskset of verifiers (its v1): installed or found by the interpreter that has verifiers. It knows nothing of ours.
+
+Played by verifiers_door.py.
+"""
+
+import verifiers.v1 as vf
+
+
+class Offer(vf.TaskData):
+    total: str
+
+
+class Clerk(vf.Task[Offer]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        """1 where the answer holds the total."""
+        return float(self.data.total in (trace.last_reply or ""))
+
+
+class Offers(vf.Taskset[Clerk, vf.TasksetConfig]):
+    def load(self):
+        """Offers of all sizes."""
+        for price in range(10, 50):
+            for pieces in range(2, 7):
+                prompt = f"Ben: at the offer of {price} €, what is the total for {pieces} × red lamp?"
+                yield Clerk(Offer(prompt=prompt, total=f"{price * pieces} €"), self.config.task)
+
+
+__all__ = ["Offers"]

@@ -1,0 +1,100 @@
+"""Plays episodes of verifiers: a script run by the interpreter that has it, started by `verifiers`.
+
+    python verifiers_worker.py CONFIG [COUNT]
+
+CONFIG is the environment's as JSON. With COUNT it writes so many tasks, one JSON line each, and ends. Else it takes a
+request a line and answers each with a line, in any order, until its input ends. Nothing of tracegrad is imported.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+
+
+def environment(config):
+    """The environment of a config: the taskset's own, or verifiers' single agent."""
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    return load_environment(resolve_env_config(config))
+
+
+class Tasks:
+    """Tasks by their number, made as far as they are asked for."""
+
+    def __init__(self, taskset):
+        self.more, self.known = iter(taskset), []
+
+    def __getitem__(self, number):
+        while len(self.known) <= number:
+            self.known.append(next(self.more))
+        return self.known[number]
+
+
+def told(task):
+    """A task as JSON."""
+    return json.loads(task.data.model_dump_json(exclude_none=True, exclude_defaults=True))
+
+
+async def played(environment, tasks, request):
+    """The reward of one episode, or why there is none."""
+    import verifiers.v1 as vf
+
+    name = f"_POLICY_KEY_{abs(hash(request['key']))}"  # verifiers reads keys from the environment alone
+    os.environ[name] = request["key"]
+    client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=name)
+    episode = await environment.run_episode(tasks[request["task"]], vf.ModelContext(model="policy", client=client))
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        raise RuntimeError(f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not whole")
+    if len(episode.traces) != 1:
+        raise RuntimeError(f"the episode has {len(episode.traces)} agents; one of them can be trained")
+    [trace] = episode.traces
+    return {"reward": trace.reward, "rewards": {name: r.value for name, r in trace.rewards.items() if r is not None}}
+
+
+async def serve(config, answers):
+    """Answers requests until the input ends."""
+    world = environment(config)
+    tasks, running = Tasks(world.taskset), {}
+    lines = asyncio.StreamReader(limit=1 << 20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+
+    def said(value):
+        os.write(answers, json.dumps(value).encode() + b"\n")
+
+    async def one(request):
+        try:
+            said({"id": request["id"], **await played(world, tasks, request)})
+        except Exception as error:
+            said({"id": request["id"], "error": f"{type(error).__name__}: {error}"[:4000]})
+        finally:
+            running.pop(request["id"], None)
+
+    async with world.serving():
+        said({"ready": True})
+        while line := await lines.readline():
+            request = json.loads(line)
+            if "cancel" in request:
+                if (task := running.get(request["cancel"])) is not None:
+                    task.cancel()
+                continue
+            running[request["id"]] = asyncio.ensure_future(one(request))
+        for task in running.values():
+            task.cancel()
+
+
+def main():
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever an environment prints is no answer
+    config = json.loads(sys.argv[1])
+    if len(sys.argv) > 2:
+        for task in itertools.islice(environment(config).taskset, int(sys.argv[2])):
+            os.write(answers, json.dumps(told(task)).encode() + b"\n")
+        return
+    asyncio.run(serve(config, answers))
+
+
+if __name__ == "__main__":
+    main()
