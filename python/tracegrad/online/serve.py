@@ -13,6 +13,9 @@ from tracegrad.errors import ArgumentError
 from tracegrad.online.options import Online
 from tracegrad.online.ways import NAME, adapters_kept
 
+IN_PROCESS = "in-process"
+"""What `servers=` says for vLLM in the trainer's process."""
+
 
 async def model_of(servers: Any) -> str:
     """The name by which the servers know the policy: that of the first model that each of them lists.
@@ -43,7 +46,7 @@ def _first(url: str, answer: Any) -> str:
 @contextmanager
 def served(
     model: Path,
-    urls: Sequence[str],
+    urls: Sequence[str] | str,
     key: str | None,
     python: str | None,
     engine: Mapping[str, Any],
@@ -63,6 +66,13 @@ def served(
     """
     from tracegrad.rollout.server import Servers
 
+    heat = {} if told.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
+    arguments = {"generation_config": "vllm", **heat, **engine}
+    adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
+    if urls == IN_PROCESS:
+        with _inside(model, arguments, adapters, python, told) as made:
+            yield made, arguments
+        return
     if urls:
         if engine or python:
             raise ArgumentError("engine and python have no effect: servers are named. Leave them out.")
@@ -78,13 +88,32 @@ def served(
             "no server is named, and vLLM is not installed here to start one. Nothing could be played. Pass servers=, "
             "or python=, the interpreter of an environment that has vLLM."
         )
-    adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
     flags, environment = vllm_arguments(told.sync, beside=out / "package", **adapters)
     flags += [FLAG] if told.ids == "tokens" else []
-    heat = {} if told.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
-    arguments = {"generation_config": "vllm", **heat, **engine}
     out.mkdir(parents=True, exist_ok=True)
     say(f"server   vLLM is started; its log is {out / 'server.log'}")
     started = {"arguments": [*flags, *spelt(arguments)], "environment": environment, "log": out / "server.log"}
     with launch(python or sys.executable, model, name=NAME, **started) as server:
         yield (lambda: Servers([server.url], model=NAME)), arguments
+
+
+@contextmanager
+def _inside(
+    model: Path, arguments: Mapping[str, Any], adapters: Mapping[str, Any], python: str | None, told: Online
+) -> Iterator[Callable[[], Any]]:
+    """vLLM in this process, behind the type of servers."""
+    from tracegrad.rollout.engine import Engine
+    from tracegrad.rollout.inside import Inside
+    from tracegrad.sync import engine_arguments
+
+    if python is not None:
+        raise ArgumentError(f"python has no effect: vLLM runs in this process, servers={IN_PROCESS!r}. Leave it out.")
+    if told.sync == "nccl":
+        raise ArgumentError(
+            f"online.sync is 'nccl', and servers={IN_PROCESS!r}. NCCL has no two ranks on one device. Use 'file'."
+        )
+    engine = Engine(model, {**engine_arguments(told.sync, **adapters), **arguments})
+    try:
+        yield lambda: Inside(engine, model=NAME)
+    finally:
+        engine.close()

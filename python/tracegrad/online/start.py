@@ -73,7 +73,7 @@ def train(
     config: Config | None = None,
     online: Online | None = None,
     evaluation: Sequence[Any] = (),
-    servers: Sequence[str] = (),
+    servers: Sequence[str] | str = (),
     key: str | None = None,
     python: str | None = None,
     engine: Mapping[str, Any] | None = None,
@@ -98,7 +98,8 @@ def train(
         config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
         online: of playing.
         evaluation: tasks that are played before the first step and after the last, and not trained on.
-        servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; default: one is started.
+        servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; or "in-process" for `vllm.LLM`
+            in this one; default: a server is started.
         key: token of the servers.
         python: interpreter of an environment that has vLLM, for the server that is started; default this one.
         engine: vLLM's engine arguments by name, for the server that is started.

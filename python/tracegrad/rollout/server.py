@@ -12,7 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout.http import Answer, ServerError, Wire, checked_url, encoded
@@ -41,6 +41,23 @@ class _Server:
     @property
     def usable(self) -> bool:
         return self.out is None and self.evicted is None
+
+
+class Transport(Protocol):
+    """How one request reaches a server: `http.Wire`, or `inside.EngineWire` for an engine of this process."""
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        data: bytes | None,
+        *,
+        timeout_s: float,
+        fresh: bool = False,
+        token: bool = True,
+    ) -> Answer: ...
+    async def close(self) -> None: ...
 
 
 class Servers:
@@ -111,7 +128,7 @@ class Servers:
             "answer_bytes": answer_bytes,
             "connections": connections,
         }
-        self._wire: Wire | None = None
+        self._wire: Transport | None = None
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Servers:
@@ -275,7 +292,7 @@ class Servers:
         self._changed.set()
 
     @property
-    def _open(self) -> Wire:
+    def _open(self) -> Transport:
         if self._wire is None:
             raise ArgumentError("These servers are not open. Use them inside `async with Servers(...) as servers:`.")
         return self._wire

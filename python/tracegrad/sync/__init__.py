@@ -3,10 +3,10 @@
 Imports no torch and no client: it is handed the servers (`rollout.server.Servers`) by who joins the two.
 """
 
-from tracegrad.sync.arguments import vllm_arguments
+from tracegrad.sync.arguments import engine_arguments, vllm_arguments
 from tracegrad.sync.file import File
 from tracegrad.sync.lora import Lora
 from tracegrad.sync.nccl import Nccl
 from tracegrad.sync.push import Evicted, Pushed, Sync, SyncError
 
-__all__ = ["Evicted", "File", "Lora", "Nccl", "Pushed", "Sync", "SyncError", "vllm_arguments"]
+__all__ = ["Evicted", "File", "Lora", "Nccl", "Pushed", "Sync", "SyncError", "engine_arguments", "vllm_arguments"]

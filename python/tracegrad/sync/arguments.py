@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from tracegrad.errors import ArgumentError
 
@@ -30,20 +32,37 @@ def vllm_arguments(
         versions, rank: for "lora": how many adapters are kept at once, and their largest rank; the flag is the next
             that vLLM takes.
     """
-    if kind not in ("file", "nccl", "lora"):
-        raise ArgumentError(f"sync is {kind!r}. A server is started for one kind. Choose 'file', 'nccl' or 'lora'.")
-    if kind == "lora":
-        flags = ["--enable-lora", "--max-loras", str(versions), "--max-lora-rank", str(_taken(rank))]
-        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
-    else:
-        flags = ["--worker-extension-cls", WORKER, "--weight-transfer-config", f'{{"backend": "tracegrad_{kind}"}}']
-        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    flags = []
+    for name, value in engine_arguments(kind, versions=versions, rank=rank).items():
+        flags += [f"--{name.replace('_', '-')}", *_spelt(value)]
+    dev = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if kind == "lora" else {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = dict(dev)
     if guard:
         flags += ["--middleware", GUARD]
     if beside is not None:
         path = [str(_linked(Path(beside))), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
     return flags, environment
+
+
+def engine_arguments(kind: str, *, versions: int = 3, rank: int = 16) -> dict[str, Any]:
+    """The same as arguments of `vllm.LLM`.
+
+    >>> engine_arguments("lora", rank=4)
+    {'enable_lora': True, 'max_loras': 3, 'max_lora_rank': 8}
+    """
+    if kind not in ("file", "nccl", "lora"):
+        raise ArgumentError(f"sync is {kind!r}. A server is started for one kind. Choose 'file', 'nccl' or 'lora'.")
+    if kind == "lora":
+        return {"enable_lora": True, "max_loras": versions, "max_lora_rank": _taken(rank)}
+    return {"worker_extension_cls": WORKER, "weight_transfer_config": {"backend": f"tracegrad_{kind}"}}
+
+
+def _spelt(value: Any) -> list[str]:
+    """After its flag: nothing for True."""
+    if value is True:
+        return []
+    return [json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def _taken(rank: int) -> int:
