@@ -164,9 +164,11 @@ async def served(urls: list[str], key: str | None) -> str:
     Raises:
         ArgumentError: if one does not answer, or lists no model.
     """
-    from tracegrad.online.serve import model_of
+    from tracegrad.online.serve import IN_PROCESS, model_of
     from tracegrad.rollout.server import Servers
 
+    if urls == [IN_PROCESS]:
+        return "vLLM runs in this process"
     async with Servers(urls, model="", key=key) as servers:
         return f"{', '.join(urls)}, which serve {await model_of(servers)!r}"
 

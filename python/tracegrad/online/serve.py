@@ -14,7 +14,7 @@ from tracegrad.online.options import Online
 from tracegrad.online.ways import NAME, adapters_kept
 
 IN_PROCESS = "in-process"
-"""What `servers=` says for vLLM in the trainer's process."""
+"""What `servers=` says for vLLM in the trainer's process; alone, or as the only one of a list."""
 
 
 async def model_of(servers: Any) -> str:
@@ -69,7 +69,7 @@ def served(
     heat = {} if told.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
     arguments = {"generation_config": "vllm", **heat, **engine}
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
-    if urls == IN_PROCESS:
+    if urls == IN_PROCESS or list(urls) == [IN_PROCESS]:
         with _inside(model, arguments, adapters, python, told) as made:
             yield made, arguments
         return
