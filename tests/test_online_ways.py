@@ -1,6 +1,7 @@
 """Adapters in the online loop against a policy behind HTTP: a name for each version, proven; and what is refused."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -64,6 +65,30 @@ def test_an_adapter_that_a_call_still_asks_for_stays_loaded(tmp_path):
     assert max(row["lag_max"] for row in found.rows) >= 4  # the late group, trained by what sampled it
     assert found.rows[-1]["trajectories_failed"] == 0
     assert [name.rsplit("-", 1)[1] for name in server.adapted if name != "clerk"] == ["v4", "v5", "v6"]
+
+
+class Tired(PolicyServer):
+    """Takes its time to unload an adapter, while others ask."""
+
+    async def _control(self, request):
+        if request.path == "/v1/unload_lora_adapter":
+            await asyncio.sleep(0.3)
+        return await super()._control(request)
+
+
+def test_the_version_of_a_call_is_that_of_the_adapter_that_it_named(tmp_path):
+    async def often(task_, policy):
+        for _ in range(8):
+            message = await policy.chat(task_["prompt"])
+            await asyncio.sleep(0.02)
+        return -float(len(message["content"] or "")) / 10
+
+    with Tired() as server:
+        run(server, tmp_path, config=ADAPTERS, steps=5, sync="lora", max_lag=1, agent=often, turns=8, max_tokens=4)
+    records = [json.loads(trace.record) for path in (tmp_path / "played").iterdir() for trace in tg.read(path)]
+    calls = [call for record in records for call in record["calls"]]
+    assert len({call["policy_version"] for call in calls}) >= 4
+    assert [call["response"]["model"].rsplit("-v")[1] for call in calls] == [str(c["policy_version"]) for c in calls]
 
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_asked(tmp_path):
