@@ -98,6 +98,8 @@ def test_turns_with_tools_are_one_branch_by_tokens_and_fork_by_chat(policy, orde
         branches[by] = sequences.branches
         if by == "tokens":
             calls = found.record["calls"]
+            reasons = [call["response"]["choices"][0]["finish_reason"] for call in calls]
+            assert reasons == ["tool_calls", "tool_calls", "stop"]
             last = calls[-1]["response"]
             assert sequences.ids.tolist() == last["prompt_token_ids"] + last["choices"][0]["token_ids"]
             assert np.nanmax(np.abs(sequences.rollout_logprobs + 0.5)) == 0

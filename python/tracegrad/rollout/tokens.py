@@ -106,12 +106,8 @@ class Trajectory:
         """The conversation that a request continues, or a new one; and its tools and template variables."""
         messages = list(body["messages"])
         scaffold = (body.get("tools"), body.get("chat_template_kwargs"))
-        known = [
-            talk
-            for own, talk in self._ends
-            if own == scaffold and messages[: len(talk)] == talk.messages[: len(messages)]
-        ]
-        known = [talk for talk in known if len(talk) <= len(messages)]
+        ends = [talk for own, talk in self._ends if own == scaffold and len(talk) <= len(messages)]
+        known = [talk for talk in ends if talk.messages == messages[: len(talk)]]
         if not known:
             tools, kwargs = scaffold
             return scaffold, Conversation(self._tokenizer, messages, tools, **(kwargs or {}))
