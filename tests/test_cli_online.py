@@ -207,7 +207,8 @@ def dry(capsys, *arguments):
 
 def other(value):
     """A value that is not the default."""
-    return "lora" if isinstance(value, str) else value + (0.5 if isinstance(value, float) else 1)
+    words = {"chat": "tokens", "file": "lora"}
+    return words[value] if isinstance(value, str) else value + (0.5 if isinstance(value, float) else 1)
 
 
 def test_every_option_of_playing_comes_from_the_file_and_from_the_command_line(folder, server):
