@@ -67,7 +67,7 @@ fn step_over(
             return Some((held + 1, at));
         }
     }
-    let after_turn = held > 0 && sampled(held - 1);
+    let after_turn = held > 0 && sampled(held - 1) && !sampled(held);
     let separator = closing.separator.as_slice();
     if after_turn && !separator.is_empty() {
         if branch.ids[held..].starts_with(separator) && goes_on(held + separator.len(), at) && at < ids.len() {
@@ -145,5 +145,11 @@ mod tests {
     fn another_text_is_another_history() {
         assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, 7, END, LINE], &closing()), None);
         assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5], &closing()), None);
+    }
+
+    #[test]
+    fn a_line_break_within_a_turn_is_another_history() {
+        // A template that sets content and tool calls apart by a line that the policy did not sample.
+        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, LINE, 6, END, LINE, 3], &closing()), None);
     }
 }

@@ -1,0 +1,194 @@
+"""CPU seconds a step of what is ours beside playing and training: prepare, sync and record.
+
+    python benches/online/beside.py --vllm-python .venv-vllm/bin/python --out benches/results/online.json
+
+The clerk, 16 groups of 8 a step, played and trained in turns, by `tracegrad.online.train`. Counted are
+
+- prepare: groups found and read in the folder, the ledger, align, advantages, pack, the proof;
+- sync: weights written and brought to the server, the whole process from the end of the update to the resumed server;
+- record: calls taken into the session, the record made of them, group written.
+
+Playing is the rest of the collector (HTTP, tools, asyncio), training `Run.step`. Without --vllm-python the server is
+the tests' stand-in in a process of its own: slower, and alike to what is counted here. The first step is warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import machine
+import online
+import tracegrad as tg
+from tracegrad.online import Online, ledger, loop
+from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.signal import Signal
+from tracegrad.rollout.session import Call, Session
+from with_ours import started
+
+COMMAND = "python benches/online/beside.py --vllm-python .venv-vllm/bin/python --out benches/results/online.json"
+TRAJECTORIES = 128
+OURS = ("prepare", "sync", "record")
+MUST, TRIAL = 0.10, 0.15
+
+
+class Meter:
+    """CPU seconds by part; what runs within another part is taken off that."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self.own: dict[str, float] = defaultdict(float)
+        self._within = threading.local()
+
+    def wrap(self, owner: Any, name: str, part: str, clock: Callable[[], float] = time.thread_time) -> None:
+        """Has a function count as a part."""
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **told: Any) -> Any:
+            inner = getattr(self._within, "spent", 0.0)
+            self._within.spent, began = 0.0, clock()
+            try:
+                return function(*args, **told)
+            finally:
+                seconds = clock() - began
+                self.spent[part] += seconds - self._within.spent
+                self.own[f"{part}: {name}"] += seconds - self._within.spent
+                self._within.spent = inner + seconds
+
+        setattr(owner, name, counted)
+
+    def clear(self) -> None:
+        """Begins again."""
+        self.spent.clear()
+        self.own.clear()
+
+
+def metered() -> Meter:
+    """A meter on all that is ours."""
+    meter = Meter()
+    for owner, name in ((Session, "open"), (Session, "record"), (Call, "close"), (Writer, "write")):
+        meter.wrap(owner, name, "record")
+    meter.wrap(sys.modules["tracegrad.rollout.play"], "conversation", "record")
+    for name in ("check", "of_records"):
+        meter.wrap(Signal, name, "record")
+    meter.wrap(Follower, "look", "prepare")
+    meter.wrap(ledger.Ledger, "add", "prepare")
+    meter.wrap(loop.Loop, "_groups", "prepare")
+    # Nothing is played meanwhile, so that threads of the core count as well.
+    meter.wrap(loop, "align", "prepare", time.process_time)
+    meter.wrap(loop.Loop, "_packed", "prepare", time.process_time)
+    meter.wrap(loop.Loop, "_step", "prepare", time.process_time)
+    meter.wrap(loop.Run, "step", "train", time.process_time)
+    meter.wrap(loop.Loop, "_push", "sync", time.process_time)
+    return meter
+
+
+def _stand_in(pipe: Any) -> None:
+    import torch
+
+    from policy_server import PolicyServer
+
+    torch.set_num_threads(1)
+    with PolicyServer() as server:
+        pipe.send(server.url)
+        pipe.recv()
+
+
+@contextmanager
+def served(python: str | None, out: Path) -> Iterator[str]:
+    """URL of a server, vLLM's or the stand-in's."""
+    if python:
+        with started(python, out) as server:
+            yield server.url
+        return
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_stand_in, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        ours.send("end")
+        process.join(10)
+
+
+class Watch:
+    """A sink that begins to count after the first step, and counts the collector's thread and the whole process."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter, self.steps = meter, 0
+        self.began = (0.0, 0.0)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """A step is done."""
+        if self.steps == 0:
+            self.meter.clear()
+            self.began = self.clocks()
+        self.steps += 1
+
+    def clocks(self) -> tuple[float, float]:
+        """CPU seconds of the collector's thread and of the process."""
+        [thread] = [each for each in threading.enumerate() if each.name == "tracegrad-collector"]
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)), time.process_time()
+
+    def close(self) -> None:
+        """Before the collector ends."""
+        self.ended = self.clocks()
+
+
+def main() -> None:
+    """Prints and writes the figures."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--profile", action="store_true", help="print what the time goes to, by function")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    meter = metered()
+    watch = Watch(meter)
+    config = tg.config.Config(optimizer=tg.config.Optimizer(lr=4e-4))
+    with tempfile.TemporaryDirectory() as name, served(options.vllm_python, Path(name)) as url:
+        tg.online.train(
+            machine.MODEL,
+            online.tasks("traces", 0),
+            environment=online.Shop,
+            objective=tg.presets.DAPO_DIRECT,
+            config=config,
+            online=Online(steps=options.steps, max_lag=0, refill=1, max_tokens=64, turns=4),
+            servers=[url],
+            out=Path(name) / "run",
+            sinks=[watch],
+        )
+    steps = watch.steps - 1
+    parts = {part: meter.spent[part] / steps for part in (*OURS, "train")}
+    thread, process = ((after - before) / steps for before, after in zip(watch.began, watch.ended, strict=True))
+    total = sum(parts[part] for part in OURS)
+    for part in OURS:
+        print(f"{part:8} {parts[part]:.4f} CPU s a step of {TRAJECTORIES}")
+    print(f"ours     {total:.4f}, must {MUST}; beside it train {parts['train']:.3f}, the process {process:.3f}")
+    print(f"         the collector's thread {thread:.3f}, what it records among that")
+    if options.profile:
+        for what, seconds in sorted(meter.own.items(), key=lambda each: -each[1]):
+            print(f"  {1000 * seconds / steps:8.2f} ms  {what}")
+    told = {"peer": "the trial of 200 lines", "peer_rate": TRIAL, "rate": total, "ratio": TRIAL / total, "must": MUST}
+    beside = {"parts": parts, "collector_thread": thread, "process": process, "steps": steps}
+    unit = f"CPU s a step of {TRAJECTORIES} trajectories"
+    server = "vLLM" if options.vllm_python else "stand-in"
+    machine.keep(
+        options.out, [machine.row("prepare, sync and record", COMMAND, unit=unit, **told, **beside, server=server)]
+    )
+
+
+if __name__ == "__main__":
+    main()
