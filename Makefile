@@ -20,7 +20,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo online test test-debug check fuzz bench bench-step bench-peers wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
+.PHONY: demo online test test-debug check fuzz bench bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -49,6 +49,12 @@ bench-step: $(VENV)/bench  ## forward and backward of a GRPO step on CPU, beside
 
 bench-peers: .venv-peers/ready  ## the data road beside orjson, jinja2, tokenizers, TRL, ART and SkyRL (Python 3.12)
 	.venv-peers/bin/python benches/peers/run.py --out benches/results/data_path.json
+
+bench-online: $(VENV)/bench $(VENV)/online .venv-vllm/ready  ## the online loop: its own cost, its folder, beside TRL's GRPOTrainer, a recorder that mismatches
+	$(BIN)/python benches/online/folder.py --out benches/results/online.json
+	$(BIN)/python benches/online/beside.py --vllm-python .venv-vllm/bin/python --out benches/results/online.json
+	$(BIN)/python benches/online/peer.py --vllm-python .venv-vllm/bin/python --seeds 3 --out benches/results/online.json
+	$(BIN)/python benches/online/mismatch.py --bits 4 --seeds 3 --out benches/results/online.json
 
 wheel: $(VENV)/dev  ## sdist and a manylinux_2_28 abi3 wheel in dist/
 	rm -rf dist

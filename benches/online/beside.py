@@ -107,7 +107,7 @@ def _stand_in(pipe: Any) -> None:
 def served(python: str | None, out: Path) -> Iterator[str]:
     """URL of a server, vLLM's or the stand-in's."""
     if python:
-        with started(python, out) as server:
+        with started(python, out, alone=True) as server:
             yield server.url
         return
     ours, theirs = multiprocessing.Pipe()
