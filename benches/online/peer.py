@@ -3,11 +3,12 @@
     python benches/online/peer.py --vllm-python .venv-vllm/bin/python --seeds 3 --out benches/results/online.json
 
 Same model, prompts (16 a step, 8 samples each), reward, objective (DAPO's clip, one mean over all terms), optimizer and
-number of updates; each arm in a process of its own, trainers of one thread. Ours plays against vLLM. TRL generates by
-transformers: its road by a vLLM server pushes weights by NCCL alone and raises NotImplementedError for a trainer that
-is not on CUDA (`VLLMClient.init_communicator`), and in-process vLLM wants vLLM's own torch beside TRL. CPU seconds are
-user and system, from the call of `train` to its return. Success is one sample of 512 prompts at temperature 1, played
-by transformers for both.
+number of updates; each arm in a process of its own, trainers of one thread. Ours plays against vLLM, which computes in
+its engine's process: with a worker process, its default on CPU, the engine waits in a busy loop, and the server takes
+1.8 times the CPU seconds. TRL generates by transformers: its road by a vLLM server pushes weights by NCCL alone and
+raises NotImplementedError for a trainer that is not on CUDA (`VLLMClient.init_communicator`). CPU seconds are user and
+system, from the call of `train` to its return. Success is one sample of 512 prompts at temperature 1, played by
+transformers for both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
 
 import machine
 import rollout
@@ -39,7 +43,8 @@ def arm(script: str, *arguments: object) -> None:
 
 def success(model: Path, prompts: int) -> float:
     """The share of fresh prompts that are answered rightly."""
-    return rollout.success(*rollout.load(model), prompts, seed=100)[0]
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return rollout.success(trained, rollout.load(machine.MODEL)[1], prompts, seed=100)[0]
 
 
 def main() -> None:
@@ -54,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work or Path(tempfile.mkdtemp())
     if not (work / "ours").exists():
-        told = ("--seeds", options.seeds, "--steps", options.steps, "--vllm-python", options.vllm_python)
+        told = ("--alone", "--seeds", options.seeds, "--steps", options.steps, "--vllm-python", options.vllm_python)
         arm("with_ours.py", "--out", work / "ours", *told)
     for seed in range(options.seeds):
         if not (work / f"trl-{seed}").exists():

@@ -35,7 +35,7 @@ from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 
-POLL_S = 0.2
+POLL_S = 0.5
 """Until the folder is looked into again for what other processes have played."""
 
 
