@@ -222,6 +222,12 @@ def test_every_option_of_playing_comes_from_the_file_and_from_the_command_line(f
     assert asdict(runfile.read(path, {}, told, False).online) == names
 
 
+def test_a_dry_run_says_that_vllm_would_run_in_this_process(folder, capsys):
+    code, out, _ = dry(capsys, written(folder, PLAY, servers=["in-process"], out="o"))
+    assert code == 0
+    assert "servers  vLLM runs in this process" in out
+
+
 def test_a_dry_run_prints_a_file_that_says_the_same_and_changes_nothing(folder, server, capsys):
     sections = PLAY + "[engine]\nmax_model_len = 99\nhf_overrides = {a = 1, b = [1, 2]}\n"
     path = written(folder, sections, servers=[server.url], out="done", weights=[1.0], rewards="shop_clerk.py:short")
