@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tracegrad.batch import Step, pack
 from tracegrad.errors import TracegradError
 from tracegrad.learner import Run
-from tracegrad.online.collector import Collector
+from tracegrad.online.link import Link
 from tracegrad.online.options import Online
 from tracegrad.online.proof import Floats
 from tracegrad.sequence import Sequences
@@ -49,13 +49,13 @@ class Canary:
 
     Args:
         driven: the policy.
-        collector: whose servers are asked; None on the ranks that follow.
+        link: to the servers that are asked; None on the ranks that follow.
         options: of the run: its sampling is the canary's.
         ids: token ids that prompts are drawn from.
     """
 
     driven: Run
-    collector: Collector | None
+    link: Link | None
     options: Online
     ids: Sequence[int]
 
@@ -70,14 +70,14 @@ class Canary:
             SyncError: on every rank, if a server does not answer as it should.
         """
         ranks = self.driven.ranks
-        said, error = (None, None) if self.collector is None else self._said(self.collector, version, salt)
+        said, error = (None, None) if self.link is None else self._said(self.link, version, salt)
         said, told = ranks.shared((said, error and str(error)))
         if told:
             raise error or SyncError(told)
         return self._compared(said)
 
     def _said(
-        self, collector: Collector, version: int, salt: str | None
+        self, link: Link, version: int, salt: str | None
     ) -> tuple[list[canary.Said] | None, TracegradError | None]:
         same, new = canary.drawn(self.ids, 0, LENGTH), canary.drawn(self.ids, version + 1, LENGTH)
         heat = {"temperature": self.options.temperature}
@@ -86,7 +86,7 @@ class Canary:
             return await canary.ask(servers, same, new, tokens=TOKENS, sampling=heat, salt=salt)
 
         try:
-            return collector.run(asked), None
+            return link.run(asked), None
         except TracegradError as error:
             return None, error
 

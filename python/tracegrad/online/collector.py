@@ -1,25 +1,23 @@
-"""Plays groups beside the trainer, in a thread with an event loop of its own, and writes each when it is whole.
+"""Plays groups in the loop of a link, beside the trainer or in a process of its own, and writes each when it is whole.
 
-Nothing passes from here to the trainer but what stands in the folder, and errors. Weights are pushed through this
-loop, as the servers are its own. Made by `loop`.
+Nothing passes from here to the trainer but what stands in the folder, counts, and errors. Made by `start` and
+`collect`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent import futures
-from contextlib import AsyncExitStack, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.online.frames import Writer
+from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.link import Link
 from tracegrad.online.options import Online
 from tracegrad.online.pace import Pace
-from tracegrad.online.serve import model_of
 from tracegrad.online.signal import Signal
 from tracegrad.rollout.adapters import one_turn, with_tools
 from tracegrad.rollout.play import Played, play
@@ -30,7 +28,6 @@ from tracegrad.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tracegrad.rollout.proxy import Proxy
 
-T = TypeVar("T")
 Score = Callable[[Sequence[Played]], Awaitable[None]]
 """Scores the trajectories of a group together, in their records."""
 
@@ -58,16 +55,15 @@ class Collector:
     Args:
         contract: what plays a task.
         tasks: (group, task) in order, without the groups that are there.
-        servers: makes the pool of servers; an async context manager.
-        sync: makes what pushes weights to it.
-        writer: where groups go.
+        link: to the servers.
+        writer: where groups go; None for what evaluates alone.
         pace: how many may be begun.
         options: of the run.
         score: of a group, for what scores trajectories together.
         signal: which groups teach something.
         counts: of the groups that are on the disk.
         taken: steps that are done.
-        version: of the policy that the servers are given first.
+        share: which of how many collectors this is; together they begin as many groups as one would.
         by_address: give each trajectory an address that records, for agents that exist.
         logprob_kind: what the servers' logprobs are of; by default as those that a run starts are told, processed
             where the temperature is not 1.
@@ -76,62 +72,41 @@ class Collector:
 
     contract: Any
     tasks: Iterator[tuple[int, Any]]
-    servers: Callable[[], Any]
-    sync: Callable[[Any], Any]
-    writer: Writer
+    link: Link
+    writer: Writer | None
     pace: Pace
     options: Online
     score: Score | None = None
     signal: Signal = field(default_factory=Signal)
     counts: Counts = field(default_factory=Counts)
     taken: int = 0
-    version: int = 0
+    share: tuple[int, int] = (0, 1)
     by_address: bool = False
     logprob_kind: str | None = None
     tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
         self._wake = asyncio.Event()
-        self._open = threading.Event()
-        self._held = asyncio.Event()
-        self._news = threading.Event()
         self._under_way: dict[str, float] = {}
+        self._chat: Any = None
         self._proxy: Proxy | None = None
         self._row: list[Played] = []
-        self._stopping = False
-        self.error: BaseException | None = None
         self.exhausted = False
         self.finished_at = time.monotonic()
-        self._thread = threading.Thread(target=self._work, name="tracegrad-collector", daemon=True)
 
-    def start(self) -> None:
-        """Begins; returns when the servers can be asked.
+    @property
+    def over(self) -> bool:
+        """Whether all tasks are played."""
+        return self.exhausted and self.counts.finished == self.counts.begun
 
-        Raises:
-            BaseException: what opening the servers raised.
-        """
-        self._thread.start()
-        self._open.wait()
-        self.check()
-
-    def stop(self) -> None:
-        """Ends: what is under way is let go."""
-        self._stopping = True
-        self._tell(self._wake.set)
-        self._thread.join(30)
-
-    def __enter__(self) -> Collector:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    @property
+    def retried(self) -> int:
+        """Calls that were sent again since the link was made."""
+        return self.link.servers.retried
 
     def check(self) -> None:
-        """Raises what ended the collector, and where nothing has finished for `options.patience` seconds."""
-        if self.error is not None:
-            raise self.error
+        """Raises what ended the link, and where nothing has finished for `options.patience` seconds."""
+        self.link.check()
         idle = time.monotonic() - self.finished_at
         if idle > self.options.patience and self._under_way:
             name, began = min(self._under_way.items(), key=lambda each: each[1])
@@ -143,118 +118,75 @@ class Collector:
 
     def wait(self, seconds: float) -> None:
         """Returns once a group has finished or playing has ended since the last call, at the latest after so long."""
-        self._news.wait(seconds)
-        self._news.clear()
+        self.link.wait(seconds)
 
-    def run(self, work: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> T:
-        """Runs `work(servers, sync)` in the collector's loop, and waits for what it gives."""
-        coroutine = work(self._servers, self._sync)
-        if not self._thread.is_alive():
-            coroutine.close()
-            self.check()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        while not futures.wait([future], timeout=1.0).done:
-            if not self._thread.is_alive():
-                self.check()
-                raise TracegradError("what plays has ended. Nothing can be asked of the servers. Start the run again.")
-        return future.result()
-
-    def push(self, weights: Any, version: int) -> Any:
-        """Brings weights to all servers; calls under way are sampled by two versions."""
-
-        async def pushed(_: Any, sync: Any) -> Any:
-            try:
-                return await sync.push(weights, version)
-            finally:
-                self.version = version
-
-        return self.run(pushed)
-
-    def begin_playing(self) -> None:
+    def begin(self) -> None:
         """Lets groups begin: the servers have the weights they are to have."""
         self.finished_at = time.monotonic()
-        self._tell(self._held.set)
+        self.link.begin(self._playing)
 
     def step_taken(self, steps: int) -> None:
         """So many steps are done and their weights pushed: more groups may be begun."""
         self.taken = steps
-        self._tell(self._wake.set)
+        self.link.soon(self._wake.set)
+
+    def others_dull(self, groups: int) -> None:
+        """So many more groups that others played teach nothing: more may be begun in their place."""
+        self.counts.dull += groups
+        self.link.soon(self._wake.set)
 
     def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[Played]:
         """Plays each task once, for the record of an evaluation."""
 
-        async def played(servers: Any, _: Any) -> list[Played]:
+        async def played(*_: Any) -> list[Played]:
+            await self._opened()
             some = asyncio.Semaphore(256)
 
             async def one(number: int, task: Any) -> Played:
                 async with some:
-                    found = await self._play(servers, contract, task, f"{name}-{number}", None)
+                    found = await self._play(contract, task, f"{name}-{number}", None)
                 if self.score is not None:
                     await self.score([found])
                 return found
 
             return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
 
-        return self.run(played)
+        return self.link.run(played)
 
-    def _tell(self, what: Callable[[], None]) -> None:
-        """Has the loop do something; where it has ended, `check` says why."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(what)
-
-    def _work(self) -> None:
-        asyncio.set_event_loop(self._loop)
+    async def _playing(self) -> None:
+        await self._opened()
+        running: set[asyncio.Task[Any]] = set()
+        wake = asyncio.create_task(self._wake.wait())
         try:
-            self._loop.run_until_complete(self._main())
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._open.set()
-            self._news.set()
-            with suppress(Exception):
-                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
-    async def _main(self) -> None:
-        async with AsyncExitStack() as stack:
-            self._servers = await stack.enter_async_context(self.servers())
-            if not self._servers.model:
-                self._servers.model = await model_of(self._servers)
-            self._sync = self.sync(self._servers)
-            self._chat = await self._road()
-            if self.by_address and self.options.ids == "chat":
-                self._proxy = await stack.enter_async_context(self._recorder())
-            self._open.set()
-            running: set[asyncio.Task[None]] = set()
-            try:
-                await self._first(self._held, self._wake)
-                while not self._stopping:
+            while True:
+                running |= self._begun()
+                done, _ = await asyncio.wait({wake, *running}, return_when=asyncio.FIRST_COMPLETED)
+                if wake in done:
                     self._wake.clear()
-                    running |= self._begun()
                     wake = asyncio.create_task(self._wake.wait())
-                    done, _ = await asyncio.wait({wake, *running}, return_when=asyncio.FIRST_COMPLETED)
-                    wake.cancel()
-                    for task in done - {wake}:
-                        running.discard(task)
-                        task.result()
-            finally:
-                for task in running:
-                    task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
+                for task in done & running:
+                    running.discard(task)
+                    task.result()
+        finally:
+            running.add(wake)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
-    async def _first(self, *events: asyncio.Event) -> None:
-        waits = [asyncio.create_task(event.wait()) for event in events]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+    async def _opened(self) -> None:
+        if self._chat is None:
+            self._chat = await self._road()
+        if self.by_address and self._proxy is None and self.options.ids == "chat":
+            self._proxy = await self.link.stack.enter_async_context(self._recorder())
 
     def _begun(self) -> set[asyncio.Task[None]]:
-        found = set()
-        while not self.exhausted and self.counts.begun < self.pace.allowed(self.taken, self.counts.dull):
+        found, (mine, of) = set(), self.share
+        allowed = -(-(self.pace.allowed(self.taken, self.counts.dull) - mine) // of)
+        while not self.exhausted and self.counts.begun < allowed:
             entry = next(self.tasks, None)
             if entry is None:
                 self.exhausted = True
-                self._news.set()
+                self.link.news.set()
                 break
             self.counts.begun += 1
             found.add(asyncio.create_task(self._group(*entry)))
@@ -263,11 +195,12 @@ class Collector:
     async def _group(self, number: int, task: Any) -> None:
         """Plays, scores and writes one group."""
         names = [f"{number}-{sample}" for sample in range(self.options.samples)]
-        plays = (self._play(self._servers, self.contract, task, name, str(number)) for name in names)
+        plays = (self._play(self.contract, task, name, str(number)) for name in names)
         played = list(await asyncio.gather(*plays))
         if self.score is not None:
             await self.score(played)
         records = [each.record for each in played]
+        assert self.writer is not None
         self.signal.check(records)
         await asyncio.to_thread(self.writer.write, records)
         self.counts.finished += 1
@@ -275,20 +208,21 @@ class Collector:
         self.counts.trajectories += len(played)
         self.counts.failed += sum(each.error is not None for each in played)
         self.finished_at = time.monotonic()
-        self._news.set()
+        self.link.news.set()
         self._note_failures(played)
 
-    async def _play(self, servers: Any, contract: Any, task: Any, name: str, group: str | None) -> Played:
+    async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> Played:
         told = self.options
         self._under_way[name] = time.monotonic()
         try:
             # An agent's own client may ask, and be asked again, for what the servers were called when it began.
-            with servers.holding() if self._proxy is not None else nullcontext():
+            with self.link.servers.holding() if self._proxy is not None else nullcontext():
                 return await play(
                     contract,
                     task,
                     chat=self._chat,
-                    version=lambda: self.version,
+                    version=lambda: self.link.version,
+                    received=lambda: self.link.coming,
                     limits=Limits(turns=told.turns, seconds=told.seconds),
                     id=name,
                     group=group,
@@ -302,13 +236,13 @@ class Collector:
     async def _road(self) -> Any:
         """What trajectories ask."""
         if self.options.ids == "chat":
-            return self._servers.chat
+            return self.link.servers.chat
         if self.tokenizer is None:
             raise ArgumentError(
                 'online.ids is "tokens", and the policy\'s tokenizer is not known here. No prompt could be written. '
                 'Leave it at "chat".'
             )
-        tokens = Tokens(self._servers, self.tokenizer)
+        tokens = Tokens(self.link.servers, self.tokenizer)
         await tokens.check()
         return tokens
 
@@ -317,10 +251,10 @@ class Collector:
         from tracegrad.rollout.proxy import Proxy
 
         return Proxy(
-            self._servers.where,
-            upstream_key=self._servers.key,
-            model=lambda: self._servers.model,
-            version=lambda: self.version,
+            self.link.servers.where,
+            upstream_key=self.link.servers.key,
+            model=lambda: self.link.servers.model,
+            version=lambda: self.link.version,
             sampling=self._sampling,
             logprob_kind=self._kind,
         )
@@ -343,6 +277,18 @@ class Collector:
                 f"{len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. The first: "
                 f"{first.error}\n{getattr(first.failure, 'traceback', '') or ''}"
             )
+
+
+def counted(follower: Follower, signal: Signal) -> tuple[set[int], Counts]:
+    """Which groups are on the disk and new to the follower, and their counts."""
+    done, counts = set(), Counts()
+    for _, traces in follower.look():
+        group = next(iter(traces.groups), None) or ""
+        done |= {int(group)} if group.isdecimal() else set()
+        counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
+        counts.dull += signal.is_dull(signal.of_traces(traces))
+        counts.trajectories += len(traces)
+    return done, counts
 
 
 def contract_of(agent: Any, environment: Any, tools: Any, rewards: Any) -> tuple[Any, bool]:

@@ -120,6 +120,8 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.without = ""
+        """The file that is not looked at: that of a writer who knows what it has written."""
         self._ends: dict[str, int] = {}
 
     def look(self) -> list[tuple[Place, Traces]]:
@@ -130,6 +132,8 @@ class Follower:
         """
         found = []
         for path in sorted(self.folder.glob("*.jsonl.zst")):
+            if path.name == self.without:
+                continue
             start = self._ends.get(path.name, 0)
             with _opened(path) as file:
                 while (frame := _frame(file, path, start)) is not None:

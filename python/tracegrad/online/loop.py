@@ -25,6 +25,7 @@ from tracegrad.online.bond import Bond
 from tracegrad.online.canary import Canary
 from tracegrad.online.check import Check
 from tracegrad.online.collector import Collector
+from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.options import Online
@@ -48,7 +49,7 @@ class Loop:
         tokenizer: of the model.
         options: of playing.
         ledger: which groups each step took.
-        collector: what plays; None on ranks that follow, and in a replay.
+        player: what plays; None on ranks that follow, and in a replay.
         sinks: take a row each step.
         say: takes the sentences that a user should read.
         proof: what stops the run; None where there are no servers to be wrong.
@@ -58,7 +59,7 @@ class Loop:
     tokenizer: Tokenizer
     options: Online
     ledger: Ledger
-    collector: Collector | None
+    player: Collector | Elsewhere | None
     sinks: Sequence[metrics.Sink]
     say: Callable[[str], None]
     proof: Proof | None = field(default_factory=Proof)
@@ -84,9 +85,9 @@ class Loop:
             self._push()
             with self.bond.first():
                 self._evaluated(at)
-        if self.collector is not None:
-            self.collector.step_taken(len(self.ledger.steps))
-            self.collector.begin_playing()
+        if self.player is not None:
+            self.player.step_taken(len(self.ledger.steps))
+            self.player.begin()
         while at < self.options.steps:
             began = time.perf_counter()
             with self.bond.first():
@@ -96,8 +97,8 @@ class Loop:
                 break
             self._step(*found, waited=time.perf_counter() - began)
             at += 1
-            if self.collector is not None:
-                self.collector.step_taken(at)
+            if self.player is not None:
+                self.player.step_taken(at)
             with self.bond.first():
                 self._evaluated(at)
         self.driven.save()
@@ -115,7 +116,7 @@ class Loop:
         if step < len(self.ledger.steps):
             taken = self.ledger.steps[step]
             return taken, Traces.concatenate(frames.read(self.folder, place) for place in taken.trained)
-        if self.collector is None:
+        if self.player is None:
             if self.ranks.alone:
                 return None
             taken = self.ledger.wait(step, self.bond.over)
@@ -129,11 +130,10 @@ class Loop:
 
     def _chosen(self) -> list[tuple[Place, Traces, bool]] | None:
         """Waits for enough groups whose rewards differ, or as many as a step may have."""
-        assert self.collector is not None
-        pace = self.collector.pace
+        assert self.player is not None
+        pace = self.player.pace
         while not self.bond.over():
-            counts = self.collector.counts
-            over = self.collector.exhausted and counts.finished == counts.begun
+            over = self.player.over
             new, dull = self.follower.look(), self.signal.is_dull
             self.queue += [(place, traces, dull(self.signal.of_traces(traces))) for place, traces in new]
             sharp = np.cumsum([not teaches_nothing for _, _, teaches_nothing in self.queue])
@@ -142,8 +142,8 @@ class Loop:
                 chosen = self.queue[: min(enough, pace.most)]
                 self.queue = self.queue[len(chosen) :]
                 return chosen or None
-            self.collector.check()
-            self.collector.wait(POLL_S)
+            self.player.check()
+            self.player.wait(POLL_S)
         return None
 
     def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
@@ -157,7 +157,8 @@ class Loop:
         step, rewards = self._packed(sequences)
         if self.check.canary is None and self.proof is not None:
             ids = np.unique(sequences.ids[sequences.trainable]).tolist()
-            self.check.canary = Canary(self.driven, self.collector, self.options, ids)
+            link = None if self.player is None else self.player.link
+            self.check.canary = Canary(self.driven, link, self.options, ids)
         here = own_terms(step, version)
         if self.options.sync != "lora":  # a call keeps the adapter that it began with
             here &= ~_mixed(traces, sequences)[step.trace]
@@ -217,10 +218,10 @@ class Loop:
 
     def _push(self) -> Any:
         weights = weights_of(self.driven, self.options)
-        if self.collector is None:
+        if self.player is None:
             return None
         with self.bond.first():
-            pushed = self.collector.push(weights, self.driven.taken)
+            pushed = self.player.link.push(weights, self.driven.taken)
         for line in pushed.lines():
             self.say(f"server   {line}")
         return pushed
@@ -236,9 +237,10 @@ class Loop:
 
     def _log(self, number: int, about: dict[str, Any]) -> None:
         row = metrics.finite({**self.driven.row(), **about, "step": number})
-        if self.collector is not None:
-            counts = self.collector.counts
+        if self.player is not None:
+            counts = self.player.counts
             row |= {"trajectories": counts.trajectories, "trajectories_failed": counts.failed}
+            row |= {"calls_retried": self.player.retried}
         self.rows.append(row)
         metrics.log_all(self.sinks, row)
 

@@ -23,9 +23,12 @@ from tracegrad.learner.model import load_model
 from tracegrad.learner.ranks import Ranks
 from tracegrad.online import frames
 from tracegrad.online.bond import telling
-from tracegrad.online.collector import Collector, Counts, contract_of
+from tracegrad.online.collect import RUN
+from tracegrad.online.collector import Collector, contract_of, counted
+from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.ledger import Ledger
+from tracegrad.online.link import Link
 from tracegrad.online.loop import Loop
 from tracegrad.online.options import Online
 from tracegrad.online.pace import Pace
@@ -33,12 +36,11 @@ from tracegrad.online.proof import Proof
 from tracegrad.online.scoring import GroupScore
 from tracegrad.online.serve import served
 from tracegrad.online.signal import Signal
+from tracegrad.online.state import State
 from tracegrad.online.tasks import Tasks
 from tracegrad.online.ways import sync_of
 from tracegrad.shards import read_text, write_bytes
 from tracegrad.tokenizer import Tokenizer
-
-RUN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Finished:
 
 def train(
     model: str | Path,
-    tasks: Iterable[Any],
+    tasks: Iterable[Any] | None,
     *,
     rewards: Any = None,
     weights: Sequence[float] | None = None,
@@ -87,7 +89,8 @@ def train(
     Args:
         model: folder of a causal language model with its tokenizer and chat template.
         tasks: a list, which comes again in another order, or what can be iterated once. A task is a text, a list of
-            messages, or a dict with either as `prompt` and what reward functions take.
+            messages, or a dict with either as `prompt` and what reward functions take. None: processes of their own
+            play into `out`, each by `collect`.
         rewards: functions in TRL's convention, `(prompts, completions, **columns) -> list`; they score whole groups.
         weights: of the reward functions.
         tools: functions that the policy may call, or a function from the task to functions.
@@ -114,6 +117,11 @@ def train(
         TracegradError: if a server, the folder or what plays fails for good.
     """
     told, out, model = online or Online(), Path(out), Path(model)
+    if tasks is None and told.sync == "lora":
+        raise ArgumentError(
+            "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks for "
+            "it. Use sync='file', which merges adapters, or pass tasks."
+        )
     config = _config(config or Config())
     tokenizer = Tokenizer.from_pretrained(model)
     ranks = Ranks.join()
@@ -121,46 +129,45 @@ def train(
     _take_up(driven, resume)
     ledger = Ledger(out)
     with ExitStack() as stack:
-        collector, evaluate = None, None
+        player, evaluate = None, None
         with telling(ranks):
             if ranks.first:
-                contract, scores = contract_of(agent, environment, tools, rewards)
                 way, rank = sync_of(driven, told), config.train.lora_rank
                 pool, engine_told = stack.enter_context(
                     served(model, servers, key, python, engine or {}, told, out, say, rank)
                 )
                 write_bytes(out / RUN, [_manifest(model, objective, config, told, engine_told)])
-                folder, signal = out / frames.FOLDER, Signal.of(config)
-                done, counts = _played(folder, signal)
-                writer = stack.enter_context(Writer(folder))
-                score = GroupScore(rewards, weights) if scores else None
-                if score is not None:
-                    stack.callback(score.close)
+                link = Link(pool, way, driven.taken)
                 pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
-                collector = Collector(
-                    contract,
-                    Tasks(tasks, config.train.seed).after(done),
-                    pool,
-                    way,
-                    writer,
-                    pace,
-                    told,
-                    score=score,
-                    signal=signal,
-                    counts=counts,
-                    taken=len(ledger.steps),
-                    version=driven.taken,
-                    by_address=agent is not None,
-                    tokenizer=tokenizer,
-                )
-                stack.enter_context(collector)
-                if len(evaluation):
-                    evaluate = _evaluation(collector, contract, evaluation, out, signal)
+                folder, signal, taken = out / frames.FOLDER, Signal.of(config), len(ledger.steps)
+                here = None
+                if tasks is not None or len(evaluation):
+                    contract, scores = contract_of(agent, environment, tools, rewards)
+                    score = GroupScore(rewards, weights) if scores else None
+                    if score is not None:
+                        stack.callback(score.close)
+                    done, counts = counted(Follower(folder), signal)
+                    numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
+                    writer = None if tasks is None else stack.enter_context(Writer(folder))
+                    plays = {"score": score, "signal": signal, "counts": counts, "by_address": agent is not None}
+                    here = Collector(
+                        contract, numbered, link, writer, pace, told, **plays, taken=taken, tokenizer=tokenizer
+                    )
+                    if len(evaluation):
+                        evaluate = _evaluation(here, contract, evaluation, out, signal)
+                if tasks is None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    told_first = State(driven.taken, driven.taken, taken)
+                    player = Elsewhere(link, pace, folder, told.patience, told_first)
+                    stack.callback(player.end)
+                else:
+                    player = here
+                stack.enter_context(link)
         lines = _sinks(driven, told, sinks, say) if ranks.first else []
         for sink in lines:
             stack.callback(sink.close)
         proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
-        loop = Loop(driven, tokenizer, told, ledger, collector, lines, say, proof, evaluate=evaluate)
+        loop = Loop(driven, tokenizer, told, ledger, player, lines, say, proof, evaluate=evaluate)
         with Interrupt() as interrupt, driven.together():
             stopped = loop.run(interrupt)
     code = (interrupt.exit_code or 0) if stopped == "signal" else 0
@@ -241,18 +248,6 @@ def _take_up(driven: Run, resume: bool) -> None:
             f"{driven.out} holds a run. A new one would be mixed with it. Go on with resume=True, or give another out."
         )
     driven.begin()
-
-
-def _played(folder: Path, signal: Signal) -> tuple[set[int], Counts]:
-    """Which groups are on the disk, and their counts."""
-    done, counts = set(), Counts()
-    for _, traces in Follower(folder).look() if folder.exists() else ():
-        group = next(iter(traces.groups), None) or ""
-        done |= {int(group)} if group.isdecimal() else set()
-        counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
-        counts.dull += signal.is_dull(signal.of_traces(traces))
-        counts.trajectories += len(traces)
-    return done, counts
 
 
 def _evaluation(

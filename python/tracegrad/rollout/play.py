@@ -60,6 +60,7 @@ async def play(
     *,
     chat: Chat,
     version: Callable[[], int] | None = None,
+    received: Callable[[], int] | None = None,
     limits: Limits | None = None,
     id: str | None = None,
     group: str | None = None,
@@ -76,6 +77,7 @@ async def play(
         task: given to it.
         chat: asks the policy; `Servers.chat`, or `Tokens` to ask with ids, so that no sampled token is tokenised again.
         version: of the weights that serve now; each call records it.
+        received: the newest version that may have sampled an answer that comes now; default `version`.
         limits: of turns, sampled tokens and seconds.
         id: of the record; one is made up where it is None.
         group: of the record. Its requests go to the server of the group, where the prompt is cached.
@@ -87,7 +89,7 @@ async def play(
     """
     limits = limits or Limits()
     name = f"trajectory-{next(_numbers)}" if id is None else id
-    session = Session(name, version=version, sampling=sampling, logprob_kind=logprob_kind)
+    session = Session(name, version=version, received=received, sampling=sampling, logprob_kind=logprob_kind)
     sticky = name if group is None else group
     asked = chat.trajectory() if isinstance(chat, Tokens) else chat
     policy = Policy(session, asked, limits=limits, sticky=sticky, salt=salt)

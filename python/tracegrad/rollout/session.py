@@ -29,6 +29,7 @@ class Session:
     Args:
         name: of the trajectory; requests of one name go to one server.
         version: gives the version of the weights that serve now.
+        received: gives the newest version that may have served an answer that comes now, where that is another.
         sampling: what a request says where its sender does not, such as {"temperature": 1.0, "max_tokens": 512}.
         logprob_kind: what the server's logprobs are of; "raw" unless it was started with --logprobs-mode.
 
@@ -49,6 +50,7 @@ class Session:
         name: str,
         *,
         version: Callable[[], int] | None = None,
+        received: Callable[[], int] | None = None,
         sampling: Mapping[str, Any] | None = None,
         logprob_kind: str = "raw",
     ) -> None:
@@ -61,6 +63,7 @@ class Session:
         self._lost = 0
         self._unsure = False
         self._version = version
+        self._received = received or version
         self._kind = logprob_kind
         self._seen: list[Any] = []
         self._tools: Any = None
@@ -69,6 +72,11 @@ class Session:
     def version(self) -> int | None:
         """The version that serves now."""
         return None if self._version is None else self._version()
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that may have sampled an answer that comes now."""
+        return None if self._received is None else self._received()
 
     def open(self, body: Mapping[str, Any], asked: Mapping[str, Any] = CHAT) -> Call:
         """A call that is about to be made: `body` with the run's sampling and what a record needs.
@@ -169,7 +177,7 @@ class Call:
         """
         self.closed = True
         call = {"request": self.request, "response": response}
-        now = self._session.version
+        now = self._session.newest
         if self.version is not None:
             call["policy_version"] = self.version
             if now != self.version:

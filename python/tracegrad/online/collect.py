@@ -1,0 +1,174 @@
+"""`collect`: plays for a trainer that is another process, as one of several or alone.
+
+What it plays goes into the run's folder, its pace and the weights' versions come from the run's `state.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tracegrad.config import load as load_config
+from tracegrad.errors import ArgumentError, FormatError, TracegradError
+from tracegrad.learner.interrupt import Interrupt
+from tracegrad.online import frames
+from tracegrad.online.collector import Collector, Counts, contract_of, counted
+from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.link import Link
+from tracegrad.online.options import Online
+from tracegrad.online.pace import Pace
+from tracegrad.online.scoring import GroupScore
+from tracegrad.online.signal import Signal
+from tracegrad.online.state import State
+from tracegrad.online.tasks import Tasks
+from tracegrad.rollout.server import Servers
+from tracegrad.shards import read_text, write_bytes
+from tracegrad.tokenizer import Tokenizer
+
+RUN = "run.json"
+POLL_S = 0.05
+MOST_BYTES = 1 << 24
+"""Of run.json."""
+
+
+def collect(
+    run: str | Path,
+    tasks: Iterable[Any],
+    *,
+    rewards: Any = None,
+    weights: Sequence[float] | None = None,
+    tools: Any = None,
+    environment: Any = None,
+    agent: Any = None,
+    share: tuple[int, int] = (0, 1),
+    key: str | None = None,
+    wait_s: float = 600.0,
+    say: Callable[[str], None] = print,
+) -> Counts:
+    """Plays for a run whose `train` was given no tasks, until that run ends, the tasks end, or a signal comes.
+
+    Args:
+        run: folder of the run, on a disk that both see.
+        tasks, rewards, weights, tools, environment, agent: as for `train`.
+        share: (i, n): this is collector i of n, from 0. Each is given the same tasks, and plays every n-th of them.
+        key: token of the servers.
+        wait_s: how long to wait for a trainer that has not begun.
+        say: takes the sentences that a user should read.
+
+    Returns:
+        how much was played.
+
+    Raises:
+        ArgumentError: if arguments do not fit together.
+        TracegradError: if no trainer begins, or what plays fails for good.
+    """
+    run, (mine, of) = Path(run), share
+    if not 0 <= mine < of:
+        raise ArgumentError(f"share is {share}. Collectors count from 0. Give (i, n) with i below n.")
+    contract, scores = contract_of(agent, environment, tools, rewards)
+    with ExitStack() as stack, Interrupt() as interrupt:
+        state = _begun(run, wait_s, interrupt)
+        if state is None:
+            return Counts()
+        told, config, model = _told(run)
+        folder, signal = run / frames.FOLDER, Signal.of(config)
+        others = Follower(folder)
+        done, counts = counted(others, signal)
+        counts.begun = counts.finished = len([number for number in done if number % of == mine])
+        numbered = ((n, task) for n, task in Tasks(tasks, config.train.seed).after(done) if n % of == mine)
+        score = GroupScore(rewards, weights) if scores else None
+        if score is not None:
+            stack.callback(score.close)
+        pool = partial(Servers, state.servers, model=state.model, key=key)
+        link = stack.enter_context(Link(pool, version=state.version))
+        writer = stack.enter_context(Writer(folder))
+        pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
+        plays = {"score": score, "signal": signal, "counts": counts, "share": share, "by_address": agent is not None}
+        tokenizer = Tokenizer.from_pretrained(model) if told.ids == "tokens" else None
+        player = Collector(contract, numbered, link, writer, pace, told, **plays, tokenizer=tokenizer)
+        others.without = writer.name
+        say(f"collector {mine + 1} of {of} plays into {folder / writer.name}")
+        _follow(run, state, player, others, interrupt)
+        if player.over:
+            write_bytes(folder / f"{mine}-of-{of}.ended", [b""])
+        return counts
+
+
+def _begun(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
+    """The state of a run that has begun; None where a signal came first."""
+    deadline = time.monotonic() + wait_s
+    while interrupt.received is None:
+        if (state := State.read(run)) is not None and state.servers:
+            return state
+        if time.monotonic() > deadline:
+            raise TracegradError(
+                f"{run}: no trainer has begun within {wait_s:.0f} s. There is nobody to play for. Start train with "
+                "tasks=None and this folder as out."
+            )
+        time.sleep(POLL_S)
+    return None
+
+
+def _told(run: Path) -> tuple[Online, Any, str]:
+    """What the trainer was told of playing, its config, and the folder of its model."""
+    try:
+        known: Mapping[str, Any] = json.loads(read_text(run / RUN, MOST_BYTES))
+        return Online(**known["online"]), load_config(run / "config.toml"), str(known["model"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FormatError(
+            f"{run / RUN}: not what a trainer writes ({str(error)[:80]!r}). How is to be played is not known. Start "
+            "the trainer again."
+        ) from error
+
+
+def _follow(run: Path, state: State, player: Collector, others: Follower, interrupt: Interrupt) -> None:
+    """Keeps to the state of the run, until its end."""
+    known = _Known(player.link.servers, state)
+    player.link.servers.admission = known.admit
+    _take(player, known, state)
+    player.begin()
+    while interrupt.received is None and not known.state.over and not player.over:
+        player.check()
+        state = State.read(run) or state
+        if not set(state.servers) <= set(known.pool):
+            raise TracegradError(
+                f"{run}: the run has servers that it had not when this collector began. Start the collector again."
+            )
+        if state != known.state:
+            _take(player, known, state)
+        dull = sum(player.signal.is_dull(player.signal.of_traces(traces)) for _, traces in others.look())
+        if dull:
+            player.others_dull(dull)
+        time.sleep(POLL_S)
+
+
+def _take(player: Collector, known: _Known, state: State) -> None:
+    """Takes up versions, steps, and which servers are not asked for now."""
+
+    def take() -> None:
+        player.link.version, player.link.coming = state.version, state.coming
+        for url in set(known.state.servers) - set(state.servers):
+            known.servers.leave_out(url, f"the trainer's push of version {state.version} did not reach it")
+        known.state = state
+
+    player.link.soon(take)
+    player.step_taken(state.taken)
+
+
+class _Known:
+    """Which server may be asked again after it was gone: one that says it has the weights that the trainer says."""
+
+    def __init__(self, servers: Servers, state: State) -> None:
+        self.servers, self.state, self.pool = servers, state, state.servers
+
+    async def admit(self, url: str) -> bool:
+        """Whether it may; where servers do not say, that the trainer counts on it."""
+        info = await self.servers.ask(url, "/weight_info", method="GET")
+        if info.ok and isinstance(info.body, dict) and "weight_version" in info.body:
+            return info.body["weight_version"] == str(self.state.version)
+        return url in self.state.servers

@@ -1,0 +1,151 @@
+"""The servers of a run, asked from a thread with an event loop of its own, beside the trainer.
+
+Weights are pushed through it, canaries are asked through it, and who plays in this process plays in its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent import futures
+from contextlib import AsyncExitStack, suppress
+from typing import Any, TypeVar
+
+from tracegrad.errors import TracegradError
+from tracegrad.online.serve import model_of
+
+T = TypeVar("T")
+
+
+class Link:
+    """A thread that holds the pool of servers open; a context manager.
+
+    `version` is that of the weights that every server has, `coming` the one that a push is bringing, or the same.
+
+    Args:
+        servers: makes the pool; an async context manager.
+        sync: makes what pushes weights to it.
+        version: of the policy that the servers are given first.
+        told: called when `version` or `coming` has changed, with what came of a push or None.
+    """
+
+    def __init__(
+        self,
+        servers: Callable[[], Any],
+        sync: Callable[[Any], Any] = lambda servers: None,
+        version: int = 0,
+        told: Callable[[Link, Any], None] = lambda link, pushed: None,
+    ) -> None:
+        self.version = self.coming = version
+        self.told = told
+        self.servers: Any = None
+        self.sync: Any = None
+        self.news = threading.Event()
+        """Set by who plays here when a group has finished or tasks have ended, and when the thread ends."""
+        self.stack = AsyncExitStack()
+        self.error: BaseException | None = None
+        self._make_servers, self._make_sync = servers, sync
+        self._loop = asyncio.new_event_loop()
+        self._open = threading.Event()
+        self._stopping, self._wanted = asyncio.Event(), asyncio.Event()
+        self._work: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._thread = threading.Thread(target=self._run, name="tracegrad-servers", daemon=True)
+
+    def __enter__(self) -> Link:
+        """Returns when the servers can be asked; raises what opening them raised."""
+        self._thread.start()
+        self._open.wait()
+        self.check()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends: what is under way is let go."""
+        self.soon(self._stopping.set)
+        self._thread.join(30)
+
+    def check(self) -> None:
+        """Raises what ended the thread."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, seconds: float) -> None:
+        """Returns once there has been news since the last call, at the latest after so long."""
+        self.news.wait(seconds)
+        self.news.clear()
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Has the loop work until the link ends; what that raises ends the link, and `check` raises it."""
+        self._work = work
+        self.soon(self._wanted.set)
+
+    def run(self, work: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> T:
+        """Runs `work(servers, sync)` in the loop, and waits for what it gives."""
+        coroutine = work(self.servers, self.sync)
+        if not self._thread.is_alive():
+            coroutine.close()
+            self.check()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while not futures.wait([future], timeout=1.0).done:
+            if not self._thread.is_alive():
+                self.check()
+                raise TracegradError("what plays has ended. Nothing can be asked of the servers. Start the run again.")
+        return future.result()
+
+    def push(self, weights: Any, version: int) -> Any:
+        """Brings weights to all servers; calls under way are sampled by two versions."""
+
+        async def pushed(_: Any, sync: Any) -> Any:
+            self.coming = version
+            self.told(self, None)
+            try:
+                found = await sync.push(weights, version)
+            finally:
+                self.version = version
+            self.told(self, found)
+            return found
+
+        return self.run(pushed)
+
+    def soon(self, what: Callable[[], object]) -> None:
+        """Has the loop do something; where it has ended, `check` says why."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(what)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._open.set()
+            self.news.set()
+            with suppress(Exception):
+                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _main(self) -> None:
+        async with self.stack:
+            self.servers = await self.stack.enter_async_context(self._make_servers())
+            if not self.servers.model:
+                self.servers.model = await model_of(self.servers)
+            self.sync = self._make_sync(self.servers)
+            self._open.set()
+            stop = asyncio.create_task(self._stopping.wait())
+            try:
+                await _first(stop, asyncio.create_task(self._wanted.wait()))
+                if self._work is not None and not stop.done():
+                    await _first(stop, asyncio.create_task(self._work()))
+            finally:
+                stop.cancel()
+
+
+async def _first(stop: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
+    """Waits for either, and until both have ended where it is `other` that raises or `stop` that came."""
+    await asyncio.wait({stop, other}, return_when=asyncio.FIRST_COMPLETED)
+    if other.done():
+        other.result()
+        return
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)

@@ -1,0 +1,126 @@
+"""Collectors that are processes of their own: one run of one trainer, whoever played what."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import tracegrad as tg
+from policy_server import MODEL, PolicyServer
+from test_online import CONFIG, PLAY, assert_same, run, weights
+from tracegrad.errors import ArgumentError, FormatError, TracegradError
+from tracegrad.online import Online
+from tracegrad.online.frames import Follower
+from tracegrad.online.ledger import Ledger
+from tracegrad.online.state import State
+
+torch.set_num_threads(1)
+
+
+def collector(out, mine, of, count=50):
+    command = [sys.executable, str(Path(__file__).with_name("collect_run.py")), str(out), *map(str, (mine, of, count))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def trained(server, out, steps, **options):
+    told = {"objective": tg.presets.DAPO_DIRECT, "config": CONFIG, "servers": [server.url], "out": out}
+    online = Online(**{**PLAY, "steps": steps, "max_lag": 1, "max_tokens": 6, **options})
+    return tg.online.train(MODEL, None, online=online, sinks=(), say=lambda _: None, **told)
+
+
+def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_path):
+    out = tmp_path / "run"
+    processes = [collector(out, mine, 2) for mine in range(2)]
+    with PolicyServer() as server:
+        found = trained(server, out, 4)
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert found.steps == 4
+    assert all(row["sync_max"] < 1e-4 for row in found.rows if row["sync_terms"])
+    assert max(row["lag_max"] for row in found.rows) <= 1
+    played = {}
+    for place, traces in Follower(out / "played").look():
+        played.setdefault(place.file, []).append(int(traces.groups[0]))
+    shares = sorted(({number % 2 for number in numbers} for numbers in played.values()), key=min)
+    assert shares == [{0}, {1}]
+    assert 8 <= sum(map(len, played.values())) <= 10  # what lag 1 lets begin, and no more
+    assert sum(len(step.groups) for step in Ledger(out).steps) == 8
+    again = tg.online.replay(
+        out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again", say=lambda _: None
+    )
+    assert_same(weights(again.checkpoint), weights(found.checkpoint))
+
+
+def test_a_run_ends_where_its_collectors_have_no_more_tasks(tmp_path):
+    out = tmp_path / "run"
+    processes = [collector(out, mine, 2, count=2) for mine in range(2)]
+    with PolicyServer() as server:
+        found = trained(server, out, 9, patience=60)
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert (found.stopped, found.steps) == ("tasks", 1)
+    assert sorted(path.name for path in (out / "played").glob("*.ended")) == ["0-of-2.ended", "1-of-2.ended"]
+
+
+def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
+    out = tmp_path / "run"
+    process = collector(out, 0, 1)
+    with PolicyServer() as server:
+        import threading
+
+        ended = []
+        thread = threading.Thread(target=lambda: ended.append(trained(server, out, 6, patience=60)))
+        thread.start()
+        while len(list((out / "played").glob("*.zst"))) == 0 or not Ledger(out).steps:
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        again = collector(out, 0, 1)
+        thread.join(120)
+    assert again.wait(60) == 0, again.stdout.read()
+    assert ended[0].steps == 6
+    groups = [traces.groups[0] for _, traces in Follower(out / "played").look()]
+    assert len(groups) == len(set(groups))
+
+
+def test_without_a_collector_the_run_says_so(tmp_path):
+    with (
+        PolicyServer() as server,
+        pytest.raises(TracegradError, match=r"no group has come for \d+ s.*collectors"),
+    ):
+        trained(server, tmp_path / "run", 2, patience=0.5)
+    assert State.read(tmp_path / "run").over
+
+
+def test_without_a_trainer_a_collector_says_so(tmp_path):
+    with pytest.raises(TracegradError, match="no trainer has begun within 0 s"):
+        tg.online.collect(tmp_path, ["a"], agent=lambda task, policy: 1.0, wait_s=0.1)
+    with pytest.raises(ArgumentError, match="share is"):
+        tg.online.collect(tmp_path, ["a"], agent=lambda task, policy: 1.0, share=(2, 2))
+
+
+@pytest.mark.parametrize("change", [("version", -1), ("servers", [3]), ("taken", "1"), ("model", None)])
+def test_a_state_of_somebody_else_is_refused(tmp_path, change):
+    import json
+
+    State(1, 2, 1, ("http://a",), "policy").write(tmp_path)
+    assert State.read(tmp_path) == State(1, 2, 1, ("http://a",), "policy")
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), change[0]: change[1]}))
+    with pytest.raises(FormatError, match="not the state of a run"):
+        State.read(tmp_path)
+
+
+def test_an_answer_that_came_during_a_push_is_of_two_versions(tmp_path):
+    out = tmp_path / "run"
+    with PolicyServer() as server:
+        run(server, out, steps=4, max_lag=1)
+    told = [
+        (call["policy_version"], call.get("received_version"))
+        for path in (out / "played").iterdir()
+        for trace in tg.read(path)
+        for call in __import__("json").loads(trace.record)["calls"]
+    ]
+    assert all(received is None or received == sent + 1 for sent, received in told)
