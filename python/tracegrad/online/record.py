@@ -19,6 +19,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.online import frames
 from tracegrad.online.collector import Collector, Counts, contract_of
 from tracegrad.online.frames import Follower, Place, Writer
+from tracegrad.online.link import Link
 from tracegrad.online.options import Online
 from tracegrad.online.scoring import GroupScore
 from tracegrad.online.signal import Signal
@@ -136,11 +137,11 @@ def record(
         score = GroupScore(rewards, weights) if scored else None
         if score is not None:
             stack.callback(score.close)
+        link = stack.enter_context(Link(lambda: Servers(servers, model="", key=key)))
         collector = Collector(
             contract,
             entries,
-            lambda: Servers(servers, model="", key=key),
-            lambda pool: None,
+            link,
             writer,
             Open(parallel, counts),  # type: ignore[arg-type]
             told,
@@ -150,8 +151,7 @@ def record(
             by_address=agent is not None,
             logprob_kind=logprob_kind,
         )
-        stack.enter_context(collector)
-        collector.begin_playing()
+        collector.begin()
         _wait(collector, counts, say)
     mean = float(np.mean(writer.rewards)) if writer.rewards else float("nan")
     return Recorded(writer.folder / writer.name, counts.finished, counts.trajectories, counts.failed, len(done), mean)
@@ -160,9 +160,9 @@ def record(
 def _wait(collector: Collector, counts: Counts, say: Callable[[str], None]) -> None:
     """Until all is played, with a line now and then."""
     next_line = time.monotonic() + LINE_S
-    while not (collector.exhausted and counts.finished == counts.begun):
+    while not collector.over:
         collector.check()
-        time.sleep(POLL_S)
+        collector.wait(POLL_S)
         if time.monotonic() > next_line:
             next_line += LINE_S
             say(
