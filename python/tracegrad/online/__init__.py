@@ -12,12 +12,12 @@ from tracegrad.online.options import Online
 from tracegrad.online.record import Recorded, record
 
 if TYPE_CHECKING:
-    from tracegrad.online.collect import collect
+    from tracegrad.online.apart import collect
     from tracegrad.online.proof import SyncFault
     from tracegrad.online.start import Finished, replay, train
 
 __all__ = ["Finished", "Online", "Recorded", "SyncFault", "collect", "record", "replay", "train"]
-_WITH_TORCH = {"Finished": "start", "collect": "collect", "SyncFault": "proof", "replay": "start", "train": "start"}
+_WITH_TORCH = {"Finished": "start", "collect": "apart", "SyncFault": "proof", "replay": "start", "train": "start"}
 
 
 def __getattr__(name: str) -> Any:

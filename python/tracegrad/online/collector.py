@@ -1,7 +1,7 @@
 """Plays groups in the loop of a link, beside the trainer or in a process of its own, and writes each when it is whole.
 
 Nothing passes from here to the trainer but what stands in the folder, counts, and errors. Made by `start` and
-`collect`.
+`apart`.
 """
 
 from __future__ import annotations

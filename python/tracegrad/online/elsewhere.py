@@ -1,6 +1,6 @@
 """The trainer's side of collectors that are processes of their own: it reads what they write, and tells them its state.
 
-Has the methods of `Collector` that the loop calls. The collectors' side is `collect`.
+Has the methods of `Collector` that the loop calls. The collectors' side is `apart`.
 """
 
 from __future__ import annotations

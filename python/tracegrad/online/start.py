@@ -22,8 +22,8 @@ from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.model import load_model
 from tracegrad.learner.ranks import Ranks
 from tracegrad.online import frames
+from tracegrad.online.apart import RUN
 from tracegrad.online.bond import telling
-from tracegrad.online.collect import RUN
 from tracegrad.online.collector import Collector, contract_of, counted
 from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower, Writer
@@ -119,8 +119,8 @@ def train(
     told, out, model = online or Online(), Path(out), Path(model)
     if tasks is None and told.sync == "lora":
         raise ArgumentError(
-            "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks for "
-            "it. Use sync='file', which merges adapters, or pass tasks."
+            "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
+            "for it. Use sync='file', which merges adapters, or pass tasks."
         )
     config = _config(config or Config())
     tokenizer = Tokenizer.from_pretrained(model)
@@ -149,10 +149,9 @@ def train(
                     done, counts = counted(Follower(folder), signal)
                     numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
                     writer = None if tasks is None else stack.enter_context(Writer(folder))
-                    plays = {"score": score, "signal": signal, "counts": counts, "by_address": agent is not None}
-                    here = Collector(
-                        contract, numbered, link, writer, pace, told, **plays, taken=taken, tokenizer=tokenizer
-                    )
+                    plays = {"score": score, "signal": signal, "counts": counts, "taken": taken}
+                    plays |= {"by_address": agent is not None, "tokenizer": tokenizer}
+                    here = Collector(contract, numbered, link, writer, pace, told, **plays)
                     if len(evaluation):
                         evaluate = _evaluation(here, contract, evaluation, out, signal)
                 if tasks is None:
