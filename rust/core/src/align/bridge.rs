@@ -27,7 +27,10 @@ pub struct Closing {
 }
 
 /// Follows `branch` and `ids` side by side; `None` where they part for another reason than the end of a turn.
-pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing) -> Option<Bridge> {
+///
+/// A turn ends with a token for which `is_stop` holds; one that was cut ends with a part of its text, which no prompt
+/// may leave out.
+pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing, is_stop: impl Fn(u32) -> bool) -> Option<Bridge> {
     let mut bridge = Bridge::default();
     let (mut held, mut at) = (0, 0);
     while held < branch.len() {
@@ -37,7 +40,7 @@ pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing) -> Option<Bri
         if held == branch.len() {
             break;
         }
-        (held, at) = step_over(branch, ids, closing, (held, at), &mut bridge.edits)?;
+        (held, at) = step_over(branch, ids, closing, &is_stop, (held, at), &mut bridge.edits)?;
     }
     bridge.from = at;
     Some(bridge)
@@ -48,13 +51,14 @@ fn step_over(
     branch: &Branch<'_>,
     ids: &[u32],
     closing: &Closing,
+    is_stop: impl Fn(u32) -> bool,
     (held, at): (usize, usize),
     edits: &mut Vec<(Reason, usize, String)>,
 ) -> Option<(usize, usize)> {
     let goes_on = |held: usize, at: usize| held == branch.len() || branch.ids.get(held) == ids.get(at);
     let sampled = |at: usize| branch.source[at] == source::SAMPLED;
     let ends_turn = sampled(held) && branch.source.get(held + 1).is_none_or(|&next| next != source::SAMPLED);
-    if ends_turn {
+    if ends_turn && is_stop(branch.ids[held]) {
         let stop = branch.ids[held];
         if let Some(&other) = ids.get(at).filter(|&&id| Some(id) == closing.token)
             && goes_on(held + 1, at + 1)
@@ -111,45 +115,56 @@ mod tests {
         Closing { token: Some(END), separator: vec![LINE] }
     }
 
+    fn is_stop(id: u32) -> bool {
+        id == RETURN || id == END
+    }
+
     fn reasons(bridge: &Bridge) -> Vec<Reason> {
         bridge.edits.iter().map(|edit| edit.0).collect()
     }
 
     #[test]
     fn a_prompt_that_holds_the_branch_goes_on_without_an_edit() {
-        let found = bridge(&branch(END, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing()).unwrap();
+        let found = bridge(&branch(END, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing(), is_stop).unwrap();
         assert_eq!((found.from, found.edits.len()), (5, 0));
     }
 
     #[test]
     fn a_return_that_became_an_end_is_one_edit() {
-        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing()).unwrap();
+        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing(), is_stop).unwrap();
         assert_eq!((found.from, reasons(&found)), (5, vec![Reason::StopTokenDiffers]));
     }
 
     #[test]
     fn a_stop_token_that_the_template_does_not_write_is_passed_over() {
-        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, 7, 8], &closing()).unwrap();
+        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, 7, 8], &closing(), is_stop).unwrap();
         assert_eq!((found.from, reasons(&found)), (4, vec![Reason::StopTokenDiffers]));
     }
 
     #[test]
     fn a_separator_that_one_side_lacks_is_one_edit_and_the_walk_goes_on() {
-        let found = bridge(&branch(END, &[LINE, 3, 4]), &[1, 2, 5, 6, END, 3, 4, 9], &closing()).unwrap();
+        let found = bridge(&branch(END, &[LINE, 3, 4]), &[1, 2, 5, 6, END, 3, 4, 9], &closing(), is_stop).unwrap();
         assert_eq!((found.from, reasons(&found)), (7, vec![Reason::TurnSeparatorMissing]));
-        let found = bridge(&branch(END, &[3, 4]), &[1, 2, 5, 6, END, LINE, 3, 4, 9], &closing()).unwrap();
+        let found = bridge(&branch(END, &[3, 4]), &[1, 2, 5, 6, END, LINE, 3, 4, 9], &closing(), is_stop).unwrap();
         assert_eq!((found.from, reasons(&found)), (8, vec![Reason::TurnSeparatorMissing]));
     }
 
     #[test]
     fn another_text_is_another_history() {
-        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, 7, END, LINE], &closing()), None);
-        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5], &closing()), None);
+        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, 7, END, LINE], &closing(), is_stop), None);
+        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5], &closing(), is_stop), None);
     }
 
     #[test]
     fn a_line_break_within_a_turn_is_another_history() {
         // A template that sets content and tool calls apart by a line that the policy did not sample.
-        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, LINE, 6, END, LINE, 3], &closing()), None);
+        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, LINE, 6, END, LINE, 3], &closing(), is_stop), None);
+    }
+
+    #[test]
+    fn a_turn_that_was_cut_inside_a_character_keeps_its_last_token() {
+        // The text loses the part of a character, so the next prompt closes one token earlier.
+        assert_eq!(bridge(&branch(7, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing(), is_stop), None);
+        assert_eq!(bridge(&branch(7, &[]), &[1, 2, 5, 6, 8, 9], &closing(), is_stop), None);
     }
 }

@@ -6,6 +6,7 @@ use super::bridge::bridge;
 use super::compare::{Context, compare};
 use super::dates;
 use super::prompt::Text;
+use super::resolve::is_special;
 use super::weave::{Loom, Place};
 use crate::drift::Reason;
 use crate::error::Result;
@@ -74,9 +75,10 @@ impl Loom<'_, '_> {
         if let Some(at) = extended.max_by_key(|&at| branches[at].len()) {
             return Place::Extend(at, text.tail(branches[at].len()));
         }
-        let bridged = (0..branches.len())
-            .filter(open)
-            .filter_map(|at| bridge(&branches[at], &text.ids, &self.scaffold.closing).map(|found| (at, found)));
+        let is_stop = |id| is_special(id, self.scaffold.tokenizer);
+        let bridged = (0..branches.len()).filter(open).filter_map(|at| {
+            bridge(&branches[at], &text.ids, &self.scaffold.closing, is_stop).map(|found| (at, found))
+        });
         let Some((at, found)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else { return Place::Fork(text) };
         let (body, behind) = (branches[at].body, branches[at].last_turn());
         for (reason, position, detail) in found.edits {
