@@ -101,6 +101,19 @@ def test_what_was_played_is_on_the_disk_by_groups_and_reads_as_any_file(done):
     assert sorted({int(v) for v in sequences.version[sequences.trainable]}) == [0, 1, 2]
 
 
+def test_the_page_shows_the_whole_run_and_the_tokens_of_its_newest_step(done):
+    _, out, _ = done
+    page = (out / "report.html").read_text("utf-8")
+    assert "the tokens of step 3" in page
+    for title in ("reward", "server and trainer", "where the time went", "lag", "what went wrong"):
+        assert f"<b>{title}</b>" in page
+    assert "step 1: " in page  # what hovering over a curve says
+    assert page.count("<details") == 8  # two groups of four
+    assert all(
+        f">{number}-{sample}<" in page or f"{number}-{sample}" in page for number in (4, 5) for sample in range(4)
+    )
+
+
 def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path, capsys):
     found, out, _ = done
     again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again")

@@ -12,8 +12,7 @@ from concurrent import futures
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
-from tracegrad.errors import TracegradError
-from tracegrad.online.serve import model_of
+from tracegrad.errors import ArgumentError, TracegradError
 
 T = TypeVar("T")
 
@@ -149,3 +148,29 @@ async def _first(stop: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
         return
     other.cancel()
     await asyncio.gather(other, return_exceptions=True)
+
+
+async def model_of(servers: Any) -> str:
+    """The name by which the servers know the policy: that of the first model that each of them lists.
+
+    Raises:
+        ArgumentError: if they list none, or different ones.
+    """
+    answers = await servers.each("/v1/models", method="GET")
+    names = [_listed(url, answer) for url, answer in zip(servers.urls, answers, strict=True)]
+    if len(set(names)) > 1:
+        raise ArgumentError(
+            f"the servers list {', '.join(map(repr, names))} first. They would be asked for one name. Start all with "
+            "the same --served-model-name."
+        )
+    return names[0]
+
+
+def _listed(url: str, answer: Any) -> str:
+    try:
+        return str(answer.body["data"][0]["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        raise ArgumentError(
+            f"{url} lists no model under /v1/models ({answer.words}). What to ask it for is not known. Look at its "
+            "log, and whether the URL is right."
+        ) from error

@@ -18,6 +18,7 @@ from tracegrad.batch import ModelShape, Step
 from tracegrad.learner import Run
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.record import TermRecord
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary
 from tracegrad.online import frames
@@ -29,6 +30,7 @@ from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.options import Online
+from tracegrad.online.page import write_page
 from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
 from tracegrad.online.ways import weights_of
@@ -73,6 +75,7 @@ class Loop:
         self.ranks = self.driven.ranks
         self.check = Check(self.driven, self.options, self.proof)
         self._settled = False
+        self._shown: tuple[Sequences, TermRecord] | None = None
         self.signal = Signal.of(self.driven.config)
 
     def run(self, interrupt: Interrupt) -> str:
@@ -101,7 +104,7 @@ class Loop:
                 self.player.step_taken(at)
             with self.bond.first():
                 self._evaluated(at)
-        self.driven.save()
+        self._save()
         if interrupt.received is not None:
             return "signal"
         return "done" if at >= self.options.steps else "tasks"
@@ -169,7 +172,8 @@ class Loop:
             gap = self.check.gap(taken.step + 1, step, logprobs, here)
 
         prepared = time.perf_counter()
-        self.driven.step(step, version, rewards=rewards, check=check)
+        outcome = self.driven.step(step, version, rewards=rewards, check=check)
+        self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
         trained = time.perf_counter()
         pushed = self._push() if self.proof is not None else None
         drift = sequences.drift
@@ -186,7 +190,13 @@ class Loop:
         self._log(taken.step + 1, about)
         every = self.driven.config.checkpoint.every
         if every and self.driven.taken % every == 0:
-            self.driven.save()
+            self._save()
+
+    def _save(self) -> None:
+        """A checkpoint, and on the first rank the page of the run so far."""
+        self.driven.save()
+        if self.ranks.first and self._shown is not None:
+            write_page(self.driven.out, *self._shown, self.tokenizer)
 
     def _aligned(self, traces: Traces) -> tuple[Traces, Sequences]:
         """The traces in which anything was sampled: what failed before its first answer holds nothing to train on."""

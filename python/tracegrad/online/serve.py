@@ -17,32 +17,6 @@ IN_PROCESS = "in-process"
 """What `servers=` says for vLLM in the trainer's process; alone, or as the only one of a list."""
 
 
-async def model_of(servers: Any) -> str:
-    """The name by which the servers know the policy: that of the first model that each of them lists.
-
-    Raises:
-        ArgumentError: if they list none, or different ones.
-    """
-    answers = await servers.each("/v1/models", method="GET")
-    names = [_first(url, answer) for url, answer in zip(servers.urls, answers, strict=True)]
-    if len(set(names)) > 1:
-        raise ArgumentError(
-            f"the servers list {', '.join(map(repr, names))} first. They would be asked for one name. Start all with "
-            "the same --served-model-name."
-        )
-    return names[0]
-
-
-def _first(url: str, answer: Any) -> str:
-    try:
-        return str(answer.body["data"][0]["id"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise ArgumentError(
-            f"{url} lists no model under /v1/models ({answer.words}). What to ask it for is not known. Look at its "
-            "log, and whether the URL is right."
-        ) from error
-
-
 @contextmanager
 def served(
     model: Path,

@@ -40,7 +40,10 @@ class Panel:
     floor: float | None = None
 
 
+_EVAL = ("eval_low", "eval_high")
 PANELS = (
+    Panel("evaluation", ("eval_reward",), "mean reward of the tasks that are not trained on, 95 % interval", _EVAL),
+    Panel("reward", ("reward",), "mean reward of the traces of a step"),
     Panel("loss", ("loss",), "what was minimised"),
     Panel(
         "value",
@@ -66,6 +69,25 @@ PANELS = (
     ),
     Panel("distance from the recording", ("kl_rollout",), "KL(rollout, theta), nats a token", floor=0.0),
     Panel("entropy", ("entropy",), "nats a token", floor=0.0),
+    Panel(
+        "server and trainer",
+        ("sync_max", "sync_p99", "sync_p50"),
+        "|theta - rollout|, nats, before an update",
+        floor=0.0,
+    ),
+    Panel(
+        "where the time went",
+        ("seconds_waited", "seconds_prepared", "seconds_trained", "seconds_pushed"),
+        "seconds of a step",
+        floor=0.0,
+    ),
+    Panel("lag", ("lag_mean", "lag_max"), "updates that the trainer was ahead of what sampled", floor=0.0),
+    Panel(
+        "what went wrong",
+        ("forks", "tokens_lost", "calls_retried", "trajectories_failed"),
+        "forks and lost tokens of a step; calls sent again and failed trajectories so far",
+        floor=0.0,
+    ),
     Panel("gradient norm", ("grad_norm",), "before clipping", floor=0.0),
     Panel("speed", ("tokens_per_s",), "tokens a second through the update", floor=0.0),
 )
