@@ -164,7 +164,8 @@ async def served(urls: list[str], key: str | None) -> str:
     Raises:
         ArgumentError: if one does not answer, or lists no model.
     """
-    from tracegrad.online.serve import IN_PROCESS, model_of
+    from tracegrad.online.link import model_of
+    from tracegrad.online.serve import IN_PROCESS
     from tracegrad.rollout.server import Servers
 
     if urls == [IN_PROCESS]:
