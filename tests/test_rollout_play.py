@@ -419,3 +419,23 @@ def test_limits_that_allow_nothing_are_refused(limits):
 def test_a_contract_that_cannot_be_called_is_refused():
     with pytest.raises(ArgumentError, match="the contract is a int"):
         run(3, "?", None)
+
+
+def test_a_contract_that_is_let_go_closes_what_it_holds_before_its_loop_ends():
+    closed = []
+
+    async def agent(task, policy):
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(0.01)
+            closed.append(task)
+
+    async def main():
+        playing = asyncio.create_task(play(agent, "q", chat=None))
+        await asyncio.sleep(0.01)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        return playing.cancelled(), list(closed)
+
+    assert asyncio.run(main()) == (True, ["q"])

@@ -31,6 +31,9 @@ async def within(seconds: float | None, work: Any, what: str) -> Any:
         await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
         task.cancel()
+        task.add_done_callback(_forget)
+        with contextlib.suppress(asyncio.CancelledError):  # what it holds open is closed first
+            await asyncio.wait({task}, timeout=1.0)
         raise
     if not task.done():
         where = _standing(task)
