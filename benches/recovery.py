@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from tracegrad.codes import TIERS
 from tracegrad.recover import recover_ids
-from tracegrad.sequence import TIERS
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces, read
 

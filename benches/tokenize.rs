@@ -7,6 +7,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use tracegrad_core::tokenizer::Tokenizer;
@@ -130,9 +131,9 @@ fn seen_before(group: &mut Group<'_>, tokenizer: &Tokenizer, texts: &[String]) {
     let tokens = count(tokenizer, &chats);
     group.throughput(Throughput::Elements(tokens as u64));
     group.bench_function("chunk memo hit", |bencher| bencher.iter(|| count(tokenizer, &chats)));
-    let rows: Vec<&str> = chats.iter().map(String::as_str).collect();
+    let rows: Vec<Arc<str>> = chats.iter().map(|chat| Arc::from(chat.as_str())).collect();
     group.bench_function("chunk memo hit, all cores", |bencher| {
-        bencher.iter(|| tokenizer.encode_batch(black_box(&rows)));
+        bencher.iter(|| tokenizer.encode_batch(black_box(rows.clone())));
     });
 }
 

@@ -1,8 +1,8 @@
 """Runs one fuzzer for some seconds: `python fuzz/run.py records --seconds 60`; `make fuzz` calls it.
 
 records, events, templates and tokenizers are libFuzzer's, in Rust, built once for all of them by stable Rust and the
-C++ compiler of the system (g++ will do; no clang); shards and checkpoints change files that this package wrote and load
-them. What is found stands in out/fuzz/TARGET, what was learnt on the way in its corpus; a test is made of it.
+C++ compiler of the system (g++ will do; no clang); shards, checkpoints and tables change files that were written whole
+and load them. What is found stands in out/fuzz/TARGET, what was learnt on the way in its corpus; a test is made of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRIPLE = "x86_64-unknown-linux-gnu"
 COUNTED = ("level=4", "inline-8bit-counters", "pc-table", "trace-compares")
 COVERAGE = " ".join(["-Cpasses=sancov-module", *(f"-Cllvm-args=-sanitizer-coverage-{each}" for each in COUNTED)])
 IN_RUST = ("records", "events", "templates", "tokenizers")
-IN_PYTHON = ("shards", "checkpoints")
+IN_PYTHON = ("shards", "checkpoints", "tables")
 MOST_BYTES = 1 << 16  # of an input
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_.]{1,30}|\{%-?|-?%\}|\{\{-?|-?\}\}|\\u[0-9a-f]{4}|<\|?[a-z_]{1,20}\|?>")
 

@@ -63,7 +63,7 @@ NUMBERS = [
 def fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
     """Runs until the time is over or something is found, which then stands in `out` as it was loaded."""
     out.mkdir(parents=True, exist_ok=True)
-    whole, load, sealed = (shards if target == "shards" else checkpoints)(out / "whole")
+    whole, load, sealed = {"shards": shards, "checkpoints": checkpoints, "tables": tables}[target](out / "whole")
     load(whole, True)  # else everything would be refused
     _bound_memory()
     first, until, refused, loaded = seed, time.monotonic() + seconds, 0, 0
@@ -100,6 +100,10 @@ def fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
 
 def change(draw: random.Random, file: Path) -> None:
     """One change of a file: bytes, its length, a value of its JSON, numbers of its arrays, or the file itself."""
+    if file.suffix in (".parquet", ".arrow"):
+        import tabular
+
+        return tabular.change(draw, file)
     data = bytearray(file.read_bytes())
     place = draw.randrange(len(data) + 1)
     kind = draw.randrange(9)
@@ -266,6 +270,13 @@ def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callab
             return
 
     return whole, load, sealed
+
+
+def tables(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
+    """A folder of Parquet and Arrow files."""
+    import tabular
+
+    return tabular.tables(whole)
 
 
 def _bound_memory() -> None:

@@ -18,21 +18,22 @@ def main(model, out):
     import online
     import tracegrad as tg
     from tracegrad import sync
-    from tracegrad.online import Online, SyncFault, serve, ways
+    from tracegrad.online import Online, Play, SyncFault, serve, ways
     from tracegrad.rollout import engine, inside
 
     torch.set_num_threads(1)
     found = {}
     config = tg.config.Config(pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=4e-4))
 
-    def run(name, **told):
+    def run(name, ids="chat", **told):
         return tg.online.train(
             model,
             online.tasks("traces", 0),
             environment=online.Shop,
             objective=tg.presets.DAPO_DIRECT,
             config=config,
-            online=Online(**{"steps": 3, "samples": 4, "max_tokens": 64, "turns": 4, **told}),
+            online=Online(**{"steps": 3, **told}),
+            play=Play(samples=4, max_tokens=64, turns=4, ids=ids),
             servers="in-process",
             engine=online.ENGINE,
             out=out / name,
@@ -49,10 +50,10 @@ def main(model, out):
         return made[0]
 
     engine.Engine = once
-    for max_lag in (0, 1):
-        rows = run(f"quiet-{max_lag}", max_lag=max_lag).rows
+    for max_lag, ids in ((0, "chat"), (1, "chat"), (0, "tokens")):
+        rows = run(f"quiet-{max_lag}-{ids}", ids, max_lag=max_lag).rows
         keys = ("sync_terms", "sync_max", "lag_max", "sync_pause", "tokens_lost", "trajectories_failed", "reward")
-        found[f"quiet {max_lag}"] = [{key: row[key] for key in keys} for row in rows]
+        found[f"quiet {max_lag} {ids}"] = [{key: row[key] for key in keys} for row in rows]
     ways.File = lambda servers, folder: sync.File(servers, folder, clear_cache=False)
     try:
         found["stale"] = [row["sync_max"] for row in run("stale", max_lag=0, steps=6).rows]
@@ -78,7 +79,7 @@ def main(model, out):
             found["other"] = [other.status, other.words]
 
     asyncio.run(asked())
-    found["manifest"] = json.loads((out / "quiet-0" / "run.json").read_text())["engine"]
+    found["manifest"] = json.loads((out / "quiet-0-chat" / "run.json").read_text())["engine"]
     config = made[0].model_config
     found["engine"] = [config.max_model_len, str(config.dtype), config.enforce_eager]
     (out / "found.json").write_text(json.dumps(found))

@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart")
 import tracegrad as tg
 from policy_server import MODEL
 from ranks import forked, joined
-from test_online import CONFIG, PLAY, questions
-from tracegrad.online import Online
+from test_online import CONFIG, questions, split
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "quiet": ("fsdp", {"max_lag": 1, "steps": 3}),
@@ -47,11 +46,11 @@ def case(name: str, url: str, out: Path) -> dict[str, Any]:
         return -float(len(message["content"] or "")) / 10
 
     told: dict[str, Any] = {"objective": tg.presets.DAPO_DIRECT, "config": config(name), "servers": [url], "out": out}
-    options = Online(**{**PLAY, **CASES[name][1]})
+    options = split(**CASES[name][1])
     tasks = iter(questions(count=3)) if name == "tasks" else questions(count=50)
     began = time.monotonic()
     try:
-        found = tg.online.train(MODEL, tasks, agent=agent, online=options, sinks=(), say=lambda _: None, **told)
+        found = tg.online.train(MODEL, tasks, agent=agent, **options, sinks=(), say=lambda _: None, **told)
     except Exception as error:
         return {"said": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
     rows = [{key: row[key] for key in ("step", "sync_terms", "sync_max", "lag_max", "loss")} for row in found.rows]

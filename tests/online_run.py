@@ -17,14 +17,13 @@ async def answers(task, policy):
 def main():
     import tracegrad as tg
     from policy_server import MODEL
-    from test_online import CONFIG, PLAY, questions
-    from tracegrad.online import Online
+    from test_online import CONFIG, questions, split
 
     url, out, steps, *resume = sys.argv[1:]
     config = tg.config.update(CONFIG, [("checkpoint.every", 2)])
-    options = Online(**{**PLAY, "steps": int(steps), "max_lag": 1, "max_tokens": 6})
+    options = split(steps=int(steps), max_lag=1, max_tokens=6)
     told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [url], "out": out, "sinks": ()}
-    tg.online.train(MODEL, questions(count=50), agent=answers, online=options, resume=bool(resume), **told)
+    tg.online.train(MODEL, questions(count=50), agent=answers, **options, resume=bool(resume), **told)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tracegrad.algebra import Objective
-from tracegrad.correction import Corrected, correct
-from tracegrad.objective import PerTerm, Terms
+from tracegrad.correction import Corrected
+from tracegrad.objective import PerTerm
+from tracegrad.objective import terms_of as objective_terms
 
 NAN = float("nan")
 LOGPROBS = ("logprobs", "old", "rollout", "ref")
@@ -83,7 +84,7 @@ def run(objective: Objective, data: dict[str, Tensor], **options: Any) -> Outcom
     """Loss and gradient through correct() and the objective, as a trainer with padded tensors would call them.
 
     Args:
-        options: of `correct`: missing, totals, group. `rows=True` counts empty rows as traces, as TRL does.
+        options: of `objective.terms_of`. `rows=True` counts empty rows as traces, as TRL does.
     """
     terms, corrected = terms_of(objective, data, **options)
     logprobs = data["logprobs"].clone().requires_grad_()
@@ -95,39 +96,8 @@ def run(objective: Objective, data: dict[str, Tensor], **options: Any) -> Outcom
 
 
 def terms_of(objective: Objective, data: dict[str, Tensor], rows: bool = False, **options: Any):
-    """(Terms, Corrected) of padded data; needs.old and needs.rollout decide what correct() is given."""
-    needs, mask = objective.needs, data["mask"]
+    """(Terms, Corrected) of padded data."""
+    mask, names = data["mask"], ("mask", "advantages", "old", "rollout", "ref", "turn", "alpha")
     if rows:
         options["totals"] = SimpleNamespace(terms=int(mask.sum()), traces=len(mask), groups=0)
-    old = data["old"] if needs.old or not needs.rollout else None
-    rollout = data["rollout"] if needs.rollout else None
-    corrected = correct(
-        old,
-        rollout,
-        mask=mask,
-        advantages=data["advantages"],
-        weights=objective.weights,
-        gates=objective.gates,
-        reduce=objective.reduce,
-        reductions=objective.reductions,
-        **options,
-    )
-    group = options.get("group")
-    like = data["logprobs"]
-    return (
-        Terms(
-            old=data["old"] if needs.old else None,
-            rollout=rollout,
-            ref=data["ref"] if needs.ref else None,
-            advantages=per_position(data["advantages"], like),
-            weight=corrected.weight,
-            keep=corrected.keep,
-            scale=corrected.scale,
-            trace=torch.arange(len(like))[:, None].expand_as(like),
-            turn=data.get("turn"),
-            alpha=data["alpha"] if needs.proximal else None,
-            group=None if group is None else per_position(group, like),
-            scales=corrected.scales,
-        ),
-        corrected,
-    )
+    return objective_terms(objective, data["logprobs"], **{name: data.get(name) for name in names}, **options)

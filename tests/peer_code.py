@@ -103,6 +103,22 @@ def trl_importance_ratio(old: torch.Tensor, sampling: torch.Tensor, mask: torch.
     ]
 
 
+def trl_mask_truncated(
+    ids: list[list[int]], completion: torch.Tensor, tools: torch.Tensor, stop: tuple[int, ...], pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What TRL's generation step leaves of a completion mask and a tool mask under `mask_truncated_completions`."""
+    tokenizer = SimpleNamespace(pad_token_id=pad)
+    given = {
+        "self": SimpleNamespace(mask_truncated_completions=True, eos_token_ids=stop, _tokenizer=tokenizer),
+        "completion_ids_list": ids,
+        "completion_mask": completion,
+        "tool_mask": tools,
+        "device": "cpu",
+    }
+    scope = _run("if self.mask_truncated_completions:", given)
+    return scope["completion_mask"], scope["tool_mask"]
+
+
 def trl_advantages(
     rewards: torch.Tensor,
     num_generations: int,

@@ -21,6 +21,8 @@ import rollout
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 BLOCK = 16
+AGAIN = "3"
+PARTS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume")
 
 
 class PolicyServer:
@@ -28,11 +30,16 @@ class PolicyServer:
 
     `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
     says logprobs of that), "stale" (keys and values outlive the weights that they were made by), "before" (under a new
-    name stands the adapter before), "bare" (no adapter does anything). Where `key` is set it asks for it.
+    name stands the adapter before), "bare" (no adapter does anything), "deaf to AGAIN" (it does not see a last message
+    AGAIN). Where `key` is set it asks for it.
     """
 
-    def __init__(self, mistake=None, fail=()):
+    def __init__(self, mistake=None, fail=(), port=0):
         torch.manual_seed(0)
+        self.port, self.half = port, False
+        self.version, self.versions = "default", []
+        self.going = asyncio.Event()
+        self.going.set()
         self.mistake, self.fail = mistake, list(fail)
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
         self.cached = {}
@@ -40,7 +47,7 @@ class PolicyServer:
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         self.generator = torch.Generator().manual_seed(1)
         self.calls = self.pushes = self.generated = 0
-        self.scales_out = True
+        self.scales_out = self.says_ends = True
         self.delay = 0.0
         self.key = None
 
@@ -52,6 +59,7 @@ class PolicyServer:
         if self.fail and self.calls in self.fail:
             return web.json_response({"error": {"message": "told to fail"}}, status=400)
         await asyncio.sleep(self.delay)
+        await self.going.wait()
         return web.json_response(self._answer(body))
 
     @web.middleware
@@ -98,10 +106,15 @@ class PolicyServer:
         told = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
         text = self.tokenizer.apply_chat_template(body["messages"], **told)
         prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        sampled, logprobs, reason = self._sampled(prompt, body)
+        seen = prompt
+        if self.mistake == "deaf to AGAIN" and body["messages"][-1]["content"] == AGAIN:
+            text = self.tokenizer.apply_chat_template(body["messages"][:-1], **told)
+            seen = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        sampled, logprobs, reason = self._sampled(seen, body)
         said = self.tokenizer.decode(sampled[:-1] if reason == "stop" else sampled)
         message = rollout.assistant_message(said, reason == "stop", self.calls)
         reason = message.pop("finish_reason")
+        reason = reason if self.says_ends else None
         tokens = [self.tokenizer.decode([each]) for each in sampled]
         listed = [
             {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
@@ -137,6 +150,10 @@ class PolicyServer:
 
     async def _control(self, request):
         raw = await request.read()
+        if request.path == "/weight_info":
+            return web.json_response({"weight_version": self.version})
+        if request.path in PARTS and not self._updating(request.path, raw):
+            return web.json_response({"error": {"message": "an update is open, or none is"}}, status=500)
         if request.path == "/update_weights" and self.mistake != "deaf":
             self._load(load_file(json.loads(raw)["update_info"]["path"]))
         if request.path == "/v1/load_lora_adapter":
@@ -147,6 +164,19 @@ class PolicyServer:
             return web.json_response({"data": [{"id": name} for name in self.adapted]})
         self.pushes += request.path == "/finish_weight_update"
         return web.json_response({"success": True})
+
+    def _updating(self, path, raw):
+        """Whether vLLM would do this part of a push now; a pause that nobody ends lasts."""
+        if path in ("/pause", "/resume"):
+            (self.going.clear if path == "/pause" else self.going.set)()
+            return True
+        if self.half == (path == "/start_weight_update"):
+            return False
+        self.half = path != "/finish_weight_update"
+        if not self.half:
+            self.version = json.loads(raw or b"{}").get("weight_version", self.version)
+            self.versions.append(self.version)
+        return True
 
     def _adapt(self, lora_name, lora_path):
         """Each adapter is merged into a model of its own."""
@@ -190,7 +220,7 @@ class PolicyServer:
         app.router.add_route("*", "/{path:.*}", self._control)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         ready.set()
         await self._done.wait()

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -195,6 +196,7 @@ RUNS = {
     "ddp": {"parallel__mode": "ddp"},
     "fsdp, low memory": {"parallel__mode": "fsdp", "train__memory": "low"},
 }
+CHARGED = {"reward_kl__coef": 0.5, "reward_kl__target": 1e-4, "reward_kl__horizon": 50.0, "train__updates_per_old": 2}
 
 
 def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
@@ -215,9 +217,15 @@ def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
     yield "resumed from one process", {"apart": beside(found, out / "alone.pt"), "step": done.step}
     done, found = trained(out / "adapters", adapters=True, changes=RUNS["fsdp"])
     yield "adapters", {"apart": beside(found, out / "adapters.pt")}
+    done, found = trained(out / "charged", changes={**RUNS["fsdp"], **CHARGED})
+    yield "charged", {"apart": beside(found, out / "charged.pt"), "said": charges(done.rows)}
     yield from by_accelerate(ranks, rank)
     yield from in_bf16(ranks, rank)
     yield from by_another_reference(out)
+
+
+def charges(rows: list[dict[str, Any]]) -> list[list[float]]:
+    return [[row["reward_kl"], row["reward_kl_coef"]] for row in rows if "reward_kl" in row]
 
 
 def by_accelerate(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
@@ -273,6 +281,9 @@ def alone_main(out: Path) -> None:
     trained(out / "half", sinks=[StopAfter()])
     _, found = trained(out / "adapters alone", adapters=True)
     torch.save(found, out / "adapters.pt")
+    done, found = trained(out / "charged alone", changes=CHARGED)
+    torch.save(found, out / "charged.pt")
+    (out / "charged.json").write_text(json.dumps(charges(done.rows)))
     tiny_model(7).save_pretrained(out / "reference")
     _, found = trained(out / "referred alone", changes={"train__ref_model": str(out / "reference")})
     torch.save(found, out / "referred.pt")
@@ -331,16 +342,16 @@ def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: in
     return {"apart": apart, "numbers": float(numbers.max()), "work": work}
 
 
-class Short:
-    """Rank 1 has no memory left at the second step."""
+class Failing:
+    """Rank 1 meets an error at the second step."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.steps = rank, 0
+    def __init__(self, rank: int, error: Exception) -> None:
+        self.rank, self.error, self.steps = rank, error, 0
 
     def __call__(self, *given: Any, **how: Any) -> Any:
         self.steps += 1
         if self.rank == 1 and self.steps == 2:
-            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 1")
+            raise self.error
         return optimizer_step(*given, **how)
 
 
@@ -365,12 +376,26 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
         measure(prepare(hybrid, "fsdp"), step.batches)
     except ArgumentError as error:
         found["hybrid"] = str(error)
-    run.optimizer_step = Short(rank)
+    run.optimizer_step = Failing(rank, torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 1"))
     try:
         trained(out / "lost", changes=RUNS["fsdp"])
     except TracegradError as error:
         found["lost"] = str(error)
     (out / f"failing-{rank}.json").write_text(json.dumps(found))
+
+
+def raising_main(port: int, ranks: int, rank: int, out: Path) -> None:
+    """What each of two ranks says of an error of a stranger's that the second meets alone, and how long that took."""
+    import tracegrad.learner.run as run
+
+    joined(port, ranks, rank)
+    run.optimizer_step = Failing(rank, ZeroDivisionError("of somebody's own"))
+    began = time.monotonic()
+    try:
+        trained(out / "raised", changes=RUNS["fsdp"])
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    (out / f"raising-{rank}.json").write_text(json.dumps({"said": said, "seconds": time.monotonic() - began}))
 
 
 HYBRID = {
@@ -422,7 +447,8 @@ def main(out: Path) -> int:
 
     torch.set_num_threads(1)
     if (out / "failing").exists():
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in forked(2, failing_main, out)]
+        children = [child for each in (failing_main, raising_main) for child in forked(2, each, out)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         return int(any(codes))
     if (out / "asked").exists():  # a pipe of drawn cases
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in drawn_children(out)]

@@ -1,20 +1,77 @@
-"""A server in the test's own process that answers in vLLM's shape, with the example's tokenizer and template.
+"""A server in the test process: `StandIn` answers as a test tells it, `Served` by a script in vLLM's shape.
 
-What it "samples" is a script from messages to text; its ids are the tokenizer's, its logprobs made up but lasting.
+What a script samples has the ids of the example's tokenizer and template; its logprobs are made up but lasting.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import random
-import socket
+
+from aiohttp import web
 
 import demonstrations
 import task
 import tracegrad as tg
 
 END = "<|im_end|>"
+
+
+CHAT = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}]}
+
+
+def drop(request):
+    """End the connection without an answer, as a server does with an idle one or when it dies."""
+    request.transport.abort()
+    return web.Response()
+
+
+async def hang(request):
+    """Say nothing for longer than any test waits."""
+    await asyncio.sleep(60)
+    return web.Response()
+
+
+class StandIn:
+    """`answer(request, body)` gives a dict (200), an int (that status) or a response; `seen` holds what was asked."""
+
+    def __init__(self, answer=lambda request, body: CHAT, port=0):
+        self.answer, self.port = answer, port
+        self.seen = []
+        self.headers = []
+
+    async def _handle(self, request):
+        raw = await request.read()
+        body = json.loads(raw) if raw else None
+        self.seen.append((request.path_qs, body))
+        self.headers.append(request.headers.copy())
+        found = self.answer(request, body)
+        if asyncio.iscoroutine(found):
+            found = await found
+        if isinstance(found, dict):
+            return web.json_response(found)
+        return (
+            web.json_response({"error": {"message": f"said {found}"}}, status=found)
+            if isinstance(found, int)
+            else found
+        )
+
+    async def __aenter__(self):
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+
+    def asked(self, path):
+        return [body for seen, body in self.seen if seen.split("?")[0] == path]
 
 
 def good_clerk(prompt):
@@ -34,7 +91,7 @@ def always(text):
     return lambda messages: text
 
 
-class StandIn:
+class Scripted:
     """Answers chat requests by a script; `seen` holds the bodies, `asked` the sessions and salts."""
 
     def __init__(self, example, script, seconds=0.0):
@@ -167,79 +224,69 @@ MESSAGE = {
 }
 
 
-class Served:
-    """The stand-in behind HTTP in this process; `headers` and `paths` are what it was asked with.
+class Served(StandIn):
+    """A stand-in that answers by a script; `sent` counts chunks, `dropped` requests whose client went away.
 
     Args:
-        stand_in: answers.
+        scripted: answers.
         wait_s: before each chunk of a stream, and before a whole answer.
-        spoil: `(path, body, number) -> response or None`: answers in the stand-in's place.
+        spoil: `(path, body, number) -> response or None`: answers in the script's place.
     """
 
-    def __init__(self, stand_in, wait_s=0.0, spoil=None):
-        self.stand_in, self.wait_s, self.spoil = stand_in, wait_s, spoil
-        self.headers, self.paths, self.dropped, self.sent = [], [], 0, 0
+    def __init__(self, scripted, wait_s=0.0, spoil=None):
+        super().__init__(self.by_script)
+        self.scripted, self.wait_s, self.spoil = scripted, wait_s, spoil
+        self.dropped = self.sent = 0
 
-    async def __aenter__(self):
-        import uvicorn
-        from starlette.applications import Starlette
-        from starlette.routing import Route
+    @property
+    def paths(self):
+        return [path for path, _ in self.seen]
 
-        app = Starlette(routes=[Route("/{path:path}", self.answer, methods=["GET", "POST"])])
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(config)
-        self.server.capture_signals = contextlib.nullcontext
-        self.serving = asyncio.ensure_future(self.server.serve(sockets=[listening]))
-        while not self.server.started:
-            await asyncio.sleep(0.005)
-        return self
-
-    async def __aexit__(self, *_):
-        self.server.should_exit = True
-        await self.serving
-
-    async def answer(self, request):
-        from starlette.responses import JSONResponse, StreamingResponse
-
-        path, body = request.url.path, json.loads(await request.body() or b"null")
-        self.paths.append(path)
-        self.headers.append(dict(request.headers))
-        if path == "/v1/models":
-            return JSONResponse({"object": "list", "data": [{"id": "clerk"}]})
-        self.stand_in.seen.append(body)
-        if self.spoil and (spoilt := self.spoil(path, body, len(self.paths))) is not None:
+    async def by_script(self, request, body):
+        if request.path == "/v1/models":
+            return compact({"object": "list", "data": [{"id": "clerk"}]})
+        self.scripted.seen.append(body)
+        if self.spoil and (spoilt := self.spoil(request.path, body, len(self.seen))) is not None:
             return spoilt
         if body.get("stream"):
-            return StreamingResponse(self.stream(path, body), media_type="text/event-stream")
+            return await self.stream(request, body)
         await self.waited(request)
-        if path == "/v1/chat/completions":
-            return JSONResponse(self.stand_in.respond(body))
-        if path == "/v1/completions":
-            return JSONResponse(self.stand_in.complete(body))
-        return JSONResponse(RESPONSE if path == "/v1/responses" else MESSAGE)
+        if request.path == "/v1/chat/completions":
+            return compact(self.scripted.respond(body))
+        if request.path == "/v1/completions":
+            return compact(self.scripted.complete(body))
+        return compact(RESPONSE if request.path == "/v1/responses" else MESSAGE)
 
     async def waited(self, request):
         """Waits, and sees whether the client goes away meanwhile."""
         for _ in range(int(self.wait_s / 0.02)):
             await asyncio.sleep(0.02)
-            if await request.is_disconnected():
+            if request.transport is None:
                 self.dropped += 1
                 return
 
-    async def stream(self, path, body):
-        ended = False
+    async def stream(self, request, body):
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        chat = request.path == "/v1/chat/completions"
         try:
-            chunks = self.stand_in.chunks(body) if path == "/v1/chat/completions" else [self.stand_in.complete(body)]
-            for chunk in chunks:
+            await answer.prepare(request)
+            for chunk in self.scripted.chunks(body) if chat else [self.scripted.complete(body)]:
                 await asyncio.sleep(self.wait_s)
-                yield b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+                await answer.write(b"data: " + said(chunk).encode() + b"\n\n")
                 self.sent += 1
-            yield b"data: [DONE]\n\n"
-            ended = True
-        finally:
-            self.dropped += not ended
+            await answer.write(b"data: [DONE]\n\n")
+        except ConnectionResetError:
+            self.dropped += 1
+        return answer
+
+
+def said(value):
+    """JSON as vLLM's server writes it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def compact(value, status=200):
+    return web.json_response(value, status=status, dumps=said)
 
 
 def prompts(count, kind=None, seed=3):

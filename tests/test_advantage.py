@@ -8,12 +8,14 @@ from peer_code import trl_advantages, trl_optimal_value, trl_rloo
 from tracegrad.advantage import (
     a_star,
     batch_mean,
+    by_mean_size,
     gpg,
     group_counts,
     group_mean,
     max_rl,
     normalize_then_sum,
     opo,
+    overlong,
     pass_at_k,
     rloo,
     weighted_sum,
@@ -264,3 +266,25 @@ def test_whitening_leaves_out_what_is_not_known():
         whiten([1.0, NAN], ddof=1, eps=0.0, eps_in="variance")
     with pytest.raises(ArgumentError, match="where eps stands"):
         whiten([1.0, 2.0], ddof=1, eps=0.0, eps_in="mean")
+
+
+def test_long_answers_pay_along_a_line_that_begins_before_the_budget_ends():
+    # budget 100, buffer 20: free up to 80, then 1/20 of the penalty a token; 2 * 5/20, 2 * 20/20, 2 * 25/20
+    found = overlong([0, 80, 85, 100, 105], longest=100, buffer=20, penalty=2.0)
+    assert found.tolist() == [0.0, 0.0, -0.5, -2.0, -2.5]
+    for wrong in ({"buffer": 0}, {"buffer": 101}, {"buffer": 20, "penalty": -1.0}):
+        with pytest.raises(ArgumentError, match="No line leads"):
+            overlong([1], longest=100, **wrong)
+
+
+def test_advantages_by_their_mean_size():
+    # Sizes 4, 2 and 0: the mean is 2; with the weights 1, 3 and 4 it is (4 + 6) / 8.
+    assert by_mean_size([4.0, -2.0, 0.0]).tolist() == [2.0, -1.0, 0.0]
+    assert by_mean_size([4.0, -2.0, 0.0], weights=[1.0, 3.0, 4.0]).tolist() == pytest.approx([3.2, -1.6, 0.0])
+    # A half off the negative one leaves 4 and -1, a mean size of 5 / 3; off the positive one 2 and -2.
+    assert by_mean_size([4.0, -2.0, 0.0], balance=0.5).tolist() == pytest.approx([2.4, -0.6, 0.0])
+    assert by_mean_size([4.0, -2.0, 0.0], balance=-0.5).tolist() == pytest.approx([1.5, -1.5, 0.0])
+    assert by_mean_size([0.0, 0.0]).tolist() == [0.0, 0.0]
+    for wrong in ({"weights": [1.0]}, {"weights": [1.0, -1.0]}, {"weights": [1.0, NAN]}, {"balance": 1.5}):
+        with pytest.raises(ArgumentError):
+            by_mean_size([1.0, 2.0], **wrong)

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from tracegrad.advantage import (
+    AdaptiveKl,
     at_turn_ends,
     gae,
     group_mean,
+    kl_in_reward,
     optimal_token_baseline,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -163,3 +165,39 @@ def test_the_token_baseline_leaves_out_unscorable_traces_and_refuses_what_has_no
         token_baseline(tail="keep", sum_pi_squared=[0.5] * 5 + [NAN])
     with pytest.raises(ArgumentError, match="last trace of a group keeps"):
         token_baseline(tail="both")
+
+
+def test_a_trace_pays_for_having_left_the_reference():
+    # l = 1 and -1 in trace 0, 0.5 in trace 1: k1 sums to 0, |l| to 2, l^2 / 2 to 1; trace 2 has no term.
+    given = ([1.0, 0.0, 3.0], [-1.0, -2.0, -1.0], [-2.0, -1.0, -1.5], [0, 0, 1])
+    assert kl_in_reward(*given, coef=0.5).rewards.tolist() == [1.0, -0.25, 3.0]
+    assert kl_in_reward(*given, coef=0.5, kind="abs").rewards.tolist() == [0.0, -0.25, 3.0]
+    found = kl_in_reward(*given, coef=0.5, kind="k2")
+    assert found.rewards.tolist() == [0.5, -0.0625, 3.0]
+    assert found.per_term.tolist() == [-0.25, -0.25, -0.0625]
+    assert found.kl == (0.5 + 0.125) / 2
+    # exp(-l) - 1 + l of 1, -1 and 0.5.
+    terms = [np.exp(-1), np.e - 2, np.exp(-0.5) - 0.5]
+    assert kl_in_reward(*given, coef=1.0, kind="k3").per_term.tolist() == pytest.approx([-each for each in terms])
+    assert kl_in_reward(*given, coef=1.0, kind="k3", cap=0.5).per_term.tolist()[1] == -0.5
+    assert np.isnan(kl_in_reward([NAN, 0.0, 0.0], *given[1:], coef=1.0).rewards[0])
+
+
+def test_what_a_trace_pays_is_never_guessed():
+    with pytest.raises(ArgumentError, match=r"term 1 of trace 0: old -2\.0, ref nan"):
+        kl_in_reward([1.0], [-1.0, -2.0], [-1.0, NAN], [0, 0], coef=0.1)
+    with pytest.raises(ArgumentError, match=r"coef is -0\.1\. A trace would be paid"):
+        kl_in_reward([1.0], [-1.0], [-1.0], [0], coef=-0.1)
+    with pytest.raises(ArgumentError, match="kind"):
+        kl_in_reward([1.0], [-1.0], [-1.0], [0], coef=0.1, kind="k4")
+    with pytest.raises(ArgumentError, match="runs to 1, of 1 traces"):
+        kl_in_reward([1.0], [-1.0], [-1.0], [1], coef=0.1)
+
+
+def test_the_coefficient_follows_its_target_within_a_fifth():
+    start = AdaptiveKl(coef=1.0, target=0.5, horizon=10.0)
+    assert start.after(kl=0.55, traces=5).coef == pytest.approx(1.05)
+    assert start.after(kl=50.0, traces=5).coef == pytest.approx(1.1)
+    assert start.after(kl=0.0, traces=5).coef == pytest.approx(0.9)
+    with pytest.raises(ArgumentError, match=r"AdaptiveKl\.target is 0"):
+        AdaptiveKl(coef=1.0, target=0, horizon=1)

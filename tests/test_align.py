@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.codes import ENDINGS
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"
 NAN = float("nan")
@@ -126,6 +127,26 @@ def test_a_turn_cut_by_length_is_closed_by_the_template(tokenizer):
     found = align(tokenizer, record)
     assert reasons(found) == {"R09"}
     assert spelled(tokenizer, found.ids).count("<|im_end|>") == 5
+
+
+def test_a_trace_says_how_its_last_generation_ended(tokenizer):
+    def ending(first="stop", last="stop", **changes):
+        record = chat(tokenizer, ["alpha<|im_end|>", "beta<|im_end|>"])
+        record["messages"][2]["finish_reason"] = first
+        turn = record["messages"][4]
+        turn["finish_reason"] = last
+        if changes.get("short"):
+            turn["token_ids"].pop()
+            turn["logprobs"]["content"].pop()
+        return ENDINGS[int(align(tokenizer, record).ending[0])]
+
+    assert ending() == "ended"
+    assert ending(first="length") == "ended"  # a turn before the last one
+    assert ending(last="length", short=True) == "cut"
+    assert ending(last="max_tokens", short=True) == "cut"
+    assert ending(last="abort") == "cut"
+    assert ending(last=None) == "ended"  # its tokens show the stop token
+    assert ending(last=None, short=True) == "unknown"
 
 
 def test_one_logprob_too_few_leaves_the_turn_without_any(tokenizer):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from peak import PEAK
 from test_trace import line, save
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.trace import Traces, read, stream, write
@@ -118,17 +119,17 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path):
 
 
 def test_a_file_streams_in_bounded_memory(tmp_path):
-    code = (
-        "import resource, sys; from tracegrad.trace import stream\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+    code = PEAK + (
+        "import sys; from tracegrad.trace import stream\n"
+        "before = peak()\n"
         "count = sum(len(part) for part in stream(sys.argv[1], batch=64, chunk_bytes=1 << 20))\n"
-        "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+        "print(count, int(peak() - before))"
     )
     path = save(tmp_path, zstandard.ZstdCompressor().compress((line("a", x="y" * 20_000) + b"\n") * 5_000))
     result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, check=True, text=True)
-    count, kilobytes = map(int, result.stdout.split())
+    count, mebibytes = map(int, result.stdout.split())
     assert count == 5_000
-    assert kilobytes < 60_000, "100 MB of records must not be held"
+    assert mebibytes < 60, "100 MB of records must not be held"
 
 
 def test_a_limit_stops_before_a_later_bad_record(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tracegrad.algebra import Reduce
 from tracegrad.batch import Batch, Step, TooLong, Totals, pack
+from tracegrad.batch.step import Skipped
 from tracegrad.correction import Corrected
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
@@ -59,6 +60,22 @@ def test_a_step_holds_its_terms_by_trace_branch_and_position():
     assert step.totals == Totals(terms=6, traces=3, groups=2)
     assert step.old_logprobs is None
     assert step.ref_logprobs is None
+
+
+def test_a_trace_without_a_term_counts_where_that_is_told():
+    alone = sequences([3, 3, 2, 4], [[1, 2], [], [], [1]], trace=[0, 1, 2, 3], group=[0, 0, 1, 2])
+    counted = [False, True, True, False]
+    both, last = pack(alone, np.zeros(4), token_budget=8, counted=counted, step_groups=2)
+    assert both.origin.tolist() == [1, 2]
+    # Two terms of one trace; its group has a second trace, and a second group has a trace, neither with a term.
+    assert both.totals == Totals(terms=2, traces=3, groups=2)
+    assert both.group_traces.tolist() == [2, 2]
+    assert (both.skipped, both.trains) == (Skipped(traces=2, terms=0), True)
+    assert last.totals == Totals(terms=1, traces=1, groups=1)
+    (step,) = pack(alone, np.zeros(4), token_budget=8)
+    assert step.totals == Totals(terms=3, traces=2, groups=2)
+    each = pack(alone, np.zeros(4), token_budget=8, counted=counted, step_groups=1)
+    assert [(step.totals.terms, step.trains) for step in each] == [(2, True), (0, False), (1, True)]
 
 
 def test_rows_are_filled_longest_first_and_branches_end_with_their_last_term():

@@ -54,8 +54,14 @@ def test_every_call_that_works_goes_through_the_border():
     assert {"align_traces", "pack_lay", "correct_terms", "batch", "render", "encode", "decode"} <= {
         n for _, n, _ in found
     }
-    bare = [(file, name) for file, name, body in found if not re.search(r"\b(detached|attached|Self::decode)\b", body)]
+    bare = [
+        (file, name)
+        for file, name, body in found
+        if not re.search(r"\b(detached|attached|Self::decode|self\.with)\b", body)
+    ]
     assert [entry for entry in bare if entry[1] not in PLAIN] == []
+    [through] = re.findall(r"\n    fn with<.*?\n    \}", (ROOT / "rust/py/src/reader.rs").read_text(), re.S)
+    assert "detached(py, " in through
 
 
 def test_a_panic_is_an_error_of_ours():

@@ -1,5 +1,7 @@
 """`tracegrad record` and `tracegrad proxy`: what is played or passed is on the disk by whole groups, and reads."""
 
+# ruff: noqa: F811  a test takes the fixtures of shop_files by their names
+
 import asyncio
 import contextlib
 import json
@@ -16,11 +18,11 @@ import pytest
 
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
-from stand_in import Served, StandIn, always
-from test_cli_online import folder, played  # noqa: F401
+from shop_files import folder, played, server  # noqa: F401
+from stand_in import Scripted, Served, always
 from tracegrad.cli import main
 from tracegrad.errors import TracegradError
-from tracegrad.online.record import IDLE, Kept
+from tracegrad.online.signal import Signal
 from tracegrad.rollout.proxy import Proxy
 
 AGENT = """
@@ -55,28 +57,22 @@ async def failing(task_, policy):
 """
 
 
-@pytest.fixture(scope="module")
-def server():
-    with PolicyServer() as served:
-        yield served
-
-
 @pytest.fixture
-def record(folder, server, monkeypatch):  # noqa: F811
+def record(folder, server, monkeypatch):
     """Records with the files of `folder`, two short trajectories of each task unless it is told."""
     (folder / "more.py").write_text(AGENT)
     monkeypatch.chdir(folder)
     for module in ("more", "shop_clerk"):
         sys.modules.pop(module, None)
 
-    def run(*arguments, tasks="shop_clerk.py:fresh", samples="2", quick=("--online.max_tokens", "8")):
+    def run(*arguments, tasks="shop_clerk.py:fresh", samples="2", quick=("--play.max_tokens", "8")):
         told = ["--server", server.url, "--out", "o", "--tasks", tasks, *(["--samples", samples] if samples else ())]
         return main(["record", *told, *arguments, *quick])
 
     return run
 
 
-def test_tasks_are_played_once_in_their_order_and_written_by_groups(record, folder, capsys):  # noqa: F811
+def test_tasks_are_played_once_in_their_order_and_written_by_groups(record, folder, capsys):
     assert record("shop_clerk.py:agent") == 0
     traces = played(folder / "o")
     assert sorted(traces.groups) == ["0", "0", "1", "1", "2", "2"]
@@ -94,22 +90,32 @@ def test_tasks_are_played_once_in_their_order_and_written_by_groups(record, fold
     assert tg.align(traces, tg.Tokenizer.from_pretrained(MODEL)).drift.rate == 0
 
 
-def test_a_group_has_as_many_trajectories_as_it_is_told(record, folder):  # noqa: F811
+def test_a_group_has_as_many_trajectories_as_it_is_told(record, folder):
     assert record("shop_clerk.py:agent", "--groups", "1", samples="3") == 0
     assert (
-        record("shop_clerk.py:agent", "--groups", "1", samples=None, quick=("--out", "p", "--online.max_tokens", "2"))
+        record("shop_clerk.py:agent", "--groups", "1", samples=None, quick=("--out", "p", "--play.max_tokens", "2"))
         == 0
     )
     assert (len(played(folder / "o")), len(played(folder / "p"))) == (3, 8)
 
 
-def test_a_folder_is_added_to_where_that_is_told(record, folder, capsys):  # noqa: F811
+def test_a_folder_is_added_to_where_that_is_told(record, folder, capsys):
     assert record("shop_clerk.py:agent", "--groups", "2") == 0
     assert record("shop_clerk.py:agent") == 1
     assert "holds 2 groups" in capsys.readouterr().err
     assert record("shop_clerk.py:agent", "--resume") == 0
     assert "2 trajectories in 1 groups, beside 2 that were there" in capsys.readouterr().out
     assert sorted(played(folder / "o").groups) == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_where_no_group_came_to_stand_no_file_is_left(record, folder, capsys):
+    assert record("shop_clerk.py:agent", "--server", "http://127.0.0.1:9") == 1
+    assert "lists no model" in capsys.readouterr().err
+    assert not list((folder / "o" / "played").iterdir())
+    assert record("shop_clerk.py:agent", "--groups", "1", "--play.max_tokens", "2") == 0
+    assert record("shop_clerk.py:agent", "--groups", "1", "--resume") == 0
+    assert len(list((folder / "o" / "played").iterdir())) == 1
+    assert "0 trajectories in 0 groups, beside 1 that were there" in capsys.readouterr().out
 
 
 def test_so_many_groups_are_played_at_once(record, capsys):
@@ -121,8 +127,8 @@ def test_so_many_groups_are_played_at_once(record, capsys):
     assert record("more.py:wide", "--parallel", "0", tasks="tasks.jsonl") == 1
 
 
-def test_options_of_playing_and_what_only_training_has(record, folder, server, capsys):  # noqa: F811
-    quick = ("--online.max_tokens", "5", "--online.temperature", "0.7", "--online.turns", "1")
+def test_options_of_playing_and_what_only_training_has(record, folder, server, capsys):
+    quick = ("--play.max_tokens", "5", "--play.temperature", "0.7", "--play.turns", "1")
     assert record("more.py:twice", "--logprob-kind", "processed", quick=quick) == 0
     trace = played(folder / "o")[0]
     record_ = trace.to_dict()
@@ -132,12 +138,12 @@ def test_options_of_playing_and_what_only_training_has(record, folder, server, c
     assert "0.7" in json.dumps(record_)
     assert record("shop_clerk.py:agent", "--out", "p", quick=()) == 0
     assert played(folder / "p")[0].to_dict()["logprob_kind"] == "raw"
-    for name in (*(f"online.{each}" for each in IDLE), "optimizer.lr"):
+    for name in ("online.steps", "online.sync", "optimizer.lr"):
         assert record("shop_clerk.py:agent", f"--{name}", "1") == 1
         assert f"{name} has no effect on record" in capsys.readouterr().err
 
 
-def test_rewards_and_tools_take_the_place_of_an_agent(record, folder, server):  # noqa: F811
+def test_rewards_and_tools_take_the_place_of_an_agent(record, folder, server):
     rewards = ["--rewards", "shop_clerk.py:short", "--rewards", "shop_clerk.py:one"]
     assert record(*rewards, "--tools", "shop_clerk.py:price") == 0
     trace = played(folder / "o")[0]
@@ -149,7 +155,7 @@ def test_rewards_and_tools_take_the_place_of_an_agent(record, folder, server):  
     assert set(played(folder / "q")[0].rewards) == {"Theirs"}
 
 
-def test_a_key_is_read_from_its_file(record, folder, capsys):  # noqa: F811
+def test_a_key_is_read_from_its_file(record, folder, capsys):
     with PolicyServer() as server:
         server.key = "a secret of the servers"
         (folder / "key").write_text(server.key)
@@ -163,7 +169,7 @@ def test_a_key_is_read_from_its_file(record, folder, capsys):  # noqa: F811
             "--groups",
             "1",
         ]
-        told += ["--samples", "1", "--online.max_tokens", "2"]
+        told += ["--samples", "1", "--play.max_tokens", "2"]
         assert main([*told, "--out", "o"]) == 1
         assert main([*told, "--out", "p", "--key-file", "gone"]) == 1
         assert "gone: No such file" in capsys.readouterr().err
@@ -181,18 +187,18 @@ def test_what_cannot_be_recorded_is_said(record, capsys):
     assert "gone.jsonl: No such file" in said("shop_clerk.py:agent", tasks="gone.jsonl")
     assert "there is no agnet in it" in said("shop_clerk.py:agnet")
     assert "--groups" not in said("shop_clerk.py:agent", "--groups", "0")
-    assert "in a row have failed" in said("more.py:failing", "--online.failures", "2")
-    assert "oldest trajectory under way" in said("more.py:slow", "--out", "p", "--online.patience", "0.3")
+    assert "in a row have failed" in said("more.py:failing", "--play.failures", "2")
+    assert "oldest trajectory under way" in said("more.py:slow", "--out", "p", "--play.patience", "0.3")
     assert "lists no model" in said("shop_clerk.py:agent", "--out", "q", "--server", "http://127.0.0.1:9")
 
 
-def test_it_needs_no_torch(folder, server):  # noqa: F811
+def test_it_needs_no_torch(folder, server):
     blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "
     (folder / "plain.py").write_text(
         "async def agent(task, policy):\n    await policy.chat([{'role': 'user', 'content': 'q'}])\n    return 1.0\n"
     )
     told = ["record", str(folder / "plain.py") + ":agent", "--server", server.url, "--out", str(folder / "o")]
-    told += ["--tasks", str(folder / "tasks.jsonl"), "--samples", "1", "--online.max_tokens", "2"]
+    told += ["--tasks", str(folder / "tasks.jsonl"), "--samples", "1", "--play.max_tokens", "2"]
     code = f"{blocked}from tracegrad.cli import main; sys.exit(main({told!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -303,22 +309,68 @@ def test_options_of_the_proxy(tmp_path):
 def test_a_proxy_without_its_server_does_not_begin(tmp_path, capsys, server):
     assert main(["proxy", "--server", "http://127.0.0.1:9", "--out", str(tmp_path / "o")]) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
-    assert main(["proxy", "--server", server.url, "--server", "http://b", "--out", str(tmp_path / "o")]) == 1
-    assert "in front of one server" in capsys.readouterr().err
-    assert main(["proxy", "--server", server.url, "--out", str(tmp_path / "o"), "--online.turns", "3"]) == 1
+    assert main(["proxy", "--server", server.url, "--server", "http://127.0.0.1:9", "--out", str(tmp_path / "o")]) == 1
+    assert "http://127.0.0.1:9" in capsys.readouterr().err
+    assert main(["proxy", "--server", server.url, "--out", str(tmp_path / "o"), "--play.turns", "3"]) == 1
     assert "no effect on proxy" in capsys.readouterr().err
 
 
+def test_sessions_outlive_a_proxy_that_is_killed(tmp_path, server):
+    out = tmp_path / "o"
+    with Running(out, server.url) as proxy:
+        assert proxy.ask("/v1/chat/completions", QUESTION, x_tracegrad_session="a", x_tracegrad_group="7")[0] == 200
+        assert proxy.ask("/s/written/v1/chat/completions", QUESTION)[0] == 200
+        assert sorted(path.name for path in (out / "open").iterdir()) == ["a.jsonl", "written.jsonl"]
+        left = (out / "open" / "written.jsonl").read_bytes()
+        assert proxy.ask("/s/written/reward", {"reward": 1})[0] == 200
+        proxy.process.kill()
+        proxy.process.wait(10)
+    (out / "open" / "written.jsonl").write_bytes(left)  # as where it is killed before this was removed
+    with Running(out, server.url) as proxy:
+        assert "1 sessions that the proxy before this one left open" in "".join(proxy.said)
+        told = ["proxy", "--server", server.url, "--out", str(out)]
+        code = f"import sys; from tracegrad.cli import main; sys.exit(main({told!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, "another proxy's, which runs" in done.stderr) == (1, True), done.stderr
+        assert proxy.ask("/s/a/v1/chat/completions", {**QUESTION, "stream": True, "n": 1})[0] == 200
+        proxy.process.kill()
+        proxy.process.wait(10)
+    with Running(out, server.url) as proxy:
+        assert proxy.ask("/s/a/reward", {"reward": 0.5}) == (200, {"calls": 2})
+        assert list((out / "open").iterdir()) == []
+        assert "recorded 1 trajectories" in proxy.stop()[1]
+    traces = [trace for path in sorted((out / "played").iterdir()) if path.stat().st_size for trace in tg.read(path)]
+    assert [(trace.id, trace.group, len(trace.generations)) for trace in traces] == [
+        ("written", None, 1),
+        ("a", "7", 2),
+    ]
+
+
+def test_a_proxy_has_several_servers_and_does_without_one_that_is_gone(tmp_path):
+    with PolicyServer() as one, Running(tmp_path / "o", one.url) as alone:
+        alone.stop()
+        with PolicyServer() as other, Running(tmp_path / "o", one.url, "--server", other.url) as proxy:
+            for name in "abab":
+                assert proxy.ask(f"/s/{name}/v1/chat/completions", QUESTION)[0] == 200
+            assert (one.calls, other.calls) == (2, 2)
+            other.__exit__()
+            for name in "abab":
+                assert proxy.ask(f"/s/{name}/v1/chat/completions", QUESTION)[0] == 200
+            assert (one.calls, other.calls) == (6, 2)
+
+
 def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_sent_again(example):
-    kept, full = [], [True]
+    kept, full, swept = [], [True], asyncio.Event()
 
     def finished(record):
-        if full[0]:
+        if idle := record["metadata"]["ended"] == "idle":
+            swept.set()
+        if full[0] or idle:  # an idle session never fits, so that the sweep cannot be before the reward
             raise TracegradError("No space left on device. Make room.")
         kept.append(record)
 
     async def main_():
-        stand_in = StandIn(example, always("40 €"))
+        stand_in = Scripted(example, always("40 €"))
         async with contextlib.AsyncExitStack() as stack:
             served = Served(stand_in, 0.0, None)
             await stack.enter_async_context(served)
@@ -335,7 +387,7 @@ def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_se
                 assert (await ask("/s/a/v1/chat/completions", QUESTION))[0] == 200
                 status, text = await ask("/s/a/reward", {"reward": 1.0})
                 assert (status, "No space left" in text) == (507, True)
-                await asyncio.sleep(0.4)  # the sweep cannot write it either
+                await swept.wait()  # the sweep cannot write it either
                 full[0] = False
                 assert (await ask("/s/a/reward", {"reward": 1.0}))[0] == 200
                 assert (await ask("/s/a/reward", {"reward": 1.0}))[0] == 409
@@ -345,4 +397,4 @@ def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_se
 
 
 def test_names_of_rewards_that_nobody_trains_on_are_free():
-    Kept().check([{"rewards": {"a": 1.0}}])
+    Signal(free=True).check([{"rewards": {"a": 1.0}}])

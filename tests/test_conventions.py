@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from padded import NAN, hard, run
-from tracegrad import presets
+from tracegrad import presets, recipes
 from tracegrad.advantage import group_mean, rloo
 from tracegrad.algebra import Clamp, Clip, Gate, Level, Objective, PolicyGradient, Ratio, Reduce, Weight, Window
 from tracegrad.correction import correct
@@ -73,7 +73,7 @@ class TestWhereEverythingIsRejected:
     def test_also_where_the_kept_terms_are_the_denominator(self):
         data = hard(0)
         data["old"] = data["rollout"] - 3.0
-        found = run(presets.VERL_DECOUPLED_GEO_RS, data)
+        found = run(recipes.find("VERL_DECOUPLED_GEO_RS").objective, data)
         assert found.loss == 0
         assert (found.gradient == 0).all()
 

@@ -18,12 +18,13 @@ def first(diagnosis):
     return diagnosis.findings[0].hits.first
 
 
-def test_recordings_with_nothing_wrong_have_no_finding_and_one_line(tmp_path):
+def test_recordings_with_nothing_wrong_have_no_finding_one_line_and_what_comes_next(tmp_path):
     found = diagnosed(recorded(), tmp_path)
     assert found.findings == ()
     assert (found.exit_code, found.severity) == (0, None)
-    (line,) = lines(found)
+    line, blank, following = lines(found)
     assert line.startswith("clean    240 traces")
+    assert (blank, following) == ("", f"next     {found.following}")
 
 
 def test_the_bundled_example_has_nothing_worse_than_notes_and_they_are_true():
@@ -308,9 +309,9 @@ def test_a_system_prompt_that_the_template_puts_in_is_found_unless_prompt_ids_co
             record.pop("tools", None)
 
     found = diagnosed(spoiled(bare), tmp_path, model=model)
-    assert names(found) == {"injected_system": "COSTS"}
+    assert names(found) == {"injected_system": "COSTS", "unrecorded_tools": "COSTS"}
     assert "You are a helpful clerk." in found.findings[0].hits.found
-    assert names(diagnosed(spoiled(bare), tmp_path)) == {}
+    assert names(diagnosed(spoiled(bare), tmp_path)) == {"unrecorded_tools": "COSTS"}
     tokenizer = tg.Tokenizer.from_pretrained(model)
 
     def confirmed(record):

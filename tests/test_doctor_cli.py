@@ -31,13 +31,14 @@ def zero(record):
             entry["logprob"] = 0.0
 
 
-def test_a_clean_file_gets_one_line_and_exit_code_0(tmp_path, capsys):
+def test_a_clean_file_gets_one_line_the_next_command_and_exit_code_0(tmp_path, capsys):
     path = save(recorded(), tmp_path / "clean.jsonl")
     assert doctor(path) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 1
-    assert out.startswith("clean    240 traces")
-    assert out.endswith(f"in {path}: nothing found\n")
+    line, _, following = out.splitlines()
+    assert line.startswith("clean    240 traces")
+    assert line.endswith(f"in {path}: nothing found")
+    assert following == f"next     tracegrad train {path} --model {MODEL} --out runs/first"
 
 
 def test_a_wrong_file_gets_its_findings_and_exit_code_1(tmp_path, capsys):
@@ -71,7 +72,11 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
         "exit_code",
         "findings",
         "more",
+        "mapped",
+        "found",
+        "next",
     ]
+    assert told["next"] == "", "filler instead of logprobs is mended by no flag"
     assert (told["format"], told["verdict"], told["exit_code"], told["more"]) == ("tracegrad-doctor/1", "wrong", 1, [])
     (finding,) = told["findings"]
     keys = ["name", "severity", "title", "count", "of", "unit", "first", "found", "hurts", "cure"]
@@ -93,7 +98,8 @@ def test_more_than_ten_findings_are_cut_to_ten_and_the_others_named(tmp_path, ca
     assert doctor(path) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("WRONG") for line in lines) == 1
-    assert lines[-1] == "more     filled_logprobs"
+    assert "more     filled_logprobs" in lines
+    assert lines[-1].endswith("--map.group prompt")
     assert doctor(path, "--json") == 1
     told = json.loads(capsys.readouterr().out)
     assert ([finding["name"] for finding in told["findings"]], told["more"]) == (["lone_traces"], ["filled_logprobs"])

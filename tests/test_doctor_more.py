@@ -200,7 +200,16 @@ def test_drift_beyond_its_threshold_is_found(tmp_path):
 def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     pytest.importorskip("torch")
     records = recorded()[:48]
-    assert names(diagnosed(records, tmp_path, rescored=16)) == {}
+    clean = diagnosed(records, tmp_path, rescored=16)
+    assert names(clean) == {}
+    assert clean.advice.name == "DAPO"
+    assert clean.advice.measured.outside == 0.0
+    assert clean.as_dict()["advice"]["options"]["objective"] == "DAPO"
+    shown = tg.doctor.lines(clean)
+    assert "nothing found" in shown[0]
+    assert shown[2].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
+    assert any(line.startswith("  figure old/rollout outside [0.5, 2]: 0.0% of terms") for line in shown)
+    assert "advice" not in diagnosed(records, tmp_path).as_dict()
     for record in records:
         for content in entries(record):
             moved = np.roll([entry["logprob"] for entry in content], -lag).tolist()
@@ -209,6 +218,52 @@ def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     found = diagnosed(records, tmp_path, rescored=16)
     assert names(found)["shifted_logprobs"] == "WRONG"
     assert "rescored" in {f.name: f.hits.found for f in found.findings}["shifted_logprobs"]
+    assert found.following == "", "the model says so too"
+
+
+def test_calls_of_tools_that_were_not_recorded_are_found(tmp_path):
+    records = several_turns("messages")
+    assert names(diagnosed(records, tmp_path)) == {}
+    bare = [{key: value for key, value in record.items() if key != "tools"} for record in records]
+    found = diagnosed(bare, tmp_path)
+    assert names(found) == {"unrecorded_tools": "COSTS"}
+    assert found.findings[0].hits.count == sum(len(list(answers(record))) for record in bare)
+    ids = several_turns("token_ids")
+    for record in ids:
+        for call in record["calls"]:
+            del call["request"]["tools"]
+    assert "unrecorded_tools" not in names(diagnosed(ids, tmp_path)), "prompt ids say what came before"
+
+
+def test_what_the_model_says_outweighs_what_counts_say_of_a_shift(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from tracegrad.doctor import shift
+
+    records = recorded()[:48]
+    monkeypatch.setattr(shift, "judge", lambda turns: (-1, shift.tested(turns), turns[0].place))
+    guessed = diagnosed(records, tmp_path)
+    assert names(guessed) == {"shifted_logprobs": "WRONG"}
+    assert guessed.following.startswith("tracegrad doctor ")
+    assert guessed.following.endswith(" --rescore")
+    asked = diagnosed(records, tmp_path, rescored=16)
+    assert names(asked) == {}
+    assert asked.following.startswith("tracegrad train ")
+
+
+def test_rescoring_says_what_suits_and_what_to_record_where_no_logprob_is(tmp_path):
+    records = recorded()[:16]
+    for record in records:
+        for content in entries(record):
+            for entry in content:
+                entry["logprob"] = None
+    found = diagnosed(records, tmp_path, rescored=16)
+    assert found.advice.name == "TOPR_POSITIVE"
+    shown = tg.doctor.lines(found)
+    assert any(line.startswith("advice   train with TOPR_POSITIVE: --objective TOPR_POSITIVE") for line in shown)
+    [at] = [at for at, line in enumerate(shown) if line.startswith("  record ")]
+    assert "logprobs=true and return_token_ids=true" in " ".join(line.strip() for line in shown[at:])
+    assert "logprobs=true" in found.as_dict()["advice"]["record"]
+    assert "record" not in diagnosed(recorded()[:16], tmp_path, rescored=16).as_dict()["advice"]
 
 
 def test_rescoring_finds_another_model(tmp_path):
@@ -223,6 +278,7 @@ def test_rescoring_finds_another_model(tmp_path):
     model.save_pretrained(tmp_path / "model")
     found = diagnosed(recorded()[:48], tmp_path, model=tmp_path / "model", rescored=16)
     assert set(names(found)) == {"other_model"}
+    assert found.advice.measured.outside > 0.05
     assert names(found)["other_model"] in ("COSTS", "WRONG")
 
 

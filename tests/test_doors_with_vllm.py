@@ -78,7 +78,8 @@ def test_an_environment_of_verifiers_plays_and_trains(request, served, tmp_path)
         agent=agent,
         objective=tg.presets.DAPO_DIRECT,
         config=tg.config.Config(pack=tg.config.Pack(step_groups=2), optimizer=tg.config.Optimizer(lr=4e-4)),
-        online=tg.online.Online(steps=1, samples=4, max_lag=0, max_tokens=48),
+        online=tg.online.Online(steps=1, max_lag=0),
+        play=tg.online.Play(samples=4, max_tokens=48),
         servers=[served],
         out=tmp_path / "out",
     )
@@ -107,7 +108,7 @@ def test_a_run_file_plays_evaluates_and_trains(served, tmp_path):
 
 def test_the_agent_is_recorded_without_training(served, tmp_path):
     told = [str(DOORS / "agent.py") + ":agent", "--server", served, "--out", str(tmp_path / "out"), "--samples", "2"]
-    told += ["--tasks", str(DOORS / "clerk.py") + ":questions", "--groups", "3", "--online.max_tokens", "64"]
+    told += ["--tasks", str(DOORS / "clerk.py") + ":questions", "--groups", "3", "--play.max_tokens", "64"]
     assert main(["record", *told]) == 0
     [path] = (tmp_path / "out" / "played").iterdir()
     traces = tg.read(path)

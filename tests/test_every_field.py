@@ -9,11 +9,10 @@ PolicyGradient gives 3 w at a term of weight w, Importance -r at one of ratio r.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from math import e, exp, log
+from math import e, exp, isclose, log
 from typing import Any
 
 import pytest
@@ -28,12 +27,15 @@ from tracegrad.algebra import (  # noqa: E402
     Clip,
     DropCovariance,
     Entropy,
+    Function,
+    FutureClip,
     Gamma,
     Gate,
     Gaussian,
     GeoClip,
     Identity,
     Importance,
+    Inverse,
     Level,
     Objective,
     Penalty,
@@ -57,8 +59,9 @@ SUM = Reduce("constant", norm=1.0)
 OLD, DIRECT, MISMATCH, REF = (
     Ratio(*pair.split("/")) for pair in ("theta/old", "theta/rollout", "old/rollout", "theta/ref")
 )
-PRODUCT, MEAN = Level("trace", "sum"), Level("trace", "mean")
-PLAIN = PolicyGradient()
+PRODUCT, MEAN, PLAIN = Level("trace", "sum"), Level("trace", "mean"), PolicyGradient()
+MEANS = {"reduce": Reduce("trace", "mean")}
+UNEVEN = {"a": (2.0, 4.0, 0.0, 0.0), "theta": (-1.0, -2.0, -3.0, -4.0), "trace": (0, 1, 1, 1)}
 FALLS = Gate(MISMATCH, high=2.0)
 """Drops terms of old/rollout above 2 before the step."""
 
@@ -104,6 +107,10 @@ def clip(a: float, r: float, **fields: Any) -> float:
     return loss(Clip(**fields), OLD, a=a, to_old=log(r))
 
 
+def future(a: float = 1.0, r: Any = (1.1, 1.1), **fields: Any) -> float:
+    return loss(FutureClip(**fields), OLD, a=a, to_old=torch.log(torch.as_tensor(r, dtype=torch.float64)))
+
+
 def gate(ratio: Ratio = MISMATCH, *before: Any, surrogate: Any = None, terms: Any, **fields: Any) -> float:
     """-A at each kept term."""
     return loss(surrogate or Importance(), OLD, parts={"gates": (*before, Gate(ratio, **fields))}, **terms)
@@ -131,7 +138,7 @@ def penalty(
 ) -> Any:
     """(loss, gradient) of a penalty alone: A is 0."""
     told = {"gated": False, "weighted": False, **fields}
-    objective = Objective(PLAIN, penalties=(Penalty(ratio, kind, coef, **told),), reduce=SUM, **(parts or {}))
+    objective = Objective(PLAIN, penalties=(Penalty(ratio, kind, coef, **told),), **{"reduce": SUM, **(parts or {})})
     done, gradient = evaluated(objective, **{"a": 0.0, "to_ref": to_ref, **(terms or {})})
     return done.loss.item(), gradient[0].item(), done.per_term.penalty.sum().item()
 
@@ -143,9 +150,9 @@ def bonus(
     return loss(parts=told, a=0.0, entropy=entropy, of_old=(0.0, log(3)))
 
 
-def kept(gate_: Any, **terms: Any) -> float:
+def kept(gate_: Any, reduce: Reduce = SUM, **terms: Any) -> float:
     """How many of four terms are left, each of covariance 1: A and logp lie 1 from their means, on one side."""
-    objective = Objective(Clip(), OLD, gates=(gate_,), reduce=SUM)
+    objective = Objective(Clip(), OLD, gates=(gate_,), reduce=reduce)
     given = {"a": (1.0, -1.0, 1.0, -1.0), "theta": (-2.0, -4.0, -2.0, -4.0), **terms}
     return evaluated(objective, **given)[0].per_term.keep.sum().item()
 
@@ -180,6 +187,14 @@ def shift(centre_or_coef: Any = 0.5, *, ratio: Ratio = REF, center: Any = None, 
     told = {"to_ref": 1.0, "to_old": 0.5, **(terms or {})}
     gates = (FALLS,) if "of_old" in told else ()
     return loss(parts={"shifts": (Shift(ratio, centre_or_coef, center),), "gates": gates}, **told)
+
+
+def imitated(view: Any) -> Any:
+    return -view.logprobs
+
+
+def doubled(view: Any) -> Any:
+    return -2 * view.logprobs
 
 
 ABSORBED = Weight(MISMATCH)
@@ -242,7 +257,21 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     ),
     "GeoClip.low": (lambda v: loss(GeoClip(low=v), OLD, a=-1.0, to_old=-1.0), (0.4, exp(-0.4)), (0.2, exp(-0.2))),
     "GeoClip.high": (lambda v: loss(GeoClip(high=v), OLD, to_old=1.0), (0.4, -exp(0.4)), (0.2, -exp(0.2))),
+    # Of entropies 1 and 2 the quantile 0.75 is 1.75: the second is left, whose log-ratio is then that of both.
+    "GeoClip.where": (
+        lambda v: loss(GeoClip(where=v), OLD, to_old=(0.3, 0.1), entropy=(1.0, 2.0)),
+        (None, -2 * exp(0.2)),
+        (TopEntropy(0.25, "microbatch"), -2 * exp(0.1)),
+    ),
     "Regress.beta": (lambda v: loss(Regress(v), OLD, to_old=(1.0, 1.0), a=(1.0, 1.0)) / 2, (1e-3, 0.998**2), (2.0, 9)),
+    "Function.function": (lambda v: loss(Function(v)), (imitated, 3), (doubled, 6)),
+    "Function.locality": (lambda v: Objective(Function(imitated, v)).locality, ("batch", "batch"), ("term", "term")),
+    "Function.times_advantage": (
+        lambda v: bool(Objective(Function(imitated, "term", v)).needs.zero_advantage),
+        (False, True),
+        (True, False),
+    ),
+    "Function.reads": (lambda v: Objective(Function(imitated, reads=v)).needs.ref, ((), False), (("ref",), True)),
     "Gate.ratio": (lambda v: gate(v, high=1.5, terms={"to_old": log(2)}), (MISMATCH, -2), (OLD, 0)),
     "Gate.stat": (lambda v: gate(stat=v, high=1.5, terms={"of_old": -2.0}), ("ratio", -1), ("abs", 0)),
     "Gate.level": (
@@ -303,11 +332,25 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         ("step", "refused"),
         ("microbatch", 2),
     ),
+    # The scale of each of the four is a quarter, and so is its covariance.
+    "DropCovariance.scaled": (
+        lambda v: kept(DropCovariance(0.5, 0.5, 2, "microbatch", v), Reduce()),
+        (False, 2),
+        (True, 4),
+    ),
     "TopCovariance.share": (lambda v: selected(share=v, scope="microbatch"), (0.25, 1), (0.5, 2)),
     "TopCovariance.scope": (
         lambda v: refused(lambda: selected(share=0.25, scope=v)),
         ("step", "refused"),
         ("microbatch", 1),
+    ),
+    # Of covariances 0.75, 1.25, 0.75, 2.25 the last; with the scales 1/2, 1/6, 1/6, 1/6 it is 0.88, 0.13, 0.21, 0.63.
+    "TopCovariance.scaled": (
+        lambda v: penalty((1.0, 2.0, 3.0, 4.0), where=TopCovariance(0.25, "microbatch", v), parts=MEANS, terms=UNEVEN)[
+            2
+        ],
+        (False, 4),
+        (True, 1),
     ),
     "Weight.ratio": (lambda v: weight(log(2), v, to_old=log(3)), (MISMATCH, 6), (DIRECT, 18)),
     "Weight.level": (lambda v: weight((log(2), log(3)), level=v), (Level(), 15), (PRODUCT, 36)),
@@ -327,6 +370,14 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "Window.strict": (lambda v: weight(0.0, shape=Window(1.0, 2.0, strict=v)), (False, 3), (True, 0)),
     "Gamma.power": (lambda v: weight(log(2), shape=Gamma(v, 1)), (1, 6 / e), (2, 12 / e)),
     "Gamma.rate": (lambda v: weight(log(2), shape=Gamma(1, v)), (1, 6 / e), (2, 6 / e**2)),
+    "Inverse.high": (lambda v: weight(0.0, OLD, to_old=log(0.25), shape=Inverse(v)), (3.0, 9), (5.0, 12)),
+    # Two terms at r = 1.1: f is 1.1^(1 + 1/2) and 1.1 with a half-life of one term, 1.1^(1 + 1/4) with half of it.
+    "FutureClip.half_life": (lambda v: future(half_life=v), (1.0, -(1.1**2.5) - 1.21), (0.5, -(1.1**2.25) - 1.21)),
+    "FutureClip.most": (lambda v: future(half_life=1.0, most=v), (1.2, -(1.1**2.5) - 1.21), (1.05, -2.31)),
+    "FutureClip.low": (lambda v: future(-1.0, 0.5, low=v), (0.2, 0.8), (0.4, 0.6)),
+    "FutureClip.high": (lambda v: future(1.0, 2.0, high=v), (0.28, -1.28 * 1.2), (0.5, -1.5 * 1.2)),
+    # Above `dual` a term is no sign of the future either.
+    "FutureClip.dual": (lambda v: future(-1.0, 2.0, dual=v), (10.0, 2.4), (1.5, 1.5)),
     "Gaussian.sigma": (lambda v: weight(1.0, shape=Gaussian(v)), (1.0, 3 * exp(-0.5)), (0.5, 3 * exp(-2))),
     "Penalty.ratio": (lambda v: penalty(2.0, ratio=v, terms={"to_old": 1.0})[0], (REF, 2), (OLD, 1)),
     "Penalty.kind": (lambda v: penalty(-2.0, kind=v)[0], ("k1", -2), ("k3", e**2 - 3)),
@@ -411,7 +462,7 @@ def parts() -> list[type]:
 def agrees(found: Any, expected: Any) -> bool:
     if isinstance(expected, (str, bool)):
         return found == expected
-    return not isinstance(found, str) and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)
+    return not isinstance(found, str) and isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9)
 
 
 @contextmanager

@@ -23,10 +23,14 @@ pytest.importorskip("transformers")
 
 import tracegrad as tg  # noqa: E402
 from test_every_field import ignored  # noqa: E402
-from tiny import PROMPT, sampled, tiny_model  # noqa: E402
+from test_loop_options import even_groups, mask_even, tolerance, truncated, zero_truncated  # noqa: E402
+from test_reward_kl import reward_kl  # noqa: E402
+from test_terms import terms_kept, terms_megabytes  # noqa: E402
+from tiny import PROMPT, sampled, spoilt, tiny_model  # noqa: E402
 from tracegrad import config, prepare, presets  # noqa: E402
 from tracegrad.algebra import with_kl  # noqa: E402
 from tracegrad.cli import main  # noqa: E402
+from tracegrad.codes import LOGPROB_KINDS  # noqa: E402
 from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
 from tracegrad.learner.checkpoint import list_checkpoints  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
@@ -35,7 +39,6 @@ from tracegrad.learner.setup import device_of  # noqa: E402
 from tracegrad.learner.step import measure  # noqa: E402
 from tracegrad.learner.value import held_out  # noqa: E402
 from tracegrad.metrics import Stopwatch  # noqa: E402
-from tracegrad.sequence import LOGPROB_KINDS  # noqa: E402
 from watched import GROUPS, SIZE, told, traces, watched  # noqa: E402
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -87,6 +90,32 @@ def lenient(folder: Path) -> None:
     assert found.trainable[-6:].tolist() == [True, True, False, False, False, True]
 
 
+def mapped(**told: str) -> tg.Traces:
+    """Two calls of one conversation, the later one first, as a mapping from a config reads them."""
+    first = [{"role": "user", "content": "2 × lamp"}, turn("It costs 3.", token_ids=ids())]
+    later = [first[0], turn("It costs 3."), {"role": "user", "content": "And?"}, turn("No.", token_ids=ids())]
+    run = {"score": "0.5", "name": "a", "kind": "processed", "t": "0.25", "v": "v7"}
+    records = [{"messages": each, **run, "at": at} for at, each in ((2, later), (1, first))]
+    return tg.read(records, map=config.load(overrides=[(f"map.{name}", path) for name, path in told.items()]).map)
+
+
+MAPPED = ("reward", "group", "id", "logprob_kind", "temperature", "version")
+
+
+def map_fields(_: Path) -> None:
+    """A row for each: what the first trace then says."""
+    assert mapped(reward="score")[0].reward == 0.5
+    assert mapped(group="name")[0].group == "a"
+    assert mapped(id="name")[0].id == "a"
+    turns = mapped(logprob_kind="kind", temperature="t", version="v")[0].generations
+    assert {(each.logprob_kind, each.temperature, each.policy_version) for each in turns} == {("processed", 0.25, 7)}
+
+
+def map_session(_: Path) -> None:
+    assert [len(trace.generations) for trace in mapped(session="name", order="at")] == [2]
+    assert mapped(session="name", order="at")[0].messages[-1]["content"] == "No."
+
+
 # --- what becomes of it: steps and advantages ---
 
 
@@ -133,8 +162,17 @@ def too_long(_: Path) -> None:
     assert sum(map(len, cut)) == (np.minimum(lengths, 9) - PROMPT).sum() < (lengths - PROMPT).sum()
 
 
-def leave_out(_: Path) -> None:
-    steps = fed(rewards([1.0, 0.0], [0, 0]), pack__leave_out="idle", pack__step_groups=GROUPS + 1).steps(0)
+SHARED = {"pack__share_prefixes": True}
+
+
+def share_prefixes(_: Path) -> None:
+    """A group's traces begin with one prompt: of four only the first lays it out."""
+    plain, found = ([len(batch.ids) for batch in fed(**how).steps(0)[0].batches] for how in ({}, SHARED))
+    assert sum(plain) - sum(found) >= GROUPS // 4 * (SIZE - 1) * PROMPT
+
+
+def skip_zero_weight(_: Path) -> None:
+    steps = fed(rewards([1.0, 0.0], [0, 0]), pack__skip_zero_weight=True, pack__step_groups=GROUPS + 1).steps(0)
     assert [len(np.unique(step.trace)) for step in steps] == [2]  # of the others each has its group's mean
 
 
@@ -171,9 +209,9 @@ OPTIMIZER = {
     "beta2": 0.7,
     "eps": 1e-3,
     "weight_decay": 0.2,
-    "warmup_steps": 4,
     "grad_clip": 0.02,
 }
+SCHEDULE = {"name": "wsd", "warmup_steps": 2, "decay": 0.5, "floor": 0.25}
 CADENCE = {
     "train__epochs": 2,
     "train__seed": 7,
@@ -181,17 +219,23 @@ CADENCE = {
     "train__missing": "neutral",
     "train__dtype": "bf16",
     "train__value_per_epoch": 1,
-    "train__tensorboard": True,
+    "train__log_to": "tensorboard",
     "train__memory": "balanced",
     "checkpoint__every": 2,
     "checkpoint__keep": 3,
 }
+SPOILING = {"train__epochs": 9, "train__value_per_epoch": 99, "data__holdout": 0.3, "stop__worse": True}
+SPOILING |= {"optimizer__lr": 3e-3, "pack__step_groups": 6}
 RUNS: dict[str, Callable[[Path], Any]] = {
     "cadence": lambda out: watched(traces(), out, **CADENCE),
     "adamw": lambda out: watched(traces(), out, **{f"optimizer__{name}": value for name, value in OPTIMIZER.items()}),
+    "scheduled": lambda out: watched(
+        traces(), out, train__epochs=2, **{f"schedule__{name}": value for name, value in SCHEDULE.items()}
+    ),
     "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_every=2),
     "adapters": lambda out: watched(traces(), out, objective=KL, train__lora_rank=2),
-    "drifting": lambda out: watched(data(), out, optimizer__lr=3e-2, train__stop_below_ess=0.9999),
+    "spoiling": lambda out: watched(spoilt(), out, objective=presets.DAPO_DIRECT, **SPOILING),
+    "drifting": lambda out: watched(data(), out, optimizer__lr=3e-2, stop__below_ess=0.9999),
 }
 
 
@@ -216,12 +260,18 @@ def adamw(run: Any) -> None:
         for n, step in enumerate(run.steps, 1):
             g = step.gradient[name].double()
             first, second = o["beta1"] * first + (1 - o["beta1"]) * g, o["beta2"] * second + (1 - o["beta2"]) * g * g
-            rate = o["lr"] * min(1.0, n / o["warmup_steps"])
+            rate = o["lr"]
             value = value * (1 - rate * o["weight_decay"] * (start.ndim > 1))
             value = value - rate * (first / (1 - o["beta1"] ** n)) / (
                 (second / (1 - o["beta2"] ** n)).sqrt() + o["eps"]
             )
             torch.testing.assert_close(step.after[name].double(), value, rtol=0, atol=2e-6, msg=f"{name}, step {n}")
+
+
+def schedule(run: Any) -> None:
+    """Six steps: two that rise from the floor, one at lr, and three that fall to it by a half cosine."""
+    falls = [0.25 + 0.75 * (1 + math.cos(math.pi * place / 3)) / 2 for place in range(3)]
+    assert [step.lr / 3e-3 for step in run.steps] == pytest.approx([0.25, 0.625, 1.0, *falls])
 
 
 def grad_clip(run: Any) -> None:
@@ -270,7 +320,7 @@ def value_per_epoch(run: Any) -> None:
     assert [row["step"] for row in run.done.rows if "value" in row] == [0, 3, 6]
 
 
-def tensorboard(run: Any) -> None:
+def log_to(run: Any) -> None:
     pytest.importorskip("tensorboard")
     assert list((run.out / "tensorboard").glob("events*"))
 
@@ -290,6 +340,11 @@ def checkpoint_keep(run: Any) -> None:
 def stop_below_ess(run: Any) -> None:
     assert run.done.stopped == "ess"
     assert run.done.step < run.done.total
+
+
+def stop_worse(run: Any) -> None:
+    assert run.done.stopped == "worse"
+    assert run.done.best < run.done.step < run.done.total
 
 
 def lora_rank(run: Any) -> None:
@@ -369,16 +424,29 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),
     "data.holdout": (None, holdout),
+    **{
+        f"map.{name}": (None, map_fields)
+        for name in ("reward", "group", "id", "logprob_kind", "temperature", "version")
+    },
+    **{f"map.{name}": (None, map_session) for name in ("session", "order")},
+    "filter.even_groups": (None, even_groups),
+    "filter.mask_even": (None, mask_even),
+    "filter.tolerance": (None, tolerance),
+    "filter.truncated": (None, truncated),
+    "filter.zero_truncated": (None, zero_truncated),
+    **{f"reward_kl.{name}": (None, reward_kl) for name in ("coef", "kind", "cap", "target", "horizon")},
     "pack.token_budget": (None, token_budget),
     "pack.step_groups": (None, step_groups),
     "pack.too_long": (None, too_long),
-    "pack.leave_out": (None, leave_out),
+    "pack.share_prefixes": (None, share_prefixes),
+    "pack.skip_zero_weight": (None, skip_zero_weight),
     "advantage.baseline": (None, baseline),
     "advantage.scale": (None, scale),
     "advantage.ddof": (None, ddof),
     "advantage.singleton": (None, singleton),
     **{f"optimizer.{name}": ("adamw", adamw) for name in OPTIMIZER},
     "optimizer.grad_clip": ("adamw", grad_clip),
+    **{f"schedule.{name}": ("scheduled", schedule) for name in SCHEDULE},
     "train.epochs": ("cadence", epochs),
     "train.seed": ("cadence", seed),
     "train.updates_per_old": ("cadence", updates_per_old),
@@ -386,8 +454,9 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
     "train.value_per_epoch": ("cadence", value_per_epoch),
-    "train.stop_below_ess": ("drifting", stop_below_ess),
-    "train.tensorboard": ("cadence", tensorboard),
+    "stop.below_ess": ("drifting", stop_below_ess),
+    "stop.worse": ("spoiling", stop_worse),
+    "train.log_to": ("cadence", log_to),
     "train.memory": ("cadence", memory),
     "train.compile": (None, compiles),
     "train.lora_rank": ("adapters", lora_rank),
@@ -396,6 +465,8 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "parallel.mode": (None, mode),
     "checkpoint.every": ("cadence", checkpoint_every),
     "checkpoint.keep": ("cadence", checkpoint_keep),
+    "terms.keep": (None, terms_kept),
+    "terms.megabytes": (None, terms_megabytes),
     "objective.preset": (None, preset),
     "objective.overrides": (None, overrides),
 }

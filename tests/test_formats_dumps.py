@@ -225,7 +225,8 @@ def test_every_example_of_the_section_is_read_as_its_form():
     for form in forms:
         name = re.match(r"`(\w+)`", form).group(1)
         names.add(name)
-        examples = re.findall(r"(?:^    .*\n)+", form, flags=re.M)
+        blocks = re.findall(r"^```json\n(.*?)^```", form, flags=re.M | re.S)
+        examples = [example for block in blocks for example in re.split(r"\n\n", block)]
         assert examples, name
         for example in examples:
             traces = Traces.from_records([json.loads(example)])

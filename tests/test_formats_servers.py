@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,8 @@ def test_every_example_of_the_docs_is_read_in_the_form_that_stands_before_it():
     assert len(parts) >= 14
     for part in parts:
         form = part.split("`")[1]
-        examples = [line.strip() for line in part.splitlines() if line.startswith("    {")]
+        blocks = re.findall(r"^```json\n(.*?)^```", part, flags=re.M | re.S)
+        examples = [line for block in blocks for line in block.splitlines() if line.startswith("{")]
         assert examples, form
         for example in examples:
             report = tg.Traces.from_records([json.loads(example)]).read_report

@@ -10,14 +10,15 @@ import pytest
 HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
 FLOORS = [
     {"_alone", "_core", "errors"},
-    {"arrays"},
+    {"arrays", "codes", "dotted", "notebook"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
-    | {"aside", "columns", "footer", "manifest", "shards", "store"},
+    | {"aside", "columns", "drift", "flat", "footer", "manifest", "shards", "store"},
     {"sequence", "conversation", "recover", "tables", "correction", "objective", "presets"},
-    {"batch", "config"},
-    {"policy", "prepare"},
+    {"batch", "config", "terms"},
+    {"inputs"},
+    {"policy", "prepare", "provenance", "recipes"},
     {"learner", "report", "doctor", "rollout", "score", "sync"},
-    {"online"},
+    {"online", "training", "view"},
     {"integrations"},
     {"cli"},
 ]
@@ -86,6 +87,27 @@ def test_no_function_is_longer_than_60_lines():
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
                 assert length <= 60, f"{path.name}:{node.name} has {length} lines"
+
+
+def test_no_room_of_losses_asks_a_part_of_which_class_it_is():
+    """A part answers for itself: what asks for its class is a second place that has to know it."""
+    trees = {path: ast.parse(path.read_text()) for path in SOURCES}
+    classes = {
+        node.name
+        for path, tree in trees.items()
+        if room(path) == "algebra"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {"Clip", "Gate", "Budget", "Clamp", "Penalty", "Surrogate"} <= classes
+    for path, tree in trees.items():
+        if room(path) not in {"algebra", "objective", "correction", "learner", "policy", "metrics"}:
+            continue
+        for node in ast.walk(tree):
+            asked = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass", "type")
+            asked |= isinstance(node, (ast.Compare, ast.match_case)) and "type(" in ast.unparse(node)
+            named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} if asked else set()
+            assert not named & classes, f"{path.name}: {ast.unparse(node)}"
 
 
 def test_importing_tracegrad_changes_nothing_and_needs_no_torch():

@@ -10,7 +10,7 @@ import pytest
 
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.plan import Plan
-from tracegrad.learner.value import SUM_LIMIT, estimate, good_and_bad, held_out
+from tracegrad.learner.value import SUM_LIMIT, difference, estimate, good_and_bad, held_out
 
 
 def test_each_epoch_has_a_seed_of_its_own_and_the_run_seed_changes_all():
@@ -91,6 +91,22 @@ def test_the_interval_of_value_covers_in_nineteen_of_twenty():
         value = estimate(theta, rollout, np.arange(len(p)), hit.astype(np.float32), np.repeat(np.arange(groups), size))
         covered += value.low <= truth <= value.high
     assert 0.92 <= covered / runs <= 0.98
+
+
+def test_the_interval_of_a_difference_covers_and_is_narrow_where_the_groups_are_the_same():
+    rng, groups, size, runs = np.random.default_rng(1), 30, 8, 400
+    covered, narrow = 0, 0
+    for _ in range(runs):
+        p = np.repeat(rng.uniform(0.3, 0.7, groups), size)  # value is 0.45 under the one, 0.5 under the other
+        hit = rng.random(groups * size) < p
+        given = [np.log(np.where(hit, q, 1 - q)).astype(np.float32) for q in (0.45, 0.5, p)]
+        trace, group = np.arange(len(p)), np.repeat(np.arange(groups), size)
+        change, half = difference(*given, trace, hit.astype(np.float32), group)
+        alone = estimate(given[0], given[2], trace, hit.astype(np.float32), group)
+        covered += change - half <= -0.05 <= change + half
+        narrow += half < 0.3 * (alone.high - alone.low) / 2
+    assert 0.9 <= covered / runs <= 0.98  # a difference of ratios is skewed
+    assert narrow == runs
 
 
 def test_good_and_bad_are_above_and_below_their_own_group():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tiny import sampled, tiny_model  # noqa: E402
+import tracegrad as tg  # noqa: E402
+from tiny import sampled, spoilt, tiny_model  # noqa: E402
 from tracegrad import advantage, algebra, config, metrics, presets  # noqa: E402
 from tracegrad.correction import Corrected  # noqa: E402
 from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
 from tracegrad.learner import Outcome, train  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
 from tracegrad.learner.row import off_policy, tally  # noqa: E402
-from tracegrad.learner.setup import learning_rate  # noqa: E402
 from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
 
 TIMES = {"seconds", "tokens_per_s"}
@@ -150,7 +151,7 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
         (6, {}, presets.DAPO),
         (4, {}, presets.DAPO),  # the end of an epoch: old is due
         (3, {"train__updates_per_old": 5, "checkpoint__every": 2}, presets.GRPO),
-        (1, {"optimizer__warmup_steps": 5, "optimizer__weight_decay": 0.1}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
+        (1, {"schedule__warmup_steps": 5, "optimizer__weight_decay": 0.1}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
         (0, {}, presets.DAPO),
     ],
     ids=["within an epoch", "between epochs", "old across epochs", "with a reference", "before the first step"],
@@ -185,12 +186,28 @@ def test_a_finished_run_can_be_given_more_epochs(traces, tmp_path):
 
 def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(traces, tmp_path):
     done, _ = run(
-        traces, tmp_path, train__stop_below_ess=0.9, optimizer__lr=0.05, data__holdout=0.3, train__value_per_epoch=99
+        traces, tmp_path, stop__below_ess=0.9, optimizer__lr=0.05, data__holdout=0.3, train__value_per_epoch=99
     )
     assert done.stopped == "ess"
     assert done.step < done.total
     assert done.rows[-1]["value_ess_fraction"] < 0.9 <= done.rows[-2]["value_ess_fraction"]
     assert done.checkpoint.name == f"step-{done.step:08d}"
+
+
+def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(traces, tmp_path):
+    other = spoilt()
+    how = {"objective": presets.DAPO_DIRECT, "data__holdout": 0.3, "train__value_per_epoch": 99, "train__epochs": 9}
+    on, _ = run(other, tmp_path / "on", **how)
+    done, _ = run(other, tmp_path / "a", stop__worse=True, **how)
+    assert (on.stopped, done.stopped) == ("done", "worse")
+    assert done.best < done.step < done.total
+    assert done.rows[-1]["value"] < done.rows[done.best]["value"]
+    assert done.checkpoint.name == f"step-{done.step:08d}"
+    run(other, tmp_path / "b", stop__worse=True, sinks=[SignalAfter(done.step - 1)], **how)
+    again, _ = run(other, tmp_path / "b", resume=True, stop__worse=True, **how)
+    assert (again.stopped, again.step) == ("worse", done.step)
+    better, _ = run(traces, tmp_path / "c", stop__worse=True, **how)
+    assert better.step > done.step
 
 
 def test_a_run_is_not_overwritten(traces, tmp_path):
@@ -307,12 +324,6 @@ def test_bf16_rounds_the_forward_pass_and_keeps_float32_parameters(traces, tmp_p
     assert done.rows[1]["ratio_mean"] == pytest.approx(1, abs=1e-5)  # theta and old are rounded alike
 
 
-def test_lr_warms_up_and_stays():
-    plan = told(optimizer__lr=1.0, optimizer__warmup_steps=4)
-    assert [learning_rate(plan, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate(told(optimizer__lr=1.0), 0) == 1.0
-
-
 # --- what is refused ---
 
 
@@ -326,13 +337,18 @@ def tiers(traces, tier, share=1.0):
 
 def test_text_of_another_model_gets_no_ratio_and_is_told_what_works(traces, tmp_path):
     foreign = tiers(traces, 6, share=0.5)
-    with pytest.raises(
-        ArgumentError, match=r"48 of 96 traces, '0' first, .*T6.*WEIGHTED_SFT --text-only.*--on-error skip"
-    ):
+    with pytest.raises(ArgumentError, match=r"48 of 96 traces, '0' first, .*T6.*TOPR_POSITIVE --text-only"):
         run(foreign, tmp_path)
     done, _ = run(foreign, tmp_path / "sft", objective=presets.WEIGHTED_SFT, data__text_only=True)
     assert done.stopped == "done"
     assert 0 < done.rows[1]["frac_old_logprobs_valid"] < 1
+
+
+def test_no_trace_at_all_is_said_and_sent_to_the_doctor():
+    model = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
+    nothing = tg.align(tg.Traces.from_records([]), tg.Tokenizer.from_pretrained(model))
+    with pytest.raises(ArgumentError, match=r"there is no trace: .* tracegrad doctor"):
+        Feed.of(nothing, presets.DAPO, told())
 
 
 def test_logprobs_of_an_unknown_kind_get_no_ratio_unless_the_temperature_is_one(traces):
@@ -356,9 +372,30 @@ def test_raw_logprobs_of_warm_samples_are_said_to_be_no_sampling_ratio(traces):
     assert "measures mismatch" in Feed.of(warm, presets.DAPO, told()).notes[0]
 
 
+def test_how_long_an_old_stays_follows_the_number_of_passes_and_is_said(traces):
+    def feed(objective=presets.DAPO, **changes):
+        return Feed.of(traces, objective, told(**{"pack__step_groups": 4, **changes}))
+
+    def said(found):
+        return [note for note in found.notes if "--train.updates_per_old" in note]
+
+    def refreshed(found):
+        return [step for step in range(8) if found.plan(5).refreshes_old(step)]
+
+    one, several = feed(train__epochs=1), feed(train__epochs=3)
+    assert "before each update, as there is one pass" in said(one)[0]
+    assert "stays for an epoch, as there are 3 passes" in said(several)[0]
+    assert (refreshed(one), refreshed(several)) == ([*range(8)], [0, 5])
+    by_hand = feed(train__epochs=1, train__updates_per_old=2)
+    assert (said(by_hand), refreshed(by_hand)) == ([], [0, 2, 4, 6])
+    assert refreshed(feed(presets.A3PO, train__epochs=1)) == [0, 5]  # its proximal is of the epoch's beginning
+    assert not said(feed(train__epochs=1, pack__step_groups=1000))  # one step, whose old it is
+    assert not said(feed(presets.DAPO_DIRECT, train__epochs=1))
+
+
 def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_path):
     none = replace(traces, rollout_logprobs=np.full(traces.tokens, np.nan, np.float32))
-    with pytest.raises(ArgumentError, match=r"none of \d+ trained tokens has a recorded logprob.*WEIGHTED_SFT"):
+    with pytest.raises(ArgumentError, match=r"none of \d+ trained tokens has a recorded logprob.*TOPR_POSITIVE"):
         Feed.of(none, presets.DAPO, told())
     some = traces.rollout_logprobs.copy()
     some[traces.terms[::10]] = np.nan
@@ -376,7 +413,7 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
     [
         (presets.DAPO_DIRECT, {"train__updates_per_old": 3}, "takes no old logprobs"),
         (presets.WEIGHTED_SFT, {"train__missing": "refuse"}, "takes no rollout logprobs"),
-        (presets.DAPO, {"data__holdout": 0, "train__stop_below_ess": 0.1}, "value is not measured"),
+        (presets.DAPO, {"data__holdout": 0, "stop__below_ess": 0.1}, "value is not measured"),
         (presets.DAPO, {"advantage__ddof": 0}, "advantage.scale is none"),
         (presets.DAPO, {"advantage__baseline": "none", "advantage__scale": "std"}, "advantage.baseline is none"),
         (presets.DAPO, {"advantage__baseline": "rloo", "advantage__scale": "std"}, "advantage.baseline is rloo"),

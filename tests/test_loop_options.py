@@ -32,15 +32,149 @@ def traces():
     return replace(found, rewards=rewards, rollout_logprobs=found.rollout_logprobs - drift.astype(np.float32))
 
 
+def truncated(_=None):
+    """A row of tests/test_every_option.py. A trace that was cut off counts with its reward and as a trace, no more."""
+    found = sampled(tiny_model())
+    ending = np.ones(found.traces, np.uint8)
+    ending[0] = 2
+    masking = told(filter__truncated=True, data__holdout=0, pack__step_groups=100)
+    feed = Feed.of(replace(found, ending=ending), presets.DR_GRPO, masking)
+    (step,) = feed.steps(0)
+    assert np.unique(step.trace).tolist() == list(range(1, found.traces))
+    assert step.totals.traces == found.traces
+    group = found.group == found.group[0]
+    np.testing.assert_allclose(feed.advantages[group], found.reward[group] - found.reward[group].mean(), atol=1e-6)
+    assert feed.notes[-1] == f"1 of {found.traces} traces were cut off and are masked: filter.truncated."
+
+
+def of_groups(rewards, **how):
+    """The tiny model's traces with the rewards given for those of the first groups, and equal ones in the others."""
+    found = sampled(tiny_model())
+    told_so = np.ones_like(found.rewards)
+    for group, values in enumerate(rewards):
+        told_so[np.flatnonzero(found.group == np.unique(found.group)[group])[: len(values)], 0] = values
+    return Feed.of(
+        replace(found, rewards=told_so), presets.DR_GRPO, told(data__holdout=0, pack__step_groups=100, **how)
+    )
+
+
+def even_groups(_=None):
+    """A row of tests/test_every_option.py."""
+    found = of_groups([[0.0]], filter__even_groups=True)
+    assert [step.totals.traces for step in found.steps(0)] == [int(found.taken.sum())]
+    assert np.unique(found.sequences.group[found.taken]).tolist() == [found.sequences.group.min()]
+    assert found.notes[-1].endswith("are left out: filter.even_groups.")
+
+
+def mask_even(_=None):
+    """A row of tests/test_every_option.py."""
+    found = of_groups([[0.0]], filter__mask_even=True)
+    (step,) = found.steps(0)
+    s = found.sequences
+    assert np.unique(s.group[np.unique(step.trace)]).tolist() == [s.group.min()]
+    assert step.totals.traces == s.traces
+    others = int((s.group != s.group.min()).sum())
+    assert found.notes[-1] == f"{others} traces of groups in which all rewards are equal are masked: filter.mask_even."
+
+
+def tolerance(_=None):
+    """A row of tests/test_every_option.py."""
+    for how in ("filter__even_groups", "filter__mask_even"):
+        for within, wanted in ((0.2, 2), (0.25, 1)):
+            found = of_groups([[0.0], [0.75]], **{how: True}, filter__tolerance=within)
+            assert len(np.unique(found.sequences.group[found.trained])) == wanted
+
+
+def zero_truncated(_=None):
+    """A row of tests/test_every_option.py. What was cut off has reward 0, unless none is known."""
+    found = sampled(tiny_model())
+    rewards, ending = found.rewards.copy(), np.ones(found.traces, np.uint8)
+    [a, b, c, d, *_] = np.flatnonzero(found.group == found.group[0])
+    rewards[[a, b, c, d]], ending[[a, d]] = np.float32([[1], [1], [0.5], [np.nan]]), 2
+    zeroed = Feed.of(
+        replace(found, rewards=rewards, ending=ending),
+        presets.DR_GRPO,
+        told(filter__zero_truncated=True, data__holdout=0),
+    )
+    assert zeroed.rewards[[a, b, c]].tolist() == [0.0, 1.0, 0.5]
+    assert np.isnan(zeroed.rewards[d])
+    np.testing.assert_allclose(zeroed.advantages[[a, b, c]], [-0.5, 0.5, 0.0], atol=1e-6)
+    assert zeroed.trained.all()
+
+
+def test_what_does_not_say_how_it_ended_keeps_no_reward_by_chance(traces):
+    zeroing = told(filter__zero_truncated=True)
+    with pytest.raises(
+        ArgumentError, match=r"trace '0' and \d+ more .* would keep their reward.*filter.zero_truncated"
+    ):
+        Feed.of(traces, presets.DR_GRPO, zeroing)
+    unsaid = np.where(traces.group == traces.group[0], 0, 1).astype(np.uint8)
+    unknown = np.where(unsaid[:, None] == 0, np.float32(np.nan), traces.rewards)
+    assert Feed.of(replace(traces, ending=unsaid, rewards=unknown), presets.DR_GRPO, zeroing).trained.any()
+
+
+def test_a_group_is_masked_for_the_rewards_of_what_was_not_cut_off(traces):
+    ending, rewards = np.ones(traces.traces, np.uint8), traces.rewards.copy()
+    first, *others = members = np.flatnonzero(traces.group == 1)
+    rewards[members], rewards[first], ending[first] = 0.25, 1.0, 2
+    cut = replace(traces, ending=ending, rewards=rewards)
+    both = told(filter__mask_even=True, filter__truncated=True, data__holdout=0)
+    assert Feed.of(cut, presets.DR_GRPO, both).masked[members].all()
+    alone = Feed.of(cut, presets.DR_GRPO, told(filter__mask_even=True, data__holdout=0))
+    assert not alone.masked[members].any()
+    ending[members[:-1]] = 2  # one that is left alone has none to be equal to
+    lone = Feed.of(replace(cut, ending=ending), presets.DR_GRPO, both)
+    assert lone.masked[members].tolist() == [True] * len(others) + [False]
+
+
+def test_a_trace_that_keeps_its_reward_is_of_no_even_group(traces):
+    group = traces.group.copy()
+    group[0] = 10_000
+    for singleton in ("keep", "zero"):
+        told_ = told(filter__even_groups=True, advantage__singleton=singleton, data__holdout=0)
+        assert Feed.of(replace(traces, group=group), presets.DR_GRPO, told_).taken[0] == (singleton == "keep")
+
+
+def test_masks_that_leave_nothing_are_said(traces):
+    near = replace(traces, rewards=(traces.rewards * np.float32(1e-3)).astype(np.float32))
+    with pytest.raises(ArgumentError, match=r"in no group do rewards differ, and filter\.mask_even masks \d+ traces"):
+        Feed.of(near, presets.DR_GRPO, told(filter__mask_even=True, filter__tolerance=0.1))
+
+
+def test_a_trace_that_may_have_been_cut_off_is_not_guessed(traces):
+    masking = told(filter__truncated=True)
+    with pytest.raises(ArgumentError, match=r"trace '0' and \d+ more do not say how they ended"):
+        Feed.of(traces, presets.DR_GRPO, masking)
+    held = Feed.of(traces, presets.DR_GRPO, told()).held
+    only_held = np.where(held, 0, 1).astype(np.uint8)
+    assert not Feed.of(replace(traces, ending=only_held), presets.DR_GRPO, masking).masked.any()
+    with pytest.raises(ArgumentError, match=r"traces were cut off, and filter\.truncated masks them"):
+        Feed.of(replace(traces, ending=np.full(traces.traces, 2, np.uint8)), presets.DR_GRPO, masking)
+
+
+def test_a_step_of_which_all_was_cut_off_moves_nothing(traces, tmp_path):
+    ending = np.where(traces.group < traces.group.max(), 2, 1).astype(np.uint8)
+    told_ = {"filter__truncated": True, "pack__step_groups": 1, "data__holdout": 0, "train__epochs": 1}
+    done, _ = run(replace(traces, ending=ending), tmp_path, objective=presets.DR_GRPO, **told_)
+    rows = [row for row in done.rows if "terms" in row]
+    assert len(rows) == len(np.unique(traces.group))
+    assert [row["step"] for row in rows if row["grad_norm"] > 0] == [row["step"] for row in rows if row["terms"]]
+    assert sum(row["terms"] > 0 for row in rows) == 1
+
+
 def parameters(found):
     return torch.cat([value.flatten().double() for value in found.values()])
 
 
 @pytest.mark.parametrize("objective", [presets.DR_GRPO, GATED], ids=["advantage 0", "dropped"])
-@pytest.mark.parametrize("option", ["idle", "repeats", "both"])
-def test_a_run_with_the_option_comes_to_the_same_parameters(traces, tmp_path, objective, option):
+@pytest.mark.parametrize(
+    "options",
+    [("pack__skip_zero_weight",), ("pack__share_prefixes",), ("pack__skip_zero_weight", "pack__share_prefixes")],
+)
+def test_a_run_with_the_options_comes_to_the_same_parameters(traces, tmp_path, objective, options):
     plain, wanted = run(traces, tmp_path / "plain", objective=objective, optimizer__eps=1e-3)
-    done, found = run(traces, tmp_path / "with", objective=objective, optimizer__eps=1e-3, pack__leave_out=option)
+    told_so = dict.fromkeys(options, True)
+    done, found = run(traces, tmp_path / "with", objective=objective, optimizer__eps=1e-3, **told_so)
     moved = parameters(wanted) - parameters(tiny_model().state_dict())
     assert (parameters(found) - parameters(wanted)).norm() / moved.norm() < 1e-4
     ours, theirs = without_times(done.rows)[1:], without_times(plain.rows)[1:]
@@ -52,7 +186,7 @@ def test_a_run_with_the_option_comes_to_the_same_parameters(traces, tmp_path, ob
 
 
 def test_metrics_of_a_run_that_skips_are_of_the_terms_it_has_computed(traces, tmp_path):
-    done, _ = run(traces, tmp_path, objective=GATED, pack__leave_out="idle", train__epochs=1)
+    done, _ = run(traces, tmp_path, objective=GATED, pack__skip_zero_weight=True, train__epochs=1)
     for row in done.rows[1:]:
         assert 0 < row["entropy"] < np.log(tiny_model().config.vocab_size)
         assert np.isfinite(row["ratio_mean"])
@@ -79,5 +213,5 @@ def test_rows_padded_to_one_length_train_the_same_and_padding_is_no_token(traces
 def test_nothing_can_be_left_out_under_an_ungated_entropy_bonus(traces, tmp_path):
     bonus = with_entropy(presets.GRPO, 0.05)
     bonus = replace(bonus, entropy=replace(bonus.entropy, gated=False))
-    with pytest.raises(ArgumentError, match=r"pack.leave_out has no effect: .*entropy"):
-        run(traces, tmp_path, objective=bonus, pack__leave_out="idle")
+    with pytest.raises(ArgumentError, match=r"pack.skip_zero_weight has no effect: .*entropy"):
+        run(traces, tmp_path, objective=bonus, pack__skip_zero_weight=True)

@@ -9,23 +9,25 @@ from safetensors.torch import load_file
 import online
 import tracegrad as tg
 from tracegrad import sync
-from tracegrad.online import Online, SyncFault, start
+from tracegrad.online import Online, Play, SyncFault, start
 
 pytestmark = pytest.mark.vllm
 CONFIG = tg.config.Config(pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=4e-4))
 
 
-def run(example, url, out, **told):
+def run(example, url, out, *, config=CONFIG, key=None, **told):
     """Steps of four groups of four."""
-    options = Online(**{"steps": 3, "samples": 4, "max_lag": 0, "max_tokens": 64, "turns": 4, **told})
+    play = Play(samples=4, max_tokens=64, turns=4, temperature=told.pop("temperature", 1.0))
     return tg.online.train(
         example / "model",
         online.tasks("traces", 0),
         environment=online.Shop,
         objective=tg.presets.DAPO_DIRECT,
-        config=CONFIG,
-        online=options,
+        config=config,
+        online=Online(**{"steps": 3, "max_lag": 0, **told}),
+        play=play,
         servers=[url],
+        key=key,
         out=out,
         sinks=(),
     )

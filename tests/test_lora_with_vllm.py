@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import online
 import tracegrad as tg
-from tracegrad.online import Online, SyncFault, ways
+from test_loop_with_vllm import run
+from tracegrad.online import SyncFault, ways
 from tracegrad.rollout.launch import launch
 from tracegrad.rollout.server import ServerError, Servers
 from tracegrad.sync import Lora, canary, vllm_arguments
@@ -64,26 +64,13 @@ def off(tuned, said):
 CONFIG = tg.config.update(tg.config.Config(), [("pack.step_groups", 4), ("train.lora_rank", 8), ("optimizer.lr", 1e-2)])
 
 
-def run(example, url, out, **told):
-    """Steps of four groups of four, by adapters."""
-    options = Online(**{"steps": 3, "samples": 4, "max_tokens": 64, "turns": 4, "sync": "lora", **told})
-    return tg.online.train(
-        example / "model",
-        online.tasks("traces", 0),
-        environment=online.Shop,
-        objective=tg.presets.DAPO_DIRECT,
-        config=CONFIG,
-        online=options,
-        servers=[url],
-        key=KEY,
-        out=out,
-        sinks=(),
-    )
+def run_adapters(example, url, out, **told):
+    return run(example, url, out, config=CONFIG, key=KEY, sync="lora", **told)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_loop_of_adapters_is_proven_at_each_step(adapted, example, tmp_path, max_lag):
-    found = run(example, adapted, tmp_path, max_lag=max_lag)
+    found = run_adapters(example, adapted, tmp_path, max_lag=max_lag)
     for row in found.rows:
         print(
             f"\nstep {row['step']}: {row['sync_terms']} terms, max {row['sync_max']:.1e}, {row['seconds_pushed']:.3f} s"
@@ -104,7 +91,7 @@ def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example
     with pytest.raises(
         SyncFault, match=r"version [2-5], .*They answer with the adapter of the step before\."
     ) as raised:
-        run(example, adapted, tmp_path, steps=6, max_lag=max_lag)
+        run_adapters(example, adapted, tmp_path, steps=6, max_lag=max_lag)
     print(f"\n{raised.value}")
 
 
@@ -112,7 +99,7 @@ CACHED = canary.drawn(range(10, 600), 0, 256)
 
 
 def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(adapted, tuned, tmp_path):
-    async def run():
+    async def main():
         async with Servers([adapted], model="clerk", key=KEY) as servers:
             sync = Lora(servers, tmp_path, config=tuned[1].to_dict(), keep=2)
             for version in (1, 2, 3, 4):
@@ -130,11 +117,11 @@ def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(ada
             assert [name for name in names if name.startswith("policy-v")] == ["policy-v3", "policy-v4"]
             assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v3", "policy-v4"]
 
-    asyncio.run(run())
+    asyncio.run(main())
 
 
 def test_who_has_no_token_is_sent_off_on_every_path_but_health(adapted):
-    async def run():
+    async def main():
         async with Servers([adapted], model="clerk") as servers:
             for path in ("/is_paused", "/v1/models", "/metrics", "/server_info", "/docs"):
                 assert [answer.status for answer in await servers.each(path, method="GET")] == [401], path
@@ -146,4 +133,4 @@ def test_who_has_no_token_is_sent_off_on_every_path_but_health(adapted):
         async with Servers([adapted], model="clerk", key=KEY) as servers:
             assert (await servers.each("/is_paused", method="GET"))[0].body == {"is_paused": False}
 
-    asyncio.run(run())
+    asyncio.run(main())

@@ -18,8 +18,8 @@ from aiohttp import web
 from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine, NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo)
-sys.path.insert(0, sys.argv[1])
-from standin import StandIn
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../examples/quickstart"]
+from stand_in import StandIn
 from tracegrad.rollout.server import Servers
 from tracegrad.sync import Nccl
 

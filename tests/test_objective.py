@@ -12,7 +12,7 @@ from tracegrad import presets
 from tracegrad.algebra import (
     Clamp,
     Clip,
-    Entropy,
+    Function,
     Gate,
     Level,
     Objective,
@@ -22,13 +22,13 @@ from tracegrad.algebra import (
     Reduce,
     Shift,
     Sigmoid,
-    TopCovariance,
+    Surrogate,
     Weight,
     with_kl,
 )
 from tracegrad.correction import correct
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import Terms, evaluate
+from tracegrad.objective import Terms, evaluate, padded_loss
 
 THETA_OLD = Ratio("theta", "old")
 NP = np.array([-1.0])
@@ -161,6 +161,27 @@ def test_a_penalty_says_whether_gates_and_weights_touch_it():
     assert [loss(False, False), loss(True, False), loss(False, True), loss(True, True)] == [2.0, 1.0, 6.0, 3.0]
 
 
+def test_terms_of_padded_data_are_shaped_as_correct_takes_them():
+    # Two rows of two; log theta/old of 1 at each: a row is a trace, and [B] arrays are of rows.
+    old, mask, advantages = (
+        torch.full((2, 2), -2.0),
+        torch.tensor([[True, True], [True, False]]),
+        torch.tensor([1.0, 2.0]),
+    )
+    group, logprobs = torch.tensor([5, 5]), torch.full((2, 2), -1.0)
+    objective = Objective(replace(WIDE, level=Level("trace", "sum")), THETA_OLD, reduce=Reduce("prompt", "mean"))
+    fixed = correct(old, None, mask=mask, advantages=advantages, group=group, **objective.plan)
+    terms = Terms(old=old, advantages=advantages, group=group, scale=fixed.scale)
+    assert terms.trace.tolist() == [[0, 0], [1, 1]]
+    found = objective(logprobs, None, terms)
+    assert found.per_term.ratio[mask].log().tolist() == pytest.approx([2.0, 2.0, 1.0])
+    assert found.loss.item() == pytest.approx(-(2 * np.exp(2) + 2 * np.exp(1)) / 3)  # one prompt of three terms
+    short = padded_loss(objective, logprobs, mask=mask, advantages=advantages, old=old, group=group)
+    assert short.loss.item() == found.loss.item()
+    with pytest.raises(ArgumentError, match=r"terms.group is \(3,\) but logprobs are \(2, 2\)"):
+        objective(logprobs, None, replace(terms, group=torch.zeros(3)))
+
+
 def test_bf16_logprobs_are_computed_in_float32():
     terms = Terms(advantages=torch.ones(1), scale=torch.ones(1))
     assert presets.WEIGHTED_SFT(torch.tensor([-1.0], dtype=torch.bfloat16), None, terms).loss.dtype == torch.float32
@@ -192,34 +213,92 @@ def test_parts_that_were_evaluated_before_the_step_cannot_be_left_out_of_the_ter
 
 
 @pytest.mark.parametrize("kind", [Clip, PolicyGradient, Sigmoid])
-def test_a_surrogate_that_the_evaluator_does_not_know_is_refused_and_not_taken_for_a_clip(kind):
-    mine = type("Mine", (kind,), {})()
-    ratio = None if kind is PolicyGradient else THETA_OLD
-    with pytest.raises(ArgumentError, match=r"Objective.surrogate is a Mine, and no evaluator knows its formula"):
-        Objective(mine, ratio)
-    one, passed = torch.ones(1), Objective(Clip(), THETA_OLD)
-    object.__setattr__(passed, "surrogate", SimpleNamespace(level=Level()))  # past the check of the values
-    with pytest.raises(ArgumentError, match="no evaluator knows"):
-        passed(-one, None, Terms(old=-one, advantages=one, scale=one))
+def test_a_surrogate_below_a_known_one_runs_its_own_formula_and_inherits_no_promise(kind):
+    mine = type("Mine", (kind,), {"loss": lambda self, view: 7 * view.logprobs})()
+    objective = Objective(mine, None if kind is PolicyGradient else THETA_OLD)
+    one = torch.ones(1)
+    assert objective(-one, None, Terms(old=-one, advantages=one, scale=one)).loss.item() == -7.0
+    assert (objective.locality, objective.needs.trace_ratio, objective.per_microbatch) == ("batch", True, (str(mine),))
+    assert objective.needs.zero_advantage
+    assert objective.needs.dropped
+    assert objective.needs.weightless
+    assert Objective(kind(), objective.ratio).locality == "term"
 
 
-def test_a_weight_gate_penalty_shift_or_shape_that_no_evaluator_knows_is_refused():
+def test_what_is_no_surrogate_is_refused_and_not_taken_for_a_clip():
+    with pytest.raises(ArgumentError, match=r"Objective.surrogate is a SimpleNamespace, and no evaluator knows"):
+        Objective(SimpleNamespace(level=Level()), THETA_OLD)
+    with pytest.raises(ArgumentError, match="Mine is no frozen dataclass"):
+        Objective(type("Mine", (Surrogate,), {})())
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(lambda view: view.logprobs.sum(), r"\(\)"), (lambda view: 1.0, "float"), (repr, "str")]
+)
+def test_a_loss_that_is_not_one_value_for_each_term_is_refused(value, found):
+    terms = Terms(advantages=torch.ones(2), scale=torch.ones(2))
+    with pytest.raises(ArgumentError, match=rf"is {found} and the terms are \(2,\)"):
+        Objective(value)(torch.zeros(2), None, terms)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_missing_logprob_has_one_rule_in_surrogates_gates_weights_and_penalties(keep):
+    """log theta/old = 1 and, where nothing is recorded, 3: means of 1 where it is masked, of 2 where it is neutral."""
+    mean, neutral = Level("trace", "mean"), np.exp(2.0 if keep else 1.0)
+    terms = Terms(
+        old=torch.tensor([-4.0, -6.0]),
+        rollout=torch.tensor([-4.0, NAN]),
+        ref=torch.tensor([-4.0, -4.0]),
+        advantages=torch.ones(2),
+        scale=torch.tensor([1.0, 1.0]),
+        keep=torch.tensor([True, keep]),
+        trace=torch.zeros(2, dtype=torch.long),
+    )
+
+    def first(objective):
+        return evaluate(objective, torch.tensor([-3.0, -3.0]), None, terms).per_term
+
+    assert first(Objective(Clip(level=mean), THETA_OLD)).ratio[0].item() == pytest.approx(neutral)
+    weighed = Objective(PolicyGradient(), weights=(Weight(THETA_OLD, mean),))
+    assert first(weighed).weight[0].item() == pytest.approx(neutral)
+    gated = Objective(PolicyGradient(), gates=(Gate(THETA_OLD, "k1", mean, high=1.5),))
+    assert first(gated).keep[0].item() is not keep
+    kl = {"gated": False, "weighted": False, "importance": THETA_OLD, "importance_level": mean}
+    penalised = Objective(PolicyGradient(), penalties=(Penalty(Ratio("theta", "ref"), "k1", 1.0, **kl),))
+    assert first(penalised).penalty.tolist() == pytest.approx([neutral, neutral])  # a KL is of every term
+
+
+def test_a_loss_that_reads_a_ratio_is_told_where_it_comes_from():
+    terms = Terms(advantages=torch.ones(1), scale=torch.ones(1))
+    with pytest.raises(ArgumentError, match=r"reads a ratio, and its objective has none. Pass one"):
+        Objective(lambda view: -view.ratio)(torch.zeros(1), None, terms)
+    with pytest.raises(ArgumentError, match="needs ref of every term"):
+        Objective(lambda view: view.log("ref", view.keep))(torch.zeros(1), None, terms)
+    with pytest.raises(ArgumentError, match=r"Function.reads is 'reference'"):
+        Function(len, reads=("reference",))
+    with pytest.raises(ArgumentError, match=r"Mine.locality is 'token'"):
+        type("Mine", (Surrogate,), {}, locality="token")
+
+
+def test_what_the_core_evaluates_must_be_of_a_type_that_it_knows():
     ratio, mismatch = Ratio("theta", "rollout"), Ratio("old", "rollout")
-    penalty = {"ratio": Ratio("theta", "ref"), "kind": "k3", "coef": 1.0, "gated": False, "weighted": False}
     for said, make in {
-        "weights": lambda: Objective(PolicyGradient(), weights=(type("Mine", (Weight,), {})(ratio),)),
-        "gates": lambda: Objective(PolicyGradient(), gates=(type("Mine", (Gate,), {})(ratio, high=2.0),)),
-        "penalties": lambda: Objective(PolicyGradient(), penalties=(type("Mine", (Penalty,), {})(**penalty),)),
-        "shifts": lambda: Objective(PolicyGradient(), shifts=(type("Mine", (Shift,), {})(ratio, 0.1),)),
+        "weights": lambda: Objective(PolicyGradient(), weights=(type("Mine", (Weight,), {})(mismatch),)),
+        "gates": lambda: Objective(PolicyGradient(), gates=(type("Mine", (Gate,), {})(mismatch, high=2.0),)),
         "reduce": lambda: Objective(PolicyGradient(), reduce=type("Mine", (Reduce,), {})()),
-        "entropy": lambda: Objective(PolicyGradient(), entropy=type("Mine", (Entropy,), {})(0.1, gated=False)),
-        "Weight.shape": lambda: Weight(ratio, shape=type("Mine", (Clamp,), {})()),
-        "Penalty.where": lambda: Penalty(**penalty, where=type("Mine", (TopCovariance,), {})(0.5, "microbatch")),
+        "Weight.shape": lambda: Weight(mismatch, shape=type("Mine", (Clamp,), {})()),
         "a weight": lambda: correct(NP, NP, trace=[0], weights=[type("Mine", (Weight,), {})(mismatch)]),
         "a gate": lambda: correct(NP, NP, trace=[0], gates=[type("Mine", (Gate,), {})(mismatch, high=2.0)]),
     }.items():
         with pytest.raises(ArgumentError, match=rf"{said}.* is a Mine, and no evaluator knows"):
             make()
+    with pytest.raises(ArgumentError, match="is a Clip, and no evaluator knows"):
+        Objective(PolicyGradient(), weights=(Clip(),))
+    twice = type("Twice", (Clamp,), {"of": lambda self, log_ratio: 2 * log_ratio.exp()})()
+    objective = Objective(PolicyGradient(), weights=(Weight(ratio, shape=twice),))
+    one = torch.ones(1)
+    found = objective(-one, None, Terms(rollout=-one, advantages=one, scale=one))
+    assert found.per_term.weight.item() == 2.0  # theta stands in it, so that its own formula runs
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """objective, for every preset: finite differences, coefficients, garbage off the mask, and any cut of a step."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -8,12 +8,20 @@ import torch
 
 from padded import NAN, hard, run, spoilt, terms_of
 from tracegrad import presets
-from tracegrad.algebra import Adapt, Entropy, Level, Objective, Ratio, Reduce, TopEntropy, with_kl
+from tracegrad.algebra import Adapt, Entropy, FutureClip, Level, Objective, Ratio, Reduce, TopEntropy, with_kl
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Terms, evaluate
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 GROUPS = torch.arange(8) // 2
+
+
+@dataclass(frozen=True)
+class _Influence(FutureClip, locality="trace", ratio=True):
+    """What FIPO multiplies, as a loss."""
+
+    def loss(self, view):
+        return self.influence(view)
 
 
 def loss_of(objective, logprobs, terms):
@@ -35,6 +43,10 @@ def frozen(objective, data, terms):
         rollout = data["rollout"]
         arrays["old"] = rollout + data["alpha"] * (data["logprobs"] - rollout)
         changed["ratio"] = Ratio("theta", "old")
+    if isinstance(objective.surrogate, FutureClip):
+        found = loss_of(replace(objective, surrogate=_Influence()), data["logprobs"], terms).per_term.surrogate
+        arrays["weight"] = base.weight * found.where(base.keep, 1)
+        changed["surrogate"] = objective.surrogate.clip
     if objective.level.grad == "token":
         arrays["old"] = data["logprobs"] - base.ratio.log()
         changed["surrogate"] = replace(objective.surrogate, level=Level())

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 import urllib.request
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,10 @@ from safetensors.torch import load_file
 
 import task
 import tracegrad as tg
-from policy_server import MODEL, PolicyServer
+from policy_server import AGAIN, MODEL, PolicyServer
 from tracegrad.cli import main
 from tracegrad.learner import checkpoint
-from tracegrad.online import Online, SyncFault
+from tracegrad.online import Online, Play, SyncFault
 from tracegrad.online.signal import Signal
 
 torch.set_num_threads(1)
@@ -29,6 +30,13 @@ CONFIG = tg.config.Config(
     optimizer=tg.config.Optimizer(lr=2e-3),
     advantage=tg.config.Advantage(baseline="none"),
 )
+
+
+def split(**told):
+    """Options over `PLAY`, as `train` takes them."""
+    told, of_trainer = {**PLAY, **told}, {field.name for field in fields(Online)}
+    online = {name: value for name, value in told.items() if name in of_trainer}
+    return {"online": Online(**online), "play": Play(**{n: v for n, v in told.items() if n not in of_trainer})}
 
 
 def short(prompts, completions, **columns):
@@ -46,10 +54,9 @@ def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how
         return -float(len(message["content"] or "")) / 10
 
     told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
-    options = Online(**{**PLAY, **online})
     tasks = questions(count=8) if tasks is None else tasks
     servers = {"servers": [server.url], "out": out, "resume": resume}
-    return tg.online.train(MODEL, tasks, **told, **servers, online=options, sinks=(), say=lambda _: None)
+    return tg.online.train(MODEL, tasks, **told, **servers, **split(**online), sinks=(), say=lambda _: None)
 
 
 def weights(folder: Path):
@@ -171,6 +178,24 @@ def test_a_server_that_samples_from_something_else_is_found_and_named(tmp_path, 
     assert len(steps) == (1 if mistake == "hot" else 2)
 
 
+def test_a_gap_in_forked_trajectories_alone_is_of_their_prompts(tmp_path):
+    """Half of the trajectories ask a second time with another history, whose last message the server leaves out."""
+
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"])
+        if policy.session.name.endswith(("0", "1")):
+            await policy.chat([*task_["prompt"], {"role": "user", "content": AGAIN}])
+        return -float(len(message["content"] or ""))
+
+    with PolicyServer("deaf to AGAIN") as server, pytest.raises(SyncFault) as raised:
+        run(server, tmp_path, agent=agent, turns=2)
+    said = str(raised.value)
+    assert "other tokens agree" in said
+    assert "in the trajectories 0-0, 0-1, 1-0 and 1 more (" in said
+    with PolicyServer() as server:
+        run(server, tmp_path / "clean", agent=agent, turns=2)
+
+
 @pytest.mark.parametrize("mistake", ["deaf", "stale", None])
 def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_path, mistake):
     """The step before its own groups are done: all that it trains was sampled by the version before."""
@@ -286,6 +311,21 @@ def test_groups_that_teach_nothing_are_refilled(tmp_path):
     assert found.rows == said == []
 
 
+@pytest.mark.parametrize("why", ["cut off", "left", "no reward"])
+def test_a_step_in_which_there_is_nothing_to_learn_changes_nothing(tmp_path, why):
+    async def nothing(task_, policy):
+        await policy.chat(task_["prompt"])
+        return 0.0
+
+    config = CONFIG if why == "no reward" else replace(CONFIG, filter=tg.config.Filter(truncated=True))
+    told = {"agent": nothing} if why == "no reward" else {"max_tokens": 1}
+    with PolicyServer() as server:
+        server.says_ends = why != "left"
+        found = run(server, tmp_path, config=config, **told)
+    assert (found.stopped, found.rows) == ("done", [])
+    assert_same(weights(found.checkpoint), load_file(MODEL / "model.safetensors"))
+
+
 def test_who_plays_and_who_trains_agree_on_what_a_group_teaches(tmp_path):
     def rewarded(*rewards):
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -303,6 +343,16 @@ def test_who_plays_and_who_trains_agree_on_what_a_group_teaches(tmp_path):
         assert [signal.is_dull(each) for each in found] == [name == "equal"] * 2
         assert not Signal(signal.name, compared=False).is_dull(found[0])
     assert Signal(compared=False).is_dull(np.float32([np.nan]))
+    assert Signal(tolerance=0.5).is_dull(np.float32([0.5, 1.0]))
+    assert not Signal(tolerance=0.25).is_dull(np.float32([0.5, 1.0]))
+    question, answer = rewarded({})[0]["messages"]
+    ends = [{"messages": [question, answer | {"finish_reason": why}], "reward": 1.0} for why in ("stop", "length")]
+    ends.append(ends[1] | {"reward": None})
+    zeroing = Signal.of(tg.config.update(CONFIG, [("filter.zero_truncated", True)]))
+    for found in (zeroing.of_records(ends), zeroing.of_traces(tg.Traces.from_records(ends))):
+        np.testing.assert_array_equal(found, [1.0, 0.0, np.nan])
+    masking = Signal.of(tg.config.update(CONFIG, [("filter.mask_even", True), ("advantage.baseline", "group_mean")]))
+    assert not masking.is_dull(np.float32([1.0, 1.0]))
 
 
 def test_of_rewards_by_name_the_one_that_is_named_is_trained_on(tmp_path):

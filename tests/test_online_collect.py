@@ -1,18 +1,22 @@
 """Collectors that are processes of their own: one run of one trainer, whoever played what."""
 
+import asyncio
+import json
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
-from test_online import CONFIG, PLAY, assert_same, run, weights
+from test_online import CONFIG, assert_same, run, split, weights
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
-from tracegrad.online import Online
 from tracegrad.online.frames import Follower
 from tracegrad.online.ledger import Ledger
 from tracegrad.online.state import State
@@ -25,10 +29,11 @@ def collector(out, mine, of, count=50):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def trained(server, out, steps, **options):
-    told = {"objective": tg.presets.DAPO_DIRECT, "config": CONFIG, "servers": [server.url], "out": out}
-    online = Online(**{**PLAY, "steps": steps, "max_lag": 1, "max_tokens": 6, **options})
-    return tg.online.train(MODEL, None, online=online, sinks=(), say=lambda _: None, **told)
+def trained(server, out, steps, config=CONFIG, resume=False, **options):
+    told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [server.url], "out": out}
+    told["resume"] = resume
+    told |= split(**{"steps": steps, "max_lag": 1, "max_tokens": 6, **options})
+    return tg.online.train(MODEL, None, sinks=(), say=lambda _: None, **told)
 
 
 def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_path):
@@ -68,8 +73,6 @@ def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
     out = tmp_path / "run"
     process = collector(out, 0, 1)
     with PolicyServer() as server:
-        import threading
-
         ended = []
         thread = threading.Thread(target=lambda: ended.append(trained(server, out, 6, patience=60)))
         thread.start()
@@ -83,6 +86,24 @@ def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
     assert ended[0].steps == 6
     groups = [traces.groups[0] for _, traces in Follower(out / "played").look()]
     assert len(groups) == len(set(groups))
+
+
+def test_a_trainer_that_goes_on_gives_servers_no_version_that_collectors_are_past(tmp_path):
+    """Two steps and a third that no checkpoint has: the third is taken again before anything is pushed."""
+    out = tmp_path / "run"
+    config = tg.config.update(CONFIG, [("checkpoint.every", 2)])
+    with PolicyServer() as server:
+        process = collector(out, 0, 1)
+        first = trained(server, out, 3, config=config)
+        assert process.wait(60) == 0
+        shutil.rmtree(first.checkpoint)
+        assert server.versions == ["0", "1", "2", "3"]
+        process = collector(out, 0, 1)
+        found = trained(server, out, 4, config=config, resume=True)
+        assert process.wait(60) == 0
+    assert server.versions[4:] == ["3", "4"]
+    assert [row["step"] for row in found.rows] == [3, 4]
+    assert found.rows[0]["loss"] == first.rows[2]["loss"]
 
 
 def test_without_a_collector_the_run_says_so(tmp_path):
@@ -103,8 +124,6 @@ def test_without_a_trainer_a_collector_says_so(tmp_path):
 
 @pytest.mark.parametrize("change", [("version", -1), ("servers", [3]), ("taken", "1"), ("model", None)])
 def test_a_state_of_somebody_else_is_refused(tmp_path, change):
-    import json
-
     State(1, 2, 1, ("http://a",), "policy").write(tmp_path)
     assert State.read(tmp_path) == State(1, 2, 1, ("http://a",), "policy")
     path = tmp_path / "state.json"
@@ -113,14 +132,46 @@ def test_a_state_of_somebody_else_is_refused(tmp_path, change):
         State.read(tmp_path)
 
 
-def test_an_answer_that_came_during_a_push_is_of_two_versions(tmp_path):
+class Overtaken(PolicyServer):
+    """Its first call is answered while weights are being brought, and who asked has time to see both."""
+
+    def __init__(self):
+        super().__init__()
+        self.bringing = None
+
+    async def _chat(self, request):
+        if self.bringing is not None:
+            return await super()._chat(request)
+        self.bringing = asyncio.Event()
+        body = await request.json()
+        await asyncio.wait_for(self.bringing.wait(), 60)
+        return web.json_response(self._answer(body))
+
+    async def _control(self, request):
+        if request.path == "/update_weights" and self.bringing is not None:
+            await asyncio.sleep(0.5)  # until collectors elsewhere have seen which version is coming
+            self.bringing.set()
+            await asyncio.sleep(0.5)
+        return await super()._control(request)
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_an_answer_that_came_during_a_push_is_of_two_versions(tmp_path, where):
+    """With lag 1 four groups are begun; two of the three others are step 1, whose push overtakes the first call."""
     out = tmp_path / "run"
-    with PolicyServer() as server:
-        run(server, out, steps=4, max_lag=1)
-    told = [
-        (call["policy_version"], call.get("received_version"))
-        for path in (out / "played").iterdir()
+    with Overtaken() as server:
+        if where == "here":
+            run(server, out, steps=2, max_lag=1)
+        else:
+            process = collector(out, 0, 1)
+            trained(server, out, 2)
+            assert process.wait(60) == 0
+    calls = [
+        call
+        for path in (out / "played").glob("*.zst")
         for trace in tg.read(path)
-        for call in __import__("json").loads(trace.record)["calls"]
+        for call in json.loads(trace.record)["calls"]
     ]
-    assert all(received is None or received == sent + 1 for sent, received in told)
+    told = [(call["policy_version"], call.get("received_version")) for call in calls]
+    assert (0, 1) in told
+    assert all(received in (None, sent + 1) for sent, received in told)

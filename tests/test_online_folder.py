@@ -1,14 +1,17 @@
 """The folder that is the queue: what is cut is not there, what is changed is said, each writer has its own file."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
-import tracemalloc
 
 import pytest
 import zstandard
 
 import tracegrad as tg
+from peak import PEAK
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.online.frames import Follower, Place, Writer, read
 from tracegrad.online.ledger import Ledger
@@ -66,16 +69,63 @@ def test_a_group_that_was_changed_is_said(tmp_path):
         Follower(tmp_path).look()
 
 
+# Peak memory of going through a folder, beyond what was taken before, in MiB.
+GROWTH = """
+import sys
+from pathlib import Path
+from tracegrad.online.frames import Follower
+before = peak()
+print(sum(len(traces) for _, traces in Follower(Path(sys.argv[1])).each()), peak() - before)
+"""
+
+
 def test_memory_is_bounded_by_a_group_however_long_the_file(tmp_path):
     with Writer(tmp_path) as writer:
-        for number in range(24):
+        for number in range(48):
             writer.write(group(number, text=random.Random(number).randbytes(500_000).hex()))
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 8 << 20
-    tracemalloc.start()
-    assert len(Follower(tmp_path).look()) == 24
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 8 << 20
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 16 << 20
+    command = [sys.executable, "-c", PEAK + GROWTH, str(tmp_path)]
+    traces, peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    # A group has 2 MB, its traces as much again; all of them 96.
+    assert int(traces) == 96
+    assert float(peak) < 24
+
+
+@pytest.mark.parametrize("data", [b"no zstd, and longer than a header is", b"\x28\xb5\x2f\xfd\x20\x03abc" * 4])
+def test_bytes_that_are_no_frame_are_said(tmp_path, data):
+    (tmp_path / "00000.jsonl.zst").write_bytes(data)
+    with pytest.raises(ReadError, match="at byte 0 is not what was written"):
+        Follower(tmp_path).look()
+
+
+def test_a_frame_that_does_not_say_how_long_it_is_is_said(tmp_path):
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"{}\n" * 99)
+    (tmp_path / "00000.jsonl.zst").write_bytes(frame)
+    with pytest.raises(ReadError, match="does not say how long"):
+        Follower(tmp_path).look()
+
+
+def test_a_frame_that_claims_more_than_a_group_may_have_is_said(tmp_path):
+    # A header of one segment that claims 2^40 bytes.
+    (tmp_path / "00000.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + bytes(9))
+    with pytest.raises(ReadError, match="claims 1099511627776 bytes"):
+        Follower(tmp_path).look()
+
+
+def test_groups_longer_than_what_is_held_of_their_file_come_out_as_they_went_in(tmp_path):
+    texts = [random.Random(number).randbytes(size).hex() for number, size in enumerate((900_000, 10, 300_000, 10, 10))]
+    with Writer(tmp_path) as writer:
+        places = [writer.write(group(number, 1, text=text)) for number, text in enumerate(texts)]
+    seen = Follower(tmp_path).look()
+    assert [place for place, _ in seen] == places
+    assert [traces[0].messages[0]["content"] for _, traces in seen] == texts
+    assert [read(tmp_path, place)[0].messages[0]["content"] for place in places] == texts
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "00000.jsonl.zst")
+    with pytest.raises(ReadError, match="it is no file"):
+        Follower(tmp_path).look()
 
 
 def test_a_frame_that_claims_less_than_it_holds_is_said(tmp_path):

@@ -6,7 +6,7 @@ import tracegrad as tg
 from policy_server import MODEL, PolicyServer
 from test_online import run
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online, serve
+from tracegrad.online import Online, Play, serve
 
 
 async def twice(task, policy):
@@ -42,7 +42,7 @@ def test_an_agent_with_its_own_client_is_told_that_it_has_no_address(tmp_path):
     async def by_address(task, policy):
         return policy.base_url
 
-    with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"online\.ids"):
+    with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"play\.ids"):
         run(server, tmp_path / "run", agent=by_address, ids="tokens", failures=2)
 
 
@@ -58,6 +58,9 @@ def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tracegrad.rollout.launch.launch", launch)
     for ids in ("chat", "tokens"):
-        with pytest.raises(Stop), serve.served(MODEL, [], None, "python", {}, Online(ids=ids), tmp_path / ids, print):
+        with (
+            pytest.raises(Stop),
+            serve.served(MODEL, [], None, "python", {}, Online(), Play(ids=ids), tmp_path / ids, print),
+        ):
             pass
     assert ["--enable-scale-out" in arguments for arguments in started] == [False, True]

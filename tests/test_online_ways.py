@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
-from standin import StandIn
+from stand_in import StandIn
 from test_online import CONFIG, questions, run
 from tracegrad.errors import ArgumentError
 from tracegrad.online import Online, SyncFault
@@ -131,3 +131,15 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_asked(tmp_path):
         tg.online.train(MODEL, questions(count=2), **told, online=Online(sync="lora"), out=tmp_path / "a")
     with pytest.raises(ArgumentError, match=r"'nccl', and the policy is trained on cpu.*'file'"):
         tg.online.train(MODEL, questions(count=2), **told, online=Online(sync="nccl"), out=tmp_path / "b")
+
+
+def test_an_evaluation_of_one_task_has_no_interval_and_its_row_is_one_of_json(tmp_path):
+    async def answers(task_, policy):
+        await policy.chat(task_["prompt"])
+        return float(task_["prompt"][-1]["content"] != "")
+
+    told = {"agent": answers, "evaluation": questions(count=1)}
+    with PolicyServer() as server:
+        found = run(server, tmp_path, how=told, steps=1, samples=2)
+    evaluated = [row for row in found.rows if "eval_reward" in row]
+    assert [(row["eval_reward"], row["eval_low"], row["eval_high"]) for row in evaluated] == [(1.0, None, None)] * 2

@@ -5,6 +5,7 @@ import contextlib
 import json
 import statistics
 
+import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from tracegrad.sync import File, canary
 
 pytestmark = pytest.mark.vllm
 EXACT, SEEN = 1e-4, 1e-2
+LONG = 700  # tokens of an answer that is still sampled when the push comes
 
 
 class Trainer:
@@ -85,8 +87,15 @@ def test_what_is_sampled_after_a_push_is_the_trainers(served, trainer, tmp_path)
     asyncio.run(run())
 
 
+async def running(url):
+    """How many requests the server samples for, by its own count."""
+    async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
 def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_names(served, trainer, tmp_path):
-    body = {"sampling_params": {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "logprobs": 0}}
+    body = {"sampling_params": {"temperature": 1.0, "max_tokens": LONG, "ignore_eos": True, "logprobs": 0}}
 
     async def run():
         async with opened(served) as servers:
@@ -99,7 +108,8 @@ def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_n
                 )
                 for n, prompt in enumerate(prompts)
             ]
-            await asyncio.sleep(0.4)
+            while await running(served) < len(prompts):
+                await asyncio.sleep(0.01)
             pushed = await sync.push(trainer.weights(21), 21)
             assert pushed.ok == (served,)
             return prompts, await asyncio.gather(*flying)
@@ -109,7 +119,7 @@ def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_n
     for prompt, answer in zip(prompts, answers, strict=True):
         [choice] = answer["choices"]
         said = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
-        assert len(choice["token_ids"]) == len(said) == 400
+        assert len(choice["token_ids"]) == len(said) == LONG
         spans = choice["weight_versions"]
         crossed += len(spans) == 2
         for span in spans:

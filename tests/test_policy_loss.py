@@ -10,7 +10,19 @@ torch = pytest.importorskip("torch")
 
 from largest import Largest  # noqa: E402
 from tracegrad import presets  # noqa: E402
-from tracegrad.algebra import Gate, Level, Objective, PolicyGradient, Ratio, TopEntropy, with_entropy, with_kl  # noqa: E402
+from tracegrad.algebra import (  # noqa: E402
+    Clamp,
+    Function,
+    Gate,
+    Level,
+    Objective,
+    PolicyGradient,
+    Ratio,
+    TopEntropy,
+    Weight,
+    with_entropy,
+    with_kl,
+)
 from tracegrad.batch import Batch  # noqa: E402
 from tracegrad.correction import correct  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
@@ -140,6 +152,30 @@ def test_the_fused_loss_of_a_preset_is_that_of_full_logits(name, rows):
     # traces have 4 or 5 rows, a turn's terms alternate: chunks of 3 hold neither, chunks of 7 both
     apart = {3: ("term",), 7: ("term", "turn", "trace"), 100: ("term", "turn", "trace", "batch")}[rows]
     assert plan.name == ("one-pass" if objective.locality in apart else "recompute")
+
+
+@pytest.mark.parametrize("agg", ["prefix_sum", "prefix_min"])
+def test_a_running_sum_along_a_trace_is_in_the_terms_own_order_where_rows_are_shared(agg):
+    weight = Weight(Ratio("theta", "rollout"), Level("trace", agg), Clamp(0.0, 2.0))
+    compare(Case(Objective(PolicyGradient(), weights=(weight,))), chunk_bytes=chunks_of(7))
+
+
+MEAN = Level("trace", "mean")
+OWN = {
+    "term": Function(lambda view: (view.log_ratio - view.advantages).square(), "term"),
+    "trace": Function(lambda view: (view.ratio - MEAN.of(view.ratio, view, view.keep)).abs(), "trace"),
+    "batch": Function(lambda view: view.ratio * view.ratio.sum()),
+    "entropy": Function(lambda view: -view.advantages * view.entropy * view.logprobs, "term", reads=("entropy",)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("rows", [3, 7, 100])
+def test_a_loss_of_ones_own_is_fused_as_far_as_it_promises_to_look(name, rows):
+    """A chunk of 3 rows holds no trace, one of 7 holds one, and only 100 hold all."""
+    case = Case(Objective(OWN[name], Ratio("theta", "old")))
+    plan = compare(case, chunk_bytes=chunks_of(rows))
+    assert plan.name == ("one-pass" if rows >= {"trace": 7, "batch": 100}.get(name, 0) else "recompute")
 
 
 @pytest.mark.parametrize("name", ["GRPO", "GSPO", "CISPO", "SAPO"])

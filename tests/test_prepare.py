@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import tracegrad as tg
 from tracegrad import prepare, shards
 from tracegrad.cli import main
-from tracegrad.config import Data
+from tracegrad.config import Data, Map
 from tracegrad.errors import ArgumentError
 from tracegrad.prepare import MOST_SHARDFULS, shards_of
 
@@ -185,7 +185,7 @@ def test_another_tokenizer_is_noticed(example, traces, tmp_path):
 
 
 def test_standard_input_cannot_be_gone_on_with(example, tmp_path, monkeypatch):
-    plan = prepare._plan("-", example / "model", Data(), 8)
+    plan = prepare._plan(["-"], example / "model", Data(), Map(), 8)
     (tmp_path / "shard-00000").mkdir()
     with pytest.raises(ArgumentError, match="standard input"):
         prepare._begin(tmp_path, plan, True)

@@ -8,7 +8,7 @@ from tracegrad import algebra, presets
 from tracegrad.algebra import Clamp, Clip, Needs, Objective, Ratio, Reduce
 from tracegrad.algebra.spell import spell
 from tracegrad.errors import ArgumentError
-from tracegrad.presets.describe import FAMILIES, describe, documented
+from tracegrad.recipes.describe import FAMILIES, describe, documented
 
 NAMES = [name for name in presets.__all__ if isinstance(getattr(presets, name), Objective)]
 
@@ -42,7 +42,7 @@ def test_a_name_is_an_attribute_or_module_and_name():
     assert presets.find("tracegrad.presets.grpo:DAPO") is presets.DAPO
     with pytest.raises(ArgumentError, match="Did you mean DAPO"):
         presets.find("DAPPO")
-    with pytest.raises(ArgumentError, match="no module 'no_such_module'"):
+    with pytest.raises(ArgumentError, match="No module named 'no_such_module'"):
         presets.find("no_such_module:X")
     with pytest.raises(ArgumentError, match="no objective is called 'find'"):
         presets.find("find")
@@ -59,7 +59,7 @@ def test_the_page_of_losses_is_the_one_that_the_code_makes():
 
 
 def test_every_preset_stands_on_the_page_with_its_paper():
-    told = {name: text for family in FAMILIES for name, _, text in documented(family)}
+    told = {name: text for family in FAMILIES for name, _, text in documented(family, Objective)}
     assert set(told) == set(NAMES)
     assert not [name for name, text in told.items() if "Paper:" not in text]
 

@@ -37,7 +37,10 @@ def found(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     read = {ranks: json.loads((out / f"ranks-{ranks}.json").read_text()) for ranks in (2, 4)}
-    return {**read, **{name: json.loads((out / f"{name}.json").read_text()) for name in ("alone", "after", "given")}}
+    return {
+        **read,
+        **{name: json.loads((out / f"{name}.json").read_text()) for name in ("alone", "after", "charged", "given")},
+    }
 
 
 def law(found, ranks):
@@ -101,6 +104,13 @@ def test_sharded_adapters_with_the_model_without_them_as_reference_are_those_of_
     assert found[2]["adapters"]["apart"] < 1e-5
 
 
+def test_what_a_batch_pays_for_leaving_the_reference_is_of_all_ranks(found):
+    run = found[2]["charged"]
+    assert run["apart"] < 1e-5
+    assert run["said"] == [pytest.approx(each, rel=2e-3, abs=1e-7) for each in found["charged"]]
+    assert len({coef for _, coef in run["said"]}) > 1
+
+
 def test_a_policy_that_accelerate_prepared_has_the_same_gradient(found):
     assert found[2]["accelerate"]["wrapper"] == "DistributedDataParallel"
     assert found[2]["accelerate"]["apart"] < 1e-6
@@ -136,7 +146,8 @@ def failing(tmp_path_factory):
     command = [sys.executable, HERE / "ranks.py", out]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=told())
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((out / f"failing-{rank}.json").read_text()) for rank in range(2)]
+    read = lambda name, rank: json.loads((out / f"{name}-{rank}.json").read_text())  # noqa: E731
+    return [read("failing", rank) | read("raising", rank) for rank in range(2)]
 
 
 def test_a_bare_model_under_an_open_group_is_not_trained(failing):
@@ -159,6 +170,13 @@ def test_a_rank_without_memory_stops_all_with_its_number_and_the_cure(failing):
     assert second.startswith("step 2: the device has no memory left (Tried to allocate 2). It was not taken.")
     assert "set train.memory (now speed) to balanced or low" in second
     assert first == f"rank 1, {second} This rank stops with it."
+
+
+def test_an_error_that_one_rank_meets_alone_ends_all_with_its_words(failing):
+    first, second = (found["said"] for found in failing)
+    assert second == "ZeroDivisionError: of somebody's own"
+    assert first == "TracegradError: rank 1, step 2: ZeroDivisionError: of somebody's own This rank stops with it."
+    assert max(found["seconds"] for found in failing) < 120  # the group's own patience is 30 minutes
 
 
 # --- drawn cases ---

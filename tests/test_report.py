@@ -1,8 +1,11 @@
 """The page of a run: what it shows, how large it gets, and that a hostile trace stays text."""
 
+import base64
+import hashlib
 import math
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import resources
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +17,7 @@ from tracegrad.errors import ReadError
 from tracegrad.report import add_success, write_report
 from tracegrad.report.curves import Panel, _thinned, chart, curves
 from tracegrad.report.text import escape, visible
+from tracegrad.report.tokens import PerToken, examples
 from tracegrad.sequence import Drift, Sequences
 
 HOSTILE = (
@@ -31,7 +35,10 @@ PIECES = {
 
 
 TAGS = """html head meta title style body header h1 h2 dl div dt dd section figure figcaption b output small svg path g
-    rect polyline polygon circle text table thead tbody tr th td p input label span details summary pre i em"""
+    rect polyline polygon circle text table thead tbody tr th td p input label span details summary pre i em script"""
+
+
+OWN = f"<script>{resources.files('tracegrad.report').joinpath('find.js').read_text('utf-8')}</script>"
 
 
 class Vocabulary:
@@ -60,7 +67,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if not self.open or self.open[-1] != "style":
+        if not self.open or self.open[-1] not in ("style", "script"):
             self.words.append(data)
 
     def numbers(self):
@@ -123,12 +130,14 @@ def test_hostile_strings_stay_text(tmp_path):
     assert not [name for _, name, _ in found.attributes if name.startswith("on") or name in ("src", "href")]
     assert found.text.count("<script>alert(1)</script>") >= 5
     for needle in ("<script", "</script", "http://", "https://", "src=", "href=", "\x00", "\u202e", "onerror="):
-        assert needle not in found.raw.replace(" xmlns", "")
+        assert needle not in found.raw.replace(" xmlns", "").replace(OWN, "")
+    assert found.raw.count(OWN) == 1
 
 
-def test_the_page_forbids_everything_but_its_own_style(tmp_path):
+def test_the_page_forbids_everything_but_its_own_style_and_search(tmp_path):
     policy = [value for tag, name, value in hostile(tmp_path).attributes if tag == "meta" and name == "content"]
-    assert "default-src 'none'; style-src 'unsafe-inline'" in policy
+    own = base64.b64encode(hashlib.sha256(OWN[8:-9].encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'" in policy
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_traces_are_shown_by_their_share_of_the_gradient(tmp_path):
     s = sequences([5] * 7, [False, True, True] + [False, True] * 2, trace=[0, 1, 2], cu=[0, 3, 5, 7])
     # |gradient| sums: trace 0: 0.1 + 0.1, trace 1: 0.6, trace 2: 0. Together 0.8.
     found = page(tmp_path, s, terms([1, 2], [0.1, -0.1]), terms([4, 6], [-0.6, 0.0]))
-    assert "The 2 traces with the largest share" in found.text
+    assert "2 traces, good and bad, that pulled hardest" in found.text
     assert found.text.index("75 %") < found.text.index("25 %")
     assert [tag for tag in found.tags if tag == "details"] == ["details"] * 2
     assert [value.rsplit("·", 1)[1].strip() for value in found.numbers()] == [
@@ -276,7 +285,7 @@ def test_tables_show_tiers_and_drift(tmp_path):
 def test_a_run_without_rows_or_terms_is_a_page_too(tmp_path):
     found = page(tmp_path, sequences([5, 5], [False, True]))
     assert "How exactly it aligned" in found.text
-    assert "largest share" not in found.text
+    assert "pulled hardest" not in found.text
     assert "The run" not in found.text
 
 
@@ -357,6 +366,7 @@ def test_whatever_text_a_stranger_wrote_stays_text(tmp_path_factory, title, trac
     write_report(path, sequences=s, tokenizer=tokens, terms=shown, **given)
     found = Page(path.read_text("utf-8"))
     assert set(found.tags) <= set(TAGS.split())
+    assert found.tags.count("script") == 1
     assert found.open == []
     assert not [name for _, name, _ in found.attributes if name.startswith("on") or name in ("src", "href", "action")]
     assert len(found.raw) < 120_000
@@ -406,3 +416,24 @@ def test_the_interval_of_value_is_drawn_where_it_is_known():
     assert drawn.count('class="band s0"') == 1
     assert 'class="level"' in drawn
     assert "0.6 [0.4, 0.9]" in drawn
+
+
+def test_examples_are_good_and_bad_ones_of_many_groups():
+    """Six traces of two groups, good ones pull harder: twenty alike would be 0, 1, 2, 3."""
+    s = sequences([5] * 6, [True] * 6, trace=range(6), cu=range(7), group=[0, 0, 0, 1, 1, 1])
+    pulls, sign = [6.0, 5.0, 0.5, 4.0, 0.4, 0.3], [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
+    values = PerToken.of(6, [terms(range(6), pulls, advantages=sign)])
+    assert [trace for trace, _ in examples(s, values, 4)] == [0, 3, 2, 4]
+    assert [trace for trace, _ in examples(s, values, 9)] == [0, 1, 3, 2, 4, 5]
+
+
+def test_the_page_says_what_the_run_was_told(tmp_path):
+    told = {
+        "about": [("optimizer.lr", 0.1), ("train.epochs", 4), (HOSTILE, HOSTILE)],
+        "links": ["summary.json", "../x", "a b"],
+    }
+    found = page(tmp_path, sequences([5], [False]), **told)
+    assert "optimizer.lr0.1train.epochs4" in found.text
+    assert "<td>4</td>" in (tmp_path / "report.html").read_text(), "an option is no column of figures"
+    assert [value for _, name, value in found.attributes if name == "href"] == ["summary.json"]
+    assert found.tags.count("script") == 1

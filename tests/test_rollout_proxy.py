@@ -3,78 +3,22 @@
 import asyncio
 import contextlib
 import json
+import re
 
 import aiohttp
 import numpy as np
-import openai
 import pytest
-from starlette.responses import JSONResponse, Response
+from aiohttp import web
 
 import task as clerk
 import tracegrad as tg
-from stand_in import Served, StandIn, always, good_clerk, prompts
-from tracegrad.errors import ArgumentError
-from tracegrad.rollout import Limits, play
+from proxied import KEY, QUESTION, driven
+from stand_in import Scripted, always, compact, good_clerk, prompts
 from tracegrad.rollout.proxy import Proxy
-from tracegrad.rollout.server import Servers
-
-KEY = "a key that is long"
-
-
-class Bench:
-    """A stand-in server, a proxy before it, and a client of either."""
-
-    def __init__(self, example, script=None, wait_s=0.0, spoil=None, **options):
-        self.stand_in = StandIn(example, script or always("2 × 20 = 40 €"))
-        self.served = Served(self.stand_in, wait_s, spoil)
-        self.records, self.options = [], options
-
-    async def __aenter__(self):
-        self.held = contextlib.AsyncExitStack()
-        await self.held.enter_async_context(self.served)
-        options = {"finished": self.records.append, "key": KEY, **self.options}
-        self.proxy = await self.held.enter_async_context(Proxy(self.served.url, **options))
-        self.client = await self.held.enter_async_context(aiohttp.ClientSession())
-        return self
-
-    async def __aexit__(self, *error):
-        await self.held.aclose()
-
-    async def ask(self, path, body, key=KEY, method="POST", **headers):
-        """Status and body of the proxy's answer."""
-        sent = {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in headers.items()}}
-        data = body if isinstance(body, bytes | None) else json.dumps(body)
-        async with self.client.request(method, self.proxy.url + path, data=data, headers=sent) as answer:
-            return answer.status, await answer.read()
-
-    async def plain(self, path, body):
-        """What the server itself answers."""
-        async with self.client.post(self.served.url + path, json=body) as answer:
-            return await answer.read()
-
-
-def driven(example, **options):
-    """Runs `async test(bench)`."""
-
-    def run(test):
-        async def main():
-            async with Bench(example, **options) as bench:
-                return await asyncio.wait_for(test(bench), 30)
-
-        return asyncio.run(main())
-
-    return run
-
-
-QUESTION = {"model": "clerk", "messages": [{"role": "user", "content": "2 × 20?"}], "max_tokens": 64}
-# Numbers that each answer draws anew.
-DRAWN = [b'"id":"chatcmpl-']
 
 
 def same(ours, theirs):
     """Whether two answers are equal but for their numbers."""
-    import re
-
     blank = [re.sub(rb'"(chatcmpl|call)-[0-9a-z]+"', b"?", one) for one in (ours, theirs)]
     assert blank[0] == blank[1]
 
@@ -102,16 +46,16 @@ def test_the_client_gets_the_bytes_that_it_would_have_got(example, stream, tools
         status, ours = await bench.ask("/s/one/v1/chat/completions", body)
         assert status == 200
         same(ours, await bench.plain("/v1/chat/completions", body))
-        sent = bench.stand_in.seen[0]
+        sent = bench.scripted.seen[0]
         assert (sent["logprobs"], sent["return_token_ids"], sent["temperature"]) == (True, True, 1.0)
         assert sent["top_logprobs"] == more.get("top_logprobs", 0)
         assert (await bench.ask("/s/one/reward", {"reward": 0.5}))[0] == 200
         traces = tg.Traces.from_records(bench.records)
-        sequences = tg.align(traces, bench.stand_in.tokenizer)
+        sequences = tg.align(traces, bench.scripted.tokenizer)
         assert sequences.drift.rate == 0
-        _, _, ids = bench.stand_in.message(body)
+        _, _, ids = bench.scripted.message(body)
         assert sequences.ids[sequences.trainable].tolist() == ids
-        assert sequences.ids.tolist() == bench.stand_in.prompt_ids(body) + ids
+        assert sequences.ids.tolist() == bench.scripted.prompt_ids(body) + ids
         assert not np.isnan(sequences.rollout_logprobs[sequences.trainable]).any()
         assert (traces[0].id, traces[0].reward) == ("one", 0.5)
         assert "calls_without_ids" not in traces[0].metadata
@@ -134,9 +78,9 @@ def test_completions_pass_and_are_recorded(example, stream, more):
         assert trace.rewards["a"] == 1.0
         assert np.isnan(trace.rewards["b"])
         [generation] = trace.generations
-        ids = bench.stand_in.tokenizer.encode("2 × 20 = 40 €<|im_end|>").tolist()
+        ids = bench.scripted.tokenizer.encode("2 × 20 = 40 €<|im_end|>").tolist()
         assert generation.token_ids.tolist() == ids
-        assert generation.prompt_token_ids.tolist() == bench.stand_in.tokenizer.encode("2 × 20?").tolist()
+        assert generation.prompt_token_ids.tolist() == bench.scripted.tokenizer.encode("2 × 20?").tolist()
         np.testing.assert_allclose(generation.logprobs, [-0.25 - one / 4096 for one in ids], rtol=1e-6)
 
     driven(example)(test)
@@ -145,7 +89,7 @@ def test_completions_pass_and_are_recorded(example, stream, more):
 def test_a_completion_that_echoes_is_asked_as_it_came(example):
     async def test(bench):
         await bench.ask("/s/e/v1/completions", {"prompt": "2?", "echo": True})
-        assert bench.stand_in.seen[0] == {"prompt": "2?", "echo": True}
+        assert bench.scripted.seen[0] == {"prompt": "2?", "echo": True}
 
     driven(example)(test)
 
@@ -162,7 +106,7 @@ def test_responses_and_messages_pass_as_they_are_and_are_recorded(example, path,
         status, ours = await bench.ask(f"/s/three{path}", body)
         assert status == 200
         assert ours == await bench.plain(path, body)
-        assert bench.stand_in.seen[0] == body
+        assert bench.scripted.seen[0] == body
         await bench.ask("/s/three/reward", {"reward": 1})
         [trace] = tg.Traces.from_records(bench.records)
         assert trace.messages[-1]["content"] in (text, [{"type": "text", "text": text}])
@@ -185,10 +129,10 @@ def test_the_servers_key_and_model_are_ours(example):
     async def test(bench):
         for _ in range(2):
             await bench.ask("/s/one/v1/chat/completions", QUESTION)
-        assert [body["model"] for body in bench.stand_in.seen] == ["clerk-v1", "clerk-v2"]
+        assert [body["model"] for body in bench.scripted.seen] == ["clerk-v1", "clerk-v2"]
         assert {one["authorization"] for one in bench.served.headers} == {"Bearer upstream"}
         assert all(KEY not in str(one) for one in bench.served.headers)
-        assert [body["cache_salt"] for body in bench.stand_in.seen] == ["v7", "v7"]
+        assert [body["cache_salt"] for body in bench.scripted.seen] == ["v7", "v7"]
         await bench.ask("/s/one/reward", {"reward": 1})
         calls = bench.records[0]["calls"]
         assert [call["request"]["model"] for call in calls] == ["clerk-v1", "clerk-v2"]
@@ -310,7 +254,7 @@ def test_a_client_that_closes_early_leaves_what_came_and_the_server_is_dropped(e
         await bench.ask("/s/a/reward", {"reward": 0})
         [trace] = tg.Traces.from_records(bench.records)
         [generation] = trace.generations
-        ids = bench.stand_in.message(QUESTION)[2]
+        ids = bench.scripted.message(QUESTION)[2]
         count = len(generation.token_ids)
         assert 2 <= count < len(ids)
         assert generation.token_ids.tolist() == ids[:count]
@@ -336,11 +280,11 @@ def test_a_client_that_closes_before_a_whole_answer_drops_the_request(example):
 def broken(kind):
     def spoil(path, body, number):
         return {
-            "status": lambda: JSONResponse({"error": {"message": "too long"}}, 400),
-            "text": lambda: Response("<html>", media_type="text/html"),
-            "nothing": lambda: JSONResponse({"choices": []}),
-            "list": lambda: JSONResponse([]),
-            "large": lambda: Response(b"x" * 2_000_000, media_type="application/json"),
+            "status": lambda: compact({"error": {"message": "too long"}}, 400),
+            "text": lambda: web.Response(text="<html>", content_type="text/html"),
+            "nothing": lambda: compact({"choices": []}),
+            "list": lambda: compact([]),
+            "large": lambda: web.Response(body=b"x" * 2_000_000, content_type="application/json"),
         }[kind]()
 
     return spoil
@@ -387,11 +331,11 @@ def test_a_server_that_is_not_there_is_502(example):
 
 def test_every_choice_is_a_call(example):
     def two(path, body, number):
-        response = stand_in.respond(body)
+        response = scripted.respond(body)
         [choice] = response["choices"]
-        return JSONResponse({**response, "choices": [choice, {**choice, "index": 1}]})
+        return compact({**response, "choices": [choice, {**choice, "index": 1}]})
 
-    stand_in = StandIn(example, always("4"))
+    scripted = Scripted(example, always("4"))
 
     async def test(bench):
         await bench.ask("/s/a/v1/chat/completions", {**QUESTION, "n": 2})
@@ -401,97 +345,3 @@ def test_every_choice_is_a_call(example):
         assert traces.read_report.unused_choices == 0
 
     driven(example, spoil=two)(test)
-
-
-async def agent(task, policy):
-    """An agent that only has a base_url."""
-    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
-        messages = task["question"].messages()
-        while True:
-            answer = await client.chat.completions.create(model="any", messages=messages, tools=list(clerk.TOOLS))
-            message = answer.choices[0].message
-            assert answer.choices[0].logprobs is None
-            messages.append(message.model_dump(exclude_none=True))
-            if not message.tool_calls:
-                return clerk.check(task["question"], messages)
-            for call in message.tool_calls:
-                result = clerk.execute(task["question"], call.function.name, json.loads(call.function.arguments))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-
-
-def test_an_agent_that_only_has_a_base_url_is_played(example):
-    [prompt] = prompts(1, "price")
-
-    async def test(bench):
-        played = await play(agent, {"question": prompt}, chat=None, proxy=bench.proxy, id="t", group="g")
-        assert played.error is None
-        traces = tg.Traces.from_records([played.record])
-        sequences = tg.align(traces, bench.stand_in.tokenizer)
-        assert (traces[0].reward, sequences.drift.rate, len(traces[0].generations)) == (1.0, 0, 2)
-        assert [one["role"] for one in played.completion] == ["assistant", "tool", "assistant"]
-        assert bench.records == []
-
-    driven(example, script=good_clerk(prompt))(test)
-
-
-def test_a_limit_of_turns_holds_at_the_address_too(example):
-    async def chatty(task, policy):
-        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
-            while True:
-                await client.chat.completions.create(model="any", messages=QUESTION["messages"])
-
-    async def test(bench):
-        played = await play(chatty, "?", chat=None, proxy=bench.proxy, limits=Limits(turns=3, tokens=1000))
-        assert (played.ended, played.record["reward"], len(played.record["calls"])) == ("turns", None, 3)
-        assert "has had its 3 turns" in played.error
-        assert bench.stand_in.seen[0]["max_tokens"] == 1000
-
-    driven(example)(test)
-
-
-def test_a_reward_posted_to_the_address_counts_where_the_contract_gives_none(example):
-    async def posting(task, policy):
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {policy.key}"}) as client:
-            await (await client.post(f"{policy.base_url}/chat/completions", json=QUESTION)).read()
-            url = policy.base_url.removesuffix("/v1") + "/reward"
-            assert (await client.post(url, json={"rewards": {"right": 1}})).status == 200
-
-    async def test(bench):
-        played = await play(posting, "?", chat=None, proxy=bench.proxy)
-        assert played.record["rewards"] == {"right": 1.0}
-        assert bench.proxy._seats == {}
-
-    driven(example)(test)
-
-
-def test_without_sessions_of_clients_unknown_names_are_refused(example):
-    async def test(bench):
-        assert (await bench.ask("/s/a/v1/chat/completions", QUESTION))[0] == 404
-
-    driven(example, finished=None)(test)
-
-
-def test_it_listens_on_loopback_and_draws_a_key(example):
-    proxy = Proxy("http://127.0.0.1:9")
-    assert proxy._address[0] == "127.0.0.1"
-    assert len(proxy.key) >= 32
-    with pytest.raises(ArgumentError, match="fewer than 8"):
-        Proxy("http://127.0.0.1:9", key="secret")
-
-
-def test_sessions_are_spread_over_several_servers_and_stay(example):
-    async def main():
-        first, second = (Served(StandIn(example, always("4"))) for _ in range(2))
-        async with (
-            first,
-            second,
-            Servers([first.url, second.url], model="clerk") as servers,
-            Proxy(servers.where, key=KEY, finished=print) as proxy,
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client,
-        ):
-            for name in ("a", "b", "a", "b", "a"):
-                async with client.post(f"{proxy.url}/s/{name}/v1/chat/completions", json=QUESTION) as answer:
-                    assert answer.status == 200
-        return len(first.paths), len(second.paths)
-
-    assert asyncio.run(main()) == (3, 2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from stand_in import StandIn, always, good_clerk, prompts
+from stand_in import Scripted, always, good_clerk, prompts
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout import LimitReached, Limits, NoAnswer, Policy, Session
 from tracegrad.rollout.session import COMPLETIONS, known
@@ -119,7 +119,7 @@ def policy(stand_in, **limits):
 
 def test_a_conversation_of_tools_aligns_as_sampled_with_no_drift(example):
     [prompt] = [one for one in prompts(40, "order") if one.stock >= one.quantity][:1]
-    stand_in = StandIn(example, good_clerk(prompt))
+    stand_in = Scripted(example, good_clerk(prompt))
     import record as quickstart
     import task
 
@@ -150,7 +150,7 @@ def test_a_conversation_of_tools_aligns_as_sampled_with_no_drift(example):
 
 
 def test_limits_of_turns_and_tokens(example):
-    stand_in = StandIn(example, always("2 × 20 = 40 €"))
+    stand_in = Scripted(example, always("2 × 20 = 40 €"))
 
     async def talk(one, times):
         for _ in range(times):

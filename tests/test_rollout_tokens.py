@@ -9,11 +9,10 @@ import pytest
 
 import task as clerk
 import tracegrad as tg
-from stand_in import END, good_clerk, prompts
-from standin import StandIn
+from stand_in import END, StandIn, good_clerk, prompts
 from test_rollout_play import read, shop_tools
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online
+from tracegrad.online import Play
 from tracegrad.rollout import Limits, NoAnswer, one_turn, play, with_tools
 from tracegrad.rollout.server import Servers
 from tracegrad.rollout.tokens import DERENDER, GENERATE, Tokens, sampling_params
@@ -243,4 +242,4 @@ def test_limits_hold_on_the_road_of_tokens_too(policy, order):
 
 def test_a_run_that_asks_for_neither_road_is_refused():
     with pytest.raises(ArgumentError, match="ids"):
-        Online(ids="token")  # type: ignore[arg-type]
+        Play(ids="token")  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ OWN = {
     "direct, with a reference": (with_kl(presets.DAPO_DIRECT, 0.05), {}),
     "adapters": (with_kl(presets.DAPO_DIRECT, 0.05), {"train__lora_rank": 2}),
     "proximal": (presets.A3PO, {"train__updates_per_old": 2}),
-    "idle left out": (presets.DR_GRPO, {"train__updates_per_old": 1, "pack__leave_out": "idle"}),
+    "idle left out": (presets.DR_GRPO, {"train__updates_per_old": 1, "pack__skip_zero_weight": True}),
 }
 
 
@@ -84,7 +84,7 @@ def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(t
     run = Run(ours, objective, told(**changes), out=tmp_path / "own")
     rows = []
     for epoch in range(2):
-        for step in steps_of(traces, objective, epoch, skip_zero_advantage=run.config.pack.skip_idle):
+        for step in steps_of(traces, objective, epoch, skip_zero_advantage=run.config.pack.skip_zero_weight):
             version = 4 + run.taken if proximal else 4  # the newest recorded is 4
             run.step(step, version, rewards=traces.reward)
             rows.append(run.row())
@@ -127,7 +127,7 @@ def driven(run, traces, numbers):
 
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path, adapters):
-    told_so = told(train__lora_rank=adapters, train__updates_per_old=3, optimizer__warmup_steps=6)
+    told_so = told(train__lora_rank=adapters, train__updates_per_old=3, schedule__warmup_steps=6)
     whole = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "whole")
     rows = driven(whole, traces, range(8))
     cut = Run(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")

@@ -180,9 +180,9 @@ def unknown_argument(completions, missing):
     ("function", "kind", "told"),
     [
         (fails, "raised", "KeyError: 'lamp'"),
-        (hangs, "late", "longer than 0.6 s"),
-        (spins, "late", "longer than 0.6 s"),
-        (hangs_softly, "late", "longer than 0.6 s"),
+        (hangs, "late", "longer than 2 s"),
+        (spins, "late", "longer than 2 s"),
+        (hangs_softly, "late", "longer than 2 s"),
         (dies, "died", "exit status 7"),
         (leaves, "raised", "SystemExit: 3"),
         (too_few, "wrong", "1 rewards for 4"),
@@ -195,11 +195,11 @@ def unknown_argument(completions, missing):
 )
 def test_what_fails_is_nan_counted_and_located_and_the_others_are_kept(function, kind, told):
     async def main():
-        held = Rewards([correct, function], seconds=0.6)
+        held = Rewards([correct, function], seconds=2)
         try:
             started = time.monotonic()
             scored = await held.score(CHAT, ANSWERS, COLUMNS)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 20
             again = await held.score(CHAT, ANSWERS, COLUMNS)
             return scored, again, held
         finally:

@@ -108,7 +108,7 @@ def test_what_was_sampled_behind_a_picture_is_not_trained_by_a_decoder_alone(tmp
 
 def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tmp_path):
     said = []
-    changes = {"pack__leave_out": "repeats", "train__epochs": 1}
+    changes = {"pack__share_prefixes": True, "train__epochs": 1}
     how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": said.append}
     done = train(sampled(tiny_model(), groups=6), model_of("mpt"), **how)
     assert done.step == 1
@@ -119,7 +119,7 @@ def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tm
 def test_the_data_is_packed_once_for_the_first_epoch(tmp_path, monkeypatch):
     packed, whole = [], Feed._pack
     monkeypatch.setattr(Feed, "_pack", lambda self, *how, **more: packed.append(how) or whole(self, *how, **more))
-    changes = {"pack__leave_out": "repeats", "train__epochs": 2}
+    changes = {"pack__share_prefixes": True, "train__epochs": 2}
     how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": lambda _: None}
     train(sampled(tiny_model(), groups=12), tiny_model(attn_implementation="sdpa"), **how)
     assert len(packed) == 2  # one for each epoch

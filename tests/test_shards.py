@@ -186,6 +186,16 @@ def test_shards_are_joined_and_groups_of_one_name_are_one(tmp_path):
     assert both.extras["experts"].shape == (18, 2, 2)
 
 
+def test_a_folder_from_before_endings_were_kept_says_that_they_are_unknown(tmp_path):
+    known = replace(example(), ending=np.array([0, 1, 2], np.uint8))
+    known.save(tmp_path / "new")
+    assert Sequences.load(tmp_path / "new").ending.tolist() == [0, 1, 2]
+    arrays, _ = shards.read(tmp_path / "new" / "sequences.safetensors")
+    table = json.loads((tmp_path / "new" / "sequences.json").read_bytes().decode("utf-8", "surrogatepass"))
+    written_again(tmp_path / "new", {n: np.array(a) for n, a in arrays.items() if n != "ending"}, table)
+    assert Sequences.load(tmp_path / "new").ending.tolist() == [0, 0, 0]
+
+
 def test_loaded_sequences_are_packed_like_the_ones_in_memory(tmp_path):
     from tracegrad.batch import pack
 
@@ -215,6 +225,7 @@ def flags(values):
         ("turn", np.array([0] * 8 + [1], np.int32)),  # each trace has one generation
         ("turn", np.array([-2] + [0] * 8, np.int32)),
         ("ids", np.zeros(9, np.int64)),
+        ("ending", np.full(3, 3, np.uint8)),
         ("ids", np.array([-1] + [0] * 8, np.int32)),
         ("ids", np.int32(3)),
         ("cu_seqlens", np.array([0, 3, 2, 7, 9])),

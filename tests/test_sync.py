@@ -9,7 +9,7 @@ from aiohttp import web
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from standin import CHAT, StandIn, drop, hang
+from stand_in import CHAT, StandIn, drop, hang
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout.server import Servers
 from tracegrad.sync import Evicted, File, SyncError, vllm_arguments

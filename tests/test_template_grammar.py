@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import jinja2.defaults
 import pytest
 
+from peak import PEAK
 from test_template_work import LONG, MEASURED, METHODS, OPERANDS
 from tracegrad.errors import TemplateError
 from tracegrad.tokenizer import Template
@@ -178,7 +179,7 @@ class Renderer:
     """A process that renders one template after another, each in a child of its own."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-c", MEASURED]
+        command = [sys.executable, "-c", PEAK + MEASURED]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __call__(self, source: str) -> tuple[str, int, float, int]:

@@ -12,6 +12,8 @@ from typing import Any
 import jinja2.defaults
 import pytest
 
+from peak import PEAK
+
 # Renders each template of its input in a process of its own; writes CPU seconds, growth of peak memory in MiB, outcome.
 MEASURED = """
 import json, os, resource, sys
@@ -31,8 +33,8 @@ for source, messages, tools in map(json.loads, sys.stdin):
         print(repr(says), end=" ", flush=True)
         os._exit(0)
     _, status, usage = os.wait4(child, 0)
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(status, round(usage.ru_utime + usage.ru_stime, 3), max(usage.ru_maxrss - own, 0) // 1024, flush=True)
+    grown = max(usage.ru_maxrss / 1024 - peak(), 0)  # a fork begins with what its parent has now
+    print(status, round(usage.ru_utime + usage.ru_stime, 3), int(grown), flush=True)
 """
 
 LONG = "{% set a = '9' * 1000000 %}"
@@ -141,7 +143,9 @@ def measured(sources: list[str]) -> list[tuple[str, int, float, int]]:
 def measured_with(cases: list[tuple[str, Any, Any]]) -> list[tuple[str, int, float, int]]:
     """The same of sources with their messages and tools."""
     lines = "\n".join(map(json.dumps, cases))
-    run = subprocess.run([sys.executable, "-c", MEASURED], input=lines, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK + MEASURED], input=lines, capture_output=True, text=True, check=True
+    )
     rows = [("killed " + line).rsplit(" ", 3) for line in run.stdout.splitlines()]
     return [(says, int(status), float(seconds), int(mebibytes)) for says, status, seconds, mebibytes in rows]
 

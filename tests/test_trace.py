@@ -352,8 +352,8 @@ def test_batches_and_chunks_change_nothing(tmp_path_factory, kinds, batch, chunk
 
 
 def examples_of(page):
-    """The JSON objects in the indented blocks of a page."""
-    blocks = re.findall(r"(?:^    [ {].*\n)+", page, re.MULTILINE)
+    """The JSON objects in the fenced blocks of a page."""
+    blocks = re.findall(r"^```json\n(.*?)^```", page, flags=re.M | re.S)
     for block in (text.strip() for text in blocks if text.strip().startswith("{")):
         start = 0
         while start < len(block):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
+from tracegrad.learner.value import held_out
 from tracegrad.sequence import Sequences
 
 VOCABULARY = 48
@@ -49,3 +51,10 @@ def sampled(model: Any, groups: int = 24, size: int = 4, seed: int = 0) -> Seque
         group=np.repeat(np.arange(groups), size),
         rewards=np.array([(row[PROMPT:] < 24).mean() for row, _ in rows], np.float32),
     )
+
+
+def spoilt(share: float = 0.3) -> Sequences:
+    """Traces of which the held-out ones are rewarded the other way: what trains the others spoils these."""
+    found = sampled(tiny_model())
+    held = held_out(found.group, share, 0)[:, None]
+    return replace(found, rewards=np.where(held, 1 - found.rewards, found.rewards))

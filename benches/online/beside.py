@@ -29,7 +29,7 @@ from typing import Any
 import machine
 import online
 import tracegrad as tg
-from tracegrad.online import Online, ledger, loop
+from tracegrad.online import Online, Play, ledger, loop
 from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.signal import Signal
 from tracegrad.rollout.session import Call, Session
@@ -107,7 +107,7 @@ def _stand_in(pipe: Any) -> None:
 def served(python: str | None, out: Path) -> Iterator[str]:
     """URL of a server, vLLM's or the stand-in's."""
     if python:
-        with started(python, out, alone=True) as server:
+        with started(python, out) as server:
             yield server.url
         return
     ours, theirs = multiprocessing.Pipe()
@@ -136,7 +136,7 @@ class Watch:
 
     def clocks(self) -> tuple[float, float]:
         """CPU seconds of the collector's thread and of the process."""
-        [thread] = [each for each in threading.enumerate() if each.name == "tracegrad-collector"]
+        [thread] = [each for each in threading.enumerate() if each.name == "tracegrad-servers"]
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)), time.process_time()
 
     def close(self) -> None:
@@ -165,7 +165,8 @@ def main() -> None:
             environment=online.Shop,
             objective=tg.presets.DAPO_DIRECT,
             config=config,
-            online=Online(steps=options.steps, max_lag=0, refill=1, max_tokens=64, turns=4),
+            online=Online(steps=options.steps, max_lag=0, refill=1),
+            play=Play(max_tokens=64, turns=4),
             servers=[url],
             out=Path(name) / "run",
             sinks=[watch],

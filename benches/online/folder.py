@@ -3,9 +3,11 @@
     python benches/online/folder.py --out benches/results/online.json
 
 The folder's road is the loop's: `Follower`, then for each step of 16 groups concatenate, align, advantages, pack. The
-file's is a user's: `tracegrad.read` of the whole JSONL (plain, and compressed as one frame), align, advantages, pack
-into steps of as many groups. Rates are tokens of packed rows, prompts among them, by CPU seconds; the fastest of some
-rounds, taken in turns. The records are those of the example with ids recorded, `--copies` times, or of a run's folder.
+file's is a user's: `tracegrad.read` of the whole JSONL (plain, and compressed as the zstd command does: one frame with
+a checksum, as each of the folder's has), align, advantages, pack into steps of as many groups. Rates are tokens of
+packed rows, prompts among them, by CPU seconds; the fastest of some rounds, taken in turns. The records are those of
+the example with ids recorded, `--copies` times, or of a run's folder. `--instructions` counts what each road executes
+instead, by valgrind: a second round less the first. That figure does not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 
 import argparse
 import json
+import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -31,6 +36,7 @@ import tracegrad as tg
 from tracegrad.online.frames import Follower, Writer
 
 COMMAND = "python benches/online/folder.py --out benches/results/online.json"
+COUNTED = "python benches/online/folder.py --instructions --copies 2 --out benches/results/online.json"
 SAMPLES, GROUPS = 8, 16
 
 
@@ -85,6 +91,44 @@ def measured(roads: dict[str, Callable[[], int]], rounds: int) -> dict[str, floa
     return {name: tokens[name] / seconds for name, seconds in best.items()}
 
 
+def roads_of(folder: Path, tokenizer: tg.Tokenizer) -> dict[str, Callable[[], int]]:
+    """Each road by name."""
+    return {
+        "folder": lambda: by_folder(folder / "played", tokenizer),
+        "file": lambda: step_of(tg.read(folder / "all.jsonl"), tokenizer),
+        "file, zstd": lambda: step_of(tg.read(folder / "all.jsonl.zst"), tokenizer),
+    }
+
+
+def instructions(road: str, folder: Path, model: Path) -> int:
+    """That a road executes."""
+
+    def spent(rounds: int) -> int:
+        call = f"import folder; folder.again({road!r}, {str(folder)!r}, {str(model)!r}, {rounds})"
+        told = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        ran = subprocess.run(
+            [*told, sys.executable, "-c", call],
+            cwd=Path(__file__).parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = re.search(r"I\s+refs:\s+([\d,]+)", ran.stderr)
+        assert found, ran.stderr[-500:]
+        return int(found[1].replace(",", ""))
+
+    return spent(2) - spent(1)
+
+
+def again(road: str, folder: str, model: str, rounds: int) -> None:
+    """A road some times, in a process of its own."""
+    work = roads_of(Path(folder), tg.Tokenizer.from_pretrained(model))[road]
+    for _ in range(rounds):
+        work()
+
+
 def main() -> None:
     """Prints and writes the figures."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -92,6 +136,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=machine.MODEL)
     parser.add_argument("--copies", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--instructions", action="store_true", help="count them by valgrind instead of CPU seconds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     groups = played(options.run) if options.run else example(options.copies)
@@ -103,16 +148,21 @@ def main() -> None:
                 writer.write(group)
         lines = [json.dumps(record, ensure_ascii=False, separators=(",", ":")) for group in groups for record in group]
         plain.write_text("\n".join(lines) + "\n")
-        packed.write_bytes(zstandard.ZstdCompressor(level=1).compress(plain.read_bytes()))
-        rates = measured(
-            {
-                "folder": lambda: by_folder(folder, tokenizer),
-                "file": lambda: step_of(tg.read(plain), tokenizer),
-                "file, zstd": lambda: step_of(tg.read(packed), tokenizer),
-            },
-            options.rounds,
-        )
+        packed.write_bytes(zstandard.ZstdCompressor(level=1, write_checksum=True).compress(plain.read_bytes()))
+        roads = roads_of(Path(name), tokenizer)
+        if options.instructions:
+            counts = {road: instructions(road, Path(name), options.model) for road in roads}
+        else:
+            rates = measured(roads, options.rounds)
         size = plain.stat().st_size
+    if options.instructions:
+        told = {road: counts[road] / counts["folder"] for road in roads}
+        print(", ".join(f"{road} {count / 1e6:.1f} M" for road, count in counts.items()))
+        print(f"folder over file: {told['file']:.3f}, over file, zstd: {told['file, zstd']:.3f}")
+        about = {"counts": counts, "ratio": told["file, zstd"], "ratio_plain": told["file"], "must": 1.0}
+        about |= {"unit": "instructions", "groups": len(groups), "bytes": size}
+        machine.keep(options.out, [machine.row("recorded calls to Step, instructions", COUNTED, **about)])
+        return
     for name, rate in rates.items():
         print(f"{name:10} {rate / 1e6:.2f} Mtok/s of a core")
     rows = []

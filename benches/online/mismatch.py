@@ -4,10 +4,11 @@
 
 FlashRL's case, coarser than its int8: every linear layer of the blocks is rounded to nearest, symmetric, one scale for
 each output channel, before each step's playing; trainer and evaluation stay float32. The clerk is played by
-transformers with the rounded copy, its logprobs recorded as a server gives them. Two arms:
+transformers with the rounded copy, its logprobs recorded as a server gives them. Three arms:
 
 - corrected: `presets.DAPO`, whose weight is min(old/rollout, 2) at each token, truncated importance sampling;
-- uncorrected: the same without that weight, the rollout taken as if the trained policy had sampled it.
+- uncorrected: the same without that weight, the rollout taken as if the trained policy had sampled it;
+- by trace: the same with one weight for a whole trace, min(product of old/rollout over its tokens, 2).
 
 Success is of the policy that is trained, one sample of fresh prompts at temperature 1. There is no server and so no
 proof, which would stop such a run at its first step.
@@ -32,10 +33,16 @@ import rollout
 import task
 import tracegrad as tg
 from tracegrad import learner, presets
+from tracegrad.algebra import Clamp, Level, Ratio, Weight
 from tracegrad.config import Config, Optimizer
 
 COMMAND = "python benches/online/mismatch.py --bits 3 --seeds 3 --out benches/results/online.json"
-ARMS = {"corrected": presets.DAPO, "uncorrected": replace(presets.DAPO, weights=())}
+BY_TRACE = Weight(Ratio("old", "rollout"), Level("trace", "sum"), Clamp(0.0, 2.0))
+ARMS = {
+    "corrected": presets.DAPO,
+    "uncorrected": replace(presets.DAPO, weights=()),
+    "by trace": replace(presets.DAPO, weights=(BY_TRACE,)),
+}
 
 
 @torch.no_grad()

@@ -1,83 +1,121 @@
-"""The clerk trained by `tracegrad.online.train` against a vLLM server on this CPU. An arm of `peer.py`.
+"""The clerk trained by `tracegrad.online.train` with vLLM on this CPU. An arm of `peer.py`.
 
-CPU seconds of the server are counted from the first push on: its start is no part of a run.
+With --vllm-python against a server, else with `vllm.LLM` in this process, which is then vLLM's interpreter. CPU seconds
+are counted from the call of `train` on: the start of vLLM is no part of a run, and told by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import machine
 import online
 import tracegrad as tg
-from tracegrad.online import Online
+from tracegrad.online import Online, Play
+from tracegrad.rollout import engine
 from tracegrad.rollout.launch import flags, launch
 
 
-def started(python: str, out: Path, alone: bool = False) -> Any:
-    """A vLLM server on the example's model, as `online.train` starts one.
-
-    Args:
-        alone: the engine computes in its own process, and does not wait in a busy loop for a worker.
-    """
+def started(python: str, out: Path) -> Any:
+    """A vLLM server on the example's model, as `make online` starts one."""
     told, environment = tg.sync.vllm_arguments("file", beside=out / "package")
-    more = {"distributed_executor_backend": "uni"} if alone else {}
-    arguments = [*told, *flags({"generation_config": "vllm", **online.ENGINE, **more})]
-    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {}
+    arguments = [*told, *flags({"generation_config": "vllm", **online.ENGINE})]
+    environment |= online.ENVIRONMENT
     return launch(
         python, machine.MODEL, name="policy", arguments=arguments, environment=environment, log=out / "server.log"
     )
+
+
+@dataclass(frozen=True)
+class Player:
+    """What plays: arguments of `train` that say so, and the server's process where there is one."""
+
+    told: dict[str, Any]
+    pid: int | None = None
+
+    def seconds(self) -> float:
+        """CPU seconds beside this process's own."""
+        return machine.seconds_of(self.pid) if self.pid else 0.0
+
+
+@contextmanager
+def inside() -> Iterator[Player]:
+    """`vllm.LLM` in this process, one engine for all runs."""
+    os.environ.update(online.ENVIRONMENT)
+    told = {"generation_config": "vllm", **online.ENGINE}
+    made = engine.Engine(machine.MODEL, {**tg.sync.engine_arguments("file"), **told})
+    close, made.close = made.close, lambda: None
+    engine.Engine = lambda *_: made
+    yield Player({"servers": "in-process", "engine": told})
+    close()
+
+
+@contextmanager
+def beside(python: str, out: Path) -> Iterator[Player]:
+    """A server."""
+    with started(python, out) as server:
+        yield Player({"servers": [server.url]}, server.process.pid)
 
 
 def main() -> None:
     """Trains, and writes CPU seconds and the model."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vllm-python", required=True)
+    parser.add_argument("--vllm-python", help="starts a server; default vLLM in this process")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--seeds", type=int, default=1, help="as many runs against one server, each from the beginning")
-    parser.add_argument("--alone", action="store_true", help="vLLM without a worker process")
+    parser.add_argument("--seeds", type=int, default=1, help="as many runs against one vLLM, each from the beginning")
     parser.add_argument("--lr", type=float, default=4e-4)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     import torch
 
     torch.set_num_threads(1)
-    with started(options.vllm_python, options.out, options.alone) as server:
+    began = time.process_time()
+    with beside(options.vllm_python, options.out) if options.vllm_python else inside() as player:
+        start = player.seconds() + (0.0 if player.pid else time.process_time() - began)
         for seed in range(options.seeds):
             out = options.out / f"{seed}"
-            found = run(server, out, seed, options)
+            found = {**run(player, out, seed, options), "start_s": start}
             (out / "found.json").write_text(json.dumps(found))
             print(found, flush=True)
+    if not options.vllm_python:
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's threads may not end
 
 
-def run(server: Any, out: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def run(player: Player, out: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One run: CPU seconds of both processes, and the rewards of its steps."""
     config = tg.config.Config(
         train=tg.config.Train(seed=seed),
         optimizer=tg.config.Optimizer(lr=options.lr),
         advantage=tg.config.Advantage(scale="std"),
+        pack=tg.config.Pack(token_budget=2048, share_prefixes=True, skip_zero_weight=True),
     )
-    play = Online(steps=options.steps, max_lag=0, refill=1, max_tokens=64, turns=4)
-    served, cpu, wall = machine.seconds_of(server.process.pid), time.process_time(), time.perf_counter()
+    how = Online(steps=options.steps, max_lag=0, refill=1)
+    served, cpu, wall = player.seconds(), time.process_time(), time.perf_counter()
     finished = tg.online.train(
         machine.MODEL,
         online.tasks("traces", seed),
         environment=online.Shop,
         objective=tg.presets.DAPO_DIRECT,
         config=config,
-        online=play,
-        servers=[server.url],
+        online=how,
+        play=Play(max_tokens=64, turns=4),
         out=out,
+        **player.told,
     )
     return {
         "trainer_s": time.process_time() - cpu,
-        "server_s": machine.seconds_of(server.process.pid) - served,
+        "server_s": player.seconds() - served,
         "wall_s": time.perf_counter() - wall,
         "rewards": [row["reward"] for row in finished.rows],
         "checkpoint": str(finished.checkpoint),

@@ -16,8 +16,9 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,11 +137,8 @@ def jobs(seeds: int) -> Iterator[tuple[int, Situation]]:
     return itertools.product(range(seeds), SITUATIONS)
 
 
-def run(here: Situation, seed: int, options: argparse.Namespace, done: set[str], say: Callable[[dict], None]) -> None:
-    """Records one situation and trains every preset on it that is not done."""
-    tries = {name: each for name, each in here.tries.items() if key(here, name, seed) not in done}
-    if not tries:
-        return
+def made(here: Situation, seed: int, options: argparse.Namespace) -> tuple[torch.nn.Module, Any, tg.Sequences]:
+    """The policy to train, its tokenizer, and the recording."""
     model, tokenizer = rollout.load(options.model)
     recorder = quantised(model, here.bits) if here.bits else model
     with tempfile.TemporaryDirectory() as folder:
@@ -148,6 +146,38 @@ def run(here: Situation, seed: int, options: argparse.Namespace, done: set[str],
         if here.stale:
             ahead = record(model, tokenizer, SITUATIONS[0], 4 * here.stale, 500 + seed, Path(folder, "ahead.jsonl"))
             model = trained(model, ahead, tg.presets.DAPO, configure(options, seed, epochs=1))
+    return model, tokenizer, sequences
+
+
+def look(here: Situation, seed: int, options: argparse.Namespace) -> dict:
+    """What `recipes.for_data` measures on a recording, and recommends."""
+    model, _, sequences = made(here, seed, options)
+    [step] = tg.pack(sequences, np.zeros(sequences.traces, np.float32), token_budget=8192)
+    old = np.full(sequences.tokens, np.nan)
+    old[step.origin] = step.with_logprobs(old=measure(model, step.batches)).old_logprobs
+    found = tg.recipes.for_data(sequences, old)
+    advice = found.name + (f", missing {found.recipe.missing}" if found.recipe.missing else "")
+    return {"situation": here.name, "seed": seed, "advice": advice, **asdict(found.measured)}
+
+
+def seen(rows: list[dict]) -> str:
+    """The table of what was measured on each recording."""
+    lines = ["| recording | missing | KL(rollout&#124;&#124;old) | outside [0.5, 2] | ESS | recommended |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in rows:
+        figures = "| not known " * 3
+        if row["kl"] is not None:
+            figures = f"| {round(row['kl'], 4) + 0.0:.4f} | {row['outside']:.2%} | {row['ess']:.3f} "
+        lines.append(f"| {row['situation']} | {row['missing']:.0%} {figures}| {row['advice']} |")
+    return "\n".join(lines)
+
+
+def run(here: Situation, seed: int, options: argparse.Namespace, done: set[str], say: Callable[[dict], None]) -> None:
+    """Records one situation and trains every preset on it that is not done."""
+    tries = {name: each for name, each in here.tries.items() if key(here, name, seed) not in done}
+    if not tries:
+        return
+    model, tokenizer, sequences = made(here, seed, options)
     before = rollout.success(model, tokenizer, options.prompts, seed)[0]
     for name, objective in tries.items():
         began = time.perf_counter()
@@ -198,19 +228,23 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=512)
     options = parser.parse_args()
-    rows = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
+    kept = json.loads(options.out.read_text()) if options.out.exists() else {}
+    rows, looks = kept.get("runs", []), kept.get("measured", [])
     done = {f"{row['situation']}/{row['preset']}/{row['seed']}" for row in rows}
     told = {name: getattr(options, name) for name in ("groups", "epochs", "prompts")}
 
-    def say(row: dict) -> None:
-        rows.append(row)
+    def say(row: dict, among: list[dict] = rows) -> None:
+        among.append(row)
         print(json.dumps(row), flush=True)
-        options.out.write_text(json.dumps({"settings": told, "runs": rows}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"settings": told, "runs": rows, "measured": looks}, indent=1) + "\n")
 
+    for here in SITUATIONS:
+        if here.name not in {row["situation"] for row in looks}:
+            say(look(here, 0, options), looks)
     for seed, here in jobs(options.seeds):
         run(here, seed, options, done, say)
     if options.page is not None:
-        options.page.write_text(page(rows, told), encoding="utf-8")
+        options.page.write_text(page(rows, {**told, "seen": seen(looks)}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 import tracegrad as tg
 from tracegrad.integrations import verl
 
-OBJECTIVE = tg.presets.VERL_DECOUPLED_K3_RS_TOKEN_TIS
+OBJECTIVE = tg.recipes.find("VERL_DECOUPLED_K3_RS_TOKEN_TIS").objective
 
 
 def rows_of(values, data, rows, fill):

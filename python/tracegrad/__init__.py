@@ -19,20 +19,35 @@ from tracegrad.batch import Batch, Step, pack
 from tracegrad.conversation import Conversation
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
+from tracegrad.inputs import Map, read, stream
 from tracegrad.sequence import Drift, Sequences, align
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Trace, Traces, read, stream, strip_logprobs, write
+from tracegrad.trace import Trace, Traces, strip_logprobs, write
 
 if TYPE_CHECKING:
-    from tracegrad import doctor, learner, objective, online, policy, report, rollout, score
+    from tracegrad import config, doctor, learner, objective, online, policy, recipes, report, rollout, score, sync
+    from tracegrad.training import train
 
-_ON_USE = ("doctor", "learner", "objective", "online", "policy", "report", "rollout", "score")
+_ON_USE = (
+    "config",
+    "doctor",
+    "learner",
+    "objective",
+    "online",
+    "policy",
+    "recipes",
+    "report",
+    "rollout",
+    "score",
+    "sync",
+)
 
 __all__ = [
     "Batch",
     "Conversation",
     "Corrected",
     "Drift",
+    "Map",
     "Sequences",
     "Step",
     "Tokenizer",
@@ -42,6 +57,7 @@ __all__ = [
     "__version__",
     "advantage",
     "align",
+    "config",
     "correct",
     "doctor",
     "learner",
@@ -51,16 +67,25 @@ __all__ = [
     "policy",
     "presets",
     "read",
+    "recipes",
     "report",
     "rollout",
     "score",
     "stream",
     "strip_logprobs",
+    "sync",
+    "train",
     "write",
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
+    if name == "train":
+        return import_module("tracegrad.training").train
     if name in _ON_USE:
         return import_module(f"tracegrad.{name}")
     raise AttributeError(f"module 'tracegrad' has no attribute {name!r}")

@@ -30,7 +30,13 @@ _TOKENS = {
     "tier": np.uint8,
     "inv_temperature": np.float32,
 }
-_TRACES = {"group": np.int32, "rewards": np.float32, "logprob_kind": np.uint8, "temperature": np.float32}
+_TRACES = {
+    "group": np.int32,
+    "rewards": np.float32,
+    "logprob_kind": np.uint8,
+    "temperature": np.float32,
+    "ending": np.uint8,
+}
 OFFSETS = {"cu_seqlens": np.int64, "cu_turns": np.int64}
 COLUMNS: dict[str, Any] = {**_TOKENS, **_TRACES, **OFFSETS, "trace": np.int32, "turn_rewards": np.float32}
 
@@ -96,7 +102,7 @@ def _wrong_value(columns: Mapping[str, Array]) -> str:
     tier = columns["tier"]
     if columns["trainable"].size and columns["trainable"].view(np.uint8).max() > 1:
         return "trainable has bytes other than 0 and 1."
-    for name, low, high in (("ids", 0, None), ("source", 0, 2), ("logprob_kind", 0, 2)):
+    for name, low, high in (("ids", 0, None), ("source", 0, 2), ("logprob_kind", 0, 2), ("ending", 0, 2)):
         if not _within(columns[name], low, high):
             return f"{name} has values below {low}{'' if high is None else f' or above {high}'}."
     if np.any((tier > 6) & (tier != 255)):

@@ -10,21 +10,25 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tracegrad import _core, manifest, store
-from tracegrad.config import Data
+import numpy as np
+
+from tracegrad import _core, inputs, manifest, store
+from tracegrad.codes import GUESSED, TIER_TEXT
+from tracegrad.config import Data, Map
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.inputs import candidates
+from tracegrad.inputs.places import expand
 from tracegrad.metrics import Stopwatch
-from tracegrad.sequence import GUESSED, TIER_TEXT, Sequences, align
+from tracegrad.sequence import Sequences, align
 from tracegrad.shards import flush, read_text, write_bytes
-from tracegrad.tables import ParquetStream, is_parquet
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import ReadReport, Traces, TraceStream, stream, write
+from tracegrad.trace import ReadReport, Traces, write
 
 SHARD_BYTES = 256 << 20
 """Bytes of records after which a shard ends with its group."""
@@ -40,8 +44,9 @@ class Account:
     """What was read and how exactly it aligned, added up over shards.
 
     Args:
-        source: the file as the user named it.
-        read: counts of the reader.
+        source: the inputs as the user named them, and `named`, each.
+        read: counts of the reader, and `mapped`, what was mapped, joined and converted.
+        found: where no reward or group is known, what the records seem to hold, as flags to type.
         traces, groups, branches, tokens, terms: of the aligned sequences.
         tiers: name to sampled tokens, trainable ones and generations.
         drift: reason to findings, traces and tokens concerned.
@@ -51,7 +56,10 @@ class Account:
     """
 
     source: str
+    named: list[str] = field(default_factory=list)
     read: ReadReport = field(default_factory=ReadReport)
+    mapped: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)
     traces: int = 0
     branches: int = 0
     tokens: int = 0
@@ -63,11 +71,17 @@ class Account:
     template: dict[str, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     group_names: set[str] = field(default_factory=set)
+    rewarded: bool = False
 
     @property
     def groups(self) -> int:
         """Distinct groups."""
         return len(self.group_names)
+
+    @property
+    def lone(self) -> bool:
+        """Whether no two traces share a group."""
+        return self.traces > 1 and self.groups == self.traces
 
     def add(self, sequences: Sequences) -> None:
         """Counts one shard."""
@@ -79,8 +93,16 @@ class Account:
         self.exact += sequences.drift.exact
         self.errors += sequences.drift.errors
         self.group_names.update(sequences.group_names)
+        self.rewarded |= bool(np.isfinite(sequences.rewards).any())
         _add(self.tiers, sequences.tiers())
         _add(self.drift, sequences.drift.table())
+
+    def look(self, named: list[str], told: Map) -> None:
+        """Looks for what may be meant, where no trace has a reward or every group is of one trace."""
+        missing = ["reward"] * (not self.rewarded) + ["group"] * (self.lone and not told.group)
+        if missing:
+            found = candidates.find(named, told)
+            self.found = found.lines([*missing, *(["session"] if not told.session else [])])
 
     def probe(self, tokenizer: Tokenizer) -> None:
         """Keeps what the tokenizer's chat template does to a conversation."""
@@ -91,7 +113,14 @@ class Account:
         """What drift.json holds."""
         counts = {name: getattr(self, name) for name in ("source", "traces", "groups", "branches", "tokens", "terms")}
         found = {"tiers": self.tiers, "recorded": self.recorded, "exact": self.exact, "drift": self.drift}
-        return {**counts, **found, "errors": self.errors, "template": self.template, "read": asdict(self.read)}
+        return {
+            **counts,
+            **found,
+            "errors": self.errors,
+            "template": self.template,
+            "read": asdict(self.read),
+            "mapped": self.mapped,
+        }
 
     def lines(self) -> list[str]:
         """The account for a terminal."""
@@ -99,6 +128,8 @@ class Account:
         out = [
             f"read     {self.traces:,} traces in {self.groups:,} groups from {self.source}{bad}",
             *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
+            *self.mapped,
+            *self.found,
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
         ]
         if self.errors:
@@ -106,7 +137,7 @@ class Account:
         out += [f"template {warning}" for warning in self.template.get("warnings", ())]
         out += _table("tier", ("tokens", "trainable", "generations"), self.tiers, TIER_TEXT)
         out += self._guessed()
-        if self.recorded:
+        if self.recorded and self.tiers.keys() - {"T6"}:
             share = 1 - self.exact / self.recorded
             out.append(f"drift    {share:.3%} of {self.recorded:,} recorded tokens are without an exact id and logprob")
         out += _table("reason", ("findings", "traces", "tokens"), self.drift, {})
@@ -127,45 +158,85 @@ class Account:
         ]
 
 
-def load(source: str, model: Path, data: Data, out: Path, watch: Stopwatch) -> tuple[Sequences, Account]:
-    """Reads and aligns a whole file, or takes what `prepare` has written.
+Sources = str | Sequence[str]
+Say = Callable[[inputs.Progress], None]
+
+
+def load(
+    source: Sources,
+    model: Path,
+    data: Data,
+    out: Path,
+    watch: Stopwatch,
+    *,
+    map: Map | None = None,
+    progress: Say | None = None,
+) -> tuple[Sequences, Account]:
+    """Reads and aligns all inputs, or takes what `prepare` has written.
 
     Args:
-        source: file, "-" for standard input, or a folder of shards.
+        source: what `tracegrad.read` takes as names, one or several, or a folder of shards.
         model: folder with tokenizer.json and chat template.
         data: options of reading and aligning.
         out: where quarantined records go.
         watch: takes the seconds of "read" and "align".
+        map: where the records hold what a trace needs.
+        progress: called with how far reading is.
 
     Raises:
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error; for a
             folder that is not whole or was changed.
         ArgumentError: for an option of aligning where a folder of shards is given.
     """
-    account = Account(source)
-    if Path(source).is_dir():
-        _check_prepared(source, data)
+    named = _names(source)
+    account = Account(_said(named), named)
+    if len(named) == 1 and is_prepared(Path(named[0])):
+        _check_prepared(named[0], data, map or Map())
         with watch("read"):
-            sequences = Sequences.load(source, verify=True)
+            sequences = Sequences.load(named[0], verify=True)
         account.add(sequences)
         return sequences, account
     tokenizer = Tokenizer.from_pretrained(model)
     with watch("read"):
-        traces = _open(source, data, out)
+        traces = _open(named, data, map, out, progress=progress)
         whole = Traces.concatenate(traces)
     with watch("align"):
         sequences = _aligned(whole, tokenizer, data, out, 0)
     account.add(sequences)
-    account.read = traces.read_report
+    account.read, account.mapped = traces.read_report, traces.lines()
+    account.look(named, map or Map())
     account.probe(tokenizer)
     return sequences, account
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder holds shards, or one: whole or not."""
+    return folder.is_dir() and ((folder / manifest.NAME).exists() or (folder / PLAN).exists() or _holds_shards(folder))
+
+
+def _holds_shards(folder: Path) -> bool:
+    return any(folder.glob("shard-*")) or (folder / "sequences.json").exists()
+
+
+def _names(source: Sources) -> list[str]:
+    return [source] if isinstance(source, str) else list(source)
+
+
+def _said(named: list[str]) -> str:
+    more = f" and {len(named) - 3:,} more" if len(named) > 3 else ""
+    return ", ".join(named[:3]) + more
 
 
 _OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
 
 
-def _check_prepared(source: str, data: Data) -> None:
+def _check_prepared(source: str, data: Data, map: Map) -> None:
     default = Data()
+    if map.told():
+        raise ArgumentError(
+            f"map.{next(iter(map.told()))} has no effect on {source}, which is read already. It is of prepare. "
+            "Leave it out, or give the file of traces."
+        )
     for name in _OF_ALIGNING:
         if getattr(data, name) != getattr(default, name):
             raise ArgumentError(
@@ -175,7 +246,15 @@ def _check_prepared(source: str, data: Data) -> None:
 
 
 def prepare(
-    source: str, model: Path, data: Data, out: Path, *, shard_traces: int = 4096, resume: bool = False
+    source: Sources,
+    model: Path,
+    data: Data,
+    out: Path,
+    *,
+    shard_traces: int = 4096,
+    resume: bool = False,
+    map: Map | None = None,
+    progress: Say | None = None,
 ) -> Account:
     """Aligns a file of any size into `out/shard-NNNNN`, in bounded memory, with `out/drift.json` and a manifest last.
 
@@ -183,7 +262,7 @@ def prepare(
     keeps its name in `group_names`; its number is the shard's own.
 
     Args:
-        source, model, data: as `load`.
+        source, model, data, map, progress: as `load`.
         out: folder of the shards; made if it is not there.
         shard_traces: a shard ends with the group with which it has so many traces, or `SHARD_BYTES` of records.
         resume: keep the shards that are whole, by their checksums, and write the others: the same bytes as at once.
@@ -193,19 +272,21 @@ def prepare(
             or if another process is writing there.
     """
     tokenizer = Tokenizer.from_pretrained(model)
-    account = Account(source)
+    named = _names(source)
+    account = Account(_said(named), named)
     account.probe(tokenizer)
-    plan = _plan(source, model, data, shard_traces)
+    plan = _plan(named, model, data, map or Map(), shard_traces)
     _make(out)
     with manifest.lock(out):
         _begin(out, plan, resume)
-        traces = _open(source, data, out, min(shard_traces, 1024))
+        traces = _open(named, data, map, out, batch=min(shard_traces, 1024), progress=progress)
         for index, part in enumerate(shards_of(traces, shard_traces)):
             shard = out / manifest.shard_name(index)
             if not _is_whole(shard, part):
                 _write_shard(shard, _aligned(part, tokenizer, data, out, index))
             account.add(Sequences.load(shard))
-        account.read = traces.read_report
+        account.read, account.mapped = traces.read_report, traces.lines()
+        account.look(named, map or Map())
         write_json(out / _ACCOUNT, account.as_dict())
         manifest.seal(out)
     return account
@@ -272,17 +353,18 @@ def _check_plan(path: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def _plan(source: str, model: Path, data: Data, shard_traces: int) -> dict[str, Any]:
+def _plan(named: list[str], model: Path, data: Data, map: Map, shard_traces: int) -> dict[str, Any]:
     """What the bytes of the shards follow from."""
-    if source == "-":
-        what: dict[str, Any] = {"source": source}
-    else:
-        try:
-            found = os.stat(source)
-            what = {"source": source, "source_bytes": found.st_size, "source_mtime_ns": found.st_mtime_ns}
-        except OSError as error:
-            raise TracegradError(f"{source}: {error.strerror}. Nothing is read. Check the path.") from error
+    what: dict[str, Any] = {"source": named[0] if len(named) == 1 else named}
+    if named != ["-"]:
+        found = expand(named)
+        if missing := [place.path for place in found if place.kind == "file" and not os.path.exists(place.path)]:
+            raise TracegradError(f"{missing[0]}: No such file or directory. Nothing is read. Check the path.")
+        sizes, times = [place.size for place in found], [place.modified for place in found]
+        what |= {"source_bytes": sizes[0], "source_mtime_ns": times[0]} if len(found) == 1 else {}
+        what |= {"source_bytes": sizes, "source_mtime_ns": times} if len(found) > 1 else {}
     told = {f"data.{name}": getattr(data, name) for name in _OF_ALIGNING}
+    told |= {f"map.{name}": path for name, path in map.told().items()}
     return {**what, "tokenizer": _checksum(model), "shard_traces": shard_traces, **told, "version": _core.__version__}
 
 
@@ -336,14 +418,21 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, [(json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")])
 
 
-def _open(source: str, data: Data, out: Path, batch: int = 1024) -> TraceStream | ParquetStream:
-    if is_parquet(source):
-        return ParquetStream(source, batch=batch, on_error=data.on_error)
+def _open(
+    named: list[str],
+    data: Data,
+    map: Map | None,
+    out: Path,
+    *,
+    batch: int = 1024,
+    progress: Say | None = None,
+) -> inputs.InputStream:
     aside = None
     if data.on_error == "quarantine":
         _make(out)
-        aside = out / ("stdin" if source == "-" else Path(source).name)
-    return stream(source, batch=batch, on_error=data.on_error, quarantine=aside)
+        aside = out / ("stdin" if named == ["-"] else Path(named[0].rstrip("/")).name)
+    told = {"map": map, "batch": batch, "on_error": data.on_error, "quarantine": aside, "progress": progress}
+    return inputs.stream(named, **told)
 
 
 def _aligned(traces: Traces, tokenizer: Tokenizer, data: Data, out: Path, shard: int) -> Sequences:

@@ -22,7 +22,7 @@ class Recovered:
 
     Args:
         ids: [S] int32, -1 where the record does not determine the id.
-        tier: [S] uint8, index into `sequence.TIERS`.
+        tier: [S] uint8, index into `codes.TIERS`.
         logprobs: [S] float32, nats, NaN where not recorded.
         cu_tokens: [G+1] int64: generation g is tokens cu_tokens[g]:cu_tokens[g+1]; empty where the record lists no
             tokens, or those of another tokenizer.

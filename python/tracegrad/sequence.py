@@ -10,97 +10,33 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core, arrays, store
+from tracegrad import _core, arrays, flat, notebook, store
+from tracegrad.codes import (
+    ENDINGS,
+    GIVEN,
+    LOGPROB_KINDS,
+    MEDIA,
+    NO_TIER,
+    SAMPLED,
+    TEXT_ONLY,
+    TIER_TEXT,
+    TIERS,
+)
+from tracegrad.drift import Drift, no_drift
 from tracegrad.errors import ArgumentError
 from tracegrad.ragged import Ragged
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces
 
-GIVEN, TEMPLATE, SAMPLED = 0, 1, 2
-SOURCES = ("given", "template", "sampled")
-TIERS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
-TIER_TEXT = {
-    "T0": "prompt and completion ids recorded",
-    "T1": "completion ids recorded",
-    "T2": "ids from each token's bytes",
-    "T3": "ids from text, one segmentation fits",
-    "T4": "canonical tokens of the text: assumed, the count fits",
-    "T5": "canonical tokens of the message: assumed, the count fits",
-    "T6": "text only: no ratio",
-}
-GUESSED = ("T4", "T5")
-TEXT_ONLY = 6
-NO_TIER = 255
-MEDIA = _core.DRIFT_REASONS.index("R32 media_in_prompt")
-LOGPROB_KINDS = ("unknown", "raw", "processed")
-
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Drift:
-    """Where recorded tokens and the trainer's differ, one row per finding.
-
-    Args:
-        reason: [D] uint8, index into `REASONS`.
-        trace: [D] int32, row of the trace in `Sequences`.
-        turn: [D] int32, generation of the trace, -1 where the finding is not of one turn.
-        token: [D] int32, first token of the turn it concerns, -1 unknown.
-        count: [D] int32, tokens it concerns.
-        detail: D strings, what was found.
-        reasons: names of the closed list by code, `R01 noncanonical_bpe` and so on.
-        recorded: tokens that the records say were sampled.
-        exact: of those, how many are held with an exact id (tiers T0 to T3), a logprob, and a prompt that is known.
-        errors: one line for each trace that could not be aligned and was left out.
-        left_out: of each error, the row of its trace among those that `align` was given; not saved.
-    """
-
-    reason: NDArray[np.uint8]
-    trace: NDArray[np.int32]
-    turn: NDArray[np.int32]
-    token: NDArray[np.int32]
-    count: NDArray[np.int32]
-    detail: tuple[str, ...]
-    reasons: tuple[str, ...] = tuple(_core.DRIFT_REASONS)
-    recorded: int = 0
-    exact: int = 0
-    errors: tuple[str, ...] = ()
-    left_out: tuple[int, ...] = ()
-
-    @property
-    def rate(self) -> float:
-        """1 - exact / recorded; 0 where nothing was recorded."""
-        return 1.0 - self.exact / self.recorded if self.recorded else 0.0
-
-    def __len__(self) -> int:
-        return len(self.reason)
-
-    def table(self) -> dict[str, dict[str, int]]:
-        """Per reason: findings, traces with one, tokens concerned; the most frequent first."""
-        rows: dict[str, dict[str, int]] = {}
-        codes, totals = np.unique(self.reason, return_counts=True)
-        for code in codes[np.argsort(-totals, kind="stable")]:
-            here = self.reason == code
-            rows[self.reasons[int(code)]] = {
-                "findings": int(here.sum()),
-                "traces": len(np.unique(self.trace[here])),
-                "tokens": int(np.maximum(self.count[here], 0).sum()),
-            }
-        return rows
-
-
-def no_drift() -> Drift:
-    """A `Drift` without rows."""
-    empty = np.zeros(0, np.int32)
-    return Drift(np.zeros(0, np.uint8), empty, empty, empty, empty, ())
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sequences:
     """Traces as flat token arrays. Letters: R traces, N branches, T tokens, K rewards.
 
@@ -122,6 +58,8 @@ class Sequences:
         cu_turns: [R+1] int64.
         logprob_kind: [R] uint8: 0 unknown, 1 raw, 2 processed.
         temperature: [R] float32: of sampling, NaN unknown.
+        ending: [R] uint8: how the last generation ended: 0 unknown, 1 by itself, 2 cut off by a limit of length, an
+            abort or a filter. By its finish reason; where none is said, it ended if it shows what stopped it.
         trace_ids: R names, `group_names`: what the integers of `group` stand for.
         drift: what did not fit.
         extras: named per-token arrays [T, ...], or `Ragged` where rows differ in length; sliced along with the tokens.
@@ -145,6 +83,7 @@ class Sequences:
     cu_turns: NDArray[np.int64]
     logprob_kind: NDArray[np.uint8]
     temperature: NDArray[np.float32]
+    ending: NDArray[np.uint8]
     trace_ids: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
     drift: Drift = field(default_factory=no_drift)
@@ -196,6 +135,43 @@ class Sequences:
         """[R] float32: the first reward column."""
         return self.rewards[:, 0]
 
+    def __repr__(self) -> str:
+        size = f"{self.traces} traces, {self.branches} branches, {self.tokens} tokens"
+        return f"Sequences({size}, {int(self.trainable.sum())} trainable, drift {self.drift.rate:.3%})"
+
+    def _repr_html_(self) -> str:
+        tiers = [(name, TIER_TEXT[name], *counts.values()) for name, counts in self.tiers().items()]
+        return notebook.table(repr(self), ("tier", "", "tokens", "trainable", "generations"), tiers)
+
+    def to_arrow(self, per: Literal["trace", "token"] = "trace") -> Any:
+        """A `pyarrow.Table` with one row a trace, or one row a token; null where something is not known.
+
+        Per trace: trace, group, a column for each reward, branches, tokens, terms, turns, logprob_kind, temperature,
+        ending, findings (of drift). Per token: trace, branch, position (in its branch), the per-token arrays, and
+        extras of one dimension.
+
+        Raises:
+            ArgumentError: if `per` is neither, or pyarrow is not installed.
+
+        >>> one = Sequences.from_arrays([5, 6], [0, 2], [float("nan"), -0.5], [False, True], rewards=[1.0])
+        >>> one.to_arrow().select(["reward", "tokens", "terms"]).to_pylist()
+        [{'reward': 1.0, 'tokens': 2, 'terms': 1}]
+        >>> one.to_arrow("token").select(["position", "id", "rollout_logprob"]).to_pylist()[1]
+        {'position': 1, 'id': 6, 'rollout_logprob': -0.5}
+        """
+        if per not in ("trace", "token"):
+            raise ArgumentError(f"per is {per!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
+        columns = flat.by_trace(self) if per == "trace" else flat.by_token(self)
+        return flat.arrow().table(columns)
+
+    def to_pandas(self, per: Literal["trace", "token"] = "trace") -> Any:
+        """The table of `to_arrow` as a `pandas.DataFrame`.
+
+        Raises:
+            ArgumentError: as for `to_arrow`; pandas must be installed as well.
+        """
+        return self.to_arrow(per).to_pandas()
+
     @property
     def holds_media(self) -> NDArray[np.bool_]:
         """[R] bool: traces with a picture, sound or video before a turn (R32). Nothing behind it is trained."""
@@ -219,6 +195,7 @@ class Sequences:
         version: ArrayLike | None = None,
         inv_temperature: ArrayLike | None = None,
         logprob_kind: str = "processed",
+        ending: ArrayLike | None = None,
         extras: Mapping[str, Array | Ragged] | None = None,
     ) -> Sequences:
         """Takes tokens that a trainer holds already; no JSON on the way.
@@ -234,6 +211,7 @@ class Sequences:
             turn: [T], default 0 where trainable and -1 elsewhere.
             inv_temperature: [T], default 1.
             logprob_kind: "raw", "processed" or "unknown".
+            ending: [R] 0 unknown, 1 by itself, 2 cut off; default unknown.
 
         Raises:
             ArgumentError: if lengths contradict one another or a trainable token has a positive logprob.
@@ -262,6 +240,12 @@ class Sequences:
         np.maximum.at(turns, owner, turn_.astype(np.int64) + 1)
         cu_turns = np.concatenate([[0], np.cumsum(turns)]).astype(np.int64)
         arrays.one_of(logprob_kind, "logprob_kind", LOGPROB_KINDS)
+        ended = _ints(np.zeros(total, np.int32) if ending is None else ending, "ending", total)
+        if len(ended) and not 0 <= ended.min() <= ended.max() < len(ENDINGS):
+            raise ArgumentError(
+                f"ending runs from {ended.min()} to {ended.max()}. It says how each trace ended. "
+                "Pass 0 where it is unknown, 1 where it ended by itself, 2 where it was cut off."
+            )
         return cls(
             ids=ids_,
             source=np.where(keep, SAMPLED, GIVEN).astype(np.uint8),
@@ -284,6 +268,7 @@ class Sequences:
             cu_turns=cu_turns,
             logprob_kind=np.full(total, LOGPROB_KINDS.index(logprob_kind), np.uint8),
             temperature=np.full(total, np.nan, np.float32),
+            ending=ended.astype(np.uint8),
             trace_ids=tuple(str(i) for i in range(total)),
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
             extras=_extras(extras, count),

@@ -103,6 +103,7 @@ def _loaded(folder: Path, told: manifest.Folder) -> Stored:
         names = {name: _strings(table[name]) for name in NAMES}
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
         drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
+        arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown, where it was not yet written
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         stored = Stored(columns, _extras(arrays), names, drift)
     except (ReadError, FormatError):

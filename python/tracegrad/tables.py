@@ -6,6 +6,7 @@ from Arrow's buffers to Rust without a Python object per token; the other column
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -51,11 +52,11 @@ def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Tr
     ([7, 8], 1.0)
     """
     parts, report, first = [], ReadReport(), 1
-    for batch in _batches(table):
+    for batch in batches_of(table):
         for rows, _ in _parts(batch, name):
             core, found = _core.Traces.compose(rows, name, first, format)
             parts.append(core)
-            report = _sum(report, ReadReport(**found))
+            report = summed(report, ReadReport(**found))
             first += len(rows)
     return Traces(_core.Traces.concatenate(parts), report)
 
@@ -71,53 +72,65 @@ def is_parquet(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-class ParquetStream(Iterator[Traces]):
-    """Batches of traces of a Parquet file, in bounded memory.
+class RowStream(Iterator[Traces]):
+    """Batches of traces of Arrow record batches, in bounded memory.
 
     Args:
-        path: the file.
-        batch: rows in each `Traces`.
+        batches: `pyarrow.RecordBatch`es.
+        name: stands for the file in errors.
         format: as for `tracegrad.read`.
         on_error: "raise", or "skip" to leave a bad row out, counted in `read_report`.
 
     Raises:
-        ReadError: if the file cannot be read.
         FormatError: for a bad row, with "raise".
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, batch: int = ROWS, format: str = "auto", on_error: str = "raise"
-    ) -> None:
+    def __init__(self, batches: Iterable[Any], name: str, *, format: str = "auto", on_error: str = "raise") -> None:
         if on_error not in ("raise", "skip"):
             raise ArgumentError(
-                f"on_error is {on_error!r} for a Parquet file. A row has no bytes of its own to write aside. "
-                "Pass 'raise' or 'skip', or write the traces as JSONL first."
+                f"on_error is {on_error!r} for {name}, whose records are rows. A row has no bytes of its own to write "
+                "aside. Pass 'raise' or 'skip', or write the traces as JSONL first."
             )
         self.read_report = ReadReport()
-        self._path, self._format, self._skip = os.fspath(path), format, on_error == "skip"
-        self._traces = self._open(batch)
+        self._batches, self._path = iter(batches), name
+        self._format, self._skip = format, on_error == "skip"
+        self._traces = self._all()
 
-    def _open(self, rows: int) -> Iterator[Traces]:
-        parquet = _pyarrow("pyarrow.parquet")
-        try:
-            _check_parquet(self._path)
-            with parquet.ParquetFile(self._path) as file:
-                columns = [file.schema.column(at) for at in range(len(file.schema))]
-                texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-            # Not mapped, as a file that then shrinks ends the process; not read ahead whole; shared text is held once.
-            with parquet.ParquetFile(self._path, memory_map=False, pre_buffer=False, read_dictionary=texts) as file:
-                for batch in file.iter_batches(batch_size=rows):
-                    yield from self._of(batch)
-        except TracegradError:
-            raise
-        except (OSError, ValueError, _pyarrow("pyarrow").ArrowException) as error:
-            raise ReadError(f"{self._path}: {error}. It cannot be read as Parquet. Write it again.") from None
+    def head(self) -> list[bytes]:
+        """The first row as JSON, none where there is none; it is read again."""
+        first = next(self._batches, None)
+        if first is None:
+            return []
+        self._batches = itertools.chain([first], self._batches)
+        return [to_json(_without_none(head)) for head in _heads(first.slice(0, 1), self._path)]
+
+    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+        """The rows as JSON with their numbers, from 1, for a caller that changes them; `decode` reads what it made."""
+        first = 1
+        for batch in self._batches:
+            _check_batch(batch, self._path)
+            start, count = 0, 1
+            while start < batch.num_rows:
+                heads = _heads(batch.slice(start, count), self._path)
+                rows = [(first + at, to_json(_without_none(head))) for at, head in enumerate(heads)]
+                yield rows
+                start, first, size = start + len(rows), first + len(rows), sum(len(text) for _, text in rows)
+                count = max(1, min(2 * count, ROWS, PART_BYTES * len(rows) // max(size, 1)))
+
+    def decode(self, rows: list[tuple[int, bytes]]) -> Traces:
+        """The traces of rows that were changed."""
+        return self._read([[text.decode()] for _, text in rows], [line for line, _ in rows])
+
+    def _all(self) -> Iterator[Traces]:
+        for batch in self._batches:
+            yield from self._of(batch)
 
     def _of(self, batch: Any) -> Iterator[Traces]:
         parts: list[_core.Traces] = []
         held = 0
         for rows, size in _parts(batch, self._path):
-            parts.append(self._read(rows))
+            first = self.read_report.records + 1
+            parts.append(self._read(rows, list(range(first, first + len(rows)))).core)
             held += size
             if held > BATCH_BYTES:
                 yield Traces(_core.Traces.concatenate(parts))
@@ -130,29 +143,104 @@ class ParquetStream(Iterator[Traces]):
                 return traces
         raise StopIteration
 
-    def _read(self, rows: list[list[Any]]) -> _core.Traces:
-        first = self.read_report.records + 1
-        try:
-            core, found = _core.Traces.compose(rows, self._path, first, self._format)
-        except FormatError:
-            if not self._skip:
-                raise
-            return self._read_one_by_one(rows, first)
-        self.read_report = _sum(self.read_report, ReadReport(**found))
-        return core
-
-    def _read_one_by_one(self, rows: list[list[Any]], first: int) -> _core.Traces:
+    def _read(self, rows: list[list[Any]], lines: list[int]) -> Traces:
+        if lines == list(range(lines[0], lines[0] + len(lines))):
+            try:
+                core, found = _core.Traces.compose(rows, self._path, lines[0], self._format)
+            except FormatError:
+                if not self._skip:
+                    raise
+            else:
+                self.read_report = summed(self.read_report, ReadReport(**found))
+                return Traces(core)
         good = []
-        for line, row in enumerate(rows, first):
+        for line, row in zip(lines, rows, strict=True):
             try:
                 core, found = _core.Traces.compose([row], self._path, line, self._format)
             except FormatError as error:
-                bad = ReadReport(records=1, bad=1, reasons={"row": 1}, errors=(str(error),))
-                self.read_report = _sum(self.read_report, bad)
+                self.refuse(str(error), "row")
                 continue
-            self.read_report = _sum(self.read_report, ReadReport(**found))
+            self.read_report = summed(self.read_report, ReadReport(**found))
             good.append(core)
-        return _core.Traces.concatenate(good)
+        return Traces(_core.Traces.concatenate(good))
+
+    def refuse(self, error: str, reason: str) -> None:
+        """Counts a bad row, or raises its error."""
+        if not self._skip:
+            raise FormatError(error)
+        bad = ReadReport(records=1, bad=1, reasons={reason: 1}, errors=(error,))
+        self.read_report = summed(self.read_report, bad)
+
+
+class ParquetStream(RowStream):
+    """Batches of traces of a Parquet file, in bounded memory.
+
+    Args:
+        path: the file.
+        batch: rows in each `Traces`.
+        format, on_error: as for `RowStream`.
+
+    Raises:
+        ReadError: if the file cannot be read.
+        FormatError: for a bad row, with "raise".
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, batch: int = ROWS, format: str = "auto", on_error: str = "raise"
+    ) -> None:
+        path = os.fspath(path)
+        super().__init__(parquet_batches(path, batch), path, format=format, on_error=on_error)
+
+
+def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
+    """The record batches of a Parquet file, once it is known to fit the memory.
+
+    Raises:
+        ReadError: if it cannot be read.
+    """
+    parquet = _pyarrow("pyarrow.parquet")
+    try:
+        _check_parquet(path)
+        with parquet.ParquetFile(path) as file:
+            columns = [file.schema.column(at) for at in range(len(file.schema))]
+            texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        # Not mapped, as a file that then shrinks ends the process; not read ahead whole; shared text is held once.
+        with parquet.ParquetFile(path, memory_map=False, pre_buffer=False, read_dictionary=texts) as file:
+            yield from file.iter_batches(batch_size=rows)
+    except TracegradError:
+        raise
+    except (OSError, ValueError, _pyarrow("pyarrow").ArrowException) as error:
+        raise ReadError(f"{path}: {error}. It cannot be read as Parquet. Write it again.") from None
+
+
+def arrow_batches(path: str) -> Iterator[Any]:
+    """The record batches of an Arrow file (Feather) or stream, as `datasets` keeps them.
+
+    Raises:
+        ReadError: if it cannot be read.
+    """
+    pa = _pyarrow("pyarrow")
+    try:
+        with pa.OSFile(path, "rb") as file:
+            if file.read(6) == b"ARROW1":
+                table = pa.ipc.open_file(file)
+                for at in range(table.num_record_batches):
+                    yield from _cut(table.get_batch(at), path)
+                return
+            file.seek(0)
+            for batch in pa.ipc.open_stream(file):
+                yield from _cut(batch, path)
+    except TracegradError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ReadError(f"{path}: {error}. It cannot be read as Arrow. Write it again.") from None
+
+
+def _cut(batch: Any, name: str) -> Iterator[Any]:
+    """A batch in parts of at most `ROWS` rows."""
+    _check_batch(batch, name)
+    for start in range(0, batch.num_rows, ROWS):
+        yield batch.slice(start, ROWS)
 
 
 def _check_parquet(path: str) -> None:
@@ -238,7 +326,12 @@ def _pyarrow(module: str) -> Any:
         ) from error
 
 
-def _batches(table: Any) -> Iterable[Any]:
+def batches_of(table: Any) -> Iterable[Any]:
+    """The record batches of a table or dataset.
+
+    Raises:
+        ArgumentError: if it is none, or pyarrow is not installed.
+    """
     pa = _pyarrow("pyarrow")
     if hasattr(table, "with_format") and hasattr(table, "features"):
         # A datasets.Dataset; its own order and selection count, not those of the table behind it.
@@ -260,7 +353,7 @@ def _batches(table: Any) -> Iterable[Any]:
 
 def _row(head: dict[str, Any], lists: dict[str, tuple[Any, Any, Any, Any]], row: int) -> list[Any]:
     """A row as pieces: JSON text, and between it arrays of numbers."""
-    text = json.dumps(_without_none(head), ensure_ascii=False, default=str)[:-1]
+    text = to_json(_without_none(head)).decode()[:-1]
     pieces: list[Any] = [text]
     separator = ", " if len(text) > 1 else ""
     for name, (values, starts, ends, valid) in lists.items():
@@ -268,6 +361,15 @@ def _row(head: dict[str, Any], lists: dict[str, tuple[Any, Any, Any, Any]], row:
             pieces += [f"{separator}{json.dumps(name)}: ", values[starts[row] : ends[row]]]
             separator = ", "
     return [*pieces, "}"]
+
+
+def to_json(record: Any) -> bytes:
+    """A record as JSON; what JSON has no form for is written as Python's `str` says it."""
+    text = json.dumps(record, ensure_ascii=False, default=str)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(record, default=str).encode()
 
 
 def _without_none(head: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +408,9 @@ def _number_lists(column: Any) -> tuple[Any, Any, Any, Any] | None:
     return np.ascontiguousarray(values.to_numpy(zero_copy_only=False)), offsets[:-1], offsets[1:], valid
 
 
-def _sum(left: ReadReport, right: ReadReport) -> ReadReport:
+def summed(left: ReadReport, right: ReadReport) -> ReadReport:
+    """The counts of two readers together."""
+
     def add(one: Any, other: Any) -> dict[str, Any]:
         return {key: _plus(one.get(key), other.get(key)) for key in [*one, *(key for key in other if key not in one)]}
 

@@ -5,7 +5,6 @@ docs/trace-format.md says which records are accepted. No tokenizer and no torch 
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import _core, arrays
+from tracegrad import _core, arrays, flat, notebook
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.strip import without_numbers
 
@@ -249,7 +248,7 @@ class Traces(Sequence[Trace]):
         """
         arrays.instance(format, "format", str, "Pass 'auto' or the name of a form.")
         arrays.rows(records, "records", (str, bytes, Mapping))
-        texts = [_to_json(record, i) for i, record in enumerate(records, 1)]
+        texts = [to_json(record, i) for i, record in enumerate(records, 1)]
         core, report = _core.Traces.decode(texts, "<records>", 1, format)
         return cls(core, ReadReport(**report))
 
@@ -292,24 +291,27 @@ class Traces(Sequence[Trace]):
         """R group ids."""
         return [self.core.group(i) for i in range(len(self))]
 
+    def to_arrow(self) -> Any:
+        """A `pyarrow.Table` with one row a trace: names, rewards, turns, sampled tokens, its `prompt` and `completion`
+        as lists of (role, content, more as JSON); raises ArgumentError if pyarrow is not installed."""
+        return flat.arrow().table(flat.by_conversation(self))
+
+    def to_pandas(self) -> Any:
+        """The table of `to_arrow` as a `pandas.DataFrame`; pandas must be installed."""
+        return self.to_arrow().to_pandas()
+
     def __repr__(self) -> str:
         return f"Traces({len(self)} traces, {len(set(self.groups) - {None})} groups)"
 
     def _repr_html_(self) -> str:
         rows = [(t.id, t.group, t.reward, len(t.messages), sum(g.tokens for g in t.generations)) for t in self[:10]]
-        head = "".join(f"<th>{name}</th>" for name in ("id", "group", "reward", "messages", "sampled tokens"))
-        body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<p>{html.escape(repr(self))}</p><table><tr>{head}</tr>{body}</table>"
+        return notebook.table(repr(self), ("id", "group", "reward", "messages", "sampled tokens"), rows)
 
 
 def _chosen(index: Any) -> NDArray[Any]:
     """Rows by number, or one flag a row."""
     array = arrays.flat(arrays.numbers(index, "the index"), "the index")
     return array if array.dtype.kind == "b" else arrays.whole(array, np.int64, "the index")
-
-
-def _escape(cell: object) -> str:
-    return "" if cell is None else html.escape(str(cell))
 
 
 def read(
@@ -321,22 +323,7 @@ def read(
     limit: int | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Traces:
-    """Reads all traces of a file: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd; "-" is stdin.
-
-    Args:
-        path: the file.
-        format: "auto" tells each record's form by its structure, and `read_report.formats` says which and why; or the
-            name of one form of docs/trace-format.md, which every record must then have.
-        on_error: "raise", "skip" (counted in `read_report`), or "quarantine": bad records go to
-            `PREFIX.quarantine.raw` byte for byte and, with file, line and reason, to `PREFIX.quarantine.jsonl`.
-        quarantine: PREFIX; the path itself by default.
-        limit: stop after so many traces.
-        max_record_bytes: a longer record is bad.
-
-    Raises:
-        ReadError: if the file cannot be read, is empty, or, with "raise", breaks off.
-        FormatError: if a record is bad, with "raise".
-    """
+    """Reads all traces of one file; `tracegrad.read` takes more than files. Arguments and errors as for `stream`."""
     traces = stream(
         path,
         format=format,
@@ -360,30 +347,45 @@ def stream(
     max_record_bytes: int = MAX_RECORD_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TraceStream:
-    """Reads a file of any size in bounded memory; arguments and errors as for `read`.
+    """Reads a file of any size in bounded memory: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd.
 
     Args:
+        path: the file; "-" is stdin.
         batch: traces in each `Traces`; the last has the rest.
-        chunk_bytes: bytes of records parsed at once; the result does not depend on it.
+        format, on_error, quarantine, limit, max_record_bytes, chunk_bytes: as for `tracegrad.stream`.
+
+    Raises:
+        ReadError: if the file cannot be read, is empty, or, with "raise", breaks off.
+        FormatError: if a record is bad, with "raise".
     """
-    arrays.one_of(on_error, "on_error", ON_ERROR)
-    arrays.instance(format, "format", str, "Pass 'auto' or the name of a form.")
-    for name, value in (("path", path), ("quarantine", quarantine or "")):
-        arrays.instance(value, name, (str, os.PathLike), "Pass a path.")
-    if quarantine is not None and on_error != "quarantine":
-        raise ArgumentError(f"quarantine is given but on_error is {on_error!r}. Pass on_error='quarantine' as well.")
+    arrays.instance(path, "path", (str, os.PathLike), "Pass a path.")
+    sizes = {"batch": batch, "chunk_bytes": chunk_bytes, "max_record_bytes": max_record_bytes}
+    checked(on_error, format, quarantine, limit, **sizes)
     path = os.fspath(path)
     if on_error == "quarantine" and quarantine is None:
         if path == "-":
             raise ArgumentError("standard input has no name for its quarantine. Pass quarantine=PREFIX.")
         quarantine = path
-    for name, value in (("batch", batch), ("chunk_bytes", chunk_bytes), ("max_record_bytes", max_record_bytes)):
-        arrays.integer(value, name, least=1)
-    if limit is not None:
-        arrays.integer(limit, "limit", least=0)
     aside = None if quarantine is None else os.fspath(quarantine)
     reader = _core.TraceReader(path, on_error, aside, limit, max_record_bytes, chunk_bytes, format)
     return TraceStream(reader, batch)
+
+
+def checked(on_error: str, format: str, quarantine: Path | None, limit: int | None, **sizes: int) -> None:
+    """Refuses what no reader takes.
+
+    Raises:
+        ArgumentError: with what it takes.
+    """
+    arrays.one_of(on_error, "on_error", ON_ERROR)
+    arrays.instance(format, "format", str, "Pass 'auto' or the name of a form.")
+    arrays.instance(quarantine or "", "quarantine", (str, os.PathLike), "Pass a path.")
+    if quarantine is not None and on_error != "quarantine":
+        raise ArgumentError(f"quarantine is given but on_error is {on_error!r}. Pass on_error='quarantine' as well.")
+    for name, value in sizes.items():
+        arrays.integer(value, name, least=1)
+    if limit is not None:
+        arrays.integer(limit, "limit", least=0)
 
 
 class TraceStream(Iterator[Traces]):
@@ -465,7 +467,7 @@ def _says_the_same(record: dict[str, Any], trace: Trace) -> bool:
     return not kept and again.messages == trace.messages
 
 
-def _to_json(record: Any, number: int) -> bytes:
+def to_json(record: Any, number: int) -> bytes:
     """A record as JSON bytes. ASCII escapes are used only for what UTF-8 cannot say."""
     if isinstance(record, Trace | bytes):
         return record.record if isinstance(record, Trace) else record

@@ -168,6 +168,31 @@ def test_losses_without_a_correction_are_those_of_skyrl(close, fired, loss, seed
         fired("SkyRL", {"kl_cov penalty": found.per_term.penalty > 0})
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_covariances_of_scaled_advantages_are_skyrls(close, fired, reduction, seed):
+    """With the bounds, the coefficient and the reduction that a config says, whatever the number of terms."""
+    data, told = hard(seed), Reduce("constant", norm=1.0)
+    where = TopCovariance(0.2, "microbatch", scaled=True)
+    added = Penalty(OLD, "abs", 1.0, gated=True, weighted=False, where=where, reduce=told)
+    reduce = REDUCTIONS[reduction]
+    gate = DropCovariance(0.1, 1e-3, 0.03, "microbatch", scaled=True)
+    ours = {
+        "clip_cov": Objective(Clip(0.2, 0.28), OLD, gates=(gate,), reduce=reduce),
+        "kl_cov": Objective(Importance(), OLD, penalties=(added,), reduce=reduce),
+    }
+    for loss, objective in ours.items():
+        torch.manual_seed(seed)
+        value, gradient, _ = theirs(loss, Correction(), reduction, data)
+        torch.manual_seed(seed)
+        counts = SimpleNamespace(terms=int(data["mask"].sum()), traces=8, groups=4)
+        found = run(objective, data, group=GROUPS, totals=counts)
+        close(f"SkyRL {loss} with scaled advantages, loss", found.loss, value, floor=0.1)
+        close(f"SkyRL {loss} with scaled advantages, gradient", found.gradient, gradient, floor=1e-5)
+        if loss == "clip_cov":
+            fired("SkyRL", {"clip_cov drop": found.corrected.keep & ~found.per_term.keep})
+
+
 @pytest.mark.parametrize("loss", CORRECTED)
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages_may_differ_within_a_trace(close, loss, seed):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tracegrad as tg
-from tracegrad import presets
+from tracegrad import presets, recipes
 from tracegrad.algebra import Gate, Ratio, Reduce, with_kl
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import art as from_art
@@ -53,16 +53,16 @@ def data_proto(seed=0, rows=12, width=40, spread=0.05, dtype=torch.float64):
 
 
 VERL = {
-    "decoupled_token_is": presets.VERL_DECOUPLED_TOKEN_IS,
-    "decoupled_seq_is": presets.VERL_DECOUPLED_SEQ_IS,
-    "decoupled_token_icepop": presets.VERL_DECOUPLED_TOKEN_ICEPOP,
-    "decoupled_seq_is_rs": presets.VERL_DECOUPLED_SEQ_IS_RS,
-    "decoupled_geo_rs": presets.VERL_DECOUPLED_GEO_RS,
-    "decoupled_geo_rs_seq_tis": presets.VERL_DECOUPLED_GEO_RS_SEQ_TIS,
-    "decoupled_geo_rs_token_tis": presets.VERL_DECOUPLED_GEO_RS_TOKEN_TIS,
-    "decoupled_k3_rs": presets.VERL_DECOUPLED_K3_RS,
-    "decoupled_k3_rs_seq_tis": presets.VERL_DECOUPLED_K3_RS_SEQ_TIS,
-    "decoupled_k3_rs_token_tis": presets.VERL_DECOUPLED_K3_RS_TOKEN_TIS,
+    "decoupled_token_is": recipes.find("VERL_DECOUPLED_TOKEN_IS").objective,
+    "decoupled_seq_is": recipes.find("VERL_DECOUPLED_SEQ_IS").objective,
+    "decoupled_token_icepop": recipes.find("VERL_DECOUPLED_TOKEN_ICEPOP").objective,
+    "decoupled_seq_is_rs": recipes.find("VERL_DECOUPLED_SEQ_IS_RS").objective,
+    "decoupled_geo_rs": recipes.find("VERL_DECOUPLED_GEO_RS").objective,
+    "decoupled_geo_rs_seq_tis": recipes.find("VERL_DECOUPLED_GEO_RS_SEQ_TIS").objective,
+    "decoupled_geo_rs_token_tis": recipes.find("VERL_DECOUPLED_GEO_RS_TOKEN_TIS").objective,
+    "decoupled_k3_rs": recipes.find("VERL_DECOUPLED_K3_RS").objective,
+    "decoupled_k3_rs_seq_tis": recipes.find("VERL_DECOUPLED_K3_RS_SEQ_TIS").objective,
+    "decoupled_k3_rs_token_tis": recipes.find("VERL_DECOUPLED_K3_RS_TOKEN_TIS").objective,
     "disabled": presets.VERL_DEFAULT,
 }
 
@@ -84,7 +84,7 @@ def test_a_data_proto_is_corrected_as_verl_does_it(close, name, spread):
 
 
 def test_rejection_is_not_idle_in_these_comparisons():
-    batch, metrics = in_verl.correct_batch(data_proto(), presets.VERL_DECOUPLED_GEO_RS)
+    batch, metrics = in_verl.correct_batch(data_proto(), recipes.find("VERL_DECOUPLED_GEO_RS").objective)
     assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
     assert 0 < batch.batch["response_mask"].sum() < data_proto().batch["response_mask"].sum()
 
@@ -96,10 +96,10 @@ def test_a_batch_of_which_nothing_is_left_has_figures_where_verl_divides_by_zero
     config = algorithm.RolloutCorrectionConfig.decoupled_token_icepop()
     with pytest.raises(ZeroDivisionError):
         helper.compute_rollout_correction_and_add_to_batch(batches[0], config)
-    ours, metrics = in_verl.correct_batch(batches[1], presets.VERL_DECOUPLED_TOKEN_ICEPOP)
+    ours, metrics = in_verl.correct_batch(batches[1], recipes.find("VERL_DECOUPLED_TOKEN_ICEPOP").objective)
     assert not ours.batch["rollout_is_weights"].any()
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
-    gone, _ = in_verl.correct_batch(batches[2], presets.VERL_DECOUPLED_GEO_RS)
+    gone, _ = in_verl.correct_batch(batches[2], recipes.find("VERL_DECOUPLED_GEO_RS").objective)
     assert not gone.batch["response_mask"].any()
     logprobs = gone.batch["old_log_probs"].clone().requires_grad_()
     loss, figures = policy_loss(presets.VERL_DEFAULT)(**arguments(gone, logprobs), loss_agg_mode="token-mean")
@@ -118,7 +118,7 @@ def test_a_missing_logprob_is_dropped_where_verl_has_nan():
     theirs, _ = helper.compute_rollout_correction_and_add_to_batch(same, config)
     assert theirs.batch["rollout_is_weights"].isnan().any()
     before = int(batch.batch["response_mask"].sum())
-    ours, metrics = in_verl.correct_batch(batch, presets.VERL_DECOUPLED_TOKEN_IS)
+    ours, metrics = in_verl.correct_batch(batch, recipes.find("VERL_DECOUPLED_TOKEN_IS").objective)
     assert before - int(ours.batch["response_mask"].sum()) == there > 0
     assert not ours.batch["rollout_is_weights"].isnan().any()
     assert all(np.isfinite(value) for value in metrics.values())
@@ -152,6 +152,23 @@ MODES = {
 }
 
 
+def test_a_loss_of_ones_own_is_registered_as_any_other(close):
+    def clipped(view):
+        a, r = view.advantages, view.ratio
+        value = (-a * r).maximum(-a * r.clamp(0.8, 1.2))
+        return value.minimum(-3.0 * a).where(a < 0, value)
+
+    batch, results = data_proto(spread=0.003), []
+    config = actor.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    own = policy_loss(replace(presets.VERL_DEFAULT, surrogate=clipped))
+    for loss in (own, core_algos.compute_policy_loss_vanilla):
+        noise = torch.randn(12, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        logprobs = (batch.batch["old_log_probs"] + 0.3 * noise).requires_grad_()
+        loss(**arguments(batch, logprobs), loss_agg_mode="token-mean", config=config)[0].backward()
+        results.append(logprobs.grad)
+    close("verl's policy loss, one's own: gradient", *results, 1e-7)
+
+
 @pytest.mark.parametrize("counts", [{}, {"dp_size": 2, "batch_num_tokens": 700, "global_batch_size": 24}])
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", ["decoupled_token_is", "decoupled_geo_rs_seq_tis"])
@@ -177,7 +194,7 @@ def test_the_registered_loss_on_verls_batch_is_verls_own(close, name, mode, coun
 
 def test_verl_refuses_what_its_loss_is_not_handed():
     for objective in (presets.GRPO_DIRECT, with_kl(presets.GRPO, 0.1), presets.OPSM):
-        with pytest.raises(ArgumentError, match="does not hand to a policy loss"):
+        with pytest.raises(ArgumentError, match="verl hands a policy loss old logprobs"):
             in_verl.register(objective)
     batch = data_proto()
     with pytest.raises(ArgumentError, match="loss_agg_mode is seq-mean-token-mean"):

@@ -84,6 +84,24 @@ class TestExperimental:
         assert isinstance(preset.surrogate, GeoClip)
         assert found.per_term.clipped.any()
 
+    @pytest.mark.parametrize("seed", range(7))
+    @pytest.mark.parametrize("share", [0.8, 0.4, 0.05])
+    def test_gmpo_over_the_terms_that_the_quantile_leaves(self, close, share, seed):
+        """A trace of which it leaves nothing has the ratio 1 and no gradient, there and here."""
+        data = hard(seed)
+        logprobs = data["logprobs"].clone().requires_grad_()
+        trainer = trl_trainer(GMPOTrainer, GMPOConfig, top_entropy_quantile=share)
+        theirs = trl_loss_of(trainer, logprobs, given(Case("grpo"), data), data["entropy"])
+        theirs.backward()
+        preset = replace(presets.GMPO, weights=(), surrogate=GeoClip(0.4, 0.4, TopEntropy(share, "microbatch")))
+        found = run(preset, data, rows=True)
+        empty = data["advantages"][~data["mask"].any(1)]
+        close("TRL GMPO with a quantile, loss", found.loss, theirs.detach() + empty.sum() / len(data["mask"]))
+        close("TRL GMPO with a quantile, gradient", found.gradient, logprobs.grad)
+        assert (found.gradient[data["mask"]] == 0).any()
+        assert preset.needs.entropy
+        assert preset.locality == "batch"
+
     @pytest.mark.parametrize("seed", range(3))
     def test_a2po(self, close, seed):
         """Its reference model takes the place of the recorded policy."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from padded import hard, per_position, run
-from tracegrad import presets
+from tracegrad import recipes
 from tracegrad.algebra import Clip, Objective, PolicyGradient, Ratio
 from verl_plan import REDUCTIONS, THRESHOLDS, actor_config, gates_of, thresholds_of, weights_of
 
@@ -75,14 +75,15 @@ def decoupled(data, correction):
 
 def test_there_are_nineteen_of_them_and_each_has_a_value_of_ours():
     assert len(NAMES) == 19
-    assert set(NAMES.values()) == {name for name in presets.__all__ if name.startswith("VERL_")}
+    assert set(NAMES.values()) == set(recipes.verl.NAMES)
 
 
 @pytest.mark.parametrize("seed", range(7))
 @pytest.mark.parametrize("name", NAMES)
 def test_each_preset_is_what_verl_does_with_it(close, fired, name, seed):
     correction, data = getattr(RolloutCorrectionConfig, name)(), hard(seed)
-    preset = presets.find(NAMES[name])
+    preset = recipes.find(NAMES[name]).objective
+    assert recipes.from_verl(correction).objective == preset  # its own config class
     if correction.bypass_mode:
         loss, gradient, _ = bypass(data, correction, info=counts_of(data))
     else:
@@ -142,7 +143,7 @@ def test_in_bypass_mode_verl_counts_locally_what_its_rejection_left():
     correction = RolloutCorrectionConfig.bypass_pg_geo_rs(rs_threshold="0.95_1.02")
     _, gradient, metrics = bypass(data, correction)
     gates = gates_of("seq_mean_k1", "0.95_1.02", DIRECT)
-    found = run(replace(presets.VERL_BYPASS_PG_GEO_RS, gates=gates), data)
+    found = run(replace(recipes.find("VERL_BYPASS_PG_GEO_RS").objective, gates=gates), data)
     left = 1 - metrics["rollout_corr/rollout_rs_masked_fraction"]
     assert 0 < left < 1
     torch.testing.assert_close(found.gradient, gradient * left, rtol=1e-6, atol=1e-12)

@@ -10,15 +10,19 @@ stands outside every baseline and its advantage is 0. numpy alone, no tokens, no
     several rewards         group_mean(weighted_sum(table, weights), groups)
     GDPO                    whiten(normalize_then_sum(table, groups, ...), ...)
     REINFORCE++             reinforce_plus_plus, reinforce_plus_plus_baseline
+    long answers            group_mean(rewards + overlong(lengths, ...), groups)
     ReMax, GAE              remax, gae
+    ART                     by_mean_size(group_mean(...)[trace], weights=...)
+    KL in the reward        group_mean(kl_in_reward(rewards, old, ref, ...).rewards, groups), AdaptiveKl
     optimal token baseline  optimal_token_baseline
     rewards of turns        turns_to_terms(turn_returns(...), ...) or returns(at_turn_ends(...), ...)
 """
 
+from tracegrad.advantage.divergence import AdaptiveKl, Penalised, kl_in_reward
 from tracegrad.advantage.groups import GroupCounts, Singleton, group_counts
 from tracegrad.advantage.outcome import Counted, a_star, batch_mean, gpg, group_mean, max_rl, opo, pass_at_k, rloo
-from tracegrad.advantage.scale import EpsIn, Scale, whiten
-from tracegrad.advantage.several import normalize_then_sum, weighted_sum
+from tracegrad.advantage.scale import EpsIn, Scale, by_mean_size, whiten
+from tracegrad.advantage.several import normalize_then_sum, overlong, weighted_sum
 from tracegrad.advantage.token_baseline import Tail, optimal_token_baseline
 from tracegrad.advantage.tokens import (
     Gae,
@@ -31,24 +35,29 @@ from tracegrad.advantage.tokens import (
 from tracegrad.advantage.turns import at_turn_ends, turn_returns, turns_to_terms
 
 __all__ = [
+    "AdaptiveKl",
     "Counted",
     "EpsIn",
     "Gae",
     "GroupCounts",
+    "Penalised",
     "Scale",
     "Singleton",
     "Tail",
     "a_star",
     "at_turn_ends",
     "batch_mean",
+    "by_mean_size",
     "gae",
     "gpg",
     "group_counts",
     "group_mean",
+    "kl_in_reward",
     "max_rl",
     "normalize_then_sum",
     "opo",
     "optimal_token_baseline",
+    "overlong",
     "pass_at_k",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",

@@ -110,6 +110,42 @@ def whitened(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats:
     return np.where(known, (values - present.mean()) / spread, 0.0)
 
 
+def by_mean_size(
+    advantages: ArrayLike, *, weights: ArrayLike | None = None, balance: float = 0.0
+) -> NDArray[np.float32]:
+    """Advantages of terms divided by their mean size, so that the rate means the same whatever the rewards' spread.
+
+    Args:
+        advantages: [M] of all terms of a batch.
+        weights: [M] that the terms count with in the mean, which is over the sum of the weights; None is alike.
+        balance: from 0 to 1 takes that share off negative advantages first, from 0 to -1 off positive ones.
+
+    Returns:
+        [M] float32; all 0 where all are.
+
+    Raises:
+        ArgumentError: for values that are not finite, weights below 0, shapes that differ, a balance beyond 1.
+
+    Source: ART's packing of tensors, with its weights of 1 / length and its advantage_balance.
+
+    >>> by_mean_size([3.0, -1.0]).tolist(), by_mean_size([3.0, -1.0], balance=1.0).tolist()
+    ([1.5, -0.5], [2.0, 0.0])
+    """
+    if not -1 <= balance <= 1:
+        raise ArgumentError(f"balance is {balance}. More than all of one sign cannot be taken off. Pass -1 to 1.")
+    value = arrays.real(advantages, "advantages")
+    weight = np.ones_like(value) if weights is None else arrays.real(weights, "weights")
+    if weight.shape != value.shape or not np.isfinite(value + weight).all() or (weight < 0).any():
+        raise ArgumentError(
+            f"advantages have shape {value.shape} and weights {weight.shape}; a value may not be finite, or a weight "
+            "is below 0. Their mean size would mean nothing. Pass one of each for every term."
+        )
+    factor = np.where(value > 0, 1 + min(balance, 0.0), 1 - max(balance, 0.0))
+    value = value * factor + 0.0
+    size = float((np.abs(value) * weight).sum())
+    return (value * weight.sum() / size if size > 0 else value * 0.0).astype(np.float32)
+
+
 def divided(numerator: Floats, denominator: Floats) -> Floats:
     """The quotient, 0 where the denominator is not above 0."""
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)

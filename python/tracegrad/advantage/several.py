@@ -6,7 +6,7 @@ Called with `Sequences.rewards` [R, K]. What comes out is float64 and goes on to
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import arrays
 from tracegrad.advantage.groups import Floats, Grouped, Singleton, refuse_infinite
@@ -95,3 +95,33 @@ def _table(rewards: ArrayLike, weights: ArrayLike | None) -> tuple[Floats, Float
             "Pass a finite number for each column."
         )
     return table, weight
+
+
+def overlong(lengths: ArrayLike, *, longest: int, buffer: int, penalty: float = 1.0) -> NDArray[np.float32]:
+    """What DAPO adds to the reward of a long answer: 0 up to longest - buffer tokens, from there a line to -penalty at
+    `longest`, and beyond.
+
+    Args:
+        lengths: [R] trained tokens of each trace.
+        longest: the budget of generation.
+        buffer: the last tokens of it, over which the line falls.
+        penalty: what is taken at `longest`, in units of the reward.
+
+    Returns:
+        [R] float32, to be added to the rewards before the baseline.
+
+    Raises:
+        ArgumentError: for a buffer that is not within the budget, or a penalty that is not above 0.
+
+    Source: DAPO, arXiv 2503.14476, eq. 13; verl's and its recipe's overlong_buffer.
+
+    >>> overlong([100, 180, 200], longest=200, buffer=40).tolist()
+    [0.0, -0.5, -1.0]
+    """
+    if not 0 < buffer <= longest or not 0 < penalty < np.inf:
+        raise ArgumentError(
+            f"overlong with longest {longest}, buffer {buffer}, penalty {penalty}. No line leads from 0 "
+            "to the penalty. The buffer lies within the budget, and the penalty is above 0."
+        )
+    left = (longest - buffer) - np.asarray(lengths, np.float64)
+    return (np.minimum(left, 0) / buffer * penalty).astype(np.float32)

@@ -1,20 +1,24 @@
 """What a loss can say: ratios, levels, gates, weights, a surrogate, penalties and a reduction, as frozen values.
 
-No arithmetic is done here, and no array is seen: `correction` evaluates what is detached, `objective` what carries a
-gradient. Presets are values of `Objective`; `override` changes their fields by name.
+Each stands once: its fields, its formula in words, and beside them the same in tensor methods, without an import of
+torch. `correction` has the core evaluate what is detached, `objective` sums the rest. Presets are values of
+`Objective`; `override` changes their fields by name; a loss of your own is a `Surrogate` or a function
+(docs/extending.md).
 """
 
-from tracegrad import _core
-from tracegrad.algebra.gate import AnyGate, Budget, DropCovariance, Gate, TopCovariance, TopEntropy
+from tracegrad.algebra.gate import AnyGate, Budget, Gate
 from tracegrad.algebra.loss import Missing, Needs, Objective, with_beta, with_entropy, with_kl
 from tracegrad.algebra.override import override, override_all
 from tracegrad.algebra.penalty import Adapt, Entropy, Penalty, Shift
-from tracegrad.algebra.ratio import Level, Ratio, When
+from tracegrad.algebra.ratio import LOG_RATIO_LIMIT, Level, Ratio, When
 from tracegrad.algebra.reduce import Reduce
-from tracegrad.algebra.shape import Clamp, Gamma, Gaussian, Identity, Shape, Window
+from tracegrad.algebra.selector import DropCovariance, TopCovariance, TopEntropy
+from tracegrad.algebra.shape import Clamp, Gamma, Gaussian, Identity, Inverse, Shape, Window
 from tracegrad.algebra.surrogate import (
     Clip,
     CrossEntropy,
+    Function,
+    FutureClip,
     GeoClip,
     Importance,
     PolicyGradient,
@@ -22,10 +26,8 @@ from tracegrad.algebra.surrogate import (
     Sigmoid,
     Surrogate,
 )
+from tracegrad.algebra.view import View
 from tracegrad.algebra.weight import Weight
-
-LOG_RATIO_LIMIT: float = _core.LOG_RATIO_LIMIT
-"""Log-ratios are clamped to plus or minus this many nats before they are exponentiated."""
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -37,12 +39,15 @@ __all__ = [
     "CrossEntropy",
     "DropCovariance",
     "Entropy",
+    "Function",
+    "FutureClip",
     "Gamma",
     "Gate",
     "Gaussian",
     "GeoClip",
     "Identity",
     "Importance",
+    "Inverse",
     "Level",
     "Missing",
     "Needs",
@@ -58,6 +63,7 @@ __all__ = [
     "Surrogate",
     "TopCovariance",
     "TopEntropy",
+    "View",
     "Weight",
     "When",
     "Window",

@@ -1,27 +1,38 @@
 """What drops terms: bounds on a statistic of a ratio, and selectors that look at all terms together.
 
-Values only. Gates that do not see the policy being trained are evaluated by `tracegrad.correction` once per step, the
-others by `tracegrad.objective`.
+Gates that do not see the policy being trained the core evaluates once per step; the others are evaluated here, by the
+same formulas. Nothing here carries a gradient, and nothing waits for the device but the draw of `DropCovariance`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal
 
-from tracegrad.algebra.ratio import HOLDS, OVER, TOKEN, Level, Ratio, When, check_reach
+from tracegrad.algebra.part import Part
+from tracegrad.algebra.ratio import HOLDS, INFINITY, KINDS, OVER, TOKEN, Level, Ratio, When, bounded, check_reach, holds
 from tracegrad.algebra.refuse import around, around_one, no_effect, one_of, positive, rising
+from tracegrad.algebra.view import View
 from tracegrad.errors import ArgumentError
 
 Stat = Literal["ratio", "k1", "k2", "k3", "abs", "square", "dprob", "binary_kl"]
 
 STATS = ("ratio", "k1", "k2", "k3", "abs", "square", "dprob", "binary_kl")
 _NEVER_NEGATIVE = ("k2", "k3", "abs", "square")
-_INFINITY = float("inf")
+_KL_EPSILON = 1e-8  # verl's, where a probability is 1
+
+
+class AnyGate(Part):
+    """What drops terms. One of your own is a frozen dataclass below this, with `keeps`."""
+
+    def keeps(self, view: View, keep: Any) -> Any:
+        """`keep` without the terms that this gate drops; asked only of gates that are not detached."""
+        raise NotImplementedError(f"{type(self).__name__} has no keeps(view, keep)")
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(AnyGate):
     """Keeps a term iff low <= stat <= high, bounds included; a dropped term has no loss and no gradient.
 
     With l = log num - log den, p and q the two probabilities: ratio = exp(l), k1 = l, k2 = l^2 / 2,
@@ -86,12 +97,46 @@ class Gate:
     @property
     def bounds(self) -> tuple[float, float]:
         """low and high, infinite where None."""
-        return (-_INFINITY if self.low is None else self.low, _INFINITY if self.high is None else self.high)
+        return (-INFINITY if self.low is None else self.low, INFINITY if self.high is None else self.high)
 
     @property
-    def detached(self) -> bool:
-        """True where it is known before the step."""
-        return self.ratio.detached
+    def reach(self) -> str:
+        wide = self.level.over if self.level.wide else "group" if self.scope == "group" else ""
+        return wide and f"'{self}' reaches over a {wide}"
+
+    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
+        return [(self.ratio, Level(self.scope, "max") if self.scope else self.level)]
+
+    def core(self) -> tuple[Any, ...]:
+        """(ratio, stat, level, low, high, when, scope)."""
+        level = self.level.core(self.over == "kept")
+        return (self.ratio.core(), self.stat, level, *self.bounds, self.when, self.scope or self.level.over)
+
+    def keeps(self, view: View, keep: Any) -> Any:
+        has = view.has(self.ratio)
+        inside = has & view.present
+        values = self._stat(view, has)
+        values = self.level.of(values, view, inside & keep if self.over == "kept" else inside)
+        if self.stat == "ratio":
+            values = bounded(values).exp()
+        low, high = self.bounds
+        failed = ((values < low) | (values > high)) & (inside if self.level.over == "token" else view.counted)
+        if self.when != "always":
+            failed = failed & holds(self.when, view.given("advantages", view.counted))
+        if self.scope is not None:
+            failed = Level(self.scope, "max").of(failed.to(values.dtype), view, view.counted) > 0
+        return keep & ~failed
+
+    def _stat(self, view: View, has: Any) -> Any:
+        """The statistic of each term; for "ratio" its logarithm, which is what levels aggregate."""
+        log_ratio = view.between(self.ratio, has)
+        if self.stat not in ("dprob", "binary_kl"):
+            return KINDS["k1" if self.stat == "ratio" else self.stat](log_ratio)
+        p, q = (view.log(policy, has).clamp(max=0).exp() for policy in (self.ratio.num, self.ratio.den))
+        if self.stat == "dprob":
+            return p - q
+        rest = (1 - q) * ((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON)).log()
+        return (p - q).sign() * (rest - q * log_ratio)
 
     def __str__(self) -> str:
         low = "" if self.low is None else f"{self.low:g} <= "
@@ -107,7 +152,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(AnyGate):
     """Keeps the terms with the smallest stat, as many as leave its mean over the step at most `mean`; at least one.
 
     Terms of equal stat stand or fall together.
@@ -137,102 +182,12 @@ class Budget:
             )
 
     @property
-    def detached(self) -> bool:
-        """True: it is known before the step."""
-        return True
+    def reach(self) -> str:
+        return f"'{self}' is a budget of the whole step"
+
+    def core(self) -> tuple[Any, ...]:
+        """(ratio, stat, mean, kept)."""
+        return (self.ratio.core(), self.stat, self.mean, self.over == "kept")
 
     def __str__(self) -> str:
         return f"keep the terms with the smallest {self.stat}({self.ratio}) whose mean is at most {self.mean:g}"
-
-
-@dataclass(frozen=True)
-class TopEntropy:
-    """Keeps the share of terms with the highest entropy of the policy being trained, within each micro-batch.
-
-    Args:
-        share: of the terms of a micro-batch, in (0, 1).
-        scope: "microbatch", said aloud: the gradient depends on how the step was cut.
-
-    Source: Wang et al. 2025, arXiv 2506.01939; TRL's top_entropy_quantile.
-    """
-
-    share: float
-    scope: Literal["microbatch"]
-
-    def __post_init__(self) -> None:
-        one_of("TopEntropy.scope", self.scope, ("microbatch",))
-        _share("TopEntropy", self.share)
-
-    @property
-    def detached(self) -> bool:
-        """False: it sees the policy being trained."""
-        return False
-
-    def __str__(self) -> str:
-        return f"keep the {self.share:g} of the micro-batch's terms with the highest entropy"
-
-
-@dataclass(frozen=True)
-class DropCovariance:
-    """Drops a random share of the terms whose covariance of advantage and logprob lies between low and high.
-
-    cov = (A - mean A)(logp - mean logp), means over the micro-batch's terms that the gates before have left; terms that
-    the clip has taken are no candidates. `max(int(share * terms), 1)` of the candidates fall, drawn by torch's global
-    generator.
-
-    Args:
-        share: of the terms that are left of a micro-batch, in (0, 1).
-        low, high: bounds of cov, excluded.
-        scope: "microbatch", said aloud: the gradient depends on how the step was cut.
-
-    Source: Clip-Cov of Cui et al. 2025, arXiv 2505.22617; verl's clip_cov.
-    """
-
-    share: float
-    low: float
-    high: float
-    scope: Literal["microbatch"]
-
-    def __post_init__(self) -> None:
-        one_of("DropCovariance.scope", self.scope, ("microbatch",))
-        _share("DropCovariance", self.share)
-        rising("DropCovariance", self.low, self.high)
-
-    @property
-    def detached(self) -> bool:
-        """False: it sees the policy being trained."""
-        return False
-
-    def __str__(self) -> str:
-        return f"drop a random {self.share:g} of the terms with {self.low:g} < cov(A, logp) < {self.high:g}"
-
-
-@dataclass(frozen=True)
-class TopCovariance:
-    """Selects the share of terms with the highest covariance of advantage and logprob, for a penalty on them.
-
-    Args:
-        share: of the terms of a micro-batch that the penalty runs over, in (0, 1); at least one term.
-        scope: "microbatch", said aloud.
-
-    Source: KL-Cov of Cui et al. 2025, arXiv 2505.22617; verl's kl_cov.
-    """
-
-    share: float
-    scope: Literal["microbatch"]
-
-    def __post_init__(self) -> None:
-        one_of("TopCovariance.scope", self.scope, ("microbatch",))
-        _share("TopCovariance", self.share)
-
-    def __str__(self) -> str:
-        return f"on the {self.share:g} of the micro-batch's terms with the highest cov(A, logp)"
-
-
-AnyGate = Gate | Budget | TopEntropy | DropCovariance
-GATES = get_args(AnyGate)
-
-
-def _share(name: str, share: float) -> None:
-    if not 0 < share < 1:
-        raise ArgumentError(f"{name}.share is {share}. It is a share of the terms and lies between 0 and 1.")

@@ -6,10 +6,8 @@ Reasons in words, derived from the parts of the objective; "" where there is non
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
-
-from tracegrad.algebra.gate import Budget, Gate
-from tracegrad.algebra.surrogate import CrossEntropy, Regress
 
 if TYPE_CHECKING:
     from tracegrad.algebra.loss import Objective
@@ -21,35 +19,25 @@ def why_zero_advantage(objective: Objective) -> str:
     Without a reason its surrogate is -0 * something, and nothing counts over more than its own trace but the integer
     totals, which are known without it.
     """
-    reasons = [*_beyond_advantage(objective), *_statistics(objective)]
-    return reasons[0] if reasons else ""
+    return next(chain(_beyond_advantage(objective), _statistics(objective)), "")
 
 
 def why_dropped(objective: Objective) -> str:
     """Why the logprob of a term that a detached gate or a missing logprob dropped matters."""
-    reasons = [
-        *_of_microbatch(objective),
-        *_trained_levels(objective),
-        *(
-            f"the penalty '{penalty}' runs over dropped terms too"
-            for penalty in objective.penalties
-            if not penalty.gated
-        ),
-    ]
-    if objective.entropy is not None and not objective.entropy.gated:
-        reasons.append("the entropy bonus runs over dropped terms too")
-    return reasons[0] if reasons else ""
+    kl = (f"the penalty '{penalty}'" for penalty in objective.penalties if not penalty.gated)
+    bonus = ("the entropy bonus" for part in [objective.entropy] if part is not None and not part.gated)
+    over = (f"{part} runs over dropped terms too" for part in chain(kl, bonus))
+    return next(chain(_of_microbatch(objective), _trained_levels(objective), over), "")
 
 
 def why_weightless(objective: Objective) -> str:
     """Why the logprob of a term with weight 0 or advantage 0 matters."""
-    reasons = [*_beyond_advantage(objective), *_trained_levels(objective)]
-    return reasons[0] if reasons else ""
+    return next(chain(_beyond_advantage(objective), _trained_levels(objective)), "")
 
 
 def _beyond_advantage(objective: Objective) -> Iterator[str]:
     """What gives a term a gradient, or others one through it, whatever its advantage."""
-    if isinstance(objective.surrogate, (CrossEntropy, Regress)):
+    if not objective.surrogate.times_advantage:
         yield f"the surrogate {objective.surrogate} has a gradient where the advantage is 0"
     for shift in objective.shifts:
         yield f"the shift '{shift}' gives a term an advantage of its own"
@@ -67,6 +55,8 @@ def _of_microbatch(objective: Objective) -> Iterator[str]:
 
 def _trained_levels(objective: Objective) -> Iterator[str]:
     """Ratios of the policy being trained that a term shares with others."""
+    if objective.surrogate.locality != "term":
+        yield f"the surrogate {objective.surrogate} looks at a {objective.surrogate.locality}, its terms together"
     for ratio, level in objective.ratios():
         if level.over != "token" and not ratio.detached:
             yield f"the ratio {ratio} is taken over the {level.over}, its terms together"
@@ -77,13 +67,4 @@ def _statistics(objective: Objective) -> Iterator[str]:
     for reduce in objective.reductions:
         if reduce.denominator == "kept":
             yield f"the denominator of '{reduce}' counts the terms that its gates keep"
-    for gate in objective.gates:
-        if isinstance(gate, Budget):
-            yield f"'{gate}' is a budget of the whole step"
-        elif isinstance(gate, Gate) and (gate.level.wide or gate.scope == "group"):
-            yield f"'{gate}' reaches over a {gate.level.over if gate.level.wide else 'group'}"
-    for weight in objective.weights:
-        if weight.normalize:
-            yield f"the weight '{weight}' is divided by its mean over the step"
-        elif weight.level.wide:
-            yield f"the weight '{weight}' reaches over a {weight.level.over}"
+    yield from (part.reach for part in (*objective.gates, *objective.weights) if part.reach)

@@ -1,27 +1,28 @@
 """The whole objective: a surrogate, what weighs and drops its terms, what is added to it, and how it is reduced.
 
-Values only; `tracegrad.correction` evaluates what is known before the step, `tracegrad.objective` what is not.
+It asks its parts what they take, reach and refuse. `tracegrad.correction` evaluates what is known before the step,
+`tracegrad.objective` sums what its parts evaluate of the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from tracegrad.algebra.gate import GATES, AnyGate, Budget, DropCovariance, Gate, TopEntropy
+from tracegrad import notebook
+from tracegrad.algebra.gate import AnyGate
 from tracegrad.algebra.idle import why_dropped, why_weightless, why_zero_advantage
+from tracegrad.algebra.part import Part, core_of
 from tracegrad.algebra.penalty import Entropy, Penalty, Shift
-from tracegrad.algebra.ratio import HOLDS, OVER, TOKEN, Level, Ratio, left_over
+from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, Ratio, left_over
 from tracegrad.algebra.reduce import PER_TOKEN, Reduce
 from tracegrad.algebra.refuse import kind_of, no_effect, one_of
-from tracegrad.algebra.shape import Gamma
-from tracegrad.algebra.surrogate import SURROGATES, CrossEntropy, GeoClip, PolicyGradient, Ratioed, Regress, Surrogate
+from tracegrad.algebra.surrogate import Function, Locality, Surrogate
 from tracegrad.algebra.weight import Weight
 from tracegrad.errors import ArgumentError
 
 Missing = Literal["mask", "neutral", "refuse"]
-Locality = Literal["term", "turn", "trace", "batch"]
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,6 @@ class Needs:
     weightless: str = field(default="nothing is said of terms without a weight", compare=False)
 
 
-class Evaluable(Protocol):
-    """The arrays of terms, which bring their own evaluator: `tracegrad.objective.Terms`."""
-
-    def evaluate(self, objective: Any, logprobs: Any, entropy: Any) -> Any:
-        """The loss of `objective` on these terms."""
-        ...
-
-    def coefficients(self, objective: Any, logprobs: Any) -> Any:
-        """c with d loss / d logprob = -c."""
-        ...
-
-
 @dataclass(frozen=True)
 class Objective:
     """loss = sum of scale * keep * weight * surrogate(ratio, A) + sum over penalties of coef * scale * penalty.
@@ -67,7 +56,8 @@ class Objective:
     `objective(logprobs, entropy, terms)`, see `tracegrad.objective`. Printed, it is its formula.
 
     Args:
-        surrogate: PolicyGradient, CrossEntropy, Importance, Clip, Sigmoid, GeoClip or Regress.
+        surrogate: PolicyGradient, CrossEntropy, Importance, Clip, Sigmoid, GeoClip or Regress; a `Surrogate` of your
+            own, or a function loss(view) -> per_term.
         ratio: the ratio of the surrogate; None with PolicyGradient and CrossEntropy.
         weights: factors without gradient; their ratios times the surrogate's must telescope.
         gates: applied in order, those on the policy being trained after the others.
@@ -88,7 +78,7 @@ class Objective:
       scale = 1 / terms
     """
 
-    surrogate: Surrogate
+    surrogate: Any
     ratio: Ratio | None = None
     weights: tuple[Weight, ...] = ()
     gates: tuple[AnyGate, ...] = ()
@@ -100,34 +90,45 @@ class Objective:
     def __post_init__(self) -> None:
         self._check_kinds()
         self._check_ratio()
+        for part in (self.surrogate, *self.parts):
+            part.check(self)
         for sign in "+0-":
             self._check_product([w.ratio for w in self.weights if sign in HOLDS[w.when]])
-        self._check_gates()
-        self._check_effects()
-        gated = [part.gated for part in (*self.penalties, *([self.entropy] if self.entropy else []))]
-        own = [part.reduce for part in (*self.penalties, *([self.entropy] if self.entropy else []))]
-        for is_gated, reduce in zip(gated, own, strict=True):
-            if (reduce or self.reduce).denominator == "kept" and not is_gated:
+        self._check_order()
+        for part in self._added:
+            if (part.reduce or self.reduce).denominator == "kept" and not part.gated:
                 raise ArgumentError(
                     "a penalty with gated=False runs over terms that denominator='kept' does not count. "
                     "Use gated=True or denominator='all'."
                 )
 
     def _check_kinds(self) -> None:
-        kind_of("Objective.surrogate", self.surrogate, SURROGATES)
-        kind_of("Objective.reduce", self.reduce, (Reduce,))
-        parts = {"weights": (Weight,), "gates": GATES, "penalties": (Penalty,), "shifts": (Shift,)}
-        for name, kinds in parts.items():
+        """Kinds of the parts, of which the core must know those that it evaluates."""
+        if callable(self.surrogate):
+            object.__setattr__(self, "surrogate", Function(self.surrogate))
+        kind_of("Objective.surrogate", self.surrogate, Surrogate)
+        if not getattr(getattr(self.surrogate, "__dataclass_params__", None), "frozen", False):
+            raise ArgumentError(
+                f"the surrogate {type(self.surrogate).__name__} is no frozen dataclass. A run that is resumed could "
+                "not tell it from another one. Write @dataclass(frozen=True) above its class."
+            )
+        kind_of("Objective.reduce", self.reduce, Reduce)
+        kinds = {"weights": Weight, "gates": AnyGate, "penalties": Penalty, "shifts": Shift}
+        for name, kind in kinds.items():
             for place, part in enumerate(getattr(self, name)):
-                kind_of(f"Objective.{name}[{place}]", part, kinds)
+                kind_of(f"Objective.{name}[{place}]", part, kind)
+                if part.detached:
+                    core_of(f"Objective.{name}[{place}]", part)
         if self.entropy is not None:
-            kind_of("Objective.entropy", self.entropy, (Entropy,))
+            kind_of("Objective.entropy", self.entropy, Entropy)
+        for reduce in self.reductions:
+            core_of("Objective.reduce", reduce)
 
     def _check_ratio(self) -> None:
-        name = type(self.surrogate).__name__
-        if not isinstance(self.surrogate, Ratioed):
+        name, takes = type(self.surrogate).__name__, self.surrogate.takes_ratio
+        if takes is False:
             no_effect(self.ratio is not None, "Objective.ratio", f"{name} takes no ratio")
-        elif self.ratio is None or self.ratio.num != "theta" or "ref" in self.ratio:
+        elif (takes or self.ratio) and (self.ratio is None or self.ratio.num != "theta" or "ref" in self.ratio):
             raise ArgumentError(
                 f"{name} needs theta/old or theta/rollout, not {self.ratio}. Without theta nothing is trained."
             )
@@ -136,14 +137,12 @@ class Objective:
                 f"the surrogate's level is the {self.level.over}. Its ratio would mix traces with different "
                 "advantages. Take the token, turn or trace."
             )
-        if isinstance(self.surrogate, Regress) and self.weights:
-            raise ArgumentError("Regress fits a residual, which no weight corrects. Leave the weights out.")
 
     def _check_product(self, ratios: list[Ratio]) -> None:
+        allowed = [{}, {"theta": 1, "rollout": -1}, {"theta": 1, "old": -1}]
         if self.ratio is not None:
             ratios = [self.ratio, *ratios]
-        allowed = [{}, {"theta": 1, "rollout": -1}, {"theta": 1, "old": -1}]
-        if isinstance(self.surrogate, (PolicyGradient, CrossEntropy)):
+        else:
             allowed.append({"old": 1, "rollout": -1})  # the score function, at one update per batch
         if left_over(ratios) not in allowed:
             raise ArgumentError(
@@ -152,7 +151,7 @@ class Objective:
                 "Weigh theta/old by old/rollout, or take theta/rollout without a weight."
             )
 
-    def _check_gates(self) -> None:
+    def _check_order(self) -> None:
         seen = False
         for gate in self.gates:
             if gate.detached and seen:
@@ -161,30 +160,33 @@ class Objective:
                     "order. Put it first."
                 )
             seen |= not gate.detached
-        covariance = [gate for gate in self.gates if isinstance(gate, DropCovariance)]
-        if covariance and (self.ratio is None or not hasattr(self.surrogate, "low")):
-            raise ArgumentError("DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate.")
 
-    def _check_effects(self) -> None:
-        touched = any(penalty.weighted for penalty in self.penalties)
-        no_effect(touched and not self.weights, "Penalty.weighted", "there are no weights")
-        no_effect(bool(self.shifts) and isinstance(self.surrogate, CrossEntropy), "Objective.shifts", "A is not read")
-        absorbing = any(weight.absorbs for weight in self.weights)
-        no_effect(absorbing and not any(w.detached for w in self.weights), "Weight.absorbs", "no weight is detached")
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Weights, gates, penalties and shifts."""
+        return (*self.weights, *self.gates, *self.penalties, *self.shifts)
+
+    @property
+    def _added(self) -> tuple[Penalty | Entropy, ...]:
+        """What has a reduction of its own."""
+        return (*self.penalties, *([self.entropy] if self.entropy else []))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What `correct` takes of it: correct(old, rollout, ..., **objective.plan)."""
+        parts = {"weights": self.weights, "gates": self.gates}
+        return {**parts, "reduce": self.reduce, "reductions": self.reductions}
 
     @property
     def level(self) -> Level:
         """The level of the surrogate's ratio; the token where it takes none."""
-        return getattr(self.surrogate, "level", TOKEN)
+        return self.surrogate.level
 
     @property
     def per_microbatch(self) -> tuple[str, ...]:
         """The parts that see one micro-batch, so that the gradient depends on how the step was cut; mostly none."""
-        parts = [*self.weights, *self.gates, *(penalty.where for penalty in self.penalties), *self.shifts]
-        scopes = [getattr(part, "scope", None) or getattr(part, "center", None) for part in parts]
-        levels = [getattr(part, "level", TOKEN).scope for part in parts]
-        seen = zip(parts, scopes, levels, strict=True)
-        return tuple(str(part) for part, *scope in seen if "microbatch" in scope)
+        whole = [self.surrogate] if self.surrogate.locality == "batch" else []
+        return tuple(map(str, [*whole, *(part for part in self.parts if part.microbatch)]))
 
     @property
     def locality(self) -> Locality:
@@ -194,55 +196,50 @@ class Objective:
         aggregated. "batch": a part looks at all terms that are evaluated together. What is detached was evaluated
         before and does not count.
 
+        >>> from tracegrad.algebra import PolicyGradient
         >>> Objective(PolicyGradient()).locality
         'term'
         """
         if self.per_microbatch:
             return "batch"
-        seen = [level.over for ratio, level in self.ratios() if not ratio.detached]
-        widest = max(seen, key=OVER.index, default="token")
-        return {"token": "term", "turn": "turn", "trace": "trace"}.get(widest, "batch")  # type: ignore[return-value]
+        named: dict[str, Locality] = {"token": "term", "turn": "turn", "trace": "trace"}
+        seen = [named.get(level.over, "batch") for ratio, level in self.ratios() if not ratio.detached]
+        return max([*seen, self.surrogate.locality], key=("term", "turn", "trace", "batch").index)
 
     @property
     def reductions(self) -> tuple[Reduce, ...]:
         """The distinct reductions of surrogate, penalties and entropy bonus, the surrogate's first."""
-        parts = [*self.penalties, *([self.entropy] if self.entropy else [])]
-        return tuple(dict.fromkeys([self.reduce, *(part.reduce for part in parts if part.reduce)]))
+        return tuple(dict.fromkeys([self.reduce, *(part.reduce for part in self._added if part.reduce)]))
 
     def ratios(self) -> Iterator[tuple[Ratio, Level]]:
         """Every ratio with its level."""
         if self.ratio is not None:
             yield self.ratio, self.level
-        for weight in self.weights:
-            yield weight.ratio, weight.level
-        for gate in self.gates:
-            if isinstance(gate, Gate):
-                yield gate.ratio, Level(gate.scope, "max") if gate.scope else gate.level
-            elif isinstance(gate, Budget):
-                yield gate.ratio, TOKEN
-        for penalty in self.penalties:
-            yield penalty.ratio, TOKEN
-            if penalty.importance is not None:
-                yield penalty.importance, penalty.importance_level
-        for shift in self.shifts:
-            yield shift.ratio, TOKEN
+        for part in self.parts:
+            yield from part.ratios()
 
     @property
     def needs(self) -> Needs:
         """Which arrays it takes, and whether a whole trace must stand in one batch."""
-        used = list(self.ratios())
+        used, reads = list(self.ratios()), self.surrogate.reads
         proximal = any("proximal" in ratio for ratio, _ in used)
+        shared = any(level.over in ("turn", "trace") and not ratio.detached for ratio, level in used)
         return Needs(
-            old=any("old" in ratio for ratio, _ in used),
-            rollout=proximal or any("rollout" in ratio for ratio, _ in used),
-            ref=any("ref" in ratio for ratio, _ in used),
-            trace_ratio=any(level.over in ("turn", "trace") and not ratio.detached for ratio, level in used),
-            entropy=self.entropy is not None or any(isinstance(gate, TopEntropy) for gate in self.gates),
+            old="old" in reads or any("old" in ratio for ratio, _ in used),
+            rollout="rollout" in reads or any(ratio.recorded for ratio, _ in used),
+            ref="ref" in reads or any("ref" in ratio for ratio, _ in used),
+            trace_ratio=shared or self.surrogate.locality != "term",
+            entropy=self.entropy_gradient or any(part.takes_entropy for part in (self.surrogate, *self.parts)),
             proximal=proximal,
             zero_advantage=why_zero_advantage(self),
             dropped=why_dropped(self),
             weightless=why_weightless(self),
         )
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether a gradient goes through the entropy: of a bonus, or of a surrogate that reads it."""
+        return self.entropy is not None or "entropy" in self.surrogate.reads
 
     def check_missing(self, missing: Missing) -> None:
         """Refuses a policy for missing rollout logprobs that would be a ratio of 1 in disguise.
@@ -253,17 +250,18 @@ class Objective:
         one_of("missing", missing, ("mask", "neutral", "refuse"))
         trained = [self.ratio, *(part.ratio for part in (*self.penalties, *self.shifts))]
         trained += [weight.ratio for weight in self.weights if not weight.detached]
-        if missing == "neutral" and any(r is not None and ("rollout" in r or "proximal" in r) for r in trained):
+        recorded = "rollout" in self.surrogate.reads or any(ratio.recorded for ratio in trained if ratio)
+        if missing == "neutral" and recorded:
             raise ArgumentError(
                 "missing='neutral' with rollout beside the policy being trained would assume a ratio of 1 where none "
-                "is known. Use missing='mask', or an objective on theta/old, or one without a ratio (WEIGHTED_SFT)."
+                "is known. Use missing='mask', or an objective on theta/old, or one without a ratio (TOPR_POSITIVE)."
             )
 
-    def __call__(self, logprobs: Any, entropy: Any, terms: Evaluable) -> Any:
+    def __call__(self, logprobs: Any, entropy: Any, terms: Any) -> Any:
         """The loss on `terms`, which bring the evaluator of their kind of array (see `tracegrad.objective.Terms`)."""
         return terms.evaluate(self, logprobs, entropy)
 
-    def coefficients(self, logprobs: Any, terms: Evaluable) -> Any:
+    def coefficients(self, logprobs: Any, terms: Any) -> Any:
         """c with d loss / d logprob = -c at each term: per-token weights of -logp for any trainer.
 
         A trainer that minimises sum of -c * logp, c held constant, takes the same step, in whatever framework.
@@ -293,14 +291,17 @@ class Objective:
         lines += [f"  - sum of scale * {self.entropy}"] if self.entropy else []
         return "\n".join([*lines, f"  scale = {self.reduce}"])
 
+    def _repr_html_(self) -> str:
+        return notebook.text(str(self))
+
     def _spoken_ratio(self) -> str:
         """What r is."""
         if self.level == TOKEN:
             return str(self.ratio)
-        logs = "the l" if isinstance(self.surrogate, GeoClip) else f"log {self.ratio}"
         through = "" if self.level.grad == "through" else ", gradient through the token's own"
-        told = f", l = log {self.ratio}" if isinstance(self.surrogate, GeoClip) else ""
-        return f"exp({self.level} of {logs}){through}{told}"
+        if self.surrogate.holds_tokens:
+            return f"exp({self.level} of the l){through}, l = log {self.ratio}"
+        return f"exp({self.level} of log {self.ratio}){through}"
 
 
 def with_kl(objective: Objective, coef: float) -> Objective:
@@ -308,6 +309,7 @@ def with_kl(objective: Objective, coef: float) -> Objective:
 
     The penalty is neither gated nor weighted: TRL's with use_bias_correction_kl=False. TRL's default is `with_beta`.
 
+    >>> from tracegrad.algebra import PolicyGradient
     >>> with_kl(Objective(PolicyGradient()), 0.04).needs.ref
     True
     """
@@ -323,13 +325,14 @@ def with_beta(objective: Objective, beta: float) -> Objective:
 
     Source: TRL 1.16's GRPOConfig; DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
 
+    >>> from tracegrad.algebra import PolicyGradient
     >>> print(with_beta(Objective(PolicyGradient()), 0.04).penalties[0])
     0.04 * k3(theta/ref) * theta/old
     """
     ratio, level = objective.ratio or Ratio("theta", "old"), objective.level
     trained = [weight for weight in objective.weights if not weight.detached]
     if objective.ratio is None and trained:
-        ratio, level = trained[0].ratio, TOKEN if isinstance(trained[0].shape, Gamma) else trained[0].level
+        ratio, level = trained[0].ratio, TOKEN if trained[0].shape.absorbing else trained[0].level
     return _penalised(objective, beta, ratio, level)
 
 
@@ -347,6 +350,7 @@ def _penalised(objective: Objective, coef: float, importance: Ratio | None = Non
 def with_entropy(objective: Objective, coef: float) -> Objective:
     """The objective with a fixed entropy bonus over all its terms, or without one where `coef` is 0.
 
+    >>> from tracegrad.algebra import PolicyGradient
     >>> with_entropy(Objective(PolicyGradient()), 0.01).needs.entropy
     True
     """

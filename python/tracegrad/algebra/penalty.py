@@ -1,24 +1,25 @@
-"""What is added to the surrogate: divergences from another policy, an entropy bonus, and shifts of the advantage.
-
-Values only; `tracegrad.objective` evaluates them.
-"""
+"""What is added to the surrogate: divergences from another policy, an entropy bonus, and shifts of the advantage."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tracegrad.algebra.gate import TopCovariance
-from tracegrad.algebra.ratio import TOKEN, Level, Ratio
+from tracegrad.algebra.part import Part
+from tracegrad.algebra.ratio import KINDS, TOKEN, Level, Ratio, check_reach
 from tracegrad.algebra.reduce import Reduce
 from tracegrad.algebra.refuse import kind_of, no_effect, one_of, positive, rising
+from tracegrad.algebra.selector import TopCovariance
+from tracegrad.algebra.view import View
 from tracegrad.errors import ArgumentError
 
-KINDS = ("k1", "k2", "k3", "abs", "square")
+if TYPE_CHECKING:
+    from tracegrad.algebra.loss import Objective
 
 
 @dataclass(frozen=True)
-class Penalty:
+class Penalty(Part):
     """coef * an estimate of KL(num || den) at each term, with l = log num - log den.
 
     k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, abs = |l|, square = l^2. For tokens drawn by num k1 and k3 are unbiased
@@ -55,7 +56,7 @@ class Penalty:
     reduce: Reduce | None = None
 
     def __post_init__(self) -> None:
-        one_of("Penalty.kind", self.kind, KINDS)
+        one_of("Penalty.kind", self.kind, tuple(KINDS))
         if self.ratio.num != "theta":
             raise ArgumentError(f"the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
         positive("Penalty.coef", self.coef, "leave the penalty out for none")
@@ -68,10 +69,36 @@ class Penalty:
         no_effect(
             self.importance is None and self.importance_level != TOKEN, "Penalty.importance_level", "there is no ratio"
         )
+        if self.importance is not None:
+            check_reach("Penalty.importance", self.importance, self.importance_level)
         if self.cap is not None:
             positive("Penalty.cap", self.cap)
         if self.where is not None:
-            kind_of("Penalty.where", self.where, (TopCovariance,))
+            kind_of("Penalty.where", self.where, TopCovariance)
+
+    def ratios(self) -> Sequence[tuple[Ratio, Level]]:
+        importance = [] if self.importance is None else [(self.importance, self.importance_level)]
+        return [(self.ratio, TOKEN), *importance]
+
+    def check(self, objective: Objective) -> None:
+        no_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
+
+    def at(self, view: View, here: Any) -> Any:
+        """The estimate at each term of `here` with its ratio and cap, before `coef`; 0 elsewhere."""
+        here = here & view.has(self.ratio)
+        if self.where is not None:
+            here = self.where.of(view, here)
+        log_ratio = view.between(self.ratio, here)
+        value = KINDS[self.kind](-log_ratio if self.kind == "k3" else log_ratio)
+        if self.cap is not None:
+            value = value.clamp(-self.cap, self.cap)
+        if self.straight_through:
+            k2 = KINDS["k2"](log_ratio)
+            value = k2 - k2.detach() + value.detach()
+        if self.importance is not None:
+            log_factor, known = view.at(self.importance, self.importance_level)
+            value = value * log_factor.exp().where(here & known, 1)
+        return value.where(here, 0)
 
     def __str__(self) -> str:
         kind = f"{self.kind}+" if self.straight_through else self.kind
@@ -139,7 +166,7 @@ class Entropy:
 
 
 @dataclass(frozen=True)
-class Shift:
+class Shift(Part):
     """A - coef * l in place of A, l held constant: a divergence paid out of the advantage, term by term.
 
     Args:
@@ -160,6 +187,14 @@ class Shift:
         positive("Shift.coef", self.coef, "leave the shift out for none")
         if self.ratio.num != "theta":
             raise ArgumentError(f"the shift's ratio {self.ratio} must have theta above. Write Ratio('theta', ...).")
+
+    def of(self, view: View) -> Any:
+        """What is taken out of the advantage of each kept term."""
+        here = view.keep & view.has(self.ratio)
+        log_ratio = view.between(self.ratio, here).detach()
+        if self.center is not None:
+            log_ratio = (log_ratio - log_ratio.sum() / here.sum().clamp(min=1)).where(here, 0)
+        return self.coef * log_ratio
 
     def __str__(self) -> str:
         centre = f" - mean over the {self.center}" if self.center else ""

@@ -1,17 +1,28 @@
 """Ratios of policies and the levels they are aggregated at: the input of every gate, weight, surrogate and penalty.
 
-Values only; `tracegrad.correction` and `tracegrad.objective` evaluate them.
+Each says its plain form for the core (`core`), and a level aggregates tensors by their own methods. No torch is
+imported.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from tracegrad import _core
 from tracegrad.algebra.refuse import no_effect, one_of
 from tracegrad.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tracegrad.algebra.view import View
+
+LOG_RATIO_LIMIT: float = _core.LOG_RATIO_LIMIT
+"""Log-ratios are clamped to plus or minus this many nats before they are exponentiated."""
+
+INFINITY = float("inf")
 
 Policy = Literal["theta", "old", "rollout", "ref", "proximal"]
 When = Literal["always", "A>0", "A>=0", "A<0", "A<=0"]
@@ -21,6 +32,25 @@ POLICIES = ("theta", "old", "rollout", "ref", "proximal")
 OVER = ("token", "turn", "trace", "group", "batch")
 HOLDS = {"always": "+0-", "A>0": "+", "A>=0": "+0", "A<0": "-", "A<=0": "0-"}
 """Signs of the advantage on which each condition holds."""
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "k1": lambda x: x,
+    "k2": lambda x: x.square() * 0.5,
+    "k3": lambda x: bounded(x).expm1() - bounded(x),
+    "abs": lambda x: x.abs(),
+    "square": lambda x: x.square(),
+}
+"""Statistics of a log-ratio: k3(x) is exp(x) - 1 - x."""
+
+
+def bounded(log_ratio: Any) -> Any:
+    """Held within the limit beyond which nothing is exponentiated."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def holds(when: When, advantages: Any) -> Any:
+    """Where a condition on the sign of the advantage is met."""
+    met = {"A>0": advantages.gt, "A>=0": advantages.ge, "A<0": advantages.lt, "A<=0": advantages.le}
+    return met[when](0) if when in met else advantages == advantages
 
 
 @dataclass(frozen=True)
@@ -58,6 +88,15 @@ class Ratio:
     def detached(self) -> bool:
         """True where it does not depend on the policy being trained, so that it is known before the step."""
         return "theta" not in self and "proximal" not in self
+
+    @property
+    def recorded(self) -> bool:
+        """True where it has a value only at terms whose recorded logprob is known."""
+        return "rollout" in self or "proximal" in self
+
+    def core(self) -> tuple[str, str]:
+        """Its plain form."""
+        return (self.num, self.den)
 
 
 def left_over(ratios: Iterable[Ratio]) -> dict[str, int]:
@@ -119,6 +158,23 @@ class Level:
         """True for group and batch, which reach beyond one trace."""
         return self.over in ("group", "batch")
 
+    def core(self, kept: bool) -> tuple[str, str | None, bool, str | None]:
+        """Its plain form; `kept` says of which terms."""
+        return (self.over, self.agg, kept, self.blend)
+
+    def of(self, values: Any, view: View, inside: Any) -> Any:
+        """Log-ratios aggregated and handed back to each term, sums in float64; NaN where a segment has none inside."""
+        if self.over == "token":
+            return values
+        flat, index, inside = values.reshape(-1).double(), view.segments(self.over), inside.reshape(-1)
+        prefix = self.agg in ("prefix_sum", "prefix_min")
+        whole = (_running if prefix else _whole)(self.agg, flat, index, inside).reshape(values.shape).to(values.dtype)
+        if self.blend == "geometric":
+            whole = (whole + values) / 2
+        elif self.blend == "arithmetic":
+            whole = bounded(whole).logaddexp(bounded(values)) - math.log(2)
+        return whole.detach() + values - values.detach() if self.grad == "token" else whole
+
     def __str__(self) -> str:
         if self.over == "token":
             return "each token"
@@ -131,6 +187,52 @@ class Level:
 
 TOKEN = Level()
 """Each term alone."""
+
+
+def _whole(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
+    """[terms] the aggregate of each term's segment."""
+    count = values.new_zeros(len(values)).index_add(0, index, inside.double())
+    if agg == "max":
+        lowest = values.new_full((len(values),), -INFINITY)
+        total = lowest.scatter_reduce(0, index, values.masked_fill(~inside, -INFINITY), "amax")
+    else:
+        total = values.new_zeros(len(values)).index_add(0, index, values.where(inside, 0))
+    if agg == "mean":
+        total = total / count.clamp(min=1)
+    return total.where(count > 0, math.nan)[index]
+
+
+def _running(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
+    """The running sum or minimum within each segment, by doubling: after k rounds over the last 2^k terms."""
+    neutral = 0.0 if agg == "prefix_sum" else INFINITY
+    order = index.argsort(stable=True)
+    segment, running = index[order], values.where(inside, neutral)[order]
+    step = 1
+    while step < len(values):
+        same = segment == segment.roll(step)
+        same[:step] = False
+        before = running.roll(step).where(same, neutral)
+        running = running + before if agg == "prefix_sum" else running.minimum(before)
+        step *= 2
+    found = running.new_empty(len(running)).scatter(0, order, running)
+    return found if agg == "prefix_sum" else found.masked_fill(found.isinf(), math.nan)
+
+
+def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:
+    """The sum over the terms of its segment from each one on, a later one times `factor` for each term between.
+
+    By doubling, as the running sums: after k rounds over the next 2^k terms. What is not inside takes no place.
+    """
+    index = index.masked_fill(~inside.reshape(-1), len(index))
+    order = index.argsort(stable=True)
+    segment, running = index[order], values.reshape(-1).double()[order]
+    step = 1
+    while step < len(running):
+        same = segment == segment.roll(-step)
+        same[-step:] = False
+        running = running + factor**step * running.roll(-step).where(same, 0)
+        step *= 2
+    return running.new_empty(len(running)).scatter(0, order, running).reshape(values.shape).to(values.dtype)
 
 
 def check_reach(name: str, ratio: Ratio, level: Level) -> None:

@@ -1,12 +1,12 @@
 """How terms become one number: the denominators, which are integers counted over the whole step.
 
-Values only; `tracegrad.correction` counts.
+The core counts, in `tracegrad.correction`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tracegrad.algebra.refuse import no_effect, one_of, positive
 from tracegrad.errors import ArgumentError
@@ -55,6 +55,11 @@ class Reduce:
             no_effect(self.norm is not None and self.inner != "sum", "Reduce.norm", "it divides an inner sum")
         if self.norm is not None:
             positive("Reduce.norm", self.norm)
+
+    def core(self) -> tuple[Any, ...]:
+        """(per, mean, norm, kept)."""
+        norm = 1.0 if self.norm is None else self.norm
+        return (self.per, self.inner == "mean", norm, self.denominator == "kept")
 
     def __str__(self) -> str:
         kept = "kept " if self.denominator == "kept" else ""

@@ -13,12 +13,12 @@ def one_of(name: str, value: object, valid: tuple[object, ...]) -> None:
         raise ArgumentError(f"{name} is {value!r}. It must be one of {', '.join(map(repr, valid))}.")
 
 
-def kind_of(name: str, value: object, kinds: tuple[type, ...]) -> None:
-    """Refuses a type that no evaluator knows, a type derived from a known one too: its formula may be another."""
-    if type(value) not in kinds:
+def kind_of(name: str, value: object, kind: type) -> None:
+    """Refuses what is none of a kind, so that no evaluator knows its formula."""
+    if not isinstance(value, kind):
         raise ArgumentError(
             f"{name} is a {type(value).__name__}, and no evaluator knows its formula. Another would be computed in its "
-            f"place, or none. Take one of {', '.join(kind.__name__ for kind in kinds)}."
+            f"place, or none. Take a {kind.__name__}, or a frozen dataclass of your own below it (docs/extending.md)."
         )
 
 

@@ -1,12 +1,18 @@
-"""An objective as the Python expression that makes it, numbers told and other defaults left out.
+"""An objective as the Python expression that makes it, numbers told and other defaults left out, and back.
 
-For documents and for copying. Called by `tracegrad.presets.describe`.
+For documents, for copying, and for configs that hold an objective without a name. Nothing of a text is executed.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, fields, is_dataclass
+import ast
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
+
+from tracegrad.errors import ArgumentError
+
+_LONGEST = 10_000
 
 
 def spell(value: Any) -> str:
@@ -20,16 +26,48 @@ def spell(value: Any) -> str:
         inner = ", ".join(map(spell, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if not is_dataclass(value):
-        return f'"{value}"' if isinstance(value, str) else repr(value)
+        return f'"{value}"' if isinstance(value, str) else repr(value).replace("inf", "1e999")
     told, skipped = [], False
     for field in fields(value):
         given = getattr(value, field.name)
-        if _is_default(field, given):
+        if field.default is not MISSING and given == field.default and not isinstance(given, float):
             skipped = True
             continue
         told.append(f"{field.name}={spell(given)}" if skipped else spell(given))
     return f"{type(value).__name__}({', '.join(told)})"
 
 
-def _is_default(field: Field[Any], given: Any) -> bool:
-    return field.default is not MISSING and given == field.default and not isinstance(given, float)
+def unspell(text: str, classes: Mapping[str, Any]) -> Any:
+    """The value that `spell` wrote: calls of `classes` by their names, on numbers, texts and tuples, and nothing else.
+
+    Raises:
+        ArgumentError: if the text is no such expression, or a class refuses what it is called with.
+
+    >>> from tracegrad import algebra
+    >>> unspell("Reduce('trace', 'sum', norm=2.0)", vars(algebra)).norm
+    2.0
+    """
+    try:
+        if len(text) > _LONGEST:
+            raise ValueError(f"it has {len(text):,} characters")
+        return _value(ast.parse(text.strip(), mode="eval").body, classes)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(
+            f"{text[:80]!r} is no objective: {str(error)[:200]}. No loss is known. Write it as docs/losses.md does."
+        ) from error
+
+
+def _value(node: ast.expr, classes: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(each, classes) for each in node.elts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        made = classes.get(node.func.id)
+        if not is_dataclass(made) or not isinstance(made, type):
+            raise ValueError(f"{node.func.id} is no part of an objective")
+        named = {each.arg: _value(each.value, classes) for each in node.keywords if each.arg}
+        if len(named) < len(node.keywords):
+            raise ValueError("** is not taken")
+        return made(*(_value(each, classes) for each in node.args), **named)
+    return ast.literal_eval(node)

@@ -33,6 +33,7 @@ def pack(
     too_long: Literal["refuse", "drop", "truncate"] = "refuse",
     share_prefixes: bool = False,
     skip_zero_advantage: bool = False,
+    counted: ArrayLike | None = None,
     shape: ModelShape | None = None,
     seed: int | None = None,
     pad_to_multiple_of: int = 1,
@@ -61,6 +62,8 @@ def pack(
         skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, and count them in totals and
             counts. Refused where the objective looks at them nevertheless (`needs.zero_advantage`). A step of which
             nothing is left is there all the same, so that the plan does not depend on rewards: `Step.trains` is False.
+        counted: [R] bool: traces that count among the traces and groups of their step though they have no term, as one
+            that is masked because it was cut off; `Step.skipped` counts them too. None counts those with a term alone.
         shape: of the model, for predictions; None takes that of Qwen3-4B.
         seed: shuffles the groups; None keeps the order in which they first appear.
         pad_to_multiple_of: rows are padded to a multiple of this with tokens that see only themselves.
@@ -90,8 +93,10 @@ def pack(
     names = list(sequences.trace_ids)
     fit = (int(token_budget), whole)
     length, terms, lost, over = _core.pack_measure(cu, trace, ids, trainable, names, *fit, share_prefixes, too_long)
-    groups = _group_into_steps(sequences, terms, step_groups, seed)
-    idle = _without_advantage(sequences, per_token, groups) if skip_zero_advantage else np.zeros(sequences.traces, bool)
+    without = np.zeros(sequences.traces, bool)
+    masked = without if counted is None else arrays.flags(counted, "counted", length=sequences.traces)
+    groups = _group_into_steps(sequences, terms, masked, step_groups, seed)
+    idle = _without_advantage(sequences, per_token, groups) if skip_zero_advantage else without
     length = np.where(idle[trace], 0, length).astype(np.int32)
     shape = shape or ModelShape()
     costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
@@ -103,6 +108,7 @@ def pack(
     columns = (ids, trainable, _contiguous(sequences.inv_temperature, np.float32), cu)
     plan = (length, mine, placed.row, placed.order, rows, placed.shared)
     layout = _Layout(*_core.pack_lay(*columns, *plan, int(pad_to_multiple_of)))
+    idle |= masked & (groups.terms == 0)
     found = _Found(groups, placed, layout, _losses(sequences, groups, lost, over), _skipped(groups, idle))
     return [_step(sequences, found, per_token, share_prefixes, index) for index in range(len(rows))]
 
@@ -183,7 +189,9 @@ def advantages_by_token(
     given = arrays.narrowed(arrays.numbers(advantages, "advantages"), np.float32, "advantages")
     lengths = np.diff(sequences.cu_seqlens)
     if per != "term" and given.shape == (sequences.traces,) and np.isfinite(given).all():
-        return np.where(sequences.trainable, np.repeat(given[sequences.trace], lengths), np.float32(0))
+        out = np.repeat(given[sequences.trace], lengths)
+        # A fifth of the time that `where` takes.
+        return np.multiply(out, sequences.trainable, out=out)
     owner = np.repeat(sequences.trace, lengths)
     terms = sequences.terms
     out = np.zeros(sequences.tokens, np.float32)
@@ -207,7 +215,9 @@ def advantages_by_token(
     return out
 
 
-def _group_into_steps(sequences: Sequences, terms: Ints, step_groups: int | None, seed: int | None) -> _Groups:
+def _group_into_steps(
+    sequences: Sequences, terms: Ints, counted: NDArray[np.bool_], step_groups: int | None, seed: int | None
+) -> _Groups:
     trace_terms = np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
     trained = trace_terms > 0
     if not trained.any():
@@ -215,32 +225,35 @@ def _group_into_steps(sequences: Sequences, terms: Ints, step_groups: int | None
             "no token can be trained. Every trace is without a trainable token or longer than token_budget. "
             "Look at the tiers and the drift of the sequences, or raise token_budget."
         )
+    there = trained | counted
     names, group = np.unique(sequences.group, return_inverse=True)
-    alive, first = np.unique(group[trained], return_index=True)
+    alive, first = np.unique(group[there], return_index=True)
     order = alive[np.argsort(first)]
     if seed is not None:
         order = np.random.default_rng(seed).permutation(order)
     step_of_group = np.full(len(names), -1, np.int32)
     step_of_group[order] = np.arange(len(order)) // (step_groups or len(order))
-    step = np.where(trained, step_of_group[group], -1).astype(np.int32)
+    step = np.where(there, step_of_group[group], -1).astype(np.int32)
     steps = int(step.max()) + 1
-    by_step = [np.bincount(step[trained], trace_terms[trained], steps), np.bincount(step[trained], minlength=steps)]
+    by_step = [np.bincount(step[there], trace_terms[there], steps), np.bincount(step[there], minlength=steps)]
     by_step.append(np.bincount(step_of_group[order], minlength=steps))
     return _Groups(
         step=step,
         terms=trace_terms,
         group_terms=np.bincount(group, trace_terms).astype(np.int64)[group],
-        group_traces=np.bincount(group, trained).astype(np.int64)[group],
+        group_traces=np.bincount(group, there).astype(np.int64)[group],
         totals=[Totals(int(terms), int(traces), int(groups)) for terms, traces, groups in zip(*by_step, strict=True)],
     )
 
 
 def _losses(sequences: Sequences, groups: _Groups, lost: Counts, over: Ints) -> list[TooLong]:
     """Per step, what `too_long` took of it."""
+    out = [TooLong()] * len(groups.totals)
+    if not len(over):
+        return out
     step_of_group = {
         int(group): int(step) for group, step in zip(sequences.group, groups.step, strict=True) if step >= 0
     }
-    out = [TooLong()] * len(groups.totals)
     for trace in over.tolist():
         step = step_of_group.get(int(sequences.group[trace]), 0)
         out[step] = TooLong((*out[step].traces, sequences.trace_name(trace)), out[step].terms + int(lost[trace]))

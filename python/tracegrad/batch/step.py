@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import arrays
+from tracegrad import arrays, notebook
 from tracegrad.batch.moving import columns_of, moved, sent
 from tracegrad.errors import ArgumentError
 
@@ -28,7 +28,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Totals:
-    """Of one step over all ranks: its terms, the traces with one, the groups with one."""
+    """Of one step over all ranks: its terms, the traces and the groups with one, and what `pack` was told to count."""
 
     terms: int
     traces: int
@@ -45,7 +45,7 @@ class TooLong:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Traces counted in a step and not packed, over all ranks: their advantage is 0 and they cannot matter."""
+    """Traces counted in a step and not packed, over all ranks: their advantage is 0 and cannot matter, or `counted`."""
 
     traces: int = 0
     terms: int = 0
@@ -76,7 +76,7 @@ class Sharing:
         return f"prefixes shared: {told}" if self.shared else f"prefixes not shared, too little to gain: {told}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """One packed row. numpy as `pack` makes it, torch tensors after `.to(device)` (indices then int64).
 
@@ -104,6 +104,9 @@ class Batch:
     row: Any
     term: Ints
     longest: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self.ids)} tokens, {len(self.term)} terms)"
 
     def to(self, device: Any) -> Batch:
         """The same batch as torch tensors on `device` (anything `torch.Tensor.to` takes).
@@ -152,7 +155,7 @@ class Batch:
         return replace(self, **heads, row=row.astype(np.int32), term=self.term[~gone])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Step:
     """One optimizer step as one rank holds it. Per-term arrays are ordered by trace, branch, position.
 
@@ -165,12 +168,12 @@ class Step:
         advantages: [M] float32.
         trace_terms: [M] int64, terms of the term's trace.
         group_terms: [M] int64, terms of its group.
-        group_traces: [M] int64, traces with a term in its group.
+        group_traces: [M] int64, traces of its group that count, as in `totals`.
         totals: terms, traces and groups of the step. These and the three counts are over all ranks, after `too_long`
             and before any gate.
         sharing: what sharing prefixes does, predicted; None where it was not asked for.
         load: [ranks] float64, what each rank has to do, in predicted FLOP.
-        skipped: traces whose advantage is 0, counted in totals and counts but in no batch.
+        skipped: traces counted in totals and counts but in no batch: their advantage is 0, or they have no term.
         too_long: what was dropped or cut. A trace whose whole group was dropped is counted in the first step.
         old_logprobs, ref_logprobs: [M], nats, or None until `with_logprobs`.
         alpha: [M] in [0, 1], where the proximal policy lies between rollout (0) and theta (1); None where none is used.
@@ -202,6 +205,14 @@ class Step:
     def __len__(self) -> int:
         """Number of terms M on this rank."""
         return len(self.origin)
+
+    def __repr__(self) -> str:
+        whole = f"{self.totals.terms} terms, {self.totals.traces} traces, {self.totals.groups} groups"
+        return f"Step({whole}; here {len(self.batches)} rows of {sum(len(row.ids) for row in self.batches)} tokens)"
+
+    def _repr_html_(self) -> str:
+        rows = [(number, len(batch.ids), len(batch.term)) for number, batch in enumerate(self.batches[:10])]
+        return notebook.table(repr(self), ("row", "tokens", "terms"), rows)
 
     @property
     def trains(self) -> bool:

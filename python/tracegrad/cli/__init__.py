@@ -1,4 +1,4 @@
-"""The command line: `tracegrad train`, `prepare`, `doctor`, `online`, `replay`, `record`, `proxy`, and `--version`.
+"""The command line: `tracegrad init`, `train`, `merge`, `prepare`, `doctor`, `online`, `replay`, `record`, `proxy`.
 
 A file for each family of verbs; here they are put together, and errors become exit codes: 0, 1 for an error of ours in
 one line, 2 for usage, 128 + signal; `doctor` gives 1 where training would be wrong. No torch until a verb needs it.
@@ -6,12 +6,13 @@ one line, 2 for usage, 128 + signal; `doctor` gives 1 where training would be wr
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.cli import files, online, record, train
+from tracegrad.cli import files, init, merge, online, output, record, score, train, view
 from tracegrad.cli.words import SHORT, Parser, dotted, joined
 from tracegrad.errors import TracegradError
 
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     told, overrides = _parse(arguments)
     try:
-        return told.run(told, overrides, arguments)
+        with output.kept() if told.json else contextlib.nullcontext():
+            return told.run(told, overrides, arguments)
     except TracegradError as error:
         print(f"tracegrad: error: {error}", file=sys.stderr)
         return 1
@@ -45,7 +47,7 @@ def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     parser = Parser(prog="tracegrad", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for family in (train, files, online, record):
+    for family in (init, score, train, merge, files, view, online, record):
         family.add_to(commands)
     told, rest = parser.parse_known_args(joined(arguments))
     given = [(name, getattr(told, flag, None)) for flag, name in SHORT.items()]

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from tracegrad import config, doctor, prepare
-from tracegrad.cli.words import command, say
+from tracegrad.cli.words import command, folder_of, inputs_of, say, tell, verb
+from tracegrad.codes import LOGPROB_KINDS
 from tracegrad.errors import ArgumentError
-from tracegrad.sequence import LOGPROB_KINDS
+from tracegrad.inputs import Bar
 
 
 def add_to(commands: Any) -> None:
     """Adds the verbs."""
     shards = command(commands, "prepare", "align traces into shards, without torch", _prepare)
     shards.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces in a shard (default 4096)")
+    shards.add_argument("--json", action="store_true", help="the account for machines, one object")
     shards.add_argument("--resume", action="store_true", help="go on from the last whole shard in --out")
     _doctor_command(commands)
 
 
 def _doctor_command(commands: Any) -> None:
-    text = "say why training on traces would be wrong, what it costs, and the cure"
-    parser = commands.add_parser("doctor", help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
-    parser.set_defaults(run=_doctor, parser=parser)
-    parser.add_argument("traces", help="JSONL of traces, plain, .gz or .zst; - for standard input")
+    parser = verb(commands, "doctor", "say why training on traces would be wrong, what it costs, and the cure", _doctor)
+    inputs_of(parser)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
     parser.add_argument("--json", action="store_true", help="the same for machines, one object")
     parser.add_argument(
@@ -41,28 +41,55 @@ def _doctor_command(commands: Any) -> None:
 
 
 def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    idle = [name for name, _ in overrides if not name.startswith("data.") or name in ("data.reward", "data.holdout")]
+    told.model = folder_of(told.model)
+    of_reading = ("data.", "map.")
+    unread = ("data.reward", "data.holdout")
+    idle = [name for name, _ in overrides if not name.startswith(of_reading) or name in unread]
     if idle:
         raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
     if told.shard_traces < 1:
         raise ArgumentError(f"--shard-traces is {told.shard_traces}. A shard holds at least one trace. Leave it out.")
-    data = config.load(overrides=overrides).data
-    cut = {"shard_traces": told.shard_traces, "resume": told.resume}
-    account = prepare.prepare(told.traces, told.model, data, told.out, **cut)
+    chosen = config.load(overrides=overrides)
+    cut = {"shard_traces": told.shard_traces, "resume": told.resume, "map": chosen.map, "progress": Bar()}
+    account = prepare.prepare(told.traces, told.model, chosen.data, told.out, **cut)
+    steps = _next(told, chosen, account)
+    if told.json:
+        tell({**account.as_dict(), "next": steps})
+        return 0
     say(*account.lines(), f"written  {told.out}/shard-*, {told.out / 'drift.json'}, {told.out / 'manifest.json'}")
+    say(*(f"next     {step}" for step in steps))
     return 0
 
 
+def _next(told: argparse.Namespace, chosen: config.Config, account: prepare.Account) -> list[str]:
+    """The command that goes on from here; where no reward or group is known, the one that says what may be meant."""
+    where, text_only = ["--model", str(told.model), "--out"], chosen.data.text_only
+    mapped = [part for name, path in chosen.map.told().items() for part in (f"--map.{name}", path)]
+    if not account.terms and not text_only and account.tiers.keys() <= {"T6"}:
+        again = ["tracegrad", "prepare", *told.traces, *where, f"{told.out}-text", *mapped, "--text-only"]
+        return [f"{shlex.join(again)}  (the traces are text: no logprob is in them)"]
+    if account.found:
+        return [shlex.join(["tracegrad", "doctor", *told.traces, *where[:2], *mapped])]
+    flags = ["--objective", "TOPR_POSITIVE", "--text-only"] if text_only else []
+    return [shlex.join(["tracegrad", "train", str(told.out), *where, "runs/first", *flags])]
+
+
 def _doctor(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if overrides:
-        raise ArgumentError(f"{overrides[0][0]} has no effect on doctor, which trains nothing. Leave it for train.")
+    told.model = folder_of(told.model)
+    if idle := [name for name, _ in overrides if not name.startswith("map.")]:
+        raise ArgumentError(f"{idle[0]} has no effect on doctor, which trains nothing. Leave it for train.")
     diagnosis = doctor.examine(
         told.traces,
         told.model,
+        map=config.load(overrides=overrides).map,
+        progress=Bar(),
         max_tokens=told.max_tokens,
         held_out=told.held_out,
         logprob_kind=told.kind,
         rescored=told.rescore,
     )
-    say(*(json.dumps(diagnosis.as_dict(), indent=1).split("\n") if told.json else doctor.lines(diagnosis)))
+    if told.json:
+        tell(diagnosis.as_dict())
+    else:
+        say(*doctor.lines(diagnosis))
     return diagnosis.exit_code

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import secrets
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tracegrad import config
 from tracegrad.cli.online import WARNING, needs, served
-from tracegrad.cli.words import Parser, say
+from tracegrad.cli.words import Parser, for_machines, say, speaker, tell, verb
+from tracegrad.dotted import changed
 from tracegrad.errors import ArgumentError, TracegradError
+
+CLOCK_S = 2.0
+"""By which times of files may be off."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the verbs."""
-    text = "play tasks and record them by whole groups, without training"
-    described = f"{text[0].upper()}{text[1:]}. {WARNING}"
-    parser: Parser = commands.add_parser("record", help=text, description=described, allow_abbrev=False)
-    parser.set_defaults(run=_record, parser=parser)
+    parser = verb(commands, "record", "play tasks and record them by whole groups, without training", _record, WARNING)
     parser.add_argument(
         "contract", nargs="?", metavar="file.py:name", help="an agent of (task, policy), or a class of environments"
     )
@@ -36,10 +38,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--groups", type=int, metavar="N", help="at most so many (default: all tasks)")
     parser.add_argument("--parallel", type=int, default=8, metavar="N", help="groups played at once (default 8)")
     parser.add_argument("--resume", action="store_true", help="leave out the groups that are in --out already")
-    parser.add_argument("--online.OPTION", metavar="VALUE", help="temperature, max_tokens, turns, seconds, ...")
-    text = "record any program: an OpenAI-compatible address in front of a server"
-    parser = commands.add_parser("proxy", help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-    parser.set_defaults(run=_proxy, parser=parser)
+    parser.add_argument("--play.OPTION", metavar="VALUE", help="temperature, max_tokens, turns, seconds, ...")
+    parser = verb(commands, "proxy", "record any program: an OpenAI-compatible address in front of a server", _proxy)
     _common(parser)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="on loopback (default: a free one)")
     parser.add_argument("--model", metavar="NAME", help="which every request gets (default: the program's own)")
@@ -59,16 +59,16 @@ def _common(parser: Parser) -> None:
         default="raw",
         help="what the server's logprobs are of (raw)",
     )
+    for_machines(parser)
 
 
 def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     needs("record")
     from tracegrad import online
     from tracegrad.cli import named
-    from tracegrad.online.record import IDLE
 
     here = Path.cwd()
-    idle = [name for name, _ in overrides if name.partition(".")[0] != "online" or name.partition(".")[2] in IDLE]
+    idle = [name for name, _ in overrides if name.partition(".")[0] != "play"]
     if idle:
         raise ArgumentError(f"{idle[0]} has no effect on record, which trains nothing. Leave it for tracegrad online.")
     how: dict[str, Any] = {}
@@ -79,11 +79,11 @@ def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         how["tools"] = named.tools(told.tools[0] if len(told.tools) == 1 else told.tools, here)
     if told.rewards:
         how["rewards"] = named.functions(told.rewards, here, "rewards")
-    samples = [] if told.samples is None else [("online.samples", told.samples)]
+    samples = [] if told.samples is None else [("play.samples", told.samples)]
     found = online.record(
         named.tasks(told.tasks, here),
         **how,
-        online=config.section("online", online.Online(), [*overrides, *samples]),
+        play=changed({"play": online.Play()}, [*overrides, *samples])["play"],
         servers=told.server,
         key=_key(told),
         logprob_kind=told.kind,
@@ -91,20 +91,24 @@ def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         parallel=told.parallel,
         out=told.out,
         resume=told.resume,
-        say=lambda line: say(line),
+        say=speaker(told),
     )
+    if told.json:
+        counts = {"trajectories": found.trajectories, "groups": found.groups, "failed": found.failed}
+        reward = None if math.isnan(found.reward) else found.reward
+        tell({**counts, "before": found.before, "reward": reward, "file": found.file and str(found.file)})
+        return 0
     before = f", beside {found.before:,} that were there" if found.before else ""
     say(
         f"recorded {found.trajectories:,} trajectories in {found.groups:,} groups{before}; {found.failed:,} failed",
         f"         mean reward {found.reward:.3f}",
-        f"         {found.file}",
-        f"next     tracegrad doctor {found.file} --model DIR",
+        *((f"         {found.file}", f"next     tracegrad doctor {found.file} --model DIR") if found.file else ()),
     )
     return 0
 
 
 def _key(told: argparse.Namespace) -> str | None:
-    from tracegrad.cli.runfile import read_key
+    from tracegrad.cli.key import read_key
 
     return None if told.key_file is None else read_key(told.key_file)
 
@@ -113,25 +117,28 @@ def _proxy(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     needs("record")
     if overrides:
         raise ArgumentError(f"{overrides[0][0]} has no effect on proxy: a program says itself how it samples.")
-    if len(told.server) > 1:
-        raise ArgumentError(
-            "proxy is in front of one server. Start one for each, with an --out of its own or the same."
-        )
     return asyncio.run(_recording(told))
 
 
 async def _recording(told: argparse.Namespace) -> int:
     """Serves until a signal comes; what is finished is on the disk."""
     from tracegrad.online.frames import FOLDER, Writer
+    from tracegrad.rollout.journal import Journal
     from tracegrad.rollout.proxy import Proxy
+    from tracegrad.rollout.server import Servers
 
     key = _key(told)
-    say(f"server   {await served(told.server, key)}")
+    speak = speaker(told)
+    speak(f"server   {await served(told.server, key)}")
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, lambda: ended.done() or ended.set_result(0))
     count = 0
-    with Writer(told.out / FOLDER) as writer:
+    async with AsyncExitStack() as stack:
+        journal = stack.enter_context(Journal(told.out / "open"))
+        journal.forget(_recorded(told.out / FOLDER, journal))
+        servers = await stack.enter_async_context(Servers(told.server, model="", key=key))
+        writer = stack.enter_context(Writer(told.out / FOLDER))
 
         async def finished(record: dict[str, Any]) -> None:
             nonlocal count
@@ -139,16 +146,19 @@ async def _recording(told: argparse.Namespace) -> int:
             count += 1
 
         options = {"key": _own_key(told.out / "key"), "upstream_key": key, "model": told.model, "port": told.port}
+        options |= {"journal": journal, "idle_s": told.idle, "logprob_kind": told.kind}
         try:
-            proxy = await Proxy(
-                told.server[0], finished=finished, idle_s=told.idle, logprob_kind=told.kind, **options
-            ).__aenter__()
+            proxy = await Proxy(servers, finished=finished, **options).__aenter__()
         except OSError as error:
             raise TracegradError(
                 f"port {told.port}: {error.strerror}. Nothing can be recorded. Give another --port."
             ) from error
         try:
-            say(
+            if left := len(journal.files):
+                speak(f"open     {left:,} sessions that the proxy before this one left open")
+            if told.json:
+                tell({"url": proxy.url, "key_file": str(told.out / "key"), "open": left}, line=True)
+            speak(
                 f"export OPENAI_BASE_URL={proxy.url}/s/NAME/v1 OPENAI_API_KEY=$(cat {told.out / 'key'})",
                 "         NAME is yours to choose, one for each trajectory; or send x-tracegrad-session: NAME",
                 f"         a trajectory ends with  POST {proxy.url}/s/NAME/reward  "
@@ -157,13 +167,28 @@ async def _recording(told: argparse.Namespace) -> int:
             await ended
         finally:
             await proxy.__aexit__()
-    say(f"recorded {count:,} trajectories; {writer.folder / writer.name}")
+    file = writer.folder / writer.name
+    if told.json:
+        tell({"trajectories": count, "file": str(file)}, line=True)
+    else:
+        say(f"recorded {count:,} trajectories; {file}")
     return 0
+
+
+def _recorded(folder: Path, journal: Any) -> set[str]:
+    """Sessions of the journal whose records are whole in the folder: a proxy was killed just after it wrote them."""
+    from tracegrad.online.frames import Follower, Place
+
+    left = [path.stat().st_mtime for path in journal.files]
+    found = Follower(folder)
+    old = [path for path in folder.glob("*.jsonl.zst") if path.stat().st_mtime < min(left, default=math.inf) - CLOCK_S]
+    found.skip(Place(path.name, path.stat().st_size, 0) for path in old)
+    return {str(trace.metadata.get("session")) for _, traces in found.each() for trace in traces}
 
 
 def _own_key(path: Path) -> str:
     """What programs show, kept in a file that only its owner reads."""
-    from tracegrad.cli.runfile import read_key
+    from tracegrad.cli.key import read_key
 
     if not path.exists():
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

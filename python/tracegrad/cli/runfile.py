@@ -1,4 +1,4 @@
-"""A run.toml of `tracegrad online`: what is played with what, [online], [engine], and the sections that training has.
+"""A run.toml of `tracegrad online`: what is played with what, [online], [play], [engine], sections of training.
 
 Paths in it are relative to its own folder. Read, checked and printed here; the run is `online`'s.
 """
@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tracegrad import config
+from tracegrad.cli.key import read_key
+from tracegrad.dotted import changed
 from tracegrad.errors import ArgumentError
-from tracegrad.online import Online
+from tracegrad.online import Online, Play, brief
+from tracegrad.online.brief import Brief
+from tracegrad.recipes import Recipe
 
 TEXTS = ("model", "out", "tasks", "evaluation", "environment", "agent", "python", "key_file")
 LISTS = ("rewards", "tools", "servers", "weights")
 KEYS = (*TEXTS, *LISTS)
+PLAYING: Mapping[str, Any] = {"online": Online(), "play": Play()}
+"""The sections of playing, where nothing is told."""
 OF_FILES = (
+    *(f"map.{each.name}" for each in fields(config.Map)),
     *("data.on_error", "data.logprob_kind", "data.text_only", "data.lenient", "data.holdout", "train.epochs"),
-    *("train.value_per_epoch", "train.stop_below_ess", "train.tensorboard"),
+    *("filter.even_groups", "train.value_per_epoch", "stop.below_ess", "stop.worse"),
 )
 
 
@@ -31,15 +38,18 @@ class RunFile:
     Args:
         path: of the file, in whose folder its paths lie.
         named: its first lines, `KEYS`.
-        config, online: what the sections give.
+        config, online, play: what the sections give.
         engine: vLLM's engine arguments.
+        otherwise: where file or command line told otherwise than the recipe, which wins.
     """
 
     path: Path
     named: Mapping[str, Any]
     config: config.Config
     online: Online
+    play: Play
     engine: Mapping[str, Any] = field(default_factory=dict)
+    otherwise: tuple[str, ...] = ()
 
     @property
     def base(self) -> Path:
@@ -72,18 +82,25 @@ class RunFile:
 
     def to_toml(self) -> str:
         """The whole run as TOML."""
-        tables = [("online", asdict(self.online)), ("engine", self.engine)]
+        tables = [("online", asdict(self.online)), ("play", asdict(self.play)), ("engine", self.engine)]
         parts = [_table("", self.named), *(_table(name, values) for name, values in tables if values)]
         return "\n\n".join([*parts, config.to_toml(self.config, without=OF_FILES)])
 
 
-def read(path: Path, flags: Mapping[str, Any], overrides: Sequence[tuple[str, Any]], resume: bool) -> RunFile:
+def read(
+    path: Path,
+    flags: Mapping[str, Any],
+    overrides: Sequence[tuple[str, Any]],
+    resume: bool,
+    recipe: Recipe | None = None,
+) -> RunFile:
     """The file, and what the command line changes.
 
     Args:
         flags: `KEYS` of the command line; their paths are relative to the working directory.
         overrides: (dotted name, value) pairs.
         resume: what neither says is as the run was told that goes on.
+        recipe: what the file and the overrides go over.
 
     Raises:
         ArgumentError: for what is unknown, of another kind, or of no effect here.
@@ -96,43 +113,32 @@ def read(path: Path, flags: Mapping[str, Any], overrides: Sequence[tuple[str, An
         named[key] = str(here / value) if near else value
     tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
     engine = {**tables.pop("engine", {}), **_section(overrides, "engine", config.scalar)}
-    playing = tables.pop("online", {})
+    playing = {name: tables.pop(name, {}) for name in PLAYING}
     values = config.flatten(tables)
-    rest = [(name, value) for name, value in overrides if name.partition(".")[0] not in ("engine", "online")]
+    rest = [(name, value) for name, value in overrides if name.partition(".")[0] not in ("engine", *PLAYING)]
     for name, _ in [*values, *rest]:
         if name in OF_FILES:
             raise ArgumentError(f"{name} has no effect on an online run: it is of training from a file. Leave it out.")
-    begun, before = _before(path.parent / named["out"]) if resume and "out" in named else (config.Config(), Online())
+    begun, before = _before(path.parent / named["out"]) if resume and "out" in named else (config.Config(), PLAYING)
     chosen = config.update(begun, values, where=str(path))
-    given = [(f"online.{key}", value) for key, value in playing.items()]
-    online = config.section("online", before, given, where=str(path))
-    online = config.section("online", online, [pair for pair in overrides if pair[0].startswith("online.")])
-    return RunFile(path, named, config.update(chosen, rest), online, engine)
+    played = changed(before, config.flatten({name: table for name, table in playing.items() if table}), where=str(path))
+    played = changed(played, [pair for pair in overrides if pair[0].partition(".")[0] in PLAYING])
+    chosen, otherwise = config.update(chosen, rest), ()
+    if recipe is not None:
+        chosen, otherwise = of_play(recipe).settle(overrides=[*values, *rest], start=begun)
+    return RunFile(path, named, chosen, **played, engine=engine, otherwise=otherwise)
 
 
-def read_key(path: Path) -> str:
-    """The token in a file: its first line.
-
-    Raises:
-        ArgumentError: if there is none.
-    """
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ArgumentError(
-            f"{path}: {why}. The servers would refuse every request. Write their token there."
-        ) from error
-    if not key or "\n" in key or not key.isprintable():
-        raise ArgumentError(f"{path}: one line with a token is wanted. The servers would refuse what it holds.")
-    return key
+def of_play(recipe: Recipe) -> Recipe:
+    """A recipe without what is of training from a file."""
+    return replace(recipe, config=tuple(each for each in recipe.config if each[0] not in OF_FILES))
 
 
 def _checked(key: str, value: Any, path: Path) -> Any:
     if key not in KEYS:
         raise ArgumentError(
             f"{path}: {key} is no key here. It would have no effect. "
-            f"{config.nearest(key, [*KEYS, 'online', 'engine', *config.SECTIONS])}"
+            f"{config.nearest(key, [*KEYS, *PLAYING, 'engine', *config.SECTIONS])}"
         )
     listed = isinstance(value, list) and value and key in LISTS
     number = (int, float) if key == "weights" else str
@@ -144,16 +150,12 @@ def _checked(key: str, value: Any, path: Path) -> Any:
     raise ArgumentError(f"{path}: {key} is {value!r:.80}. It must be {kind}. Correct it or leave it out.")
 
 
-def _before(out: Path) -> tuple[config.Config, Online]:
+def _before(out: Path) -> tuple[config.Config, Mapping[str, Any]]:
     """What the run that goes on was told."""
     if not (out / "config.toml").is_file():
-        return config.Config(), Online()
-    begun = config.load(out / "config.toml")
-    try:
-        told = json.loads((out / "run.json").read_text(encoding="utf-8"))["online"]
-        return begun, Online(**{f.name: told[f.name] for f in fields(Online) if f.name in told})
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return begun, Online()
+        return config.Config(), PLAYING
+    begun, told = config.load(out / "config.toml"), Brief.read(out) if (out / brief.NAME).exists() else None
+    return begun, PLAYING if told is None else {"online": told.online, "play": told.play}
 
 
 def _section(overrides: Sequence[tuple[str, Any]], section: str, read: Any) -> dict[str, Any]:

@@ -6,18 +6,25 @@ Nothing is done here; the files of the verbs call it.
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tracegrad import config
-from tracegrad.errors import shown
+from tracegrad.cli import output
+from tracegrad.errors import ArgumentError, shown
+from tracegrad.training import first
 
 SHORT = {
     "seed": "train.seed",
     "epochs": "train.epochs",
-    "stop_below_ess": "train.stop_below_ess",
-    "tensorboard": "train.tensorboard",
+    "stop_below_ess": "stop.below_ess",
+    "log_to": "train.log_to",
     "objective": "objective",
     "on_error": "data.on_error",
     "logprob_kind": "data.logprob_kind",
@@ -26,17 +33,64 @@ SHORT = {
 }
 
 
+MEANT = {
+    "optimizer.lr": ("lr", "learning_rate", "peak_lr", "step_size"),
+    "optimizer.weight_decay": ("weight_decay", "wd"),
+    "optimizer.grad_clip": ("grad_clip", "max_grad_norm", "clip_grad_norm", "gradient_clipping"),
+    "pack.step_groups": ("batch_size", "bs", "train_batch_size", "per_device_train_batch_size", "groups_per_step"),
+    "pack.token_budget": ("max_length", "max_seq_length", "max_seq_len", "seq_len", "max_tokens", "context_length"),
+    "schedule.warmup_steps": ("warmup", "warmup_steps"),
+    "schedule.name": ("scheduler", "lr_scheduler_type", "lr_schedule"),
+    "train.lora_rank": ("lora", "lora_r", "lora_rank", "rank"),
+    "train.dtype": ("dtype", "bf16", "fp16", "precision"),
+    "train.device": ("device", "gpu"),
+    "checkpoint.every": ("save_steps", "save_every", "checkpoint_every"),
+    "advantage.baseline": ("baseline", "advantage"),
+    "map.reward": ("reward", "reward_key", "reward_field", "rewards"),
+    "map.group": ("group", "group_key", "prompt_id", "group_by"),
+    "map.session": ("session", "session_key", "thread", "conversation"),
+    "epochs": ("num_epochs", "num_train_epochs", "n_epochs", "epoch"),
+    "objective": ("loss", "loss_type", "algorithm", "algo", "method", "preset"),
+    "model": ("model_path", "model_name", "model_name_or_path", "base_model", "checkpoint"),
+    "out": ("output", "output_dir", "out_dir", "save_dir", "dir"),
+    "resume": ("continue", "resume_from_checkpoint"),
+}
+"""What others call a flag, by what it is called here."""
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """The flag that is meant by a name that others use, if there is such a flag here.
+
+    >>> meant("--learning-rate", ["optimizer.lr"]), meant("--colour", ["optimizer.lr"])
+    ('--optimizer.lr', None)
+    """
+    word, known = name.lstrip("-").replace("-", "_").lower(), set(known)
+    return next((f"--{flag}" for flag, names in MEANT.items() if word in names and flag in known), None)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, whose errors name the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong and "COMMAND" in message:
+            names = re.findall(r"[a-z]+", wrong[2])
+            message = f"{wrong[1]} is no command. {config.nearest(wrong[1], names)}"
         self.exit(2, f"tracegrad: error: {shown(message)}\nSee {self.prog} --help.\n")
 
 
-def command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+def verb(commands: Any, name: str, text: str, run: Any, more: str = "") -> Parser:
+    """A verb and what it does, with a sentence more in its own help."""
+    described = " ".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more)))
+    parser: Parser = commands.add_parser(name, help=text, description=described, allow_abbrev=False)
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("traces", help="JSONL of traces, plain, .gz or .zst; - for standard input")
+    return parser
+
+
+def command(commands: Any, name: str, text: str, run: Any) -> Parser:
+    """A verb over traces with a model and a place for what comes of them."""
+    parser = verb(commands, name, text, run)
+    inputs_of(parser)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     data = parser.add_argument_group("reading and aligning")
@@ -48,11 +102,22 @@ def command(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentP
     return parser
 
 
+def inputs_of(parser: argparse.ArgumentParser) -> None:
+    """Adds what is read: `traces`, one or several."""
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        metavar="TRACES",
+        help="files, folders, patterns or addresses (s3://...) of JSONL, JSON, Parquet or Arrow, plain, .gz or .zst; "
+        "- for standard input. Where the records hold reward, group or session: --map.reward PATH and so on",
+    )
+
+
 def joined(arguments: list[str]) -> list[str]:
     """`--a.b value` as `--a.b=value`, so that the value is not taken for an argument that has no flag.
 
-    >>> joined(["record", "--online.turns", "3", "a.py:b", "--out", "o"])
-    ['record', '--online.turns=3', 'a.py:b', '--out', 'o']
+    >>> joined(["record", "--play.turns", "3", "a.py:b", "--out", "o"])
+    ['record', '--play.turns=3', 'a.py:b', '--out', 'o']
     """
     found: list[str] = []
     words = iter(arguments)
@@ -70,7 +135,9 @@ def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, 
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
             flags = [flag for action in parser._actions for flag in action.option_strings if "." not in flag]
+            same = meant(name, [*(flag.lstrip("-") for flag in flags), *config.options()])
             cure = config.nearest(f"--{name}", [*flags, *(f"--{option}" for option in config.options())])
+            cure = f"Did you mean {same}?" if same else cure
             parser.error(f"{word} is no option here. {cure}")
         if not equals:
             parser.error(f"{word} has no value. Write {word} VALUE.")
@@ -78,12 +145,81 @@ def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, 
     return found
 
 
-def first() -> bool:
-    """Whether this process is the one that speaks: torchrun numbers them."""
-    return os.environ.get("RANK", "0") == "0"
+def go_on(stopped: str, arguments: list[str], flag: str = "--resume") -> list[str]:
+    """How to go on with what a signal has stopped; nothing where it was something else.
+
+    >>> go_on("signal", ["online", "run.toml"]), go_on("done", ["online", "run.toml"])
+    (['go on    tracegrad online run.toml --resume'], [])
+    """
+    if stopped != "signal":
+        return []
+    again = arguments if flag in arguments or not flag else [*arguments, flag]
+    return [f"go on    tracegrad {shlex.join(again)}"]
 
 
 def say(*lines: str) -> None:
     """Prints lines, where this process is the one that speaks."""
     for line in lines if first() else ():
         print(shown(line), flush=True)
+
+
+def aside(*lines: str) -> None:
+    """Prints lines on standard error, where standard output is for machines."""
+    for line in lines if first() else ():
+        print(shown(line), file=sys.stderr, flush=True)
+
+
+def tell(account: Mapping[str, Any], *, line: bool = False) -> None:
+    """Prints one object for machines, over several lines or on one, with null for NaN and infinities."""
+    text = json.dumps(_finite(account), indent=None if line else 1, allow_nan=False)
+    if first():
+        print(*map(shown, text.split("\n")), sep="\n", file=output.stream(), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """As JSON has it, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def for_machines(parser: argparse._ActionsContainer) -> None:
+    """Adds --json."""
+    text = "one object for machines at the end; what is told meanwhile goes to standard error"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def speaker(told: argparse.Namespace) -> Callable[..., None]:
+    """Where lines go."""
+    return aside if told.json else say
+
+
+def folder_of(model: Path) -> Path:
+    """The folder of a model: the path itself, or what a Hub id names, brought here by huggingface_hub.
+
+    Raises:
+        ArgumentError: if there is no such folder, and no such model can be had.
+    """
+    name = str(model)
+    if model.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        return model
+    lacks = f"--model {name}: there is no such folder"
+    if "/" not in name:
+        return model
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ArgumentError(
+            f"{lacks}, and huggingface_hub is not installed. A Hub id cannot be looked up. pip install "
+            "'tracegrad[cloud]', or give a folder."
+        ) from None
+    try:
+        return Path(snapshot_download(name))
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".split("\n")[0][:160]
+        raise ArgumentError(
+            f"{lacks}, and the Hub does not give it ({why}). Without a tokenizer nothing is read. Give a folder, or "
+            "run huggingface-cli download where there is a network."
+        ) from error

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from tracegrad.config.mapping import Map
+from tracegrad.dotted import Scalar
 from tracegrad.errors import ArgumentError
-
-Scalar = bool | int | float | str
+from tracegrad.metrics.dashboards import DASHBOARDS, split_names
 
 
 @dataclass(frozen=True)
@@ -35,39 +36,50 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Filter:
+    """What is aligned and not trained on, or not with its reward as it was recorded."""
+
+    even_groups: bool = False
+    """Leave out groups in which all rewards are equal, from denominators too: DAPO's dynamic sampling, not refilled."""
+    mask_even: bool = False
+    """Mask them instead: denominators of traces and groups still count them (as SkyRL's zero_variance_filter)."""
+    tolerance: float = 0.0
+    """For the two above: rewards of a group within so much of one another are equal."""
+    truncated: bool = False
+    """Mask traces whose last generation was cut off: rewards and denominators of traces still count them (as TRL)."""
+    zero_truncated: bool = False
+    """Give such traces reward 0, before any is compared (as SkyRL's zero_reward_on_non_stop)."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.tolerance < float("inf"), "filter.tolerance", self.tolerance, "it must be finite, 0 or more")
+
+
+@dataclass(frozen=True)
 class Pack:
     """How traces become steps and rows."""
 
     token_budget: int = 8192
-    """Tokens of one packed row, one forward pass. Lower it where memory runs out; the gradient stays the same."""
+    """Tokens of a row, one forward pass. Lower where memory runs out, and on CPU, where attention costs its square."""
     step_groups: int = 16
     """Groups in one optimizer step."""
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
     """A branch longer than token_budget: stop, leave its trace out, or cut its end. Both are counted."""
-    leave_out: Literal["nothing", "repeats", "idle", "both"] = "nothing"
-    """Work that changes no gradient: beginnings that traces share, where it pays; advantage or weight 0; or both."""
+    share_prefixes: bool = False
+    """Compute what traces of a row begin with alike once, where that is predicted to pay; no gradient changes."""
+    skip_zero_weight: bool = False
+    """Leave out what has advantage or weight 0 and changes no gradient; metrics are then of the rest."""
 
     def __post_init__(self) -> None:
         _require(self.token_budget > 1, "pack.token_budget", self.token_budget, "it must be at least 2")
         _require(self.step_groups > 0, "pack.step_groups", self.step_groups, "it must be at least 1")
-
-    @property
-    def share_prefixes(self) -> bool:
-        """Whether what traces begin with alike is computed once, where that is predicted to pay."""
-        return self.leave_out in ("repeats", "both")
-
-    @property
-    def skip_idle(self) -> bool:
-        """Whether what has no advantage or no weight is left out; metrics are then of the rest."""
-        return self.leave_out in ("idle", "both")
 
 
 @dataclass(frozen=True)
 class Advantage:
     """From rewards to advantages."""
 
-    baseline: Literal["group_mean", "batch_mean", "rloo", "opo", "max_rl", "none"] = "group_mean"
-    """Subtracted: the mean of the group, the batch, the others (rloo), by length (opo); max_rl divides by it too."""
+    baseline: Literal["group_mean", "batch_mean", "rloo", "opo", "max_rl", "a_star", "none"] = "group_mean"
+    """The mean of the group, the batch, the others (rloo), by length (opo); max_rl divides by it; a_star is OAPL's."""
     scale: Literal["none", "std", "batch_std"] = "none"
     """A mean's divisor: std of the group is GRPO as published, none Dr. GRPO (arXiv 2503.20783), batch_std of all."""
     ddof: int = 1
@@ -80,8 +92,30 @@ class Advantage:
 
 
 @dataclass(frozen=True)
+class RewardKl:
+    """KL in the reward: what a trace pays for having left the reference, before it is compared with others."""
+
+    coef: float = 0.0
+    """Reward that each nat of divergence from the reference costs a trace; 0 is without. Measures old and reference."""
+    kind: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """The estimate of it at a term, of l = log old - log ref: l, l^2 / 2, exp(-l) - 1 + l, or the size of l."""
+    cap: float = 0.0
+    """It is held within this on both sides, 10 with k3 in verl and SkyRL; 0 leaves it."""
+    target: float = 0.0
+    """Divergence of a trace that coef is adapted to from batch to batch of train.updates_per_old steps; 0 keeps it."""
+    horizon: float = 10_000.0
+    """Traces over which an error of 1 would double coef; the error is held within 0.2."""
+
+    def __post_init__(self) -> None:
+        for name in ("coef", "cap", "target"):
+            value = getattr(self, name)
+            _require(0 <= value < float("inf"), f"reward_kl.{name}", value, "it must be finite, 0 or more")
+        _require(0 < self.horizon < float("inf"), "reward_kl.horizon", self.horizon, "it must be finite and above 0")
+
+
+@dataclass(frozen=True)
 class Optimizer:
-    """AdamW and its schedule: linear warm-up, then constant."""
+    """AdamW."""
 
     lr: float = 1e-6
     """Learning rate. 1e-6 suits models of a billion parameters and more; the quickstart's 0.7 M take 2e-4."""
@@ -93,8 +127,6 @@ class Optimizer:
     """Added to the root of the second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
-    warmup_steps: int = 0
-    """Optimizer steps over which lr rises from 0 (exclusive) to its value."""
     grad_clip: float = 1.0
     """The gradient is scaled down to this norm; 0 leaves it as it is."""
 
@@ -102,8 +134,27 @@ class Optimizer:
         _require(self.lr > 0, "optimizer.lr", self.lr, "it must be above 0")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "it must be in [0, 1)")
-        for name in ("eps", "weight_decay", "warmup_steps", "grad_clip"):
+        for name in ("eps", "weight_decay", "grad_clip"):
             _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "it must not be negative")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What becomes of lr from step to step: the numbers of transformers' get_scheduler under the same name."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After the warm-up: lr as it is; down to the floor by a line (TRL's default), by a half cosine, or late (wsd)."""
+    warmup_steps: int = 0
+    """Optimizer steps over which lr rises, from 0 at the first one; wsd begins at its floor."""
+    decay: float = 0.1
+    """Share of all optimizer steps, the last ones, over which wsd (transformers' warmup_stable_decay) goes down."""
+    floor: float = 0.0
+    """Share of lr that linear, cosine and wsd go down to."""
+
+    def __post_init__(self) -> None:
+        _require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "it must not be negative")
+        _require(0 < self.decay <= 1, "schedule.decay", self.decay, "it must be above 0 and at most 1")
+        _require(0 <= self.floor < 1, "schedule.floor", self.floor, "it must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -115,7 +166,7 @@ class Train:
     seed: int = 0
     """Of the held-out choice and of the order of the groups."""
     updates_per_old: int = 0
-    """Optimizer steps between two refreshes of `old`; 0: one epoch. At 1, theta is old and nothing clips."""
+    """Optimizer steps between two refreshes of `old`; 0: 1 in a run of one epoch, else an epoch. At 1 nothing clips."""
     missing: Literal["mask", "neutral", "refuse"] = "mask"
     """A term without a rollout logprob: leave it out, weigh it 1 (not where the surrogate takes rollout), stop."""
     device: str = "auto"
@@ -124,10 +175,8 @@ class Train:
     """Of the forward pass. auto: bf16 autocast on cuda, fp32 on cpu. Parameters and optimizer stay fp32."""
     value_per_epoch: int = 4
     """Measurements of value in an epoch, the one at its end included; there is always one before the first step."""
-    stop_below_ess: float = 0.0
-    """Stop, with a checkpoint, when value's effective sample size falls below this share of the held-out traces."""
-    tensorboard: bool = False
-    """Write TensorBoard scalars beside metrics.jsonl."""
+    log_to: str = ""
+    """Dashboards that get the rows of metrics.jsonl as well, with commas between: tensorboard, wandb, trackio."""
     memory: Literal["speed", "balanced", "low"] = "speed"
     """Memory or time: balanced recomputes layers and cuts the head's chunks, low shrinks more and takes longer."""
     compile: bool = False
@@ -143,8 +192,22 @@ class Train:
         _require(self.epochs > 0, "train.epochs", self.epochs, "it must be at least 1")
         for name in ("seed", "updates_per_old", "lora_rank", "ref_every"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "it must not be negative")
+        unknown = [name for name in split_names(self.log_to) if name not in DASHBOARDS]
+        _require(not unknown, "train.log_to", self.log_to, f"no dashboard but {', '.join(DASHBOARDS)} is known")
         _require(self.value_per_epoch > 0, "train.value_per_epoch", self.value_per_epoch, "it must be at least 1")
-        _require(0 <= self.stop_below_ess < 1, "train.stop_below_ess", self.stop_below_ess, "it must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a run ends before its last step, with a checkpoint."""
+
+    below_ess: float = 0.0
+    """Value's effective sample size falls below this share of the held-out traces."""
+    worse: bool = False
+    """Value is below the best before it, by more than the 95 % interval of the difference over the held-out groups."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.below_ess < 1, "stop.below_ess", self.below_ess, "it must be in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -170,6 +233,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What each step made of its tokens, kept beside the run for `tracegrad view`."""
+
+    keep: Literal["sampled", "all", "none"] = "sampled"
+    """Whole groups chosen by their names, within terms.megabytes; every trace of every step; or nothing."""
+    megabytes: int = 256
+    """Bound on the disk that sampled terms take, all steps together."""
+
+    def __post_init__(self) -> None:
+        _require(self.megabytes > 0, "terms.megabytes", self.megabytes, "it must be at least 1")
+
+
+@dataclass(frozen=True)
 class Choice:
     """Which objective: a preset's name and what is changed in it."""
 
@@ -188,16 +264,24 @@ class Config:
     """
 
     data: Data = field(default_factory=Data)
+    map: Map = field(default_factory=Map)
+    filter: Filter = field(default_factory=Filter)
     pack: Pack = field(default_factory=Pack)
     advantage: Advantage = field(default_factory=Advantage)
+    reward_kl: RewardKl = field(default_factory=RewardKl)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)
+    stop: Stop = field(default_factory=Stop)
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    terms: Kept = field(default_factory=Kept)
     objective: Choice = field(default_factory=Choice)
 
 
 SECTIONS = tuple(f.name for f in fields(Config))
+FEATURES = ("map", "filter", "reward_kl", "schedule", "stop", "terms")
+"""Sections of one feature each, which may be left out whole: their defaults change no gradient."""
 
 
 def _require(holds: bool, name: str, value: Any, rule: str) -> None:

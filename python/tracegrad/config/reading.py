@@ -6,11 +6,8 @@ No torch, no files but the TOML. Called by the command line and by `train`.
 from __future__ import annotations
 
 import ast
-import contextlib
-import difflib
 import inspect
 import json
-import math
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -18,13 +15,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tracegrad.config.options import SECTIONS, Choice, Config, Scalar
+from tracegrad.config.options import SECTIONS, Choice, Config
+from tracegrad.dotted import Scalar, brief, changed, leaves, plain
 from tracegrad.errors import ArgumentError
 
 _MOST_BYTES = 1 << 16
 _MOST_MARKS = 1000
 _DEEPEST = 12
-_HIGHEST = 1 << 63
+_MAP = "data.map"
+"""How files call the section `map`."""
+_MOVED = {
+    "train.stop_below_ess": "Its place is stop.below_ess.",
+    "optimizer.warmup_steps": "Its place is schedule.warmup_steps.",
+    "pack.leave_out": "It is two, each true or false: pack.share_prefixes (repeats) and pack.skip_zero_weight (idle).",
+}
+"""What a name of before is now."""
 
 
 def load(path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *, start: Config | None = None) -> Config:
@@ -49,20 +54,19 @@ def load(path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *,
 
 def update(config: Config, values: Iterable[tuple[str, Any]], *, where: str = "") -> Config:
     """A config with the named options changed; `where` opens the error message."""
-    changes: dict[str, dict[str, Any]] = {}
-    preset, objective = config.objective.preset, dict(config.objective.overrides)
+    told: dict[str, Any] = {}
+    fields_of: dict[str, Scalar] = {}
     for name, value in values:
-        section, _, key = name.partition(".")
-        if name in ("objective", "objective.preset"):
-            told = str(_typed("objective.preset", value, where))
-            if told != preset:
-                preset, objective = told, {}
-        elif section == "objective":
-            objective[key] = _override(name, value, where)
+        if name.startswith("objective.") and name != "objective.preset":
+            fields_of[name.partition(".")[2]] = plain(name, value, where=where)
         else:
-            changes.setdefault(section, {})[key] = _typed(name, value, where)
-    parts = {section: replace(getattr(config, section), **values) for section, values in changes.items()}
-    return replace(config, **parts, objective=Choice(preset, tuple(objective.items())))
+            told["objective.preset" if name == "objective" else name] = value
+    before = config.objective
+    sections = {name: getattr(config, name) for name in SECTIONS} | {"objective": Choice(before.preset)}
+    parts = changed(sections, told.items(), where=where, moved=_MOVED)
+    kept = dict(before.overrides) if parts["objective"].preset == before.preset else {}
+    parts["objective"] = replace(parts["objective"], overrides=tuple({**kept, **fields_of}.items()))
+    return replace(config, **parts)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -96,7 +100,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ArgumentError(f"{path}: {error.strerror}. The run has no config. Give --config a TOML file.") from error
     except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a ValueError of Python's
         raise ArgumentError(
-            f"{path}: not TOML: {_brief(str(error), 200)}. Nothing of it was used. Correct that place."
+            f"{path}: not TOML: {brief(str(error), 200)}. Nothing of it was used. Correct that place."
         ) from error
 
 
@@ -111,7 +115,7 @@ def to_toml(config: Config, without: Iterable[str] = ()) -> str:
         part = getattr(config, section)
         told = [f.name for f in fields(part) if f"{section}.{f.name}" not in without]
         lines = [f"{name} = {_toml(getattr(part, name))}" for name in told]
-        blocks.append("\n".join([f"[{section}]", *lines]))
+        blocks.append("\n".join([f"[{_MAP if section == 'map' else section}]", *lines]))
     chosen = config.objective
     lines = [
         f"preset = {_toml(chosen.preset)}",
@@ -143,13 +147,7 @@ def describe() -> str:
 
 def options() -> dict[str, tuple[Any, Scalar]]:
     """Dotted name to (type, default), the objective's own fields left out."""
-    found: dict[str, tuple[Any, Scalar]] = {}
-    for section in SECTIONS[:-1]:
-        cls = type(getattr(Config(), section))
-        hints = typing.get_type_hints(cls)
-        found.update({f"{section}.{f.name}": (hints[f.name], typing.cast(Scalar, f.default)) for f in fields(cls)})
-    found["objective.preset"] = (str, Choice.preset)
-    return found
+    return leaves({name: getattr(Config(), name) for name in SECTIONS})
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -171,102 +169,11 @@ def flatten(nested: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list
     """Dotted names to values. A table that no option is in, or too deep for one, is a value of its own: refused."""
     flat: list[tuple[str, Any]] = []
     for key, value in nested.items():
-        if isinstance(value, Mapping) and depth < _DEEPEST and (value or (not prefix and key in SECTIONS)):
-            flat.extend(flatten(value, f"{prefix}{key}.", depth + 1))
+        if isinstance(value, Mapping) and depth < _DEEPEST and (value or prefix + key in (*SECTIONS, _MAP)):
+            flat.extend(flatten(value, "map." if prefix + key == _MAP else f"{prefix}{key}.", depth + 1))
         else:
             flat.append((prefix + key, value))
     return sorted(flat, key=lambda pair: pair[0] != "objective.preset")
-
-
-def section(name: str, told: Any, values: Iterable[tuple[str, Any]], *, where: str = "") -> Any:
-    """A frozen dataclass of options beside those of `Config`, with the named ones changed.
-
-    Args:
-        name: of the section, such as "online".
-        told: what is changed.
-        values: (dotted name, value) pairs; a string is read by the option's type.
-        where: opens the error message.
-
-    Raises:
-        ArgumentError: as `load`.
-    """
-    hints = typing.get_type_hints(type(told))
-    known = {f"{name}.{f.name}": (hints[f.name], getattr(told, f.name)) for f in fields(told)}
-    return replace(told, **{each.partition(".")[2]: _typed(each, value, where, known) for each, value in values})
-
-
-def _typed(name: str, value: Any, where: str, known: Mapping[str, tuple[Any, Scalar]] | None = None) -> Scalar:
-    known = options() if known is None else known
-    opening = f"{where}: " if where else ""
-    if name not in known:
-        raise ArgumentError(f"{opening}{_brief(name)} is no option. It would have no effect. {nearest(name, known)}")
-    kind = known[name][0]
-    try:
-        return _convert(kind, value)
-    except ValueError as error:
-        raise ArgumentError(
-            f"{opening}{name} is {_said(value)}. It must be {error}. Correct it or leave it out."
-        ) from None
-
-
-def _override(name: str, value: Any, where: str) -> Scalar:
-    """A field of the objective: which fields there are, the objective knows when it has them."""
-    found = scalar(value)
-    if type(found) not in (bool, int, float, str) or (type(found) is int and abs(found) >= _HIGHEST):
-        opening = f"{where}: " if where else ""
-        raise ArgumentError(
-            f"{opening}{_brief(name)} is {_said(value)}. It must be a number, a string, true or false. Correct it or "
-            "leave it out."
-        )
-    return found
-
-
-def _said(value: Any) -> str:
-    """A value for an error: its type where it is long, as Python refuses to print an integer of 5,000 digits."""
-    if isinstance(value, int) and abs(value) >= _HIGHEST:
-        return f"an integer of {value.bit_length():,} bits"
-    if isinstance(value, (list, Mapping)):
-        return f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
-    return _brief(repr(value))
-
-
-def _brief(text: str, most: int = 80) -> str:
-    """A stranger's text for a terminal: short, one line, nothing hidden."""
-    shown = text if text.isprintable() else ascii(text)[1:-1]
-    return shown if len(shown) <= most else f"{shown[:most]}..."
-
-
-def _convert(kind: Any, value: Any) -> Scalar:
-    if typing.get_origin(kind) is Literal:
-        if value not in typing.get_args(kind):
-            raise ValueError("one of " + ", ".join(typing.get_args(kind)))
-        return value
-    if isinstance(value, str) and kind is not str:
-        value = scalar(value)
-    if type(value) is int and abs(value) >= _HIGHEST:
-        raise ValueError("less than 2 to the 63")
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is float and type(value) is float and not math.isfinite(value):
-        raise ValueError("a finite number")
-    if kind is str and type(value) is str and not _is_text(value):
-        raise ValueError("text, which TOML can hold: valid UTF-8")
-    if type(value) is not kind:
-        raise ValueError({bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind])
-    return value
-
-
-def scalar(value: Any) -> Scalar:
-    """A string from the command line as TOML would read it; what is no TOML scalar stays a string."""
-    if not isinstance(value, str):
-        return value
-    if value in ("true", "false"):
-        return value == "true"
-    with contextlib.suppress(ValueError):
-        return int(value)
-    with contextlib.suppress(ValueError):
-        return float(value)
-    return value
 
 
 def _toml(value: Any) -> str:
@@ -280,19 +187,3 @@ def _toml(value: Any) -> str:
 def _key(name: str) -> str:
     parts = name.split(".")
     return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else _toml(part) for part in parts)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The cure for an unknown name: the nearest valid one, or all of them where none is near."""
-    known, name = list(known), name[:80]
-    same_end = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-    close = difflib.get_close_matches(name, known, 1, 0.5) or same_end
-    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."

@@ -1,6 +1,6 @@
 """Off-policy correction of recorded terms: the detached half of a loss, evaluated in Rust once per step.
 
-`correct` is all of it; `layout` brings arrays there and back, `plain` the plan. Called by the learner, or by any
+`correct` is all of it; `layout` brings arrays there and back. Called by the learner, or by any
 trainer.
 """
 

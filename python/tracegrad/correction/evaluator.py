@@ -15,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core, arrays
-from tracegrad.algebra import LOG_RATIO_LIMIT, AnyGate, Budget, Gate, Missing, Reduce, Weight
-from tracegrad.algebra.gate import GATES
-from tracegrad.algebra.refuse import kind_of
+from tracegrad.algebra import LOG_RATIO_LIMIT, AnyGate, Missing, Reduce, Weight
+from tracegrad.algebra.part import core_of
 from tracegrad.correction.layout import Layout
-from tracegrad.correction.plain import plain_gate, plain_reduction, plain_weight
 from tracegrad.errors import ArgumentError
 
 AllReduce = Callable[[NDArray[np.float64], str], NDArray[np.float64]]
@@ -116,10 +114,7 @@ def correct(
     >>> c.weight.tolist(), c.keep.tolist(), c.metrics["missing"]
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
-    for each in arrays.instances(weights, "weights", object):
-        kind_of("a weight", each, (Weight,))
-    for each in arrays.instances(gates, "gates", object):
-        kind_of("a gate", each, GATES)
+    weights, gates = arrays.instances(weights, "weights", Weight), arrays.instances(gates, "gates", AnyGate)
     told: Reduce = arrays.instance(
         Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
     )
@@ -151,9 +146,9 @@ def correct(
     }
     weight, keep, scales, stats = _core.correct_terms(
         columns,
-        [plain_gate(gate) for gate in gates if isinstance(gate, (Gate, Budget)) and gate.detached],
-        [plain_weight(each) for each in weights if each.detached],
-        [plain_reduction(each) for each in wanted],
+        [core_of("a gate", gate) for gate in gates if gate.detached],
+        [core_of("a weight", each) for each in weights if each.detached],
+        [core_of("a reduction", each) for each in wanted],
         missing,
         all_reduce,
     )

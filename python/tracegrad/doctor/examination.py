@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.doctor import file, history, numbers, rescore, shift, tokens
+from tracegrad import notebook
+from tracegrad.config import Map
+from tracegrad.doctor import file, follow, history, numbers, rescore, shift, tokens
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
 from tracegrad.doctor.history import prompt_hashes
 from tracegrad.doctor.look import Look
 from tracegrad.doctor.vocabulary import Vocabulary
 from tracegrad.doctor.whole import Spread, Whole
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.inputs import InputStream, Progress, candidates, stream
+from tracegrad.recipes import Advice
 from tracegrad.sequence import align
-from tracegrad.tables import ParquetStream, is_parquet
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import TraceStream, stream
 
 BATCH = 128
 SHOWN = 10
@@ -47,12 +49,14 @@ OF_BATCHES: tuple[Check, ...] = (
     history.dropped_reasoning,
     history.history_rewritten,
     tokens.truncated,
+    history.unrecorded_tools,
     history.overlong,
     numbers.missing_logprobs,
     tokens.other_prompt,
 )
 OF_FILES: tuple[Check, ...] = (
     shift.shifted_logprobs,
+    file.nothing_to_train,
     file.unaligned,
     file.bad_records,
     file.lone_traces,
@@ -77,7 +81,7 @@ class Options:
     held_out: NDArray[np.uint64] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What was found in a file.
 
@@ -85,6 +89,10 @@ class Diagnosis:
         source: the file as the user named it.
         traces, turns, terms: read, sampled, and tokens that would be trained.
         findings: the worst first; within a severity, the larger share first.
+        advice: the recipe for the traces that were rescored; None where none were.
+        mapped: what was mapped, joined and converted, as lines.
+        found: where rewards, groups or sessions are not told, what the records seem to hold, with the flag to type.
+        following: the command that goes on from here, "" where there is none.
     """
 
     source: str
@@ -92,6 +100,10 @@ class Diagnosis:
     turns: int
     terms: int
     findings: tuple[Finding, ...]
+    advice: Advice | None = None
+    mapped: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+    following: str = ""
 
     @property
     def severity(self) -> Severity | None:
@@ -103,9 +115,19 @@ class Diagnosis:
         """1 where training on the file would be wrong."""
         return int(self.severity == Severity.WRONG)
 
+    def __repr__(self) -> str:
+        verdict = "clean" if self.severity is None else self.severity.name.lower()
+        return (
+            f"Diagnosis({verdict}: {len(self.findings)} findings in {self.traces} traces, {self.terms} tokens to train)"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [(each.severity.name, each.check.title, each.hits.count, each.hits.of) for each in self.findings]
+        return notebook.table(repr(self), ("", "finding", "count", "of"), rows)
+
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints: at most ten findings, and the names of the others."""
-        return {
+        told = {
             "format": "tracegrad-doctor/1",
             "source": self.source,
             "traces": self.traces,
@@ -115,43 +137,52 @@ class Diagnosis:
             "exit_code": self.exit_code,
             "findings": [finding.as_dict() for finding in self.findings[:SHOWN]],
             "more": [finding.name for finding in self.findings[SHOWN:]],
+            "mapped": list(self.mapped),
+            "found": list(self.found),
+            "next": self.following,
         }
+        return told if self.advice is None else {**told, "advice": self.advice.as_dict()}
 
 
 def examine(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Sequence[str],
     model: str | os.PathLike[str],
     *,
     max_tokens: int | None = None,
     held_out: Sequence[str] = (),
     logprob_kind: str | None = None,
     rescored: int = 0,
+    map: Map | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Diagnosis:
     """Looks through a file of any size; memory grows with groups and long traces (a hash each), not with tokens.
 
     Args:
-        source: JSONL of traces, plain, gzip or zstd; "-" for standard input.
+        source: what `tracegrad.read` takes as names, one or several.
         model: folder with tokenizer.json, chat template and config.json.
         max_tokens: longest trace that can be trained; default max_position_embeddings of config.json, where there.
         held_out: files of traces whose prompts must not be trained on.
         logprob_kind: "raw", "processed" or "unknown", over what the records say.
         rescored: how many traces to compare with the model's own logprobs as well; needs torch and transformers.
+        map: where the records hold what a trace needs.
+        progress: called with how far reading is.
 
     Raises:
-        ReadError: if a file cannot be read or is empty.
+        ReadError: if a file cannot be read, is empty, or holds no trace.
         TokenizerError, TemplateError: if the model folder is not what it should be.
         ArgumentError: if an argument is none of its values.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ArgumentError(f"max_tokens is {max_tokens}. A trace holds at least one token. Leave it out.")
-    source, model = os.fspath(source), Path(model)
+    named, model = [os.fspath(source)] if isinstance(source, (str, os.PathLike)) else list(source), Path(model)
+    source = ", ".join(named)
     if rescored < 0:
         raise ArgumentError(f"rescored is {rescored}. It is a number of traces. Leave it out, or give one from 1.")
     tokenizer = Tokenizer.from_pretrained(model)
     options = Options(max_tokens or positions(model), _held_out(held_out))
     vocabulary = Vocabulary.of(tokenizer)
     whole, hits = Whole(source), {check.name: Hits() for check in OF_BATCHES}
-    traces = _open(source)
+    traces = stream(named, map=map, batch=BATCH, on_error="skip", progress=progress)
     sample = Spread(rescored)
     for part in traces:
         sequences = align(part, tokenizer, logprob_kind=logprob_kind, on_error="skip")
@@ -165,11 +196,30 @@ def examine(
     again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind) if sample.kept else None
     if again is not None:
         hits["other_model"] = rescore.other_model.run(again)
-        hits["shifted_logprobs"] = shift.against_model(again) or hits["shifted_logprobs"]
+        told = shift.against_model(again)
+        hits["shifted_logprobs"] = hits["shifted_logprobs"] if told is None else told
     found = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]
-    return Diagnosis(
-        source, whole.traces, whole.turns, whole.terms, _sorted([finding for finding in found if finding is not None])
-    )
+    findings, advice = _sorted([finding for finding in found if finding is not None]), again and again.advice
+    if not whole.traces and not findings:
+        said = "; ".join(" ".join(line.split()) for line in traces.lines())
+        raise ReadError(
+            f"{source}: no trace was found in it{f' ({said})' if said else ''}. Its records hold no call of a model "
+            "with an answer. Check that it is the right file, and that what wrote it did not break off."
+        )
+    map, names = map or Map(), {finding.name for finding in found if finding is not None}
+    missing = _missing(map, names, whole)
+    seems = candidates.find(named, map, missing) if missing else candidates.Candidates(0, ())
+    following = follow.command(named, model, map, logprob_kind, findings, whole, (seems, missing), bool(again))
+    counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *follow.untold(whole))
+    return Diagnosis(source, *counts, findings, advice, tuple(traces.lines()), lines, following)
+
+
+def _missing(told: Map, names: set[str], whole: Whole) -> list[str]:
+    """What neither the records nor the user say."""
+    none = not whole.traces
+    missing = ["reward"] * ("no_rewards" in names or none)
+    missing += ["group"] * ("lone_traces" in names or not whole.grouped)
+    return [name for name in [*missing, "session"] if not getattr(told, name)]
 
 
 def _sorted(found: list[Finding]) -> tuple[Finding, ...]:
@@ -194,9 +244,7 @@ def positions(model: Path) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _open(source: str) -> TraceStream | ParquetStream:
-    if is_parquet(source):
-        return ParquetStream(source, batch=BATCH, on_error="skip")
+def _open(source: str) -> InputStream:
     return stream(source, batch=BATCH, on_error="skip")
 
 

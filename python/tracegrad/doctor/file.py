@@ -34,6 +34,25 @@ def bad_records(whole: Whole) -> Hits:
 
 
 @check(
+    "no token can be trained",
+    "traces",
+    wrong=0.0,
+    hurts="A run on it would take no step.",
+    cure="Record the request beside each response (or prompt_token_ids), and logprobs with ids: logprobs=true and "
+    "return_token_ids on vLLM and SGLang.",
+    hides=("drift", "other_prompt", "missing_stop_tokens", "no_logprobs"),
+)
+def nothing_to_train(whole: Whole) -> Hits:
+    """Sees a file of which no token would be trained, and says the first cause that holds for most turns.
+
+    Threshold: none trained, where at least one trace was read; text that has its prompts is another check's.
+    """
+    if whole.terms or not whole.traces or whole.is_text:
+        return Hits(0, whole.traces)
+    return Hits(whole.traces, whole.traces, None, whole.hindered())
+
+
+@check(
     "traces that cannot be aligned",
     "traces",
     costs=0.0,

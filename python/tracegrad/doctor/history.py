@@ -79,6 +79,26 @@ def history_rewritten(look: Look) -> Hits:
 
 
 @check(
+    "calls of tools that were not recorded",
+    "turns",
+    costs=0.0,
+    hurts="Templates write the tools into the prompt. Without them each turn is computed after another text than the "
+    "policy saw, and the ratio is of that text.",
+    cure='Record the schemas beside the messages, {"messages": [...], "tools": [...]}, or the whole request, or '
+    "prompt_token_ids. tracegrad doctor --rescore says how far the logprobs are off.",
+)
+def unrecorded_tools(look: Look) -> Hits:
+    """Sees turns with logprobs of traces in which a turn ended with tool calls, and no tools or prompt ids stand.
+
+    Threshold: any turn, as its prompt is not the one it was sampled after.
+    """
+    calls = np.isin(look.finish, ["tool_calls", "tool_use"])
+    rendered = (look["logprobs"] > 0) & (look["prompt_ids"] < 0)
+    bare = [trace for trace in np.unique(look.trace[calls & rendered]) if not look.traces.core.tools(int(trace))]
+    return look.hits(rendered & np.isin(look.trace, bare))
+
+
+@check(
     "traces longer than the model reads",
     "traces",
     costs=0.0,
@@ -109,7 +129,7 @@ def overlong(look: Look) -> Hits:
     costs=0.0,
     wrong=1.0,
     hurts="Without a reward there is no advantage: such a trace trains nothing, and its group has a baseline of fewer.",
-    cure='Write "reward": a number, into each record, or name a column of "rewards" with --data.reward.',
+    cure="Say where the records hold it: --map.reward PATH. What may be meant stands at the end.",
     hides=("equal_rewards",),
 )
 def no_rewards(look: Look) -> Hits:

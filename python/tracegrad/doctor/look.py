@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.codes import LOGPROB_KINDS, SAMPLED
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.vocabulary import Vocabulary
-from tracegrad.sequence import LOGPROB_KINDS, SAMPLED, Sequences
+from tracegrad.sequence import Sequences
 from tracegrad.trace import Traces
 
 Array = NDArray[Any]

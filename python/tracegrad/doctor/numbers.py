@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.codes import TEXT_TRAINS
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
 
@@ -20,7 +21,7 @@ FILLED_TAIL = 4  # zeros at the end of a turn that has other values before
     costs=0.0,
     wrong=1.0,
     hurts="Without the sampling logprob there is no ratio: the turn can only be imitated, not corrected.",
-    cure="Record with logprobs=true (and return_token_ids on vLLM). For imitation alone train with --text-only.",
+    cure=f"Record with logprobs=true (and return_token_ids on vLLM). Text alone trains with {TEXT_TRAINS}.",
     hides=("missing_logprobs", "drift"),
 )
 def no_logprobs(look: Look) -> Hits:

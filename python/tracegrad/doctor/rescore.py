@@ -12,6 +12,7 @@ from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.lags import LagTest, lag_test
 from tracegrad.doctor.look import Array
 from tracegrad.errors import ArgumentError
+from tracegrad.recipes import Advice, for_data
 from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
@@ -28,12 +29,14 @@ class Rescored:
         recorded, recomputed: [M] nats.
         cu_turns: [N+1] offsets of the turns.
         first: where each turn stands, N places.
+        advice: the recipe for these traces, by what was measured.
     """
 
     recorded: Array
     recomputed: Array
     cu_turns: Array
     first: list[Place]
+    advice: Advice
 
     def lags(self) -> LagTest:
         """Recorded beside recomputed, at lags -1, 0 and 1."""
@@ -69,15 +72,20 @@ def other_model(found: Rescored) -> Hits:
 def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str | None = None) -> Rescored | None:
     """The model's logprobs of the sampled tokens of these traces; None where none is trained.
 
+    Where none has a recorded logprob there is nothing to compare, and the advice alone is given.
+
     Raises:
         ArgumentError: without torch and transformers.
         ReadError: if the model cannot be loaded.
     """
     sequences = align(traces, tokenizer, logprob_kind=logprob_kind, on_error="skip")
+    if not len(sequences.terms):
+        return None
     terms = sequences.terms[~np.isnan(sequences.rollout_logprobs[sequences.terms])]
     if not len(terms):
-        return None
-    recomputed = _recomputed(sequences, model)[terms]
+        return Rescored(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(sequences))
+    recomputed = _recomputed(sequences, model)
+    advice, recomputed = for_data(sequences, recomputed), recomputed[terms]
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms]
     turn = sequences.cu_turns[owner] + sequences.turn[terms]
     start = np.flatnonzero(np.concatenate([[True], turn[1:] != turn[:-1]]))
@@ -88,7 +96,7 @@ def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str
         for name in [sequences.trace_ids[owner[at]]]
     ]
     cu = np.concatenate([start, [len(terms)]])
-    return Rescored(sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first)
+    return Rescored(sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice)
 
 
 def _recomputed(sequences: Sequences, model: Path) -> Array:

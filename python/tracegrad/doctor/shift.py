@@ -87,7 +87,10 @@ def in_place(turns: list[Turn]) -> bool:
     """Whether counts say clearly that the logprobs stand beside their own tokens."""
     if len(turns) < TURNS:
         return False
-    test = tested(turns)
+    return _beside_own(tested(turns))
+
+
+def _beside_own(test: LagTest) -> bool:
     return test.tokens >= TOKENS and all(test.lead[lag] <= -LEAD for lag in (-1, 1))
 
 
@@ -100,11 +103,13 @@ def tested(turns: list[Turn]) -> LagTest:
 
 
 def against_model(found: Rescored) -> Hits | None:
-    """Hits where recorded logprobs follow those of the model one token away; None where they stand in place."""
+    """Hits where recorded logprobs follow those of the model one token away, none where they stand in place; None where
+    it is unclear."""
     test = found.lags()
     lag = shifted_to(test)
     if lag == 0:
-        return None
+        # What the model says outweighs counts, which few answers of one shape may mislead.
+        return Hits(0, test.turns) if _beside_own(test) else None
     said = (
         f"they follow the model's logprob of {_side(lag)}: rank correlation {test.correlation[lag]:.2f} there, "
         f"{test.correlation[0]:.2f} in place ({test.tokens:,} tokens rescored)"

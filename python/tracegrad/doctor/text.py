@@ -13,24 +13,44 @@ HEAD = {
     Severity.COSTS: "it can be trained on, at a cost",
     Severity.NOTE: "it can be trained on",
 }
-LONGEST = 300
+LONGEST, MOST_TYPED = 300, 1 << 17
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """One line for a clean file; else a verdict, and four or five lines for each of at most ten findings."""
+    """A line for a clean file, else a verdict and four or five for each of ten findings at most; then what is next."""
     source, found = printable(diagnosis.source), diagnosis.findings
     what = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.terms:,} tokens to train in {source}"
     if diagnosis.severity is None:
-        return [f"clean    {what}: nothing found"]
+        first = [f"clean    {what}: nothing found", *map(printable, diagnosis.mapped)]
+        return [*first, *_found(diagnosis), *_advised(diagnosis), *_following(diagnosis)]
     count = f"{len(found)} finding{'s' * (len(found) > 1)}"
     shown = [line for finding in found[:SHOWN] for line in ["", *_lines(finding)]]
     more = ", ".join(finding.name for finding in found[SHOWN:])
     return [
         f"{diagnosis.severity.name.lower():<8} {what}",
         f"         {count}; {HEAD[diagnosis.severity]}",
+        *map(printable, diagnosis.mapped),
         *shown,
         *(["", f"more     {more}"] if more else []),
+        *_found(diagnosis),
+        *_advised(diagnosis),
+        *_following(diagnosis),
     ]
+
+
+def _found(diagnosis: Diagnosis) -> list[str]:
+    return ["", *map(printable, diagnosis.found)] if diagnosis.found else []
+
+
+def _following(diagnosis: Diagnosis) -> list[str]:
+    """Whole, however long: it is there to be typed."""
+    if not diagnosis.following:
+        return []
+    out = ["", f"next     {printable(diagnosis.following, MOST_TYPED)}"]
+    if diagnosis.following.startswith("tracegrad score"):
+        told = "right(prompts, completions, **columns) of mine.py gives a number for each: docs/your-logs.md"
+        out.append(f"         {told}")
+    return out
 
 
 def _lines(finding: Finding) -> list[str]:
@@ -44,6 +64,15 @@ def _lines(finding: Finding) -> list[str]:
     return [*out, *_row("hurts", finding.check.hurts), *_row("cure", finding.check.cure)]
 
 
+def _advised(diagnosis: Diagnosis) -> list[str]:
+    """Nothing but where traces were rescored: the recipe, why, and what decided."""
+    if (advice := diagnosis.advice) is None:
+        return []
+    rows = [*_row("why", advice.reason), *_row("figure", advice.decided), *_row("saw", str(advice.measured))]
+    rows += _row("record", advice.record) if advice.record else []
+    return ["", f"advice   train with {advice.name}: {advice.spoken}", *rows]
+
+
 def _row(head: str, text: str) -> list[str]:
     indent = " " * 9
     return textwrap.wrap(
@@ -51,9 +80,9 @@ def _row(head: str, text: str) -> list[str]:
     ) or [f"  {head}"]
 
 
-def printable(text: str) -> str:
+def printable(text: str, longest: int = LONGEST) -> str:
     """The text with what a terminal would obey (controls, bidirectional marks) escaped, and cut where long."""
-    short = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    short = text if len(text) <= longest else f"{text[:longest]}..."
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape", "backslashreplace").decode() for each in short
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.codes import GUESSED, TIERS
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
-from tracegrad.sequence import GUESSED, TIERS
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
 SLACK = 2  # tokens that servers count in usage and do not list

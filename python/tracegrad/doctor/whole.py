@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from tracegrad.codes import LOGPROB_KINDS
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.look import Array, Look
 from tracegrad.doctor.tops import lag_of_tops
@@ -19,9 +20,10 @@ from tracegrad.trace import ReadReport, Traces
 
 SAMPLE_TOKENS = 1 << 17  # of the lag test
 SAMPLE_TRACES = 64  # of those whose JSON is looked at again
+PROMPT_MISMATCH = 31  # reason of a turn whose prompt is not recorded
 CHANCE = 15.0  # nats: a trace this improbable is not sampled twice
 LONG = 64  # tokens: text this long, without logprobs, is not sampled twice
-RESPONSE_ID = re.compile(rb'"id"\s*:\s*"((?:chatcmpl|cmpl|resp|gen|msg)[-_][^"\\]{8,200})"')
+RESPONSE_ID = re.compile(rb'"id"\s*:\s*"((?:chatcmpl|cmpl|resp|gen|msg)[-_](?!tool[-_])[^"\\]{8,200})"')
 
 
 class Hashes:
@@ -108,9 +110,10 @@ def _improbable(look: Look) -> list[tuple[int, int, int]]:
 
 @dataclass
 class Rewards:
-    """First reward of each trace by group, and where each group begins."""
+    """First reward of each trace by group, where each group begins, and the least and the largest of each name."""
 
     reward: list[Array] = field(default_factory=list)
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
     group: list[Array] = field(default_factory=list)
     first: dict[int, tuple[Place, str, int]] = field(default_factory=dict)
 
@@ -120,6 +123,10 @@ class Rewards:
         known = ~np.isnan(sequences.rewards)
         column = np.where(known.any(axis=1), known.argmax(axis=1), 0)
         self.reward.append(sequences.rewards[np.arange(sequences.traces), column])
+        for name, column in zip(sequences.reward_names, sequences.rewards.T, strict=True):
+            if len(told := column[~np.isnan(column)]):
+                low, high = self.spans.get(name, (np.inf, -np.inf))
+                self.spans[name] = (min(low, float(told.min())), max(high, float(told.max())))
         names = [look.traces.core.group(int(row)) for row in look.rows]
         alone = [f"\x1f{look.trace_at(int(row))}" for row in look.rows]
         hashes = [hash(own if name is None else name) for name, own in zip(names, alone, strict=True)]
@@ -235,6 +242,8 @@ class Whole:
         read: counts of the reader.
         traces, turns, recorded, exact, terms: sums over batches; of traces, those that were read.
         unaligned: traces that could not be aligned, and the first reason.
+        promptless, silent: turns without a prompt, without logprobs.
+        unsaid: turns that do not say what their logprobs are of, at a temperature that is not 1.
     """
 
     source: str
@@ -251,6 +260,9 @@ class Whole:
     versions: Versions = field(default_factory=Versions)
     sample: Sample = field(default_factory=Sample)
     headless: Hits = field(default_factory=Hits)
+    promptless: int = 0
+    silent: int = 0
+    unsaid: int = 0
     few: Spread = field(default_factory=lambda: Spread(SAMPLE_TRACES))
 
     @cached_property
@@ -269,6 +281,31 @@ class Whole:
         self.unaligned += len(drift.errors)
         self.first_error = self.first_error or next(iter(drift.errors), "")
         self.headless += look.hits(look.headless)
+        unprompted = (look["context"] == 0) & (look["prompt_ids"] < 0)
+        self.promptless += sum(bool(unprompted[generation]) for generation in look.drift(PROMPT_MISMATCH))
+        self.silent += int(np.sum(look["logprobs"] <= 0))
+        unknown = (look["logprob_kind"] == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
+        self.unsaid += int(np.sum(unknown & (look["logprobs"] > 0)))
         self.few.add(look.traces)
         for part in (self.copies, self.rewards, self.versions, self.sample):
             part.add(look)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a trace names a group."""
+        return any(name for _, name, _ in self.rewards.first.values())
+
+    @property
+    def is_text(self) -> bool:
+        """Whether no turn has logprobs, and most have their prompts."""
+        return bool(self.turns) and self.silent == self.turns and self.promptless * 2 <= self.turns
+
+    def hindered(self) -> str:
+        """Why no token is trained, by what holds for most turns."""
+        if not self.turns:
+            return "no message of an assistant was sampled"
+        if self.promptless * 2 > self.turns:
+            return "the prompts were not recorded: record the request or prompt_token_ids"
+        if self.silent * 2 > self.turns:
+            return "the turns have no logprobs: they are text"
+        return self.first_error or "what the other findings say masks every token"

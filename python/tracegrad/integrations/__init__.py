@@ -1,7 +1,8 @@
 """tracegrad inside other people's trainers. Each module is thin, and only `integrations/x` imports x, on use.
 
-`trl`, `verl`, `art` (back again: `art_groups`), `transformers` and `vllm` are for those; `padded` is what those that
-pad share. Here is `peer`, which finds them. docs/trainers.md says what each does, and with which versions it was run.
+`trl`, `verl`, `skyrl`, `art` (back again: `art_groups`), `transformers` and `vllm` are for those; `padded` is what
+those that pad share, `gives` what a trainer gives an objective. Here is `peer`, which finds them. docs/trainers.md says
+what each does, and with which versions it was run.
 """
 
 from __future__ import annotations

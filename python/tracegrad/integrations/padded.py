@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from tracegrad.algebra import Clip, GeoClip, Missing, Objective
+from tracegrad.algebra import Missing, Objective
 from tracegrad.batch import Totals, advantages_by_token
 from tracegrad.correction import AllReduce, correct
 from tracegrad.errors import ArgumentError
@@ -26,6 +26,7 @@ from tracegrad.objective import PerTerm, Terms
 from tracegrad.sequence import Sequences
 
 Floats = NDArray[np.float32]
+_IDS, _LOGPROBS = ("trace", "turn", "group", "advantages"), ("old", "rollout", "ref")
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,9 @@ class Recorded:
 
         Raises:
             ArgumentError: if a term is the first token of its branch, an advantage is not finite, or the objective
-                takes what a record cannot give.
+                refuses `missing`.
         """
         objective.check_missing(missing)
-        if objective.needs.proximal:
-            raise ArgumentError(
-                "the objective takes the proximal policy, which lies between policy versions that this trainer does "
-                "not count. Its place would be invented. Take old in its place (DECOUPLED_PPO)."
-            )
         starts = sequences.cu_seqlens[:-1][np.diff(sequences.cu_seqlens) > 0]
         first = starts[sequences.trainable[starts]]
         if len(first):
@@ -150,40 +146,55 @@ class Recorded:
             ref: likewise of the reference policy.
             totals, all_reduce: as in `correct`.
         """
-        s, objective, origin = self.sequences, self.objective, np.concatenate([part.origin for part in parts])
-        needs, trace = objective.needs, self.owner[origin]
-        rollout = s.rollout_logprobs[origin] if needs.rollout else None
-        known = {name: given and np.concatenate([*map(_host, given)]) for name, given in (("old", old), ("ref", ref))}
-        of_terms = {
-            "trace": trace.astype(np.int64),
-            "turn": s.turn[origin].astype(np.int64),
-            "group": s.group[trace].astype(np.int64),
-            "advantages": self.advantages[origin],
-        }
-        found = correct(
-            np.zeros(len(origin), np.float32) if known["old"] is None and rollout is None else known["old"],
-            rollout,
-            ref=known["ref"],
-            weights=objective.weights,
-            gates=objective.gates,
-            reduce=objective.reduce,
-            reductions=objective.reductions,
-            totals=totals,
-            missing=self.missing,
-            all_reduce=all_reduce,
-            **of_terms,
-        )
-        of_terms |= {"weight": found.weight, "keep": found.keep, "scale": found.scale}
-        of_terms |= {} if rollout is None else {"rollout": rollout}
-        terms, start = [], 0
+        s, given = self.sequences, []
         for place, part in enumerate(parts):
-            here = slice(start, start + len(part.origin))
-            arrays: dict[str, Any] = {name: _moved(each[here], part) for name, each in of_terms.items()}
-            arrays |= {"old": old and old[place], "ref": ref and ref[place]}
-            scales = {reduce: _moved(scale[here], part) for reduce, scale in found.scales.items()}
-            terms.append(Terms(**arrays, scales=scales))
-            start = here.stop
-        return terms, found.metrics
+            origin, trace = part.origin, self.owner[part.origin]
+            arrays: dict[str, Any] = {
+                "trace": trace.astype(np.int64),
+                "turn": s.turn[origin].astype(np.int64),
+                "group": s.group[trace].astype(np.int64),
+                "advantages": self.advantages[origin],
+                "rollout": s.rollout_logprobs[origin],
+            }
+            given.append(arrays | {"old": old and old[place], "ref": ref and ref[place]})
+        how = {"missing": self.missing, "totals": totals, "all_reduce": all_reduce}
+        return step_terms(self.objective, given, parts[0].ids.device, **how)
+
+
+def step_terms(
+    objective: Objective,
+    parts: Sequence[Mapping[str, Any]],
+    device: Any,
+    *,
+    missing: Missing,
+    totals: Totals | None = None,
+    all_reduce: AllReduce | None = None,
+) -> tuple[list[Terms], Mapping[str, float]]:
+    """What an objective takes of the micro-batches of one optimizer step, corrected together, and the metrics.
+
+    Args:
+        objective: whose detached half `correct` evaluates.
+        parts: by micro-batch [m] arrays or tensors: trace, advantages, and turn, group, old, rollout, ref where there
+            are any. `old` may stay out where nothing that is known before the step reads it.
+        device: where the terms go.
+        missing, totals, all_reduce: as in `correct`.
+    """
+    needs = objective.needs
+    names = [*_IDS, *(name for name in _LOGPROBS if getattr(needs, name))]
+    given = {name: [part[name] for part in parts] for name in names if parts[0].get(name) is not None}
+    whole = {name: np.concatenate([*map(_host, each)]) for name, each in given.items()}
+    old, rollout = whole.pop("old", None), whole.pop("rollout", None)
+    if old is None and rollout is None:
+        old = np.zeros(len(whole["trace"]), np.float32)
+    found = correct(old, rollout, **whole, **objective.plan, missing=missing, totals=totals, all_reduce=all_reduce)
+    half, terms, start = {"weight": found.weight, "keep": found.keep, "scale": found.scale}, [], 0
+    for place, part in enumerate(parts):
+        here = slice(start, start + len(part["trace"]))
+        arrays = {name: each[place] for name, each in given.items()} | {name: each[here] for name, each in half.items()}
+        scales = {reduce: _moved(scale[here], device) for reduce, scale in found.scales.items()}
+        terms.append(Terms(**{name: _moved(each, device) for name, each in arrays.items()}, scales=scales))
+        start = here.stop
+    return terms, found.metrics
 
 
 def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> Measured:
@@ -195,19 +206,23 @@ def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tenso
     ids = np.stack([getattr(terms, name).cpu().numpy() for name in names])
     rows = Rows.of(np.unique(ids, axis=1, return_inverse=True)[1].reshape(-1))
     told: dict[str, Any] = {"entropy": _host(entropy)}
-    if isinstance(clip, Clip):
+    if clip.bounds is not None:
         told |= {"ratio": _host(per_term.ratio), "sequence": clip.level.over != "token"}
-        told |= {"epsilon": clip.low, "epsilon_high": clip.high, "delta": clip.delta}
-    elif isinstance(clip, GeoClip):
+        low, high = clip.bounds
+        told |= {"epsilon": 1 - low, "epsilon_high": high - 1, "delta": getattr(clip, "delta", None)}
+    elif clip.clips:
         told["clipped"] = per_term.clipped.cpu().numpy()
     if "ratio" in told or "clipped" in told:
         told["advantages"] = _host(terms.advantages)
     return as_trl_loss(rows, **told)
 
 
-def _moved(values: Any, part: Padded) -> Tensor:
-    return torch.from_numpy(np.array(values)).to(part.ids.device)
+def _moved(values: Any, device: Any) -> Tensor:
+    return (values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))).to(device)
 
 
-def _host(values: Tensor) -> Floats:
-    return values.detach().float().cpu().numpy()
+def _host(values: Any) -> NDArray[Any]:
+    """As numpy; logprobs of half precision in single."""
+    if not isinstance(values, Tensor):
+        return values
+    return (values.detach().float() if values.is_floating_point() else values).cpu().numpy()

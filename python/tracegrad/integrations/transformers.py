@@ -14,15 +14,21 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from tracegrad import presets
-from tracegrad.algebra import Budget, Missing, Objective
+from tracegrad.algebra import Missing, Objective
 from tracegrad.batch import Totals
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
+from tracegrad.integrations.gives import Gives
 from tracegrad.integrations.padded import Recorded
 from tracegrad.sequence import Sequences
 
 VERSIONS = "transformers==5.23.0"
 _IGNORED = -100
+_GIVES = Gives(
+    frozenset({"old", "rollout", "entropy", "turn", "group", "advantages"}),
+    "compute_loss_func sees one micro-batch and one count of the step.",
+    "Take an objective without, integrations.trl, or our learner.",
+)
 
 
 class TraceLoss:
@@ -51,7 +57,7 @@ class TraceLoss:
         missing: Missing = "mask",
     ) -> None:
         peer("transformers", VERSIONS, "Trainer._get_num_items_in_batch")
-        _check(objective)
+        _GIVES.check(objective)
         self.recorded = Recorded.of(sequences, advantages, objective, missing)
         self.dataset: list[int] = self.recorded.traces
 
@@ -83,16 +89,3 @@ class TraceLoss:
         count = int(num_items_in_batch)
         (terms,), _ = self.recorded.step([padded], [logprobs.detach()], totals=Totals(count, count, count))
         return objective(logprobs, entropy, terms).loss
-
-
-def _check(objective: Objective) -> None:
-    """Refuses what is of the whole step beside a count, and a reference policy."""
-    fixed: list[Any] = [part for part in (*objective.weights, *objective.gates) if part.detached]
-    wide = [part for part in fixed if isinstance(part, Budget) or part.level.wide or getattr(part, "normalize", False)]
-    counts = [one for one in objective.reductions if one.per in ("group", "prompt") or one.denominator == "kept"]
-    if wide or counts or len(objective.reductions) > 1 or objective.needs.ref:
-        found = [str(part) for part in (*wide, *counts)] or ["a reference policy, or two reductions"]
-        raise ArgumentError(
-            f"the objective has {'; '.join(found)}. compute_loss_func sees one micro-batch and one count of the step. "
-            "Take an objective without, integrations.trl, or our learner."
-        )

@@ -1,27 +1,29 @@
-"""TRL's GRPOTrainer on recorded traces: no generation, our weights, our objective. Run against trl 1.16.0.
+"""TRL's GRPOTrainer with our objective: on recorded traces, or on what it plays itself. Run against trl 1.16.0.
 
-Here is `FromTraces`, a mixin. A row is a trace, a micro-batch holds all branches of its traces, and each optimizer step
-is corrected whole. docs/trainers.md says what TRL does by itself, and what is not supported.
+Here is `FromTraces`, a mixin for records: a row is a trace, a micro-batch holds all branches of its traces, and each
+optimizer step is corrected whole. `WithObjective` (trl_live) keeps TRL's generation. docs/trainers.md has both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from tracegrad import presets
 from tracegrad.algebra import Missing, Objective
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations.padded import Padded, Recorded, as_trl
+from tracegrad.integrations.padded import Padded, Recorded
+from tracegrad.integrations.trl_live import WithObjective
+from tracegrad.integrations.trl_step import GIVES, VERSIONS, check_steps, loss_of, may_give, note, over_ranks
 from tracegrad.sequence import Sequences
 
-VERSIONS = "trl==1.16.0"
+__all__ = ["FromTraces", "WithObjective"]
+
 _BEHIND: Any = object  # the user puts GRPOTrainer there
 _TAKEN = ("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_get_train_sampler")
 
@@ -56,17 +58,14 @@ class FromTraces(_BEHIND):
         **trainer: Any,
     ) -> None:
         peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _TAKEN))
+        ref = args.beta != 0 and not trainer.get("peft_config") and not hasattr(model, "peft_config")
+        GIVES.check(objective, may_give(args, rollout=True, ref=ref))
         self.recorded = Recorded.of(sequences, advantages, objective, missing)
         _check(args, self.recorded)
         traces = self.recorded.traces
         rows = peer("datasets", VERSIONS).Dataset.from_dict({"prompt": [""] * len(traces), "trace": traces})
         trainer.setdefault("reward_funcs", [_recorded_reward])
         super().__init__(model=model, args=args, train_dataset=rows, **trainer)
-        if objective.needs.ref and self.ref_model is None:
-            raise ArgumentError(
-                "the objective takes a reference policy and TRL has loaded none, as it does with beta=0 and with PEFT. "
-                "Pass GRPOConfig(beta=...) above 0: the coefficient stays the objective's."
-            )
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """TRL's sampler over traces, each once: groups are known by their ids and need not stand together."""
@@ -94,8 +93,8 @@ class FromTraces(_BEHIND):
         for at in range(0, len(cut), window):
             step = slice(at, at + window)
             rest = (old and old[step], ref and ref[step])
-            terms, metrics = self.recorded.step(cut[step], *rest, all_reduce=self._all_reduce)
-            self._note({f"tracegrad/{name}": value for name, value in metrics.items()})
+            terms, metrics = self.recorded.step(cut[step], *rest, all_reduce=over_ranks(self))
+            note(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
             found += [{"padded": part, "terms": here} for part, here in zip(cut[step], terms, strict=True)]
         return found
 
@@ -104,11 +103,7 @@ class FromTraces(_BEHIND):
             return super()._compute_loss(model, inputs)
         options = {"compute_aux_loss": True} if self.aux_loss_enabled else {}
         logprobs, entropy, *aux = self._score(model, inputs["padded"], compute_entropy=True, **options)
-        found = self.recorded.objective(logprobs, entropy, inputs["terms"])
-        told = as_trl(self.recorded.objective, found.per_term, inputs["terms"], entropy)
-        self._note(told.all_reduce(self._all_reduce).named())
-        routing = self.router_aux_loss_coef * aux[0] / self.current_gradient_accumulation_steps if aux else 0.0
-        return found.loss * self.accelerator.num_processes + routing  # ranks' gradients are averaged
+        return loss_of(self, self.recorded.objective, logprobs, entropy, aux[0] if aux else None, inputs["terms"])
 
     def _score(self, model: Any, padded: Padded, **options: bool) -> list[Tensor]:
         """[m] logprob of the terms by TRL's own forward pass, then their entropy and the router's loss if asked for."""
@@ -117,27 +112,15 @@ class FromTraces(_BEHIND):
         at = (padded.row, padded.column - padded.first)
         return [each[at] if each.ndim == 2 else each for each in found if each is not None]
 
-    def _all_reduce(self, array: NDArray[np.float64], op: str) -> NDArray[np.float64]:
-        ranks = self.accelerator.gather(torch.from_numpy(array)[None].to(self.accelerator.device))
-        return (ranks.amax(0) if op == "max" else ranks.sum(0)).cpu().numpy()
-
-    def _note(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-
 
 def _recorded_reward(**_: Any) -> list[float]:
     raise ArgumentError("evaluation generates, and has no reward for it. Pass reward_funcs=, or no eval_dataset.")
 
 
 def _check(args: Any, recorded: Recorded) -> None:
-    s, per_step = recorded.sequences, args.gradient_accumulation_steps
+    check_steps(args)
+    s = recorded.sequences
     heat = 1 / np.unique(s.inv_temperature[s.trainable])
-    if args.steps_per_generation % per_step:
-        raise ArgumentError(
-            f"steps_per_generation is {args.steps_per_generation}, gradient_accumulation_steps {per_step}: optimizer "
-            "steps would come in pieces, and denominators are of the whole. Make the first a multiple of the second."
-        )
     if len(recorded.traces) < args.generation_batch_size:
         raise ArgumentError(
             f"{len(recorded.traces)} traces have a term, and generation_batch_size is {args.generation_batch_size}. "

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracegrad.algebra import Clamp, Gate, Missing, Objective, Weight, Window
+from tracegrad.algebra import Missing, Objective
 from tracegrad.correction import correct
-from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
+from tracegrad.integrations.gives import Gives, same_scale
 from tracegrad.metrics.groups import Rows
 from tracegrad.metrics.peers import as_verl
 from tracegrad.objective import Terms
@@ -22,6 +22,13 @@ VERSIONS = "verl==0.9.1"
 _LEVELS = {("token", None): "token", ("trace", "sum"): "seq_sum", ("trace", "mean"): "seq_mean"}
 _AGGREGATES = {"token-mean": ("token", None), "token-sum": ("constant", None), "seq-mean-token-mean": ("trace", "mean")}
 _AGGREGATES |= dict.fromkeys(["seq-mean-token-sum", "seq-mean-token-sum-norm"], ("trace", "sum"))
+
+_GIVES = Gives(
+    frozenset({"old", "kept", "advantages"}),
+    "verl hands a policy loss old logprobs, advantages and a mask, and what else it takes would be made up.",
+    "Take theta/old; KL and entropy terms are verl's own options.",
+    detached=False,
+)
 
 
 def correct_batch(batch: Any, objective: Objective, *, missing: Missing = "mask") -> tuple[Any, dict[str, float]]:
@@ -56,19 +63,10 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
     be the objective's. What verl does not hand to a policy loss is refused.
     """
     algos = peer("verl.trainer.ppo.core_algos", VERSIONS, "register_policy_loss", "agg_loss")
-    parts: list[Any] = [part for part in (*objective.weights, *objective.gates) if not part.detached]
-    parts += [objective, *objective.penalties, *objective.shifts]
-    ratios = [{part.ratio.num, part.ratio.den} for part in parts if getattr(part, "ratio", None)]
-    if objective.needs.entropy or any(ratio != {"theta", "old"} for ratio in ratios):
-        raise ArgumentError(
-            "beside theta/old the objective takes what verl does not hand to a policy loss. It would be made up. "
-            "Take theta/old; KL and entropy terms are verl's own options."
-        )
+    _GIVES.check(objective)
 
     def loss(*, old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config=None, rollout_is_weights=None):
-        if _AGGREGATES.get(loss_agg_mode) != (objective.reduce.per, objective.reduce.inner):
-            found = f"loss_agg_mode is {loss_agg_mode}, the objective's scale {objective.reduce}"
-            raise ArgumentError(f"{found}. One of them would have no effect. Make them the same.")
+        same_scale("loss_agg_mode", loss_agg_mode, _AGGREGATES, objective)
         mask, unit = response_mask.bool(), torch.zeros_like(log_prob, requires_grad=True)
         info = {} if config is None else config.global_batch_info
         (scale,) = torch.autograd.grad(algos.agg_loss(unit, response_mask, loss_agg_mode, **info), unit)
@@ -85,16 +83,16 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
 def _named(objective: Objective) -> dict[str, Any]:
     """The parts that verl has a name for. Its k1 is -log(old/rollout): bounds are of the inverse."""
     found: dict[str, Any] = {"rollout_rs": {}}
-    parts: list[Any] = [each for each in (*objective.weights, *objective.gates) if each.detached]
-    for part in (part for part in parts if hasattr(part, "level")):
-        level = _LEVELS.get((part.level.over, part.level.agg))
-        if level in ("token", "seq_sum") and isinstance(part, Weight) and isinstance(part.shape, Clamp | Window):
-            bounds = (part.shape.low if isinstance(part.shape, Window) else None, part.shape.high)
-            found |= {"rollout_is_bounds": bounds, "batch_normalize": part.normalize}
-            found["rollout_is"] = "token" if level == "token" else "sequence"
-        elif level and isinstance(part, Gate) and part.scope is None and part.over == "all":
-            if part.stat in ("k2", "k3"):
-                found["rollout_rs"][f"{level}_{part.stat}"] = (None, part.high)
-            elif part.stat == "ratio" and part.low and part.high:
-                found["rollout_rs"][f"{level}_k1"] = (1 / part.high, 1 / part.low)
+    for weight in (weight for weight in objective.weights if weight.detached):
+        level, (shape, low, high) = _LEVELS.get((weight.level.over, weight.level.agg)), weight.shape.core()
+        if level in ("token", "seq_sum") and shape in ("clamp", "window", "strict_window"):
+            found |= {"rollout_is": "token" if level == "token" else "sequence", "batch_normalize": weight.normalize}
+            found["rollout_is_bounds"] = (None if shape == "clamp" else low, high)
+    gates: list[Any] = [gate for gate in objective.gates if gate.detached and hasattr(gate, "level")]
+    for gate in (gate for gate in gates if gate.scope is None and gate.over == "all"):
+        level = _LEVELS.get((gate.level.over, gate.level.agg))
+        if level and gate.stat in ("k2", "k3"):
+            found["rollout_rs"][f"{level}_{gate.stat}"] = (None, gate.high)
+        elif level and gate.stat == "ratio" and gate.low and gate.high:
+            found["rollout_rs"][f"{level}_k1"] = (1 / gate.high, 1 / gate.low)
     return found

@@ -1,5 +1,6 @@
 """Training from recorded sequences: one step, the loop around it, and checkpoints to resume from exactly."""
 
+from tracegrad.learner.adapted import merge_adapters
 from tracegrad.learner.loop import train
 from tracegrad.learner.memory import Memory
 from tracegrad.learner.parallel import Placed, Policy, prepare
@@ -21,6 +22,7 @@ __all__ = [
     "Value",
     "estimate",
     "measure",
+    "merge_adapters",
     "optimizer_step",
     "prepare",
     "train",

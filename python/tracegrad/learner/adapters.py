@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -24,19 +25,39 @@ def with_adapters(model: Any, rank: int) -> Any:
     Raises:
         ArgumentError: if peft is not installed, or the model has adapters already.
     """
+    peft = imported_peft("train.lora_rank")
+    if has_adapters(model):
+        raise ArgumentError(
+            f"train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. Leave it "
+            "out to go on with them, or merge them first: tracegrad merge CHECKPOINT --out DIR."
+        )
+    told = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, told)
+    name_base(adapted)
+    return adapted
+
+
+def name_base(model: Any) -> None:
+    """Lets adapters name the folder of their model so that it is found from any working directory."""
+    folder = model.name_or_path
+    if folder and Path(folder).is_dir():
+        model.peft_config[model.active_adapter].base_model_name_or_path = str(Path(folder).resolve())
+
+
+def imported_peft(what: str) -> Any:
+    """peft.
+
+    Raises:
+        ArgumentError: if it is not installed.
+    """
     try:
         import peft
     except ImportError as error:
         raise ArgumentError(
-            "train.lora_rank needs peft, which is not installed. Without it there are no adapters. "
+            f"{what} needs peft, which is not installed. Without it there are no adapters. "
             "pip install 'tracegrad[lora]'"
         ) from error
-    if has_adapters(model):
-        raise ArgumentError(
-            f"train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. Leave it out."
-        )
-    told = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, told)
+    return peft
 
 
 def has_adapters(model: nn.Module) -> bool:

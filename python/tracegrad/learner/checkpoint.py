@@ -21,7 +21,8 @@ from torch import nn
 
 from tracegrad.errors import ReadError, TracegradError
 from tracegrad.learner import state
-from tracegrad.learner.model import first_line, quiet
+from tracegrad.learner.adapters import has_adapters
+from tracegrad.learner.model import TOKENIZER_FILES, first_line, quiet
 from tracegrad.learner.progress import MARK, OtherRunError, Progress, read, save_random, set_random, step_of, verify
 from tracegrad.learner.progress import save as save_progress
 from tracegrad.learner.ranks import Ranks
@@ -31,17 +32,6 @@ from tracegrad.shards import flush
 FOLDER = "checkpoints"
 LINK = "checkpoint"
 _CANNOT_WRITE = (OSError, SafetensorError, ReadError)
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
 
 
 def save(
@@ -96,6 +86,8 @@ def _export(staged: Path, model: Any, whole: Mapping[str, torch.Tensor], tokeniz
     with quiet():
         model.save_pretrained(staged, state_dict=whole)
     (staged / "README.md").unlink(missing_ok=True)  # peft writes a model card with nothing in it
+    if has_adapters(model):
+        model.config.save_pretrained(staged)  # which tells how many ids the model has and where it ends
     for name in TOKENIZER_FILES:
         if tokenizer is not None and (tokenizer / name).is_file() and not (staged / name).exists():
             shutil.copyfile(tokenizer / name, staged / name)

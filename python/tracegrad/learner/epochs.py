@@ -19,6 +19,7 @@ from tracegrad.learner import checkpoint
 from tracegrad.learner.ahead import Ahead
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.progress import Progress
+from tracegrad.learner.reward_kl import Charge, needs_of
 from tracegrad.learner.run import Run
 
 Floats = NDArray[np.float32]
@@ -40,8 +41,10 @@ class Epochs:
         self.feed, self.run = feed, run
         self._packed: dict[int, list[Step]] = {0: feed.steps(feed.plan(1).shuffle_seed(0))}
         self.plan = feed.plan(len(self._packed[0]))
-        needs, tokens = feed.objective.needs, feed.sequences.tokens
+        needs, tokens = needs_of(feed.objective, feed.config), feed.sequences.tokens
         self.known = {n: np.full(tokens, np.nan, np.float32) for n in ("old", "ref") if getattr(needs, n)}
+        charged = Charge(feed.sequences, feed.rewards, feed.held, feed.config)
+        self.charge = charged if feed.config.reward_kl.coef else None
         self._ahead = Ahead(self._make)
 
     def packed(self, index: int) -> Step:
@@ -59,7 +62,9 @@ class Epochs:
             return False
         if old:
             self.known["old"][:] = np.nan
-            return self._refresh("old", "policy", self.plan.window(index), stops)
+            if not self._refresh("old", "policy", self.plan.window(index), stops):
+                return False
+            self._charge(index)
         return True
 
     def take(self, index: int) -> tuple[Step, Corrected]:
@@ -96,6 +101,17 @@ class Epochs:
         terms = self.feed.sequences.terms
         for name, values in self.known.items():
             values[terms] = checkpoint.logprobs_of(path, progress, name, len(terms))
+        if self.charge is not None and progress.step:
+            self.charge.restore(progress.control)
+            self._charge(self.plan.refreshed(progress.step - 1))
+
+    def control(self) -> dict[str, float]:
+        """What adapts from batch to batch, as a checkpoint keeps it."""
+        return {} if self.charge is None else self.charge.state()
+
+    def row(self) -> dict[str, float]:
+        """Metrics of the batch that is trained on."""
+        return {} if self.charge is None else self.charge.row()
 
     def close(self) -> None:
         """Waits for the step that is being made."""
@@ -115,8 +131,16 @@ class Epochs:
             self.known[name][:] = np.where(np.isnan(found), self.known[name], found)
         return found is not None
 
+    def _charge(self, first: int) -> None:
+        """Takes KL out of the rewards of the batch that begins with a step, where a run is to."""
+        if self.charge is not None:
+            traces = sum(self.packed(index).totals.traces for index in self.plan.window(first))
+            self.charge.batch(traces, self.known["old"], self.known["ref"])
+
     def _make(self, index: int, beside: bool) -> tuple[Step, Corrected]:
         step = self.packed(index)
+        if self.charge is not None:
+            step = replace(step, advantages=self.charge.advantages[step.trace])
         if self.feed.objective.needs.proximal:
             # The newest policy recorded is taken for the one that the run began with, and each update for one more.
             lag = np.maximum(step.lag(self.feed.newest), 0)

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import advantage
 from tracegrad.algebra import Objective
 from tracegrad.batch import ModelShape, Sharing, Step, pack
-from tracegrad.config import Config, as_dict, nearest, options
+from tracegrad.codes import LOGPROB_KINDS, TEXT_TRAINS, TIERS
+from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
+from tracegrad.learner import filters
+from tracegrad.learner.compared import compared, reward_column
 from tracegrad.learner.plan import Plan
+from tracegrad.learner.reward_kl import needs_of
 from tracegrad.learner.value import held_out
-from tracegrad.sequence import LOGPROB_KINDS, TIERS, Sequences
+from tracegrad.sequence import Sequences
 
-_SHARED: dict[str, Any] = {"nothing": "repeats", "repeats": "repeats", "idle": "both", "both": "both"}
 _T6 = TIERS.index("T6")
+
+
+class NothingToLearn(ArgumentError):
+    """No trace is left that would move the policy: an error of a run on recorded traces, a step passed over online."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class Feed:
 
     Args:
         sequences: as aligned; `trainable` only where this run trains or measures.
-        rewards: [R] float32, the column trained on.
-        advantages: [R] float32; 0 for held-out traces.
+        rewards: [R] float32, the column trained on, 0 where `filter.zero_truncated` says so.
+        advantages: [R] float32; 0 for held-out traces. With `reward_kl` what they would be without.
         held: [R] bool, kept out of training.
         objective, config: of the run.
         notes: what a user should know of them, one sentence each.
@@ -71,28 +76,62 @@ class Feed:
         """Splits, checks and scores.
 
         Raises:
-            ArgumentError: if the objective needs a ratio that these traces cannot have, an option would have no
-                effect, or there is nothing to learn.
+            NothingToLearn: if no trace is left that has a term and an advantage.
+            ArgumentError: if the objective needs a ratio that these traces cannot have, or an option would have no
+                effect.
         """
+        if not sequences.traces:
+            raise NothingToLearn(
+                "there is no trace: no record that was read holds a call of a model with an answer. Look at the file "
+                "with tracegrad doctor."
+            )
         check_effective(config, objective)
         objective.check_missing(config.train.missing)
         notes = check_ratios(sequences, objective, config)
         notes += [f"'{part}': the gradient depends on pack.token_budget." for part in objective.per_microbatch]
-        rewards = reward_column(sequences, config.data.reward)
+        rewards = filters.settled(reward_column(sequences, config.data.reward), sequences, config.filter)
         held = held_out(sequences.group, config.data.holdout, config.train.seed)
+        notes += _of_old(objective, config, len(np.unique(sequences.group[~held])))
         advantages = np.zeros(sequences.traces, np.float32)
-        advantages[~held] = _advantages(rewards, sequences, ~held, config)
+        advantages[~held] = compared(rewards, sequences, ~held, config)
         if not advantages.any():
-            raise ArgumentError(
+            raise NothingToLearn(
                 f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
                 "Give traces whose rewards differ within a group, or set advantage.baseline."
             )
-        return cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank, shape, bucket)
+        found = cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank, shape, bucket)
+        even = int((~held & ~found.taken).sum())
+        if even == int((~held).sum()):
+            raise NothingToLearn(
+                "in no group do rewards differ, and filter.even_groups leaves all of them out. There is nothing to "
+                "learn. Leave filter.even_groups out, or give traces whose rewards differ within a group."
+            )
+        if even:
+            notes.append(f"{even} traces of groups in which all rewards are equal are left out: filter.even_groups.")
+        masks, nothing = filters.check_masked(rewards, sequences, found.taken, config.filter)
+        if nothing:
+            raise NothingToLearn(nothing)
+        return replace(found, notes=(*notes, *masks))
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """[R] bool: whose terms the steps are made of."""
+        return self.taken & ~self.masked
+
+    @property
+    def masked(self) -> NDArray[np.bool_]:
+        """[R] bool: what the config masks: it has a reward and counts as a trace, and no term."""
+        return self.taken & filters.masked(self.rewards, self.sequences, self.config.filter)
+
+    @property
+    def taken(self) -> NDArray[np.bool_]:
+        """[R] bool: neither held out nor of a group that is left out."""
+        return ~self.held & ~filters.left_out(self.rewards, self.sequences.group, self.config)
 
     def steps(self, plan_seed: int) -> list[Step]:
         """The steps of an epoch, its groups shuffled by a seed."""
-        skip = self.config.pack.skip_idle and not self.objective.needs.zero_advantage
-        return self._pack(~self.held, plan_seed, self.config.pack.step_groups, skip=skip)
+        skip = self.config.pack.skip_zero_weight and not self.objective.needs.zero_advantage
+        return self._pack(self.trained, plan_seed, self.config.pack.step_groups, skip=skip, counted=self.masked)
 
     @property
     def shares(self) -> bool:
@@ -101,7 +140,7 @@ class Feed:
 
     def sharing(self) -> Sharing:
         """What `pack.share_prefixes` would do to the first step: for a dry run."""
-        told = replace(self.config, pack=replace(self.config.pack, leave_out=_SHARED[self.config.pack.leave_out]))
+        told = replace(self.config, pack=replace(self.config.pack, share_prefixes=True))
         found = replace(self, config=told).steps(0)[0].sharing
         assert found is not None
         return found
@@ -117,7 +156,7 @@ class Feed:
 
     def plan(self, steps: int) -> Plan:
         """When what happens, in epochs of so many steps: as many in each, however the groups are shuffled."""
-        return Plan.of(self.config, steps)
+        return Plan.of(self.config, steps, each_update=_each_update(self.objective, self.config))
 
     def held_step(self) -> Step | None:
         """The held-out traces as one step that is only measured; None where none has a term."""
@@ -135,7 +174,13 @@ class Feed:
         return digest.hexdigest()
 
     def _pack(
-        self, traces: NDArray[np.bool_], seed: int | None, step_groups: int | None, *, skip: bool = False
+        self,
+        traces: NDArray[np.bool_],
+        seed: int | None,
+        step_groups: int | None,
+        *,
+        skip: bool = False,
+        counted: NDArray[np.bool_] | None = None,
     ) -> list[Step]:
         s = self.sequences
         owner = np.repeat(s.trace, np.diff(s.cu_seqlens))
@@ -149,6 +194,7 @@ class Feed:
             too_long=self.config.pack.too_long,
             share_prefixes=self.shares,
             skip_zero_advantage=skip,
+            counted=counted,
             shape=self.shape,
             seed=seed,
             ranks=self.ranks,
@@ -157,61 +203,34 @@ class Feed:
         )
 
 
-def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
-    """[R] float32: the rewards called `name`, the first column for "".
-
-    Raises:
-        ArgumentError: if there is no such column, with the nearest name.
-    """
-    names = sequences.reward_names
-    if name and name not in names:
-        raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
-    if not names or not np.isfinite(sequences.rewards).any():
-        raise ArgumentError(
-            "no trace has a reward. Without one no trace is better than another. Record a reward in each trace."
-        )
-    return np.ascontiguousarray(sequences.rewards[:, names.index(name) if name else 0])
-
-
-def _advantages(
-    rewards: NDArray[np.float32], sequences: Sequences, used: NDArray[np.bool_], config: Config
-) -> NDArray[np.float32]:
-    """The advantages of the traces that are used, compared with one another."""
-    told, reward, group = config.advantage, rewards[used], sequences.group[used]
-    if told.baseline == "none":
-        return np.nan_to_num(reward, nan=0.0)
-    if told.baseline == "rloo":
-        return advantage.rloo(reward, group, singleton=told.singleton)
-    if told.baseline == "max_rl":
-        return advantage.max_rl(reward, group, singleton=told.singleton)
-    if told.baseline == "opo":
-        owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-        lengths = np.bincount(owner[sequences.trainable], minlength=sequences.traces)
-        return advantage.opo(reward, lengths[used], group, singleton=told.singleton)
-    groups = np.zeros_like(group) if told.baseline == "batch_mean" else group
-    ddof = None if told.scale == "none" else told.ddof
-    return advantage.group_mean(reward, groups, scale=told.scale, ddof=ddof, singleton=told.singleton)
-
-
 def check_effective(config: Config, objective: Objective) -> None:
     """Refuses options that are set to something else than their default and would do nothing in this run.
 
     Raises:
         ArgumentError: with the option and what makes it idle.
     """
-    needs, told = objective.needs, config.advantage
+    needs, told, kl = needs_of(objective, config), config.advantage, config.reward_kl
     unmeasured = "data.holdout is 0, so value is not measured"
     no_own_reference = "train.ref_model is the reference" if needs.ref else "this objective takes no reference"
-    told_pack = config.pack.leave_out
     looked_at = [why for why in (needs.zero_advantage, needs.dropped, needs.weightless) if why]
     scalable = told.baseline in ("group_mean", "batch_mean")
+    even = config.filter.even_groups or config.filter.mask_even
+    if kl.coef:
+        looked_at = ["with reward_kl.coef the advantages are known after two forward passes"] * 3
     idle = {
-        "pack.leave_out": (told_pack == "idle" and len(looked_at) == 3, looked_at[0] if looked_at else ""),
+        "filter.mask_even": (config.filter.even_groups, "filter.even_groups leaves them out"),
+        "filter.tolerance": (not even, "neither filter.even_groups nor filter.mask_even is told"),
+        "pack.skip_zero_weight": (len(looked_at) == 3, looked_at[0] if looked_at else ""),
+        **{f"reward_kl.{name}": (not kl.coef, "reward_kl.coef is 0") for name in ("kind", "cap", "target")},
+        "reward_kl.horizon": (not (kl.coef and kl.target), "reward_kl.coef or reward_kl.target is 0"),
+        "schedule.decay": (config.schedule.name != "wsd", f"schedule.name is {config.schedule.name}"),
+        "schedule.floor": (config.schedule.name == "constant", "schedule.name is constant"),
         "train.updates_per_old": (not needs.old and not needs.proximal, "this objective takes no old logprobs"),
         "train.ref_model": (not needs.ref, "this objective takes no reference"),
         "train.ref_every": (bool(config.train.ref_model) or not needs.ref, no_own_reference),
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
-        "train.stop_below_ess": (config.data.holdout == 0, unmeasured),
+        "stop.below_ess": (config.data.holdout == 0, unmeasured),
+        "stop.worse": (config.data.holdout == 0, unmeasured),
         "train.value_per_epoch": (config.data.holdout == 0, unmeasured),
         "advantage.ddof": (told.scale == "none", "advantage.scale is none"),
         "advantage.scale": (not scalable, f"advantage.baseline is {told.baseline}"),
@@ -223,6 +242,12 @@ def check_effective(config: Config, objective: Objective) -> None:
             raise ArgumentError(
                 f"{name} has no effect: {why}. An option that does nothing hides a mistake. Leave it out."
             )
+    every = config.train.updates_per_old or int(_each_update(objective, config))
+    if kl.coef and config.train.ref_every and (not every or config.train.ref_every % every):
+        raise ArgumentError(
+            "train.ref_every renews the reference between two measurements of old, and reward_kl needs both of a whole "
+            "such batch at once. Set train.updates_per_old to a divisor of train.ref_every."
+        )
 
 
 def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> list[str]:
@@ -245,13 +270,13 @@ def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> 
         raise ArgumentError(
             f"{len(foreign)} of {s.traces} traces, '{s.trace_name(foreign[0])}' first, are text of another model or "
             "tokenizer (T6): they have no logprobs of this policy, and a ratio of 1 would be invented. Train on them "
-            "with --objective WEIGHTED_SFT --text-only, or leave them out with --on-error skip."
+            f"with {TEXT_TRAINS}; or leave them out with --on-error skip."
         )
     known = s.trainable & ~np.isnan(s.rollout_logprobs)
     if not known.any():
         raise ArgumentError(
             f"none of {int(s.trainable.sum())} trained tokens has a recorded logprob. No ratio to the policy that "
-            "sampled them is known. Record logprobs, or train with --objective WEIGHTED_SFT, which takes no ratio."
+            "sampled them is known. Train with --objective TOPR_POSITIVE, which takes no ratio."
         )
     measured = np.unique(owner[known])
     _check_kinds(s, measured, explicit=config.data.logprob_kind == "unknown")
@@ -270,6 +295,23 @@ def _check_kinds(s: Sequences, measured: NDArray[np.int32], *, explicit: bool) -
             f"temperature {told}. Before or after temperature is a different number, and the ratio would be wrong. "
             "Say --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to take them as they are."
         )
+
+
+def _each_update(objective: Objective, config: Config) -> bool:
+    """Whether `old` is measured before each update: nothing else is told, and there is one pass."""
+    needs, told = needs_of(objective, config), config.train
+    return needs.old and not needs.proximal and told.epochs == 1 and not told.updates_per_old
+
+
+def _of_old(objective: Objective, config: Config, groups: int) -> list[str]:
+    """How long an `old` stays where nobody said it, and what that stands on."""
+    needs, told = needs_of(objective, config), config.train
+    if not needs.old or needs.proximal or told.updates_per_old or groups <= config.pack.step_groups:
+        return []
+    which = "--train.updates_per_old says otherwise; figures of the bundled example, docs/choosing.md."
+    if told.epochs == 1:
+        return [f"old is measured before each update, as there is one pass: 92 against 82 % with one for all. {which}"]
+    return [f"old stays for an epoch, as there are {told.epochs} passes: after four, 91 against 50 %. {which}"]
 
 
 def _notes(s: Sequences, measured: NDArray[np.int32], foreign: int) -> list[str]:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tracegrad.config import Config
 from tracegrad.errors import ReadError
+from tracegrad.learner.adapted import Adapted
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, layers_of
 from tracegrad.learner.model import first_line
@@ -76,8 +77,10 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     memory = Memory.of(config.train.memory)
     mode = config.parallel.mode if config.parallel.mode != "auto" else "fsdp" if cuda else "ddp"
     shards = ranks if ranks > 1 and mode == "fsdp" else 1
+    adapted = Adapted.read(model)
+    rank = config.train.lora_rank or (0 if adapted is None else adapted.rank)
     parameters = sum(p.numel() for p in empty.parameters())
-    trained = parameters if not config.train.lora_rank else _adapter_parameters(empty, config.train.lora_rank)
+    trained = parameters if not rank else _adapter_parameters(empty, rank)
     saved, flops = _counted(empty.to(torch.bfloat16 if low else torch.float32))
     layers, hidden = len(layers_of(empty)), int(empty.config.get_text_config().hidden_size)
     inputs = layers * hidden * (2 if low else 4)
@@ -85,7 +88,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     steps = feed.steps(0)
     rows = [len(batch.ids) for step in steps for batch in step.batches]
     longest = max(sum(len(batch.ids) for batch in step.batches) for step in steps)
-    passes = (3 if not config.train.lora_rank else 2) + int(memory.recompute)
+    passes = (3 if not rank else 2) + int(memory.recompute)
     scored = max(len(batch.read) for step in steps for batch in step.batches)
     logits = _logits_bytes(int(empty.config.get_text_config().vocab_size), scored, memory, cuda, low)
     gathered = 0.0 if shards == 1 else (2 if low else 4) * parameters / (layers if memory.reshard else 1)

@@ -30,6 +30,10 @@ class Interrupt:
         """128 + signal, as shells have it; None while none came."""
         return None if self.received is None else 128 + self.received
 
+    def code(self, stopped: str) -> int:
+        """How a process is to end whose run was `stopped`: as `exit_code` says where it was by a signal, else 0."""
+        return (self.exit_code or 0) if stopped == "signal" else 0
+
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}

@@ -13,23 +13,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tracegrad import metrics
 from tracegrad.algebra import Objective
 from tracegrad.batch import ModelShape, Step
-from tracegrad.config import Config
+from tracegrad.config import Config, as_dict
 from tracegrad.errors import ArgumentError
 from tracegrad.learner import checkpoint
+from tracegrad.learner.adapters import has_adapters
 from tracegrad.learner.epochs import Epochs
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.keeper import Keeper
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.run import Run
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_vocabulary
 from tracegrad.learner.step import Outcome
-from tracegrad.learner.value import MIN_ESS, Value, estimate, good_and_bad
+from tracegrad.learner.value import MIN_ESS, Value, difference, estimate, good_and_bad
+from tracegrad.metrics import dashboards
 from tracegrad.sequence import Sequences
 
 
@@ -60,10 +64,10 @@ def train(
         tokenizer: folder whose tokenizer files go into each checkpoint.
         resume: go on from the newest checkpoint in `out`, where there is one.
         optimizer: over `model.parameters()`, or a function of groups of parameters that makes one; default AdamW as the
-            config says. Warm-up and clipping stay the config's.
+            config says. The schedule and clipping stay the config's.
         reference: a causal LM to measure the reference logprobs with, for objectives that take them; default the
             folder `train.ref_model`, or the starting model (without its adapters, where it has any).
-        sinks: where rows go beside metrics.jsonl; default a progress line, and TensorBoard where the config says so.
+        sinks: where rows go beside metrics.jsonl; default a progress line, and the dashboards of `train.log_to`.
         say: takes the few sentences that a user should read.
 
     Raises:
@@ -84,32 +88,40 @@ def train(
     if why := settle_rows(driven.target, longest, trees=feed.shares):
         feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {why}."))
     loop = _Loop(feed, driven)
+    driven.steps = loop.plan.total
     rows = loop.start(resume)
     if ranks.first:
         for sentence in [*feed.notes, *loop.opening()]:
             say(f"note     {sentence}")
     shown = _sinks(loop, sinks) if ranks.first else []
     try:
-        with Interrupt() as interrupt, driven.together():
+        with Interrupt() as interrupt, driven.together(ends=True):
             stopped = loop.run([loop.lines, *shown], rows, interrupt)
     finally:
         loop.epochs.close()
+        loop.keeper.close()
         for sink in [loop.lines, *shown]:
             sink.close()
-    code = (interrupt.exit_code or 0) if stopped == "signal" else 0
     last = checkpoint.list_checkpoints(out)[-1]
     terms = [record for part in ranks.gathered(loop.terms) for record in part]
     return Trained(
-        driven.taken, loop.plan.total, stopped, code, last, rows, terms, driven.watch.seconds, driven.idle.overall()
+        driven.taken,
+        loop.plan.total,
+        stopped,
+        interrupt.code(stopped),
+        last,
+        rows,
+        terms,
+        driven.watch.seconds,
+        driven.idle.overall(),
     )
 
 
 def _sinks(loop: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.Sink]:
     if sinks is not None:
         return list(sinks)
-    chosen: list[metrics.Sink] = []
-    if loop.driven.config.train.tensorboard:
-        chosen.append(metrics.TensorBoard(loop.driven.out / "tensorboard"))
+    config = loop.driven.config
+    chosen = dashboards.opened(config.train.log_to, loop.driven.out, as_dict(config))
     return [*chosen, metrics.Progress(loop.plan.total, loop.driven.taken)]
 
 
@@ -137,6 +149,9 @@ class _Loop:
         self.held = self.feed.held_step()
         self.fingerprint = self.feed.fingerprint()
         self.lines: metrics.Sink = _Silent()
+        self.best: NDArray[np.float32] | None = None  # [T] logprobs of the held-out terms where value was highest
+        self.worse = False
+        self.keeper = Keeper.silent(self.driven.out, self.driven.objective)
 
     def start(self, resume: bool) -> list[dict[str, Any]]:
         """Makes the folder, takes up a checkpoint, and opens metrics.jsonl; returns the rows it keeps."""
@@ -150,10 +165,16 @@ class _Loop:
         progress = self.driven.restore(fingerprint=self.fingerprint)
         if progress is not None:
             self.epochs.restore(found[-1], progress)
+            if "best" in progress.logprobs:
+                self.best = np.full(self.feed.sequences.tokens, np.nan, np.float32)
+                self.best[self.feed.sequences.terms] = progress.logprobs["best"]
             terms = checkpoint.read_terms(found[-1], self.driven.ranks)
             last = self.plan.epochs - 1
             self.terms = [term for term in terms if self.plan.epoch_of(term.step - 1) == last]
         self.driven.begin()
+        ranks = self.driven.ranks
+        told = {"rank": ranks.rank, "world": ranks.world, "taken": self.driven.taken}
+        self.keeper = Keeper(out, self.driven.config.terms, self.driven.objective, **told)
         if not first:
             return []
         with checkpoint.writable(out):
@@ -165,6 +186,8 @@ class _Loop:
         config, taken = self.driven.config, self.driven.taken
         said = [f"resumed after step {taken} of {self.plan.total}."] if taken else []
         said.append(self.driven.policy.sentence(config))
+        if has_adapters(self.driven.model) and not config.train.lora_rank:
+            said.append("the model's LoRA adapters are trained further; the model without them is the reference.")
         if self.feed.shares and taken < self.plan.total:
             said.append(f"{self.epochs.packed(taken).sharing}.")
         held = int(self.feed.held.sum())
@@ -176,12 +199,16 @@ class _Loop:
 
     def save(self) -> None:
         """Writes a checkpoint of the state as it is."""
-        self.driven.save(fingerprint=self.fingerprint, logprobs=self.epochs.logprobs(), terms=self.terms)
+        known = self.epochs.logprobs()
+        if self.best is not None:
+            known["best"] = self.best[self.feed.sequences.terms]
+        told = {"logprobs": known, "control": self.epochs.control()}
+        self.driven.save(fingerprint=self.fingerprint, terms=self.terms, **told)
 
     def run(
         self, sinks: Sequence[metrics.Sink], rows: list[dict[str, Any]], interrupt: Interrupt
-    ) -> Literal["done", "ess", "signal"]:
-        """Steps until the end, a signal, or too small an effective sample; a checkpoint is written in each case."""
+    ) -> Literal["done", "ess", "worse", "signal"]:
+        """Steps until the end, a signal, or what `[stop]` says; a checkpoint is written in each case."""
         driven, plan = self.driven, self.plan
 
         def log(row: dict[str, Any]) -> None:
@@ -202,9 +229,10 @@ class _Loop:
             if plan.measures_value(driven.taken) and not stops():
                 row.update(self.value_row())
             log(row)
-            if 0 < row.get("value_ess_fraction", 1.0) < driven.config.train.stop_below_ess:
+            small = 0 < row.get("value_ess_fraction", 1.0) < driven.config.stop.below_ess
+            if small or self.worse:
                 self.save()
-                return "ess"
+                return "ess" if small else "worse"
             if plan.saves(driven.taken):
                 self.save()
         self.save()
@@ -218,10 +246,11 @@ class _Loop:
         told = {"newest": self.feed.newest, "rewards": self.feed.rewards}
         outcome = driven.update(step, corrected, **told, began=began)
         self._record(step, outcome)
-        return {"step": driven.taken, "epoch": self.plan.epoch_of(index), **driven.row()}
+        return {"step": driven.taken, "epoch": self.plan.epoch_of(index), **self.epochs.row(), **driven.row()}
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         taken = self.driven.taken
+        self.keeper.step(taken, step, outcome, self.feed.sequences, passes=self.plan.epochs)
         if self.plan.epoch_of(taken - 1) == self.plan.epochs - 1:
             self.terms.append(TermRecord.of(taken, step, outcome))
 
@@ -235,6 +264,11 @@ class _Loop:
         s, rewards = self.feed.sequences, self.feed.rewards
         terms = np.flatnonzero(~np.isnan(found))
         theta, trace = found[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
-        value: Value = estimate(theta, np.asarray(s.rollout_logprobs)[terms], trace, rewards, s.group)
+        given = (np.asarray(s.rollout_logprobs)[terms], trace, rewards, s.group)
+        value: Value = estimate(theta, *given)
+        if self.driven.config.stop.worse and value.known:
+            change, half = (1.0, 0.0) if self.best is None else difference(theta, self.best[terms], *given)
+            self.worse = change + half < 0
+            self.best = found if change > 0 else self.best
         good, bad = good_and_bad(theta, trace, rewards, s.group)
         return {**value.row(), "logprob_good": good, "logprob_bad": bad}

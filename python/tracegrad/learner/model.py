@@ -17,13 +17,40 @@ from safetensors import SafetensorError
 from tracegrad.errors import ReadError
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
 
 
 def load_model(path: Path) -> Any:
     """A transformers causal language model from a folder, in float32, its weights all found.
 
+    A folder of LoRA adapters, such as a checkpoint of a run with `train.lora_rank`, gives the model that it names with
+    the adapters on it: they alone are trained further, and the model without them is the reference.
+
     Raises:
         ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
+        ArgumentError: for adapters without peft.
+    """
+    from tracegrad.learner.adapted import Adapted  # which loads the model below the adapters by `load_whole`
+
+    adapted = Adapted.read(path)
+    return load_whole(path) if adapted is None else adapted.load()
+
+
+def load_whole(path: Path) -> Any:
+    """The same for a folder of whole weights.
+
+    Raises:
+        ReadError: as `load_model`.
     """
     from transformers import AutoModelForCausalLM
 

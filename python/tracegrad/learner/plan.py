@@ -35,10 +35,15 @@ class Plan:
     ref_every: int = 0
 
     @classmethod
-    def of(cls, config: Config, steps_per_epoch: int) -> Plan:
-        """The plan that a config makes."""
+    def of(cls, config: Config, steps_per_epoch: int, *, each_update: bool = False) -> Plan:
+        """The plan that a config makes; `each_update`: what an `updates_per_old` of 0 is."""
         train = config.train
-        cadence = (train.updates_per_old, train.value_per_epoch, config.checkpoint.every, train.ref_every)
+        cadence = (
+            train.updates_per_old or int(each_update),
+            train.value_per_epoch,
+            config.checkpoint.every,
+            train.ref_every,
+        )
         return cls(steps_per_epoch, train.epochs, train.seed, *cadence)
 
     @property

@@ -179,9 +179,9 @@ def _told(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Whatever lies below the folder but the mark: files, and links, which are none of ours."""
+    """Whatever lies below the folder but the mark and the card: files, and links, which are none of ours."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MARK)
+    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) not in (MARK, CARD))
 
 
 def _measured(folder: Path, names: Iterable[str]) -> dict[str, Written]:
@@ -201,3 +201,7 @@ def step_of(name: str) -> int:
     """The step that a checkpoint's folder is named for; -1 where it is no such name."""
     found = re.fullmatch(r"step-(\d{8,15})", name)
     return int(found[1]) if found else -1
+
+
+CARD = "README.md"
+"""Text for people, written last, which nothing reads."""

@@ -24,6 +24,10 @@ _WORD, _HEARD = "tracegrad/stopped", "tracegrad/heard"  # keys of the store that
 _PATIENCE_S = 10.0
 
 
+class OtherRankFailed(OSError):
+    """Another rank could not do its part, and says why."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Which process this is, and how it speaks to the others. Every rank makes the same calls in the same order.
@@ -149,20 +153,20 @@ class Ranks:
         """Raises `error` where there is one, and on the other ranks that one of them failed: nobody waits for it.
 
         Raises:
-            Exception: `error`; RuntimeError on a rank whose own work went well while another's did not.
+            Exception: `error`; OtherRankFailed on a rank whose own work went well while another's did not.
         """
         failed = self.largest(0 if error is None else 1)
         if error is not None:
             raise error
         if failed:
-            raise OSError(0, "another rank could not do its part")
+            raise OtherRankFailed(0, "another rank could not do its part")
 
     def tell(self, said: str) -> None:
         """Leaves word that this rank stops, and closes its connections, which wakes the ranks that wait for it.
 
         The process group is gone after this. Waits a few seconds until the others have read the word.
         """
-        if self.alone:
+        if self.alone or not dist.is_initialized():
             return
         store = dist.distributed_c10d._get_default_store()
         store.set(_WORD, f"rank {self.rank}, {said}")

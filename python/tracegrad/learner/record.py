@@ -87,7 +87,7 @@ class Trained:
 
     Args:
         step: optimizer steps taken, of `total`.
-        stopped: "done", "ess" (value's effective sample fell below `stop_below_ess`) or "signal".
+        stopped: "done", "ess" or "worse" (as `[stop]` says), or "signal".
         exit_code: 0, or 128 + signal.
         checkpoint: the newest one.
         rows: of metrics.jsonl, those before a resume included.
@@ -98,10 +98,16 @@ class Trained:
 
     step: int
     total: int
-    stopped: Literal["done", "ess", "signal"]
+    stopped: Literal["done", "ess", "worse", "signal"]
     exit_code: int
     checkpoint: Path
     rows: list[dict[str, Any]]
     terms: list[TermRecord]
     seconds: dict[str, float]
     idle: float | None = None
+
+    @property
+    def best(self) -> int:
+        """The step after which value was highest, among those at which it was known; 0 where it never was."""
+        known = [row for row in self.rows if row.get("value_known")]
+        return max(known, key=lambda row: row["value"])["step"] if known else 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.algebra import Clip, Objective
+from tracegrad.algebra import Objective
 from tracegrad.batch import Step
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.step import Outcome
@@ -87,13 +87,15 @@ def tally(
     known = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
     found.add("frac_old_logprobs_valid", known, terms)
     found.add("frac_old_logprobs_valid_all", known, tokens)
-    if isinstance(objective.surrogate, Clip):
+    if objective.ratio is not None:
         ratio = outcome.ratio[keep].astype(np.float64)
-        outside = (ratio < 1 - objective.surrogate.low) | (ratio > 1 + objective.surrogate.high)
         found.add("ratio_mean", ratio.sum(), len(ratio))
         found.maximum("ratio_max", ratio.max(initial=-math.inf))
-        found.add("clip_fraction", (outcome.clipped & keep).sum(), computed)
-        found.add("clip_fraction_any", outside.sum(), computed)
+        if objective.surrogate.clips:
+            found.add("clip_fraction", (outcome.clipped & keep).sum(), computed)
+        if objective.surrogate.bounds is not None:
+            low, high = objective.surrogate.bounds
+            found.add("clip_fraction_any", ((ratio < low) | (ratio > high)).sum(), computed)
     if version is not None:
         lag = step.lag(version)
         found.add("lag_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))

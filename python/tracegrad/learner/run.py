@@ -30,7 +30,8 @@ from tracegrad.learner.entropy import Control
 from tracegrad.learner.idle import Idle
 from tracegrad.learner.memory import out_of_memory
 from tracegrad.learner.progress import Progress
-from tracegrad.learner.ranks import Ranks
+from tracegrad.learner.ranks import OtherRankFailed, Ranks
+from tracegrad.learner.rates import check_rates, in_all
 from tracegrad.learner.record import TermRecord
 from tracegrad.learner.row import row_of
 from tracegrad.learner.setup import Optimizers, check_same, check_step, other_model, prepared, starts_as_reference
@@ -47,23 +48,24 @@ class Run:
     Args:
         model: a transformers causal LM, with peft's adapters or without; moved to the device, float32, dropout off.
         objective: a preset or another value of `Objective`.
-        config: default `Config()`. What is of data (`data`, `advantage`, most of `pack`), epochs and value is for who
-            makes the steps, and not read here; `train.updates_per_old` is read by objectives on the proximal alone.
+        config: default `Config()`. What is of data (`data`, `advantage`, `reward_kl`, most of `pack`), epochs and value
+            is for who makes the steps; `train.updates_per_old` is read here by objectives on the proximal alone.
         out: folder for config.toml and checkpoints; made with the first step or checkpoint. One that all ranks see.
         tokenizer: folder whose tokenizer files go into each checkpoint.
         optimizer: over `model.parameters()`, or a function of groups of parameters that makes one; default AdamW as the
-            config says. Warm-up and clipping stay the config's.
+            config says. The schedule and clipping stay the config's.
         reference: a causal LM to measure the reference logprobs with, for objectives that take them; default the
             folder `train.ref_model`, or the model as it is given here (without its adapters, where it has any).
         keep_start: keep a frozen copy of the model as it is given here, where that is the reference and has no adapters
             to be measured without. False for steps that bring their reference logprobs.
         ranks: who shares each step; default the open process group, or the one that torchrun asks for.
+        steps: optimizer steps in all, which a schedule that is not constant goes by; it may be set until the first one.
 
     Raises:
         ArgumentError: if objective, model and config do not fit together.
 
     Attributes:
-        model, objective, config, out, ranks: as given, the model with the adapters that the config asks for.
+        model, objective, config, out, ranks, steps: as given, the model with the adapters that the config asks for.
         taken: optimizer steps taken, those before a `restore` included.
         version: of the policy, as the last step was told; None where none was.
         watch: wall seconds by stage.
@@ -81,10 +83,11 @@ class Run:
         reference: Any = None,
         keep_start: bool = True,
         ranks: Ranks | None = None,
+        steps: int | None = None,
     ) -> None:
         self.objective, self.config = objective, config or Config()
         self.out, self.tokenizer = Path(out), Path(tokenizer) if tokenizer else None
-        self.ranks = ranks or Ranks.join()
+        self.ranks, self.steps = ranks or Ranks.join(), steps
         objective.check_missing(self.config.train.missing)
         if reference is None and keep_start and starts_as_reference(model, objective, self.config):
             reference = deepcopy(model)
@@ -200,7 +203,7 @@ class Run:
             check: as for `step`.
         """
         began = time.perf_counter() if began is None else began
-        lr = self.policy.warm(self.config, self.taken)
+        lr = self.policy.set_rates(self.config, self.taken, self.steps)
         with self.watch("train"):
             outcome = optimizer_step(
                 self.target,
@@ -210,7 +213,7 @@ class Run:
                 grad_clip=self.config.optimizer.grad_clip,
                 precision=self.precision,
                 corrected=corrected,
-                left_out=step.idle(self.objective.needs, corrected) if self.config.pack.skip_idle else None,
+                left_out=step.idle(self.objective.needs, corrected) if self.config.pack.skip_zero_weight else None,
                 idle=self.idle,
                 check=check,
             )
@@ -251,21 +254,23 @@ class Run:
         fingerprint: str = "",
         logprobs: Mapping[str, Floats] | None = None,
         terms: Sequence[TermRecord] = (),
+        control: Mapping[str, float] | None = None,
     ) -> Path:
         """Writes a checkpoint of the state as it is, and says where; all but the newest `checkpoint.keep` go.
 
         Args:
-            fingerprint, logprobs: of the data, where the run is one over a data set, as in `Progress`.
+            fingerprint, logprobs, control: of the data, where the run is one over a data set, as in `Progress`.
             terms: of this rank, for the report of the run that goes on from here.
 
         Raises:
             TracegradError: if it cannot be written whole; checkpoints written before stay as they are.
         """
         self.begin()
-        control = self.control.state() | ({} if self._proximal is None else {"proximal": float(self._proximal)})
-        known = {"logprobs": logprobs or {}, "control": control, "seconds": self.watch.seconds}
-        version = -1 if self.version is None else self.version
-        progress = Progress(self.taken, fingerprint, self.told(), **known, version=version)
+        proximal = {} if self._proximal is None else {"proximal": float(self._proximal)}
+        adapts = {**self.control.state(), **proximal, **(control or {})}
+        known = {"logprobs": logprobs or {}, "control": adapts, "seconds": self.watch.seconds}
+        known["version"] = -1 if self.version is None else self.version
+        progress = Progress(self.taken, fingerprint, self.told(), **known)
         with self.watch("checkpoint"):
             where = {"tokenizer": self.tokenizer, "keep": self.config.checkpoint.keep}
             return checkpoint.save(
@@ -288,7 +293,9 @@ class Run:
         found = checkpoint.list_checkpoints(self.out)
         if not found:
             return None
-        check_same(found[-1], checkpoint.read_progress(found[-1]), self.told(), fingerprint)
+        before = checkpoint.read_progress(found[-1])
+        check_same(found[-1], before, self.told(), fingerprint)
+        check_rates(found[-1], self.config.schedule, self.steps, before.config.get("schedule.steps"), before.step)
         progress = checkpoint.restore(found[-1], self.model, self.optimizer, self.ranks)
         self.taken, self.version = progress.step, None if progress.version < 0 else progress.version
         self.control.restore(progress.control)
@@ -301,10 +308,11 @@ class Run:
         """Makes the folder and writes config.toml, once; `step`, `save` and `restore` call it.
 
         Raises:
-            ArgumentError: if the folder holds a run that was not taken up.
+            ArgumentError: if the folder holds a run that was not taken up, or the schedule asks for steps not told.
             TracegradError: if it cannot be written.
         """
         if not self._begun:
+            in_all(self.config.schedule, self.steps)
             if found := checkpoint.list_checkpoints(self.out):
                 raise ArgumentError(
                     f"{self.out} holds a run, its newest checkpoint is {found[-1].name}. A new run would overwrite it. "
@@ -315,14 +323,18 @@ class Run:
     def told(self) -> dict[str, Any]:
         """What a checkpoint keeps of the config and the objective, and a resumed run is compared by."""
         options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
-        return {**options, "objective": repr(self.objective)}
+        ends = {} if (steps := in_all(self.config.schedule, self.steps)) is None else {"schedule.steps": steps}
+        return {**options, **ends, "objective": repr(self.objective)}
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, ends: bool = False) -> Iterator[None]:
         """Around work that ranks share: one without memory tells the others, and each error says which step was lost.
 
+        Args:
+            ends: no step follows an error, so that one which a rank meets alone is told too.
+
         Raises:
-            TracegradError: for memory that this rank or another has not.
+            TracegradError: for memory that this rank or another has not, or for what another has told.
         """
         try:
             yield
@@ -330,9 +342,15 @@ class Run:
             told = f"step {self.taken + 1}: {out_of_memory(error, self.config)}"
             self.ranks.tell(told)
             raise TracegradError(told) from error
-        except RuntimeError as error:
+        except (TracegradError, OtherRankFailed):  # all ranks have it
+            raise
+        except Exception as error:
+            if not (ends or isinstance(error, RuntimeError)):
+                raise
             if told := self.ranks.heard():
                 raise TracegradError(f"{told} This rank stops with it.") from error
+            if ends:
+                self.ranks.tell(f"step {self.taken + 1}: {type(error).__name__}: {error}"[:2000])
             raise
 
     def _begin(self) -> None:

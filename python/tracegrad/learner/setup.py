@@ -23,19 +23,24 @@ from tracegrad.learner.model import load_model
 from tracegrad.learner.parallel import Placed, auto_mode, device_named, prepare
 from tracegrad.learner.progress import Progress
 from tracegrad.learner.ranks import Ranks
+from tracegrad.learner.rates import share
+from tracegrad.learner.reward_kl import needs_of
 from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.policy.masks import BLOCK
 from tracegrad.policy.model import media_ids
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
-    *(f"train.{name}" for name in ("epochs", "value_per_epoch", "stop_below_ess", "tensorboard", "memory")),
+    *(f"train.{name}" for name in ("epochs", "value_per_epoch", "log_to", "memory")),
     "checkpoint.",
+    "stop.",
     "parallel.",
+    "schedule.steps",
 )
-"""Options that a resumed run may have otherwise than the run it goes on with."""
+"""Options that a resumed run may have otherwise than the run it goes on with; `rates` looks at the schedule's steps."""
 OF_DATA = (
     "data.",
+    "filter.",
     "advantage.",
     "train.seed",
     *(f"pack.{name}" for name in ("token_budget", "step_groups", "too_long")),
@@ -104,16 +109,6 @@ class Held:
                 )
             group["params"] = fresh
         return self.optimizer
-
-
-def learning_rate(config: Config, step: int, lr: float | None = None) -> float:
-    """lr of optimizer step `step`, from 0: linear warm-up to the config's `lr` or the one given, then constant.
-
-    >>> learning_rate(Config(), 0)
-    1e-06
-    """
-    full = config.optimizer.lr if lr is None else lr
-    return full * min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
 
 
 def device_of(config: Config) -> torch.device:
@@ -188,11 +183,11 @@ class Prepared:
     optimizer: torch.optim.Optimizer
     rates: tuple[float, ...] | None = None
 
-    def warm(self, config: Config, step: int) -> float:
-        """Sets the learning rate of a step, and gives that of the first group."""
-        groups = self.optimizer.param_groups
-        for group, full in zip(groups, self.rates or (None,) * len(groups), strict=True):
-            group["lr"] = learning_rate(config, step, full)
+    def set_rates(self, config: Config, step: int, steps: int | None) -> float:
+        """Sets the learning rate of a step out of `steps`, and gives that of the first group."""
+        groups, part = self.optimizer.param_groups, share(config.schedule, step, steps)
+        for group, full in zip(groups, self.rates or (config.optimizer.lr,) * len(groups), strict=True):
+            group["lr"] = full * part
         return float(groups[0]["lr"])
 
     def sentence(self, config: Config) -> str:
@@ -238,7 +233,8 @@ def other_model(reference: Any, objective: Objective, config: Config, policy: Pr
     """
     if reference is None and not config.train.ref_model:
         return None
-    if reference is not None and (not objective.needs.ref or config.train.ref_every or config.train.ref_model):
+    takes = needs_of(objective, config).ref
+    if reference is not None and (not takes or config.train.ref_every or config.train.ref_model):
         raise ArgumentError(
             "reference has no effect: the objective takes none, or train.ref_every or train.ref_model say what it is. "
             "Two answers to one question hide a mistake. Leave it out."

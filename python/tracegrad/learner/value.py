@@ -90,21 +90,62 @@ def estimate(
     >>> v.value, v.ess, v.traces
     (0.75, 4.0, 4)
     """
-    total = np.bincount(trace, logprobs.astype(np.float64) - rollout.astype(np.float64), len(rewards))
-    terms = np.bincount(trace, minlength=len(rewards))
-    usable = np.isfinite(total) & np.isfinite(rewards) & (terms > 0)
-    total, reward = total[usable], rewards[usable].astype(np.float64)
-    _, cluster = np.unique(group[usable], return_inverse=True)
-    count = len(total)
-    if count == 0:
+    total, reward, cluster = _usable(logprobs, rollout, trace, rewards, group)
+    if len(total) == 0:
         return Value(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
     clamped = int((np.abs(total) > SUM_LIMIT).sum())
+    value, weight, parts = _weighted(total, reward, cluster)
+    half = _half_width(parts)
+    ess = float(weight.sum() ** 2 / (weight @ weight))
+    return Value(value, value - half, value + half, float(reward.mean()), ess, len(total), clamped)
+
+
+def difference(
+    logprobs: NDArray[np.float32],
+    before: NDArray[np.float32],
+    rollout: NDArray[np.float32],
+    trace: NDArray[np.integer],
+    rewards: NDArray[np.float32],
+    group: NDArray[np.integer],
+) -> tuple[float, float]:
+    """Value under `logprobs` less value under `before`, and half of its 95 % interval, NaN for a single group.
+
+    Both are of the same groups, so what they share cancels: the interval is far narrower than that of either.
+
+    >>> theta, rollout = np.log(np.array([0.9, 0.1, 0.8, 0.2], np.float32)), np.log(np.full(4, 0.5, np.float32))
+    >>> given = rollout, np.arange(4), np.array([0, 1, 0, 1], np.float32), np.array([0, 0, 1, 1])
+    >>> change, half = difference(theta, rollout, *given)
+    >>> round(change, 2), change + half < 0
+    (-0.35, False)
+    """
+    found = [_weighted(*_usable(theta, rollout, trace, rewards, group)) for theta in (logprobs, before)]
+    (now, _, parts), (then, _, others) = found
+    return now - then, _half_width(parts - others)
+
+
+def _usable(
+    logprobs: NDArray[np.float32],
+    rollout: NDArray[np.float32],
+    trace: NDArray[np.integer],
+    rewards: NDArray[np.float32],
+    group: NDArray[np.integer],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.intp]]:
+    """Summed log-ratio, reward and number of the group of each trace that can be weighted."""
+    apart = logprobs.astype(np.float64) - rollout.astype(np.float64)
+    total = np.asarray(np.bincount(trace, apart, len(rewards)), np.float64)
+    terms = np.bincount(trace, minlength=len(rewards))
+    usable = np.isfinite(total) & np.isfinite(rewards) & (terms > 0)
+    return total[usable], rewards[usable].astype(np.float64), np.unique(group[usable], return_inverse=True)[1]
+
+
+def _weighted(
+    total: NDArray[np.float64], reward: NDArray[np.float64], cluster: NDArray[np.intp]
+) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+    """Value, the weights of the traces up to a factor, and what each group adds to the deviation."""
     bounded = np.clip(total, -SUM_LIMIT, SUM_LIMIT)
     weight = np.exp(bounded - bounded.max())  # the common factor cancels in every ratio below
     value = float(weight @ reward / weight.sum())
-    half = _half_width(np.bincount(cluster, weight * (reward - value)) / weight.sum())
-    ess = float(weight.sum() ** 2 / (weight @ weight))
-    return Value(value, value - half, value + half, float(reward.mean()), ess, count, clamped)
+    return value, weight, np.bincount(cluster, weight * (reward - value)) / weight.sum()
 
 
 def good_and_bad(

@@ -1,7 +1,6 @@
-"""Where a row of metrics goes: metrics.jsonl, TensorBoard, one live line; and seconds by stage.
+"""Where a row of metrics goes: metrics.jsonl and one live line (dashboards have a file of their own); seconds by stage.
 
-A sink has `log(row)` and `close()`. tqdm and tensorboard are imported on use. Called by the learner, usable by any
-training loop.
+A sink has `log(row)` and `close()`. tqdm is imported on use. Called by the learner, usable by any training loop.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.errors import ReadError, TracegradError
 
 Row = Mapping[str, Any]
 
@@ -103,31 +102,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), (int, float)) else None
 
 
-class TensorBoard:
-    """Scalars for TensorBoard, one a metric, under the step's number."""
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ArgumentError(
-                "--tensorboard: the package tensorboard is not installed. No scalars can be written for it. "
-                "pip install 'tracegrad[tensorboard]', or leave the option out: metrics.jsonl is always written."
-            ) from error
-        self._writer = SummaryWriter(str(directory))
-
-    def log(self, row: Row) -> None:
-        """Writes the finite numbers of the row."""
-        for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                self._writer.add_scalar(name, value, row["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self._writer.close()
-
-
 class Progress:
     """One live line by tqdm: loss, value, ratio mean, clip fraction, ESS, tokens/s.
 
@@ -149,16 +123,19 @@ class Progress:
         )
         self._last: dict[str, Any] = {}
         self._step, self._total = done, total
+        self._known = False
         self._shown = time.monotonic()
 
     def log(self, row: Row) -> None:
         """Shows the row; a value that was measured earlier stays on the line."""
         self._last.update({k: v for k, v in row.items() if v is not None})
-        self._bar.set_description_str(progress_line(self._last), refresh=False)
+        self._known |= bool(row.get("value_known"))
+        line = progress_line(self._last, was_known=self._known)
+        self._bar.set_description_str(line, refresh=False)
         self._bar.update(row["step"] - self._step)
         self._step = row["step"]
         if not self._live and (self._step == self._total or time.monotonic() - self._shown > 10):
-            print(f"step {self._step}/{self._total}  {progress_line(self._last)}", file=self._stream, flush=True)
+            print(f"step {self._step}/{self._total}  {line}", file=self._stream, flush=True)
             self._shown = time.monotonic()
 
     def close(self) -> None:
@@ -167,8 +144,8 @@ class Progress:
         self._bar.close()
 
 
-def progress_line(row: Row) -> str:
-    """What the live line says of a row.
+def progress_line(row: Row, was_known: bool = False) -> str:
+    """What the live line says of a row; `was_known`: the value was known at some step before.
 
     >>> value = {"value": 0.41, "value_low": 0.33, "value_high": 0.49, "value_ess_fraction": 0.8, "value_known": 1}
     >>> progress_line({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01, "tokens_per_s": 12345.6})
@@ -179,7 +156,7 @@ def progress_line(row: Row) -> str:
         parts.append(f"loss {row['loss']:.4f}")
     if "value" in row:
         known = row["value_known"] and f"{row['value']:.3f} ({row['value_low']:.3f}-{row['value_high']:.3f})"
-        parts.append(f"value {known or 'no longer known'}")
+        parts.append(f"value {known or ('no longer known' if was_known else 'not known')}")
     if "ratio_mean" in row:
         parts.append(f"ratio {row['ratio_mean']:.3f}")
     if "clip_fraction" in row:

@@ -200,3 +200,23 @@ class Moments:
         mean = per(self.sums[self.name + ".clamped"], self.n)
         square = per(self.sums[self.name + ".clamped_squares"], self.n)
         return float(np.sqrt(np.maximum(square - mean * mean, 0.0)))
+
+
+def reading(how: Callable[[Moments], float]) -> Callable[[str], Callable[[Sums], float]]:
+    """What a row of a table reads of a quantity, by the quantity's name.
+
+    >>> mean_of("w")(moments("w", [1.0, 3.0]))
+    2.0
+    """
+    return lambda name: lambda sums: how(Moments(sums, name))
+
+
+def over(top: str, bottom: str) -> Callable[[Sums], Floats]:
+    """The quotient of two sums; NaN over 0."""
+    return lambda sums: per(sums[top], sums[bottom])
+
+
+mean_of, deviation_of = reading(Moments.mean), reading(lambda m: m.deviation(1))
+largest_of, smallest_of = reading(lambda m: m.largest), reading(lambda m: m.smallest)
+above, below = reading(lambda m: m.share("above")), reading(lambda m: m.share("below"))
+"""Mean, deviation over n - 1, largest and smallest, and the shares of the values beyond the bounds."""

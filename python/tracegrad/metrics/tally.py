@@ -37,6 +37,10 @@ TRAINING: tuple[Metric, ...] = (
     Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
     Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
     Metric(
+        "reward_kl", "nats", "", "terms, then traces", "With `reward_kl.coef`: KL(old, ref) of the batch, as charged."
+    ),
+    Metric("reward_kl_coef", "1", "", "", "Likewise: the reward that each nat of it cost."),
+    Metric(
         "frac_old_logprobs_valid",
         "share",
         "",

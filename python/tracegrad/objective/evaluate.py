@@ -1,4 +1,4 @@
-"""The loss of an objective on its terms: gates, weights, surrogate, penalties and bonus, summed with their scales.
+"""The loss of an objective on its terms: its parts evaluate themselves, and are summed here with their scales.
 
 No formula is here but the sum; no metrics and no logging.
 """
@@ -14,20 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tracegrad.algebra import Objective, Reduce
+from tracegrad.algebra import Objective, Reduce, View
+from tracegrad.algebra.weight import weighed
 from tracegrad.errors import ArgumentError
-from tracegrad.objective.gates import gated
-from tracegrad.objective.penalties import penalty_at, shifted
-from tracegrad.objective.surrogates import surrogate
-from tracegrad.objective.terms import View, check_detached, check_shapes
-from tracegrad.objective.weights import weighed
-
-_POLICIES = ("old", "rollout", "ref", "alpha", "advantages", "trace", "turn", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What an objective needs of each term beside its logprob. All [m], or all [B, S]; tensors on any device, or numpy.
+    """What an objective needs of each term beside its logprob: [m] each, or [B, S]; tensors on any device, or numpy.
+
+    As in `correct`: in padded arrays a row is a trace unless `trace` says otherwise, and per-row arrays may be [B].
 
     Args:
         old, rollout, ref: float logprobs, nats; None where the objective does not need them.
@@ -62,13 +58,14 @@ class Terms:
     scales: Mapping[Reduce, Any] | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "scales":
-                value = {key: _tensor(array) for key, array in (value or {}).items()}
-            elif value is not None:
-                value = _tensor(value)
-            object.__setattr__(self, each.name, value)
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scales"}
+        arrays = {name: _tensor(value) for name, value in given.items() if value is not None}
+        shape, scales = arrays["scale"].shape, {key: _tensor(value) for key, value in (self.scales or {}).items()}
+        if len(shape) > 1:
+            arrays.setdefault("trace", torch.arange(shape[0], device=arrays["scale"].device))
+            arrays = {name: a[..., None].expand(shape) if a.shape == shape[:-1] else a for name, a in arrays.items()}
+        for name, value in {**arrays, "scales": scales}.items():
+            object.__setattr__(self, name, value)
 
     def select(self, where: Any) -> Terms:
         """The terms at `where`, a slice or an index: what a part of the loss that looks no further is evaluated on."""
@@ -81,8 +78,20 @@ class Terms:
         return evaluate(objective, logprobs, entropy, self)
 
     def coefficients(self, objective: Objective, logprobs: Any) -> NDArray[Any]:
-        """c with d loss / d logprob = -c: what `objective.coefficients(logprobs, terms)` calls."""
-        return coefficients(objective, logprobs, self)
+        """c with d loss / d logprob = -c, by autograd: what `objective.coefficients(logprobs, terms)` calls.
+
+        Raises:
+            ArgumentError: where the objective takes the entropy, whose gradient needs the whole distribution.
+        """
+        if objective.needs.entropy:
+            raise ArgumentError(
+                "the objective takes the entropy of the next-token distribution, whose gradient does not go through "
+                "the sampled token's logprob. Take the bonus or gate out, or train through objective(...)."
+            )
+        value = torch.as_tensor(logprobs).detach()
+        leaf = value.to(torch.promote_types(value.dtype, torch.float32)).clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(evaluate(objective, leaf, None, self).loss, leaf)
+        return -gradient.cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -132,39 +141,32 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
         ArgumentError: if the terms lack what the objective needs, or shapes differ.
     """
     view = _view(objective, logprobs, entropy, terms)
-    keep = view.counted if terms.keep is None else terms.keep.bool()
-    weight = torch.ones_like(view.logprobs) if terms.weight is None else terms.weight.to(view.logprobs.dtype)
-    advantages = shifted(objective.shifts, view, view.advantages(keep), keep)
-    value, ratio, clipped = surrogate(objective, view, advantages, keep)
-    kept = gated(objective.gates, view, keep, clipped)
-    weight = weighed(objective.weights, view, weight, kept)
-    scale = view.scale(None, objective.reduce)
-    loss = (scale * torch.where(kept, weight * value, 0)).sum()
-    loss, penalty = _add_penalties(objective, view, kept, weight, loss)
-    if objective.entropy is not None and view.entropy is not None:
-        here = kept if objective.entropy.gated else view.counted
-        bonus = view.scale(objective.entropy.reduce, objective.reduce) * torch.where(here, view.entropy, 0)
-        loss = loss - objective.entropy.coef * bonus.sum()
-    held = ((value, 0, kept), (ratio, 1, keep), (weight, 1, kept))
-    of_surrogate, of_ratio, of_weight = (torch.where(here, each.detach(), other) for each, other, here in held)
-    return Loss(loss, PerTerm(of_surrogate, of_ratio, clipped & keep, penalty.detach(), of_weight, kept))
-
-
-def coefficients(objective: Objective, logprobs: Any, terms: Terms) -> NDArray[Any]:
-    """c with d loss / d logprob = -c, by autograd of `evaluate` over a detached array.
-
-    Raises:
-        ArgumentError: where the objective takes the entropy, whose gradient needs the whole distribution.
-    """
-    if objective.needs.entropy:
+    for shift in objective.shifts:
+        view.advantages = view.advantages - shift.of(view)
+    value = objective.surrogate.loss(view)
+    if getattr(value, "shape", None) != view.keep.shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ArgumentError(
-            "the objective takes the entropy of the next-token distribution, whose gradient does not go through the "
-            "sampled token's logprob. Take the entropy bonus or gate out, or train through objective(...)."
+            f"the loss of {objective.surrogate} is {found} and the terms are {tuple(view.keep.shape)}. It would count "
+            "for other terms than its own. Return one value for each term."
         )
-    value = torch.as_tensor(np.asarray(logprobs) if not isinstance(logprobs, Tensor) else logprobs)
-    leaf = value.detach().to(torch.float64 if value.dtype == torch.float64 else torch.float32).clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(evaluate(objective, leaf, None, terms).loss, leaf)
-    return -gradient.cpu().numpy()
+    keep, still = view.keep, view.detached()
+    for gate in objective.gates:
+        keep = keep if gate.detached else gate.keeps(still, keep)
+    known = torch.ones_like(view.advantages) if terms.weight is None else terms.weight.to(view.advantages.dtype)
+    weight = weighed(objective.weights, still, known, keep)
+    loss = (view.scale(None) * (weight * value).where(keep, 0)).sum()
+    penalty = torch.zeros_like(weight)
+    for part in objective.penalties:
+        each = part.coef * part.at(view, keep if part.gated else view.counted)
+        each = weight * each if part.weighted else each
+        loss, penalty = loss + (view.scale(part.reduce) * each).sum(), penalty + each
+    if objective.entropy is not None:
+        bonus = view.entropy.where(keep if objective.entropy.gated else view.counted, 0)
+        loss = loss - objective.entropy.coef * (view.scale(objective.entropy.reduce) * bonus).sum()
+    ratio = torch.ones_like(weight) if objective.ratio is None else view.ratio.detach()
+    told = (value.detach().where(keep, 0), ratio, view.clipped & view.keep, penalty.detach(), weight.where(keep, 1))
+    return Loss(loss, PerTerm(*told, keep=keep))
 
 
 def _tensor(value: Any) -> Tensor:
@@ -174,22 +176,50 @@ def _tensor(value: Any) -> Tensor:
 
 def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> View:
     given = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
-    check_shapes(objective, logprobs, entropy, given)
-    check_detached(objective, given)
+    _check_shapes(objective, logprobs, entropy, given)
+    _check_detached(objective, given)
     logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
-    scales = {**(terms.scales or {}), objective.reduce: terms.scale}
-    arrays = {name: given[name] for name in _POLICIES}
-    return View(arrays, logprobs, entropy, terms.scale != 0, scales)
+    counted = terms.scale != 0
+    keep = counted if terms.keep is None else terms.keep.bool()
+    marks = {"counted": counted, "keep": keep, "scales": {**(terms.scales or {}), objective.reduce: terms.scale}}
+    return View(objective, given, logprobs, entropy, **marks, permutation=torch.randperm)
 
 
-def _add_penalties(
-    objective: Objective, view: View, keep: Tensor, weight: Tensor, loss: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The loss with its penalties, and their sum at each term before scale."""
-    total = torch.zeros_like(view.logprobs)
-    for penalty in objective.penalties:
-        value = penalty.coef * penalty_at(penalty, view, keep if penalty.gated else view.counted)
-        value = weight * value if penalty.weighted else value
-        loss = loss + (view.scale(penalty.reduce, objective.reduce) * value).sum()
-        total = total + value
-    return loss, total
+def _check_detached(objective: Objective, given: Mapping[str, Any]) -> None:
+    """Refuses terms without what `correct` makes of the parts that are known before the step.
+
+    Raises:
+        ArgumentError: with the part that would be passed over.
+    """
+    for name, parts in (("weight", objective.weights), ("keep", objective.gates)):
+        known = [part for part in parts if part.detached]
+        if known and given[name] is None:
+            does = "weighs its terms by" if name == "weight" else "has the gate"
+            raise ArgumentError(
+                f"the objective {does} '{known[0]}', which is known before the step, and the terms have no {name}. "
+                f"It would be passed over without a word. Pass Terms({name}=corrected.{name}) of correct(...), or an "
+                f"objective without it: replace(objective, {'weights' if name == 'weight' else 'gates'}=())."
+            )
+
+
+def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:
+    """Refuses arrays that are not one entry per term, and an entropy that is needed and absent.
+
+    Raises:
+        ArgumentError: with the array's name.
+    """
+    for name, value in given.items():
+        if value is not None and value.shape != logprobs.shape:
+            raise ArgumentError(
+                f"terms.{name} is {tuple(value.shape)} but logprobs are {tuple(logprobs.shape)}. "
+                "Pass one entry per term in every tensor."
+            )
+    if objective.needs.entropy and entropy is None:
+        raise ArgumentError(
+            "the objective takes the entropy of the next-token distribution, and entropy is None. "
+            "Pass it, as policy.logprobs_and_entropy returns it."
+        )
+    if entropy is not None and entropy.shape != logprobs.shape:
+        raise ArgumentError(
+            f"entropy is {tuple(entropy.shape)} but logprobs are {tuple(logprobs.shape)}. Pass one entry per term."
+        )

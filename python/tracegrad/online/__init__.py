@@ -8,16 +8,17 @@ imported with what trains, not with `record`.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tracegrad.online.options import Online
+from tracegrad.online.options import Online, Play
 from tracegrad.online.record import Recorded, record
 
 if TYPE_CHECKING:
-    from tracegrad.online.apart import collect
+    from tracegrad.online.apart import Collected, collect
     from tracegrad.online.proof import SyncFault
     from tracegrad.online.start import Finished, replay, train
 
-__all__ = ["Finished", "Online", "Recorded", "SyncFault", "collect", "record", "replay", "train"]
-_WITH_TORCH = {"Finished": "start", "collect": "apart", "SyncFault": "proof", "replay": "start", "train": "start"}
+__all__ = ["Collected", "Finished", "Online", "Play", "Recorded", "SyncFault", "collect", "record", "replay", "train"]
+_WITH_TORCH = {"Collected": "apart", "collect": "apart", "SyncFault": "proof"}
+_WITH_TORCH |= {"Finished": "start", "replay": "start", "train": "start"}
 
 
 def __getattr__(name: str) -> Any:

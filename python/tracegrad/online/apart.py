@@ -5,35 +5,48 @@ What it plays goes into the run's folder, its pace and the weights' versions com
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tracegrad.config import load as load_config
-from tracegrad.errors import ArgumentError, FormatError, TracegradError
+from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.online import frames
-from tracegrad.online.collector import Collector, Counts, contract_of, counted
-from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.brief import Brief
+from tracegrad.online.collector import Collector, Counts, counted
+from tracegrad.online.frames import Follower
 from tracegrad.online.link import Link
-from tracegrad.online.options import Online
-from tracegrad.online.pace import Pace
-from tracegrad.online.scoring import GroupScore
+from tracegrad.online.players import Contract, pace_of
 from tracegrad.online.signal import Signal
 from tracegrad.online.state import State
 from tracegrad.online.tasks import Tasks
 from tracegrad.rollout.server import Servers
-from tracegrad.shards import read_text, write_bytes
+from tracegrad.shards import write_bytes
 from tracegrad.tokenizer import Tokenizer
 
-RUN = "run.json"
 POLL_S = 0.05
-MOST_BYTES = 1 << 24
-"""Of run.json."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a collector has played.
+
+    Args:
+        groups, trajectories, failed: of this call, all whole.
+        stopped: "done" with the run, "tasks" where these ended first, or "signal".
+        exit_code: 0, or 128 + signal.
+    """
+
+    groups: int = 0
+    trajectories: int = 0
+    failed: int = 0
+    stopped: str = "signal"
+    exit_code: int = 0
 
 
 def collect(
@@ -49,7 +62,7 @@ def collect(
     key: str | None = None,
     wait_s: float = 600.0,
     say: Callable[[str], None] = print,
-) -> Counts:
+) -> Collected:
     """Plays for a run whose `train` was given no tasks, until that run ends, the tasks end, or a signal comes.
 
     Args:
@@ -70,33 +83,32 @@ def collect(
     run, (mine, of) = Path(run), share
     if not 0 <= mine < of:
         raise ArgumentError(f"share is {share}. Collectors count from 0. Give (i, n) with i below n.")
-    contract, scores = contract_of(agent, environment, tools, rewards)
+    contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     with ExitStack() as stack, Interrupt() as interrupt:
         state = _begun(run, wait_s, interrupt)
         if state is None:
-            return Counts()
-        told, config, model = _told(run)
+            return Collected(exit_code=interrupt.code("signal"))
+        brief, config = Brief.read(run), load_config(run / "config.toml")
         folder, signal = run / frames.FOLDER, Signal.of(config)
         others = Follower(folder)
-        done, counts = counted(others, signal)
-        counts.begun = counts.finished = len([number for number in done if number % of == mine])
+        done, there = counted(others, signal)
+        before = len([number for number in done if number % of == mine])
+        counts = Counts(begun=before, finished=before, dull=there.dull)
         numbered = ((n, task) for n, task in Tasks(tasks, config.train.seed).after(done) if n % of == mine)
-        score = GroupScore(rewards, weights) if scores else None
-        if score is not None:
-            stack.callback(score.close)
-        pool = partial(Servers, state.servers, model=state.model, key=key)
-        link = stack.enter_context(Link(pool, version=state.version))
-        writer = stack.enter_context(Writer(folder))
-        pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
-        plays = {"score": score, "signal": signal, "counts": counts, "share": share, "by_address": agent is not None}
-        tokenizer = Tokenizer.from_pretrained(model) if told.ids == "tokens" else None
-        player = Collector(contract, numbered, link, writer, pace, told, **plays, tokenizer=tokenizer)
-        others.without = writer.name
-        say(f"collector {mine + 1} of {of} plays into {folder / writer.name}")
+        link = Link(partial(Servers, state.servers, model=state.model, key=key), version=state.version)
+        tokenizer = Tokenizer.from_pretrained(brief.model) if brief.play.ids == "tokens" else None
+        pace = pace_of(config, brief.online)
+        known = {"signal": signal, "counts": counts, "share": share, "tokenizer": tokenizer}
+        player = contract.collector(stack, numbered, link, folder, pace, brief.play, **known)
+        stack.enter_context(link)
+        others.without = player.file.name
+        say(f"collector {mine} of {of}, from 0, plays into {player.file}")
         _follow(run, state, player, others, interrupt)
         if player.over:
             write_bytes(folder / f"{mine}-of-{of}.ended", [b""])
-        return counts
+        stopped = "tasks" if player.over else "done" if interrupt.received is None else "signal"
+    played = counts.finished - before, counts.trajectories, counts.failed
+    return Collected(*played, stopped, interrupt.code(stopped))
 
 
 def _begun(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
@@ -112,18 +124,6 @@ def _begun(run: Path, wait_s: float, interrupt: Interrupt) -> State | None:
             )
         time.sleep(POLL_S)
     return None
-
-
-def _told(run: Path) -> tuple[Online, Any, str]:
-    """What the trainer was told of playing, its config, and the folder of its model."""
-    try:
-        known: Mapping[str, Any] = json.loads(read_text(run / RUN, MOST_BYTES))
-        return Online(**known["online"]), load_config(run / "config.toml"), str(known["model"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(
-            f"{run / RUN}: not what a trainer writes ({str(error)[:80]!r}). How is to be played is not known. Start "
-            "the trainer again."
-        ) from error
 
 
 def _follow(run: Path, state: State, player: Collector, others: Follower, interrupt: Interrupt) -> None:

@@ -17,7 +17,7 @@ from tracegrad.batch import Step, pack
 from tracegrad.errors import TracegradError
 from tracegrad.learner import Run
 from tracegrad.online.link import Link
-from tracegrad.online.options import Online
+from tracegrad.online.options import Play
 from tracegrad.online.proof import Floats
 from tracegrad.sequence import Sequences
 from tracegrad.sync import SyncError, canary
@@ -50,13 +50,13 @@ class Canary:
     Args:
         driven: the policy.
         link: to the servers that are asked; None on the ranks that follow.
-        options: of the run: its sampling is the canary's.
+        play: of the run: its sampling is the canary's.
         ids: token ids that prompts are drawn from.
     """
 
     driven: Run
     link: Link | None
-    options: Online
+    play: Play
     ids: Sequence[int]
 
     def ask(self, version: int, salt: str | None = None) -> Asked:
@@ -80,7 +80,7 @@ class Canary:
         self, link: Link, version: int, salt: str | None
     ) -> tuple[list[canary.Said] | None, TracegradError | None]:
         same, new = canary.drawn(self.ids, 0, LENGTH), canary.drawn(self.ids, version + 1, LENGTH)
-        heat = {"temperature": self.options.temperature}
+        heat = {"temperature": self.play.temperature}
 
         async def asked(servers: Any, _: Any) -> list[canary.Said]:
             return await canary.ask(servers, same, new, tokens=TOKENS, sampling=heat, salt=salt)
@@ -95,7 +95,7 @@ class Canary:
         logprobs = [np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs] for one in said]
         flat = np.concatenate(logprobs)
         ends = np.cumsum([0, *map(len, rows)])
-        heat = np.full(ends[-1], 1 / self.options.temperature, np.float32)
+        heat = np.full(ends[-1], 1 / self.play.temperature, np.float32)
         sequences = Sequences.from_arrays(np.concatenate(rows), ends, flat, ~np.isnan(flat), inv_temperature=heat)
         budget, ranks = max(self.driven.config.pack.token_budget, max(map(len, rows))), self.driven.ranks
         cut: dict[str, Any] = {"token_budget": budget, "per": "trace", "ranks": ranks.world, "rank": ranks.rank}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tracegrad.batch import Step
 from tracegrad.learner import Run
 from tracegrad.online.canary import Canary
+from tracegrad.online.forks import Forks
 from tracegrad.online.options import Online
 from tracegrad.online.proof import Floats, Gap, Proof, explain, fault
 from tracegrad.online.suspects import suspects
@@ -34,13 +35,14 @@ class Check:
     proof: Proof | None
     canary: Canary | None = None
 
-    def gap(self, number: int, step: Step, logprobs: Floats, here: NDArray[np.bool_]) -> Gap:
+    def gap(self, number: int, step: Step, logprobs: Floats, here: NDArray[np.bool_], forks: Forks) -> Gap:
         """How far the servers are from the version that is trained. Every rank calls this.
 
         Args:
             number: of the step, from 1.
             logprobs: [M] of the policy before the update, as this rank knows them.
             here: [M] bool, the terms that the trained version sampled.
+            forks: the terms whose prompts the servers may not have seen.
 
         Raises:
             SyncFault: if they sample from something else, with the cause as far as it is known.
@@ -48,14 +50,19 @@ class Check:
         """
         ranks, version = self.driven.ranks, self.driven.taken
         # A rank holds its own terms; from here on all of them are looked at everywhere.
-        theta, rollout, here = map(ranks.joined, (logprobs, step.rollout_logprobs, here))
+        theta, rollout, here, odd = map(ranks.joined, (logprobs, step.rollout_logprobs, here, forks.terms & here))
         gap = Gap.of(theta, rollout, here)
         if not gap.terms and self.canary is not None:
             asked = self.canary.ask(version)
             step, rollout, here = asked.step, asked.rollout, np.ones(len(asked.rollout), bool)
-            gap = Gap.of(asked.logprobs, rollout, here)
+            theta, odd = asked.logprobs, ~here
+            gap = Gap.of(theta, rollout, here)
         if self.proof is None or self.proof.holds(gap):
             return gap
+        others = Gap.of(theta, rollout, here & ~odd)
+        if others.terms and self.proof.within(others):
+            why = forks.words(int(odd.sum()), others.terms)
+            raise fault(number, version, gap, self.proof.bound, why)
         fresh = None
         if self.canary is not None:
             asked = self.canary.ask(version, salt=f"proof-{version}")

@@ -1,25 +1,27 @@
 """Plays groups in the loop of a link, beside the trainer or in a process of its own, and writes each when it is whole.
 
-Nothing passes from here to the trainer but what stands in the folder, counts, and errors. Made by `start` and
-`apart`.
+Nothing passes from here to the trainer but what stands in the folder, counts, and errors. Made by `players`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.link import Link
-from tracegrad.online.options import Online
-from tracegrad.online.pace import Pace
-from tracegrad.online.signal import Signal
-from tracegrad.rollout.adapters import one_turn, with_tools
+from tracegrad.online.options import Play
+from tracegrad.online.pace import Bound
+from tracegrad.online.signal import Floats, Signal
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
 from tracegrad.rollout.tokens import Tokens
@@ -39,6 +41,7 @@ class Counts:
     Args:
         begun, finished, dull: groups, those on the disk already among them.
         trajectories, failed: of finished groups.
+        rewarded, rewards: those whose reward is known, and the sum of these.
     """
 
     begun: int = 0
@@ -46,6 +49,20 @@ class Counts:
     dull: int = 0
     trajectories: int = 0
     failed: int = 0
+    rewarded: int = 0
+    rewards: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """Mean of the known ones; NaN where there is none."""
+        return self.rewards / self.rewarded if self.rewarded else math.nan
+
+    def add(self, rewards: Floats, dull: bool, failed: int = 0) -> None:
+        """Counts a group that has finished, by the rewards of its trajectories."""
+        known = rewards[~np.isnan(rewards)]
+        self.finished, self.dull = self.finished + 1, self.dull + dull
+        self.trajectories, self.failed = self.trajectories + len(rewards), self.failed + failed
+        self.rewarded, self.rewards = self.rewarded + len(known), self.rewards + float(known.sum(dtype=np.float64))
 
 
 @dataclass
@@ -58,7 +75,7 @@ class Collector:
         link: to the servers.
         writer: where groups go; None for what evaluates alone.
         pace: how many may be begun.
-        options: of the run.
+        play: how.
         score: of a group, for what scores trajectories together.
         signal: which groups teach something.
         counts: of the groups that are on the disk.
@@ -67,15 +84,15 @@ class Collector:
         by_address: give each trajectory an address that records, for agents that exist.
         logprob_kind: what the servers' logprobs are of; by default as those that a run starts are told, processed
             where the temperature is not 1.
-        tokenizer: of the policy, for `options.ids` "tokens".
+        tokenizer: of the policy, for `play.ids` "tokens".
     """
 
     contract: Any
     tasks: Iterator[tuple[int, Any]]
     link: Link
     writer: Writer | None
-    pace: Pace
-    options: Online
+    pace: Bound
+    play: Play
     score: Score | None = None
     signal: Signal = field(default_factory=Signal)
     counts: Counts = field(default_factory=Counts)
@@ -100,20 +117,26 @@ class Collector:
         return self.exhausted and self.counts.finished == self.counts.begun
 
     @property
+    def file(self) -> Path:
+        """Where groups go."""
+        assert self.writer is not None
+        return self.writer.folder / self.writer.name
+
+    @property
     def retried(self) -> int:
         """Calls that were sent again since the link was made."""
         return self.link.servers.retried
 
     def check(self) -> None:
-        """Raises what ended the link, and where nothing has finished for `options.patience` seconds."""
+        """Raises what ended the link, and where nothing has finished for `play.patience` seconds."""
         self.link.check()
         idle = time.monotonic() - self.finished_at
-        if idle > self.options.patience and self._under_way:
+        if idle > self.play.patience and self._under_way:
             name, began = min(self._under_way.items(), key=lambda each: each[1])
             raise TracegradError(
                 f"no group has finished for {idle:.0f} s. The oldest trajectory under way is {name}, for "
                 f"{time.monotonic() - began:.0f} s. The trainer would wait for ever. Look at its environment and at "
-                "the servers, or raise online.patience."
+                "the servers, or raise play.patience."
             )
 
     def wait(self, seconds: float) -> None:
@@ -176,7 +199,7 @@ class Collector:
     async def _opened(self) -> None:
         if self._chat is None:
             self._chat = await self._road()
-        if self.by_address and self._proxy is None and self.options.ids == "chat":
+        if self.by_address and self._proxy is None and self.play.ids == "chat":
             self._proxy = await self.link.stack.enter_async_context(self._recorder())
 
     def _begun(self) -> set[asyncio.Task[None]]:
@@ -194,7 +217,7 @@ class Collector:
 
     async def _group(self, number: int, task: Any) -> None:
         """Plays, scores and writes one group."""
-        names = [f"{number}-{sample}" for sample in range(self.options.samples)]
+        names = [f"{number}-{sample}" for sample in range(self.play.samples)]
         plays = (self._play(self.contract, task, name, str(number)) for name in names)
         played = list(await asyncio.gather(*plays))
         if self.score is not None:
@@ -203,16 +226,14 @@ class Collector:
         assert self.writer is not None
         self.signal.check(records)
         await asyncio.to_thread(self.writer.write, records)
-        self.counts.finished += 1
-        self.counts.dull += self.signal.is_dull(self.signal.of_records(records))
-        self.counts.trajectories += len(played)
-        self.counts.failed += sum(each.error is not None for each in played)
+        rewards = self.signal.of_records(records)
+        self.counts.add(rewards, self.signal.is_dull(rewards), sum(each.error is not None for each in played))
         self.finished_at = time.monotonic()
         self.link.news.set()
         self._note_failures(played)
 
     async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> Played:
-        told = self.options
+        told = self.play
         self._under_way[name] = time.monotonic()
         try:
             # An agent's own client may ask, and be asked again, for what the servers were called when it began.
@@ -235,11 +256,11 @@ class Collector:
 
     async def _road(self) -> Any:
         """What trajectories ask."""
-        if self.options.ids == "chat":
+        if self.play.ids == "chat":
             return self.link.servers.chat
         if self.tokenizer is None:
             raise ArgumentError(
-                'online.ids is "tokens", and the policy\'s tokenizer is not known here. No prompt could be written. '
+                'play.ids is "tokens", and the policy\'s tokenizer is not known here. No prompt could be written. '
                 'Leave it at "chat".'
             )
         tokens = Tokens(self.link.servers, self.tokenizer)
@@ -251,7 +272,7 @@ class Collector:
         from tracegrad.rollout.proxy import Proxy
 
         return Proxy(
-            self.link.servers.where,
+            self.link.servers,
             upstream_key=self.link.servers.key,
             model=lambda: self.link.servers.model,
             version=lambda: self.link.version,
@@ -261,17 +282,17 @@ class Collector:
 
     @property
     def _sampling(self) -> dict[str, Any]:
-        return {"temperature": self.options.temperature, "max_tokens": self.options.max_tokens}
+        return {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
 
     @property
     def _kind(self) -> str:
-        return self.logprob_kind or ("raw" if self.options.temperature == 1.0 else "processed")
+        return self.logprob_kind or ("raw" if self.play.temperature == 1.0 else "processed")
 
     def _note_failures(self, played: list[Played]) -> None:
         """Stops the run where nothing but failures has come for a while: the first says why."""
         for each in played:
             self._row = [*self._row, each] if each.error is not None else []
-        if len(self._row) >= self.options.failures:
+        if len(self._row) >= self.play.failures:
             first = self._row[0]
             raise TracegradError(
                 f"{len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. The first: "
@@ -285,25 +306,7 @@ def counted(follower: Follower, signal: Signal) -> tuple[set[int], Counts]:
     for _, traces in follower.look():
         group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
-        counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
-        counts.dull += signal.is_dull(signal.of_traces(traces))
-        counts.trajectories += len(traces)
+        rewards = signal.of_traces(traces)
+        counts.begun += 1
+        counts.add(rewards, signal.is_dull(rewards))
     return done, counts
-
-
-def contract_of(agent: Any, environment: Any, tools: Any, rewards: Any) -> tuple[Any, bool]:
-    """What plays a task, and whether groups are scored by reward functions afterwards.
-
-    Raises:
-        ArgumentError: for two of them, or none.
-    """
-    given = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
-    if len(given) > 1:
-        raise ArgumentError(f"{given[0]} and {given[1]} are both given. Each says how a task is played. Pass one.")
-    if agent is not None or environment is not None:
-        return (agent if agent is not None else environment), rewards is not None
-    if not rewards:
-        raise ArgumentError(
-            "neither an agent, an environment nor rewards are given. What is good would not be known. Pass rewards=."
-        )
-    return (with_tools(tools) if tools else one_turn()), True

@@ -17,7 +17,7 @@ from tracegrad.online.link import Link
 from tracegrad.online.pace import Pace
 from tracegrad.online.state import State
 
-LOOK_S = 10.0
+LOOK_S = 2.0
 """Seconds between looks at the servers, which nobody else asks from this process."""
 ENDED = re.compile(r"([0-9]{1,6})-of-([0-9]{1,6})\.ended")
 """Files in the folder of what is played: collectors that have no more tasks."""
@@ -73,7 +73,7 @@ class Elsewhere:
         if self._playing and idle > self.patience:
             raise TracegradError(
                 f"{self.folder}: no group has come for {idle:.0f} s. The trainer would wait for ever. Look whether the "
-                "collectors run and what they say, or raise online.patience."
+                "collectors run and what they say, or raise play.patience."
             )
 
     def wait(self, seconds: float) -> None:

@@ -1,33 +1,29 @@
 """The folder that is the queue: files that grow by whole groups, each a zstd frame that is there to its last byte.
 
 Here are `Writer`, one for each process that plays, and `Follower`, which finds what is new in the files of all of them.
-`tracegrad.read` reads the same files. zstandard is imported on use.
+`tracegrad.read` reads the same files. Frames are read in Rust; zstandard, which writes them, is imported on use.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
+from tracegrad import _core
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.rollout.jsons import dumps
 from tracegrad.shards import flush
 from tracegrad.trace import Traces
 
 FOLDER = "played"
 MOST_BYTES = 1 << 30
 """Bytes of the records of one group."""
-CHUNK = 1 << 14
-"""Bytes of a file that are decompressed at once: what a hostile frame can make of them is bounded."""
-LONGEST_HEADER = 18
-"""Bytes after which a frame says what it is."""
 
 
 @dataclass(frozen=True, order=True)
@@ -74,7 +70,7 @@ class Writer:
             TracegradError: if it cannot be written.
         """
         try:
-            lines = [_line(record) for record in records]
+            lines = [dumps(record) + b"\n" for record in records]
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(
                 f"a record of group {records[0].get('group')!r} is no JSON: {error}. It could not be read again. "
@@ -130,18 +126,19 @@ class Follower:
         Raises:
             ReadError: for a frame that was changed.
         """
-        found = []
+        return list(self.each())
+
+    def each(self) -> Iterator[tuple[Place, Traces]]:
+        """As `look`, one at a time."""
         for path in sorted(self.folder.glob("*.jsonl.zst")):
             if path.name == self.without:
                 continue
             start = self._ends.get(path.name, 0)
-            with _opened(path) as file:
-                while (frame := _frame(file, path, start)) is not None:
-                    text, length = frame
-                    found.append((Place(path.name, start, length), _traces(text)))
-                    start += length
-            self._ends[path.name] = start
-        return found
+            frames = _core.Frames(os.fspath(path), start, MOST_BYTES)
+            while (frame := frames.next()) is not None:
+                place = Place(path.name, start, frame[1])
+                start = self._ends[path.name] = start + frame[1]
+                yield place, Traces(frame[0])
 
     def skip(self, places: Iterable[Place]) -> None:
         """Leaves out groups that were taken before, and all before them in their files."""
@@ -156,21 +153,13 @@ def read(folder: Path, place: Place) -> Traces:
         ReadError: if it is not there any more.
     """
     path = folder / place.file
-    with _opened(path) as file:
-        frame = _frame(file, path, place.offset)
+    frame = _core.Frames(os.fspath(path), place.offset, MOST_BYTES).next()
     if frame is None or frame[1] != place.length:
         raise ReadError(
             f"{path}: the group at byte {place.offset} is not whole. The step that took it cannot be made again. "
             "Copy the file again."
         )
-    return _traces(frame[0])
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can say
-        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    return Traces(frame[0])
 
 
 def _new(folder: Path) -> tuple[str, int]:
@@ -185,69 +174,6 @@ def _new(folder: Path) -> tuple[str, int]:
             continue
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return name, file
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise ReadError(f"{path}: {error.strerror}. Its groups cannot be trained on. Copy it again.") from error
-
-
-def _frame(file: BinaryIO, path: Path, start: int) -> tuple[bytes, int] | None:
-    """The text of the frame at `start` and the frame's length; None where it is not whole yet."""
-    zstandard = _zstandard()
-    file.seek(start)
-    piece = file.read(CHUNK)
-    if not piece:
-        return None
-    try:
-        told = zstandard.get_frame_parameters(piece)
-    except zstandard.ZstdError as error:
-        if len(piece) < LONGEST_HEADER:
-            return None
-        raise _changed(path, start, error) from error
-    if told.content_size > MOST_BYTES:
-        raise _changed(path, start, f"it claims {told.content_size:,} bytes")
-    decoder = zstandard.ZstdDecompressor(max_window_size=MOST_BYTES).decompressobj()
-    text, read = bytearray(), 0
-    while piece:
-        try:
-            text += decoder.decompress(piece)
-        except zstandard.ZstdError as error:
-            raise _changed(path, start, error) from error
-        if len(text) > told.content_size:
-            raise _changed(path, start, f"it holds more than the {told.content_size:,} bytes that it claims")
-        read += len(piece)
-        if decoder.eof:
-            return bytes(text), read - len(decoder.unused_data)
-        piece = file.read(CHUNK)
-    return None
-
-
-def _traces(text: bytes) -> Traces:
-    """The records of a group; one that is no trace (half a character, say) stays on the disk and is left out."""
-    lines = [line for line in text.split(b"\n") if line]
-    try:
-        return Traces.from_records(lines)
-    except TracegradError:
-        return Traces.concatenate(each for line in lines if (each := _one(line)) is not None)
-
-
-def _one(line: bytes) -> Traces | None:
-    try:
-        return Traces.from_records([line])
-    except TracegradError:
-        return None
-
-
-def _changed(path: Path, start: int, why: object) -> ReadError:
-    return ReadError(
-        f"{path}: the frame at byte {start} is not what was written ({str(why)[:80]}). What follows it cannot be "
-        "found. Copy the file again."
-    )
 
 
 def _unwritten(path: Path, error: OSError) -> TracegradError:

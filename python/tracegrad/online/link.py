@@ -13,8 +13,11 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.rollout.http import ServerError
 
 T = TypeVar("T")
+PATIENCE_S = 10
+"""Seconds without an answer, and without a server that could give it, after which that is said."""
 
 
 class Link:
@@ -27,6 +30,8 @@ class Link:
         sync: makes what pushes weights to it.
         version: of the policy that the servers are given first.
         told: called when `version` or `coming` has changed, with what came of a push or None.
+        ended: why the servers cannot come back, where that is known, as for one that was started here; else None.
+        say: takes a line where nothing can be asked and an answer is waited for.
     """
 
     def __init__(
@@ -35,6 +40,8 @@ class Link:
         sync: Callable[[Any], Any] = lambda servers: None,
         version: int = 0,
         told: Callable[[Link, Any], None] = lambda link, pushed: None,
+        ended: Callable[[], str | None] = lambda: None,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.version = self.coming = version
         self.told = told
@@ -45,6 +52,7 @@ class Link:
         self.stack = AsyncExitStack()
         self.error: BaseException | None = None
         self._make_servers, self._make_sync = servers, sync
+        self._ended, self._say = ended, say
         self._loop = asyncio.new_event_loop()
         self._open = threading.Event()
         self._stopping, self._wanted = asyncio.Event(), asyncio.Event()
@@ -64,9 +72,11 @@ class Link:
         self._thread.join(30)
 
     def check(self) -> None:
-        """Raises what ended the thread."""
+        """Raises what ended the thread, or that the servers have ended for good."""
         if self.error is not None:
             raise self.error
+        if (why := self._ended()) is not None:
+            raise ServerError(why)
 
     def wait(self, seconds: float) -> None:
         """Returns once there has been news since the last call, at the latest after so long."""
@@ -85,11 +95,25 @@ class Link:
             coroutine.close()
             self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        while not futures.wait([future], timeout=1.0).done:
-            if not self._thread.is_alive():
+        waited = 0
+        try:
+            while not futures.wait([future], timeout=1.0).done:
+                waited += 1
+                if waited == PATIENCE_S:
+                    self._say_gone()
                 self.check()
-                raise TracegradError("what plays has ended. Nothing can be asked of the servers. Start the run again.")
+                if not self._thread.is_alive():
+                    raise TracegradError("what plays has ended. The servers cannot be asked. Start the run again.")
+        except BaseException:
+            future.cancel()
+            raise
         return future.result()
+
+    def _say_gone(self) -> None:
+        rows = self.servers.state()
+        if all(row["out"] or row["evicted"] for row in rows):
+            gone = "; ".join(f"{row['url']}: {row['out'] or row['evicted']}" for row in rows)
+            self._say(f"server   none can be asked, and one that comes back is waited for: {gone}")
 
     def push(self, weights: Any, version: int) -> Any:
         """Brings weights to all servers; calls under way are sampled by two versions."""

@@ -15,21 +15,25 @@ import numpy as np
 
 from tracegrad import metrics
 from tracegrad.batch import ModelShape, Step
+from tracegrad.codes import CUT, ENDINGS
 from tracegrad.learner import Run
-from tracegrad.learner.feed import Feed
+from tracegrad.learner.feed import Feed, NothingToLearn
 from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.keeper import Keeper
 from tracegrad.learner.record import TermRecord
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary
+from tracegrad.metrics.dashboards import log_traces
 from tracegrad.online import frames
 from tracegrad.online.bond import Bond
 from tracegrad.online.canary import Canary
 from tracegrad.online.check import Check
 from tracegrad.online.collector import Collector
 from tracegrad.online.elsewhere import Elsewhere
+from tracegrad.online.forks import Forks
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
-from tracegrad.online.options import Online
+from tracegrad.online.options import Online, Play
 from tracegrad.online.page import write_page
 from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
@@ -49,12 +53,14 @@ class Loop:
     Args:
         driven: the policy and its optimizer.
         tokenizer: of the model.
-        options: of playing.
+        options: of the run.
         ledger: which groups each step took.
         player: what plays; None on ranks that follow, and in a replay.
         sinks: take a row each step.
         say: takes the sentences that a user should read.
         proof: what stops the run; None where there are no servers to be wrong.
+        apart: others play, in processes that go by the newest version that they were told.
+        play: of the run, for canaries.
     """
 
     driven: Run
@@ -67,6 +73,8 @@ class Loop:
     proof: Proof | None = field(default_factory=Proof)
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluate: Callable[[int], dict[str, Any]] | None = None
+    apart: bool = False
+    play: Play = field(default_factory=Play)
 
     def __post_init__(self) -> None:
         self.folder = self.driven.out / frames.FOLDER
@@ -76,21 +84,26 @@ class Loop:
         self.check = Check(self.driven, self.options, self.proof)
         self._settled = False
         self._shown: tuple[Sequences, TermRecord] | None = None
+        told = {"rank": self.ranks.rank, "world": self.ranks.world, "taken": self.driven.taken}
+        self.keeper = Keeper(self.driven.out, self.driven.config.terms, self.driven.objective, **told)
         self.signal = Signal.of(self.driven.config)
 
     def run(self, interrupt: Interrupt) -> str:
         """Steps until the last, a signal, or the end of the tasks; "done", "signal" or "tasks"."""
+        try:
+            return self._run(interrupt)
+        finally:
+            self.keeper.close()
+
+    def _run(self, interrupt: Interrupt) -> str:
         self.bond = Bond.of(self.ranks, interrupt)
         at = self._beginning()
         for taken in self.ledger.steps:
             self.follower.skip(taken.groups)
-        if self.proof is not None:
-            self._push()
-            with self.bond.first():
-                self._evaluated(at)
-        if self.player is not None:
-            self.player.step_taken(len(self.ledger.steps))
-            self.player.begin()
+        # What plays elsewhere knows the versions of all these steps: servers are given none before the last of them.
+        self._again = len(self.ledger.steps) if self.apart else 0
+        if at >= self._again:
+            self._begin(at)
         while at < self.options.steps:
             began = time.perf_counter()
             with self.bond.first():
@@ -100,14 +113,27 @@ class Loop:
                 break
             self._step(*found, waited=time.perf_counter() - began)
             at += 1
-            if self.player is not None:
-                self.player.step_taken(at)
-            with self.bond.first():
-                self._evaluated(at)
+            if at == self._again:
+                self._begin(at)
+            elif at > self._again:
+                if self.player is not None:
+                    self.player.step_taken(at)
+                with self.bond.first():
+                    self._evaluated(at)
         self._save()
         if interrupt.received is not None:
             return "signal"
         return "done" if at >= self.options.steps else "tasks"
+
+    def _begin(self, at: int) -> None:
+        """Gives the servers the weights that they are to have first, and lets groups begin."""
+        if self.proof is not None:
+            self._push()
+            with self.bond.first():
+                self._evaluated(at)
+        if self.player is not None:
+            self.player.step_taken(len(self.ledger.steps))
+            self.player.begin()
 
     def _beginning(self) -> int:
         """The first step of the ledger that the policy has not taken."""
@@ -157,11 +183,16 @@ class Loop:
         if not len(traces):
             self.say(f"step {taken.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
             return
-        step, rewards = self._packed(sequences)
-        if self.check.canary is None and self.proof is not None:
+        try:
+            step, rewards = self._packed(sequences)
+        except NothingToLearn as nothing:
+            self.say(f"step {taken.step + 1}: no update; {nothing}")
+            return
+        served = self.proof is not None and taken.step >= self._again
+        if self.check.canary is None and served:
             ids = np.unique(sequences.ids[sequences.trainable]).tolist()
             link = None if self.player is None else self.player.link
-            self.check.canary = Canary(self.driven, link, self.options, ids)
+            self.check.canary = Canary(self.driven, link, self.play, ids)
         here = own_terms(step, version)
         if self.options.sync != "lora":  # a call keeps the adapter that it began with
             here &= ~_mixed(traces, sequences)[step.trace]
@@ -169,13 +200,15 @@ class Loop:
 
         def check(logprobs: Any) -> None:
             nonlocal gap
-            gap = self.check.gap(taken.step + 1, step, logprobs, here)
+            gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences))
 
         prepared = time.perf_counter()
         outcome = self.driven.step(step, version, rewards=rewards, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
+        left = self.options.steps - taken.step
+        self.keeper.step(self.driven.taken, step, outcome, sequences, sets=left)
         trained = time.perf_counter()
-        pushed = self._push() if self.proof is not None else None
+        pushed = self._push() if served else None
         drift = sequences.drift
         about |= {
             "version": version,
@@ -188,6 +221,7 @@ class Loop:
             **gap.row(),
         }
         self._log(taken.step + 1, about)
+        log_traces(self.sinks, (trace for trace in traces if trace.group == traces[0].group), taken.step + 1)
         every = self.driven.config.checkpoint.every
         if every and self.driven.taken % every == 0:
             self._save()
@@ -213,6 +247,12 @@ class Loop:
         config = self.driven.config
         model = self.driven.model
         cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
+        told = config.filter
+        if told.tolerance and self.signal.compared:  # groups were chosen by it, as from a file with even_groups
+            config = replace(config, filter=replace(told, even_groups=True))
+        if told.truncated or told.zero_truncated:  # a call that its client left says no end, and was cut off by that
+            unsaid = sequences.ending == ENDINGS.index("unknown")
+            sequences = replace(sequences, ending=np.where(unsaid, CUT, sequences.ending).astype(np.uint8))
         feed = Feed.of(sequences, self.driven.objective, config, ranks=self.ranks.world, rank=self.ranks.rank, **cut)
         if not self._settled:
             check_vocabulary(sequences, model)
@@ -241,9 +281,10 @@ class Loop:
         every = self.options.eval_every
         if self.evaluate is not None and (at in (0, self.options.steps) or (every and at % every == 0)):
             began = time.perf_counter()
-            row = {"step": at, **self.evaluate(at), "seconds_evaluated": time.perf_counter() - began}
+            found = self.evaluate(at)
+            row = metrics.finite({"step": at, **found, "seconds_evaluated": time.perf_counter() - began})
             self.rows.append(row)
-            metrics.log_all(self.sinks, metrics.finite(row))
+            metrics.log_all(self.sinks, row)
 
     def _log(self, number: int, about: dict[str, Any]) -> None:
         row = metrics.finite({**self.driven.row(), **about, "step": number})

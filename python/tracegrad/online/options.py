@@ -1,4 +1,4 @@
-"""What an online run can be told beside the options of training; a run.toml holds them under [online]."""
+"""What an online run can be told beside the options of training; a run.toml holds them under [online] and [play]."""
 
 from __future__ import annotations
 
@@ -10,16 +10,31 @@ from tracegrad.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Online:
-    """How is played. Groups in a step are `pack.step_groups`; a checkpoint's cadence is `checkpoint.every`."""
+    """What the trainer does. Groups in a step are `pack.step_groups`; a checkpoint's cadence is `checkpoint.every`."""
 
     steps: int = 100
     """Optimizer steps."""
-    samples: int = 8
-    """Trajectories of each task: a group."""
     max_lag: int = 1
     """Steps that the trainer may be ahead of what is played. 0 plays and trains in turns."""
     refill: int = 3
     """A step is given up to so many times its groups, where the rewards of some are equal and teach nothing."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: before the first step and after the last alone."""
+    sync: Literal["file", "lora", "nccl"] = "file"
+    """How weights reach the servers: whole by a file, adapters (`train.lora_rank`) by a name for each version, or whole
+    by NCCL from CUDA to CUDA, which no GPU has run yet."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("refill", 1), ("max_lag", 0), ("eval_every", 0)):
+            _require(getattr(self, name) >= least, f"online.{name}", getattr(self, name), f"at least {least}")
+
+
+@dataclass(frozen=True)
+class Play:
+    """How a task is played, with or without training."""
+
+    samples: int = 8
+    """Trajectories of each task: a group."""
     temperature: float = 1.0
     """Of the sampling."""
     ids: Literal["chat", "tokens"] = "chat"
@@ -31,26 +46,19 @@ class Online:
     """Calls of one trajectory at most."""
     seconds: float = 600.0
     """Time of one trajectory at most."""
-    eval_every: int = 0
-    """Steps between evaluations; 0: before the first step and after the last alone."""
     patience: float = 900.0
-    """Seconds without a finished group after which the run stops and names the oldest trajectory."""
+    """Seconds without a finished group after which all stops and the oldest trajectory is named."""
     failures: int = 32
-    """Failed trajectories in a row after which the run stops with the traceback of the first."""
-    sync: Literal["file", "lora", "nccl"] = "file"
-    """How weights reach the servers: whole by a file, adapters (`train.lora_rank`) by a name for each version, or whole
-    by NCCL from CUDA to CUDA, which no GPU has run yet."""
+    """Failed trajectories in a row after which all stops with the traceback of the first."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "samples", "refill", "max_tokens", "turns", "failures"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.ids in ("chat", "tokens"), "ids", self.ids, 'one of "chat" and "tokens"')
-        for name in ("max_lag", "eval_every"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        for name in ("samples", "max_tokens", "turns", "failures"):
+            _require(getattr(self, name) >= 1, f"play.{name}", getattr(self, name), "at least 1")
+        _require(self.ids in ("chat", "tokens"), "play.ids", self.ids, 'one of "chat" and "tokens"')
         for name in ("temperature", "seconds", "patience"):
-            _require(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "above 0, and finite")
+            _require(0 < getattr(self, name) < float("inf"), f"play.{name}", getattr(self, name), "above 0, and finite")
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
-        raise ArgumentError(f"online.{name} is {value!r}. A run with it would play nothing. It must be {rule}.")
+        raise ArgumentError(f"{name} is {value!r}. A run with it would play nothing. It must be {rule}.")

@@ -6,8 +6,27 @@ A function of counts alone. Called by the collector before each group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from tracegrad.errors import ArgumentError
+
+
+class Bound(Protocol):
+    """What says how many groups may be begun."""
+
+    @property
+    def groups(self) -> int:
+        """That are wanted at once."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """That are taken at once."""
+        ...
+
+    def allowed(self, taken: int, dull: int) -> int:
+        """That may have been begun, when so many steps are done and so many groups teach nothing."""
+        ...
 
 
 @dataclass(frozen=True)

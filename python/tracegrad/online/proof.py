@@ -95,12 +95,15 @@ class Proof:
         """Whether a step's gap is that of a clean sync; in bf16 the first ones teach what that is."""
         if not gap.terms:
             return True
-        measured = gap.max if not self.bf16 else gap.p999
         if self.bf16 and len(self._clean) < self.learns:
             if gap.terms >= FEWEST:
-                self._clean.append(measured)
+                self._clean.append(gap.p999)
             return True
-        return measured <= self.bound
+        return self.within(gap)
+
+    def within(self, gap: Gap) -> bool:
+        """Whether a gap is at most the bound."""
+        return (gap.p999 if self.bf16 else gap.max) <= self.bound
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError
-from tracegrad.online.options import Online
+from tracegrad.online.options import Online, Play
 from tracegrad.online.ways import NAME, adapters_kept
 
 IN_PROCESS = "in-process"
@@ -25,11 +25,12 @@ def served(
     python: str | None,
     engine: Mapping[str, Any],
     told: Online,
+    play: Play,
     out: Path,
     say: Callable[[str], None],
     rank: int = 0,
-) -> Iterator[tuple[Callable[[], Any], Mapping[str, Any]]]:
-    """What makes the pool of servers, and the engine arguments that they have as far as they are known here.
+) -> Iterator[tuple[Callable[[], Any], Mapping[str, Any], Callable[[], str | None]]]:
+    """What makes the pool of servers, their engine arguments as far as they are known, and why they have ended if so.
 
     Args:
         rank: of the adapters that are trained, for a server that is given them.
@@ -40,17 +41,17 @@ def served(
     """
     from tracegrad.rollout.server import Servers
 
-    heat = {} if told.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
+    heat = {} if play.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
     arguments = {"generation_config": "vllm", **heat, **engine}
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
     if urls == IN_PROCESS or list(urls) == [IN_PROCESS]:
         with _inside(model, arguments, adapters, python, told) as made:
-            yield made, arguments
+            yield made, arguments, _unknown
         return
     if urls:
         if engine or python:
             raise ArgumentError("engine and python have no effect: servers are named. Leave them out.")
-        yield (lambda: Servers(urls, model="", key=key)), {}
+        yield (lambda: Servers(urls, model="", key=key)), {}, _unknown
         return
     from tracegrad.rollout.launch import flags as spelt
     from tracegrad.rollout.launch import launch
@@ -63,12 +64,16 @@ def served(
             "or python=, the interpreter of an environment that has vLLM."
         )
     flags, environment = vllm_arguments(told.sync, beside=out / "package", **adapters)
-    flags += [FLAG] if told.ids == "tokens" else []
+    flags += [FLAG] if play.ids == "tokens" else []
     out.mkdir(parents=True, exist_ok=True)
     say(f"server   vLLM is started; its log is {out / 'server.log'}")
     started = {"arguments": [*flags, *spelt(arguments)], "environment": environment, "log": out / "server.log"}
     with launch(python or sys.executable, model, name=NAME, **started) as server:
-        yield (lambda: Servers([server.url], model=NAME)), arguments
+        yield (lambda: Servers([server.url], model=NAME)), arguments, server.ended
+
+
+def _unknown() -> None:
+    """Why servers that others have started cannot come back: nobody knows."""
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.trace import Traces
 
 Floats = NDArray[np.float32]
+_ENDED = ("stop", "tool_calls", "function_call")
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,23 @@ class Signal:
     Args:
         name: of the reward; "" is the scalar one, as for `train`.
         compared: with the others of its group, so that equal ones teach nothing.
+        free: nobody trains on it yet, so that rewards may have any names.
+        tolerance: rewards within it of one another are equal.
+        zero_truncated: what was cut off, or does not say how it ended, has reward 0.
     """
 
     name: str = ""
     compared: bool = True
+    free: bool = False
+    tolerance: float = 0.0
+    zero_truncated: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Signal:
-        """As the config of a run says."""
-        return cls(config.data.reward, config.advantage.baseline != "none")
+        """As the config of a run says; groups that are to be masked are taken like others."""
+        told = config.filter
+        compared = config.advantage.baseline != "none" and not told.mask_even
+        return cls(config.data.reward, compared, tolerance=told.tolerance, zero_truncated=told.zero_truncated)
 
     def of_records(self, records: Sequence[Mapping[str, Any]]) -> Floats:
         """[n] float32, NaN where there is none.
@@ -39,15 +48,21 @@ class Signal:
         >>> Signal().of_records([{"reward": 1}, {"reward": None}, {"rewards": {"a": 2}}]).tolist()
         [1.0, nan, nan]
         """
+        if self.zero_truncated:
+            return self.of_traces(Traces.from_records(records))
         places = [(record.get("rewards") or {}, self.name) if self.name else (record, "reward") for record in records]
         found = [place.get(name) for place, name in places]
         return np.array([np.nan if value is None else value for value in found], np.float32)
 
     def of_traces(self, traces: Traces) -> Floats:
         """The same of records that were read."""
-        if not self.name:
-            return traces.reward
-        return np.array([trace.rewards.get(self.name, np.nan) for trace in traces], np.float32)
+        found = traces.reward
+        if self.name:
+            found = np.array([trace.rewards.get(self.name, np.nan) for trace in traces], np.float32)
+        if self.zero_truncated:
+            ended = [any(each.finish_reason in _ENDED for each in trace.generations[-1:]) for trace in traces]
+            found = np.where(np.isnan(found) | ended, found, np.float32(0))
+        return found
 
     def check(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Refuses rewards by other names than the one that is trained on: no group would ever teach anything.
@@ -57,7 +72,9 @@ class Signal:
         """
         names = sorted({name for record in records for name in record.get("rewards") or {}} - {self.name})
         wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
-        if names and np.isnan(self.of_records(records)).all() and not any("failure" in each for each in records):
+        if self.free or not names or any("failure" in each for each in records):
+            return
+        if np.isnan(self.of_records(records)).all():
             raise ArgumentError(
                 f"the rewards are {', '.join(names)[:200]}, and {wanted}. Nothing would be trained on. Set data.reward "
                 "to the one that is, or return one number."
@@ -69,5 +86,5 @@ class Signal:
         >>> [Signal().is_dull(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
         [True, True, False]
         """
-        known = np.unique(rewards[~np.isnan(rewards)])
-        return len(known) < (2 if self.compared else 1)
+        known = rewards[~np.isnan(rewards)].astype(np.float64)
+        return not len(known) or (self.compared and bool(np.ptp(known) <= self.tolerance))

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tracegrad import metrics, presets
 from tracegrad.algebra import Objective
 from tracegrad.config import Config, as_dict
 from tracegrad.config import load as load_config
-from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.errors import ArgumentError
 from tracegrad.learner import Run, checkpoint
+from tracegrad.learner.adapted import Adapted
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.model import load_model
 from tracegrad.learner.ranks import Ranks
+from tracegrad.metrics import dashboards
 from tracegrad.online import frames
-from tracegrad.online.apart import RUN
 from tracegrad.online.bond import telling
-from tracegrad.online.collector import Collector, contract_of, counted
-from tracegrad.online.elsewhere import Elsewhere
-from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.brief import Brief
 from tracegrad.online.ledger import Ledger
 from tracegrad.online.link import Link
 from tracegrad.online.loop import Loop
-from tracegrad.online.options import Online
-from tracegrad.online.pace import Pace
+from tracegrad.online.options import Online, Play
+from tracegrad.online.players import Contract, players_of
 from tracegrad.online.proof import Proof
-from tracegrad.online.scoring import GroupScore
 from tracegrad.online.serve import served
-from tracegrad.online.signal import Signal
 from tracegrad.online.state import State
-from tracegrad.online.tasks import Tasks
 from tracegrad.online.ways import sync_of
-from tracegrad.shards import read_text, write_bytes
+from tracegrad.report import write_card
 from tracegrad.tokenizer import Tokenizer
 
 
@@ -74,6 +66,7 @@ def train(
     objective: Objective = presets.DAPO,
     config: Config | None = None,
     online: Online | None = None,
+    play: Play | None = None,
     evaluation: Sequence[Any] = (),
     servers: Sequence[str] | str = (),
     key: str | None = None,
@@ -87,7 +80,8 @@ def train(
     """Plays, scores, trains and pushes until the last step; under torchrun every rank calls this alike.
 
     Args:
-        model: folder of a causal language model with its tokenizer and chat template.
+        model: folder of a causal language model with its tokenizer and chat template; or of LoRA adapters, which are
+            trained further.
         tasks: a list, which comes again in another order, or what can be iterated once. A task is a text, a list of
             messages, or a dict with either as `prompt` and what reward functions take. None: processes of their own
             play into `out`, each by `collect`.
@@ -99,7 +93,8 @@ def train(
             own for `policy.base_url` and `policy.key`.
         objective: a preset or another value of `Objective`.
         config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
-        online: of playing.
+        online: what the trainer does.
+        play: how a task is played.
         evaluation: tasks that are played before the first step and after the last, and not trained on.
         servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; or "in-process" for `vllm.LLM`
             in this one; default: a server is started.
@@ -108,7 +103,7 @@ def train(
         engine: vLLM's engine arguments by name, for the server that is started.
         out: folder of the run.
         resume: go on with the run in `out`.
-        sinks: where rows go beside metrics.jsonl; default a line each step.
+        sinks: where rows go beside metrics.jsonl; default a line each step, and the dashboards of `train.log_to`.
         say: takes the sentences that a user should read.
 
     Raises:
@@ -116,61 +111,47 @@ def train(
         SyncFault: if the servers do not sample from the policy that is trained.
         TracegradError: if a server, the folder or what plays fails for good.
     """
-    told, out, model = online or Online(), Path(out), Path(model)
+    told, play, out, model = online or Online(), play or Play(), Path(out), Path(model)
     if tasks is None and told.sync == "lora":
         raise ArgumentError(
             "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
             "for it. Use sync='file', which merges adapters, or pass tasks."
         )
+    contract = None
+    if tasks is not None or len(evaluation):
+        contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     config = _config(config or Config())
     tokenizer = Tokenizer.from_pretrained(model)
     ranks = Ranks.join()
-    driven = Run(load_model(model), objective, config, out=out, tokenizer=model, ranks=ranks)
+    driven = Run(load_model(model), objective, config, out=out, tokenizer=model, ranks=ranks, steps=told.steps)
     _take_up(driven, resume)
     ledger = Ledger(out)
     with ExitStack() as stack:
         player, evaluate = None, None
         with telling(ranks):
             if ranks.first:
-                way, rank = sync_of(driven, told), config.train.lora_rank
-                pool, engine_told = stack.enter_context(
-                    served(model, servers, key, python, engine or {}, told, out, say, rank)
+                way, rank, below = sync_of(driven, told), config.train.lora_rank, model
+                if (adapted := Adapted.read(model)) is not None:  # a server is started with whole weights
+                    rank, below = adapted.rank, adapted.base
+                pool, engine_told, ended = stack.enter_context(
+                    served(below, servers, key, python, engine or {}, told, play, out, say, rank)
                 )
-                write_bytes(out / RUN, [_manifest(model, objective, config, told, engine_told)])
-                link = Link(pool, way, driven.taken)
-                pace = Pace(config.pack.step_groups, told.max_lag, told.refill, told.steps)
-                folder, signal, taken = out / frames.FOLDER, Signal.of(config), len(ledger.steps)
-                here = None
-                if tasks is not None or len(evaluation):
-                    contract, scores = contract_of(agent, environment, tools, rewards)
-                    score = GroupScore(rewards, weights) if scores else None
-                    if score is not None:
-                        stack.callback(score.close)
-                    done, counts = counted(Follower(folder), signal)
-                    numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
-                    writer = None if tasks is None else stack.enter_context(Writer(folder))
-                    plays = {"score": score, "signal": signal, "counts": counts, "taken": taken}
-                    plays |= {"by_address": agent is not None, "tokenizer": tokenizer}
-                    here = Collector(contract, numbered, link, writer, pace, told, **plays)
-                    if len(evaluation):
-                        evaluate = _evaluation(here, contract, evaluation, out, signal)
-                if tasks is None:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    told_first = State(driven.taken, driven.taken, taken)
-                    player = Elsewhere(link, pace, folder, told.patience, told_first)
-                    stack.callback(player.end)
-                else:
-                    player = here
+                Brief(str(model), repr(objective), told, play, engine_told).write(out, config)
+                link = Link(pool, way, driven.taken, ended=ended, say=say)
+                state = State(driven.taken, driven.taken, len(ledger.steps))
+                known = {"link": link, "state": state, "config": config, "tokenizer": tokenizer}
+                known |= {"options": told, "play": play}
+                player, evaluate = players_of(stack, contract, tasks, evaluation, out=out, **known)
                 stack.enter_context(link)
         lines = _sinks(driven, told, sinks, say) if ranks.first else []
         for sink in lines:
             stack.callback(sink.close)
         proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
-        loop = Loop(driven, tokenizer, told, ledger, player, lines, say, proof, evaluate=evaluate)
-        with Interrupt() as interrupt, driven.together():
+        more = {"evaluate": evaluate, "apart": tasks is None, "play": play}
+        loop = Loop(driven, tokenizer, told, ledger, player, lines, say, proof, **more)
+        with Interrupt() as interrupt, driven.together(ends=True):
             stopped = loop.run(interrupt)
-    code = (interrupt.exit_code or 0) if stopped == "signal" else 0
-    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows, code)
+    return _finished(loop, model, stopped, interrupt)
 
 
 def replay(
@@ -185,7 +166,7 @@ def replay(
     """Takes the steps of a run again, from its folder and the model that it began with: no server, nothing played.
 
     On the same machine the parameters are those of the run, bit for bit. Options that change the order of sums, such as
-    `pack.leave_out`, change them by rounding; `sync_max` in the rows says by how much.
+    `pack.share_prefixes`, change them by rounding; `sync_max` in the rows says by how much.
 
     Args:
         run: folder of the run.
@@ -196,13 +177,15 @@ def replay(
     Raises:
         ArgumentError: if `out` is the run's folder or holds another, or the run had another objective.
         ReadError: if the folder holds no run.
+        FormatError: if it does not say what the run was told.
     """
     run, out, model = Path(run), Path(out), Path(model)
     if run.resolve() == out.resolve():
         raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
-    _check_objective(run, objective)
+    before = Brief.read(run)
+    _check_objective(run, before, objective)
     config = _config(config or load_config(run / "config.toml"))
-    driven = Run(load_model(model), objective, config, out=out, tokenizer=model)
+    driven = Run(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
     driven.begin()
     ledger = Ledger(run)
     lines = [metrics.JsonLines(out / "metrics.jsonl")]
@@ -212,27 +195,34 @@ def replay(
     with Interrupt() as interrupt:
         stopped = loop.run(interrupt)
     lines[0].close()
-    code = (interrupt.exit_code or 0) if stopped == "signal" else 0
-    return Finished(len(ledger.steps), stopped, checkpoint.list_checkpoints(out)[-1], loop.rows, code)
+    return _finished(loop, model, stopped, interrupt)
 
 
-def _check_objective(run: Path, objective: Objective) -> None:
-    try:
-        told = json.loads(read_text(run / RUN, 1 << 20))["objective"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ReadError(
-            f"{run / RUN}: does not say what the run was ({str(error)[:80]!r}). Its steps cannot be taken again. Copy "
-            "the run again."
-        ) from error
-    if told != repr(objective):
+def _finished(loop: Loop, model: Path, stopped: str, interrupt: Interrupt) -> Finished:
+    driven, last = loop.driven, checkpoint.list_checkpoints(loop.driven.out)[-1]
+    if loop.ranks.first:
+        groups = [len(step.trained) for step in loop.ledger.steps]
+        data = [f"played by the policy itself: {sum(groups):,} groups with unlike rewards in {len(groups):,} steps"]
+        about = {"base": model, "objective": driven.objective, "config": driven.config, "rows": loop.rows}
+        write_card(last, **about, data=data)
+    return Finished(len(loop.ledger.steps), stopped, last, loop.rows, interrupt.code(stopped))
+
+
+def _check_objective(run: Path, before: Brief, objective: Objective) -> None:
+    if before.objective != repr(objective):
         raise ArgumentError(
-            f"{run}: the run had the objective {str(told)[:200]}, and the replay has {objective!r:.200}. Its "
+            f"{run}: the run had the objective {before.objective[:200]}, and the replay has {objective!r:.200}. Its "
             "parameters would be others. Give the objective of the run."
         )
 
 
 def _config(config: Config) -> Config:
     """Nothing is held out, as evaluations have tasks of their own; a trace whose whole group failed beside it is 0."""
+    if config.reward_kl.coef:
+        raise ArgumentError(
+            "reward_kl.coef is of training from a file. A step that is played is compared before anything of it is "
+            "measured, and nothing would be charged. Take objective.kl, or train on what was recorded."
+        )
     config = replace(config, data=replace(config.data, holdout=0.0))
     if config.advantage.baseline == "none" or config.advantage.singleton != "refuse":
         return config
@@ -249,34 +239,14 @@ def _take_up(driven: Run, resume: bool) -> None:
     driven.begin()
 
 
-def _evaluation(
-    collector: Collector, contract: Any, tasks: Sequence[Any], out: Path, signal: Signal
-) -> Callable[[int], dict[str, Any]]:
-    """What plays the tasks of an evaluation and says how it went."""
-
-    def evaluate(step: int) -> dict[str, Any]:
-        played = collector.evaluate(contract, tasks, f"evaluation-{step}")
-        with Writer(out / "evaluation") as writer:
-            writer.write([each.record for each in played])
-        known = signal.of_records([each.record for each in played])
-        known = known[~np.isnan(known)]
-        mean = float(known.mean()) if len(known) else math.nan
-        error = 1.96 * float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
-        return {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(known)}
-
-    return evaluate
-
-
-def _manifest(model: Path, objective: Objective, config: Config, told: Online, engine: Mapping[str, Any]) -> bytes:
-    known = {"model": str(model), "objective": repr(objective), "online": asdict(told), "engine": dict(engine)}
-    return (json.dumps({**known, "config": as_dict(config)}, indent=1, default=str) + "\n").encode()
-
-
 def _sinks(
     driven: Run, told: Online, sinks: Sequence[metrics.Sink] | None, say: Callable[[str], None]
 ) -> list[metrics.Sink]:
     lines = metrics.JsonLines(driven.out / "metrics.jsonl", keep_to_step=driven.taken or None)
-    return [lines, *(sinks if sinks is not None else [Line(told.steps, say)])]
+    if sinks is not None:
+        return [lines, *sinks]
+    chosen = dashboards.opened(driven.config.train.log_to, driven.out, as_dict(driven.config))
+    return [lines, *chosen, Line(told.steps, say)]
 
 
 class Line:

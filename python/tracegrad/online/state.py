@@ -47,6 +47,12 @@ class State:
         write_bytes(folder / NAME, [json.dumps(asdict(self)).encode()])
 
     @classmethod
+    def reopen(cls, folder: Path) -> None:
+        """Takes away what says that a run is over: it goes on, and its collectors wait for what it will say."""
+        if (state := cls.read(folder)) is not None and state.over:
+            (folder / NAME).unlink()
+
+    @classmethod
     def read(cls, folder: Path) -> State | None:
         """What the folder says; None where it says nothing yet.
 

@@ -29,6 +29,8 @@ def sync_of(driven: Run, told: Online) -> Callable[[Any], Any]:
     """
     folder = driven.out / FOLDER
     if told.sync == "file":
+        for left in (*folder.glob("weights-*.safetensors"), *folder.glob(".weights-*.safetensors.*")):
+            left.unlink(missing_ok=True)  # of a run that was killed
         return lambda servers: File(servers, folder)
     if told.sync == "nccl":
         _check_device(driven)

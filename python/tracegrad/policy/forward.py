@@ -98,7 +98,7 @@ def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
         if tree:
             raise ArgumentError(
                 f"prefixes cannot be shared: {why}. {harm} Pack with share_prefixes=False; in a run, leave out "
-                "pack.leave_out repeats and both."
+                "pack.share_prefixes."
             )
         raise ArgumentError(
             f"a row cannot run as the plan {plan!r}: {why}. {harm} Leave plan out, so that another way is taken."

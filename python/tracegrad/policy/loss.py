@@ -109,7 +109,7 @@ def policy_loss(
     rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden))
     problem = Problem.of(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), rows, setting)
     chunk_rows = problem.chunk_rows(chunk_bytes)
-    wants = wants_of(hidden, weight, bias, objective.entropy is not None)
+    wants = wants_of(hidden, weight, bias, objective.entropy_gradient)
     cuts = cuts_of(objective, batch.row, terms, len(hidden), chunk_rows)
     unfit = f"one {objective.locality} of the objective spans more than the {chunk_rows:,} rows of a chunk"
     chosen = choose(problem.size(), wants, chunk_rows, fits=cuts is not None, unfit=unfit, asked=plan)
@@ -171,7 +171,7 @@ class _Evaluation:
     def __call__(self, here: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The loss of the rows `here` and its gradient by their logprobs and entropies."""
         part = self._part(here)
-        bonus = self._objective.entropy is not None
+        bonus = self._objective.entropy_gradient
         with torch.set_grad_enabled(self._trained):
             leaf = logp[part.row].requires_grad_(self._trained)
             spread = entropy[part.row].requires_grad_(self._trained and bonus)
@@ -197,12 +197,12 @@ class _Evaluation:
         return self._masked(here) if self._row.is_cuda else self._chosen(here)
 
     def _chosen(self, here: slice) -> _Part:
-        """The terms of these rows, picked out."""
+        """The terms of these rows, picked out, in their own order: what runs along a trace looks at it."""
         if self._sorted is None:
             self._sorted, self._order = torch.sort(self._row, stable=True)
         start, end = torch.searchsorted(self._sorted, torch.tensor([here.start, here.stop])).tolist()
         assert self._order is not None
-        where = self._order[start:end]
+        where = self._order[start:end].sort().values
         return _Part(where, self._terms.select(where), self._row[where] - here.start)
 
     def _masked(self, here: slice) -> _Part:

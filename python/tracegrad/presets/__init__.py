@@ -1,169 +1,90 @@
 """The field's methods as values of `tracegrad.algebra.Objective`, one file per family.
 
 A preset is taken as it is, or with fields changed by name: `override(DAPO, "surrogate.high", "0.3")`. On a command
-line its name is an attribute here, or `module:NAME` for a value of your own. There is no registry.
+line its name is an attribute here, or `file.py:NAME` or `module:NAME` for a value of your own, or its code as text.
+There is no registry.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
+from tracegrad import algebra
 from tracegrad.algebra import Objective, with_beta, with_entropy, with_kl
+from tracegrad.algebra.spell import unspell
 from tracegrad.errors import ArgumentError
-from tracegrad.presets.grpo import (
-    BNPO,
-    DAPO,
-    DAPO_DIRECT,
-    DR_GRPO,
-    DR_GRPO_DIRECT,
-    DUAL_CLIP,
-    GRPO,
-    GRPO_DIRECT,
-    LUSPO,
-)
-from tracegrad.presets.mismatch import (
-    A3PO,
-    DECOUPLED_PPO,
-    GEO_RS,
-    ICEPOP,
-    M2PO,
-    MIS,
-    SEQ_MASK_TIS,
-    TIS,
-)
-from tracegrad.presets.offline import OAPL, TOPR_POSITIVE, WEIGHTED_SFT
-from tracegrad.presets.peers import (
-    ART_467,
-    PRIME_RL_DEFAULT,
-    SKYRL_849,
-    SLIME_MIS,
-    TRL_DEFAULT,
-    VERL_BYPASS_PG_GEO_RS,
-    VERL_BYPASS_PG_GEO_RS_SEQ_TIS,
-    VERL_BYPASS_PG_GEO_RS_TOKEN_TIS,
-    VERL_BYPASS_PG_IS,
-    VERL_BYPASS_PG_TOKEN_ICEPOP,
-    VERL_BYPASS_PPO_CLIP,
-    VERL_BYPASS_PPO_CLIP_GEO_RS,
-    VERL_BYPASS_PPO_CLIP_K3_RS,
-    VERL_DECOUPLED_GEO_RS,
-    VERL_DECOUPLED_GEO_RS_SEQ_TIS,
-    VERL_DECOUPLED_GEO_RS_TOKEN_TIS,
-    VERL_DECOUPLED_K3_RS,
-    VERL_DECOUPLED_K3_RS_SEQ_TIS,
-    VERL_DECOUPLED_K3_RS_TOKEN_TIS,
-    VERL_DECOUPLED_SEQ_IS,
-    VERL_DECOUPLED_SEQ_IS_RS,
-    VERL_DECOUPLED_TOKEN_ICEPOP,
-    VERL_DECOUPLED_TOKEN_IS,
-    VERL_DEFAULT,
-)
-from tracegrad.presets.trace_level import GMPO, GSPO, GSPO_TOKEN
-from tracegrad.presets.trust_region import (
-    CLIP_COV,
-    DPPO_KL,
-    DPPO_TV,
-    KL_COV,
-    OPSM,
-)
-from tracegrad.presets.weighted_gradient import (
-    AIPO,
-    CISPO,
-    DRO,
-    GLM5,
-    KIMI,
-    SAPO,
-    TOPR,
-    VESPO,
-)
+from tracegrad.presets import grpo, mismatch, offline, peers, trace_level, trust_region, weighted_gradient
+from tracegrad.presets.grpo import *  # noqa: F403
+from tracegrad.presets.mismatch import *  # noqa: F403
+from tracegrad.presets.offline import *  # noqa: F403
+from tracegrad.presets.peers import *  # noqa: F403
+from tracegrad.presets.trace_level import *  # noqa: F403
+from tracegrad.presets.trust_region import *  # noqa: F403
+from tracegrad.presets.weighted_gradient import *  # noqa: F403
 
-__all__ = [
-    "A3PO",
-    "AIPO",
-    "ART_467",
-    "BNPO",
-    "CISPO",
-    "CLIP_COV",
-    "DAPO",
-    "DAPO_DIRECT",
-    "DECOUPLED_PPO",
-    "DPPO_KL",
-    "DPPO_TV",
-    "DRO",
-    "DR_GRPO",
-    "DR_GRPO_DIRECT",
-    "DUAL_CLIP",
-    "GEO_RS",
-    "GLM5",
-    "GMPO",
-    "GRPO",
-    "GRPO_DIRECT",
-    "GSPO",
-    "GSPO_TOKEN",
-    "ICEPOP",
-    "KIMI",
-    "KL_COV",
-    "LUSPO",
-    "M2PO",
-    "MIS",
-    "OAPL",
-    "OPSM",
-    "PRIME_RL_DEFAULT",
-    "SAPO",
-    "SEQ_MASK_TIS",
-    "SKYRL_849",
-    "SLIME_MIS",
-    "TIS",
-    "TOPR",
-    "TOPR_POSITIVE",
-    "TRL_DEFAULT",
-    "VERL_BYPASS_PG_GEO_RS",
-    "VERL_BYPASS_PG_GEO_RS_SEQ_TIS",
-    "VERL_BYPASS_PG_GEO_RS_TOKEN_TIS",
-    "VERL_BYPASS_PG_IS",
-    "VERL_BYPASS_PG_TOKEN_ICEPOP",
-    "VERL_BYPASS_PPO_CLIP",
-    "VERL_BYPASS_PPO_CLIP_GEO_RS",
-    "VERL_BYPASS_PPO_CLIP_K3_RS",
-    "VERL_DECOUPLED_GEO_RS",
-    "VERL_DECOUPLED_GEO_RS_SEQ_TIS",
-    "VERL_DECOUPLED_GEO_RS_TOKEN_TIS",
-    "VERL_DECOUPLED_K3_RS",
-    "VERL_DECOUPLED_K3_RS_SEQ_TIS",
-    "VERL_DECOUPLED_K3_RS_TOKEN_TIS",
-    "VERL_DECOUPLED_SEQ_IS",
-    "VERL_DECOUPLED_SEQ_IS_RS",
-    "VERL_DECOUPLED_TOKEN_ICEPOP",
-    "VERL_DECOUPLED_TOKEN_IS",
-    "VERL_DEFAULT",
-    "VESPO",
-    "WEIGHTED_SFT",
-    "find",
-    "with_beta",
-    "with_entropy",
-    "with_kl",
-]
+__all__ = ["find", "with_beta", "with_entropy", "with_kl"]
+__all__ += grpo.__all__
+__all__ += mismatch.__all__
+__all__ += offline.__all__
+__all__ += peers.__all__
+__all__ += trace_level.__all__
+__all__ += trust_region.__all__
+__all__ += weighted_gradient.__all__
+
+
+_T = TypeVar("_T")
 
 
 def find(name: str) -> Objective:
-    """The objective called `name` here, or the value NAME of `module:NAME`.
+    """The objective called `name` here, the value NAME of `module:NAME` or `file.py:NAME`, or what a text spells.
 
     Raises:
         ArgumentError: if there is none, with the nearest name; if it is not an Objective.
 
     >>> find("DAPO").surrogate.high
     0.28
+    >>> find('Objective(Clip(0.2, 0.3), Ratio("theta", "old"))').surrogate.high
+    0.3
+    """
+    if name.lstrip().startswith("Objective("):
+        return unspell(name, vars(algebra))
+    return named(name, Objective, __name__, "objective")
+
+
+def named(name: str, kind: type[_T], room: str, what: str) -> _T:
+    """The value of a kind called `name` in a room, or NAME of `module:NAME` or `file.py:NAME`.
+
+    Raises:
+        ArgumentError: as `find`.
     """
     module, _, attribute = name.rpartition(":")
     try:
-        home = importlib.import_module(module) if module else importlib.import_module(__name__)
-    except ImportError as error:
-        raise ArgumentError(f"objective {name!r}: no module {module!r} ({error}). Write module:NAME.") from error
-    value = getattr(home, attribute, None)
-    if isinstance(value, Objective):
+        home = vars(_run(module) if module.endswith(".py") else importlib.import_module(module or room))
+    except Exception as error:
+        raise ArgumentError(
+            f"{what} {name!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Nothing is known of "
+            "the loss. Write module:NAME, or file.py:NAME."
+        ) from error
+    value = home.get(attribute)
+    if isinstance(value, kind):
         return value
-    names = [key for key, each in vars(home).items() if isinstance(each, Objective)]
-    near = difflib.get_close_matches(attribute, names, 2, 0.6)
+    names = [key for key, each in home.items() if isinstance(each, kind) and not key.startswith("_")]
+    by_letters = {key.lower(): key for key in names}
+    told = attribute.lower().replace("-", "_")
+    near = [by_letters[each] for each in difflib.get_close_matches(told, by_letters, 2, 0.6)]
+    near = [by_letters[told]] if told in by_letters else near
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise ArgumentError(f"no objective is called {name!r}.{hint} There are {', '.join(sorted(names)) or 'none'}.")
+    raise ArgumentError(f"no {what} is called {name!r}.{hint} There are {', '.join(sorted(names)) or 'none'}.")
+
+
+def _run(file: str) -> ModuleType:
+    """The file as a module, which its classes and functions go on being found in."""
+    name = f"objective_{Path(file).stem}"
+    sys.modules[name] = module = ModuleType(name)
+    exec(compile(Path(file).read_text(encoding="utf-8"), file, "exec"), vars(module))
+    return module

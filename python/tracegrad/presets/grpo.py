@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from tracegrad.algebra import Clamp, Clip, Level, Objective, Ratio, Reduce, Weight
 
+__all__ = ["DAPO", "DAPO_DIRECT", "DR_GRPO", "DR_GRPO_DIRECT", "DUAL_CLIP", "GRPO", "GRPO_DIRECT", "LUSPO"]
+
 _TIS = Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0))
-_OLD = Ratio("theta", "old")
-_ROLLOUT = Ratio("theta", "rollout")
+_OLD, _ROLLOUT = Ratio("theta", "old"), Ratio("theta", "rollout")
 
 GRPO = Objective(Clip(0.2, 0.2), _OLD, weights=(_TIS,), reduce=Reduce("trace", "mean"))
 """min(old/rollout, 2) * clip(theta/old), mean over each trace's terms, then over traces.
@@ -31,8 +32,8 @@ DAPO = Objective(Clip(0.2, 0.28), _OLD, weights=(_TIS,), reduce=Reduce("token"))
 """Clip-higher and one mean over all terms of the step, so that long traces count in full.
 
 Use with group_mean(scale="std", ddof=1). Paper: Yu et al. 2025, arXiv 2503.14476. Peers: TRL's loss_type="dapo" with
-epsilon_high 0.28, verl's token-mean. Dynamic sampling and the overlong penalty belong to data and rewards and are not
-in here.
+epsilon_high 0.28, verl's token-mean. TRL's loss_type="bnpo" takes the mean within each micro-batch, so that its
+gradient depends on how the step was cut. Dynamic sampling and the overlong penalty belong to data and rewards.
 """
 
 DAPO_DIRECT = replace(DAPO, ratio=_ROLLOUT, weights=())
@@ -53,14 +54,6 @@ DR_GRPO_DIRECT = replace(DR_GRPO, ratio=_ROLLOUT, weights=())
 """clip(theta/rollout), reduced as DR_GRPO.
 
 Paper: Liu et al. 2025, arXiv 2503.20783.
-"""
-
-BNPO = Objective(Clip(0.2, 0.2), _OLD, weights=(_TIS,), reduce=Reduce("token"))
-"""GRPO's clip with the mean over all terms.
-
-Use with group_mean(scale="std", ddof=1). Paper: as TRL names it after "Tricks or Traps", arXiv 2508.08221. Peers: TRL's
-loss_type="bnpo" takes that mean within each micro-batch, so that its gradient depends on how the step was cut; here it
-is over the step, and equal to TRL's where the step is one micro-batch.
 """
 
 LUSPO = Objective(

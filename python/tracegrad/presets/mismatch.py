@@ -2,23 +2,11 @@
 
 from dataclasses import replace
 
-from tracegrad.algebra import (
-    Budget,
-    Clamp,
-    Clip,
-    Gate,
-    Identity,
-    Level,
-    Objective,
-    Ratio,
-    Reduce,
-    Weight,
-    Window,
-)
+from tracegrad.algebra import Budget, Clamp, Clip, Gate, Identity, Level, Objective, Ratio, Reduce, Weight, Window
 
-_OLD = Ratio("theta", "old")
-_MISMATCH = Ratio("old", "rollout")
-_GEOMETRIC = Level("trace", "mean")
+__all__ = ["A3PO", "DECOUPLED_PPO", "GEO_RS", "ICEPOP", "M2PO", "MIS", "SEQ_MASK_TIS", "TIS"]
+
+_OLD, _MISMATCH, _GEOMETRIC = Ratio("theta", "old"), Ratio("old", "rollout"), Level("trace", "mean")
 
 TIS = Objective(Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, shape=Clamp(0.0, 2.0)),), reduce=Reduce("token"))
 """min(old/rollout, 2) at each token: truncated importance sampling.
@@ -72,9 +60,7 @@ Paper: Hilton et al. 2021, arXiv 2110.00641, eq. 5. Peers: AReaL (which drops te
 """
 
 A3PO = replace(
-    DECOUPLED_PPO,
-    ratio=Ratio("theta", "proximal"),
-    weights=(Weight(Ratio("proximal", "rollout"), shape=Identity()),),
+    DECOUPLED_PPO, ratio=Ratio("theta", "proximal"), weights=(Weight(Ratio("proximal", "rollout"), shape=Identity()),)
 )
 """DECOUPLED_PPO with old interpolated between the recorded and the trained policy: no forward pass for old.
 

@@ -5,6 +5,8 @@ Those without a ratio correct for nothing, and claim nothing.
 
 from tracegrad.algebra import Objective, PolicyGradient, Ratio, Reduce, Regress
 
+__all__ = ["OAPL", "TOPR_POSITIVE", "WEIGHTED_SFT"]
+
 OAPL = Objective(Regress(1e-3), Ratio("theta", "rollout"), reduce=Reduce("trace", "mean"))
 """(beta * sum over the trace of log theta/rollout - A)^2: a regression whose optimum needs no importance ratio.
 

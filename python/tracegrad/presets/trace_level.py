@@ -6,7 +6,9 @@ either the "sequence ratio".
 
 from dataclasses import replace
 
-from tracegrad.algebra import Clamp, Clip, GeoClip, Level, Objective, Ratio, Reduce, Weight
+from tracegrad.algebra import Clamp, Clip, FutureClip, GeoClip, Level, Objective, Ratio, Reduce, Weight
+
+__all__ = ["FIPO", "GMPO", "GSPO", "GSPO_TOKEN"]
 
 _OLD = Ratio("theta", "old")
 _TIS = Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0))
@@ -24,6 +26,14 @@ GSPO_TOKEN = replace(GSPO, surrogate=Clip(3e-4, 4e-4, level=Level("trace", "mean
 
 Paper: Zheng et al. 2025, arXiv 2507.18071, eq. 13. Peers: verl's gspo (log-ratio held below 10), SkyRL's gspo. With one
 advantage per trace its gradient equals GSPO's under Reduce("trace", "mean").
+"""
+
+FIPO = Objective(FutureClip(0.2, 0.28, 10.0, 32.0, 1.2), _OLD, weights=(_TIS,), reduce=Reduce("token"))
+"""DAPO's clip times f: up to 1.2 where what follows a token has become likelier, with a half-life of 32 tokens.
+
+Use with group_mean(scale="std", ddof=1). Paper: arXiv 2603.19835, weights clipped above alone, as for its 32B model
+(its 7B model has both sides). Peers: ms-swift's loss_type="fipo" with delta 10; its own code, a fork of verl, which
+also drops traces with more than one token beyond `dual`, and counts tool results as places.
 """
 
 GMPO = Objective(GeoClip(0.4, 0.4), _OLD, weights=(_TIS,), reduce=Reduce("trace", "mean"))

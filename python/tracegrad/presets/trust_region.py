@@ -4,23 +4,22 @@ from dataclasses import replace
 
 from tracegrad.algebra import (
     Clamp,
-    Clip,
     DropCovariance,
     Gate,
-    Importance,
     Level,
     Objective,
     Penalty,
-    PolicyGradient,
     Ratio,
     Reduce,
     TopCovariance,
     Weight,
 )
+from tracegrad.algebra.surrogate import Clip, Importance, PolicyGradient
 from tracegrad.presets.grpo import GRPO
 
-_OLD = Ratio("theta", "old")
-_ROLLOUT = Ratio("theta", "rollout")
+__all__ = ["CLIP_COV", "DPPO_KL", "DPPO_TV", "KL_COV", "OPSM"]
+
+_OLD, _ROLLOUT = Ratio("theta", "old"), Ratio("theta", "rollout")
 
 OPSM = replace(GRPO, gates=(Gate(Ratio("rollout", "theta"), "k1", Level("trace", "mean"), high=0.5, when="A<0"),))
 """GRPO without the bad traces whose mean of log rollout/theta exceeds 0.5.

@@ -3,22 +3,12 @@
 -weight(theta/x) A log theta. CISPO and SAPO keep old apart from rollout; the others take theta/rollout in one.
 """
 
-from tracegrad.algebra import (
-    Clamp,
-    Gamma,
-    Level,
-    Objective,
-    Penalty,
-    PolicyGradient,
-    Ratio,
-    Reduce,
-    Sigmoid,
-    Weight,
-    Window,
-)
+from tracegrad.algebra import Clamp, Gamma, Gate, Inverse, Level, Objective, Penalty, Ratio, Reduce, Weight, Window
+from tracegrad.algebra.surrogate import PolicyGradient, Sigmoid
 
-_OLD = Ratio("theta", "old")
-_ROLLOUT = Ratio("theta", "rollout")
+__all__ = ["AIPO", "ASPO", "CISPO", "DRO", "GLM5", "KIMI", "SAPO", "TOPR", "VESPO"]
+
+_OLD, _ROLLOUT = Ratio("theta", "old"), Ratio("theta", "rollout")
 _TIS = Weight(Ratio("old", "rollout"), shape=Clamp(0.0, 2.0))
 _PRODUCT = Level("trace", "sum")
 
@@ -29,6 +19,19 @@ Use with group_mean(scale="std", ddof=1). Paper: MiniMax-M1, arXiv 2506.13585, e
 2510.13786. Peers: TRL's cispo takes epsilon_high as the bound itself (5.0, its default of 0.2 is no bound for it);
 SkyRL's cispo_eps_clip_low 1, high 4 and ART's epsilon 1, epsilon_high 4 are distances from 1: [0, 5]. verl's default of
 0.2 on both sides is not the paper's, which has no lower bound.
+"""
+
+ASPO = Objective(
+    PolicyGradient(),
+    weights=(_TIS, Weight(_OLD, shape=Inverse(3.0), when="A>0"), Weight(_OLD, shape=Clamp(0.0, 3.0), when="A<=0")),
+    gates=(Gate(_OLD, high=1.2, when="A>0"), Gate(_OLD, low=0.8, when="A<0")),
+    reduce=Reduce("token"),
+)
+"""-w A log theta within PPO's clip, w = min(theta/old, 3) for bad tokens, for good ones turned over: min(old/theta, 3).
+
+Use with group_mean(scale="std", ddof=1). Paper: arXiv 2510.06062: a good token that is still unlikely gains more.
+Peers: its code (Archer2.0), which widens the bounds from 0.2 to 0.4 by a token's entropy. Terms beyond a bound are
+dropped here: same gradient, no constant in the loss.
 """
 
 SAPO = Objective(Sigmoid(1.0, 1.05), _OLD, weights=(_TIS,), reduce=Reduce("trace", "mean"))
@@ -76,9 +79,7 @@ Paper: Le Roux et al. 2025, arXiv 2503.14286, eq. 8. Peers: ROLL's topr, per tok
 """
 
 KIMI = Objective(
-    PolicyGradient(),
-    penalties=(Penalty(_ROLLOUT, "k2", 0.1, gated=True, weighted=False),),
-    reduce=Reduce("token"),
+    PolicyGradient(), penalties=(Penalty(_ROLLOUT, "k2", 0.1, gated=True, weighted=False),), reduce=Reduce("token")
 )
 """-A log theta + (tau / 2) (log theta/rollout)^2: a quadratic leash to the recorded policy, tau 0.1.
 
@@ -86,9 +87,7 @@ Paper: Kimi k1.5, arXiv 2501.12599, eq. 3. Peers: ROLL's kimi15, per token. The 
 """
 
 DRO = Objective(
-    PolicyGradient(),
-    penalties=(Penalty(_ROLLOUT, "k2", 0.05, gated=True, weighted=False),),
-    reduce=Reduce("token"),
+    PolicyGradient(), penalties=(Penalty(_ROLLOUT, "k2", 0.05, gated=True, weighted=False),), reduce=Reduce("token")
 )
 """-(A log theta - (beta / 2) (log theta/rollout)^2).
 

@@ -1,9 +1,12 @@
 """report.html: one page that shows a run, and the traces that pulled hardest, token by token.
 
-Here are `write_report` and `add_success`. The page is one file without network, script or image: curves are inline SVG,
+Here are `write_report`, `add_success`, and `write_card` for the README.md of a checkpoint.
+
+The page is one file without network, script or image: curves are inline SVG,
 hovering is CSS, and a content policy forbids the rest, so that a hostile trace stays text. Called after training.
 """
 
+from tracegrad.report.card import write_card
 from tracegrad.report.page import TermArrays, add_success, write_report
 
-__all__ = ["TermArrays", "add_success", "write_report"]
+__all__ = ["TermArrays", "add_success", "write_card", "write_report"]

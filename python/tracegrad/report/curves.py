@@ -108,6 +108,25 @@ def curves(rows: Rows) -> str:
     return "".join(chart(rows, panel) for panel in drawn)
 
 
+def overlaid(runs: Mapping[str, Rows]) -> str:
+    """The first series of each panel, one line for each run, over the same steps.
+
+    >>> rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    >>> overlaid({"a": rows, "b": rows}).count("<polyline")
+    2
+    """
+    drawn = []
+    for panel in PANELS:
+        key, rows = panel.series[0], []
+        for name, own in runs.items():
+            rows += [{"step": step_of(row, index), name: row[key]} for index, row in enumerate(own) if key in row]
+        level = panel.level if not isinstance(panel.level, str) else None
+        names = tuple(name for name in runs if _points(rows, name, None))
+        if names:
+            drawn.append(chart(rows, Panel(panel.title, names, panel.note, None, level, panel.floor)))
+    return "".join(drawn)
+
+
 def chart(rows: Rows, panel: Panel) -> str:
     """One panel as HTML with an SVG inside."""
     series = [(key, _thinned(_points(rows, key, panel.band))) for key in panel.series]

@@ -6,22 +6,28 @@ arrays come from the learner, tables from the sequences.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
+from tracegrad.codes import TIER_TEXT
 from tracegrad.errors import ReadError
 from tracegrad.report.curves import Rows, curves, interval, step_of
 from tracegrad.report.text import escape, number, percent
-from tracegrad.report.tokens import PerToken, TermArrays, strongest, trace_html
-from tracegrad.sequence import TIER_TEXT, Sequences
+from tracegrad.report.tokens import PerToken, TermArrays, examples, trace_html
+from tracegrad.sequence import Sequences
 
 __all__ = ["TermArrays", "add_success", "write_report"]
 
 _MARKS = ("<!--success-->", "<!--/success-->")  # where `add_success` writes; nothing escaped can look like them
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_FIND = files("tracegrad.report").joinpath("find.js").read_text("utf-8")
+_HASH = base64.b64encode(hashlib.sha256(_FIND.encode()).digest()).decode()
+_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 _MOST_TEXT = 200  # characters of a name
 _MODES = (
     ("pull", "pull", "how hard, and which way, the token moves the policy"),
@@ -49,6 +55,8 @@ def write_report(
     terms: Iterable[TermArrays] = (),
     summary: Mapping[str, Any] | None = None,
     title: str = "tracegrad",
+    about: Sequence[tuple[str, object]] = (),
+    links: Sequence[str] = (),
     most_traces: int = 20,
     most_bytes: int = 6_000_000,
 ) -> None:
@@ -62,7 +70,9 @@ def write_report(
         terms: per-term arrays of the steps to show, such as `Trained.terms`; without them no trace is shown.
         summary: of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage, `seed`.
         title: of the page.
-        most_traces: how many traces, those with the largest share of the gradient.
+        about: names and values: recipe, options, versions, paths.
+        links: names of files that stand beside the page.
+        most_traces: how many traces: those with the largest share of the gradient, good and bad ones, of many groups.
         most_bytes: of the traces; those that do not fit are left out, and the page says so. One trace takes about
             300 kB at most, one token 256 bytes: what a longer message loses is said where it would stand.
 
@@ -71,13 +81,14 @@ def write_report(
     """
     values = PerToken.of(sequences.tokens, terms)
     summary = summary or {}
-    style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + _colours()
+    style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + colours(_PAIRS)
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title[:_MOST_TEXT])}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width&#61;device-width"><style>{style}</style></head><body>'
-        f"{_opening(title, rows, sequences, summary)}{_curves(rows)}{_tables(sequences)}"
-        f"{_traces(sequences, values, tokenizer, most_traces, most_bytes)}</body></html>\n"
+        f"{_opening(title, rows, sequences, summary)}{_about(about, links)}{_curves(rows)}{_tables(sequences)}"
+        f"{_traces(sequences, values, tokenizer, most_traces, most_bytes)}"
+        f"<script>{_FIND}</script></body></html>\n"
     )
     _write(Path(path), page)
 
@@ -125,6 +136,15 @@ def _opening(title: str, rows: Rows, sequences: Sequences, summary: Mapping[str,
     return f"<header>{head}{_MARKS[0]}{success}{_MARKS[1]}</header>"
 
 
+def _about(about: Sequence[tuple[str, object]], links: Sequence[str]) -> str:
+    """What the run was told, and the files beside the page."""
+    rows = [[name, str(value)] for name, value in about]
+    told = f'<div class="tables">{_table(("what", "told"), rows, "nothing")}</div>' if rows else ""
+    names = [name for name in links if re.fullmatch(r"[\w.-]+", name)]
+    beside = " · ".join(f'<a href="{name}">{name}</a>' for name in names)
+    return f"<section><h2>What it was told</h2>{told}<p>{beside}</p></section>" if told or beside else ""
+
+
 def _success(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return f"<h2>Success on fresh prompts</h2>{interval(before, after)}"
 
@@ -159,13 +179,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) ->
 
     lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     lines = lines or f'<tr><td colspan="{len(heads)}">{nothing}</td></tr>'
-    marks = ["" if head in ("tier", "meaning", "drift") else ' class="n"' for head in heads]
+    marks = ["" if head in ("tier", "meaning", "drift", "what", "told") else ' class="n"' for head in heads]
     titles = "".join(f"<th{mark}>{head}</th>" for mark, head in zip(marks, heads, strict=True))
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
+    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def _traces(sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int) -> str:
-    chosen = strongest(sequences, values, most)
+    chosen = examples(sequences, values, most)
     if not chosen:
         return ""
     known: dict[int, bytes] = {}
@@ -192,9 +212,11 @@ def _traces(sequences: Sequences, values: PerToken, tokenizer: Decoder, most: in
         for key, name, meaning in _MODES
     )
     return (
-        f"<section><h2>The {len(shown)} traces with the largest share of the gradient</h2>"
+        f"<section><h2>{len(shown)} traces, good and bad, that pulled hardest</h2>"
         f"<p>Together {together} of all pull, the sum over terms of |d loss / d logprob|, in the last pass over the"
-        " data. Point at a token for its numbers.</p>"
+        " data; of each side and as many groups as there are. Point at a token for its numbers.</p>"
+        '<p><input type="search" id="find" aria-label="search these traces" placeholder="search these traces">'
+        ' <output id="count"></output></p>'
         f'<div class="modes">{inputs}{_legend()}{"".join(shown)}</div>{note}</section>'
     )
 
@@ -220,9 +242,11 @@ def _bytes_of(tokenizer: Decoder, token: int) -> bytes:
         return f"⟨{token}⟩".encode()
 
 
-def _colours() -> str:
+_PAIRS = {"pull": ("down", "up"), "advantage": ("down", "up"), "ratio": ("less", "more"), "weight": ("less", "more")}
+
+
+def colours(pairs: Mapping[str, tuple[str, str]]) -> str:
     """Rules that give the classes p0 .. w16 a colour in the mode they belong to: far below, neutral at 8, far above."""
-    pairs = {"pull": ("down", "up"), "advantage": ("down", "up"), "ratio": ("less", "more"), "weight": ("less", "more")}
     rules = []
     for mode, (below, above) in pairs.items():
         for level in (n for n in range(17) if n != 8):

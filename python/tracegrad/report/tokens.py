@@ -8,26 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.codes import GIVEN, SAMPLED, TIERS
 from tracegrad.report.text import escape, number, percent, visible
-from tracegrad.sequence import GIVEN, SAMPLED, TIERS, Sequences
+from tracegrad.sequence import Sequences
 
 _NEUTRAL = 8  # colour classes run from 0, far below, over 8, neutral, to 16, far above
 _MOST_TERMS = 1500  # of one trace
 _MOST_HTML = 300_000  # characters of one trace
 _MOST_TOKEN = 256  # bytes of one token: an added token may be a whole book
 _RUN_HEAD, _RUN_TAIL = 160, 60  # tokens shown of a long untrained run
+_FLOATS = ("ratio", "weight", "advantages", "logprobs", "gradient")
+_SURPRISE = 5.0  # nats: what is this unlikely has full colour
 
 
 class TermArrays(Protocol):
     """Per-term arrays [m] of one optimizer step, as the learner records them.
 
-    Args:
+    Attributes:
         origin: token of the `Sequences`.
         ratio, weight, keep, clipped, advantages, logprobs: of the step.
         gradient: d loss / d logprob.
@@ -53,7 +56,11 @@ class TermArrays(Protocol):
 
 @dataclass(frozen=True)
 class PerToken:
-    """Values of the terms by token [T]: NaN and False where a token is no term, the last where there are several."""
+    """Values of the terms by token [T]: NaN and False where a token is no term, the last where there are several.
+
+    `old` is old over rollout, `entropy` in nats; both are NaN where nobody told them. `why` says what became of a term,
+    by its number in `words`; without words "kept", "clipped" and "masked" are said.
+    """
 
     ratio: NDArray[np.float32]
     weight: NDArray[np.float32]
@@ -62,17 +69,25 @@ class PerToken:
     gradient: NDArray[np.float32]
     keep: NDArray[np.bool_]
     clipped: NDArray[np.bool_]
+    old: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+    why: NDArray[np.uint8]
+    words: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokens: int, terms: Iterable[TermArrays]) -> PerToken:
         """Lays the terms of several steps over the tokens."""
-        floats = ("ratio", "weight", "advantages", "logprobs", "gradient")
-        columns: dict[str, Any] = {name: np.full(tokens, np.nan, np.float32) for name in floats}
+        columns: dict[str, Any] = {name: np.full(tokens, np.nan, np.float32) for name in (*_FLOATS, "old", "entropy")}
         columns |= {name: np.zeros(tokens, bool) for name in ("keep", "clipped")}
         for step in terms:
-            for name, column in columns.items():
-                column[step.origin] = getattr(step, name)
-        return cls(**columns)
+            for name in (*_FLOATS, "keep", "clipped"):
+                columns[name][step.origin] = getattr(step, name)
+        return cls(**columns, why=np.zeros(tokens, np.uint8))
+
+    @property
+    def term(self) -> NDArray[np.bool_]:
+        """[T]: which tokens are terms."""
+        return np.isfinite(self.gradient)
 
 
 def strongest(sequences: Sequences, values: PerToken, most: int) -> list[tuple[int, float]]:
@@ -82,6 +97,24 @@ def strongest(sequences: Sequences, values: PerToken, most: int) -> list[tuple[i
     order = np.argsort(-pull, kind="stable")[:most]
     total = pull.sum()
     return [(int(trace), float(pull[trace] / total)) for trace in order if pull[trace] > 0]
+
+
+def examples(sequences: Sequences, values: PerToken, most: int) -> list[tuple[int, float]]:
+    """Traces to look at: those that pull hardest, good and bad ones in turn, of as many groups as there are.
+
+    Good is an advantage of at least 0 on average. They come as `strongest` gives them, the largest share first.
+    """
+    ranked = strongest(sequences, values, sequences.traces)
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    total = np.bincount(owner, np.nan_to_num(values.advantages).astype(np.float64), minlength=sequences.traces)
+    sides: tuple[list[tuple[int, float]], list[tuple[int, float]]] = ([], [])
+    for good, side in zip((True, False), sides, strict=True):
+        own = [one for one in ranked if (total[one[0]] >= 0) == good]
+        first = {int(sequences.group[trace]): (trace, share) for trace, share in reversed(own)}
+        heads = set(first.values())
+        side += [one for one in own if one in heads] + [one for one in own if one not in heads]
+    turns = [one for pair in zip_longest(*sides) for one in pair if one is not None]
+    return sorted(turns[:most], key=lambda one: -one[1])
 
 
 def trace_html(
@@ -98,7 +131,7 @@ def trace_html(
     spans = [range(int(sequences.cu_seqlens[n]), int(sequences.cu_seqlens[n + 1])) for n in branches]
     places = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     own = places[np.isfinite(values.gradient[places])]
-    writer = _Writer(sequences, values, token_bytes, float(np.abs(values.gradient[own]).sum()) or 1.0, own)
+    writer = Writer(sequences, values, token_bytes, own)
     parts = []
     for count, span in enumerate(spans, 1):
         if writer.room <= 0:
@@ -107,7 +140,8 @@ def trace_html(
         parts.append(f'<p class="branch">branch {count} of {len(spans)}</p>' if len(spans) > 1 else "")
         parts.append(f'<pre class="tokens">{writer.branch(span)}</pre>')
     head = _head(sequences, values, trace, own, share, rank, share / largest)
-    return f"<details{' open' * (rank == 1)}><summary>{head}</summary>{''.join(parts)}</details>"
+    begin = f'<details id="example-{rank}"{" open" * (rank == 1)}>'
+    return f"{begin}<summary>{head}</summary>{''.join(parts)}</details>"
 
 
 def _head(
@@ -135,26 +169,37 @@ def _head(
     )
 
 
-class _Writer:
-    """Writes branches of one trace until its terms are used up."""
+class Writer:
+    """Writes branches of one trace until its terms are used up.
+
+    Args:
+        sequences, values: what is written, by token of the `Sequences`.
+        token_bytes: what an id spells.
+        own: [m] tokens of the trace that are terms.
+        numbered: give each sampled token its place as `data-t`, so that it can be pointed at, be it a term or not.
+    """
 
     def __init__(
         self,
         sequences: Sequences,
         values: PerToken,
         token_bytes: Callable[[int], bytes],
-        pull: float,
         own: NDArray[np.int64],
+        *,
+        numbered: bool = False,
     ) -> None:
-        self.sequences, self.values, self.token_bytes, self.pull = sequences, values, token_bytes, pull
-        self.left, self.room = _MOST_TERMS, _MOST_HTML
+        self.sequences, self.values, self.token_bytes = sequences, values, token_bytes
+        self.numbered = numbered
+        self.left, self.room = _MOST_TERMS * (1 + 3 * numbered), _MOST_HTML * (1 + 9 * numbered)
+        self.pull = float(np.abs(values.gradient[own]).sum()) or 1.0
         self.largest = float(np.abs(values.gradient[own]).max(initial=0.0)) or 1.0
         self.largest_advantage = float(np.abs(values.advantages[own]).max(initial=0.0)) or 1.0
 
     def branch(self, span: range) -> str:
+        """The HTML of the tokens of a branch."""
         out: list[str] = []
         for run in self._runs(span):
-            if not np.isfinite(self.values.gradient[run.start]):
+            if not self._single(run.start):
                 if self.room <= 0:
                     rest = span.stop - run.start
                     out.append(_note(f"{rest:,} more tokens are not shown, so that the page stays small"))
@@ -180,10 +225,16 @@ class _Writer:
                 break
         return "".join(out)
 
+    def _single(self, place: int) -> bool:
+        """Whether a token is written for itself."""
+        sampled = self.numbered and self.sequences.source[place] == SAMPLED
+        return bool(sampled or np.isfinite(self.values.gradient[place]))
+
     def _runs(self, span: range) -> list[range]:
         """Neighbours of one kind: trained, or untrained of one source."""
         source = np.asarray(self.sequences.source[span.start : span.stop]).astype(np.int16)
-        kind = np.where(np.isfinite(self.values.gradient[span.start : span.stop]), -1, source)
+        single = np.isfinite(self.values.gradient[span.start : span.stop]) | (self.numbered & (source == SAMPLED))
+        kind = np.where(single, -1, source)
         bounds = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(span)] if len(span) else [0]
         return [span[start:stop] for start, stop in pairwise(bounds)]
 
@@ -203,8 +254,9 @@ class _Writer:
 
     def _term(self, place: int) -> str:
         v, s = self.values, self.sequences
+        trained = bool(np.isfinite(v.gradient[place]))
         ratio, weight, advantage = float(v.ratio[place]), float(v.weight[place]), float(v.advantages[place])
-        gradient, kept = float(v.gradient[place]), bool(v.keep[place])
+        gradient, kept = float(np.nan_to_num(v.gradient[place])), bool(v.keep[place])
         clipped = kept and bool(v.clipped[place])
         colours = {
             "p": _level(-np.sign(gradient) * (abs(gradient) / self.largest) ** 0.5),
@@ -212,20 +264,44 @@ class _Writer:
             "r": _level(_log(ratio)),
             "w": _level(_log(weight)),
         }
-        classes = [f"{key}{level}" for key, level in colours.items() if level != _NEUTRAL]
-        classes += ["m"] * (not kept) + ["c"] * clipped
-        tier = int(s.tier[place])
-        facts = [
-            f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}",
-            f"ratio {number(ratio)}",
-            f"weight {number(weight)}",
-            "clipped" if clipped else "kept" if kept else "masked",
-            f"A {advantage:+.3g}",
-            f"logprob {number(float(v.logprobs[place]))}, recorded {number(float(s.rollout_logprobs[place]))}",
-            f"{percent(abs(gradient) / self.pull)} of the trace's pull",
-        ]
+        if self.numbered:
+            colours["o"] = _level(_log(float(v.old[place])))
+            colours["l"] = _level(-float(s.rollout_logprobs[place]) / _SURPRISE)
+            colours["e"] = _level(float(v.entropy[place]) / _SURPRISE)
+        classes = ["t"] if trained else ["s"]
+        classes += [f"{key}{level}" for key, level in colours.items() if level != _NEUTRAL]
+        classes += ["m"] * (trained and not kept) + ["c"] * clipped
+        at = f' data-t="{place}"' if self.numbered else ""
+        facts = self._facts(place) if trained else self._recorded(place)
         text = visible(_short(self.token_bytes(int(s.ids[place]))))
-        return f'<span class="{" ".join(["t", *classes])}" data-n="{escape("  ·  ".join(facts))}">{text}</span>'
+        return f'<span class="{" ".join(classes)}"{at} data-n="{escape("  ·  ".join(facts))}">{text}</span>'
+
+    def _recorded(self, place: int) -> list[str]:
+        """What the record alone says of a sampled token."""
+        s, tier = self.sequences, int(self.sequences.tier[place])
+        fate = "a term" if s.trainable[place] else "not trained"
+        found = [f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}", fate]
+        logprob, version = float(s.rollout_logprobs[place]), int(s.version[place])
+        found.append(f"recorded logprob {number(logprob)}" if np.isfinite(logprob) else "no recorded logprob")
+        return found + ([f"version {version}"] if version >= 0 else [])
+
+    def _facts(self, place: int) -> list[str]:
+        v, s = self.values, self.sequences
+        tier, gradient = int(s.tier[place]), float(v.gradient[place])
+        kept, clipped = bool(v.keep[place]), bool(v.clipped[place])
+        fate = "clipped" if kept and clipped else "kept" if kept else "masked"
+        more = [("old/rollout", v.old), ("entropy", v.entropy)]
+        return [
+            f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}",
+            f"ratio {number(float(v.ratio[place]))}",
+            f"weight {number(float(v.weight[place]))}",
+            v.words[int(v.why[place])] if v.words else fate,
+            f"A {float(v.advantages[place]):+.3g}",
+            f"logprob {number(float(v.logprobs[place]))}, recorded {number(float(s.rollout_logprobs[place]))}",
+            *(f"{name} {number(float(column[place]))}" for name, column in more if np.isfinite(column[place])),
+            f"{percent(abs(gradient) / self.pull)} of the trace's pull",
+            *(["pushed up" if gradient < 0 else "pushed down"] * (self.numbered and gradient != 0)),
+        ]
 
 
 def _level(signed: float) -> int:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import aiohttp
+
+from tracegrad.errors import TracegradError
 
 
 class Refusal(Exception):
@@ -21,16 +24,24 @@ class Refusal(Exception):
         self.status, self.kind = status, kind
 
 
+class Pool(Protocol):
+    """Several servers, as `rollout.server.Servers` gives them."""
+
+    async def where(self, session: str) -> str: ...
+    def leave_out(self, url: str, why: str) -> None: ...
+
+
 class Upstream:
     """The server, or several, that a proxy asks; an asynchronous context manager.
 
     Args:
-        url: base URL, or `(session) -> URL`, plain or asynchronous.
+        url: base URL; or several servers, of which one that cannot be asked is left out until it is healthy, and its
+            sessions ask another, or wait.
         key: what the server asks for.
         timeout_s: of one request.
     """
 
-    def __init__(self, url: str | Callable[[str], Any], key: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str | Pool, key: str | None, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
         self._headers = {"Content-Type": "application/json"}
         if key:
@@ -51,18 +62,16 @@ class Upstream:
         """The server's answer, once its head is there; the caller closes it.
 
         Raises:
-            Refusal: 502 or 504, where there is none.
+            Refusal: 502, 503 or 504, where there is none.
         """
         assert self._client is not None
-        url = self._url if isinstance(self._url, str) else self._url(session)
-        if not isinstance(url, str):
-            url = await url
-        url = url.rstrip("/").removesuffix("/v1") + path
-        again = True
+        again, deadline = True, time.monotonic() + self._timeout_s
         while True:
+            base = await self._where(session)
+            url = base.rstrip("/").removesuffix("/v1") + path
             try:
                 return await self._client.request(method, url, data=body, headers=self._headers)
-            except asyncio.TimeoutError:  # noqa: PERF203
+            except asyncio.TimeoutError:
                 raise Refusal(504, f"the server was silent for {self._timeout_s:g} s", "upstream_error") from None
             except aiohttp.ClientError as error:
                 # Servers close idle connections just when they are used.
@@ -70,7 +79,18 @@ class Upstream:
                 if again and dropped and not isinstance(error, aiohttp.ClientConnectorError):
                     again = False
                     continue
+                if not isinstance(self._url, str) and time.monotonic() < deadline:
+                    self._url.leave_out(base, f"it cannot be asked: {error}")
+                    continue
                 raise Refusal(502, f"the server cannot be asked: {error}", "upstream_error") from None
+
+    async def _where(self, session: str) -> str:
+        if isinstance(self._url, str):
+            return self._url
+        try:
+            return await self._url.where(session)
+        except TracegradError as error:
+            raise Refusal(503, str(error), "upstream_error") from None
 
 
 async def answer(send: Any, status: int, body: bytes, kind: str = "application/json") -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.rollout.jsons import loads
 
 try:
     import aiohttp
@@ -178,6 +179,6 @@ class Wire:
             chunks.append(chunk)
         raw = b"".join(chunks)
         try:
-            return answer(json.loads(raw) if raw else None)
+            return answer(loads(raw) if raw else None)
         except (ValueError, RecursionError):
             return answer(raw[: 4 * SHOWN].decode(errors="replace"))

@@ -94,6 +94,8 @@ class EngineWire:
         self._roads: dict[str, Callable[[dict[str, Any], dict[str, str]], Awaitable[Any] | Any]] = {
             "/v1/chat/completions": lambda body, _: self.serving.chat(body),
             "/v1/completions": lambda body, _: self.serving.complete(body),
+            "/inference/v1/generate": lambda body, _: self.serving.generate(body),
+            "/v1/chat/completions/derender": lambda body, _: self.serving.derender(body),
             "/v1/models": lambda body, _: self.serving.list_models(),
             "/v1/load_lora_adapter": lambda body, _: self.serving.load(body),
             "/v1/unload_lora_adapter": lambda body, _: self.serving.unload(body),
@@ -152,6 +154,9 @@ class _Serving:
         from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
         from vllm.entrypoints.openai.models.protocol import BaseModelPath
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+        from vllm.entrypoints.scale_out.derender.serving import ServingDerender
+        from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+        from vllm.renderers.online_derenderer import OnlineDerenderer
         from vllm.renderers.online_renderer import OnlineRenderer
 
         known: Any = engine
@@ -166,9 +171,12 @@ class _Serving:
         name = str(engine.model_config.model)
         self.models = OpenAIServingModels(known, [BaseModelPath(name=model, model_path=name)])
         renderer = OnlineRenderer(engine.model_config, engine.renderer, **told, **chat)
+        parser = OnlineDerenderer(engine.model_config, engine.renderer, **told, **chat)
         chat["reasoning_parser"] = chat["reasoning_parser"] or ""
         self._chat = OpenAIServingChat(known, self.models, "assistant", online_renderer=renderer, **told, **chat)
         self._complete = OpenAIServingCompletion(known, self.models, online_renderer=renderer, **told)
+        self._generate = ServingTokens(known, self.models, renderer, **told)
+        self._derender = ServingDerender(self.models, parser, **told)
 
     async def chat(self, body: dict[str, Any]) -> tuple[int, Any]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -179,6 +187,16 @@ class _Serving:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         return _body(await self._complete.create_completion(CompletionRequest(**body)))
+
+    async def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+        return _body(await self._generate.serve_tokens(GenerateRequest(**body)))
+
+    async def derender(self, body: dict[str, Any]) -> tuple[int, Any]:
+        from vllm.entrypoints.scale_out.token_in_token_out.protocol import DerenderChatRequest
+
+        return _body(await self._derender.derender_chat_response(DerenderChatRequest(**body)))
 
     async def list_models(self) -> tuple[int, Any]:
         return _body(await self.models.show_available_models())

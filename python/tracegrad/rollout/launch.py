@@ -105,17 +105,23 @@ class Launched:
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if (status := self.process.poll()) is not None:
-                raise ServerError(
-                    f"vLLM ended with status {status} before it was healthy; it cannot be asked. It said: "
-                    f"{self.last_words()}. All of it stands in {self.log}."
-                )
+            if (why := self.ended()) is not None:
+                raise ServerError(why)
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return self.url
             time.sleep(0.5)
         raise ServerError(
             f"vLLM was not healthy within {timeout_s:.0f} s; it cannot be asked. It said: {self.last_words()}. "
             f"A loaded machine takes minutes: raise the time, or look into {self.log}."
+        )
+
+    def ended(self) -> str | None:
+        """Why the server cannot be asked any more, with the end of its log; None while it runs."""
+        if (status := self.process.poll()) is None:
+            return None
+        return (
+            f"vLLM at {self.url} ended with status {status}; it cannot be asked. It said: {self.last_words()}. "
+            f"All of it stands in {self.log}."
         )
 
     def last_words(self) -> str:

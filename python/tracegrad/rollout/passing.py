@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tracegrad.rollout.jsons import loads
 from tracegrad.rollout.session import CHAT, COMPLETIONS
 
 
@@ -119,10 +120,10 @@ class Events:
         start = 0
         while True:
             lines = rest.find(b"\n\n", start)
-            carriage = rest.find(b"\r\n\r\n", start)
+            carriage = rest.find(b"\r\n\r\n", start, lines if lines >= 0 else len(rest))
             if lines < 0 and carriage < 0:
                 break
-            end = carriage + 4 if lines < 0 or 0 <= carriage < lines else lines + 2
+            end = carriage + 4 if carriage >= 0 else lines + 2
             yield rest[start:end]
             start = end
         self._rest = rest[start:]
@@ -135,7 +136,7 @@ class Events:
         if not payload.startswith(b"{"):
             return event
         try:
-            chunk = json.loads(payload)
+            chunk = loads(payload)
         except (ValueError, RecursionError):
             return event
         for choice in chunk.get("choices") or ():
@@ -154,3 +155,12 @@ def dumped(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":")).encode()
+
+
+def response_of(data: bytes) -> dict[str, Any] | None:
+    """A server's answer, where it is one that can be recorded."""
+    try:
+        told = loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return told if isinstance(told, dict) and told.get("error") is None else None

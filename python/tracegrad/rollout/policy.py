@@ -172,7 +172,7 @@ class Policy:
         if self._address is None:
             raise ArgumentError(
                 "policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to play, or leave a run's "
-                'online.ids at "chat".'
+                'play.ids at "chat".'
             )
         return self._address
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hmac
 import inspect
-import json
 import re
 import secrets
 import socket
@@ -24,8 +23,9 @@ import aiohttp
 import uvicorn
 
 from tracegrad.errors import ArgumentError, shown
-from tracegrad.rollout.exchange import Refusal, Upstream, answer, body_of, disconnected, object_of, whole
-from tracegrad.rollout.passing import ROADS, Added, Events, Road, dumped
+from tracegrad.rollout.exchange import Pool, Refusal, Upstream, answer, body_of, disconnected, object_of, whole
+from tracegrad.rollout.journal import Entry, Journal
+from tracegrad.rollout.passing import ROADS, Added, Events, Road, dumped, response_of
 from tracegrad.rollout.play import checked
 from tracegrad.rollout.policy import LimitReached, Limits, Policy
 from tracegrad.rollout.session import Call, Session
@@ -42,6 +42,7 @@ class Seat:
     policy: Policy
     group: str | None = None
     own: bool = True
+    entry: Entry | None = None
     flying: int = 0
     rewards: Any = None
     used: float = field(default_factory=time.monotonic)
@@ -52,12 +53,14 @@ class Proxy:
     """Serves and records, as an asynchronous context manager.
 
     Args:
-        upstream: base URL of the server, or `(session) -> URL`, plain or asynchronous, where there are several.
+        upstream: base URL of the server, or an open `Servers`, where there are several.
         key: what clients show, as a bearer token or x-api-key; one is drawn where it is None.
         upstream_key: what the server asks for.
         model: name that every request gets, or a function that gives it; the client's own where it is None.
         finished: called with the record of each session that a client opened, when it gets its reward, is not used
             any more, or the proxy ends. Where it raises, the session stays open and the client is told.
+        journal: keeps the sessions that clients opened, with their calls, until they are finished; those that a proxy
+            before this one left open are open again.
         version, sampling, salt, limits, logprob_kind: of sessions that clients open; as for `play`.
         host, port: where it listens; a free port by default.
         request_bytes, response_bytes: larger bodies are refused.
@@ -68,12 +71,13 @@ class Proxy:
 
     def __init__(
         self,
-        upstream: str | Callable[[str], Any],
+        upstream: str | Pool,
         *,
         key: str | None = None,
         upstream_key: str | None = None,
         model: str | Callable[[], str] | None = None,
         finished: Callable[[dict[str, Any]], Any] | None = None,
+        journal: Journal | None = None,
         version: Callable[[], int] | None = None,
         sampling: Mapping[str, Any] | None = None,
         salt: Callable[[], str | None] | None = None,
@@ -91,7 +95,7 @@ class Proxy:
             raise ArgumentError("the proxy's key has fewer than 8 characters. It could be guessed. Leave it out.")
         self.key = key or secrets.token_urlsafe(24)
         self._upstream, self._model = Upstream(upstream, upstream_key, timeout_s), model
-        self._finished = finished
+        self._finished, self._journal = finished, journal
         self._new = {"version": version, "sampling": sampling, "logprob_kind": logprob_kind}
         self._salt, self._limits = salt, limits or Limits(turns=1 << 20, seconds=idle_s)
         self._address = (host, port)
@@ -102,6 +106,10 @@ class Proxy:
         self._count = 0
 
     async def __aenter__(self) -> Proxy:
+        for entry, calls, lost in () if self._journal is None else self._journal.found():
+            seat = self._seats[entry.name] = self._opened(entry.name, entry.group)
+            seat.entry, seat.policy.turns = entry, len(calls) + len(lost)
+            seat.policy.session.take_up(calls, lost)
         await self._upstream.__aenter__()
         listening = socket.create_server(self._address, backlog=1024)
         self._address = listening.getsockname()[:2]
@@ -208,9 +216,27 @@ class Proxy:
             raise Refusal(400, "a session's name has 1 to 128 letters, digits, '.', '_', ':' and '-'")
         if len(self._seats) >= self._most:
             raise Refusal(503, f"{self._most} sessions are open; finish some with a reward", "overloaded_error")
-        policy = Policy(Session(name, **self._new), _unused, limits=self._limits, salt=self._salt)
-        seat = self._seats[name] = Seat(policy, group=headers.get(b"x-tracegrad-group"), own=False)
+        seat = self._opened(name, headers.get(b"x-tracegrad-group"))
+        if self._journal is not None:
+            try:
+                seat.entry = self._journal.begin(name, seat.group)
+            except OSError as error:
+                raise Refusal(507, f"session {name} could not be kept: {error.strerror}") from None
+        self._seats[name] = seat
         return seat
+
+    def _opened(self, name: str, group: str | None) -> Seat:
+        """A session that a client opens."""
+        policy = Policy(Session(name, **self._new), _unused, limits=self._limits, salt=self._salt)
+        return Seat(policy, group=group, own=False)
+
+    def _keep(self, seat: Seat) -> None:
+        """Writes what the journal has not of a session, before its client hears of it."""
+        if self._journal is not None and seat.entry is not None:
+            try:
+                self._journal.keep(seat.entry, seat.policy.session)
+            except OSError as error:
+                raise Refusal(507, f"the call could not be kept, send it again: {error.strerror}") from None
 
     async def _reward(self, name: str | None, body: dict[str, Any], send: Any) -> None:
         """Finishes a session."""
@@ -240,6 +266,8 @@ class Proxy:
         del self._seats[name]
         self._ended[name] = None
         about = {**(metadata if isinstance(metadata, dict) else {}), "ended": ended}
+        if seat.entry is not None:
+            about["session"] = seat.entry.token
         try:
             record = seat.policy.session.record(name, seat.group, seat.rewards, about)
             done = self._finished(record) if self._finished is not None else None
@@ -249,6 +277,9 @@ class Proxy:
             del self._ended[name]
             self._seats[name] = seat
             raise
+        if self._journal is not None and seat.entry is not None:
+            with contextlib.suppress(OSError):  # the next proxy finds its record
+                self._journal.end(seat.entry)
         if len(self._ended) > ENDED_NAMES:
             self._ended.popitem(last=False)
 
@@ -271,6 +302,7 @@ class Proxy:
     async def _call(self, seat: Seat, road: Road, body: dict[str, Any], receive: Any, send: Any) -> None:
         """One request of a client, recorded."""
         policy, asked = seat.policy, road.wanted(body)
+        self._keep(seat)
         try:
             left = policy.left()
         except LimitReached as limit:
@@ -285,7 +317,7 @@ class Proxy:
         if asked and (salt := policy.salt()) is not None:
             sent["cache_salt"] = salt
         closed = asyncio.ensure_future(disconnected(receive))
-        passing = asyncio.ensure_future(self._pass(call, road, Added(body, asked), sent, policy.sticky, send))
+        passing = asyncio.ensure_future(self._pass(seat, call, road, Added(body, asked), sent, send))
         try:
             await asyncio.wait({closed, passing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -295,22 +327,28 @@ class Proxy:
         with contextlib.suppress(asyncio.CancelledError):
             await passing
 
-    async def _pass(self, call: Call, road: Road, added: Added, sent: dict[str, Any], sticky: str, send: Any) -> None:
+    async def _pass(self, seat: Seat, call: Call, road: Road, added: Added, sent: dict[str, Any], send: Any) -> None:
         """The server's answer to the client; recorded whole, or as far as it came."""
         events: Events | None = None
         why = "the client closed before the answer"
         try:
-            response = await self._upstream.ask("POST", sticky, road.path, dumped(sent))
+            response = await self._upstream.ask("POST", seat.policy.sticky, road.path, dumped(sent))
             with contextlib.closing(response):
                 if response.status == 200 and response.content_type == "text/event-stream":
                     events = Events(added)
-                    return await self._stream(response, events, send)
+                    await self._stream(response, events, send)
+                    rest = events.ended()
+                    if events.text:
+                        call.close(events.text, tokens=events.tokens)
+                        self._keep(seat)
+                    return await send({"type": "http.response.body", "body": rest, "more_body": False})
                 data = await whole(response, self._response_bytes)
-            told = _response(data) if response.status == 200 else None
+            told = response_of(data) if response.status == 200 else None
             if told is None:
                 why = f"the server answered {response.status}: {data[:500].decode(errors='replace')}"
             else:
                 call.close(told)
+                self._keep(seat)
                 data = dumped(added.taken_out(told)) if added else data
             await answer(send, response.status, data, response.content_type)
         except Refusal as refused:
@@ -322,10 +360,12 @@ class Proxy:
                 raise Refusal(502, why, "upstream_error") from None
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            if events is not None and events.text:
+            if events is not None and events.text and not call.closed:
                 call.close(events.text, tokens=events.tokens)
             elif not call.closed:
                 call.lose(why)
+            with contextlib.suppress(Refusal):  # the next call tries again
+                self._keep(seat)
 
     async def _stream(self, response: aiohttp.ClientResponse, events: Events, send: Any) -> None:
         await send(
@@ -340,20 +380,10 @@ class Proxy:
                 await send({"type": "http.response.body", "body": passed, "more_body": True})
             if events.size > self._response_bytes:
                 break
-        await send({"type": "http.response.body", "body": events.ended(), "more_body": False})
 
 
 async def _unused(body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:
     raise ArgumentError("sessions of clients are asked through the proxy")
-
-
-def _response(data: bytes) -> dict[str, Any] | None:
-    """A server's answer, where it is one that can be recorded."""
-    try:
-        told = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return told if isinstance(told, dict) and told.get("error") is None else None
 
 
 def _named(path: str, headers: Mapping[bytes, str]) -> tuple[str | None, str]:

@@ -150,6 +150,11 @@ class Servers:
         """The base URLs of the servers that are not evicted."""
         return [server.url for server in self._servers.values() if server.evicted is None]
 
+    @property
+    def ready(self) -> list[str]:
+        """The base URLs of the servers that may be asked now."""
+        return [server.url for server in self._servers.values() if server.usable]
+
     def state(self) -> list[dict[str, Any]]:
         """One row for each server: url, in flight, answered, failures in a row, and why it is out or evicted."""
         return [

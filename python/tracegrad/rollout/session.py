@@ -78,6 +78,22 @@ class Session:
         """The newest version that may have sampled an answer that comes now."""
         return None if self._received is None else self._received()
 
+    @property
+    def losses(self) -> int:
+        """How many calls went without an answer; `lost` has the last of them."""
+        return self._lost
+
+    def take_up(self, calls: list[dict[str, Any]], lost: list[dict[str, Any]]) -> None:
+        """Goes on from calls that were made before, in another process."""
+        for call in calls:
+            told = isinstance(call["response"], str)
+            counted, exact = (0, False) if told or call.get("choice") else _counted(call["response"])
+            self._unsure |= told
+            self._add([call], counted, exact or bool(call.get("choice")))
+        self._lost, self.lost = len(lost), lost[-LOST_CALLS:]
+        if calls and isinstance(said := calls[-1]["request"].get("messages"), list):
+            self._seen, self._tools = said, calls[-1]["request"].get("tools")
+
     def open(self, body: Mapping[str, Any], asked: Mapping[str, Any] = CHAT) -> Call:
         """A call that is about to be made: `body` with the run's sampling and what a record needs.
 

@@ -1,10 +1,38 @@
 """Rewards of trajectories that were played or recorded: functions in TRL's convention, and a judge of whole groups.
 
-What cannot be scored is NaN and counted, never 0. Nothing here plays or trains.
+What cannot be scored is NaN and counted, never 0. Nothing here plays or trains. The room itself may be called:
+`tg.score(traces, functions)` is `tg.score.recorded`.
 """
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from tracegrad.score.functions import Rewards, Scored, rewards
 from tracegrad.score.judge import Judge
+from tracegrad.score.recorded import PART, Judgement, Rescored, judged, recorded
+from tracegrad.score.spool import Spool
 from tracegrad.score.verdict import Judged, Verdict
 
-__all__ = ["Judge", "Judged", "Rewards", "Scored", "Verdict", "rewards"]
+__all__ = [
+    "PART",
+    "Judge",
+    "Judged",
+    "Judgement",
+    "Rescored",
+    "Rewards",
+    "Scored",
+    "Spool",
+    "Verdict",
+    "judged",
+    "recorded",
+    "rewards",
+]
+
+
+class _Room(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> Rescored:
+        return recorded(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Room

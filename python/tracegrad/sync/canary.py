@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,9 @@ async def ask(
     sampling: Mapping[str, Any] | None = None,
     salt: str | None = None,
     timeout_s: float = 60.0,
+    wait_s: float = 600.0,
 ) -> list[Said]:
-    """Ask every server both prompts at once.
+    """Ask every server both prompts at once, but for those that are gone: they get the weights when they are back.
 
     Args:
         cached: the ids of a prompt that is the same at each push; longer than a block of the cache (16 on GPU, 128 on
@@ -58,21 +60,37 @@ async def ask(
         sampling: what the run's own requests say, such as {"temperature": 0.7}: a canary that says something else
             proves something else.
         salt: as the run's requests have it.
+        wait_s: how long to wait for a server where none is there.
 
-    Raises: SyncError for a server that does not answer as it should.
+    Raises: SyncError for a server that does not answer as it should, or where none is back in time.
     """
     told = {**(sampling or {}), "model": servers.model, "max_tokens": tokens, "logprobs": 0, "return_token_ids": True}
     if salt is not None:
         told["cache_salt"] = salt
     prompts = [(True, list(cached)), (False, list(new))]
-    asked = [_one(servers, url, known, ids, told, timeout_s) for url in servers.urls for known, ids in prompts]
-    return list(await asyncio.gather(*asked))
+    deadline = time.monotonic() + wait_s
+    while True:
+        asked = [_one(servers, url, known, ids, told, timeout_s) for url in servers.ready for known, ids in prompts]
+        answers = await asyncio.gather(*asked)
+        gone = {one for one in answers if isinstance(one, str)}
+        said = [one for one in answers if not isinstance(one, str) and one.url not in gone]
+        if said:
+            return said
+        if not await servers.usable(deadline - time.monotonic()):
+            raise SyncError(
+                f"No server was there for the canary after a push, within {wait_s:g} s: {', '.join(servers.urls)}. "
+                "Nobody knows what they serve. Start them again, and the run from its folder."
+            )
 
 
 async def _one(
     servers: Reach, url: str, known: bool, prompt: list[int], told: Mapping[str, Any], timeout_s: float
-) -> Said:
+) -> Said | str:
+    """What a server says, or the URL of one that is gone, which is left out."""
     answer = await servers.ask(url, "/v1/completions", {**told, "prompt": prompt}, timeout_s=timeout_s)
+    if answer.status == 0 and not answer.silent:
+        servers.leave_out(url, f"gone when the canary was asked: {answer.words}")
+        return url
     if not answer.ok:
         raise SyncError(
             f"{url} did not answer the canary after a push: {answer.words}. Nobody knows what it serves. Look into its "

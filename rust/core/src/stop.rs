@@ -82,6 +82,24 @@ pub(crate) fn now_and_then(round: usize) {
     }
 }
 
+/// [`check`] before work on so many bytes, where they are a mebibyte and more: for what is copied or searched whole.
+#[inline]
+pub(crate) fn before(bytes: usize) {
+    if bytes >= 1 << 20 {
+        check();
+    }
+}
+
+/// `sort_unstable_by_key` of a slice that may be very long.
+pub(crate) fn sort_by_key<T, K: Ord>(items: &mut [T], mut key: impl FnMut(&T) -> K) {
+    let mut round: usize = 0;
+    items.sort_unstable_by(|one, other| {
+        now_and_then(round);
+        round += 1;
+        key(one).cmp(&key(other))
+    });
+}
+
 /// As [`check`], and asks the caller now: for whoever has waited.
 pub(crate) fn check_now() {
     look(|_| true);
@@ -126,6 +144,11 @@ pub(crate) fn here() -> Here {
 }
 
 impl Here {
+    /// Whether anybody may stop it.
+    pub fn is_watched(&self) -> bool {
+        self.0.is_some()
+    }
+
     /// Does `task` as a part of this work.
     pub fn within<T>(&self, task: impl FnOnce() -> T) -> T {
         let is_here = PLACE.with_borrow(|place| match (&place.watch, &self.0) {

@@ -7,6 +7,8 @@ use crate::stop;
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::mem::forget;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 use std::thread::yield_now;
 
@@ -125,6 +127,29 @@ pub fn in_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     found.unwrap_or_else(|| unreachable!("a task that ended has a result"))
 }
 
+/// Does `work` on a thread of its own, while this one looks whether to stop: for code that takes long and cannot look.
+///
+/// Where the work must stop, its thread is left behind: it ends at its next [`stop::check`] or when it is done, and gives
+/// its memory back there. What it does by rayon's means it does alone. Where nobody watches it is done here.
+pub fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let here = stop::here();
+    let pool = here.is_watched().then(|| ThreadPoolBuilder::new().num_threads(1).build().ok()).flatten();
+    let Some(pool) = pool else { return work() };
+    let (gives, given) = sync_channel(1);
+    pool.spawn(move || {
+        let found = catch_unwind(AssertUnwindSafe(|| here.within(work)));
+        // Nobody takes it where the work was left.
+        let _ = gives.send(found);
+    });
+    loop {
+        match given.recv_timeout(stop::PAUSE) {
+            Ok(found) => return found.unwrap_or_else(|panic| resume_unwind(panic)),
+            Err(RecvTimeoutError::Timeout) => stop::check_now(),
+            Err(RecvTimeoutError::Disconnected) => unreachable!("a task that ended has a result"),
+        }
+    }
+}
+
 /// Whether a task has ended.
 #[derive(Default)]
 struct Done {
@@ -189,6 +214,42 @@ mod tests {
         let stopped = stop::watched(|| true, || map((0..100_000).collect::<Vec<u32>>(), || (), work));
         assert!(stopped.is_none());
         assert!(DONE.load(Ordering::Relaxed) < 50_000);
+    }
+
+    #[test]
+    fn work_apart_is_left_behind_where_it_must_stop_and_lets_go_of_what_it_holds() {
+        let (go, held) = (Arc::new(AtomicUsize::new(0)), Arc::new(()));
+        let (until, inside) = (Arc::clone(&go), Arc::clone(&held));
+        let endless = move || {
+            // It never looks.
+            while until.load(Ordering::Relaxed) == 0 {
+                yield_now();
+            }
+            inside
+        };
+        assert!(stop::watched(|| true, || apart(endless)).is_none());
+        assert_eq!(Arc::strong_count(&held), 2);
+        go.store(1, Ordering::Relaxed);
+        while Arc::strong_count(&held) > 1 {
+            yield_now();
+        }
+    }
+
+    #[test]
+    fn work_apart_gives_what_it_makes_panics_where_it_panics_and_stops_where_it_looks() {
+        assert_eq!(stop::watched(|| false, || apart(|| (1, rayon::current_num_threads()))), Some((1, 1)));
+        let panic = catch_unwind(|| stop::watched(|| false, || apart(|| panic!("seven"))));
+        assert_eq!(*panic.unwrap_err().downcast::<&str>().unwrap(), "seven");
+        let (sender, receiver) = sync_channel::<()>(0);
+        let looks = move || {
+            let _sender = sender;
+            loop {
+                stop::check();
+                yield_now();
+            }
+        };
+        assert!(stop::watched(|| true, || apart(looks)).is_none());
+        assert!(receiver.recv().is_err(), "its thread ended");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Every part is led by its kind and its length, so that no text can stand for another value. Called by the renders that
 //! are remembered and by the histories of call logs, whose keys are made of it.
 
+use crate::stop;
 use serde_json::{Map, Number, Value};
 
 /// A value.
@@ -42,6 +43,7 @@ fn write_number(key: &mut Vec<u8>, number: &Number) {
 
 /// A text, of which everybody who reads it knows that it is one.
 pub(crate) fn write_text(key: &mut Vec<u8>, text: &str) {
+    stop::before(text.len());
     key.extend_from_slice(&text.len().to_le_bytes());
     key.extend_from_slice(text.as_bytes());
 }

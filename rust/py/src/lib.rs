@@ -4,6 +4,7 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "arguments of a Python call arrive owned")]
 
+use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 
 mod align;
@@ -15,6 +16,7 @@ mod flags;
 mod json;
 mod pack;
 mod ratio;
+mod reader;
 mod template;
 mod tokenizer;
 mod traces;
@@ -25,8 +27,10 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    load_numpy(module.py())?;
     errors::register(module)?;
     traces::register(module)?;
+    module.add_class::<reader::PyTraceReader>()?;
     template::register(module)?;
     tokenizer::register(module)?;
     align::register(module)?;
@@ -34,4 +38,11 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ratio::register(module)?;
     pack::register(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
+}
+
+/// Loads the C interface of numpy now: within a call a signal that comes meanwhile would make its loading panic.
+fn load_numpy(py: Python<'_>) -> PyResult<()> {
+    py.import("numpy")?;
+    let _ = PyArray1::<i64>::zeros(py, 0, false).readonly();
+    Ok(())
 }

@@ -220,7 +220,7 @@ pub fn to_tuple(py: Python<'_>, rendered: Rendered) -> PyResult<Bound<'_, PyTupl
         PyArray2::from_vec2(py, &pairs).map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?
     };
     (
-        rendered.text.as_str(),
+        &*rendered.text,
         column(|span| span.start as i64),
         column(|span| span.end as i64),
         messages.into_pyarray(py),

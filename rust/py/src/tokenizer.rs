@@ -5,7 +5,7 @@ use crate::template::{Arguments, KnownTools, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 use std::path::PathBuf;
 use std::sync::Arc;
 use tracegrad_core::tokenizer::{Spelling, Tokenizer};
@@ -45,13 +45,23 @@ impl PyTokenizer {
         Ok((PyBytes::new(py, json), PyBytes::new(py, &config)))
     }
 
-    fn encode<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Ids<'py>> {
-        let ids = detached(py, Kind::Tokenizer, "encoding", || self.inner.encode(text).map(signed))?;
-        Ok(ids.into_pyarray(py))
+    fn encode<'py>(&self, py: Python<'py>, text: Bound<'py, PyString>) -> PyResult<Ids<'py>> {
+        let borrowed = text.to_str()?;
+        let ids = if self.inner.is_long(borrowed) {
+            let held = PyBackedStr::try_from(text)?;
+            detached(py, Kind::Tokenizer, "encoding", || self.inner.encode_shared(held))?
+        } else {
+            detached(py, Kind::Tokenizer, "encoding", || self.inner.encode(borrowed))?
+        };
+        Ok(signed(ids).into_pyarray(py))
     }
 
-    fn encode_with_ends<'py>(&self, py: Python<'py>, text: &str) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
-        let encode = || self.inner.encode_with_ends(text);
+    fn encode_with_ends<'py>(
+        &self,
+        py: Python<'py>,
+        text: PyBackedStr,
+    ) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
+        let encode = || self.inner.encode_held(text, 0);
         let (ids, ends) = detached(py, Kind::Tokenizer, "encoding", encode)?;
         let ends: Vec<i64> = ends.into_iter().map(i64::from).collect();
         Ok((signed(ids).into_pyarray(py), ends.into_pyarray(py)))
@@ -62,10 +72,8 @@ impl PyTokenizer {
         py: Python<'py>,
         texts: Vec<PyBackedStr>,
     ) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
-        let (ids, offsets) = detached(py, Kind::Tokenizer, "encoding", || {
-            let texts: Vec<&str> = texts.iter().map(|text| &**text).collect();
-            self.inner.encode_batch(&texts).map(flattened)
-        })?;
+        let encode = || self.inner.encode_batch(texts).map(flattened);
+        let (ids, offsets) = detached(py, Kind::Tokenizer, "encoding", encode)?;
         Ok((ids.into_pyarray(py), offsets.into_pyarray(py)))
     }
 
@@ -133,7 +141,7 @@ impl PyTokenizer {
             let tools = call.tools.as_ref();
             let template = self.inner.template_for(tools.map(Arc::as_ref))?;
             let text = template.render_text(&call.messages(), tools, add_generation_prompt, &call.kwargs)?;
-            self.inner.encode(&text).map(signed)
+            self.inner.encode_shared(text).map(signed)
         })?;
         Ok(ids.into_pyarray(py))
     }

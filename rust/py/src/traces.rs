@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracegrad_core::drift::NAMES;
 use tracegrad_core::format::forms;
-use tracegrad_core::read::{OnError, Options, Reader, Report, Writer, decode_all};
+use tracegrad_core::read::{Frames, Report, Writer, decode_all};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
 use tracegrad_core::{Error, Kind, stop};
 
@@ -28,7 +28,7 @@ pub struct PyTraces {
 }
 
 impl PyTraces {
-    fn new(traces: Vec<Arc<Trace>>, wanted: Option<&'static str>) -> Self {
+    pub(crate) fn new(traces: Vec<Arc<Trace>>, wanted: Option<&'static str>) -> Self {
         Self { inner: Arc::new(traces), wanted }
     }
 
@@ -331,7 +331,7 @@ pub fn to_object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyA
 }
 
 /// The form that a user names; `auto` is none.
-fn form_name(py: Python<'_>, format: &str) -> PyResult<Option<&'static str>> {
+pub(crate) fn form_name(py: Python<'_>, format: &str) -> PyResult<Option<&'static str>> {
     if format == "auto" {
         return Ok(None);
     }
@@ -343,7 +343,7 @@ fn form_name(py: Python<'_>, format: &str) -> PyResult<Option<&'static str>> {
     })
 }
 
-fn report_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn report_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let reasons = PyDict::new(py);
     for (reason, count) in &report.reasons {
         reasons.set_item(reason.name(), count)?;
@@ -368,59 +368,27 @@ fn report_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyD
     Ok(fields)
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A stream of traces.
-#[pyclass(frozen, module = "tracegrad._core", name = "TraceReader")]
-pub struct PyTraceReader {
-    /// None after a call that was stopped: what it had read is gone, and going on would leave that out.
-    inner: Mutex<Option<Reader>>,
-    wanted: Option<&'static str>,
+/// A file of groups that are zstd frames.
+#[pyclass(frozen, module = "tracegrad._core", name = "Frames")]
+pub struct PyFrames {
+    inner: Mutex<Frames>,
 }
 
 #[pymethods]
-impl PyTraceReader {
+impl PyFrames {
     #[new]
-    #[pyo3(signature = (path, on_error, quarantine, limit, max_record_bytes, chunk_bytes, format))]
-    #[allow(clippy::too_many_arguments, reason = "the keywords of one Python function")]
-    fn new(
-        py: Python<'_>,
-        path: PathBuf,
-        on_error: &str,
-        quarantine: Option<PathBuf>,
-        limit: Option<u64>,
-        max_record_bytes: usize,
-        chunk_bytes: usize,
-        format: &str,
-    ) -> PyResult<Self> {
-        let format = form_name(py, format)?;
-        let on_error = match (on_error, quarantine) {
-            ("raise", _) => OnError::Raise,
-            ("quarantine", Some(path)) => OnError::Quarantine(path),
-            _ => OnError::Skip,
-        };
-        let options = Options { on_error, limit, max_record_bytes, chunk_bytes, format };
-        let reader = detached(py, Kind::Fault, "opening a file", || Reader::open(&path, options))?;
-        Ok(Self { inner: Mutex::new(Some(reader)), wanted: format })
+    fn new(py: Python<'_>, path: PathBuf, start: u64, most: usize) -> PyResult<Self> {
+        let frames = detached(py, Kind::Fault, "opening a file", || Frames::open(&path, start, most))?;
+        Ok(Self { inner: Mutex::new(frames) })
     }
 
-    fn batch(&self, py: Python<'_>, count: usize) -> PyResult<PyTraces> {
-        let traces = detached(py, Kind::Fault, "reading a file", || {
-            let mut held = locked(&self.inner);
-            let mut reader = held.take().ok_or_else(stopped)?;
-            let traces = reader.batch(count);
-            *held = Some(reader);
-            traces
-        })?;
-        Ok(PyTraces::new(traces, self.wanted))
-    }
-
-    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let report = || locked(&self.inner).as_ref().map(|reader| reader.report().clone()).ok_or_else(stopped);
-        let report = detached(py, Kind::Fault, "reading a file", report)?;
-        report_dict(py, &report)
+    fn next(&self, py: Python<'_>) -> PyResult<Option<(PyTraces, u64)>> {
+        let frame = detached(py, Kind::Fault, "reading a file", || locked(&self.inner).next_frame())?;
+        Ok(frame.map(|frame| (PyTraces::new(frame.traces, None), frame.length)))
     }
 }
 
@@ -459,12 +427,6 @@ impl PyTraceWriter {
     }
 }
 
-fn stopped() -> Error {
-    Error::new(Kind::Argument, "the stream was stopped while it was read")
-        .why("Traces that it had read are gone, and the next ones would follow as if there were none")
-        .cure("Open the file again")
-}
-
 fn closed() -> Error {
     Error::new(Kind::Argument, "the writer is closed").cure("Open another one")
 }
@@ -473,6 +435,6 @@ fn closed() -> Error {
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTraces>()?;
     module.add_function(wrap_pyfunction!(restore_traces, module)?)?;
-    module.add_class::<PyTraceReader>()?;
+    module.add_class::<PyFrames>()?;
     module.add_class::<PyTraceWriter>()
 }

@@ -123,30 +123,23 @@ def _share(name: str) -> Callable[[Sums], float]:
 
 
 _RATIO = "theta / rollout"
-_SUM = "terms + 1e-6"
+_SUM, _CLOSED = "terms + 1e-6", "Closed pull request."
 DIAGNOSTICS: tuple[Metric, ...] = (
     Metric(
         "frac_old_logprobs_valid",
         "share",
         "",
         "positions + 1e-6",
-        "Positions with a recorded logprob, over prompts and padding too: it never reaches 1. Closed pull request.",
+        f"Positions with a recorded logprob, over prompts and padding too: it never reaches 1. {_CLOSED}",
         lambda s: 1 - (int(s["positions"]) - int(s["known"])) / (int(s["positions"]) + EPS),
     ),
-    Metric(
-        "mean_importance_ratio",
-        "1",
-        _RATIO,
-        _SUM,
-        "A missing logprob counts as 1. Closed pull request.",
-        _over("ratio"),
-    ),
+    Metric("mean_importance_ratio", "1", _RATIO, _SUM, f"A missing logprob counts as 1. {_CLOSED}", _over("ratio")),
     Metric(
         "clip_fraction",
         "share",
         _RATIO,
         _SUM,
-        "Outside the clip range, whatever the sign. Closed pull request.",
+        f"Outside the clip range, whatever the sign. {_CLOSED}",
         _over("outside"),
     ),
     Metric("loss/importance_ratio_mean", "1", _RATIO, "terms, at least 1", "The same mean.", _share("ratio")),

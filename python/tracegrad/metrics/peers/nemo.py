@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.groups import Rows
-from tracegrad.metrics.sums import Floats, Moments, Sums, moments, per
+from tracegrad.metrics.sums import Sums, largest_of, moments, over, smallest_of
 from tracegrad.metrics.table import Measured, Metric, Reading
 
 
@@ -107,27 +107,21 @@ def _sampling(
     return moments("weight", weight) | Sums.of(counts={"outside": np.count_nonzero(outside), "of": len(outside)})
 
 
-def _over(name: str, bottom: str) -> Callable[[Sums], Floats]:
-    return lambda s: per(s[name], s[bottom])
-
-
 _POLICY, _OLD, _TERMS = "theta / old", "old / rollout", "terms"
 POLICY_GRADIENT: tuple[Metric, ...] = (
-    Metric("probs_ratio", "1", _POLICY, _TERMS, "Mean ratio, not clamped before exp.", _over("ratio", "ratio.n")),
-    Metric("probs_ratio_clamped", "1", _POLICY, _TERMS, "Mean of the clipped ratio.", _over("clipped", "clipped.n")),
-    Metric("probs_ratio_min", "1", _POLICY, "", "Smallest; inf of none.", lambda s: Moments(s, "ratio").smallest),
-    Metric("probs_ratio_max", "1", _POLICY, "", "Largest; -inf of none.", lambda s: Moments(s, "ratio").largest),
-    Metric("probs_ratio_clamped_min", "1", _POLICY, "", "Smallest clipped.", lambda s: Moments(s, "clipped").smallest),
-    Metric("probs_ratio_clamped_max", "1", _POLICY, "", "Largest clipped.", lambda s: Moments(s, "clipped").largest),
-    Metric("token_mult_prob_error", "1", _OLD, _TERMS, "Mean of exp|l|.", _over("mult", "ratio.n")),
-    Metric("gen_kl_error", "nats", _OLD, _TERMS, "KL(rollout || old), not clamped.", _over("gen", "ratio.n")),
+    Metric("probs_ratio", "1", _POLICY, _TERMS, "Mean ratio, not clamped before exp.", over("ratio", "ratio.n")),
+    Metric("probs_ratio_clamped", "1", _POLICY, _TERMS, "Mean of the clipped ratio.", over("clipped", "clipped.n")),
+    Metric("probs_ratio_min", "1", _POLICY, "", "Smallest; inf of none.", smallest_of("ratio")),
+    Metric("probs_ratio_max", "1", _POLICY, "", "Largest; -inf of none.", largest_of("ratio")),
+    Metric("probs_ratio_clamped_min", "1", _POLICY, "", "Smallest clipped.", smallest_of("clipped")),
+    Metric("probs_ratio_clamped_max", "1", _POLICY, "", "Largest clipped.", largest_of("clipped")),
+    Metric("token_mult_prob_error", "1", _OLD, _TERMS, "Mean of exp|l|.", over("mult", "ratio.n")),
+    Metric("gen_kl_error", "nats", _OLD, _TERMS, "KL(rollout || old), not clamped.", over("gen", "ratio.n")),
     Metric(
-        "policy_kl_error", "nats", _OLD, _TERMS, "KL(old || rollout) on the same tokens.", _over("policy", "ratio.n")
+        "policy_kl_error", "nats", _OLD, _TERMS, "KL(old || rollout) on the same tokens.", over("policy", "ratio.n")
     ),
-    Metric(
-        "js_divergence_error", "nats", _OLD, _TERMS, "Jensen-Shannon, by k3 to the mixture.", _over("js", "ratio.n")
-    ),
-    Metric("approx_entropy", "nats", "theta / rollout", _TERMS, "Mean of - r log theta.", _over("entropy", "ratio.n")),
+    Metric("js_divergence_error", "nats", _OLD, _TERMS, "Jensen-Shannon, by k3 to the mixture.", over("js", "ratio.n")),
+    Metric("approx_entropy", "nats", "theta / rollout", _TERMS, "Mean of - r log theta.", over("entropy", "ratio.n")),
 )
 SAMPLING: tuple[Metric, ...] = (
     Metric(
@@ -136,7 +130,7 @@ SAMPLING: tuple[Metric, ...] = (
         _OLD,
         "terms; rows at sequence level",
         "Mean weight after truncation. NeMo-RL's own, at sequence level, is the sum over rows: a broadcast.",
-        _over("weight", "weight.n"),
+        over("weight", "weight.n"),
     ),
 )
 OUT_OF_BOUNDS = (
@@ -146,7 +140,7 @@ OUT_OF_BOUNDS = (
         _OLD,
         "terms; rows in seq-mask-tis",
         "Weights outside the bounds.",
-        _over("outside", "of"),
+        over("outside", "of"),
     ),
 )
 NEMO: tuple[Metric, ...] = (*POLICY_GRADIENT, *SAMPLING, *OUT_OF_BOUNDS)

@@ -13,7 +13,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.groups import Rows
-from tracegrad.metrics.sums import Moments, Sums, moments, per
+from tracegrad.metrics.sums import (
+    Moments,
+    Sums,
+    deviation_of,
+    largest_of,
+    mean_of,
+    moments,
+    over,
+    per,
+    reading,
+    smallest_of,
+)
 from tracegrad.metrics.table import Measured, Metric, Reading
 
 LIMIT = 20.0
@@ -145,8 +156,8 @@ def _one(s: Sums) -> float:
     return float(s["hit"]) / max(int(s["of"]), 1)
 
 
-def _read(how: Callable[[Moments], float], name: str = "gap") -> Callable[[Sums], float]:
-    return lambda s: how(Moments(s, name))
+def _ratio_mean(s: Sums) -> float:
+    return Moments(s, "ratio").total / max(Moments(s, "ratio").n, 1)
 
 
 def _padded_deviation(s: Sums) -> float:
@@ -165,15 +176,9 @@ def _padded_largest(name: str) -> Callable[[Sums], float]:
     return lambda s: max(Moments(s, name).largest, 0.0)
 
 
+_ROLLOUT, _PROXIMAL = "theta / rollout", "theta / old"
 RATIO = (
-    Metric(
-        "is_ratio_mean",
-        "1",
-        _OLD,
-        "terms, at least 1",
-        "Mean raw ratio.",
-        lambda s: Moments(s, "ratio").total / max(Moments(s, "ratio").n, 1),
-    ),
+    Metric("is_ratio_mean", "1", _OLD, "terms, at least 1", "Mean raw ratio.", _ratio_mean),
     Metric(
         "is_ratio_std",
         "1",
@@ -191,7 +196,7 @@ _SHARE = {
         Metric("token_mask_ratio", "share", _OLD, "terms left", "Terms the token mask drops.", _one),
         Metric("tis_token_clip_high_ratio", "share", _OLD, "terms left", "Ratios above the cap.", _one),
         Metric("tis_seq_clip_high_ratio", "share", _OLD, _ROWS, "Products above the cap.", _one),
-        Metric("clip_ratio", "share", "theta / old", "terms", "Terms whose gradient the bound removed.", _one),
+        Metric("clip_ratio", "share", _PROXIMAL, "terms", "Terms whose gradient the bound removed.", _one),
     )
 }
 
@@ -216,67 +221,40 @@ _HITS = {
         "product_sequence_mask_{}_ratio": "the product of those left",
     }.items()
 }
+_spread = reading(Moments.deviation)
 _DIFF = "policy/rollout_train_logprobs_abs_diff_"
 _MINI = "minibatch_rollout_logprobs_abs_diff_"
 POLICY = (
-    Metric(f"{_DIFF}mean", "nats", _OLD, "terms", "Mean |l|.", _read(lambda m: m.mean())),
-    Metric(f"{_DIFF}std", "nats", _OLD, "terms, less one", "Its deviation.", _read(lambda m: m.deviation(1))),
-    Metric(f"{_DIFF}max", "nats", _OLD, "", "Largest |l|.", _read(lambda m: m.largest)),
-    Metric(f"{_DIFF}min", "nats", _OLD, "", "Smallest |l|.", _read(lambda m: m.smallest)),
+    Metric(f"{_DIFF}mean", "nats", _OLD, "terms", "Mean |l|.", mean_of("gap")),
+    Metric(f"{_DIFF}std", "nats", _OLD, "terms, less one", "Its deviation.", deviation_of("gap")),
+    Metric(f"{_DIFF}max", "nats", _OLD, "", "Largest |l|.", largest_of("gap")),
+    Metric(f"{_DIFF}min", "nats", _OLD, "", "Smallest |l|.", smallest_of("gap")),
 )
 MINIBATCH = (
-    Metric(f"{_MINI}mean", "nats", "theta / rollout", "terms", "Mean |l|.", _read(lambda m: m.mean())),
-    Metric(
-        f"{_MINI}sq_mean",
-        "nats^2",
-        "theta / rollout",
-        "terms",
-        "Mean l^2.",
-        lambda s: per(s["gap.squares"], s["gap.n"]),
-    ),
-    Metric(
-        f"{_MINI}std", "nats", "theta / rollout", "terms", "sqrt(sq_mean - mean^2).", _read(lambda m: m.deviation())
-    ),
-    Metric(f"{_MINI}max", "nats", "theta / rollout", "", "Largest |l|.", _padded_largest("gap")),
-    Metric(
-        f"{_MINI}min",
-        "nats",
-        "theta / rollout",
-        "",
-        "Smallest, and 0 where anything is masked.",
-        _padded_smallest("gap"),
-    ),
+    Metric(f"{_MINI}mean", "nats", _ROLLOUT, "terms", "Mean |l|.", mean_of("gap")),
+    Metric(f"{_MINI}sq_mean", "nats^2", _ROLLOUT, "terms", "Mean l^2.", over("gap.squares", "gap.n")),
+    Metric(f"{_MINI}std", "nats", _ROLLOUT, "terms", "sqrt(sq_mean - mean^2).", _spread("gap")),
+    Metric(f"{_MINI}max", "nats", _ROLLOUT, "", "Largest |l|.", _padded_largest("gap")),
+    Metric(f"{_MINI}min", "nats", _ROLLOUT, "", "Smallest, and 0 where anything is masked.", _padded_smallest("gap")),
 )
 IMPORTANCE = (
     Metric(
-        "importance_ratio",
-        "1",
-        "theta / old",
-        "terms",
-        "Mean ratio, of the loss importance_sampling.",
-        _read(lambda m: m.mean(), "ratio"),
+        "importance_ratio", "1", _PROXIMAL, "terms", "Mean ratio, of the loss importance_sampling.", mean_of("ratio")
     ),
 )
 CISPO = (
-    Metric("cispo/ratio_mean", "1", "theta / old", "terms", "Mean ratio.", _read(lambda m: m.mean(), "ratio")),
+    Metric("cispo/ratio_mean", "1", _PROXIMAL, "terms", "Mean ratio.", mean_of("ratio")),
     Metric(
         "cispo/ratio_clamped_mean",
         "1",
-        "theta / old",
+        _PROXIMAL,
         "terms",
         "Mean ratio after the clamp.",
-        lambda s: per(s["ratio.clamped"], s["ratio.n"]),
+        over("ratio.clamped", "ratio.n"),
     ),
-    Metric("cispo/ratio_max", "1", "theta / old", "", "Largest.", _read(lambda m: m.largest, "ratio")),
-    Metric("cispo/ratio_min", "1", "theta / old", "", "Smallest.", _read(lambda m: m.smallest, "ratio")),
+    Metric("cispo/ratio_max", "1", _PROXIMAL, "", "Largest.", largest_of("ratio")),
+    Metric("cispo/ratio_min", "1", _PROXIMAL, "", "Smallest.", smallest_of("ratio")),
 )
-SKYRL: tuple[Metric, ...] = (
-    *RATIO,
-    *_SHARE.values(),
-    *(row for rows in _HITS.values() for row in rows),
-    *POLICY,
-    *MINIBATCH,
-    *IMPORTANCE,
-    *CISPO,
-)
+_OFF_POLICY = (*RATIO, *_SHARE.values(), *(row for rows in _HITS.values() for row in rows))
+SKYRL: tuple[Metric, ...] = (*_OFF_POLICY, *POLICY, *MINIBATCH, *IMPORTANCE, *CISPO)
 """The table."""

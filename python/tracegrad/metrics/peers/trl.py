@@ -16,7 +16,7 @@ from tracegrad.algebra.refuse import one_of
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.groups import Rows
 from tracegrad.metrics.rewards import flat
-from tracegrad.metrics.sums import Moments, Sums, moments, per
+from tracegrad.metrics.sums import Moments, Sums, deviation_of, mean_of, moments, per, reading
 from tracegrad.metrics.table import Measured, Metric, Reading
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -189,18 +189,18 @@ def _over(name: str, bottom: str) -> Callable[[Sums], float]:
     return lambda s: float(s[name]) / max(float(s[bottom]), 1.0)
 
 
+def _region(s: Sums) -> float:
+    return _over("low.hit", "low.of")(s) + _over("high.hit", "high.of")(s)
+
+
 def _extreme(name: str, side: str, nothing: float) -> Callable[[Sums], float]:
     return lambda s: getattr(Moments(s, name), side) if Moments(s, name).n else nothing
-
-
-def _read(name: str, how: Callable[[Moments], float]) -> Callable[[Sums], float]:
-    return lambda s: how(Moments(s, name))
 
 
 _NAN = float("nan")
 _SAMPLING = "sampling/sampling_logp_difference/"
 _RATIO = "sampling/importance_sampling_ratio/"
-_WEIGHTED = "old / rollout"
+_WEIGHTED, _RATIO_OF = "old / rollout", "theta / old"
 _UNITS = "terms; rows at sequence level"
 
 SAMPLING = (
@@ -215,79 +215,42 @@ KL = (
 )
 ENTROPY = (Metric("entropy", "nats", "", "terms", "Mean entropy.", _over("entropy", "n")),)
 CLIP = (
-    Metric("clip_ratio/low_mean", "share", "theta / old", _UNITS, "A < 0, below 1 - low.", _over("low.hit", "low.of")),
+    Metric("clip_ratio/low_mean", "share", _RATIO_OF, _UNITS, "A < 0, below 1 - low.", _over("low.hit", "low.of")),
     Metric(
         "clip_ratio/low_min",
         "share",
-        "theta / old",
+        _RATIO_OF,
         "",
         "Smallest share of a row: 0 unless every row was clipped somewhere.",
         _extreme("low", "smallest", _NAN),
     ),
+    Metric("clip_ratio/high_mean", "share", _RATIO_OF, _UNITS, "A > 0, above 1 + high.", _over("high.hit", "high.of")),
+    Metric("clip_ratio/high_max", "share", _RATIO_OF, "", "Largest share of a row.", _extreme("high", "largest", _NAN)),
     Metric(
-        "clip_ratio/high_mean", "share", "theta / old", _UNITS, "A > 0, above 1 + high.", _over("high.hit", "high.of")
-    ),
-    Metric(
-        "clip_ratio/high_max", "share", "theta / old", "", "Largest share of a row.", _extreme("high", "largest", _NAN)
-    ),
-    Metric(
-        "clip_ratio/region_mean",
-        "share",
-        "theta / old",
-        _UNITS,
-        "Either side: our clip_fraction without dual.",
-        lambda s: _over("low.hit", "low.of")(s) + _over("high.hit", "high.of")(s),
+        "clip_ratio/region_mean", "share", _RATIO_OF, _UNITS, "Either side: our clip_fraction without dual.", _region
     ),
 )
-CISPO = (
-    Metric("cispo_clip_ratio", "share", "theta / old", _UNITS, "A > 0, above the cap.", _over("high.hit", "high.of")),
-)
+CISPO = (Metric("cispo_clip_ratio", "share", _RATIO_OF, _UNITS, "A > 0, above the cap.", _over("high.hit", "high.of")),)
 VESPO = (Metric("vespo/phi_seq_mean", "1", "theta / rollout", "rows", "Mean gamma weight.", _over("phi", "phi.n")),)
 NAMED_REWARD = (
-    Metric(
-        "rewards/{name}/mean", "reward", "", "scored traces", "Of one function.", _read("reward", lambda m: m.mean())
-    ),
-    Metric(
-        "rewards/{name}/std",
-        "reward",
-        "",
-        "scored traces, less one",
-        "Its deviation.",
-        _read("reward", lambda m: m.deviation(1)),
-    ),
+    Metric("rewards/{name}/mean", "reward", "", "scored traces", "Of one function.", mean_of("reward")),
+    Metric("rewards/{name}/std", "reward", "", "scored traces, less one", "Its deviation.", deviation_of("reward")),
 )
 _REWARD = (
-    Metric(
-        "reward", "reward", "", "scored traces", "Weighted sum of the functions.", _read("reward", lambda m: m.mean())
-    ),
-    Metric(
-        "reward_std",
-        "reward",
-        "",
-        "scored traces, less one",
-        "Over all traces.",
-        _read("reward", lambda m: m.deviation(1)),
-    ),
+    Metric("reward", "reward", "", "scored traces", "Weighted sum of the functions.", mean_of("reward")),
+    Metric("reward_std", "reward", "", "scored traces, less one", "Over all traces.", deviation_of("reward")),
 )
 
 
-def _one_value(name: str) -> Callable[[Sums], float]:
+def _one_value(name: str, meaning: str) -> Metric:
     """1 where two or more values lie within TRL's 1e-8 of one another."""
-    return lambda s: float(Moments(s, name).n > 1 and Moments(s, name).largest - Moments(s, name).smallest <= 1e-8)
+    spread = reading(lambda m: float(m.n > 1 and m.largest - m.smallest <= 1e-8))
+    return Metric("frac_reward_zero_std", "0 or 1", "", "", meaning, spread(name))
 
 
 _FLAT = "Traces of groups without a difference; TRL takes a deviation below 1e-8 for none."
-REWARD = (
-    *_REWARD,
-    Metric("frac_reward_zero_std", "share", "", "traces", _FLAT, lambda s: per(s["flat"], s["rows"])),
-)
-REWARD_BY_BATCH = (
-    *_REWARD,
-    Metric("frac_reward_zero_std", "0 or 1", "", "", "All rewards are equal.", _one_value("reward")),
-)
-REWARD_OF_GDPO = (
-    *_REWARD,
-    Metric("frac_reward_zero_std", "0 or 1", "", "", "All normalised rewards are equal.", _one_value("summed")),
-)
+REWARD = (*_REWARD, Metric("frac_reward_zero_std", "share", "", "traces", _FLAT, lambda s: per(s["flat"], s["rows"])))
+REWARD_BY_BATCH = (*_REWARD, _one_value("reward", "All rewards are equal."))
+REWARD_OF_GDPO = (*_REWARD, _one_value("summed", "All normalised rewards are equal."))
 TRL: tuple[Metric, ...] = (*SAMPLING, *KL, *ENTROPY, *CLIP, *CISPO, *VESPO, *NAMED_REWARD, *REWARD)
 """The table."""

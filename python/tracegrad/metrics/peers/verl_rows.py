@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad.metrics.sums import Moments, Sums, per
+from tracegrad.metrics.sums import Moments, Sums, above, below, largest_of, mean_of, per, smallest_of
 from tracegrad.metrics.table import Metric
 
 EPS = 1e-8
@@ -30,6 +30,11 @@ def _of(name: str, read: Callable[[Moments], Any]) -> Callable[[Sums], Any]:
     return lambda s: read(Moments(s, name))
 
 
+def _filled(read: Callable[[str], Callable[[Sums], float]], name: str = "row") -> Callable[[Sums], float]:
+    """A reading, 0 where there is no row with a term."""
+    return lambda s: read(name)(s) if Moments(s, name).n else 0.0
+
+
 def _deviation(m: Moments) -> float:
     return m.deviation(1) if m.n > 1 else 0.0
 
@@ -45,8 +50,20 @@ def _ess(s: Sums) -> float:
     return (mean + EPS) ** 2 * weights.n / square if square > 0 else 0.0
 
 
+def _dropped(s: Sums) -> Any:
+    return (s["n"] - s["kept"]) / s["n"]
+
+
+def _rows_hit(s: Sums) -> Any:
+    return np.nan_to_num(per(s["hit"], s["row.n"]))
+
+
 def _row(name: str, unit: str, per: str, meaning: str, value: Callable[[Sums], Any], ratio: str = _OLD) -> Metric:
     return Metric(f"rollout_corr/{name}", unit, ratio, per, meaning, value)
+
+
+def _is(name: str, unit: str, per: str, meaning: str, value: Callable[[Sums], Any]) -> Metric:
+    return _row(f"rollout_is_{name}", unit, per, meaning, value)
 
 
 OFF_POLICY = (
@@ -66,84 +83,46 @@ OFF_POLICY = (
 )
 _W = "Weight after truncation"
 _IMPORTANCE = (
-    _row("rollout_is_mean", "1", _TERMS, f"{_W}, before batch normalisation.", _of("w", lambda m: m.mean())),
-    _row("rollout_is_std", "1", _TERMS, "Its deviation; 0 of a single term.", _of("w", _spread)),
-    _row(
-        "rollout_is_eff_sample_size", "share", _TERMS, "Our ess, with 1e-8 in it; verl divides by 0 if all w are.", _ess
-    ),
-    _row("rollout_is_seq_mean", "1", _ROWS, "Mean over rows of the row's mean weight.", _of("row", lambda m: m.mean())),
-    _row("rollout_is_seq_std", "1", f"{_ROWS}, less one", "Its deviation.", _of("row", _deviation)),
-    _row("rollout_is_seq_max", "1", "", "Largest mean weight of a row.", _of("row", lambda m: m.largest)),
-    _row("rollout_is_seq_min", "1", "", "Smallest; 0 if a row is empty.", _of("row", lambda m: m.smallest)),
-    _row("rollout_is_seq_max_deviation", "1", "", "Largest distance from 1.", _of("away", lambda m: m.largest)),
-    _row(
-        "rollout_is_seq_fraction_high",
-        "share",
-        _ROWS,
-        "Rows whose mean raw ratio exceeds the upper bound.",
-        _of("raw_row", lambda m: m.share("above")),
-    ),
-    _row(
-        "rollout_is_seq_fraction_low",
+    _is("mean", "1", _TERMS, f"{_W}, before batch normalisation.", mean_of("w")),
+    _is("std", "1", _TERMS, "Its deviation; 0 of a single term.", _of("w", _spread)),
+    _is("eff_sample_size", "share", _TERMS, "Our ess, with 1e-8 in it; verl divides by 0 if all w are.", _ess),
+    _is("seq_mean", "1", _ROWS, "Mean over rows of the row's mean weight.", mean_of("row")),
+    _is("seq_std", "1", f"{_ROWS}, less one", "Its deviation.", _of("row", _deviation)),
+    _is("seq_max", "1", "", "Largest mean weight of a row.", largest_of("row")),
+    _is("seq_min", "1", "", "Smallest; 0 if a row is empty.", smallest_of("row")),
+    _is("seq_max_deviation", "1", "", "Largest distance from 1.", largest_of("away")),
+    _is("seq_fraction_high", "share", _ROWS, "Rows whose mean raw ratio exceeds the upper bound.", above("raw_row")),
+    _is(
+        "seq_fraction_low",
         "share",
         _ROWS,
         "Rows below the lower bound, 1 / upper without one; empty ones.",
-        _of("raw_row", lambda m: m.share("below")),
+        below("raw_row"),
     ),
 )
 IMPORTANCE = {
     "token": (
         *_IMPORTANCE,
-        _row("rollout_is_max", "1", "", "Largest weight.", _of("w", lambda m: m.largest)),
-        _row("rollout_is_min", "1", "", "Smallest weight.", _of("w", lambda m: m.smallest)),
-        _row(
-            "rollout_is_ratio_fraction_high",
-            "share",
-            _TERMS,
-            "Raw ratios above the upper bound.",
-            _of("raw", lambda m: m.share("above")),
-        ),
-        _row(
-            "rollout_is_ratio_fraction_low",
-            "share",
-            _TERMS,
-            "Raw ratios below the lower bound, or 1 / upper.",
-            _of("raw", lambda m: m.share("below")),
-        ),
+        _is("max", "1", "", "Largest weight.", largest_of("w")),
+        _is("min", "1", "", "Smallest weight.", smallest_of("w")),
+        _is("ratio_fraction_high", "share", _TERMS, "Raw ratios above the upper bound.", above("raw")),
+        _is("ratio_fraction_low", "share", _TERMS, "Raw ratios below the lower bound, or 1 / upper.", below("raw")),
     ),
     "sequence": (
         *_IMPORTANCE,
-        _row(
-            "rollout_is_max",
+        _is(
+            "max",
             "1",
             "",
             "Largest raw product of a row, not truncated.",
             _of("sum", lambda m: np.exp(min(m.largest, LIMIT))),
         ),
-        _row(
-            "rollout_is_min",
-            "1",
-            "",
-            "Smallest raw product; an empty row is 1.",
-            _of("sum", lambda m: np.exp(m.smallest)),
-        ),
-        _row(
-            "rollout_is_ratio_fraction_high",
-            "share",
-            _ROWS,
-            "Rows whose product exceeds the upper bound.",
-            _of("sum", lambda m: m.share("above")),
-        ),
-        _row(
-            "rollout_is_ratio_fraction_low",
-            "share",
-            _ROWS,
-            "Rows below the lower bound, or 1 / upper.",
-            _of("sum", lambda m: m.share("below")),
-        ),
+        _is("min", "1", "", "Smallest raw product; an empty row is 1.", _of("sum", lambda m: np.exp(m.smallest))),
+        _is("ratio_fraction_high", "share", _ROWS, "Rows whose product exceeds the upper bound.", above("sum")),
+        _is("ratio_fraction_low", "share", _ROWS, "Rows below the lower bound, or 1 / upper.", below("sum")),
     ),
 }
-ICEPOP = (_row("rollout_is_oob_ratio", "share", _TERMS, "IcePop only: weights set to 0.", _over("outside", "w.n")),)
+ICEPOP = (_is("oob_ratio", "share", _TERMS, "IcePop only: weights set to 0.", _over("outside", "w.n")),)
 
 
 def _factor(m: Moments) -> float:
@@ -152,24 +131,8 @@ def _factor(m: Moments) -> float:
 
 
 BATCH_NORM = {
-    "token": (
-        _row(
-            "rollout_is_batch_norm_factor",
-            "1",
-            _TERMS,
-            "Mean weight divided by; 1 if tiny.",
-            _of("w", _factor),
-        ),
-    ),
-    "sequence": (
-        _row(
-            "rollout_is_batch_norm_factor",
-            "1",
-            _FILLED,
-            "The same over rows.",
-            _of("filled", _factor),
-        ),
-    ),
+    "token": (_is("batch_norm_factor", "1", _TERMS, "Mean weight divided by; 1 if tiny.", _of("w", _factor)),),
+    "sequence": (_is("batch_norm_factor", "1", _FILLED, "The same over rows.", _of("filled", _factor)),),
 }
 
 
@@ -177,51 +140,27 @@ def _rejection_rows(name: str, bottom: str, *, k1: bool) -> tuple[Metric, ...]:
     """Rows of an option; extrema and shares are over terms at token level, over rows with a term above it."""
     x = "rollout_rs_{option}_"
     seq = _FILLED
-    low = _of(name, lambda m: m.share("below")) if k1 else lambda _: 0.0
+    low = below(name) if k1 else lambda _: 0.0
     return (
-        _row(
-            x + "mean",
-            "stat",
-            _TERMS,
-            "Mean statistic; a row's counts once a term.",
-            _of("term", lambda m: m.mean()),
-        ),
-        _row(x + "max", "stat", "", "Largest.", _of(name, lambda m: m.largest)),
-        _row(x + "min", "stat", "", "Smallest.", _of(name, lambda m: m.smallest)),
-        _row(x + "fraction_high", "share", bottom, "Above the upper bound.", _of(name, lambda m: m.share("above"))),
+        _row(x + "mean", "stat", _TERMS, "Mean statistic; a row's counts once a term.", mean_of("term")),
+        _row(x + "max", "stat", "", "Largest.", largest_of(name)),
+        _row(x + "min", "stat", "", "Smallest.", smallest_of(name)),
+        _row(x + "fraction_high", "share", bottom, "Above the upper bound.", above(name)),
         _row(x + "std", "stat", _TERMS, "Deviation of the statistic clamped to its bounds.", _of("term", _spread)),
-        _row(x + "seq_mean", "stat", seq, "Mean over rows.", _of("row", lambda m: m.mean() if m.n else 0.0)),
+        _row(x + "seq_mean", "stat", seq, "Mean over rows.", _filled(mean_of)),
         _row(x + "seq_std", "stat", f"{seq}, less one", "Its deviation.", _of("row", _deviation)),
-        _row(x + "seq_max", "stat", "", "Largest of a row.", _of("row", lambda m: m.largest if m.n else 0.0)),
-        _row(x + "seq_min", "stat", "", "Smallest of a row.", _of("row", lambda m: m.smallest if m.n else 0.0)),
-        _row(x + "seq_max_deviation", "stat", "", "Largest |.|.", _of("away", lambda m: m.largest if m.n else 0.0)),
-        _row(
-            x + "seq_fraction_high", "share", seq, "Rows above.", _of("row", lambda m: m.share("above") if m.n else 0.0)
-        ),
-        _row(
-            x + "masked_fraction",
-            "share",
-            _TERMS,
-            "Terms dropped.",
-            _of("kept", lambda m: (m.n - m.total) / m.n),
-        ),
-        _row(
-            x + "seq_masked_fraction",
-            "share",
-            seq,
-            "Rows with a term dropped.",
-            lambda s: np.nan_to_num(per(s["hit"], s["row.n"])),
-        ),
+        _row(x + "seq_max", "stat", "", "Largest of a row.", _filled(largest_of)),
+        _row(x + "seq_min", "stat", "", "Smallest of a row.", _filled(smallest_of)),
+        _row(x + "seq_max_deviation", "stat", "", "Largest |.|.", _filled(largest_of, "away")),
+        _row(x + "seq_fraction_high", "share", seq, "Rows above.", _filled(above)),
+        _row(x + "masked_fraction", "share", _TERMS, "Terms dropped.", _of("kept", lambda m: (m.n - m.total) / m.n)),
+        _row(x + "seq_masked_fraction", "share", seq, "Rows with a term dropped.", _rows_hit),
         _row(x + "fraction_low", "share", bottom, "Below the lower bound; 0 but for k1.", low),
     )
 
 
 _SEQUENCE_LOW = _row(
-    "rollout_rs_{option}_seq_fraction_low",
-    "share",
-    _FILLED,
-    "k1 only: rows below the lower bound.",
-    _of("row", lambda m: m.share("below") if m.n else 0.0),
+    "rollout_rs_{option}_seq_fraction_low", "share", _FILLED, "k1 only: rows below the lower bound.", _filled(below)
 )
 REJECTION = {
     ("token", True): (*_rejection_rows("term", _TERMS, k1=True), _SEQUENCE_LOW),
@@ -231,43 +170,24 @@ REJECTION = {
 }
 """By level and whether the statistic is k1, which alone has a lower bound."""
 REJECTION_ALL = (
-    _row(
-        "rollout_rs_masked_fraction",
-        "share",
-        _TERMS,
-        "Terms that any option dropped.",
-        lambda s: (s["n"] - s["kept"]) / s["n"],
-    ),
+    _row("rollout_rs_masked_fraction", "share", _TERMS, "Terms that any option dropped.", _dropped),
     _row("rollout_rs_seq_masked_fraction", "share", _ROWS, "Rows with a term dropped.", _over("hit", "rows")),
 )
+_PPO = "theta / old"
 ACTOR = (
     Metric(
         "actor/ppo_kl",
         "nats",
-        "theta / old",
+        _PPO,
         _TERMS,
         "Mean of -l: below 0 where theta likes the tokens better. kl_cov: of |l|.",
         _over("kl"),
     ),
     Metric(
-        "actor/pg_clipfrac",
-        "share",
-        "theta / old",
-        _TERMS,
-        "Terms whose gradient the loss's bound removed.",
-        _over("clipped"),
+        "actor/pg_clipfrac", "share", _PPO, _TERMS, "Terms whose gradient the loss's bound removed.", _over("clipped")
     ),
-    Metric(
-        "actor/pg_clipfrac_lower", "share", "theta / old", _TERMS, "Terms under the dual clip.", _over("clipped_lower")
-    ),
+    Metric("actor/pg_clipfrac_lower", "share", _PPO, _TERMS, "Terms under the dual clip.", _over("clipped_lower")),
 )
-VERL = (
-    *OFF_POLICY,
-    *IMPORTANCE["token"],
-    *ICEPOP,
-    *BATCH_NORM["token"],
-    *REJECTION["sequence", True],
-    *REJECTION_ALL,
-    *ACTOR,
-)
+_CORRECTION = (*OFF_POLICY, *IMPORTANCE["token"], *ICEPOP, *BATCH_NORM["token"], *REJECTION["sequence", True])
+VERL = (*_CORRECTION, *REJECTION_ALL, *ACTOR)
 """The table: where token and sequence differ, rollout_is is shown for tokens and rollout_rs for sequences."""

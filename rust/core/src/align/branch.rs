@@ -7,6 +7,7 @@
 use super::extras::Rows;
 use super::prompt::{Text, source};
 use std::borrow::Cow;
+use std::sync::Arc;
 
 /// The tokens of one branch, and where it stands.
 #[derive(Debug, Clone, Default)]
@@ -23,7 +24,7 @@ pub struct Branch<'a> {
     /// Messages covered: indices into the trace's pool.
     pub path: Vec<u32>,
     /// Rendered prompt of the last generation; empty where it was not rendered.
-    pub prompt: String,
+    pub prompt: Arc<str>,
     /// First token of the last generation.
     pub body: usize,
     /// The last generation ended in a special token that it sampled.

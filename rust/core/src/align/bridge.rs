@@ -60,13 +60,16 @@ fn step_over(
     let ends_turn = sampled(held) && branch.source.get(held + 1).is_none_or(|&next| next != source::SAMPLED);
     if ends_turn && is_stop(branch.ids[held]) {
         let stop = branch.ids[held];
-        if let Some(&other) = ids.get(at).filter(|&&id| Some(id) == closing.token)
+        // Harmony closes the last message with `<|return|>` and every other with `<|end|>`.
+        let closes = |id: u32| Some(id) == closing.token || (is_stop(id) && ids.get(at + 1) != closing.token.as_ref());
+        if let Some(&other) = ids.get(at).filter(|&&id| closing.token.is_some() && closes(id))
             && goes_on(held + 1, at + 1)
         {
             edits.push((Reason::StopTokenDiffers, held, format!("sampled {stop}, the next prompt has {other}")));
             return Some((held + 1, at + 1));
         }
-        if goes_on(held + 1, at) && at < ids.len() {
+        // Where the template closes a turn with a token, anything before that token is still the turn's text.
+        if closing.token.is_none() && goes_on(held + 1, at) && at < ids.len() {
             edits.push((Reason::StopTokenDiffers, held, format!("sampled {stop}, the next prompt leaves it out")));
             return Some((held + 1, at));
         }
@@ -136,9 +139,27 @@ mod tests {
     }
 
     #[test]
+    fn an_end_in_place_of_the_return_that_closes_the_last_message_is_one_edit() {
+        let harmony = Closing { token: Some(RETURN), separator: vec![] };
+        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, END, 3], &harmony, is_stop).unwrap();
+        assert_eq!((found.from, reasons(&found)), (5, vec![Reason::StopTokenDiffers]));
+    }
+
+    #[test]
     fn a_stop_token_that_the_template_does_not_write_is_passed_over() {
-        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, 7, 8], &closing(), is_stop).unwrap();
+        let unclosed = Closing { token: None, separator: vec![] };
+        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, 7, 8], &unclosed, is_stop).unwrap();
         assert_eq!((found.from, reasons(&found)), (4, vec![Reason::StopTokenDiffers]));
+    }
+
+    #[test]
+    fn text_that_the_template_adds_before_its_closing_token_is_another_history() {
+        // A call was sampled without its closing tag; a parser takes it, and the template writes it with the tag.
+        let special = |id| is_stop(id) || id == 7;
+        for stop in [END, RETURN] {
+            assert_eq!(bridge(&branch(stop, &[]), &[1, 2, 5, 6, 7, END, LINE, 3], &closing(), special), None);
+            assert_eq!(bridge(&branch(stop, &[]), &[1, 2, 5, 6, 7, END, LINE, 3], &closing(), is_stop), None);
+        }
     }
 
     #[test]

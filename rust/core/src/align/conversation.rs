@@ -146,7 +146,7 @@ impl Conversation {
         let scaffold = Scaffold::new(&self.tokenizer)?;
         let messages: Vec<&Value> = self.messages.iter().map(Arc::as_ref).collect();
         let rendered = self.tokenizer.render(&messages, self.tools.as_ref(), true, &self.kwargs)?;
-        let text = Arc::from(rendered.text.as_str());
+        let text = Arc::clone(&rendered.text);
         let Some(last) = &self.last else {
             return Ok(Next { ids: scaffold.encode(&rendered, 0)?.ids, text, fork: None });
         };

@@ -12,6 +12,7 @@ mod conversation;
 mod dates;
 mod diff;
 mod duplicates;
+mod ending;
 mod extras;
 mod lookup;
 mod media;
@@ -42,6 +43,7 @@ use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::{LogprobKind, Trace};
 use branch::Branch;
+use ending::Ending;
 use std::collections::HashMap;
 use std::sync::Arc;
 use weave::{Memory, Woven};
@@ -111,6 +113,7 @@ pub struct Aligned {
     pub cu_turns: Vec<i64>,
     pub logprob_kind: Vec<u8>,
     pub temperature: Vec<f32>,
+    pub ending: Vec<u8>,
     pub extras: Vec<Column>,
     pub drift_trace: Vec<i32>,
     pub drift: Vec<Finding>,
@@ -188,6 +191,7 @@ impl Aligned {
                 column.push(branch, &trace.generations);
             }
         }
+        self.ending.push(Ending::of(trace, &woven.branches) as u8);
         branches.extend(woven.branches);
         self.recorded += woven.recorded;
         self.exact += woven.exact;

@@ -12,13 +12,14 @@ use crate::drift::Reason;
 use crate::error::Result;
 use crate::template::Rendered;
 use crate::trace::{Generation, Prompt};
+use std::sync::Arc;
 
 /// Tokens on both sides of a difference in which a date is looked for.
 const DATE_WINDOW: usize = 24;
 
 impl Loom<'_, '_> {
     /// The place of a generation's prompt, and the rendered prompt where the template was asked.
-    pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<String>)> {
+    pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<Arc<str>>)> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
                 let rendered = self.scaffold.render(self.trace, &generation.context, true).ok();

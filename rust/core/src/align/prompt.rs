@@ -9,6 +9,7 @@ use crate::template::{Rendered, Span, Template};
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
 use serde_json::{Map, Value, json};
+use std::sync::Arc;
 
 /// Source of a token that was not sampled, as `Sequences.source` has it.
 pub mod source {
@@ -105,7 +106,7 @@ impl<'a> Scaffold<'a> {
 
     /// Ids of `rendered.text[from..]` with their sources.
     pub fn encode(&self, rendered: &Rendered, from: usize) -> Result<Text> {
-        let (ids, ends) = self.tokenizer.encode_with_ends(&rendered.text[from..])?;
+        let (ids, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), from)?;
         let sources = sources(&ends, from, &rendered.spans);
         Ok(Text { ids, sources })
     }
@@ -142,7 +143,7 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
 /// Cuts what stands behind the content of the last message: a prefill that the policy continued.
 fn end_at_last_content(rendered: &mut Rendered) {
     let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
-    rendered.text.truncate(end);
+    rendered.text = rendered.text[..end].into();
 }
 
 /// The text between an assistant's body and the end of a rendered conversation.

@@ -7,11 +7,12 @@ use super::prompt::{Scaffold, Text, sources};
 use super::resolve::is_special;
 use crate::error::Result;
 use crate::template::{Rendered, Span};
+use std::sync::Arc;
 
 /// A rendered prompt with its ids, the byte behind each, and their sources.
 #[derive(Debug, Default)]
 pub struct Prompts {
-    text: String,
+    text: Arc<str>,
     spans: Vec<Span>,
     ids: Vec<u32>,
     ends: Vec<u32>,
@@ -25,16 +26,14 @@ impl Prompts {
         let kept = if within { self.kept(scaffold, rendered) } else { 0 };
         let from = if kept == 0 { 0 } else { self.ends[kept - 1] as usize };
         let tokenizer = scaffold.tokenizer;
-        let (ids, ends) = tokenizer.encode_with_ends(&rendered.text[from..])?;
+        let (ids, ends) = tokenizer.encode_held(Arc::clone(&rendered.text), from)?;
         self.ids.truncate(kept);
         self.ids.extend_from_slice(&ids);
         self.ends.truncate(kept);
         self.ends.extend(ends.iter().map(|end| from as u32 + end));
         self.sources.truncate(kept);
         self.sources.extend(sources(&ends, from, &rendered.spans));
-        // What is kept of the text is that of the new one.
-        self.text.truncate(from);
-        self.text.push_str(&rendered.text[from..]);
+        self.text = Arc::clone(&rendered.text);
         self.spans.clone_from(&rendered.spans);
         Ok(Text { ids: self.ids.clone(), sources: self.sources.clone() })
     }
@@ -80,16 +79,16 @@ mod tests {
 
     /// Texts with content between `{` and `}`.
     fn rendered(marked: &str) -> Rendered {
-        let mut found = Rendered::default();
+        let (mut found, mut whole) = (Rendered::default(), String::new());
         for part in marked.split_inclusive(['{', '}']) {
             let text = part.trim_end_matches(['{', '}']);
-            let start = found.text.len();
-            found.text.push_str(text);
+            let start = whole.len();
+            whole.push_str(text);
             if part.ends_with('}') {
-                found.spans.push(Span { start, end: found.text.len(), message: 0, field: Field::Content });
+                found.spans.push(Span { start, end: whole.len(), message: 0, field: Field::Content });
             }
         }
-        found
+        Rendered { text: whole.into(), ..found }
     }
 
     #[test]

@@ -16,6 +16,7 @@ use crate::error::Result;
 use crate::template::Rendered;
 use crate::trace::Generation;
 use serde_json::Value;
+use std::sync::Arc;
 
 /// A turn in the rendered text: its body, in bytes.
 struct Span {
@@ -66,7 +67,7 @@ impl<'a> Loom<'a, '_> {
             let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
             let text = self.scaffold.encode(&rendered, 0)?;
             let outside = self.tokenizer.first_outside(&text.ids).map(|at| text.ids[at]);
-            let (_, ends) = self.tokenizer.encode_with_ends(&rendered.text)?;
+            let (_, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), 0)?;
             let mut cells = vec![None; text.ids.len()];
             for earlier in 0..=turn {
                 if whole.starts_with(&path(&generations[earlier])) {
@@ -149,7 +150,7 @@ impl<'a> Loom<'a, '_> {
     /// Where the rendered text shows the body of a generation.
     fn span_of(&self, generation: &Generation, rendered: &Rendered) -> Result<Option<Span>> {
         let prompt = self.scaffold.render(self.trace, &generation.context, true)?.text;
-        if !rendered.text.starts_with(&prompt) {
+        if !rendered.text.starts_with(&*prompt) {
             return Ok(None);
         }
         let index = generation.context.len() as u32;

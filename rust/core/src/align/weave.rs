@@ -145,7 +145,9 @@ impl<'a> Loom<'a, '_> {
             return Ok(());
         }
         let (place, rendered) = self.place(turn, generation)?;
-        if let Place::Extend(_, text) | Place::Fork(text) | Place::Stem(_, _, text) = &place
+        // Recorded ids were looked through above.
+        if !matches!(generation.prompt, Prompt::Ids(_) | Prompt::Follows { .. })
+            && let Place::Extend(_, text) | Place::Fork(text) | Place::Stem(_, _, text) = &place
             && let Some(at) = self.tokenizer.first_outside(&text.ids)
         {
             let id = text.ids[at];

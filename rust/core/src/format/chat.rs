@@ -30,6 +30,7 @@ pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> 
 /// Appends entries to the pool; a generation's context is every message before it.
 pub(super) fn append(body: &mut Body, nodes: Vec<Node>, sampling: &Sampling, list: &str) -> Decoded<Placings> {
     let mut placings = Vec::new();
+    body.messages.reserve(nodes.len());
     for (position, node) in nodes.into_iter().enumerate() {
         let place = |rejection: super::Rejection| rejection.inside(format!("{list}[{position}]"));
         let item = node.object("entry").map_err(place)?;

@@ -13,9 +13,14 @@ use serde_json::{Map, Value};
 pub(super) type Fields = Map<String, Value>;
 
 fn wrong(key: &str, found: &Value, wanted: &str) -> Rejection {
+    let number = found.as_str().is_some_and(|text| text.trim().parse::<f64>().is_ok_and(f64::is_finite));
     reject(Reason::WrongType, format!("`{key}` is {}, not {wanted}", describe(found)))
         .why("Its value would be guessed")
-        .cure("See docs/trace-format.md for the accepted forms")
+        .cure(if key == "reward" && number {
+            "Read it with --map.reward reward, which takes numbers as text"
+        } else {
+            "See docs/trace-format.md for the accepted forms"
+        })
 }
 
 /// A value that is there and is not null.

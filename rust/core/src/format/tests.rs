@@ -137,6 +137,7 @@ fn wrong_types_name_the_path() {
         (json!({"messages": [{"content": "x"}]}), "no `role`"),
         (json!({"messages": [{"role": "user", "content": 5}]}), "`content` is a number"),
         (json!({"messages": [{"role": "user"}], "reward": "good"}), "`reward` is a string"),
+        (json!({"messages": [{"role": "user"}], "reward": " 0.5"}), "--map.reward reward, which takes numbers as text"),
         (json!({"messages": [{"role": "user"}], "rewards": {"a": []}}), "rewards: `a` is a list"),
         (json!({"messages": [{"role": "user"}], "tools": "x"}), "`tools` is a string"),
         (json!({"messages": [{"role": "assistant", "token_ids": "x"}]}), "token_ids: invalid type: string"),

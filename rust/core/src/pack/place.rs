@@ -4,6 +4,7 @@ use super::lexical::{Entry, RunningMin, common, sorted};
 use super::ranks::{Cost, Work, balance};
 use super::rows::{Unit, rows_of};
 use super::{BestFit, check_budget, check_length};
+use crate::stop::{now_and_then, sort_by_key};
 use crate::threads;
 use crate::{Error, Kind, Result};
 use std::ops::Range;
@@ -129,6 +130,7 @@ fn traces_by_step(demand: Demand<'_>, steps: usize) -> Vec<Vec<Range<usize>>> {
     let mut by_step = vec![Vec::new(); steps];
     let mut first = 0;
     for run in demand.trace.chunk_by(|a, b| a == b) {
+        now_and_then(run[0] as usize);
         let branches = first..first + run.len();
         first = branches.end;
         let step = demand.step[run[0] as usize];
@@ -208,7 +210,7 @@ fn place_step(order: Order<'_>) -> Result<Plan> {
         }
         out.rows.push(place_rank(order, &units, rank, &mut fit, &mut out.spots)?);
     }
-    out.spots.sort_unstable_by_key(|spot| spot.place);
+    sort_by_key(&mut out.spots, |spot| spot.place);
     Ok(out)
 }
 
@@ -242,10 +244,11 @@ fn place_rank(
 /// Cost and tokens of the rows as they are, if each lays out a common prefix once.
 fn gain(demand: Demand<'_>, spots: &[Spot]) -> Gain {
     let mut by_row: Vec<&Spot> = spots.iter().collect();
-    by_row.sort_by_key(|spot| (spot.rank, spot.row)); // stable: within a row as ordered
+    sort_by_key(&mut by_row, |spot| (spot.rank, spot.row, spot.place));
     let (mut out, mut plain, mut tree) = (Gain::default(), 0.0, 0.0);
     let mut before: Option<&Spot> = None;
-    for spot in by_row {
+    for (round, spot) in by_row.into_iter().enumerate() {
+        now_and_then(round);
         let text = demand.text(spot.branch);
         let above = before.filter(|before| (before.rank, before.row) == (spot.rank, spot.row));
         let shared = above.map_or(0, |above| common(demand.text(above.branch), text));
@@ -284,10 +287,10 @@ impl Order<'_> {
     fn traces(&self) -> Vec<Together> {
         let trace = |place: u32| self.demand.trace[self.entries[place as usize].branch as usize];
         let mut places: Vec<u32> = (0..self.entries.len() as u32).collect();
-        places.sort_by_key(|&place| trace(place));
-        let mut out: Vec<Together> =
-            places.chunk_by(|&a, &b| trace(a) == trace(b)).map(|run| self.together(run.to_vec())).collect();
-        out.sort_unstable_by_key(|trace| trace.places[0]);
+        sort_by_key(&mut places, |&place| (trace(place), place));
+        let runs = places.chunk_by(|&a, &b| trace(a) == trace(b));
+        let mut out: Vec<Together> = runs.map(|run| self.together(run.to_vec())).collect();
+        sort_by_key(&mut out, |trace| trace.places[0]);
         out
     }
 
@@ -295,6 +298,7 @@ impl Order<'_> {
     fn together(&self, places: Vec<u32>) -> Together {
         let (cost, mut tokens, mut total) = (self.demand.cost, 0, 0.0);
         for (n, &place) in places.iter().enumerate() {
+            now_and_then(place as usize);
             let text = self.text(place);
             let shared = if self.shares && n > 0 { common(self.text(places[n - 1]), text) } else { 0 };
             let terms = self.demand.terms[self.entries[place as usize].branch as usize];
@@ -314,6 +318,7 @@ impl Order<'_> {
         let (mut before, mut pushed) = (None, 0);
         let mut out = Vec::new();
         for place in places.map(|place| place as usize) {
+            now_and_then(out.len());
             for (at, entry) in self.entries.iter().enumerate().take(place + 1).skip(pushed) {
                 running.push(at, entry.shared);
             }

@@ -1,6 +1,7 @@
 //! Which rank takes which trace, so that all take about as long.
 
 use super::lexical::RunningMin;
+use crate::stop::{now_and_then, sort_by_key};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -70,6 +71,7 @@ pub fn balance(works: &[Work], ranks: usize, cost: Cost) -> (Vec<u32>, Vec<f64>)
 fn parts(works: &[Work], limit: f64) -> Vec<(f64, std::ops::Range<usize>)> {
     let mut out: Vec<(f64, std::ops::Range<usize>)> = Vec::new();
     for (place, work) in works.iter().enumerate() {
+        now_and_then(place);
         let more = work.cost - work.prefix;
         match out.last_mut() {
             Some((cost, run)) if work.prefix > LOOSE * work.cost && *cost + more <= limit => {
@@ -84,11 +86,12 @@ fn parts(works: &[Work], limit: f64) -> Vec<(f64, std::ops::Range<usize>)> {
 
 fn longest_first(parts: &[(f64, std::ops::Range<usize>)], works: usize, ranks: usize) -> Vec<u32> {
     let mut order: Vec<usize> = (0..parts.len()).collect();
-    order.sort_by(|&a, &b| parts[b].0.total_cmp(&parts[a].0).then(a.cmp(&b)));
     // The bits of floats that are not negative are in the order of the floats.
+    sort_by_key(&mut order, |&part| (Reverse(parts[part].0.to_bits()), part));
     let mut load: BinaryHeap<Reverse<(u64, usize)>> = (0..ranks).map(|rank| Reverse((0, rank))).collect();
     let mut out = vec![0; works];
-    for part in order {
+    for (round, part) in order.into_iter().enumerate() {
+        now_and_then(round);
         let (cost, run) = &parts[part];
         let Some(Reverse((before, rank))) = load.pop() else { continue };
         load.push(Reverse(((f64::from_bits(before) + cost).to_bits(), rank)));
@@ -103,6 +106,7 @@ fn loads(works: &[Work], rank: &[u32], ranks: usize, cost: Cost) -> Vec<f64> {
     let mut last: Vec<Option<usize>> = vec![None; ranks];
     let mut running = RunningMin::default();
     for (place, work) in works.iter().enumerate() {
+        now_and_then(place);
         running.push(place, work.shared);
         let rank = rank[place] as usize;
         let shared = last[rank].map_or(0, |last| running.after(last));

@@ -1,6 +1,7 @@
 //! Which branches lie in one row together: best fit from the leaves of the prefix tree to its root.
 
 use super::BestFit;
+use crate::stop::{now_and_then, sort_by_key};
 use std::cmp::Reverse;
 
 /// What must lie in one row: a branch, or all branches of a trace.
@@ -37,6 +38,7 @@ pub fn rows_of(units: &[Unit], budget: usize, fit: &mut BestFit) -> (Vec<u32>, u
     let mut next: Vec<Option<u32>> = vec![None; units.len()];
     let mut open = vec![Node { depth: 0, bundles: Vec::new() }];
     for (place, unit) in (0u32..).zip(units) {
+        now_and_then(place as usize);
         close(&mut open, unit.shared, budget, fit, &mut next);
         if let Some(node) = open.last_mut() {
             node.bundles.push(Bundle { tokens: unit.tokens, first: place, last: place });
@@ -81,9 +83,10 @@ fn join(mut node: Node, budget: usize, fit: &mut BestFit, next: &mut [Option<u32
             append(&mut joined[0], bundle, depth, next);
         }
     } else {
-        node.bundles.sort_unstable_by_key(|bundle| (Reverse(bundle.tokens), bundle.first));
+        sort_by_key(&mut node.bundles, |bundle| (Reverse(bundle.tokens), bundle.first));
         fit.reset_to(budget - depth);
-        for bundle in node.bundles {
+        for (round, bundle) in node.bundles.into_iter().enumerate() {
+            now_and_then(round);
             let row = fit.place(bundle.tokens - depth) as usize;
             joined.resize(joined.len().max(row + 1), None);
             append(&mut joined[row], bundle, depth, next);

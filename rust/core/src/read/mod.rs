@@ -3,7 +3,9 @@
 //! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order, and by the longest record:
 //! a longer one is never held whole. What a record means is decided in `format`.
 
+mod cut;
 mod events;
+mod frames;
 mod held;
 mod quarantine;
 mod report;
@@ -19,6 +21,8 @@ use crate::error::{Error, Kind, Location, Result};
 use crate::format::{Decoded, Reason, Record, Rejection, decode, reject};
 use crate::threads;
 use crate::trace::Trace;
+pub use cut::{Cut, Made};
+pub use frames::{Frame, Frames};
 use quarantine::Quarantine;
 pub use report::Report;
 use source::Source;
@@ -28,6 +32,7 @@ use std::io;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 pub use write::Writer;
 
 /// What to do with a bad record.
@@ -69,6 +74,9 @@ const FIRST_CHUNK_BYTES: usize = 64 << 10;
 
 /// Records parsed at once, at most.
 const CHUNK_RECORDS: usize = 1 << 14;
+
+/// Bytes of a record whose decoding takes some tenths of a second: no parser looks meanwhile whether it must stop.
+const LONG: usize = 8 << 20;
 
 /// One record after decoding, with what the policy for bad ones needs.
 struct Outcome {
@@ -131,18 +139,21 @@ pub fn read_all(bytes: &[u8], name: &str, options: Options) -> Result<(Vec<Arc<T
 }
 
 /// Decodes pieces in their order, on all threads.
-fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&str>) -> Vec<Outcome> {
+fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Vec<Outcome> {
     threads::map(pieces, || (), |(), piece| Outcome::of(piece, file, limit, format))
 }
 
 impl Outcome {
-    fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&str>) -> Self {
+    fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
         let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };
         let (line, bytes, continued, problem) = match piece {
             Piece::Record { line, bytes } => {
-                let work = || Ok(decode(&bytes, &place(line), format));
-                let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(&place(line)) });
-                let decoded = caught(Kind::Fault, "reading a record", work).unwrap_or_else(fault);
+                let decoded = if bytes.len() < LONG {
+                    decode_one(&bytes, &place(line), format)
+                } else {
+                    let (bytes, place) = (Arc::clone(&bytes), place(line));
+                    threads::apart(move || decode_one(&bytes, &place, format))
+                };
                 return Self { line, bytes: Bytes::Shared(bytes), decoded, continued: false };
             }
             Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
@@ -150,6 +161,13 @@ impl Outcome {
         };
         Self { line, bytes: Bytes::Cut(bytes), decoded: Err(problem.at(&place(line))), continued }
     }
+}
+
+/// Decodes a record; a fault of the code that does is a reason like others.
+fn decode_one(bytes: &Arc<[u8]>, place: &Location, format: Option<&str>) -> Decoded<Record> {
+    let work = || Ok(decode(bytes, place, format));
+    let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(place) });
+    caught(Kind::Fault, "reading a record", work).unwrap_or_else(fault)
 }
 
 fn too_long(limit: usize) -> Rejection {
@@ -172,6 +190,8 @@ pub struct Reader {
     options: Options,
     /// Bytes of the longest record.
     limit: usize,
+    /// Bytes taken from the file so far.
+    taken: Arc<AtomicU64>,
     splitter: Splitter,
     waiting: VecDeque<Outcome>,
     /// Records that were cut while those before them were decoded.
@@ -189,7 +209,12 @@ pub struct Reader {
 impl Reader {
     /// Opens a file, or standard input for `-`.
     pub fn open(path: &Path, options: Options) -> Result<Self> {
-        let source = Source::open(path, options.max_record_bytes)?;
+        Self::open_as(path, None, options)
+    }
+
+    /// Opens a file that has another name in errors, such as the address that a pipe brings the bytes of.
+    pub fn open_as(path: &Path, name: Option<&str>, options: Options) -> Result<Self> {
+        let source = Source::open(path, options.max_record_bytes, name)?;
         Ok(Self::over(source, options))
     }
 
@@ -208,6 +233,7 @@ impl Reader {
             ready: source.ready,
             ahead: None,
             limit: source.limit,
+            taken: source.taken,
             splitter: Splitter::new(source.bytes, source.limit),
             next_chunk: FIRST_CHUNK_BYTES.min(options.chunk_bytes),
             options,
@@ -222,6 +248,11 @@ impl Reader {
     /// Counts of what has been given back so far.
     pub fn report(&self) -> &Report {
         &self.report
+    }
+
+    /// Bytes of the file that were taken so far, before decompression: more than what was given back.
+    pub fn taken(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
     }
 
     /// Takes at most `count` traces. Fewer mean that the stream has ended.

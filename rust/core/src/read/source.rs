@@ -7,6 +7,7 @@ use std::fs::{File, FileType};
 use std::io::{self, BufReader, Chain, Cursor, IsTerminal, Read};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A byte stream with the name it has in errors.
 pub(super) struct Source {
@@ -16,6 +17,19 @@ pub(super) struct Source {
     pub ready: bool,
     /// Longest record: the limit, less what decompression holds beyond what any reader may.
     pub limit: usize,
+    /// Bytes taken so far, before decompression.
+    pub taken: Arc<AtomicU64>,
+}
+
+/// Counts the bytes that are taken from a stream.
+struct Counted<R>(R, Arc<AtomicU64>);
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.0.read(buffer)?;
+        self.1.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
 }
 
 const GZIP: &[u8] = &[0x1f, 0x8b];
@@ -39,12 +53,12 @@ const BLOCK: usize = 1 << 18;
 impl Source {
     /// Opens a file, or standard input for `-`.
     ///
-    /// `limit`: bytes of the longest record.
-    pub fn open(path: &Path, limit: usize) -> Result<Self> {
+    /// `limit`: bytes of the longest record. `name`: stands for the path in errors.
+    pub fn open(path: &Path, limit: usize, name: Option<&str>) -> Result<Self> {
         if path == Path::new("-") {
             return Self::new(Box::new(Waiting(io::stdin())), "<stdin>", limit);
         }
-        let name = path.to_string_lossy();
+        let name = name.map_or_else(|| path.to_string_lossy(), Into::into);
         let fail = |error: &io::Error| unreadable(&name, error);
         let file = waiting::open(path).map_err(|error| fail(&error))?;
         let metadata = file.metadata().map_err(|error| fail(&error))?;
@@ -58,7 +72,9 @@ impl Source {
     }
 
     /// Decompresses a byte stream where its first bytes say so.
-    pub fn new(mut bytes: Box<dyn Read + Send>, name: &str, limit: usize) -> Result<Self> {
+    pub fn new(bytes: Box<dyn Read + Send>, name: &str, limit: usize) -> Result<Self> {
+        let taken = Arc::new(AtomicU64::new(0));
+        let mut bytes: Box<dyn Read + Send> = Box::new(Counted(bytes, Arc::clone(&taken)));
         let mut magic = Vec::with_capacity(HEADER);
         bytes.by_ref().take(4).read_to_end(&mut magic).map_err(|error| unreadable(name, &error))?;
         if magic == PARQUET {
@@ -76,7 +92,7 @@ impl Source {
         let window_log = window_log(&magic).max(COMMON_WINDOW_LOG);
         let whole: Chain<_, _> = Cursor::new(magic).chain(bytes);
         let whole = BufReader::with_capacity(BLOCK, whole);
-        let mut source = Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit };
+        let mut source = Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit, taken };
         source.bytes = if is_gzip {
             Box::new(MultiGzDecoder::new(whole))
         } else if is_zstd {
@@ -143,7 +159,7 @@ fn is_skippable(magic: &[u8]) -> bool {
     matches!(magic, [0x50..=0x5f, 0x2a, 0x4d, 0x18])
 }
 
-fn unreadable(name: &str, error: &io::Error) -> Error {
+pub(super) fn unreadable(name: &str, error: &io::Error) -> Error {
     let cure = match error.kind() {
         io::ErrorKind::NotFound => "Check the path",
         io::ErrorKind::PermissionDenied => "Check the permissions of the file",
@@ -155,6 +171,6 @@ fn unreadable(name: &str, error: &io::Error) -> Error {
         .at(&in_file(name))
 }
 
-fn in_file(name: &str) -> Location {
+pub(super) fn in_file(name: &str) -> Location {
     Location { file: Some(name.into()), ..Location::default() }
 }

@@ -303,7 +303,7 @@ impl Splitter {
         let in_stream = std::mem::take(&mut self.in_stream);
         let mut bytes = &self.buffer[begin..end];
         if self.layout == Layout::Lines {
-            bytes = bytes.strip_suffix(b"\r").unwrap_or(bytes);
+            bytes = without_comma(bytes.strip_suffix(b"\r").unwrap_or(bytes));
         }
         if std::mem::take(&mut self.overlong) {
             return Some(Piece::Overlong { line, bytes: bytes.to_vec(), continued: true });
@@ -380,6 +380,14 @@ impl Splitter {
         let bytes = self.buffer.take(self.start, self.buffer.len());
         (self.start, self.scanned, self.line_start) = (0, 0, 0);
         Piece::Broken { line: self.line, bytes, problem }
+    }
+}
+
+/// A line of an array that lost its brackets: the comma behind its object is no part of the record.
+fn without_comma(line: &[u8]) -> &[u8] {
+    match line.trim_ascii_end().strip_suffix(b",").map(<[u8]>::trim_ascii_end) {
+        Some(record) if record.ends_with(b"}") => record,
+        _ => line,
     }
 }
 

@@ -39,6 +39,7 @@ fn every_container_and_layout_gives_the_same_traces() {
     let streams: Vec<Vec<u8>> = vec![
         format!("{one}\n{two}\n").into(),
         format!("{one}\n{two}").into(),
+        format!("{one},\r\n{two} ,\n").into(),
         format!("\u{feff}\n\n{one}\r\n  \r\n{two}\r\n").into(),
         format!("[{one}, {two}]\n").into(),
         format!("[\n  {},\n {}\n]", pretty(&one), pretty(&two)).into(),

@@ -148,6 +148,12 @@ pub(super) fn charge(arguments: &[Value], reads: Reads) -> Result<(), Error> {
     work(units.saturating_add((first.as_str().map_or(0, str::len) + strings) / BYTES_PER_UNIT))
 }
 
+/// As [`charge`], for the strings of a method's value and arguments.
+pub(super) fn charge_method(value: &Value, arguments: &[Value]) -> Result<(), Error> {
+    let read: usize = strings(value) + arguments.iter().map(strings).sum::<usize>();
+    work(2 + read / BYTES_PER_UNIT)
+}
+
 /// Bytes of the texts that the engine may make of what is no string, if they are not too many: a name of an attribute
 /// or a test may be anything.
 fn texts(arguments: &[Value]) -> Result<usize, Error> {
@@ -208,15 +214,14 @@ pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
     Ok(bytes.saturating_add(nodes.saturating_mul(8)))
 }
 
-/// The value, which is about to be kept in a namespace: one that holds a namespace or a loop could come to hold itself,
-/// which is never given back, or grow deeper without being walked.
-pub(super) fn held(value: Value) -> Result<Value, Error> {
+/// Allows a value to be kept in a namespace: one that holds a namespace or a loop could come to hold itself, which is
+/// never given back, or grow deeper without being walked.
+pub(super) fn held(value: &Value) -> Result<(), Error> {
     if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
-        return Ok(value);
+        return Ok(());
     }
-    let (nodes, _) = walked(&value, true)?;
-    work(nodes)?;
-    Ok(value)
+    let (nodes, _) = walked(value, true)?;
+    work(nodes)
 }
 
 /// Values below `value`, itself among them, and the bytes of their strings, if a walk over it is allowed.

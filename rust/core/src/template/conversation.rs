@@ -4,7 +4,7 @@
 
 use super::Field;
 use super::marks::{Marker, Used};
-use super::value::{contained, note, plain, record, size};
+use super::value::{contained, merged, note, plain, record, size};
 use crate::error::{Error, Kind, Result};
 use crate::trace::value_of;
 use minijinja::value::Value;
@@ -154,6 +154,7 @@ fn message_value<'a>(
     let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 2);
     let reasoning = REASONING.iter().find_map(|name| value_of(map, name).filter(|value| !value.is_null()));
     let reasoning = reasoning.map(|value| text_value(value, index, Field::Reasoning, &mut marker));
+    let added = reasoning.is_some();
     if let Some(reasoning) = &reasoning {
         pairs.push(("thinking", reasoning.clone()));
     }
@@ -173,7 +174,7 @@ fn message_value<'a>(
     if let Some(reasoning) = reasoning {
         pairs.push(("reasoning_content", reasoning));
     }
-    record(pairs.into_iter())
+    if added { merged(pairs.into_iter()) } else { record(pairs.into_iter()) }
 }
 
 /// A string, or a list of parts whose texts are enclosed.

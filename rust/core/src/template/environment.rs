@@ -14,7 +14,7 @@ use super::scan::GENERATION_FILTER;
 use super::value::Tagged;
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Object, Rest, Value, ValueOrKwargs, from_args};
+use minijinja::value::{Kwargs, Object, Value, from_args};
 use minijinja::{AutoEscape, Environment, Error as JinjaError, ErrorKind, Output, State, UndefinedBehavior, functions};
 use std::fmt;
 
@@ -58,7 +58,7 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     filters::add(&mut paid);
     predicates::add(&mut paid);
     add_operators(&mut paid);
-    paid.filter("tojson", Reads::Strings, tojson);
+    paid.direct("tojson", Reads::Strings, |_, values| tojson(values));
     paid.filter(GENERATION_FILTER, Reads::Strings, mark_generation);
     paid.function("range", Reads::Strings, limits::range);
     paid.function("dict", Reads::All, functions::dict);
@@ -81,7 +81,9 @@ fn add_operators(paid: &mut Paid<'_>) {
     });
     paid.direct("__compare", Reads::Strings, |_, values| operators::compare(values).map(Value::from));
     paid.filter("__each", Reads::Strings, operators::each);
-    paid.filter("__slice", Reads::Strings, operators::slice);
+    paid.direct("__slice", Reads::Strings, |_, values| {
+        from_args(values).and_then(|(value, start, stop, step)| operators::slice(value, start, stop, step))
+    });
     paid.filter("__sized", Reads::Strings, operators::sized);
     paid.direct("__item", Reads::Strings, |_, values| {
         from_args(values).and_then(|(value, key)| operators::item(value, key))
@@ -89,7 +91,9 @@ fn add_operators(paid: &mut Paid<'_>) {
     paid.filter("__key", Reads::All, |key: Value| key);
     paid.filter("__mapping", Reads::All, |value: Value| value);
     paid.filter("__splat", Reads::Strings, operators::splat);
-    paid.filter("__held", Reads::Strings, held);
+    paid.direct("__held", Reads::Strings, |_, values| {
+        from_args::<(&Value,)>(values).and_then(|(value,)| held(value).map(|()| value.clone()))
+    });
     paid.direct("__loop", Reads::Strings, methods::of_loop);
 }
 
@@ -179,13 +183,13 @@ fn mark_generation(state: &State, body: &str) -> String {
     }
 }
 
-fn tojson(value: &Value, more: Rest<ValueOrKwargs>) -> Result<Value, JinjaError> {
+fn tojson(values: &[Value]) -> Result<Value, JinjaError> {
+    let (value, more) = values.split_first().ok_or_else(|| JinjaError::from(ErrorKind::MissingArgument))?;
     let tagged = value.downcast_object_ref::<Tagged>();
     let style = if more.is_empty() {
         Style::default()
     } else {
-        let more = more.into_values();
-        let (positional, kwargs): (&[Value], Kwargs) = from_args(&more)?;
+        let (positional, kwargs): (&[Value], Kwargs) = from_args(more)?;
         Style::from_arguments(positional, &kwargs)?
     };
     match tagged {

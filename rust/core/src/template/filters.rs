@@ -22,7 +22,9 @@ pub(super) fn add(paid: &mut Paid<'_>) {
         paid.direct(name, Reads::Strings, move |state, args| number(state, name, &inner, args));
     }
     for name in ["length", "count"] {
-        paid.filter(name, Reads::Strings, length);
+        paid.direct(name, Reads::Strings, |_, values| {
+            from_args(values).and_then(|(value,)| length(value)).map(Value::from)
+        });
     }
     for name in ["default", "d"] {
         paid.filter(name, Reads::Strings, filters::default);
@@ -35,7 +37,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
     let safe = |value: &Value| python_str(value).map(|text| Value::from_safe_string(text.into_owned())).and_then(made);
     paid.filter("safe", Reads::Strings, safe);
     paid.filter("string", Reads::Strings, string);
-    paid.filter("trim", Reads::Strings, trim);
+    paid.direct("trim", Reads::Strings, |_, values| from_args(values).and_then(|(value, chars)| trim(value, chars)));
     paid.filter("replace", Reads::Texts, replace);
     paid.filter("abs", Reads::Texts, filters::abs);
     paid.filter("round", Reads::Texts, filters::round);

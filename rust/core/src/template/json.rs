@@ -68,7 +68,7 @@ impl Style {
 
 /// `json.dumps(value)` in `style`.
 pub(super) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
-    let mut out = String::new();
+    let mut out = String::with_capacity(128);
     write_value(&mut out, value, style, 0)?;
     limits::make(out.len())?;
     Ok(out)
@@ -140,6 +140,7 @@ fn write_container<T>(
     Ok(())
 }
 
+#[inline]
 fn new_line(out: &mut String, style: &Style, depth: usize) -> Result<(), Error> {
     if let Some(indent) = &style.indent {
         if depth * indent.len() > limits::largest() {

@@ -1,14 +1,16 @@
 //! What a render may spend: steps, bytes and, for what neither bounds, time.
 //!
 //! Steps and bytes are counted, so that a template fails on every machine or on none. Time is looked at only by renders
-//! that have done more than any conversation makes them. Called by `environment`, `operators`, `filters` and `methods`.
+//! that have done more than any conversation makes them, and is that of the processor: a busy machine takes none of it.
+//! Called by `environment`, `operators`, `filters` and `methods`.
 
 use super::scan::FREE_TEXT;
+use crate::stop;
 use minijinja::value::{Enumerator, Object, ObjectRepr, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, functions};
 use std::cell::Cell;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Steps a render may take: half a second of looping, and a hundred times what conversations need.
 const FUEL: u64 = 5_000_000;
@@ -34,9 +36,7 @@ const WORK_BETWEEN_LOOKS: usize = 20_000;
 const UNIT: Duration = Duration::from_nanos(10);
 /// An item of a loop.
 const ITEM_WORK: usize = 20;
-const TIME: Duration = Duration::from_millis(400);
-/// What a render gets once when its time is over: it may have been the machine that stood still.
-const GRACE: Duration = Duration::from_millis(200);
+const TIME: Duration = Duration::from_millis(600);
 const TIME_PER_MESSAGE: Duration = Duration::from_millis(2);
 const TIME_PER_MEBIBYTE: Duration = Duration::from_millis(40);
 /// Runs of one call that get time for what they render: without marks, and with marks in three ways.
@@ -49,36 +49,83 @@ pub(super) struct Size {
     pub bytes: usize,
 }
 
-/// What this thread's render has left, beside its work.
-#[derive(Debug, Clone, Copy)]
+/// What this thread's render has left: cells beside each other, so that an operation finds all of them at once.
 struct Budget {
-    bytes: usize,
+    /// Work until the clock is looked at.
+    work: Cell<usize>,
+    bytes: Cell<usize>,
     /// Bytes that one value may have.
-    largest: usize,
-    deadline: Option<Instant>,
-    grace: bool,
+    largest: Cell<usize>,
+    time: Cell<Time>,
+}
+
+/// The time of a call.
+#[derive(Debug, Clone, Copy)]
+struct Time {
+    /// By [`spent`].
+    deadline: Duration,
     /// Runs that still get time of their own.
     runs: u8,
 }
 
 thread_local! {
-    static BUDGET: Cell<Budget> =
-        const { Cell::new(Budget { bytes: 0, largest: 0, deadline: None, grace: false, runs: 0 }) };
-    /// Work until the clock is looked at.
-    static WORK: Cell<usize> = const { Cell::new(0) };
+    static BUDGET: Budget = const {
+        Budget {
+            work: Cell::new(0),
+            bytes: Cell::new(0),
+            largest: Cell::new(0),
+            time: Cell::new(Time { deadline: Duration::MAX, runs: 0 }),
+        }
+    };
+}
+
+impl Time {
+    /// Whether it is over before so much work is done.
+    fn is_over(self, units: usize) -> bool {
+        spent().saturating_add(UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX))) > self.deadline
+    }
+}
+
+/// How long this thread has worked.
+#[cfg(unix)]
+fn spent() -> Duration {
+    use rustix::time::{ClockId, clock_gettime};
+
+    let spent = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(u64::try_from(spent.tv_sec).unwrap_or(0), u32::try_from(spent.tv_nsec).unwrap_or(0))
+}
+
+/// How long this process has been there, where nothing says how long it has worked.
+#[cfg(not(unix))]
+fn spent() -> Duration {
+    static BEGAN: std::sync::LazyLock<std::time::Instant> = std::sync::LazyLock::new(std::time::Instant::now);
+    BEGAN.elapsed()
 }
 
 impl Budget {
-    /// Whether the time is over, grace and all, before so much work is done.
-    fn is_late(&mut self, units: usize) -> bool {
-        let now = Instant::now();
-        let then = now.checked_add(UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX)));
-        let over = |deadline: Option<Instant>| deadline.zip(then).is_some_and(|(deadline, then)| then > deadline);
-        if over(self.deadline) && self.grace {
-            self.grace = false;
-            self.deadline = now.checked_add(GRACE);
+    #[inline]
+    fn work(&self, units: usize) -> Result<(), Error> {
+        let left = self.work.get();
+        if units <= left {
+            self.work.set(left - units);
+            return Ok(());
         }
-        over(self.deadline)
+        self.look(units - left)
+    }
+
+    #[cold]
+    fn look(&self, units: usize) -> Result<(), Error> {
+        stop::check();
+        self.work.set(WORK_BETWEEN_LOOKS);
+        if self.time.get().is_over(units) { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+    }
+
+    #[inline]
+    fn spend(&self, bytes: usize) -> Result<(), Error> {
+        stop::before(bytes);
+        let left = self.bytes.get().checked_sub(bytes).ok_or_else(|| Error::from(ErrorKind::WriteFailure))?;
+        self.bytes.set(left);
+        self.work(4 + bytes / 64)
     }
 }
 
@@ -99,73 +146,65 @@ pub(super) fn widened(env: &Environment<'static>, size: Size) -> Option<Environm
 
 /// Starts the time of a call, which all its runs share.
 pub(super) fn open() {
-    BUDGET.set(Budget { bytes: 0, largest: 0, deadline: Instant::now().checked_add(TIME), grace: true, runs: RUNS });
-    WORK.set(FREE_WORK);
+    BUDGET.with(|left| {
+        left.bytes.set(0);
+        left.largest.set(0);
+        left.work.set(FREE_WORK);
+        left.time.set(Time { deadline: spent().saturating_add(TIME), runs: RUNS });
+    });
 }
 
 /// Starts the budget of a run.
 pub(super) fn start(size: Size) {
-    let mut budget = BUDGET.get();
     let piecemeal = size.bytes.saturating_mul(size.messages).min(PIECEMEAL_BYTES);
-    budget.bytes = ALL_BYTES.saturating_add(size.bytes.saturating_mul(16)).saturating_add(piecemeal);
-    budget.largest = LARGEST.saturating_add(size.bytes.saturating_mul(8));
-    if let Some(runs) = budget.runs.checked_sub(1) {
-        budget.runs = runs;
+    BUDGET.with(|left| {
+        left.bytes.set(ALL_BYTES.saturating_add(size.bytes.saturating_mul(16)).saturating_add(piecemeal));
+        left.largest.set(LARGEST.saturating_add(size.bytes.saturating_mul(8)));
+        let Time { deadline, runs } = left.time.get();
+        let Some(runs) = runs.checked_sub(1) else { return };
         let times = |each: Duration, count: usize| each.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
-        let time = times(TIME_PER_MESSAGE, size.messages).saturating_add(times(TIME_PER_MEBIBYTE, size.bytes >> 20));
-        budget.deadline = budget.deadline.and_then(|deadline| deadline.checked_add(time));
-    }
-    BUDGET.set(budget);
+        let more = times(TIME_PER_MESSAGE, size.messages).saturating_add(times(TIME_PER_MEBIBYTE, size.bytes >> 20));
+        let deadline = deadline.saturating_add(more);
+        left.time.set(Time { deadline, runs });
+    });
 }
 
 /// Takes work off the budget, before it is done.
 pub(super) fn work(units: usize) -> Result<(), Error> {
-    let left = WORK.get();
-    if units <= left {
-        WORK.set(left - units);
-        return Ok(());
-    }
-    look(units - left)
-}
-
-#[cold]
-fn look(units: usize) -> Result<(), Error> {
-    WORK.set(WORK_BETWEEN_LOOKS);
-    let mut left = BUDGET.get();
-    let late = left.is_late(units);
-    BUDGET.set(left);
-    if late { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+    BUDGET.with(|left| left.work(units))
 }
 
 /// What `call` takes off the work.
 #[cfg(test)]
 pub(super) fn paid_by(call: impl FnOnce()) -> usize {
-    WORK.set(usize::MAX);
+    BUDGET.with(|left| left.work.set(usize::MAX));
     call();
-    usize::MAX - WORK.get()
+    usize::MAX - BUDGET.with(|left| left.work.get())
 }
 
 /// Whether there is time left, whatever was done.
 pub(super) fn in_time() -> Result<(), Error> {
-    look(0)
+    BUDGET.with(|left| left.look(0))
 }
 
 /// Takes a printed value of `bytes` off the budget.
 pub(super) fn spend(bytes: usize) -> Result<(), Error> {
-    let mut left = BUDGET.get();
-    left.bytes = left.bytes.checked_sub(bytes).ok_or_else(|| Error::from(ErrorKind::WriteFailure))?;
-    BUDGET.set(left);
-    work(4 + bytes / 64)
+    BUDGET.with(|left| left.spend(bytes))
 }
 
 /// Bytes that a value may have.
 pub(super) fn largest() -> usize {
-    BUDGET.get().largest
+    BUDGET.with(|left| left.largest.get())
 }
 
 /// Takes a value of so many bytes, which is about to be made, off the budget.
 pub(super) fn make(bytes: usize) -> Result<(), Error> {
-    if bytes > largest() { Err(Error::from(ErrorKind::WriteFailure)) } else { spend(bytes) }
+    BUDGET.with(|left| {
+        if bytes > left.largest.get() {
+            return Err(Error::from(ErrorKind::WriteFailure));
+        }
+        left.spend(bytes)
+    })
 }
 
 /// As [`make`], for a list of so many items.
@@ -230,8 +269,21 @@ impl<I: Iterator<Item = Value>> Iterator for Counted<I> {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use crate::template::Template;
     use serde_json::{Map, json};
+
+    #[test]
+    #[cfg(unix)]
+    fn time_in_which_others_work_is_not_the_renders() {
+        open();
+        start(Size { messages: 1, bytes: 1 });
+        std::thread::sleep(2 * TIME);
+        assert!(in_time().is_ok());
+        let began = spent();
+        while spent() < began + TIME + 2 * TIME_PER_MESSAGE {}
+        assert!(in_time().is_err());
+    }
 
     /// Peak resident memory of this process in KiB, where the system tells it.
     fn peak() -> Option<u64> {

@@ -12,6 +12,7 @@ use super::schemas::Marked;
 use super::{Call, Rendered, Template};
 use crate::error::Result;
 use std::collections::HashSet;
+use std::sync::Arc;
 
 /// Messages of a conversation that are marked one by one before searching takes over.
 const SINGLE_TRIES: usize = 64;
@@ -32,11 +33,11 @@ impl Template {
     ///
     /// # Errors
     /// `Kind::Template` where the time of the call is over.
-    pub(super) fn with_provenance(&self, call: &Call<'_>, text: String) -> Result<Rendered> {
+    pub(super) fn with_provenance(&self, call: &Call<'_>, text: Arc<str>) -> Result<Rendered> {
         self.with_spans(call, text).map_err(|error| failure(&error))
     }
 
-    fn with_spans(&self, call: &Call<'_>, text: String) -> Result<Rendered, minijinja::Error> {
+    fn with_spans(&self, call: &Call<'_>, text: Arc<str>) -> Result<Rendered, minijinja::Error> {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
         let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
@@ -112,7 +113,7 @@ impl Template {
     }
 
     /// Completes `found` by searching for every string of a message that has no span.
-    fn searched(&self, call: &Call<'_>, text: String, mut found: Found) -> Result<Rendered, minijinja::Error> {
+    fn searched(&self, call: &Call<'_>, text: Arc<str>, mut found: Found) -> Result<Rendered, minijinja::Error> {
         let known: HashSet<_> = found.spans.iter().map(|span| (span.message, span.field)).collect();
         let mut missing = call.conversation.leaves();
         missing.retain(|(message, field, _)| !known.contains(&(*message, *field)));

@@ -4,6 +4,7 @@
 //! put in and read out; `provenance` decides whether a marked render may be believed.
 
 use super::Field;
+use crate::stop;
 use aho_corasick::packed::Searcher;
 use aho_corasick::{AhoCorasick, Input};
 use memchr::memmem::Finder;
@@ -16,6 +17,8 @@ static FINDER: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(&LEAD));
 const FIRST: u32 = 0xFDD0;
 const POOL: usize = 32;
 const DIGITS: usize = 8;
+/// Bytes of most marks: an edge and four digits.
+const MARK_BYTES: usize = 15;
 
 /// Twelve noncharacters that the input does not hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,10 +60,13 @@ impl Alphabet {
 
     /// The opening and the closing mark of `tag`.
     pub fn pair(&self, tag: usize) -> (String, String) {
-        let (mut open, mut close) = (String::from(self.open), String::from(self.close));
-        self.number(&mut open, tag);
-        self.number(&mut close, tag);
-        (open, close)
+        let mark = |edge: char| {
+            let mut mark = String::with_capacity(MARK_BYTES);
+            mark.push(edge);
+            self.number(&mut mark, tag);
+            mark
+        };
+        (mark(self.open), mark(self.close))
     }
 }
 
@@ -71,6 +77,7 @@ pub(super) struct Used(u32);
 impl Used {
     /// Adds those of `text`.
     pub fn note(&mut self, text: &str) {
+        stop::before(text.len());
         for at in FINDER.find_iter(text.as_bytes()) {
             if let Some(last @ 0x90..=0xAF) = text.as_bytes().get(at + 2) {
                 self.0 |= 1 << (last - 0x90);
@@ -160,6 +167,7 @@ impl<'a, 't> Marker<'a, 't> {
 
     /// The string with every segment between seams enclosed.
     pub fn leaf(&mut self, text: &'a str, message: u32, field: Field) -> String {
+        stop::before(text.len());
         let leaf = Leaf { number: self.leaves.len(), text };
         self.leaves.push((message, field, text));
         let mut out = String::with_capacity(text.len() + 32);
@@ -248,6 +256,7 @@ pub(super) enum Event {
 
 /// Takes the marks out of rendered text; `None` where there are more than `most` of them.
 pub(super) fn strip(marked: &str, alphabet: &Alphabet, most: usize) -> Option<(String, Vec<(usize, Event)>)> {
+    stop::before(marked.len());
     let mut text = String::with_capacity(marked.len());
     let mut events = Vec::new();
     let mut from = 0;

@@ -3,7 +3,7 @@
 //! Those the engine's own set lacks or takes less exactly than CPython are here, the others are passed on. Called by
 //! the template environment.
 
-use super::charge::{Reads, charge, compared, hashed, held, text_bytes};
+use super::charge::{Reads, charge, charge_method, compared, hashed, held, text_bytes};
 use super::limits;
 use super::marks::is_space;
 use super::operators::bounded_format;
@@ -19,13 +19,14 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
 
 /// Takes what a method reads off the budget.
 fn pay(value: &Value, method: &str, args: &[Value]) -> Result<(), Error> {
-    charge(std::slice::from_ref(value), Reads::Strings)?;
-    charge(args, Reads::Strings)?;
+    charge_method(value, args)?;
     match (method, args) {
         // Each character is looked for among the others.
         ("strip" | "lstrip" | "rstrip", [chars, ..]) => {
             limits::work(value.as_str().map_or(0, str::len).saturating_mul(chars.as_str().map_or(0, str::len)) / 64)
         }
+        // One string is compared once.
+        ("startswith" | "endswith", [affix, ..]) if affix.as_str().is_some() => Ok(()),
         ("startswith" | "endswith" | "join", _) => charge(args, Reads::Items),
         ("count", [what, ..]) if value.kind() != ValueKind::String => {
             limits::work(text_bytes(value)?.saturating_add(text_bytes(what)?))
@@ -43,7 +44,7 @@ pub(super) fn of_loop(state: &mut State, args: &[Value]) -> Result<Value, Error>
     if method == "cycle" && args.is_empty() {
         return Err(Error::new(ErrorKind::InvalidOperation, "loop.cycle has no items to choose from"));
     }
-    args.iter().try_for_each(|argument| held(argument.clone()).and_then(|argument| compared(&argument)))?;
+    args.iter().try_for_each(|argument| held(argument).and_then(|()| compared(argument)))?;
     value.call_method(state, method, args)
 }
 

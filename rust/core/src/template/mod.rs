@@ -82,8 +82,8 @@ pub struct Span {
 /// A conversation as text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rendered {
-    /// What the model reads.
-    pub text: String,
+    /// What the model reads; shared, as it may be long.
+    pub text: Arc<str>,
     /// Byte ranges of content, sorted and disjoint; every other byte is the template's scaffold. Numbers printed bare,
     /// roles and ids count as scaffold.
     pub spans: Vec<Span>,
@@ -101,7 +101,7 @@ pub struct Rendered {
 ///
 /// let template = Template::compile("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}", &[])?;
 /// let rendered = template.render(&[&json!({"role": "user", "content": "Hi"})], None, false, &Map::new())?;
-/// assert_eq!(rendered.text, "<user>Hi\n");
+/// assert_eq!(&*rendered.text, "<user>Hi\n");
 /// let span = rendered.spans[0];
 /// assert_eq!((&rendered.text[span.start..span.end], span.field), ("Hi", Field::Content));
 /// # Ok::<(), tracegrad_core::Error>(())
@@ -208,7 +208,7 @@ impl Template {
         let render = || {
             let conversation = Conversation::new(messages)?;
             let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
-            self.with_provenance(&call, text)
+            self.with_provenance(&call, text.into())
         };
         if self.reads_clock && !kwargs.contains_key("strftime_now") {
             return render();
@@ -300,7 +300,7 @@ impl Template {
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
-        let context = value::record(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        let context = value::merged(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
         environment::render(&self.env, context, call.size)
     }
 }

@@ -102,12 +102,12 @@ mod tests {
     use serde_json::json;
     use std::convert::Infallible;
 
-    fn ask(renders: &Renders, messages: &[&Json], made: &mut usize) -> String {
+    fn ask(renders: &Renders, messages: &[&Json], made: &mut usize) -> Arc<str> {
         let kwargs = Map::new();
         let asked = Asked { messages, tools: None, add_generation_prompt: true, kwargs: &kwargs };
         let rendered: Result<Rendered, Infallible> = renders.get(asked, || {
             *made += 1;
-            Ok(Rendered { text: format!("{messages:?}"), ..Rendered::default() })
+            Ok(Rendered { text: format!("{messages:?}").into(), ..Rendered::default() })
         });
         rendered.unwrap().text
     }
@@ -128,7 +128,7 @@ mod tests {
         for _ in 0..3 {
             for message in &all {
                 let messages = [message];
-                assert_eq!(ask(&renders, &messages, &mut made), format!("{messages:?}"));
+                assert_eq!(&*ask(&renders, &messages, &mut made), format!("{messages:?}"));
             }
         }
         assert_eq!(made, all.len());

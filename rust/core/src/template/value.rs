@@ -5,6 +5,7 @@
 use super::json::{Style, dumps};
 use super::marks::{Marker, Used};
 use super::{Field, NO_MESSAGE};
+use crate::stop;
 use minijinja::Error;
 use minijinja::value::{DynObject, Enumerator, Object, ObjectRepr, Value, ValueKind};
 use serde_json::Value as Json;
@@ -69,8 +70,16 @@ struct Record {
     fields: Vec<(Value, Value)>,
 }
 
-/// A map of `pairs` in their order; of a key that is there twice the last value counts.
+/// A map of `pairs`, whose keys differ, in their order.
 pub(super) fn record<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>) -> Value {
+    if pairs.len() > FEW {
+        return Value::from_pairs(pairs);
+    }
+    Value::from_object(Record { fields: pairs.map(|(key, value)| (Value::from(key), value)).collect() })
+}
+
+/// As [`record`]; of a key that is there twice the last value counts.
+pub(super) fn merged<'a>(pairs: impl ExactSizeIterator<Item = (&'a str, Value)>) -> Value {
     if pairs.len() > FEW {
         return Value::from_pairs(pairs);
     }
@@ -118,7 +127,10 @@ pub(super) fn plain(json: &Json) -> Value {
             (None, Some(integer)) => Value::from(integer),
             (None, None) => Value::from(number.as_f64().unwrap_or(f64::NAN)),
         },
-        Json::String(text) => Value::from(text.as_str()),
+        Json::String(text) => {
+            stop::before(text.len());
+            Value::from(text.as_str())
+        }
         Json::Array(items) => Value::from(items.iter().map(plain).collect::<Vec<_>>()),
         Json::Object(map) => record(map.iter().map(|(key, value)| (key.as_str(), plain(value)))),
     }

@@ -18,6 +18,9 @@ use tokenizers::{AddedToken, Encoding};
 
 /// How long the probe may take; it takes a hundredth of that.
 const PROBE: Duration = Duration::from_secs(20);
+/// Bytes of a text that the reference, and the fast backend, takes some tenths of a second for: none looks meanwhile
+/// whether it must stop.
+const LONG: (usize, usize) = (256 << 10, 8 << 20);
 /// Characters of a text that an error quotes.
 const QUOTED: usize = 40;
 
@@ -119,6 +122,12 @@ impl Encoder {
 
     pub fn report(&self) -> &Report {
         &self.report
+    }
+
+    /// Whether encoding may take so long that it is done apart.
+    pub fn is_long(&self, text: &str) -> bool {
+        let fast = self.fast.as_ref().is_some_and(|fast| fast.takes(text));
+        text.len() > if fast { LONG.1 } else { LONG.0 }
     }
 
     /// Ids of `text`.

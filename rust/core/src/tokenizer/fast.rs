@@ -84,9 +84,14 @@ impl Fast {
         }
     }
 
+    /// Whether it is given such a text.
+    pub fn takes(&self, text: &str) -> bool {
+        text.len() <= self.longest && self.sound.load(Ordering::Relaxed)
+    }
+
     /// Ids of a text, its added tokens seen or not; `None` where it fails.
     pub fn encode(&self, text: &str, added: bool) -> Option<Vec<u32>> {
-        if text.len() > self.longest || !self.sound.load(Ordering::Relaxed) {
+        if !self.takes(text) {
             return None;
         }
         let encode = || {

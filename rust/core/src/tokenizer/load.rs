@@ -41,7 +41,10 @@ pub(super) fn from_dir(dir: &Path, vocab_size: Option<u32>) -> Result<Tokenizer>
         Kind::Template => located(error, dir),
         _ => located(error, &file),
     })?;
-    loaded.encoder.name(file.display().to_string());
+    // Nobody else has it yet.
+    if let Some(encoder) = Arc::get_mut(&mut loaded.encoder) {
+        encoder.name(file.display().to_string());
+    }
     Ok(loaded)
 }
 
@@ -109,10 +112,10 @@ pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokeniz
         template: compile(&config.chat_template)?,
         tool_template: compile(&config.tool_template)?,
         name: config.name.clone(),
-        encoder: Encoder::new(inner, &document, &listed, fast, format!("the tokenizer '{}'", config.name)),
+        encoder: Arc::new(Encoder::new(inner, &document, &listed, fast, format!("the tokenizer '{}'", config.name))),
         spelling,
         drops_first_space,
-        pieces,
+        pieces: Arc::new(pieces),
         added,
         added_ids,
         source: Source { json: json.into(), config: Arc::new(config.clone()) },

@@ -8,6 +8,7 @@ mod allowance;
 mod check;
 mod config;
 mod cut;
+mod encode;
 mod encoder;
 mod fast;
 mod guard;
@@ -30,7 +31,6 @@ pub use pieces::Spelling;
 
 use crate::error::{Error, Kind, Result};
 use crate::template::{Rendered, Template};
-use crate::threads;
 use encoder::Encoder;
 use pieces::Pieces;
 use serde_json::{Map, Value};
@@ -51,11 +51,11 @@ use std::sync::{Arc, OnceLock};
 /// ```
 #[derive(Debug)]
 pub struct Tokenizer {
-    encoder: Encoder,
+    encoder: Arc<Encoder>,
     name: String,
     spelling: Spelling,
     drops_first_space: bool,
-    pieces: Pieces,
+    pieces: Arc<Pieces>,
     /// Added tokens: id to whether it is special.
     added: HashMap<u32, bool>,
     added_ids: HashMap<String, u32>,
@@ -142,44 +142,11 @@ impl Tokenizer {
         load::from_json(json, &config)
     }
 
-    /// Ids of `text`. Added tokens in the text become their ids; none is put around it.
-    ///
-    /// # Errors
-    /// `Kind::Tokenizer` where the tokenizer cannot encode the text.
-    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        self.encoder.encode(text)
-    }
-
     /// The special tokens that the tokenizer puts before a text it is given without a chat template (BOS), none where
     /// the text begins with them already.
     pub fn prefix_ids(&self, text: &str) -> &[u32] {
         let written = self.decode_bytes(&self.prefix).unwrap_or_default();
         if !written.is_empty() && text.as_bytes().starts_with(&written) { &[] } else { &self.prefix }
-    }
-
-    /// Ids of each text, the texts spread over threads.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`], for the first text that fails.
-    pub fn encode_batch(&self, texts: &[&str]) -> Result<Vec<Vec<u32>>> {
-        threads::map(texts, || (), |(), text| self.encode(text)).into_iter().collect()
-    }
-
-    /// Ids of `text`, and for each the byte of `text` behind it.
-    ///
-    /// Exact where tokens spell the text byte for byte. Where the tokenizer changes the text between two added tokens
-    /// first (NFC, a prefix space), ends there are the crate's offsets: a token that is a part of a character then ends
-    /// where the character ends.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`]; and `Kind::Argument` for a text of 4 GiB or more.
-    pub fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<u32>)> {
-        if u32::try_from(text.len()).is_err() {
-            return Err(Error::new(Kind::Argument, format!("the text has {} bytes", text.len()))
-                .why("Byte ends are 32-bit numbers")
-                .cure("Split the text"));
-        }
-        self.encoder.encode_with_ends(text, &self.pieces)
     }
 
     /// Which code makes the ids, and why.
@@ -300,8 +267,10 @@ impl Tokenizer {
     /// The first of `ids` that the model does not have.
     pub fn first_outside(&self, ids: &[u32]) -> Option<usize> {
         let bound = self.model_vocab_size();
-        if ids.iter().copied().max().is_some_and(|largest| largest >= bound) {
-            return ids.iter().position(|&id| id >= bound);
+        let outside = |id: u32| id >= bound;
+        // Without a branch for each id.
+        if ids.iter().fold(false, |any, &id| any | outside(id)) {
+            return ids.iter().position(|&id| outside(id));
         }
         if self.gaps { ids.iter().position(|&id| self.pieces.get(id).is_none()) } else { None }
     }

@@ -20,6 +20,8 @@ use crate::trace::Pieces;
 use cursor::Cursor;
 use serde::Deserialize;
 use serde::de::DeserializeSeed;
+use serde_json::Map;
+use value::FEW;
 
 /// The record as an object, or `None` where the generic parser has to look.
 pub(super) fn record(text: &str) -> Option<Object> {
@@ -62,6 +64,9 @@ impl<'a> Cursor<'a> {
                 Slot::Tools => object.tools = Some(self.tools()?),
                 Slot::Keep => {
                     let value = self.value()?;
+                    if object.fields.is_empty() {
+                        object.fields = Map::with_capacity(FEW);
+                    }
                     object.fields.insert(key.into_owned(), value);
                 }
                 Slot::Sign => {

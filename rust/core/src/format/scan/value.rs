@@ -4,7 +4,7 @@ use super::cursor::Cursor;
 use serde_json::{Map, Value};
 
 /// Keys for which room is made at once: as many as messages have.
-const FEW: usize = 4;
+pub(super) const FEW: usize = 4;
 
 impl Cursor<'_> {
     /// The next value.

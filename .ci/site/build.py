@@ -1,0 +1,145 @@
+"""Builds the site of docs/, of README's start and of the public names, warnings being errors, and checks its links.
+
+    python .ci/site/build.py out/site
+
+Called by `make site`. Nothing is imported from the package: the names of a room are read from its `__all__`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from links import wrong_links
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "tracegrad"
+BEHIND = ("algebra", "metrics", "terms", "view")
+"""Rooms that pages name and that `import tracegrad` does not list."""
+ABOUT = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md", "PARITY.md", "SECURITY.md")
+
+
+def public(path: Path) -> list[str]:
+    """The names in `__all__` of a module, or its public classes and functions."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for node in body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    return [node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"]
+
+
+def rooms() -> list[str]:
+    """Modules among the names of the package, and those behind."""
+    return sorted(name for name in {*public(PACKAGE / "__init__.py"), *BEHIND} if module(name).exists())
+
+
+def module(name: str) -> Path:
+    """The file of a room."""
+    folder = PACKAGE / name / "__init__.py"
+    return folder if folder.exists() else PACKAGE / f"{name}.py"
+
+
+def api() -> dict[str, str]:
+    """A page for the package, one for each room: what its docstring says, then each public name."""
+    own = [name for name in public(PACKAGE / "__init__.py") if name not in rooms() and name != "__version__"]
+    pages = {"tracegrad": _page("tracegrad", PACKAGE / "__init__.py", own)}
+    for name in rooms():
+        names = [each for each in public(module(name)) if not each.isupper() or name in ("algebra", "config")]
+        pages[f"tracegrad.{name}"] = _page(f"tracegrad.{name}", module(name), names)
+    return pages
+
+
+def _page(name: str, path: Path, names: list[str]) -> str:
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    # Four spaces are code in a docstring of ours.
+    said = re.sub(r"(?m)(?:^    .*\n?|^\n(?=    ))+", lambda found: f"\n{_code(found[0])}\n", said)
+    return "\n\n".join([f"# {name}", said, *(f"::: {name}.{each}" for each in names)]) + "\n"
+
+
+def _code(indented: str) -> str:
+    """Code as a fence: of Python where it is Python, else of text."""
+    code = "\n".join(line.removeprefix("    ") for line in indented.strip("\n").split("\n"))
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return f"```text\n{code}\n```"
+    return f"```python\n{code}\n```"
+
+
+def stage(folder: Path) -> None:
+    """All pages into `folder`/pages, and what the builder is told beside them."""
+    pages = folder / "pages"
+    (pages / "python").mkdir(parents=True)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    start = readme[: readme.index("## In your own project")]
+    _write(pages / "index.md", start.replace("](docs/", "]("), ROOT)
+    for page in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ABOUT)]:
+        _write(pages / page.name, page.read_text(encoding="utf-8"), page.parent)
+    for picture in (ROOT / "docs").glob("*.png"):
+        shutil.copy(picture, pages)
+    made = api()
+    for name, text in made.items():
+        (pages / "python" / f"{name}.md").write_text(text, encoding="utf-8")
+    told = (ROOT / ".ci" / "site" / "zensical.toml").read_text(encoding="utf-8")
+    listed = ", ".join(f'{{ "{name}" = "python/{name}.md" }}' for name in made)
+    told = told.replace('{ "Python" = [] }', f'{{ "Python" = [{listed}] }}')
+    for path in ("python", ".ci/site/docstrings.py"):
+        told = told.replace(f'["{path}', f'["{ROOT / path}')
+    (folder / "zensical.toml").write_text(told, encoding="utf-8")
+
+
+def _write(target: Path, text: str, folder: Path) -> None:
+    """A page with the files that it links to beside it, its lists and bars as this builder's markdown wants them."""
+
+    def beside(found: re.Match[str]) -> str:
+        path, part = (folder / found[1]).resolve(), found[2] or ""
+        if path.suffix == ".md" and (path.parent in (ROOT, ROOT / "docs")) and path.name != "README.md":
+            return f"]({path.name}{part})"
+        if not path.is_file() or ROOT not in path.parents or (target.parent / found[1]).exists():
+            return found[0]
+        copy = target.parent / "files" / path.relative_to(ROOT)
+        copy = copy.with_name(f"{copy.name}.txt")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        return f"]({copy.relative_to(target.parent)})"
+
+    inside, lines = False, []
+    for line in re.sub(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", beside, text).split("\n"):
+        inside ^= line.startswith("```")
+        item = r"(- |\d+\. )"
+        begins = not inside and re.match(item, line) and lines and lines[-1].strip()
+        if begins and not re.match(rf"{item}|  ", lines[-1]):
+            lines.append("")
+        if not inside and line.startswith("|"):  # a bar in code parts no cells here
+            line = re.sub(r"`[^`]*`", lambda found: found[0].replace("\\|", "|"), line)
+        lines.append(line)
+    target.write_text("\n".join(lines), encoding="utf-8")
+
+
+def main(out: Path) -> int:
+    """Stages, builds, checks; 1 with what is wrong."""
+    work = out.with_name(f"{out.name}-work")
+    shutil.rmtree(work, ignore_errors=True)
+    stage(work)
+    builder = Path(sys.executable).with_name("zensical")
+    command = [builder, "build", "--strict", "--clean"]
+    done = subprocess.run(command, cwd=work, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    # --strict ends on warnings of the builder itself alone.
+    wrong = [line for line in done.stdout.splitlines() if "griffe" in line or "arning" in line]
+    if done.returncode:
+        wrong = [done.stdout]
+    wrong = wrong or wrong_links(work / "site")
+    print(*wrong, sep="\n", file=sys.stderr)
+    if not wrong:
+        shutil.rmtree(out, ignore_errors=True)
+        (work / "site").rename(out)
+        print(f"site     {out}/index.html")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,202 @@
+"""The terms as the parts of an objective see them: logprobs, ratios and levels, safe where a logprob is missing.
+
+Tensors by their own methods, so that no torch is imported. Made by `tracegrad.objective.evaluate`; a loss of your own
+is handed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tracegrad.algebra.ratio import Level, Ratio, bounded
+from tracegrad.algebra.reduce import Reduce
+from tracegrad.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from tracegrad.algebra.loss import Objective
+
+
+class View:
+    """The terms of one evaluation. Tensors are [m] or [B, S], floats in the dtype of the logprobs.
+
+    Missing logprobs have one rule, made here before anything else. A ratio that names rollout (or the proximal, which
+    leans on it) has a value where the recorded logprob is known, any other at every term. A level runs over the terms
+    that are `present`: known, or kept without it by `correct(missing="neutral")`.
+
+    Args:
+        objective: that is evaluated.
+        arrays: old, rollout, ref, alpha, advantages, trace, turn, group by name.
+        logprobs: of the policy being trained.
+        entropy: of it, or None.
+        counted: bool, False at padding.
+        keep: bool, what `correct` has left of them.
+        scales: by reduction.
+        permutation: a random one of n, for what draws.
+
+    Attributes:
+        advantages: at kept terms, 0 elsewhere; the evaluator takes the shifts out.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        arrays: Mapping[str, Any],
+        logprobs: Any,
+        entropy: Any,
+        *,
+        counted: Any,
+        keep: Any,
+        scales: Mapping[Reduce, Any],
+        permutation: Callable[[int], Any],
+    ) -> None:
+        self.objective, self.arrays, self.permutation = objective, arrays, permutation
+        self._theta, self._entropy, self._scales, self._segments = logprobs, entropy, scales, {}
+        self.counted, self.keep = counted, keep
+        rollout = arrays["rollout"]
+        self.known = counted if rollout is None else counted & ~rollout.isnan()
+        self.present = counted & (keep | self.known)
+        self.advantages = self.given("advantages", keep)
+
+    @cached_property
+    def logprobs(self) -> Any:
+        """Of the policy being trained at kept terms, with gradient; 0 elsewhere."""
+        return self.log("theta", self.keep)
+
+    @cached_property
+    def log_ratio(self) -> Any:
+        """Log of `ratio`, not clamped."""
+        return self.objective.surrogate.log_ratio(self).where(self.keep, 0)
+
+    @cached_property
+    def ratio(self) -> Any:
+        """The objective's ratio at the level of its surrogate, with gradient, at kept terms; 1 elsewhere."""
+        return bounded(self.log_ratio).exp()
+
+    @property
+    def pair(self) -> Ratio:
+        """The policies of `ratio`.
+
+        Raises:
+            ArgumentError: if the objective has none.
+        """
+        if self.objective.ratio is None:
+            raise ArgumentError(
+                f"the surrogate {self.objective.surrogate} reads a ratio, and its objective has none. Pass one: "
+                "Objective(surrogate, Ratio('theta', 'old'))."
+            )
+        return self.objective.ratio
+
+    @cached_property
+    def clipped(self) -> Any:
+        """bool: terms whose gradient the surrogate's bounds took away."""
+        return self.objective.surrogate.clipped(self)
+
+    @property
+    def entropy(self) -> Any:
+        """Of the next-token distribution at each term, nats.
+
+        Raises:
+            ArgumentError: if it was not passed.
+        """
+        if self._entropy is None:
+            raise ArgumentError("a part of the objective reads the entropy, and it is None. Pass it, and declare it.")
+        return self._entropy
+
+    def array(self, name: str) -> Any:
+        """An array of the terms as it was given.
+
+        Raises:
+            ArgumentError: if the terms have none.
+        """
+        found = self.arrays[name]
+        if found is None:
+            raise ArgumentError(
+                f"the objective needs {name} of every term, and the terms have none. Pass Terms({name}=...)."
+            )
+        return found
+
+    def given(self, name: str, here: Any) -> Any:
+        """An array in the dtype of the logprobs, 0 where `here` is False."""
+        return self.array(name).where(here, 0).to(self._theta.dtype)
+
+    def log(self, policy: str, here: Any) -> Any:
+        """The logprob under a policy, 0 without a gradient where `here` is False."""
+        if policy == "theta":
+            return self._theta.where(here, 0)
+        if policy != "proximal":
+            return self.given(policy, here)
+        rollout, theta = self.log("rollout", here), self.log("theta", here).detach()
+        return rollout + self.given("alpha", here) * (theta - rollout)
+
+    def between(self, ratio: Ratio, here: Any) -> Any:
+        """log num - log den, 0 without a gradient where `here` is False."""
+        return self.log(ratio.num, here) - self.log(ratio.den, here)
+
+    def has(self, ratio: Ratio) -> Any:
+        """Where a ratio has a value."""
+        return self.known if ratio.recorded else self.counted
+
+    def inside(self, level: Level) -> Any:
+        """The terms over which the surrogate's level runs."""
+        return self.keep if level.terms == "kept" or level.over == "token" else self.present
+
+    def at(self, ratio: Ratio, level: Level, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
+        """(log-ratio at a level, clamped; where it has a value): 0 elsewhere.
+
+        Args:
+            factor: what multiplies the ratio of each token.
+            keep: bool, read where the level is over kept terms.
+        """
+        has = self.has(ratio)
+        log_ratio = self.between(ratio, has)
+        if factor is not None:
+            log_ratio = (log_ratio + factor.log()).where(has, 0)
+        inside = has & self.present
+        level_log = level.of(log_ratio, self, inside & keep if keep is not None and level.terms == "kept" else inside)
+        here = has & ~level_log.isnan()
+        return bounded(level_log.where(here, 0)), here
+
+    def scale(self, reduce: Reduce | None) -> Any:
+        """The scale of a reduction, the objective's where None.
+
+        Raises:
+            ArgumentError: if the terms lack it.
+        """
+        wanted = reduce or self.objective.reduce
+        if wanted not in self._scales:
+            raise ArgumentError(
+                f"a penalty or bonus has its own denominators, {wanted}, and the terms have no scale for them. "
+                "Pass correct(reductions=objective.reductions) and Terms(scales=corrected.scales)."
+            )
+        return self._scales[wanted].to(self._theta.dtype)
+
+    def detached(self) -> View:
+        """The same with logprobs and entropy that carry no gradient."""
+        entropy = None if self._entropy is None else self._entropy.detach()
+        marks = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}
+        found = View(self.objective, self.arrays, self._theta.detach(), entropy, **marks)
+        found._segments, found.advantages = self._segments, self.advantages
+        return found
+
+    def segments(self, over: str) -> Any:
+        """[terms] dense index of the turn, trace, group or batch of each term, flat."""
+        if over not in self._segments:
+            self._segments[over] = self._index(over)
+        return self._segments[over]
+
+    def _index(self, over: str) -> Any:
+        if over == "batch":
+            return self.counted.reshape(-1).long() * 0
+        if over != "turn":
+            return _dense(self.array(over))
+        return _dense(self.segments("trace") * self._theta.numel() + _dense(self.array("turn")))
+
+
+def _dense(ids: Any) -> Any:
+    """[terms] the rank of each id among those present; unlike torch.unique without a wait for the device."""
+    ordered, order = ids.reshape(-1).long().sort()
+    steps = (ordered != ordered.roll(1)).long()
+    steps[:1] = 0
+    return ordered.new_empty(len(ordered)).scatter(0, order, steps.cumsum(0))

@@ -1,0 +1,38 @@
+"""`tracegrad merge`: whole weights of a checkpoint that holds LoRA adapters."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tracegrad.cli.words import for_machines, say, tell, verb
+from tracegrad.errors import ArgumentError
+
+
+def add_to(commands: Any) -> None:
+    """Adds the verb."""
+    parser = verb(commands, "merge", "make whole weights of a checkpoint that holds LoRA adapters", _merge)
+    parser.add_argument("checkpoint", type=Path, help="folder of adapters, such as out/checkpoint")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the model goes; not there yet")
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="the model that the adapters are of (default: the one they name)"
+    )
+    for_machines(parser)
+
+
+def _merge(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    if overrides:
+        raise ArgumentError(f"{overrides[0][0]} has no effect on merge, which trains nothing. Leave it for train.")
+    try:
+        from tracegrad.learner import merge_adapters
+    except ImportError as error:
+        raise ArgumentError(
+            f"merge needs {error.name}, which is not installed. No weights can be read. pip install 'tracegrad[lora]'"
+        ) from error
+    out = merge_adapters(told.checkpoint, told.out, told.base)
+    if told.json:
+        tell({"checkpoint": str(told.checkpoint), "model": str(out)})
+        return 0
+    say(f"merged   {out}  loads with AutoModelForCausalLM.from_pretrained; tokenizer and template are beside it")
+    return 0

@@ -1,0 +1,72 @@
+"""`tracegrad view`: traces and runs in a browser, or a chosen set of them as one file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tracegrad import config
+from tracegrad.cli.words import for_machines, say, tell, verb
+from tracegrad.errors import ArgumentError
+
+
+def add_to(commands: Any) -> None:
+    """Adds the verb."""
+    parser = verb(commands, "view", "look at traces, prepared shards and runs in a browser", _view)
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files of traces, folders of prepare, --out of runs")
+    parser.add_argument("--model", metavar="DIR", help="tokenizer to align with (default: of a run)")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="on loopback (default: a free one)")
+    parser.add_argument("--index", type=Path, metavar="DIR", help="where indexes stand (default: the user's cache)")
+    for_machines(parser)
+    chosen = parser.add_argument_group("one page that opens without a server")
+    chosen.add_argument("--export", type=Path, metavar="FILE", help="write the chosen traces to FILE and end")
+    chosen.add_argument(
+        "--where", action="append", default=[], metavar="C", help="such as reward<0.5 or tool:price; repeatable"
+    )
+    chosen.add_argument("--search", default="", metavar="TEXT", help="text that is in them")
+    chosen.add_argument("--sort", default="", metavar="COLUMN", help="such as pull, largest first, or pull:up")
+    chosen.add_argument("--limit", type=int, default=2000, metavar="N", help="at most so many (2000)")
+
+
+def _view(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    idle = [name for name, _ in overrides if not name.startswith("map.")]
+    if idle:
+        raise ArgumentError(f"{idle[0]} has no effect on view, which trains nothing. Leave it for train.")
+    if told.export is None and (told.where or told.search or told.sort):
+        raise ArgumentError("--where, --search, --sort choose what --export writes. Add --export FILE, or leave them.")
+    try:
+        from tracegrad import view
+        from tracegrad.view import app as app
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            f"view needs {error.name}, which is not installed. Nothing can be shown. pip install 'tracegrad[view]'"
+        ) from error
+    chosen = config.load(overrides=overrides).map
+    with view.Session(told.paths, told.index or cache(), told.model, chosen) as session:
+        if told.export is None:
+            view.serve(session, port=told.port, say=_address if told.json else say)
+            return 0
+        while not session.indexer.done:
+            time.sleep(0.02)
+        rows = view.chosen(session, told.where, told.search, told.sort, told.limit)
+        size = view.write(session, rows, told.export)
+        if told.json:
+            counts = {"written": len(rows), "traces": session.rows, "bytes": size}
+            tell({"file": str(told.export), **counts, "problems": list(session.indexer.problems)})
+            return 0
+        say(*(f"note     {problem}" for problem in session.indexer.problems))
+        say(f"written  {told.export}: {len(rows):,} of {session.rows:,} traces, {size / 1e6:.1f} MB")
+    return 0
+
+
+def _address(line: str) -> None:
+    """What is said when the page answers, for machines."""
+    tell({"url": line.split()[-1]}, line=True)
+
+
+def cache() -> Path:
+    """Folder of what may be made again, as the system says."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracegrad" / "view"

@@ -1,0 +1,109 @@
+"""The command that goes on from a diagnosis, as it may be typed: what was told, and what the records seem to hold.
+
+It is printed and never run: nothing is taken that was not told.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from tracegrad import inputs
+from tracegrad.config import Map
+from tracegrad.doctor.finding import Finding, Severity
+from tracegrad.doctor.whole import Whole
+from tracegrad.errors import TracegradError
+from tracegrad.inputs.candidates import Candidates
+from tracegrad.trace import Traces
+
+SAMPLE = 200
+TOLD = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
+"""Findings that a flag of the command mends."""
+TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
+
+
+def command(
+    named: Sequence[str],
+    model: Path,
+    told: Map,
+    kind: str | None,
+    found: Sequence[Finding],
+    whole: Whole,
+    seems: tuple[Candidates, Sequence[str]],
+    rescored: bool = False,
+) -> str:
+    """`tracegrad train`, or `score` where nothing looks like a reward; `doctor --rescore` where only counts speak
+    against it; "" where none could work.
+
+    Args:
+        named: the inputs.
+        model: its folder.
+        told: what the user mapped.
+        kind: what the user said of the logprobs.
+        found: what the doctor found.
+        whole: the counts of the file.
+        seems: what the records seem to hold, and the fields that are missing.
+        rescored: whether the model was asked.
+    """
+    by_name = {finding.name: finding for finding in found}
+    wrong = {finding.name for finding in found if finding.severity == Severity.WRONG}
+    if list(named) == ["-"] or wrong - {*TOLD, "shifted_logprobs"} or (rescored and "shifted_logprobs" in wrong):
+        return ""
+    candidates, missing = seems
+    mapped = [part for name, path in told.told().items() for part in (f"--map.{name}", path)]
+    if "shifted_logprobs" in wrong:
+        said = ["--logprob-kind", kind] if kind else []
+        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said, "--rescore"])
+    mapped += candidates.flags(missing)
+    bare = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
+    text = bare is not None and bare.count == bare.of
+    if not whole.traces:
+        sample = _sample(named, mapped)
+        if not sample:
+            return ""
+        text = all(turn.logprobs is None for trace in sample for turn in trace.generations)
+    elif "nothing_to_train" in wrong:
+        return ""
+    if "reward" in missing and "--map.reward" not in mapped:
+        out = ["--reward", "mine.py:right", "--out", "scored.jsonl"]
+        return shlex.join(["tracegrad", "score", *named, *mapped, *out])
+    flags = [*mapped, *_which(whole), *(TEXT if text else ())]
+    if "lone_traces" in wrong and "--map.group" not in mapped:
+        flags += ["--advantage.baseline", "batch_mean"]
+    if whole.traces and (whole.read.bad or whole.unaligned or (bare is not None and not text)):
+        flags += ["--on-error", "skip"]
+    if not text and (kind is not None or whole.unsaid):
+        flags += ["--logprob-kind", kind or "raw"]
+    return shlex.join(["tracegrad", "train", *named, "--model", str(model), "--out", "runs/first", *flags])
+
+
+def _which(whole: Whole) -> list[str]:
+    """Which of several rewards, where none is the total: the first that differs between traces."""
+    spans = whole.rewards.spans
+    apart = [name for name, (low, high) in spans.items() if low < high]
+    return ["--data.reward", apart[0]] if "reward" not in spans and len(spans) > 1 and apart else []
+
+
+def untold(whole: Whole) -> list[str]:
+    """What the records leave open and the user must say: which reward, and what logprobs are of."""
+    out = []
+    if which := _which(whole):
+        spans = list(whole.rewards.spans.items())[:8]
+        names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
+        out.append(f"found    several rewards and no total, {names}: {shlex.join(which)}")
+    if whole.unsaid:
+        kinds = "--logprob-kind raw, vLLM's default, or processed"
+        out.append(f"found    {whole.unsaid:,} turns do not say what their logprobs are of: {kinds}")
+    return out
+
+
+def _sample(named: Sequence[str], flags: Sequence[str]) -> Traces | None:
+    """The first traces as they would be read, joined or not."""
+    pairs = dict(zip(flags[::2], flags[1::2], strict=True))
+    told = {name.removeprefix("--map."): path for name, path in pairs.items()}
+    kept = {name: path for name, path in told.items() if name not in ("session", "order")}
+    try:
+        return inputs.together(inputs.stream(list(named), map=kept, on_error="skip", limit=SAMPLE))
+    except TracegradError:
+        return None

@@ -1,0 +1,189 @@
+"""Values by dotted names, as command lines and TOML files write them, read by the types of dataclasses' fields.
+
+No field is listed here: names, types and choices are the dataclasses' own. Called by config, algebra and run files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from tracegrad.errors import ArgumentError
+
+Scalar = bool | int | float | str
+Node = TypeVar("Node")
+_HIGHEST = 1 << 63
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", NoneType: "none"}
+
+
+class _Unknown(Exception):
+    """A dotted name that nothing has."""
+
+
+def changed(
+    root: Node,
+    values: Iterable[tuple[str, Any]],
+    *,
+    at: str = "",
+    where: str = "",
+    moved: Mapping[str, str] | None = None,
+    finite: bool = True,
+) -> Node:
+    """`root` with the named values changed, each part of it checked when all of its own are in place.
+
+    Args:
+        root: a dataclass, whose names are its fields; a tuple, whose names are its indices; or a mapping.
+        values: (dotted name, value) pairs, of which the last counts; a text is read by its field's type, "none" is None
+            where a field may be that, and empties a tuple.
+        at: what the names begin with in errors.
+        where: opens an error, such as the path of a file.
+        moved: what to say of names of before.
+        finite: whether infinity and NaN are refused.
+
+    Raises:
+        ArgumentError: for an unknown name, with the nearest valid one; for a value of another type; for what a part
+            refuses.
+
+    >>> from tracegrad.config import Optimizer
+    >>> changed({"optimizer": Optimizer()}, [("optimizer.lr", "2e-4")])["optimizer"].lr
+    0.0002
+    """
+    opening = f"{where}: " if where else ""
+    try:
+        return _rebuilt(root, dict(values), at, opening, finite)
+    except _Unknown as error:
+        name = str(error)
+        cure = (moved or {}).get(name) or nearest(name, leaves(root, at))
+        raise ArgumentError(f"{opening}{brief(name)} is no option. It would have no effect. {cure}") from None
+
+
+def leaves(root: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted name to (type, value) of all that can be set as one value."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, (kind, entry) in _entries(root).items():
+        name = f"{at}.{key}" if at else key
+        found.update(leaves(entry, name) if _has_fields(entry) else {name: (kind, entry)})
+    return found
+
+
+def read(value: Any, kind: Any, *, finite: bool = False) -> Any:
+    """A value, or the text of it, as one of the types a field may have.
+
+    Raises:
+        ValueError: with what it must be.
+
+    >>> read("0.28", float | None), read("none", float | None), read("mean", Literal["mean", "sum"])
+    (0.28, None, 'mean')
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    choices = [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
+    if NoneType in kinds and value in (None, "none"):
+        return None
+    if isinstance(value, str) and value in choices:
+        return value
+    value = value if str in kinds else scalar(value)
+    if type(value) is int and abs(value) >= _HIGHEST:
+        raise ValueError("less than 2 to the 63")
+    if float in kinds and type(value) is int and int not in kinds:
+        value = float(value)
+    if type(value) is float and finite and float in kinds and not math.isfinite(value):
+        raise ValueError("a finite number")
+    if type(value) is str and value != value.encode("utf-8", "replace").decode():
+        raise ValueError("text, which TOML can hold: valid UTF-8")
+    if type(value) not in kinds and Any not in kinds:
+        words = [_KINDS.get(each, getattr(each, "__name__", str(each))) for each in kinds if not get_args(each)]
+        raise ValueError(" or ".join([*(["one of " + ", ".join(map(str, choices))] if choices else []), *words]))
+    return value
+
+
+def scalar(value: Any) -> Scalar:
+    """A string from the command line as TOML would read it; what is no TOML scalar stays a string."""
+    if not isinstance(value, str):
+        return value
+    if value in ("true", "false"):
+        return value == "true"
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def plain(name: str, value: Any, *, where: str = "") -> Scalar:
+    """A value for a field that is not known yet.
+
+    Raises:
+        ArgumentError: if it is no scalar.
+    """
+    found = scalar(value)
+    if type(found) not in (bool, int, float, str) or (type(found) is int and abs(found) >= _HIGHEST):
+        raise _wrong(name, value, "a number, a string, true or false", f"{where}: " if where else "")
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The cure for an unknown name: the nearest valid one, or all of them where none is near."""
+    known, name = list(known), name[:80]
+    same_end = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+    close = difflib.get_close_matches(name, same_end or known, 1, 0.5) or same_end
+    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+
+
+def brief(text: str, most: int = 80) -> str:
+    """A stranger's text for a terminal: short, one line, nothing hidden."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= most else f"{shown[:most]}..."
+
+
+def _rebuilt(node: Any, values: Mapping[str, Any], at: str, opening: str, finite: bool) -> Any:
+    """`node` with what is below it changed."""
+    entries, below = _entries(node), {}
+    for name, value in values.items():
+        head, dot, rest = name.partition(".")
+        below.setdefault(head, {})[rest if dot else None] = value  # None: as one value
+    changes: dict[str, Any] = {}
+    for head, told in below.items():
+        name, rest = f"{at}.{head}" if at else head, next((each for each in told if each is not None), None)
+        kind, entry = entries.get(head, (None, None))
+        if head not in entries or (None not in told and not _has_fields(entry)):
+            raise _Unknown(name if rest is None else f"{name}.{rest}")
+        if None not in told:
+            changes[head] = _rebuilt(entry, told, name, opening, finite)
+        elif len(told) > 1:
+            raise ArgumentError(f"{opening}{name} is one value already, and {name}.{rest} too. Leave one out.")
+        elif isinstance(entry, tuple) and told[None] in ("none", ()):
+            changes[head] = ()
+        else:
+            try:
+                changes[head] = read(told[None], kind, finite=finite)
+                if changes[head] is not None and _has_fields(entry):
+                    raise ValueError(f"told by its parts: {', '.join(leaves(entry, name))}")
+            except ValueError as error:
+                raise _wrong(name, told[None], error, opening) from None
+    if isinstance(node, tuple):
+        return tuple(changes.get(key, entry) for key, (_, entry) in entries.items())
+    return {**node, **changes} if isinstance(node, Mapping) else replace(node, **changes)
+
+
+def _entries(node: Any) -> dict[str, tuple[Any, Any]]:
+    """Name to (type, value) of what stands directly below."""
+    if isinstance(node, (tuple, Mapping)):
+        pairs = enumerate(node) if isinstance(node, tuple) else node.items()
+        return {str(key): (type(entry), entry) for key, entry in pairs}
+    kinds = get_type_hints(type(node))
+    return {field.name: (kinds[field.name], getattr(node, field.name)) for field in fields(node)}
+
+
+def _has_fields(entry: Any) -> bool:
+    return isinstance(entry, tuple) or is_dataclass(entry)
+
+
+def _wrong(name: str, value: Any, rule: object, opening: str) -> ArgumentError:
+    said = "huge" if isinstance(value, int) and abs(value) >= _HIGHEST else brief(repr(value))
+    if isinstance(value, (list, Mapping)):
+        said = f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
+    return ArgumentError(f"{opening}{brief(name)} is {said}. It must be {rule}. Correct it or leave it out.")

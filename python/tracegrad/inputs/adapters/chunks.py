@@ -1,0 +1,68 @@
+"""Chunks of a streamed answer that stand as records of their own, or as a list: put together into one call.
+
+The core reads a list of chunks as the response of a call; here they are gathered by their id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tracegrad.errors import FormatError
+
+_KINDS = ("chat.completion.chunk", "text_completion.chunk")
+MOST_CHUNKS = 1_000_000
+
+
+def is_chunk(record: Any) -> bool:
+    """Whether a record is one chunk of an OpenAI-shaped stream."""
+    if not isinstance(record, Mapping) or "messages" in record or "request" in record:
+        return False
+    choices = record.get("choices")
+    if record.get("object") in _KINDS:
+        return True
+    return isinstance(choices, list) and bool(choices) and isinstance(choices[0], Mapping) and "delta" in choices[0]
+
+
+def is_list(record: Any) -> bool:
+    """Whether a record is a list of chunks."""
+    return isinstance(record, list) and bool(record) and is_chunk(record[0])
+
+
+def of_list(record: list[Any]) -> list[dict[str, Any]]:
+    """One call for each id, in the order of their first chunks."""
+    calls: dict[Any, list[Any]] = {}
+    for chunk in record:
+        calls.setdefault(chunk.get("id") if isinstance(chunk, Mapping) else None, []).append(chunk)
+    return [call(chunks) for chunks in calls.values()]
+
+
+def call(chunks: list[Any]) -> dict[str, Any]:
+    """A call whose response was streamed; its prompt is known where the first chunk has its ids."""
+    return {"response": chunks}
+
+
+class Gather:
+    """Chunks that stand line by line: those of one id that follow one another are one call."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._line, self._raw = 0, b""
+
+    def take(self, line: int, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+        """Takes a chunk; gives the call before, where this one begins another."""
+        if self._held and chunk.get("id") != self._held[0].get("id"):
+            yield from self.rest()
+        if not self._held:
+            self._line, self._raw = line, raw
+        if len(self._held) >= MOST_CHUNKS:
+            raise FormatError(
+                f"line {line}: a stream of more than {MOST_CHUNKS:,} chunks. It would have to be held whole. Split it."
+            )
+        self._held.append(chunk)
+
+    def rest(self) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+        """The call that is held."""
+        if self._held:
+            held, self._held = self._held, []
+            yield self._line, self._raw, call(held)

@@ -1,0 +1,135 @@
+"""inspect-ai's logs: a sample is one trajectory, whose calls are its model events. Its scores are rewards.
+
+Source: inspect-ai 0.3 `log/_log.py` (EvalSample, events of kind "model" with `input`, `output`, `config`); scores C, I,
+P, N as inspect's `value_to_float` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.inputs.adapters import fitting
+
+VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
+
+
+def is_log(record: Any) -> bool:
+    """Whether a record is a whole log, as `.json` files hold it."""
+    return isinstance(record, Mapping) and "eval" in record and isinstance(record.get("samples"), list)
+
+
+def of_log(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One trace for each sample."""
+    return [made for sample in record["samples"] if is_sample(sample) for made in of_sample(sample)]
+
+
+def is_sample(record: Any) -> bool:
+    """Whether a record is one sample."""
+    signs = ("epoch", "input", "messages", "output")
+    return isinstance(record, Mapping) and all(sign in record for sign in signs)
+
+
+def of_sample(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One trace: the calls of its events, or the messages where there are none."""
+    attachments = _table(record.get("attachments"))
+    head: dict[str, Any] = {
+        "id": f"{record.get('id')}-{record.get('epoch')}",
+        "group": str(record.get("id")),
+        **_rewards(record.get("scores")),
+        "metadata": record.get("metadata") or {},
+    }
+    pool = _table(record.get("events_data")).get("messages")
+    calls = [made for event in _events(record) if (made := _call(event, attachments, pool or [])) is not None]
+    if calls:
+        return [{**head, "calls": calls}]
+    messages = [_message(each, attachments) for each in fitting.listed(record["messages"], "messages")]
+    return [{**head, "messages": messages}] if any(each["role"] == "assistant" for each in messages) else []
+
+
+def _table(told: Any) -> Mapping[str, Any]:
+    return told if isinstance(told, Mapping) else {}
+
+
+def _events(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    events = record.get("events")
+    told = events if isinstance(events, list) else []
+    return [each for each in told if isinstance(each, Mapping) and each.get("event") == "model"]
+
+
+def _call(event: Mapping[str, Any], attachments: Mapping[str, Any], pool: list[Any]) -> dict[str, Any] | None:
+    """None of an event that failed. What was asked may stand in the sample's pool, by ranges."""
+    output, asked = event.get("output"), event.get("input")
+    if (
+        event.get("error")
+        or not isinstance(output, Mapping)
+        or not output.get("choices")
+        or not isinstance(asked, list)
+    ):
+        return None
+    ranges = event.get("input_refs")
+    asked = asked + [each for start, end in (ranges if isinstance(ranges, list) else []) for each in pool[start:end]]
+    config = _table(event.get("config"))
+    told = {key: config[key] for key in ("temperature", "top_p") if config.get(key) is not None}
+    tools = [_tool(each) for each in fitting.listed(event.get("tools"), "tools") if isinstance(each, Mapping)]
+    request = {
+        "messages": [_message(each, attachments) for each in asked],
+        **told,
+        **({"tools": tools} if tools else {}),
+    }
+    choices = []
+    for index, each in enumerate(output["choices"]):
+        logprobs = {"logprobs": each["logprobs"]} if each.get("logprobs") else {}
+        finish = {"stop_reason": None, "finish_reason": _finish(each.get("stop_reason"))}
+        choices.append({"index": index, "message": _message(each["message"], attachments), **finish, **logprobs})
+    return {"request": request, "response": {"model": output.get("model"), "choices": choices}}
+
+
+def _finish(reason: Any) -> Any:
+    return {"max_tokens": "length", "model_length": "length"}.get(reason, reason)
+
+
+def _tool(told: Mapping[str, Any]) -> dict[str, Any]:
+    function = {key: told[key] for key in ("name", "description", "parameters") if key in told}
+    return {"type": "function", "function": function}
+
+
+def _message(told: Mapping[str, Any], attachments: Mapping[str, Any]) -> dict[str, Any]:
+    content, thoughts = told.get("content"), []
+    if isinstance(content, list):
+        parts = [each for each in content if isinstance(each, Mapping)]
+        thoughts = [str(each.get("reasoning", "")) for each in parts if each.get("type") == "reasoning"]
+        texts = [each for each in parts if each.get("type") != "reasoning"]
+        content = "".join(str(each["text"]) for each in texts) if all("text" in each for each in texts) else texts
+    if isinstance(content, str):
+        content = attachments.get(content.removeprefix("attachment://"), content)
+    said: dict[str, Any] = {"role": told.get("role"), "content": content}
+    if thoughts:
+        said["reasoning_content"] = "".join(thoughts)
+    if isinstance(calls := told.get("tool_calls"), list) and calls:
+        said["tool_calls"] = [_tool_call(each) for each in calls]
+    for key, source in (("tool_call_id", "tool_call_id"), ("name", "function")):
+        if told.get("role") == "tool" and told.get(source):
+            said[key] = told[source]
+    return said
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call.get("arguments") or {}, ensure_ascii=False)
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": call.get("function"), "arguments": arguments},
+    }
+
+
+def _rewards(scores: Any) -> dict[str, Any]:
+    """Scores by their names; the first is the reward."""
+    found: dict[str, float] = {}
+    for name, told in scores.items() if isinstance(scores, Mapping) else ():
+        value = told.get("value") if isinstance(told, Mapping) else told
+        value = VALUES.get(value, value) if isinstance(value, str) else value
+        if isinstance(value, (bool, int, float)):
+            found[str(name)] = float(value)
+    return {"reward": next(iter(found.values())), "rewards": found} if found else {}

@@ -1,0 +1,206 @@
+"""LangChain's messages in their three spellings, and LangSmith's runs.
+
+Source: langchain-core 1.x (`messages_to_dict`, `dumpd`, `model_dump`) and langsmith's run schema; a run that is no call
+of a model (a chain, a tool) holds none and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+ROLES = {
+    "human": "user",
+    "HumanMessage": "user",
+    "HumanMessageChunk": "user",
+    "ai": "assistant",
+    "AIMessage": "assistant",
+    "AIMessageChunk": "assistant",
+    "system": "system",
+    "SystemMessage": "system",
+    "tool": "tool",
+    "ToolMessage": "tool",
+    "function": "tool",
+    "FunctionMessage": "tool",
+}
+_TALKS = ("messages", "input", "output", "history", "chat_history")
+_PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens", "stop")
+
+
+def is_talk(record: Any) -> bool:
+    """Whether a record is a list of LangChain's messages, or holds one."""
+    if isinstance(record, list):
+        return bool(record) and all(is_message(each) for each in record)
+    if not isinstance(record, Mapping) or "run_type" in record:
+        return False
+    return bool(_talks(record))
+
+
+def _talks(record: Mapping[str, Any]) -> list[str]:
+    """The keys under which messages stand, the usual names first."""
+    names = [*(key for key in _TALKS if key in record), *(key for key in record if key not in _TALKS)]
+    return [key for key in names if isinstance(record[key], list) and is_talk(record[key])]
+
+
+def of_talk(record: Any) -> list[dict[str, Any]]:
+    """One trace of the messages, with what else the record says."""
+    if isinstance(record, list):
+        return [{"messages": [message(each) for each in record]}]
+    keys = _talks(record)
+    messages = [message(each) for key in keys[:1] for each in record[key]]
+    if keys[0] == "input" and isinstance(record.get("output"), list) and is_talk(record["output"]):
+        messages += [message(each) for each in record["output"]]
+    rest = {key: value for key, value in record.items() if key not in keys}
+    return [{**rest, "messages": messages}]
+
+
+def is_run(record: Any) -> bool:
+    """Whether a record is a run of LangSmith."""
+    return isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record
+
+
+def of_run(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One call; none of a run that is no model's, or that failed."""
+    inputs, outputs = record.get("inputs"), record.get("outputs")
+    if (
+        record["run_type"] not in ("llm", "chat_model")
+        or not isinstance(inputs, Mapping)
+        or not isinstance(outputs, Mapping)
+    ):
+        return []
+    asked = inputs.get("messages")
+    asked = asked[0] if isinstance(asked, list) and asked and isinstance(asked[0], list) else asked
+    response = _response(outputs)
+    if not isinstance(asked, list) or response is None:
+        return []
+    extra = record.get("extra")
+    invoked = extra.get("invocation_params") if isinstance(extra, Mapping) else None
+    told = {**_parameters(invoked), **_parameters(inputs)}
+    kept = {key: value for key, value in record.items() if key not in ("inputs", "outputs", "events", "serialized")}
+    return [{**kept, "request": {**told, "messages": [message(each) for each in asked]}, "response": response}]
+
+
+def _parameters(told: Any) -> dict[str, Any]:
+    return {key: told[key] for key in _PARAMETERS if told.get(key) is not None} if isinstance(told, Mapping) else {}
+
+
+def _response(outputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The response of a run: OpenAI's own, LangChain's generations, or a message."""
+    if isinstance(outputs.get("choices"), list):
+        return dict(outputs)
+    generations = outputs.get("generations")
+    first: Any = generations
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(first, Mapping) and "message" in first:
+        return of_message(first["message"], first.get("generation_info"))
+    if isinstance(first, Mapping) and isinstance(first.get("text"), str):
+        return {"choices": [{"index": 0, "message": {"role": "assistant", "content": first["text"]}}]}
+    said = outputs.get("output", outputs.get("message"))
+    if isinstance(outputs.get("messages"), list) and outputs["messages"]:
+        said = outputs["messages"][-1]
+    if is_message(said) or (isinstance(said, Mapping) and said.get("role") == "assistant"):
+        return of_message(said, None)
+    return None
+
+
+def of_message(told: Any, info: Any) -> dict[str, Any]:
+    """A message of the assistant as the response that it came in."""
+    said = message(told)
+    info = info if isinstance(info, Mapping) else {}
+    choice: dict[str, Any] = {"index": 0}
+    for key in ("logprobs", "finish_reason", "token_ids"):
+        value = said.pop(key, None)
+        value = info.get(key) if value is None else value
+        if value is not None:
+            choice[key] = value
+    prompt = said.pop("prompt_token_ids", info.get("prompt_token_ids"))
+    return {**({} if prompt is None else {"prompt_token_ids": prompt}), "choices": [{**choice, "message": said}]}
+
+
+def _fields(told: Any) -> tuple[str, Mapping[str, Any]] | None:
+    """The kind of a message and its fields, of whichever spelling."""
+    if not isinstance(told, Mapping):
+        return None
+    if (
+        told.get("lc") == 1
+        and isinstance(told.get("kwargs"), Mapping)
+        and isinstance(told.get("id"), list)
+        and told["id"]
+    ):
+        return str(told["id"][-1]), told["kwargs"]
+    kind = told.get("type")
+    if isinstance(kind, str) and (kind in ROLES or kind == "chat"):
+        inner = told.get("data")
+        if isinstance(inner, Mapping):
+            return kind, inner
+        if "content" in told and "role" not in told:
+            return kind, told
+    return None
+
+
+def is_message(told: Any) -> bool:
+    """Whether a value is a message in one of these spellings."""
+    found = _fields(told)
+    return found is not None and (found[0] in ROLES or found[0] in ("chat", "ChatMessage"))
+
+
+def message(told: Any) -> dict[str, Any]:
+    """A message as a chat template gets it, with the logprobs that stand in its response metadata.
+
+    >>> message({"type": "human", "data": {"content": "2+2?"}})
+    {'role': 'user', 'content': '2+2?'}
+    """
+    found = _fields(told)
+    if found is None:
+        return dict(told) if isinstance(told, Mapping) else {"role": "user", "content": str(told)}
+    kind, fields = found
+    said: dict[str, Any] = {
+        "role": ROLES.get(kind) or fields.get("role", "user"),
+        "content": text_of(fields.get("content")),
+    }
+    more = fields.get("additional_kwargs")
+    more = more if isinstance(more, Mapping) else {}
+    calls = fields.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        said["tool_calls"] = [_tool_call(call, more) for call in calls]
+    elif isinstance(more.get("tool_calls"), list) and more["tool_calls"]:
+        said["tool_calls"] = more["tool_calls"]
+    if isinstance(thought := more.get("reasoning_content"), str) and thought:
+        said["reasoning_content"] = thought
+    if kind in ("tool", "ToolMessage") and fields.get("tool_call_id"):
+        said["tool_call_id"] = fields["tool_call_id"]
+    if isinstance(fields.get("name"), str) and fields["name"]:
+        said["name"] = fields["name"]
+    metadata = fields.get("response_metadata")
+    if said["role"] == "assistant" and isinstance(metadata, Mapping):
+        kept = ("logprobs", "finish_reason", "token_ids", "prompt_token_ids")
+        said |= {key: metadata[key] for key in kept if metadata.get(key) is not None}
+    return said
+
+
+def text_of(content: Any) -> Any:
+    """Text; blocks of text alone become one text, as a template gets them."""
+    if not isinstance(content, list):
+        return content
+    parts = [each.get("text") if isinstance(each, Mapping) and _is_text(each) else each for each in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else content
+
+
+def _is_text(block: Mapping[str, Any]) -> bool:
+    return block.get("type", block.get("block_type")) == "text"
+
+
+def _tool_call(call: Any, more: Mapping[str, Any]) -> Any:
+    """A call as OpenAI writes it; its arguments as they were sampled, where they were kept."""
+    if not isinstance(call, Mapping) or "function" in call:
+        return call
+    kept = more.get("tool_calls")
+    for raw in kept if isinstance(kept, list) else []:
+        if isinstance(raw, Mapping) and raw.get("id") == call.get("id"):
+            return raw
+    arguments = call.get("args")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": call.get("id"), "type": "function", "function": {"name": call.get("name"), "arguments": text}}

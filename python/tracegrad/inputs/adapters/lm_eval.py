@@ -1,0 +1,44 @@
+"""lm-evaluation-harness's samples: one line for each document, with what was asked and what the model gave.
+
+Source: lm-eval 0.4 `evaluator_utils.py`, `evaluator.py` (rows of samples_TASK.jsonl). What was scored and not generated
+(log-likelihoods) holds no call. Metrics stand in the row under the names in `metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.inputs.adapters import fitting
+from tracegrad.inputs.adapters.loggers import opened
+from tracegrad.inputs.adapters.pairs import is_said, messages_of
+
+_SAMPLING = ("temperature", "top_p")
+
+
+def is_sample(record: Any) -> bool:
+    """Whether a record is a row of samples."""
+    return isinstance(record, Mapping) and all(sign in record for sign in ("doc_id", "arguments", "resps"))
+
+
+def of_sample(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One trace for each answer of each request, asked by the messages of the chat template or by text as a user's."""
+    asked = record["arguments"]
+    requests = [*asked.values()] if isinstance(asked, Mapping) else fitting.listed(asked, "arguments")
+    rest = {key: value for key, value in record.items() if key not in ("arguments", "resps", "filtered_resps")}
+    rest = {"group": f"{record.get('task_name', 'doc')}-{record.get('prompt_hash', record['doc_id'])}", **rest}
+    made = []
+    for request, answers in zip(requests, fitting.listed(record["resps"], "resps"), strict=False):
+        parts = [*request.values()] if isinstance(request, Mapping) else fitting.listed(request, "arguments")
+        prompt = _prompt(parts[0]) if parts else None
+        options = parts[1] if len(parts) > 1 and isinstance(parts[1], Mapping) else {}
+        told = {key: options[key] for key in _SAMPLING if isinstance(options.get(key), (int, float))}
+        texts = [text for text in fitting.listed(answers, "resps") if prompt is not None and isinstance(text, str)]
+        made += [{**rest, **told, "messages": [*(prompt or []), messages_of(text, "assistant")[0]]} for text in texts]
+    return made
+
+
+def _prompt(value: Any) -> list[dict[str, Any]] | None:
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    value = opened(value)
+    return messages_of(value, "user") if is_said(value) else None

@@ -1,0 +1,115 @@
+"""Calls that loggers around an OpenAI client write under other names: inputs and outputs, bodies, JSON as text.
+
+Names count by their words: `requestBody` is `request_body`. Source: model dumps of openai 3 beside the arguments of the
+call; litellm's logger callbacks (`kwargs`, `response_obj`); proxies that keep `request_body` and `response_body`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.inputs import paths
+from tracegrad.inputs.adapters.chunks import is_chunk
+
+REQUESTS = ("request", "requestbody", "kwargs", "inputs", "input", "params", "parameters", "body", "req", "payload")
+RESPONSES = (
+    *("response", "responseobj", "responsebody", "outputs", "output", "completion", "result"),
+    *("res", "resp", "llmresponse", "rawresponse"),
+)
+
+
+def is_call(record: Any) -> bool:
+    """Whether a record holds a request and a response that the core does not find."""
+    if not isinstance(record, Mapping) or "calls" in record or "call_type" in record:
+        return False
+    names = _names(record)
+    if names is None:
+        return False
+    plain = isinstance(record.get("request"), Mapping) and isinstance(record.get("response"), Mapping)
+    return not plain
+
+
+def of_call(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The same as a request and a response, with what else the record says."""
+    names = _names(record)
+    assert names is not None
+    asked, answered = names
+    request = opened(record[asked]) if asked else {"messages": record["messages"]}
+    response = opened(record[answered])
+    if not asked:
+        request |= {
+            key: record[key] for key in ("temperature", "top_p", "tools", "model") if record.get(key) is not None
+        }
+        said = _said(response)
+        if request["messages"] and said is not None and _same(request["messages"][-1], said):
+            request["messages"] = request["messages"][:-1]
+    kept = {key: value for key, value in record.items() if key not in (asked, answered, "messages")}
+    return [{**kept, "request": request, "response": response}]
+
+
+def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Under which keys request and response stand; an empty first one where messages stand beside the response."""
+    named = {plain(str(key)): key for key in reversed(list(record))}
+    answered = next((named[key] for key in RESPONSES if key in named and _is_response(record[named[key]])), None)
+    if answered is None:
+        return None
+    others = [named[key] for key in REQUESTS if key in named and named[key] != answered]
+    asked = next((key for key in others if _is_request(record[key])), None)
+    if asked is None:
+        return ("", answered) if isinstance(record.get("messages"), list) else None
+    return asked, answered
+
+
+def plain(name: str) -> str:
+    """A name by its letters alone.
+
+    >>> plain("requestBody"), plain("request_body")
+    ('requestbody', 'requestbody')
+    """
+    return name.replace("_", "").replace("-", "").lower()
+
+
+def opened(value: Any) -> Any:
+    """What JSON as text says, or the events of a stream as text; else the value.
+
+    >>> opened('data: {"choices": []}\\n\\ndata: [DONE]\\n')
+    [{'choices': []}]
+    """
+    if isinstance(value, str) and value.startswith(("data:", "event:", ": ")):
+        return _events(value)
+    return dict(value) if isinstance(value, Mapping) else paths.opened(value)
+
+
+def _events(text: str) -> Any:
+    """The data of server-sent events, each of one line of JSON; the text where one is none."""
+    data = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+    try:
+        return [json.loads(each) for each in data if each and each != "[DONE]"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_request(value: Any) -> bool:
+    told = opened(value)
+    return isinstance(told, Mapping) and isinstance(told.get("messages"), list)
+
+
+def _is_response(value: Any) -> bool:
+    told = opened(value)
+    if isinstance(told, list):
+        return bool(told) and is_chunk(told[0])
+    return isinstance(told, Mapping) and isinstance(told.get("choices"), list) and bool(told["choices"])
+
+
+def _said(response: Any) -> Any:
+    """The message of a response that is whole."""
+    first = response["choices"][0] if isinstance(response, Mapping) else None
+    return first.get("message") if isinstance(first, Mapping) else None
+
+
+def _same(message: Any, said: Any) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(said, Mapping):
+        return False
+    return all((message.get(key) or "") == (said.get(key) or "") for key in ("role", "content", "tool_calls"))

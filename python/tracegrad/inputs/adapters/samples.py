@@ -1,0 +1,193 @@
+"""One prompt with several answers: lists of answers and rewards, or the choices of one response with a reward each.
+
+Each answer is a trace of one group. Of a list beside the answers that is as long as they are, each takes its own value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.inputs import paths
+from tracegrad.inputs.adapters import fitting, pairs
+
+ANSWERS = ("completions", "responses", "outputs", "answers", "generations", "samples", "candidates", "choices")
+_TEXTS = ("text", "content", "completion", "response", "output", "answer", "generation")
+
+
+def is_choices(record: Any) -> bool:
+    """Whether a record is a call of several choices, with a number for each of them beside it."""
+    if not isinstance(record, Mapping) or "choice" in record or not isinstance(record.get("request"), Mapping):
+        return False
+    choices = _choices(record)
+    return len(choices) > 1 and any(_is_of_each(value, len(choices)) for value in record.values())
+
+
+def of_choices(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One call for each choice.
+
+    Raises:
+        Unfit: if what stands beside them fits no choice, or they share too much.
+    """
+    choices = _choices(record)
+    # Its usage counts all of them.
+    whole = {key: value for key, value in record["response"].items() if key not in ("usage", "choices")}
+    rows = _rows(record, len(choices), ("request", "response"), (record["request"], whole))
+    group = pairs.group_of(record, record["request"].get("messages", []))
+    made = []
+    for (row, of_answer), choice in zip(rows, choices, strict=True):
+        name = {"id": f"{whole['id']}-{len(made)}"} if isinstance(whole.get("id"), (str, int)) else {}
+        prompt_ids = {key: of_answer.pop(key) for key in ("prompt_token_ids",) if key in of_answer}
+        choice = {**of_answer, **choice} if isinstance(choice, Mapping) else choice
+        response = {**prompt_ids, **whole, **name, "choices": [choice]}
+        made.append({"group": group, **row, "request": record["request"], "response": response})
+    return made
+
+
+def _choices(record: Mapping[str, Any]) -> list[Any]:
+    response = record.get("response")
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    return choices if isinstance(choices, list) else []
+
+
+def is_samples(record: Any) -> bool:
+    """Whether a record is a prompt with a list of answers."""
+    if not isinstance(record, Mapping) or (asked := _asked(record)) is None:
+        return False
+    return (asked == "messages" or "messages" not in record) and bool(_of(record))
+
+
+def of_samples(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One trace for each answer.
+
+    Raises:
+        Unfit: if what stands beside them fits no answer, or they share too much.
+    """
+    asked, answers = _asked(record) or "prompt", _of(record)
+    prompt = pairs.messages_of(record[asked], "user")
+    if isinstance(system := record.get("system"), str) and system:
+        prompt = [{"role": "system", "content": system}, *prompt]
+    rows = _rows(record, len(record[answers]), (asked, answers, "system"), prompt)
+    group, given = pairs.group_of(record, prompt), pairs.given(prompt)
+    made = []
+    for (row, of_answer), answer in zip(rows, record[answers], strict=True):
+        own, text = {}, answer
+        if isinstance(answer, Mapping) and "role" not in answer:
+            key = next(name for name in _TEXTS if pairs.is_said(answer.get(name)))
+            own, text = {name: value for name, value in answer.items() if name != key}, answer[key]
+        said = pairs.messages_of(text, "assistant")
+        of_own = {name: own.pop(name) for name in pairs.OF_ANSWER if name in own}
+        said[-1:] = [{**of_answer, **said[-1], **of_own}]
+        made.append({"group": group, **row, **_rewarded(own), "messages": [*given, *said]})
+    return made
+
+
+def _asked(record: Mapping[str, Any]) -> str | None:
+    named = next((name for name in (*pairs.PROMPTS, "prompts") if pairs.is_said(record.get(name))), None)
+    talk = record.get("messages")
+    asks = pairs.is_said(talk) and isinstance(talk, list) and talk[-1]["role"] != "assistant"
+    return "messages" if asks else named
+
+
+def _of(record: Mapping[str, Any]) -> str:
+    """The key of the answers, "" where there are none."""
+    for name in ANSWERS:
+        answers = record.get(name)
+        if not isinstance(answers, list) or not answers or not all(map(_is_answer, answers)):
+            continue
+        if name != "choices" or _are_sampled(record, answers):
+            return name
+    return ""
+
+
+def _are_sampled(record: Mapping[str, Any], choices: list[Any]) -> bool:
+    """Whether choices are what a model gave, and not those of a question: they are objects, or each has a reward."""
+    rewards = (record.get(key) for key in ("reward", "rewards", "score", "scores"))
+    are_objects = all(isinstance(each, Mapping) for each in choices)
+    return are_objects or any(_is_of_each(each, len(choices)) for each in rewards)
+
+
+def _is_answer(value: Any) -> bool:
+    if isinstance(value, Mapping) and "role" not in value:
+        return any(pairs.is_said(value.get(name)) for name in _TEXTS)
+    return pairs.is_said(value)
+
+
+def _rows(
+    record: Mapping[str, Any], count: int, used: tuple[str, ...], given: Any
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the record says of each answer, and what of it goes on the answer: its own values of lists, and all else.
+
+    Args:
+        used: keys that the caller takes.
+        given: what each trace has of these.
+    """
+    of_answers = _of_answers(record, count)
+    rest = {key: value for key, value in record.items() if key not in used and key not in pairs.OF_ANSWER}
+    lists = {key for key, value in rest.items() if _is_of_each(value, count) or _are_names(key, value, count)}
+    for key in ("reward", "rewards"):
+        if isinstance(rest.get(key), list) and key not in lists:
+            raise fitting.unequal(key, rest[key], count)
+    fitting.bounded(count, (given, {key: value for key, value in rest.items() if key not in lists}))
+    rows = []
+    for at in range(count):
+        row = {key: value[at] if key in lists else value for key, value in rest.items()}
+        name = {"id": f"{row['id']}-{at}"} if isinstance(row.get("id"), (str, int)) and "id" not in lists else {}
+        rows.append((_rewarded({**row, **name}), of_answers[at]))
+    return rows
+
+
+def _of_answers(record: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """What goes on the message of each answer: its ids, their logprobs, why it ended."""
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name in pairs.OF_ANSWER:
+        value = record.get(name)
+        if value is None:
+            continue
+        if (name == "finish_reason" and isinstance(value, str)) or (name == "prompt_token_ids" and _are_ids(value)):
+            fitting.bounded(count, value)
+            values = [value] * count
+        elif _has_each(name, value) and len(value) == count:
+            values = value
+        elif count == 1 and not _has_each(name, value):
+            values = [value]
+        else:
+            raise fitting.unequal(name, value, count)
+        for said, each in zip(found, values, strict=True):
+            said |= {} if each is None else {name: each}
+    return found
+
+
+def _has_each(name: str, value: Any) -> bool:
+    """Whether a value is a list of what answers have, and not what one of them has."""
+    if not isinstance(value, list) or not value:
+        return False
+    wanted = str if name == "finish_reason" else (list, Mapping)
+    return all(
+        each is None or (isinstance(each, wanted) and not (isinstance(each, Mapping) and "logprob" in each))
+        for each in value
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, int) for each in value)
+
+
+def _is_of_each(value: Any, count: int) -> bool:
+    """Whether a value is a list of as many numbers; null stands for one that is not known."""
+    if not isinstance(value, list) or len(value) != count:
+        return False
+    known = [each for each in value if each is not None]
+    return bool(known) and all(paths.number(each) is not None for each in known)
+
+
+def _are_names(key: str, value: Any, count: int) -> bool:
+    return key == "id" and isinstance(value, list) and len(value) == count
+
+
+def _rewarded(row: dict[str, Any]) -> dict[str, Any]:
+    """With `reward` as a number, where `reward` or `rewards` is one, or a number as text."""
+    for key in ("reward", "rewards"):
+        if key in row and (found := paths.number(row[key])) is not None:
+            row = {**{name: value for name, value in row.items() if name != key}, "reward": found}
+    return row

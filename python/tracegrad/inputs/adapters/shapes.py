@@ -1,0 +1,189 @@
+"""Calls and conversations known by their shape alone, wherever they stand in a record and whatever they are called.
+
+Looked for are lists of messages, responses, and single answers, also in JSON as text and in the events of a stream;
+what is ambiguous (two conversations, no prompt to a response) is none. Asked only for what nothing else reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracegrad.inputs.adapters import langchain
+from tracegrad.inputs.adapters.chunks import is_list
+from tracegrad.inputs.adapters.loggers import opened
+from tracegrad.inputs.adapters.pairs import PROMPTS
+
+DEEPEST, MOST_LOOKED = 8, 4096
+ROLES = {"tool-call": "assistant", "tool-response": "user"}
+"""Roles of smolagents, as it sends them."""
+_SAID = {"content", "tool_calls", "blocks"}
+_PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens")
+_NOT_KEPT = ("messages", "calls", "choices", "request", "response", "prompt_token_ids")
+
+
+@dataclass
+class _Found:
+    """What stands in a record; each with the top key it stands under."""
+
+    talks: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
+    responses: list[tuple[str, Any]] = field(default_factory=list)
+    answers: list[tuple[str, Any]] = field(default_factory=list)
+    lists: list[tuple[str, list[Any]]] = field(default_factory=list)
+    looked: int = 0
+
+
+def is_call(record: Any) -> bool:
+    """Whether a record holds one call, or the calls of one conversation as a list."""
+    return isinstance(record, Mapping) and (_call(found := _look(record)) is not None or _steps(found) is not None)
+
+
+def of_call(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One trace of it, with what else the record says."""
+    found = _look(record)
+    if (one := _call(found)) is not None:
+        return [{**_beside(record, one[0]), "request": one[1], "response": one[2]}]
+    steps = _steps(found)
+    assert steps is not None
+    key, rows, calls = steps
+    # A list of one may as well be an export of one, whose reward stands in it.
+    within = _beside(rows[0], set()) if len(rows) == 1 else {}
+    return [{**within, **_beside(record, {key}), "calls": calls}]
+
+
+def is_talk(record: Any) -> bool:
+    """Whether exactly one list of messages stands in a record, with something that an assistant said."""
+    return isinstance(record, Mapping) and "messages" not in record and _talk(_look(record)) is not None
+
+
+def of_talk(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The record with these messages under their own name."""
+    told = _talk(_look(record))
+    assert told is not None
+    key, messages = told
+    return [{**_beside(record, {key}), "messages": [message(each) for each in messages]}]
+
+
+def message(told: Any) -> dict[str, Any]:
+    """A message of one of several spellings, as a chat template gets it.
+
+    >>> message({"role": "tool-response", "content": [{"type": "text", "text": "4"}]})
+    {'role': 'user', 'content': '4'}
+    """
+    if langchain.is_message(told):
+        return langchain.message(told)
+    said = {key: value for key, value in told.items() if key != "blocks" and value is not None}
+    content = told.get("content", told.get("blocks"))
+    return {**said, "role": ROLES.get(said["role"], said["role"]), "content": langchain.text_of(content)}
+
+
+def _beside(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in used and key not in _NOT_KEPT}
+
+
+def _call(found: _Found) -> tuple[set[str], dict[str, Any], Any] | None:
+    """The top keys, request and response of the one call that was found."""
+    if len(found.talks) != 1:
+        return None
+    key, parent, talk = found.talks[0]
+    if len(found.responses) == 1:
+        under, response = found.responses[0]
+    elif not found.responses and len(found.answers) == 1 and _role(talk[-1]) != "assistant":
+        under, said = found.answers[0]
+        response = langchain.of_message(message(said), None)
+    else:
+        return None
+    return {key, under}, {**_parameters(parent), "messages": [message(each) for each in talk]}, response
+
+
+def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked of the model, where messages stand: in their request, or in an object beside them."""
+    if isinstance(parent.get("messages"), list):
+        return {key: value for key, value in parent.items() if key in _PARAMETERS and value is not None}
+    told: dict[str, Any] = {}
+    for each in (*(value for value in parent.values() if isinstance(value, Mapping)), parent):
+        told |= {key: each[key] for key in ("temperature", "top_p") if isinstance(each.get(key), (int, float))}
+    return told
+
+
+def _steps(found: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
+    """The one list that holds calls, its rows and its calls, if each goes on from what the first was asked."""
+    if found.talks or found.responses:
+        return None
+    held = []
+    for key, rows in found.lists:
+        called = [_call(_look(each)) if isinstance(each, Mapping) else None for each in rows]
+        calls = [{"request": call[1], "response": call[2]} for call in called if call is not None]
+        if calls:
+            held.append((key, rows, calls))
+    if len(held) != 1:
+        return None
+    asked = [call["request"]["messages"] for call in held[0][2]]
+    goes_on = all(len(each) > len(asked[0]) and each[: len(asked[0])] == asked[0] for each in asked[1:])
+    return held[0] if goes_on else None
+
+
+def _talk(found: _Found) -> tuple[str, list[Any]] | None:
+    """The key and the messages of the one conversation that was found."""
+    talks = [(key, talk) for key, _, talk in found.talks if any(_role(each) == "assistant" for each in talk)]
+    talks = [(key, talk) for key, talk in talks if not _asks(key, talk)]
+    if len(talks) != 1 or found.responses:
+        return None
+    return talks[0] if all(said == talks[0][1][-1] for _, said in found.answers) else None
+
+
+def _asks(key: str, messages: list[Any]) -> bool:
+    """Whether messages are a prompt, whose answers of the assistant were not sampled here."""
+    return key in (*PROMPTS, "prompts") and _role(messages[-1]) != "assistant"
+
+
+def _look(record: Mapping[str, Any]) -> _Found:
+    found = _Found()
+    for key, value in record.items():
+        _into(found, str(key), value, record, 1)
+    return found
+
+
+def _into(found: _Found, key: str, value: Any, parent: Mapping[str, Any], depth: int) -> None:
+    """Looks at a value below a top key, and into it where it is neither messages nor a response."""
+    found.looked += 1
+    if found.looked > MOST_LOOKED or depth > DEEPEST or not isinstance(value, (str, Mapping, list)):
+        return
+    value = opened(value)
+    if _is_response(value):
+        found.responses.append((key, value))
+    elif isinstance(value, Mapping):
+        before = len(found.responses)
+        for each in value.values():
+            _into(found, key, each, value, depth + 1)
+        if _is_message(value) and _role(value) == "assistant" and len(found.responses) == before:
+            found.answers.append((key, value))
+    elif isinstance(value, list) and value:
+        if all(map(_is_message, value)):
+            if len(value) == 1 and _role(value[0]) == "assistant":
+                found.answers.append((key, value[0]))
+            else:
+                found.talks.append((key, parent, value))
+        elif isinstance(value[0], Mapping):
+            found.lists.append((key, value))
+        elif len(value) == 1:
+            _into(found, key, value[0], parent, depth + 1)
+
+
+def _is_response(value: Any) -> bool:
+    if isinstance(value, list):
+        return is_list(value)
+    if not isinstance(value, Mapping) or not isinstance(choices := value.get("choices"), list) or not choices:
+        return False
+    return all(isinstance(each, Mapping) and isinstance(each.get("message"), Mapping) for each in choices)
+
+
+def _is_message(value: Any) -> bool:
+    if langchain.is_message(value):
+        return True
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and bool(_SAID & value.keys())
+
+
+def _role(value: Any) -> Any:
+    return message(value)["role"]

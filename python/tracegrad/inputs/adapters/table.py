@@ -1,0 +1,216 @@
+"""The adapters in the order in which they are asked, and what became of the records that they took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tracegrad import _core
+from tracegrad.errors import FormatError, ReadError
+from tracegrad.inputs.adapters import (
+    chunks,
+    fitting,
+    inspect_ai,
+    langchain,
+    lm_eval,
+    loggers,
+    nemo_gym,
+    pairs,
+    pydantic_ai,
+    samples,
+    shapes,
+    sharegpt,
+    spans,
+)
+from tracegrad.inputs.mapping import Unfit
+from tracegrad.tables import to_json
+from tracegrad.trace import Traces
+
+
+class Adapter(NamedTuple):
+    """Its name, what knows a record, and what makes records of it: none where it holds no call.
+
+    A `weak` one goes by keys that others use too: it is asked only for what the core does not read. A `late` one is not
+    even asked for a record that plainly is in a form of the core, as it looks into all of it.
+    """
+
+    name: str
+    knows: Callable[[Any], bool]
+    adapt: Callable[[Any], list[dict[str, Any]]]
+    weak: bool = False
+    late: bool = False
+
+
+def _listed(record: Any) -> list[Any] | None:
+    """The one list of records in an object around them; None without one. Its first one is looked at."""
+    if not isinstance(record, Mapping):
+        return None
+    held = [each for each in record.values() if isinstance(each, list) and each and isinstance(each[0], Mapping)]
+    held = [each for each in held if adapter_of(each[0]) is not None or _core_reads(each[0])]
+    return held[0] if len(held) == 1 else None
+
+
+def _is_export(record: Any) -> bool:
+    return _listed(record) is not None
+
+
+def _of_export(record: Any) -> list[dict[str, Any]]:
+    """What is made of each record in the list; one that no adapter knows is left to the core, which says why."""
+    out = []
+    for each in _listed(record) or []:
+        made = adapt(each)
+        out += [each if isinstance(each, dict) else {"record": each}] if made is None else made
+    return out
+
+
+ADAPTERS = (
+    Adapter("langsmith", langchain.is_run, langchain.of_run),
+    Adapter("langchain", langchain.is_talk, langchain.of_talk),
+    Adapter("inspect_ai", inspect_ai.is_sample, inspect_ai.of_sample),
+    Adapter("inspect_ai", inspect_ai.is_log, inspect_ai.of_log),
+    Adapter("nemo_gym", nemo_gym.is_rollout, nemo_gym.of_rollout),
+    Adapter("pydantic_ai", pydantic_ai.is_history, pydantic_ai.of_history),
+    Adapter("lm_eval", lm_eval.is_sample, lm_eval.of_sample),
+    Adapter("sharegpt", sharegpt.is_talk, sharegpt.of_talk),
+    Adapter("preference_pair", pairs.is_preference, pairs.of_preference),
+    Adapter("chunk_list", chunks.is_list, chunks.of_list),
+    Adapter("choices", samples.is_choices, samples.of_choices),
+    Adapter("logged_call", loggers.is_call, loggers.of_call, weak=True),
+    Adapter("prompt_response", pairs.is_answered, pairs.of_answered, weak=True),
+    Adapter("prompt_samples", samples.is_samples, samples.of_samples, weak=True),
+    Adapter("nested_call", shapes.is_call, shapes.of_call, weak=True, late=True),
+    Adapter("renamed_messages", shapes.is_talk, shapes.of_talk, weak=True, late=True),
+    Adapter("span", spans.is_span, spans.of_span, weak=True, late=True),
+    Adapter("export", _is_export, _of_export, weak=True, late=True),
+)
+
+
+def adapter_of(record: Any) -> Adapter | None:
+    """The adapter that knows a record.
+
+    Raises:
+        Unfit: if a value of it is none that can be looked at.
+    """
+    with fitting.fitting("any form"):
+        plain = _is_plain(record)
+        found = next((each for each in ADAPTERS if not (plain and each.late) and each.knows(record)), None)
+        return None if found is None or (found.weak and _core_reads(record)) else found
+
+
+def _is_plain(record: Any) -> bool:
+    """Whether a record has the keys of the core's commonest forms, with an answer."""
+    if not isinstance(record, Mapping):
+        return False
+    talk, response = record.get("messages"), record.get("response")
+    if isinstance(talk, list) and talk and response is None:
+        return isinstance(talk[-1], Mapping) and talk[-1].get("role") == "assistant"
+    called = isinstance(record.get("request"), Mapping) and isinstance(response, Mapping) and "choices" in response
+    return called or isinstance(record.get("calls"), list)
+
+
+def _core_reads(record: Any) -> bool:
+    """Whether the core reads a record, with something that was sampled in it."""
+    try:
+        core, _ = _core.Traces.decode([to_json(record)], "<record>", 1, "auto")
+    except FormatError:
+        return False
+    return any(trace.generations for trace in Traces(core))
+
+
+def adapt(record: Any) -> list[dict[str, Any]] | None:
+    """Records in a form that the core reads; None where the record needs no adapter.
+
+    Raises:
+        Unfit: if nothing can be made of it.
+
+    >>> adapt({"prompt": "2+2?", "response": "4"})[0]["messages"][1]["content"]
+    '4'
+    """
+    found = adapter_of(record)
+    return None if found is None else _made(found, record)
+
+
+def _made(adapter: Adapter, record: Any) -> list[dict[str, Any]]:
+    with fitting.fitting(adapter.name):
+        return adapter.adapt(record)
+
+
+def needed(head: list[Any], raw: Callable[[], Iterable[bytes]], name: str) -> bool:
+    """Whether one of the first records of a source is for an adapter.
+
+    Raises:
+        ReadError: if the source is a table of text.
+    """
+    if head and head[0] is None:
+        refuse_table(next(iter(raw()), b""), name)
+    return any(chunks.is_chunk(record) or _is_ours(record) for record in head)
+
+
+def _is_ours(record: Any) -> bool:
+    try:
+        return adapter_of(record) is not None
+    except Unfit:
+        return True  # so that it is refused where it is read, with its line
+
+
+def refuse_table(line: bytes, name: str) -> None:
+    """Refuses rows of separated text, whatever the file is called.
+
+    Raises:
+        ReadError: with the line of Python that converts it.
+    """
+    text = line[:4096].decode("utf-8", "replace").strip()
+    head = text.split("\n")[0]
+    for separator, reader in ((",", "csv"), ("\t", "table")):
+        cells = head.split(separator)
+        plain = len(cells) > 1 and all(cell.strip(' "').replace("_", "").isalnum() for cell in cells)
+        if plain:
+            told = f"pd.read_{reader}({name!r}).to_json('traces.jsonl', orient='records', lines=True)"
+            raise ReadError(
+                f"{name}:1: it begins like a table of separated text: {head[:60]!r}. Rows of text hold no messages and "
+                "no lists of logprobs, so they are not read. Convert it, and look at what came of it: python -c "
+                f'"import pandas as pd; {told}"'
+            )
+
+
+class Adapted:
+    """What became of records that adapters took: how many of each, and how many held no call."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.empty: Counter[str] = Counter()
+
+    def adapt(self, record: Any, size: int, place: str) -> list[tuple[bytes, dict[str, Any]]] | None:
+        """As `adapt`, counted, each with its JSON; several without an id are named by the place of their record.
+
+        Args:
+            size: bytes of the record.
+            place: its file and line.
+
+        Raises:
+            Unfit: if nothing can be made of it, or too much is.
+        """
+        found = adapter_of(record)
+        if found is None:
+            return None
+        made, out, left = _made(found, record), [], fitting.MOST_BYTES + 4 * size
+        for at, each in enumerate(made):
+            if len(made) > 1 and each.get("id") is None:
+                each = {**each, "id": f"{place}-{at}"}
+            with fitting.fitting(found.name):
+                out.append((to_json(each), each))
+            left -= len(out[-1][0])
+            if left < 0:
+                raise fitting.too_much(f"{len(made):,} traces")
+        self.counts[found.name] += 1
+        self.empty[found.name] += not made
+        return out
+
+    def lines(self) -> list[str]:
+        """The same for a terminal."""
+        out = []
+        for name, count in self.counts.items():
+            left = f", {self.empty[name]:,} of them hold no call and are left out" if self.empty[name] else ""
+            out.append(f"convert  {count:,} records of {name}{left}")
+        return out

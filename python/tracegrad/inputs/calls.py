@@ -1,0 +1,126 @@
+"""One record as the calls it holds, in the form of a call log; and whether one call goes on another.
+
+Two messages are the same where role, text, tool calls and the call they answer are: as in call logs. No files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tracegrad.errors import TracegradError
+from tracegrad.inputs import paths
+from tracegrad.trace import Trace
+
+_SAMPLING = ("temperature", "top_p", "policy_version", "logprob_kind", "choice")
+_OF_CALL = ("token_ids", "finish_reason", "stop_reason", "logprobs")
+
+
+def calls_of(record: Any) -> list[dict[str, Any]] | None:
+    """The calls of a record that is one or several; None where it is none.
+
+    A list of messages is the call that gave its last one: what the assistant said before was given.
+
+    >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "token_ids": [19]}]
+    >>> calls_of({"messages": said})[0]["response"]["choices"][0]["token_ids"]
+    [19]
+    """
+    if not isinstance(record, Mapping):
+        return None
+    calls = record.get("calls")
+    if isinstance(calls, list):
+        return [dict(call) for call in calls] if all(isinstance(call, Mapping) for call in calls) else None
+    sampling = {key: record[key] for key in _SAMPLING if record.get(key) is not None}
+    response, request = paths.opened(record.get("response")), paths.opened(record.get("request"))
+    messages = record.get("messages")
+    if isinstance(response, (Mapping, list)) and isinstance(request, Mapping):
+        return [{**sampling, "request": request, "response": response}]
+    if isinstance(response, Mapping) and isinstance(messages, list):
+        told = record.get("model_parameters")
+        body = {**(told if isinstance(told, Mapping) else {}), "messages": messages}
+        return [{**sampling, "request": body, "response": response}]
+    if isinstance(record.get("choices"), list) and "prompt_token_ids" in record:
+        return [{**sampling, "response": record}]
+    if isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
+        tools = {"tools": record["tools"]} if record.get("tools") else {}
+        return [{**sampling, "request": {"messages": messages[:-1], **tools}, "response": _answer(messages[-1])}]
+    return None
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The response that a recorded message came in."""
+    told = {**message, **(message.get("generation") or {})}
+    choice = {key: told[key] for key in _OF_CALL if told.get(key) is not None}
+    if "logprobs" in choice and isinstance(choice["logprobs"], list) and told.get("tokens"):
+        choice["logprobs"] = {"tokens": told["tokens"], "logprobs": choice["logprobs"]}
+    kept = {key: value for key, value in message.items() if key not in (*_OF_CALL, "generation", "prompt_token_ids")}
+    prompt = {"prompt_token_ids": told["prompt_token_ids"]} if told.get("prompt_token_ids") is not None else {}
+    return {**prompt, "choices": [{"index": 0, **choice, "message": kept}]}
+
+
+def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
+    """Hashes of the messages of a call's request up to each of them, and of all with its answer, None without one."""
+    request = call.get("request")
+    messages = request.get("messages") if isinstance(request, Mapping) else None
+    told = messages if isinstance(messages, list) else []
+    chain, found = hashlib.blake2b(digest_size=16), []
+    for message in told:
+        chain.update(_normal(message))
+        found.append(chain.digest())
+    answer = _answered(call.get("response"))
+    if answer is None or not told:
+        return found, None
+    chain.update(_normal({"role": "assistant", **answer}))
+    return found, chain.digest()
+
+
+def _answered(response: Any) -> Mapping[str, Any] | None:
+    """The message that a response holds: one in chunks, or of another API, as the core reads it."""
+    if not isinstance(response, Mapping) or "choices" not in response:
+        try:
+            return Trace.from_dict({"request": {"messages": []}, "response": response}).messages[-1]
+        except (TracegradError, IndexError):
+            return None
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+        return None
+    message = choices[0].get("message")
+    return message if isinstance(message, Mapping) else None
+
+
+def _normal(message: Any) -> bytes:
+    if not isinstance(message, Mapping):
+        return json.dumps(message, default=str).encode() + b"\n"
+    calls = message.get("tool_calls")
+    told = [_call(each) for each in calls] if isinstance(calls, list) else []
+    said = [message.get("role"), _text(message.get("content")), told, message.get("tool_call_id")]
+    return json.dumps(said, sort_keys=True, default=str).encode() + b"\n"
+
+
+def _call(call: Any) -> list[Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return [call]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def _text(content: Any) -> Any:
+    """Content as text: null is empty, parts of text are one."""
+    if content is None:
+        return ""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts) if len(texts) == len(parts) else content
+    return content

@@ -1,0 +1,368 @@
+"""What records seem to hold where no reward, group or session is told: candidates as flags to type, never taken.
+
+Only the first records are looked at. `doctor`, `train` and `init` print what is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tracegrad.config import Map
+from tracegrad.errors import TracegradError
+from tracegrad.inputs import paths, sources
+from tracegrad.inputs.adapters import adapt, is_chunk
+from tracegrad.inputs.calls import calls_of, prefixes
+from tracegrad.inputs.mapping import Unfit, loads, prompt_of
+from tracegrad.inputs.places import expand
+from tracegrad.inputs.sessions import _time
+from tracegrad.trace import Trace
+
+RECORDS, BYTES = 2000, 1 << 26
+FIELDS = ("reward", "group", "session")
+SHOWN = 3
+MOST_CALLS = 64
+"""Calls of a conversation, on the average, from which a key is rather that of a run."""
+_REWARD = re.compile(
+    r"reward|score|success|correct|pass(ed)?$|resolved|solved|rating|grade|feedback|thumb|label|accuracy|quality|\bvalue$|"
+    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$",
+    re.I,
+)
+_GROUP = re.compile(
+    r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid", re.I
+)
+_SESSION = re.compile(r"session|conversation|thread|dialog|chat_?id|trace_?id|rollout|episode|run_?id|parent", re.I)
+_SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
+_ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
+_NEVER = re.compile(
+    r"token|latency|duration|cost|price|usage|max_|min_|temperature|top_[pk]|seed|created|timestamp|time|penalty|index|"
+    r"\bn$|version|port|status_code|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
+    re.I,
+)
+_INSIDE = ("messages", "request", "response", "choices", "calls", "tools", "logprobs", "usage", "delta", "generation")
+
+
+@dataclass
+class _Column:
+    """What stands at one path."""
+
+    count: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    values: Counter[Any] = field(default_factory=Counter)
+    low: float = float("inf")
+    high: float = float("-inf")
+    numbers: int = 0
+
+    def add(self, value: Any, times: int = 1) -> None:
+        self.count += times
+        self.kinds[paths.kind(value)] += times
+        if len(self.values) < RECORDS:
+            text = str(value)
+            text = text if len(text) <= 200 else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+            self.values[text] += times
+        if (found := paths.verdict(value)) is not None and abs(found) < 1e300:
+            self.numbers += times
+            self.low, self.high = min(self.low, found), max(self.high, found)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that may be meant.
+
+    Args:
+        field: of `Map`.
+        path: its value.
+        why: what was seen, in words.
+        rank: the higher the better.
+        order: of a session, the path by which its calls are in order.
+    """
+
+    field: str
+    path: str
+    why: str
+    rank: float
+    order: str = ""
+
+    def flags(self) -> list[str]:
+        """As arguments of a command."""
+        order = ["--map.order", self.order] if self.order else []
+        return [f"--map.{self.field}", self.path, *order]
+
+    def line(self) -> str:
+        """As a line for a terminal, with the flag to type."""
+        return f"found    {self.why}: {shlex.join(self.flags())}"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What was found in the first `records`, the best of each field first.
+
+    Args:
+        records: how many were looked at.
+        found: what may be meant.
+        joined: calls among them that go on an earlier one, or a key by which a reward beside the calls is theirs.
+    """
+
+    records: int
+    found: tuple[Candidate, ...]
+    joined: int = 0
+
+    def of(self, name: str) -> list[Candidate]:
+        """Those of one field."""
+        return [each for each in self.found if each.field == name]
+
+    def flags(self, names: Sequence[str]) -> list[str]:
+        """The best of each of these fields, as arguments; a session only where calls are seen to go on others."""
+        best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
+        return [flag for each in best for flag in each.flags()]
+
+    def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
+        """The best few of each field."""
+        shown = [each.line() for name in names for each in self.of(name)[:SHOWN]]
+        if shown and self.records >= RECORDS:
+            shown.append(f"         (in the first {self.records:,} records; nothing of it is taken unless it is told)")
+        return shown
+
+
+def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -> Candidates:
+    """Looks through the first records of inputs; nothing is said of standard input, which cannot be read twice.
+
+    Args:
+        source: as for `read`.
+        told: what needs no candidates.
+        wanted: fields of `Map` to look for; what only others need is left alone.
+
+    >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> find([{"messages": said, "meta": {"score": n / 4}} for n in range(4)]).lines(["reward"])
+    ['found    4 of 4 records have a number "meta.score" (0 to 0.75, 4 values): --map.reward meta.score']
+    """
+    told = told or Map()
+    wanted = [name for name in wanted if not getattr(told, name)]
+    columns: dict[str, _Column] = {}
+    beside: dict[str, _Column] = {}
+    calls = _Calls("group" in wanted)
+    count = silent = 0
+    for record in _first(source):
+        made = _made(record)
+        if made == [] and isinstance(record, dict):
+            silent += 1
+            _count(beside, record, 1, wanted)
+        if not made:
+            continue
+        count += len(made)
+        calls.add(made)
+        for times, part in _parts(record, made):
+            _count(columns, part, times, wanted)
+        if count >= RECORDS:
+            break
+    sessions = list(_sessions(columns, count, calls))
+    told_beside = list(_beside(beside, silent, columns, sessions))
+    found = [*_rewards(columns, count), *_groups(columns, count, calls), *sessions, *told_beside]
+    kept = [each for each in found if each.field in wanted]
+    linked = sum(each.field == "session" for each in told_beside)
+    return Candidates(count, tuple(sorted(kept, key=lambda each: -each.rank)), calls.joined + linked)
+
+
+def _count(columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str]) -> None:
+    """Counts what stands at the paths of a record, or of a part of it."""
+    outer = {key: value for key, value in part.items() if key not in _INSIDE}
+    for path, value in itertools.islice(paths.leaves(outer), paths.MOST_WALKED):
+        if value is not None and ("reward" in wanted or _may_be(path, wanted)):
+            columns.setdefault(path, _Column()).add(value, times)
+    for key, value in outer.items():
+        if isinstance(value, dict) and _REWARD.search(key):
+            _objects(columns, key, value, times)
+
+
+def _beside(
+    beside: dict[str, _Column], count: int, columns: dict[str, _Column], sessions: list[Candidate]
+) -> Iterator[Candidate]:
+    """Rewards in records without a call, which count for the conversation whose key they have, below those of calls.
+
+    Where no session is found otherwise, a key that calls and these records share is one.
+    """
+    rewards = [each for each in _rewards(beside, count) if _REWARD.search(each.path)]
+    if not rewards:
+        return
+    if not any(each.path in columns for each in sessions):
+        shared = [path for path in columns if path in beside and _SESSION.search(path.rpartition(".")[2])]
+        path = next((path for path in shared if columns[path].values.keys() <= beside[path].values.keys()), None)
+        if path is None:
+            return
+        why = f'{columns[path].count:,} calls share "{path}" with records without a call'
+        yield Candidate("session", path, why, 2.0)
+    for each in rewards:
+        why = each.why.replace(" records have", " records without a call have")
+        yield replace(each, why=why, rank=each.rank / 10)
+
+
+def _may_be(path: str, wanted: Sequence[str]) -> bool:
+    """Whether the name of a path may be that of a group, or of a session or the order in it."""
+    last = path.rpartition(".")[2]
+    session = "session" in wanted and (_SESSION.search(last) or _ORDER.search(last))
+    return bool(session or ("group" in wanted and _GROUP.search(last)))
+
+
+def _made(record: Any) -> list[dict[str, Any]] | None:
+    """What a record is read as: itself, or what an adapter makes of it; None for a chunk or a bad record."""
+    if is_chunk(record):
+        return None
+    try:
+        made = adapt(record)
+    except Unfit:
+        return None  # whoever reads it says so
+    if made is None:
+        return [record] if isinstance(record, dict) else None
+    return made
+
+
+def _parts(record: Any, made: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What is made of a record, with what the record says beside: what all share once, with how many they are."""
+    outer = record if isinstance(record, dict) else {}
+    if made:
+        first = {**outer, **made[0]}
+        shared = {
+            key: value for key, value in first.items() if all(each.get(key, outer.get(key)) is value for each in made)
+        }
+        yield len(made), shared
+        beside = {key: value for key, value in outer.items() if key not in shared}
+        for each in made:
+            yield 1, {key: value for key, value in {**beside, **each}.items() if key not in shared}
+
+
+def _objects(columns: dict[str, _Column], key: str, value: dict[str, Any], times: int) -> None:
+    """Counts an object of numbers, whose names may all be rewards."""
+    if value and all(paths.number(each) is not None for each in value.values()):
+        columns.setdefault(f"{key}\0", _Column()).add(value, times)
+
+
+def _first(source: Any) -> Iterator[Any]:
+    """The first records, as Python has them."""
+    options = sources.Options(on_error="skip")
+    held = count = 0
+    try:
+        named = isinstance(source, (str, list)) and all(isinstance(each, str) for each in source)
+        if named:
+            places = [
+                place for place in expand([source] if isinstance(source, str) else source) if place.kind != "stdin"
+            ]
+            opened: Iterator[Any] = (sources.of_place(place, options) for place in places)
+        else:
+            opened = iter([sources.of_object(source, options)])
+        for each in opened:
+            for part in each.records():
+                for _, raw in part:
+                    yield loads(raw)
+                    held, count = held + len(raw), count + 1
+                    if count >= RECORDS or held >= BYTES:
+                        return
+    except TracegradError:
+        return  # what cannot be read is said by whoever reads it
+
+
+class _Calls:
+    """How the calls of the first records hang together."""
+
+    def __init__(self, prompts: bool) -> None:
+        self.calls = self.joined = 0
+        self.prompts: Counter[bytes] = Counter()
+        self._counts_prompts = prompts
+        self._ends: set[bytes] = set()
+
+    def add(self, made: Sequence[Any]) -> None:
+        """Looks at the calls of what was made of one record; several answers have one prompt."""
+        untold = sum(not self._add(each) for each in made)
+        if untold and self._counts_prompts:
+            self._prompt(made[0], untold)
+
+    def _add(self, record: Any) -> bool:
+        """Looks at one; whether it was a call that says its own prompt."""
+        if not (calls := calls_of(record)):
+            return False
+        before, _ = prefixes(calls[0])
+        _, end = prefixes(calls[-1])
+        self.calls += 1
+        goes_on = any(each in self._ends for each in before)
+        self.joined += goes_on
+        if end is not None:
+            self._ends.add(end)
+        if "request" in record and before and not goes_on:
+            self.prompts[before[-1]] += 1
+        return "request" in record
+
+    def _prompt(self, record: Any, times: int) -> None:
+        """Looks at what came before the first sampled turn of a record that is no single call."""
+        try:
+            prompt = prompt_of(Trace.from_dict(record))
+        except (TracegradError, IndexError):
+            return
+        if prompt is not None:
+            self.prompts[prompt.encode()] += times
+
+
+def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
+    for path, column in columns.items():
+        if path.endswith("\0"):
+            why = f'{column.count:,} of {count:,} records have an object "{path[:-1]}" of numbers'
+            yield Candidate("reward", path[:-1], why, 2.5 * column.count / count)
+            continue
+        hint, last = bool(_REWARD.search(path)), path.rpartition(".")[2]
+        if column.numbers < column.count or column.numbers * 10 < count or column.low == column.high:
+            continue
+        if (_NEVER.search(last) and not _REWARD.search(last)) or (
+            not hint and not -1 <= column.low <= column.high <= 1
+        ):
+            continue
+        kind = column.kinds.most_common(1)[0][0]
+        why = (
+            f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
+            f"{len(column.values):,} values)"
+        )
+        bounded = column.low >= -1 and column.high <= 1
+        yield Candidate("reward", path, why, (2 * hint + bounded + 0.5) * column.count / count)
+
+
+def _groups(columns: dict[str, _Column], count: int, calls: _Calls) -> Iterator[Candidate]:
+    shared = {prompt: times for prompt, times in calls.prompts.items() if times > 1}
+    if shared:
+        many = sum(shared.values())
+        why = f"{many:,} records begin with one of {len(shared):,} prompts that others share"
+        yield Candidate("group", "prompt", why, 1.5 * many / max(sum(calls.prompts.values()), 1))
+    for path, column in columns.items():
+        distinct, last = len(column.values), path.rpartition(".")[2]
+        names = sum(column.kinds[kind] for kind in ("a text", "a number as text", "a number"))
+        if not _GROUP.search(last) or names < column.count or not 1 < distinct <= column.count / 1.5:
+            continue
+        why = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
+        yield Candidate("group", path, why, 2 * column.count / count)
+
+
+def _sessions(columns: dict[str, _Column], count: int, calls: _Calls) -> Iterator[Candidate]:
+    if calls.joined:
+        why = f"{calls.joined:,} of {calls.calls:,} calls go on an earlier one"
+        yield Candidate("session", "prefix", why, 1.0)
+    order = next((path for path, column in columns.items() if _is_order(path, column)), None)
+    for path, column in columns.items():
+        last, distinct = path.rpartition(".")[2], len(column.values)
+        few = 1 < distinct <= column.count / 1.2 and column.count <= MOST_CALLS * distinct
+        sure = bool(_SESSION_NAME.search(last))
+        if not (calls.calls and few and _SESSION.search(last) and (sure or calls.joined)):
+            continue
+        why = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values'
+        yield Candidate("session", path, why, (2 if sure else 1.2) * column.count / count, order or "")
+
+
+def _is_order(path: str, column: _Column) -> bool:
+    """Whether a column orders records: a number or a time in all, hardly twice the same."""
+    last = path.rpartition(".")[2]
+    if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
+        return False
+    return all(
+        paths.number(value) is not None or _time(value) is not None for value in itertools.islice(column.values, 50)
+    )

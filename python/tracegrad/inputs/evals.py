@@ -1,0 +1,76 @@
+"""inspect-ai's `.eval` logs: a zip with one JSON file for each sample, unpacked one at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Iterator
+
+from tracegrad import _core
+from tracegrad.errors import ReadError
+from tracegrad.trace import CHUNK_BYTES
+
+MOST_BYTES = 1 << 30
+ZSTD = 93
+_LOCAL_HEADER = 30
+
+
+def samples(path: str) -> Iterator[bytes]:
+    """The samples of a log, as JSON.
+
+    Raises:
+        ReadError: if it is no such log, or a sample cannot be unpacked.
+    """
+    try:
+        with zipfile.ZipFile(path) as log:
+            names = [each for each in log.infolist() if each.filename.startswith("samples/")]
+            if not names:
+                raise ReadError(
+                    f"{path}: it is a zip without samples/. Only logs of inspect-ai are read so. Unpack it, and name "
+                    "the files in it."
+                )
+            for each in sorted(names, key=lambda each: each.filename):
+                if each.filename.endswith(".json"):
+                    yield _unpacked(log, each, path)
+    except (OSError, zipfile.BadZipFile, ValueError) as error:
+        if isinstance(error, ReadError):
+            raise
+        raise ReadError(f"{path}: {error}. It cannot be read as a zip. Copy it again.") from None
+
+
+def _unpacked(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes:
+    if member.file_size > MOST_BYTES:
+        raise ReadError(
+            f"{path}: {member.filename} has {member.file_size:,} bytes. A sample would be held whole. Convert the "
+            "log with inspect log dump, and split it."
+        )
+    try:
+        with log.open(member) as file:
+            found = file.read(MOST_BYTES + 1)
+    except NotImplementedError:
+        if member.compress_type == ZSTD:
+            return _of_zstd(log, member)
+        raise ReadError(
+            f"{path}: {member.filename} is compressed by method {member.compress_type}, which this Python does not "
+            "unpack. inspect log convert --to json writes it otherwise."
+        ) from None
+    if len(found) > MOST_BYTES:
+        raise ReadError(f"{path}: {member.filename} is longer than it says. It cannot be trusted. Copy the log again.")
+    return found
+
+
+def _of_zstd(log: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """A member that is a zstd frame, which the core unpacks."""
+    with open(str(log.filename), "rb") as file, tempfile.NamedTemporaryFile(prefix="tracegrad-") as frame:
+        file.seek(member.header_offset)
+        head = file.read(_LOCAL_HEADER)
+        name, extra = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+        file.seek(member.header_offset + _LOCAL_HEADER + name + extra)
+        left = member.compress_size
+        while block := file.read(min(left, 1 << 20)):
+            frame.write(block)
+            left -= len(block)
+        frame.flush()
+        reader = _core.TraceReader(frame.name, "raise", None, None, MOST_BYTES, CHUNK_BYTES, "auto", member.filename)
+        records = reader.cut(2, MOST_BYTES)
+    return records[0][1] if len(records) == 1 else b"null"

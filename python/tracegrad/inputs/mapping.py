@@ -1,0 +1,200 @@
+"""A record with the fields that a `Map` finds in it, added behind what it says: its own bytes stay as they are.
+
+What each path gave is counted, so that the user is told. Called by `reading`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracegrad.config import Map
+from tracegrad.inputs import paths
+from tracegrad.inputs.sources import Made, Refusal
+from tracegrad.sequence import LOGPROB_KINDS
+from tracegrad.trace import Trace
+
+_NAMES = {"reward": "reward", "group": "group", "id": "id", "temperature": "temperature"}
+
+
+class Unfit(Exception):
+    """A value that is none of what its field takes; its argument is a `Refusal`."""
+
+
+@dataclass
+class Mapper:
+    """Adds what `told` names to records.
+
+    `seen` counts, for each field, the kinds of values; `low` and `high` bound the rewards.
+    """
+
+    told: Map
+    seen: dict[str, Counter[str]] = field(default_factory=dict)
+    records: int = 0
+    low: float = math.inf
+    high: float = -math.inf
+    names: set[str] = field(default_factory=set)
+    words: dict[str, float] = field(default_factory=dict)
+
+    def header(self, record: Any) -> dict[str, Any]:
+        """The fields of a trace that a record gives by its paths.
+
+        Raises:
+            Unfit: for a value that is none.
+        """
+        self.records += 1
+        found: dict[str, Any] = {}
+        for name, path in self.told.told().items():
+            if name in ("session", "order") or (name == "group" and path == "prompt"):
+                continue
+            try:
+                value = paths.at(record, path)
+            except paths.Missing:
+                continue
+            self.seen.setdefault(name, Counter())[paths.kind(value)] += 1
+            found |= getattr(self, f"_{name}")(value, path)
+        return found
+
+    def _reward(self, value: Any, path: str) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            rewards = {str(name): paths.verdict(each) for name, each in value.items()}
+            if odd := [name for name, each in rewards.items() if each is None and value[name] is not None]:
+                raise Unfit(
+                    _unfit("reward", f"{path}.{odd[0]}", value[odd[0]], "a number, a boolean or a number as text")
+                )
+            self.names.update(rewards)
+            self._bound(*(each for each in rewards.values() if each is not None))
+            return {"rewards": rewards}
+        reward = paths.verdict(value)
+        if isinstance(value, str) and reward is not None and paths.number(value) is None:
+            self.words[value[:40]] = reward
+        if reward is None or math.isinf(reward):
+            raise Unfit(
+                _unfit(
+                    "reward",
+                    path,
+                    value,
+                    "a number, a boolean, either as text, a word such as pass or down, or an object of these",
+                )
+            )
+        self._bound(reward)
+        return {"reward": reward}
+
+    def _bound(self, *rewards: float) -> None:
+        self.low, self.high = min(self.low, *rewards, math.inf), max(self.high, *rewards, -math.inf)
+
+    def _group(self, value: Any, path: str) -> dict[str, Any]:
+        return {"group": _name("group", value, path)}
+
+    def _id(self, value: Any, path: str) -> dict[str, Any]:
+        return {"id": _name("id", value, path)}
+
+    def _logprob_kind(self, value: Any, path: str) -> dict[str, Any]:
+        if value not in LOGPROB_KINDS:
+            raise Unfit(_unfit("logprob_kind", path, value, "raw, processed or unknown"))
+        return {"logprob_kind": value}
+
+    def _temperature(self, value: Any, path: str) -> dict[str, Any]:
+        found = None if isinstance(value, bool) else paths.number(value)
+        if found is None or not 0 <= found < math.inf:
+            raise Unfit(_unfit("temperature", path, value, "a number from 0"))
+        return {"temperature": found}
+
+    def _version(self, value: Any, path: str) -> dict[str, Any]:
+        found = paths.version(value)
+        if found is None:
+            raise Unfit(_unfit("version", path, value, "a whole number from 0, or text such as v7"))
+        return {"policy_version": found}
+
+    def lines(self) -> list[str]:
+        """What each path gave, for a terminal."""
+        out = []
+        for name, path in self.told.told().items():
+            if name in ("session", "order") or (name == "group" and path == "prompt"):
+                continue
+            kinds = self.seen.get(name, Counter())
+            what = ", ".join(f"{kind} in {count:,}" for kind, count in kinds.most_common()) or "nothing"
+            span = f", {self.low:g} to {self.high:g}" if name == "reward" and self.low <= self.high else ""
+            several = f", named {', '.join(sorted(self.names)[:8])}" if name == "reward" and self.names else ""
+            words = ", ".join(f"{word!r} is {value:g}" for word, value in list(self.words.items())[:8])
+            words = f", {words}" if name == "reward" and words else ""
+            out.append(f"map      {name} is {path}: {what} of {self.records:,} records{span}{several}{words}")
+        return out
+
+
+def add(raw: bytes, header: Mapping[str, Any]) -> bytes:
+    """A record's bytes with further fields at its end, where they count over earlier ones of the same name.
+
+    >>> add(b'{"reward": "0.5"}', {"reward": 0.5})
+    b'{"reward": "0.5", "reward": 0.5}'
+    """
+    if not header:
+        return raw
+    body = raw.rstrip()
+    tail = json.dumps(dict(header), ensure_ascii=False).encode("utf-8", "backslashreplace")[1:]
+    head = body[:-1].rstrip()
+    return head + (b"" if head.endswith(b"{") else b", ") + tail
+
+
+_PROMPTS = ("prompt", "input", "question", "query", "instruction")
+"""Where a record holds the text of a prompt that its trace has neither as messages nor as ids."""
+
+
+def prompt_of(trace: Trace) -> str | None:
+    """A name that traces share whose first sampled turn came after the same messages, ids or text; None without."""
+    if not trace.generations:
+        return None
+    first = trace.generations[0]
+    messages = [trace.pool[index] for index in first.context]
+    if messages:
+        said = json.dumps(messages, sort_keys=True).encode()
+    elif first.prompt_token_ids is not None:
+        said = first.prompt_token_ids.tobytes()
+    else:
+        record = loads(trace.record)
+        text = next((record[key] for key in _PROMPTS if record.get(key)), None) if isinstance(record, dict) else None
+        if text is None:
+            return None
+        said = json.dumps(text, sort_keys=True).encode()
+    return f"prompt-{hashlib.sha256(said).hexdigest()[:16]}"
+
+
+def loads(raw: bytes) -> Any:
+    """A record as Python has it, or None where it is no JSON: then the reader says what is wrong.
+
+    A run of LangSmith's bulk export keeps its objects as JSON text; they are opened.
+
+    >>> loads(b'{"run_type": "llm", "inputs": "{}", "name": "{x"}')
+    {'run_type': 'llm', 'inputs': {}, 'name': '{x'}
+    """
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(record, dict) and isinstance(record.get("run_type"), str):
+        return {key: paths.opened(value) for key, value in record.items()}
+    return record
+
+
+def _name(field: str, value: Any, path: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or value == "":
+        raise Unfit(_unfit(field, path, value, "a text or a number"))
+    return str(value)
+
+
+def _unfit(field: str, path: str, value: Any, wanted: str) -> Refusal:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return (
+        f"{path} is {paths.kind(value)}: {shown}",
+        f"--map.{field} takes {wanted}",
+        "Name another field, or leave such records out: --on-error skip",
+    )
+
+
+__all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of"]

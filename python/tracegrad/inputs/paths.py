@@ -1,0 +1,128 @@
+"""Dotted paths into records, and what a value says where a reward, a version or a kind is wanted. No files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+DEEPEST = 8
+MOST_WALKED = 4096
+_VERSION = re.compile(r"[vV]?(\d{1,18})")
+
+
+class Missing(Exception):
+    """A record has nothing at a path."""
+
+
+def at(record: Any, path: str) -> Any:
+    """What stands at a path; keys with dots are found whole, numbers count through lists, JSON as text is opened.
+
+    Raises:
+        Missing: if nothing does, or null.
+
+    >>> at({"metadata": {"score": 0.5}, "a.b": [1, 2]}, "metadata.score"), at({"a.b": [1, 2]}, "a.b.1")
+    (0.5, 2)
+    """
+    if not path:
+        if record is None:
+            raise Missing
+        return record
+    record = opened(record)
+    keys = path.split(".")
+    for count in range(len(keys), 0, -1):
+        key, rest = ".".join(keys[:count]), ".".join(keys[count:])
+        if isinstance(record, Mapping) and key in record:
+            return at(record[key], rest)
+        if isinstance(record, list) and count == 1 and key.isdecimal() and int(key) < len(record):
+            return at(record[int(key)], rest)
+    raise Missing
+
+
+def opened(value: Any) -> Any:
+    """What an object or a list kept as JSON text says; else the value.
+
+    >>> opened('{"a": 1}'), opened("{x")
+    ({'a': 1}, '{x')
+    """
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def leaves(record: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Paths and values of what is no object or list; messages and lists of numbers are not walked through."""
+    if isinstance(record, Mapping) and depth < DEEPEST:
+        for key, value in record.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+    elif not isinstance(record, (Mapping, list)) and prefix:
+        yield prefix, record
+
+
+def number(value: Any) -> float | None:
+    """A number, a boolean, or a number as text; None for anything else.
+
+    >>> number(True), number("0.5"), number("good"), number([1])
+    (1.0, 0.5, None, None)
+    """
+    if isinstance(value, str):
+        if value.strip().lower() in ("true", "false"):
+            return float(value.strip().lower() == "true")
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+        return None if math.isnan(value) else value
+    if isinstance(value, (bool, int, float)):
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+    return None
+
+
+_VERDICTS = {
+    1.0: "up thumbs_up thumbsup pass passed correct right good yes success succeeded positive accepted win liked",
+    0.0: "down thumbs_down thumbsdown fail failed incorrect wrong bad no failure negative rejected lose disliked",
+}
+VERDICTS = {word: number for number, words in _VERDICTS.items() for word in words.split()}
+"""Words that say good or bad, as people's feedback and checks have them."""
+
+
+def verdict(value: Any) -> float | None:
+    """As `number`, and 1 or 0 of a word that says good or bad.
+
+    >>> verdict("Thumbs-Up"), verdict("failed"), verdict("0.5"), verdict("maybe")
+    (1.0, 0.0, 0.5, None)
+    """
+    word = "_".join(value.strip().lower().replace("-", " ").split()) if isinstance(value, str) else None
+    return number(value) if word is None else VERDICTS.get(word, number(value))
+
+
+def kind(value: Any) -> str:
+    """What a value is, in a word or two."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return "a text" if number(value) is None else "a number as text"
+    if isinstance(value, Mapping):
+        return "an object"
+    return "null" if value is None else "a list"
+
+
+def version(value: Any) -> int | None:
+    """A policy version: a whole number, or digits after at most a v."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int):
+        return value if value >= 0 else None
+    found = _VERSION.fullmatch(value) if isinstance(value, str) else None
+    return int(found[1]) if found else None

@@ -1,0 +1,168 @@
+"""What a user names as input, taken apart into places: files, standard input, folders, globs, addresses.
+
+Nothing is read here but the first bytes of a file. What is no log of calls (CSV, pickles, ...) is refused with the line
+of Python that converts it.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracegrad.errors import ArgumentError, ReadError
+
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".eval", ".traj", ".sse", ".feather", ".log", ".txt")
+PACKED = (".gz", ".zst", ".zstd", ".gzip")
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+MOST_PLACES = 1_000_000
+_FRAME = "import pandas as pd; pd.read_{}({!r}).to_json({!r}, orient='records', lines=True)"
+_OTHERS = {
+    ".csv": ("a CSV file", "csv"),
+    ".tsv": ("a TSV file", "table"),
+    ".xlsx": ("an Excel file", "excel"),
+    ".xls": ("an Excel file", "excel"),
+    ".orc": ("an ORC file", "orc"),
+    ".pkl": ("a pickle", "pickle"),
+    ".pickle": ("a pickle", "pickle"),
+    ".xml": ("an XML file", "xml"),
+    ".html": ("an HTML file", "html"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One source of records.
+
+    Args:
+        kind: "file", "stdin", "parquet", "arrow", "saved" (a datasets folder), "eval" (an inspect-ai log) or "address".
+        path: where it is.
+        size: bytes on the disk, 0 where they are not known.
+        modified: time of its last change in nanoseconds, 0 where it is not known.
+    """
+
+    kind: str
+    path: str
+    size: int = 0
+    modified: int = 0
+
+
+def expand(named: Sequence[str | os.PathLike[str]]) -> list[Place]:
+    """The places that names stand for, in the order of the names; what a folder or glob holds, by name.
+
+    Raises:
+        ReadError: if there is nothing of that name, or nothing in it that could hold traces.
+        ArgumentError: if standard input is named beside others.
+
+    >>> expand(["-"])
+    [Place(kind='stdin', path='-', size=0, modified=0)]
+    """
+    names = [os.fspath(name) for name in named]
+    if "-" in names and len(names) > 1:
+        raise ArgumentError("standard input is named beside other inputs. Its end is not known. Read it alone.")
+    places = [place for name in names for place in _of(name)]
+    if len(places) > MOST_PLACES:
+        raise ArgumentError(f"{len(places):,} files are named. At most {MOST_PLACES:,} are read. Name fewer.")
+    return places
+
+
+def _of(name: str) -> list[Place]:
+    if name == "-":
+        return [Place("stdin", name)]
+    if ADDRESS.match(name):
+        from tracegrad.inputs.remote import listed
+
+        return [Place("address", path, size) for path, size in listed(name)]
+    if os.path.isdir(name):
+        return _folder(Path(name))
+    if os.path.lexists(name):
+        return [_file(name)]
+    if glob.has_magic(name):
+        found = sorted(path for path in glob.glob(name, recursive=True) if not _is_aside(path))
+        places = [place for path in found for place in (_folder(Path(path)) if os.path.isdir(path) else [_file(path)])]
+        if places:
+            return places
+        raise ReadError(f"{name}: no file has such a name. There are no traces to read. Check the pattern.")
+    return [Place("file", name)]  # the reader says what is wrong with it
+
+
+def _folder(folder: Path) -> list[Place]:
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return [Place("saved", str(folder))]
+    if (folder / "manifest.json").is_file():
+        raise ArgumentError(
+            f"{folder} holds prepared shards. They are aligned already. Give that folder to train alone, or the files "
+            "of traces."
+        )
+    found, others = [], set()
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        for file in sorted(files):
+            path = os.path.join(root, file)
+            if file.startswith(".") or _is_aside(file):
+                continue
+            if _suffix(file) in SUFFIXES:
+                found.append(path)
+            else:
+                others.add(_suffix(file) or file)
+    if not found:
+        held = f"it holds {', '.join(sorted(others)[:5])}" if others else "it is empty"
+        raise ReadError(
+            f"{folder}: {held}. There are no traces to read. Name the files themselves; of a folder are read: "
+            f"{', '.join(SUFFIXES)}, also as .gz or .zst."
+        )
+    return [_file(path) for path in found]
+
+
+def _is_aside(path: str) -> bool:
+    """Whether a file is what a quarantine wrote."""
+    return path.endswith((".quarantine.raw", ".quarantine.jsonl"))
+
+
+def _suffix(path: str) -> str:
+    """The suffix of a file, below that of its compression."""
+    stem, last = os.path.splitext(path.lower())
+    return os.path.splitext(stem)[1] if last in PACKED else last
+
+
+def _file(path: str) -> Place:
+    refuse_other(path)
+    try:
+        found = os.stat(path)
+        size, modified = found.st_size, found.st_mtime_ns
+        if not stat.S_ISREG(found.st_mode):
+            return Place("file", path)
+        with open(path, "rb") as file:
+            head = file.read(8)
+    except OSError:
+        return Place("file", path)
+    if head[:4] == b"PAR1":
+        kind = "parquet"
+    elif head[:6] == b"ARROW1" or (head[:4] == b"\xff\xff\xff\xff" and _suffix(path) in (".arrow", ".feather")):
+        kind = "arrow"
+    elif head[:4] == b"PK\x03\x04":
+        kind = "eval"
+    else:
+        kind = "file"
+    return Place(kind, path, size, modified)
+
+
+def refuse_other(path: str) -> None:
+    """Refuses what holds no JSON, by its suffix.
+
+    Raises:
+        ReadError: with the line of Python that converts it.
+    """
+    known = _OTHERS.get(_suffix(path))
+    if known is None:
+        return
+    what, reader = known
+    line = _FRAME.format(reader, path, f"{os.path.splitext(path)[0]}.jsonl")
+    raise ReadError(
+        f"{path}: it is {what}. Rows of text hold no messages and no lists of logprobs, so they are not read. Convert "
+        f"it, and look at what came of it: python -c {line!r}"
+    )

@@ -1,0 +1,344 @@
+"""Traces of everything that can be named: `read`, `stream`, `InputStream`.
+
+Where no mapping is told and the records are in a form that the core reads, they go through it untouched. Else each
+record is parsed here, given what the mapping finds in it, and decoded from there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tracegrad import _core
+from tracegrad.config import Map
+from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.inputs import adapters, sources
+from tracegrad.inputs.mapping import Mapper, Unfit, add, loads, prompt_of
+from tracegrad.inputs.places import Place, expand
+from tracegrad.inputs.progress import Progress
+from tracegrad.inputs.sessions import Sessions
+from tracegrad.inputs.sources import Made, Options, Source
+from tracegrad.tables import summed, to_json
+from tracegrad.trace import CHUNK_BYTES, MAX_RECORD_BYTES, ReadReport, Traces, checked
+
+Path = str | os.PathLike[str]
+
+
+def read(source: Any, **options: Any) -> Traces:
+    """Reads all traces of what is named: files, folders, patterns, addresses, tables, datasets, records.
+
+    Args:
+        source: a path, folder, pattern or address (s3://...), or several; "-" for standard input; an Arrow table, a
+            `datasets.Dataset`, or records as dicts. Files hold JSONL, a JSON array, pretty-printed objects, events,
+            Parquet or Arrow; plain, gzip or zstd.
+        options: as for `stream`, but `batch`.
+
+    Raises:
+        ReadError: if something cannot be read, is empty, or, with "raise", breaks off.
+        FormatError: if a record is bad, with "raise".
+
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> read([{"messages": messages, "metadata": {"score": "1"}}], map={"reward": "metadata.score"}).reward.tolist()
+    [1.0]
+    """
+    return together(stream(source, **options))
+
+
+def stream(
+    source: Any,
+    *,
+    map: Map | Mapping[str, str] | None = None,
+    batch: int = 1024,
+    format: str = "auto",
+    on_error: str = "raise",
+    quarantine: Path | None = None,
+    limit: int | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Callable[[Progress], None] | None = None,
+) -> InputStream:
+    """Reads inputs of any size in bounded memory.
+
+    Args:
+        source: as for `read`.
+        map: where the records hold what a trace needs, as `Map` or its fields: {"reward": "metadata.score"}.
+        batch: traces in each `Traces`, about.
+        format: "auto" tells each record's form by its structure, and `read_report.formats` says which and why; or the
+            name of one form of docs/trace-format.md, which every record must then have.
+        on_error: "raise", "skip" (counted in `read_report`), or "quarantine": bad records go to
+            `PREFIX.quarantine.raw` byte for byte and, with file, line and reason, to `PREFIX.quarantine.jsonl`.
+        quarantine: PREFIX; the path itself by default. Of several files the second has PREFIX-1, and so on.
+        limit: stop after so many traces.
+        max_record_bytes: a longer record is bad.
+        chunk_bytes: bytes of records parsed at once; the result does not depend on it.
+        progress: called with how far it is.
+    """
+    checked(
+        on_error, format, quarantine, limit, batch=batch, chunk_bytes=chunk_bytes, max_record_bytes=max_record_bytes
+    )
+    told = Map(**map) if isinstance(map, Mapping) else map or Map()
+    if told.session and format != "auto":
+        raise ArgumentError(
+            f"format is {format!r} and sessions are joined. What is joined is a call log. Leave format out."
+        )
+    aside = None if quarantine is None else os.fspath(quarantine)
+    options = Options(batch, format, on_error, aside, limit, max_record_bytes, chunk_bytes)
+    return InputStream(source, told, options, progress)
+
+
+class InputStream(Iterator[Traces]):
+    """Batches of traces as they are read; `read_report` counts what was read so far, `lines` says what was mapped."""
+
+    def __init__(
+        self, source: Any, told: Map, options: Options, progress: Callable[[Progress], None] | None = None
+    ) -> None:
+        self._told, self._options, self._progress = told, options, progress
+        self._done = ReadReport()
+        self._taken = 0
+        self._stopped = False
+        self._began = time.monotonic()
+        self._notes: list[str] = []
+        self._promptless = 0
+        self._mapper = Mapper(told)
+        self._adapted = adapters.Adapted()
+        self._sessions: Sessions | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._places, self._given = _told(source)
+        kept = [place for place in self._places if not _is_empty(place)] or self._places[:1]
+        if left := len(self._places) - len(kept):
+            self._notes.append(f"         {left:,} empty files are left out")
+        self._places = kept
+        self._total = sum(place.size for place in kept)
+        # What cannot be read is said at once, not with the first batch.
+        self._source: Source | None = self._open(0)
+        self._traces = self._all()
+
+    def __next__(self) -> Traces:
+        if self._stopped:
+            raise ArgumentError(
+                "the stream was stopped while it was read. Traces that it had read are gone, and the next ones would "
+                "follow as if there were none. Open it again."
+            )
+        try:
+            for traces in self._traces:
+                self._say()
+                if len(traces):
+                    return traces
+        except TracegradError:
+            raise
+        except BaseException:
+            self._stopped = True
+            raise
+        self._say(done=True)
+        raise StopIteration
+
+    @property
+    def read_report(self) -> ReadReport:
+        """Counts of what was read so far."""
+        return self._done if self._source is None else summed(self._done, self._source.report)
+
+    def lines(self) -> list[str]:
+        """What was mapped, joined and converted, for a terminal."""
+        sessions = self._sessions.lines() if self._sessions else []
+        alone = (
+            [f"map      group: {self._promptless:,} traces have no prompt and are alone"] if self._promptless else []
+        )
+        return [*self._notes, *self._adapted.lines(), *self._mapper.lines(), *sessions, *alone]
+
+    def _all(self) -> Iterator[Traces]:
+        for number in range(max(len(self._places), 1)):
+            if number:
+                self._source = self._open(number)
+            assert self._source is not None
+            yield from self._of(self._source, number)
+            self._taken += self._source.taken
+            self._done = self.read_report
+            self._source = None
+            if self._options.limit is not None and self._done.traces >= self._options.limit:
+                break
+        if self._sessions is not None:
+            yield from self._joined(self._sessions)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _of(self, source: Source, number: int) -> Iterator[Traces]:
+        head = [loads(text) for text in source.head()]
+        adapts = self._options.format == "auto" and adapters.needed(head, source.head, source.name)
+        if not self._told.told() and not adapts:
+            yield from source.plain()
+            return
+        gather = adapters.Gather()
+        for part in source.records():
+            made: list[tuple[int, bytes, Made]] = []
+            for line, raw in part:
+                made += self._made(number, line, raw, gather, source.name)
+                if len(made) > len(part) and sum(map(_size, made)) > sources.RECORD_BYTES:
+                    yield from self._decoded(source, made)
+                    made = []
+            if made:
+                yield self._grouped(source.decode(made))
+        made = [row for whole in gather.rest() for row in self._gathered(number, *whole)]
+        if made:
+            yield self._grouped(source.decode(made))
+        if self._sessions is None:
+            source.finish()
+
+    def _decoded(self, source: Source, made: list[tuple[int, bytes, Made]]) -> Iterator[Traces]:
+        """The traces of what was made of a few records, and of which there is much: a few bytes at once."""
+        part: list[tuple[int, bytes, Made]] = []
+        held = 0
+        for row in made:
+            part.append(row)
+            held += _size(row)
+            if held > sources.RECORD_BYTES:
+                yield self._grouped(source.decode(part))
+                part, held = [], 0
+        if part:
+            yield self._grouped(source.decode(part))
+
+    def _made(
+        self, number: int, line: int, raw: bytes, gather: adapters.Gather, name: str
+    ) -> list[tuple[int, bytes, Made]]:
+        """The records to decode in place of one of the file; the refusal of one of which an adapter makes none."""
+        record = loads(raw)
+        rows: list[tuple[int, bytes, Made]] = []
+        if adapters.is_chunk(record):
+            for whole in gather.take(line, raw, record):
+                rows += self._gathered(number, *whole)
+            return rows
+        try:
+            found = self._adapted.adapt(record, len(raw), f"{name}:{line}")
+        except Unfit as unfit:
+            return [(line, raw, unfit.args[0])]
+        if found is None:
+            return self._mapped(number, line, raw, raw, record)
+        if not found and self._told.session:
+            return self._mapped(number, line, raw, raw, record, silent=True)
+        origin = raw
+        for text, each in found:
+            rows += self._mapped(number, line, origin, text, each, record)
+            # Its own bytes are held and counted once, but where each bad one of them is put aside with them.
+            origin = raw if self._options.on_error == "quarantine" else b""
+        return rows
+
+    def _gathered(self, number: int, line: int, raw: bytes, record: Any) -> list[tuple[int, bytes, Made]]:
+        """A call that was put together of chunks."""
+        return self._mapped(number, line, raw, to_json(record), record)
+
+    def _mapped(
+        self, number: int, line: int, origin: bytes, raw: bytes, record: Any, outer: Any = None, silent: bool = False
+    ) -> list[tuple[int, bytes, Made]]:
+        """With the header that the mapping finds in the record, or else in the one that it was made of."""
+        if not isinstance(record, dict):
+            return [(line, origin, raw)]
+        whole = {**outer, **record} if isinstance(outer, dict) else record
+        try:
+            header = self._mapper.header(whole)
+            if not self._told.session:
+                return [(line, origin, add(raw, header))]
+            if self._sessions is None:
+                self._sessions = Sessions(self._told)
+            self._sessions.take(number, line, raw, whole, header, silent=silent)
+        except Unfit as unfit:
+            return [(line, origin, unfit.args[0])]
+        return []
+
+    def _joined(self, sessions: Sessions) -> Iterator[Traces]:
+        """The conversations, decoded as if they stood where their first calls do."""
+        with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as empty:
+            decoders: dict[int, Any] = {}
+            made = 0
+            for joined in sessions.joined():
+                if joined.place not in decoders:
+                    name = self._places[joined.place].path if self._places else "<records>"
+                    options = replace(self._options, quarantine=self._aside(joined.place, "-joined"))
+                    decoders[joined.place] = sources.decoder(empty.name, name, options)
+                row = (joined.line, joined.origin, joined.made)
+                core = decoders[joined.place].decode([row])
+                made += len(core)
+                yield self._grouped(Traces(core))
+                if self._options.limit is not None and made >= self._options.limit:
+                    break
+            for decoder in decoders.values():
+                report = ReadReport(**decoder.report())
+                self._done = summed(self._done, replace(report, bytes=0))
+        sessions.close()
+
+    def _grouped(self, traces: Traces) -> Traces:
+        """With groups by their prompts, where that is told."""
+        if self._told.group != "prompt" or not len(traces):
+            return traces
+        parts = []
+        for trace in traces:
+            file, line = trace.location
+            prompt = prompt_of(trace)
+            self._promptless += prompt is None
+            text = add(trace.record, {"group": prompt})
+            core, _ = _core.Traces.decode([text], file or "<records>", line or 1, self._options.format)
+            parts.append(core)
+        return Traces(_core.Traces.concatenate(parts))
+
+    def _open(self, number: int) -> Source:
+        limit = self._options.limit
+        if self._told.session:
+            limit = None
+        elif limit is not None:
+            limit = max(limit - self._done.traces, 0)
+        options = replace(self._options, limit=limit, quarantine=self._aside(number))
+        if not self._places:
+            return sources.of_object(self._given, options)
+        place = self._places[number]
+        if place.kind == "address" and self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="tracegrad-")
+        return sources.of_place(place, options, self._folder.name if self._folder else None)
+
+    def _aside(self, number: int, end: str = "") -> str | None:
+        """The prefix of a place's quarantine."""
+        if self._options.on_error != "quarantine":
+            return None
+        prefix = self._options.quarantine
+        if prefix is not None:
+            return (f"{prefix}-{number}" if number else prefix) + end
+        place = self._places[number] if self._places else None
+        if place is None or place.kind != "file":
+            what = "standard input" if place is not None and place.kind == "stdin" else "it"
+            raise ArgumentError(f"{what} has no name for its quarantine. Pass quarantine=PREFIX.")
+        return place.path + end
+
+    def _say(self, done: bool = False) -> None:
+        if self._progress is not None:
+            taken = self._taken + (self._source.taken if self._source else 0)
+            spent = time.monotonic() - self._began
+            self._progress(Progress(taken, self._total, self.read_report.records, spent, done))
+
+
+def _told(source: Any) -> tuple[list[Place], Any]:
+    """The places that are named, or else what holds records itself."""
+    if isinstance(source, (str, os.PathLike)):
+        return expand([source]), None
+    if isinstance(source, Sequence) and source and all(isinstance(each, (str, os.PathLike)) for each in source):
+        return expand(source), None
+    if isinstance(source, Sequence) and not source and not hasattr(source, "features"):
+        raise ReadError("no input is named. There are no traces to read. Name a file.")
+    return [], source
+
+
+def _size(row: tuple[int, bytes, Made]) -> int:
+    """Bytes that a row holds, and that its decoding copies."""
+    return len(row[1]) + (len(row[2]) if isinstance(row[2], bytes) else 0)
+
+
+def _is_empty(place: Place) -> bool:
+    try:
+        return os.path.isfile(place.path) and os.path.getsize(place.path) == 0
+    except OSError:
+        return False
+
+
+def together(parts: InputStream) -> Traces:
+    """All that a stream gives."""
+    return Traces(_core.Traces.concatenate([part.core for part in parts]), parts.read_report)

@@ -1,0 +1,237 @@
+"""Records that are single calls, joined into conversations: by a key, or because one goes on another.
+
+All are laid into a file without a name until the last is read, with a line of index each, so that memory does not grow
+with what they say. Called by `reading`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from tracegrad.config import Map
+from tracegrad.inputs import paths
+from tracegrad.inputs.calls import calls_of, prefixes
+from tracegrad.inputs.mapping import Unfit, add, loads
+from tracegrad.inputs.sources import Made
+
+_OF_ALL = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
+_LAST = ("reward", "rewards")
+_OF_CALL = ("temperature", "top_p", "logprob_kind", "policy_version")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a record lies, and what it goes by."""
+
+    place: int
+    line: int
+    offset: int
+    length: int
+    order: float
+    header: Mapping[str, Any]
+    before: tuple[bytes, ...] = ()
+    end: bytes | None = None
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What was made of the records of one session: `place` and `line` are those of its first."""
+
+    place: int
+    line: int
+    origin: bytes
+    made: Made
+
+
+@dataclass
+class Sessions:
+    """Takes records, then gives sessions, in the order of their first records.
+
+    `records` and `sessions` count them.
+    """
+
+    told: Map
+    records: int = 0
+    sessions: int = 0
+    unlike: int = 0
+    silent: int = 0
+    _keyed: dict[str, list[_Entry]] = field(default_factory=dict)
+    _free: list[_Entry] = field(default_factory=list)
+    _size: int = 0
+
+    def __post_init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="tracegrad-sessions-")  # noqa: SIM115
+
+    def take(
+        self, place: int, line: int, raw: bytes, record: Any, header: Mapping[str, Any], *, silent: bool = False
+    ) -> None:
+        """Lays one record down; of a `silent` one, which is no call, only what it says of its session counts.
+
+        Raises:
+            Unfit: for a value of `order` or `session` that is none.
+        """
+        if silent:
+            if self.told.session != "prefix" and (key := _key(record, self.told.session)) is not None:
+                told = {**{name: record[name] for name in _LAST if record.get(name) is not None}, **header}
+                self._keyed.setdefault(key, []).append(_Entry(place, line, self._size, 0, 0.0, told, silent=True))
+                self.silent += 1
+            return
+        order = _order(record, self.told.order) if self.told.order else 0.0
+        before, end = (), None
+        key = None
+        if self.told.session == "prefix":
+            calls = calls_of(record)
+            if calls:
+                found, end = prefixes(calls[-1])
+                before = tuple(prefixes(calls[0])[0]) if len(calls) > 1 else tuple(found)
+        else:
+            key = _key(record, self.told.session)
+        self._file.write(raw)
+        entry = _Entry(place, line, self._size, len(raw), order, header, before, end)
+        self._size += len(raw)
+        self.records += 1
+        if key is None:
+            self._free.append(entry)
+        else:
+            self._keyed.setdefault(key, []).append(entry)
+
+    def joined(self) -> Iterator[Joined]:
+        """Every session as one record."""
+        if self.told.session == "prefix":
+            sessions: list[tuple[str | None, list[_Entry]]] = [(None, each) for each in self._chains()]
+        else:
+            sessions = [*self._keyed.items(), *((None, [entry]) for entry in self._free)]
+            sessions.sort(key=lambda each: min(entry.offset for entry in each[1]))
+        for key, entries in sessions:
+            calls = [entry for entry in entries if not entry.silent]
+            if not calls:
+                continue
+            self.sessions += 1
+            beside = [entry.header for entry in entries if entry.silent]
+            yield self._join(key, sorted(calls, key=lambda entry: (entry.order, entry.offset)), beside)
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._file.close()
+
+    def _chains(self) -> list[list[_Entry]]:
+        """Sessions of calls that go on one another, each by the longest beginning that was said before."""
+        sessions: list[list[_Entry]] = []
+        ends: dict[bytes, list[int]] = {}
+        for entry in sorted(self._free, key=lambda entry: (entry.order, entry.offset)):
+            said = next((each for each in reversed(entry.before) if each in ends), None)
+            if said is None:
+                number = len(sessions)
+                sessions.append([])
+            else:
+                # Of equal conversations each is gone on with once, before one is gone on with twice.
+                number = ends[said].pop(0) if len(ends[said]) > 1 else ends[said][0]
+            sessions[number].append(entry)
+            if entry.end is not None:
+                ends.setdefault(entry.end, []).append(number)
+        return sessions
+
+    def _join(self, key: str | None, entries: list[_Entry], beside: list[Mapping[str, Any]]) -> Joined:
+        texts = [self._text(entry) for entry in entries]
+        first = entries[0]
+        origin = b"\n".join(texts)
+        if len(entries) == 1:
+            named = {} if key is None or "id" in first.header else {"id": key}
+            header = {**named, **first.header}
+            for each in beside:
+                header |= each
+            return Joined(first.place, first.line, origin, add(texts[0], header))
+        calls, head = [], {} if key is None else {"id": key}
+        last: dict[str, Any] = {}
+        for text, entry in zip(texts, entries, strict=True):
+            record = loads(text)
+            told = {**record, **entry.header}
+            each = calls_of(record)
+            if each is None:
+                keys = ", ".join(list(map(str, record))[:8]) or "none"
+                return Joined(first.place, entry.line, origin, _no_call(keys, key))
+            of_call = {name: told[name] for name in _OF_CALL if told.get(name) is not None}
+            calls += [{**of_call, **call} for call in each]
+            head |= {name: told[name] for name in _OF_ALL if name not in head and told.get(name) is not None}
+            if "id" in entry.header:
+                head["id"] = head["id"] if key is None else entry.header["id"]
+            found = {name: told[name] for name in _LAST if told.get(name) is not None}
+            self.unlike += bool(last and found and found != last)
+            last = found or last
+        for each in beside:
+            self.unlike += bool(last and each.keys() & last.keys() and {**last, **each} != {**each, **last})
+            last |= each
+        record = {**head, **last, "calls": calls}
+        text = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        return Joined(first.place, first.line, origin, text)
+
+    def _text(self, entry: _Entry) -> bytes:
+        self._file.seek(entry.offset)
+        return self._file.read(entry.length)
+
+    def lines(self) -> list[str]:
+        """What was joined, for a terminal."""
+        how = "go on one another" if self.told.session == "prefix" else f"share {self.told.session}"
+        out = [f"map      session: {self.records:,} records are {self.sessions:,} conversations, whose calls {how}"]
+        if self.silent:
+            out.append(f"         {self.silent:,} records without a call say what they say of their conversations")
+        if self.unlike:
+            out.append(f"         {self.unlike:,} rewards of one conversation differ: its last one counts")
+        return out
+
+
+def _no_call(keys: str, key: str | None) -> tuple[str, str, str]:
+    return (
+        f"a record with the keys {keys} among several of session {key!r:.60}",
+        "Only single calls can be joined: request with response, or messages that end with the answer",
+        "Leave --map.session out, or write each call as {request, response}",
+    )
+
+
+def _key(record: Any, path: str) -> str | None:
+    try:
+        value = paths.at(record, path)
+    except paths.Missing:
+        return None
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise Unfit(
+        (
+            f"{path} is {paths.kind(value)}",
+            "--map.session takes a text or a number, which all calls of one conversation share",
+            "Name another field, or prefix: calls are joined that go on one another",
+        )
+    )
+
+
+def _order(record: Any, path: str) -> float:
+    try:
+        value = paths.at(record, path)
+    except paths.Missing:
+        value = None
+    found = None if isinstance(value, bool) else paths.number(value)
+    if found is None and isinstance(value, str):
+        found = _time(value)
+    if found is None:
+        raise Unfit(
+            (
+                f"{path} is {paths.kind(value)}",
+                "--map.order takes a number or a time such as 2026-01-31T12:00:00Z",
+                "Name another field, or leave it out: calls are then in the order of the file",
+            )
+        )
+    return found
+
+
+def _time(text: str) -> float | None:
+    try:
+        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()

@@ -1,0 +1,261 @@
+"""One source of records: a file that the core reads, or rows that Python has. Both give traces, or records to change.
+
+A source is used one way: `plain` decodes what is there, `records` and `decode` let a caller change it between. Called
+by `stream`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tracegrad import _core, tables
+from tracegrad.errors import ArgumentError, FormatError
+from tracegrad.inputs import evals, remote
+from tracegrad.inputs.places import Place
+from tracegrad.trace import CHUNK_BYTES, MAX_RECORD_BYTES, ReadReport, Traces, TraceStream, to_json
+
+RECORDS, RECORD_BYTES = 256, 8 << 20
+"""How many records, or bytes of them, are changed at once."""
+
+Refusal = tuple[str, str, str]
+"""Why nothing can be made of a record: what was found, why it matters, what to do."""
+Made = bytes | Refusal
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to read; as for `tracegrad.read`, but `quarantine` is the prefix of this source alone."""
+
+    batch: int = 1024
+    format: str = "auto"
+    on_error: str = "raise"
+    quarantine: str | None = None
+    limit: int | None = None
+    max_record_bytes: int = MAX_RECORD_BYTES
+    chunk_bytes: int = CHUNK_BYTES
+
+
+class FileSource:
+    """A file, a pipe, standard input or the bytes of an address, read by the core."""
+
+    def __init__(self, place: Place, options: Options) -> None:
+        self.name, self._batch, self._limit = place.path, options.batch, options.limit
+        self._pipe = remote.Pipe(place.path) if place.kind == "address" else None
+        path, name = (self._pipe.path, place.path) if self._pipe else (place.path, None)
+        told = (options.on_error, options.quarantine, options.limit, options.max_record_bytes, options.chunk_bytes)
+        self._reader = _core.TraceReader(path, *told, options.format, name)
+        if self._pipe:
+            self._pipe.opened()
+        self._patient = place.kind == "file" and place.size > 0
+        self._first: list[tuple[int, bytes]] = []
+
+    def head(self) -> list[bytes]:
+        """The first records, about 64 KiB; one of what may make a reader wait. What comes next has them again."""
+        if not self._first:
+            self._first = self._reader.cut(16 if self._patient else 1, 1 << 16)
+        return [text for _, text in self._first]
+
+    def plain(self) -> Iterator[Traces]:
+        """The traces of the records as they are."""
+        try:
+            if self._first:
+                core = self._reader.decode([(line, text, text) for line, text in self._first])
+                if len(core):
+                    yield Traces(core)
+            yield from TraceStream(self._reader, self._batch)
+        except FormatError:
+            self._end()  # a record that was cut, because its address broke off
+            raise
+        self._end()
+
+    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+        """Lines and bytes of the records; each list is to be given to `decode` before the next is asked for."""
+        part = self._first or self._reader.cut(RECORDS, RECORD_BYTES)
+        while part:
+            yield part
+            part = self._reader.cut(RECORDS, RECORD_BYTES)
+        self._end()
+
+    def finish(self) -> None:
+        """After the last record was decoded: an empty file is an error, and what was put aside is whole."""
+        self._reader.batch(1)
+
+    def decode(self, made: list[tuple[int, bytes, Made]]) -> Traces:
+        """The traces of what was made of records; bad ones are settled as `on_error` says."""
+        return Traces(self._reader.decode(made))
+
+    @property
+    def report(self) -> ReadReport:
+        """Counts of what was read so far."""
+        return ReadReport(**self._reader.report())
+
+    @property
+    def taken(self) -> int:
+        """Bytes taken so far."""
+        return self._reader.taken()
+
+    def _end(self) -> None:
+        # At the limit the rest of an address is still on its way, and nobody waits for it.
+        if self._pipe and (self._limit is None or self.report.traces < self._limit):
+            self._pipe.check()
+
+
+class RowSource:
+    """Rows of Arrow, or records that Python has already."""
+
+    def __init__(self, rows: tables.RowStream, name: str, size: int, options: Options) -> None:
+        self.name, self._rows, self._size, self._limit = name, rows, size, options.limit
+
+    def head(self) -> list[bytes]:
+        """The first record; it is read again by what is called next."""
+        return self._rows.head()
+
+    def plain(self) -> Iterator[Traces]:
+        """The traces of the rows as they are."""
+        for part in self._rows:
+            room = len(part) if self._limit is None else self._limit
+            yield part[:room] if room < len(part) else part
+            if self._limit is not None:
+                self._limit -= min(room, len(part))
+                if not self._limit:
+                    return
+
+    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+        """Numbers and JSON of the rows."""
+        yield from self._rows.records()
+
+    def finish(self) -> None:
+        """Nothing is left open."""
+
+    def decode(self, made: list[tuple[int, bytes, Made]]) -> Traces:
+        """The traces of what was made of rows."""
+        good = []
+        for line, _, what in made:
+            if isinstance(what, bytes):
+                good.append((line, what))
+            else:
+                self._rows.refuse(f"{self.name}:{line}: {said(what)}", "wrong_type")
+        found = self._rows.decode(good) if good else Traces(_core.Traces.concatenate([]))
+        if self._limit is not None and len(found) >= self._limit:
+            found = found[: self._limit]
+        if self._limit is not None:
+            self._limit -= len(found)
+        return found
+
+    @property
+    def report(self) -> ReadReport:
+        """Counts of what was read so far."""
+        return self._rows.read_report
+
+    @property
+    def taken(self) -> int:
+        """Bytes taken so far, as far as they are known: of a file its size, once a row of it was read."""
+        return self._size if self._rows.read_report.records else 0
+
+
+Source = FileSource | RowSource
+
+
+def decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
+    """What decodes records of `name` that were made of several, and settles bad ones; `empty` is an empty file."""
+    told = (options.on_error, options.quarantine, None, options.max_record_bytes, options.chunk_bytes)
+    return _core.TraceReader(empty, *told, options.format, name)
+
+
+def said(refusal: Refusal) -> str:
+    """A refusal as an error says it."""
+    return " ".join(f"{part.rstrip('.')}." for part in refusal)
+
+
+class JsonRows(tables.RowStream):
+    """Records that are dicts, objects with `model_dump`, or JSON as bytes."""
+
+    def __init__(self, records: Iterable[Any], name: str, *, format: str, on_error: str) -> None:
+        super().__init__((), name, format=format, on_error=on_error)
+        self._given = iter(records)
+
+    def head(self) -> list[bytes]:
+        """The first record as JSON, none where there is none; it is read again."""
+        first = list(itertools.islice(self._given, 1))
+        self._given = itertools.chain(first, self._given)
+        return [to_json(record, 1) for record in first]
+
+    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+        """The records as JSON with their numbers, from 1."""
+        numbered = enumerate(self._given, 1)
+        while part := list(itertools.islice(numbered, RECORDS)):
+            yield [(number, to_json(record, number)) for number, record in part]
+
+    def _all(self) -> Iterator[Traces]:
+        for part in self.records():
+            yield self.decode(part)
+
+
+def of_place(place: Place, options: Options, folder: str | None = None) -> Source:
+    """The source of a place.
+
+    Args:
+        folder: takes copies of what must be whole before it can be read.
+
+    Raises:
+        ReadError, FormatError: if it cannot be read.
+        ArgumentError: if what it needs is not installed, or `on_error` is not for rows.
+    """
+    if place.kind == "address":
+        first = remote.head(place.path)
+        if first[:4] in (b"PAR1", b"PK\x03\x04") or first[:6] == b"ARROW1":
+            from tracegrad.inputs.places import expand
+
+            local = remote.local_copy(place.path, folder or tempfile.mkdtemp())
+            return of_place(replace(expand([local])[0], size=place.size), options, folder)
+    if place.kind in ("file", "stdin", "address"):
+        return FileSource(place, options)
+    rows = _rows_of(place, options)
+    return RowSource(rows, place.path, place.size, options)
+
+
+def _rows_of(place: Place, options: Options) -> tables.RowStream:
+    told = {"format": options.format, "on_error": options.on_error}
+    if place.kind == "parquet":
+        return tables.ParquetStream(place.path, batch=options.batch, **told)
+    if place.kind == "arrow":
+        return tables.RowStream(tables.arrow_batches(place.path), place.path, **told)
+    if place.kind == "saved":
+        return tables.RowStream(tables.batches_of(_saved(place.path)), place.path, **told)
+    return JsonRows(evals.samples(place.path), place.path, **told)
+
+
+def _saved(path: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ArgumentError(
+            f"{path}: {error}. It is a folder that `datasets` has saved. pip install datasets, or name the .arrow "
+            "files in it."
+        ) from error
+    try:
+        return datasets.load_from_disk(path)
+    except (OSError, ValueError, FileNotFoundError) as error:
+        raise FormatError(f"{path}: {error}. It cannot be read as a saved dataset. Save it again.") from error
+
+
+def of_object(given: Any, options: Options) -> Source:
+    """The source of what Python has already: a table, a dataset, or records."""
+    told = {"format": options.format, "on_error": options.on_error}
+    if isinstance(given, Mapping) and not hasattr(given, "features"):
+        given = [given]
+    is_table = hasattr(given, "__arrow_c_stream__") or (hasattr(given, "with_format") and hasattr(given, "features"))
+    if is_table or type(given).__name__ in ("Table", "RecordBatch"):
+        rows = tables.RowStream(tables.batches_of(given), "<table>", **told)
+    elif isinstance(given, Iterable):
+        rows = JsonRows(given, "<records>", **told)
+    else:
+        raise ArgumentError(
+            f"{type(given).__name__} holds no traces. Nothing can be read from it. Give a path, several, a table, a "
+            "dataset, or records as dicts."
+        )
+    return RowSource(rows, rows._path, 0, options)

@@ -1,0 +1,105 @@
+"""Our objective as SkyRL's policy loss, in place of its off_policy_correction too. Run against skyrl 0.3.0.
+
+SkyRL keeps its generators, advantages, workers and denominators; a row is a trace. KL and entropy terms are its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tracegrad.algebra import Missing, Objective, Reduce
+from tracegrad.errors import ArgumentError
+from tracegrad.integrations import peer
+from tracegrad.integrations.gives import Gives, same_scale
+from tracegrad.metrics.groups import Rows
+from tracegrad.metrics.peers import as_skyrl
+from tracegrad.objective import terms_of
+
+VERSIONS = "skyrl==0.3.0"
+_UTILS = "skyrl.backends.skyrl_train.utils"
+_UNKNOWN = -9999.0  # what its inference servers write for a logprob that they do not know
+_REDUCTIONS = {"token_mean": ("token", None), "sequence_mean": ("trace", "mean"), "prompt_mean": ("prompt", "mean")}
+_REDUCTIONS |= {"seq_mean_token_sum_norm": ("trace", "sum")}
+_OWN = "KL and entropy terms are SkyRL's own options, use_kl_loss and use_entropy_loss."
+_GIVES = Gives(
+    frozenset({"old", "rollout", "group_counts"}),
+    "SkyRL hands a policy loss a mask, old and recorded logprobs of one micro-batch, and advantages that "
+    "loss_reduction has divided; what else it takes would be made up.",
+    "Take weights and gates that look at terms or traces.",
+    {
+        "ref": _OWN,
+        "entropy": _OWN,
+        "kept": "SkyRL counts before it rejects: take Reduce(..., denominator='all').",
+        "advantages": f"A loss that is A times something says times_advantage=True. {_OWN}",
+    },
+)
+
+
+def register(objective: Objective, name: str = "tracegrad", *, missing: Missing = "mask") -> Any:
+    """Makes the objective SkyRL's policy loss `name`, for trainer.algorithm.policy_loss_type.
+
+    The objective corrects old/rollout itself, so off_policy_correction must be off; generators must return logprobs
+    (sampling_params.logprobs=0) where it reads them. Denominators are those of loss_reduction, which must be the
+    objective's: SkyRL has divided the advantages by them, of which the surrogate may ask the sign, not the size.
+
+    Args:
+        objective: on theta, old and rollout.
+        name: of the policy loss.
+        missing: for terms without a recorded logprob (NaN, or SkyRL's -9999), as in `correct`.
+
+    Returns:
+        The function that SkyRL calls.
+
+    Raises:
+        ArgumentError: for an objective that takes more than SkyRL gives, a name that is SkyRL's own, or another SkyRL.
+    """
+    registry = peer(f"{_UTILS}.ppo_utils", VERSIONS, "PolicyLossRegistry.unregister").PolicyLossRegistry
+    utils = peer(f"{_UTILS}.off_policy_correction_utils", VERSIONS, "off_policy_correction_enabled")
+    corrects = utils.off_policy_correction_enabled
+    objective.check_missing(missing)
+    _GIVES.check(objective)
+    scaled = replace(objective, reduce=Reduce("constant", norm=1.0))  # the denominators stand in the advantages
+
+    def loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+        same_scale("loss_reduction", config.loss_reduction, _REDUCTIONS, objective)
+        if corrects(config.off_policy_correction):
+            raise ArgumentError(
+                "off_policy_correction is on, and the registered objective corrects by itself: SkyRL's would have no "
+                "effect. Leave it at its defaults, and say weights and gates in the objective."
+            )
+        if rollout_logprobs is None and objective.needs.rollout:
+            raise ArgumentError(
+                "the objective takes recorded logprobs, and the batch has no rollout_logprobs. The ratio would be made "
+                "up. Set generator.sampling_params.logprobs=0, or take an objective on theta/old."
+            )
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask > 0
+        rollout = (
+            None if rollout_logprobs is None else rollout_logprobs.masked_fill(rollout_logprobs <= _UNKNOWN, torch.nan)
+        )
+        known = {"old": old_log_probs, "rollout": rollout, "missing": missing}
+        terms, corrected = terms_of(scaled, log_probs, advantages=advantages, mask=mask, **known)
+        found = scaled(log_probs, None, terms)
+        clipped = (found.per_term.clipped & mask).sum() / mask.sum().clamp(min=1)
+        told = {name: corrected.metrics[name] for name in ("frac_missing", "masked_fraction")}
+        return found.loss, {"clip_ratio": clipped.item(), **told, **_ratios(old_log_probs, rollout, mask)}
+
+    loss.__dict__["objective"] = objective
+    if name in registry.list_available():
+        if not hasattr(registry.get(name), "objective"):
+            raise ArgumentError(
+                f"{name} is a policy loss of SkyRL's or another's, which would be gone. Take another name."
+            )
+        registry.unregister(name)
+    registry.register(name, loss)
+    return loss
+
+
+def _ratios(old: Any, rollout: Any, mask: Any) -> dict[str, float]:
+    """old/rollout under SkyRL's names, over the terms whose recorded logprob is known."""
+    if old is None or rollout is None or not (known := mask & ~rollout.isnan()).any():
+        return {}
+    old, rollout = old[known].double().cpu(), rollout[known].double().cpu()
+    return as_skyrl(old, rollout, Rows.padded(known.cpu())).named()

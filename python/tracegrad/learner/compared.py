@@ -1,0 +1,91 @@
+"""Which rewards a run trains on, and the advantages of its traces by `[advantage]`: compared with one another.
+
+No torch, no steps. Called by the feed, and by what takes a divergence out of the rewards first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad import advantage
+from tracegrad.config import Config, nearest
+from tracegrad.errors import ArgumentError
+from tracegrad.sequence import Sequences
+
+_A_STAR = 0.5
+"""The temperature of V* under advantage.baseline a_star: A*-PO's and TRL's."""
+
+
+def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
+    """[R] float32: the rewards called `name`; for "" the first column, or the one that is known where that is not.
+
+    Raises:
+        ArgumentError: if there is no such column, with the nearest name; if several could be meant.
+    """
+    names = sequences.reward_names
+    if name and name not in names:
+        raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
+    if not names or not np.isfinite(sequences.rewards).any():
+        raise ArgumentError(
+            "no trace has a reward. Without one no trace is better than another. Say where the records hold it: "
+            "--map.reward PATH; tracegrad doctor names what may be meant."
+        )
+    known = np.asarray(np.isfinite(sequences.rewards).any(axis=0))
+    at = names.index(name) if name else int(np.argmax(known))
+    if not name and not known[0] and known.sum() > 1:
+        several = [each for each, is_known in zip(names, known, strict=True) if is_known]
+        raise ArgumentError(
+            f"no trace has a total reward, and {len(several)} have names: {', '.join(several[:8])}. Which of them is "
+            f"trained on is not told. Say it: --data.reward {several[0]}."
+        )
+    return np.ascontiguousarray(sequences.rewards[:, at])
+
+
+def compared(
+    rewards: NDArray[np.floating], sequences: Sequences, used: NDArray[np.bool_], config: Config
+) -> NDArray[np.float32]:
+    """[used] float32: the advantages of the traces that are used, compared with one another.
+
+    Raises:
+        ArgumentError: for a group of one trace, where `advantage.singleton` refuses it.
+    """
+    told, reward, group = config.advantage, rewards[used], sequences.group[used]
+    if told.baseline == "none":
+        return np.nan_to_num(reward, nan=0.0)
+    if told.singleton == "refuse" and told.baseline != "batch_mean":
+        _refuse_lone(reward, group, sequences, used)
+    if told.baseline == "rloo":
+        return advantage.rloo(reward, group, singleton=told.singleton)
+    if told.baseline == "max_rl":
+        return advantage.max_rl(reward, group, singleton=told.singleton)
+    if told.baseline == "a_star":
+        return advantage.a_star(reward, group, beta=_A_STAR, singleton=told.singleton)
+    if told.baseline == "opo":
+        owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+        lengths = np.bincount(owner[sequences.trainable], minlength=sequences.traces)
+        return advantage.opo(reward, lengths[used], group, singleton=told.singleton)
+    groups = np.zeros_like(group) if told.baseline == "batch_mean" else group
+    ddof = None if told.scale == "none" else told.ddof
+    return advantage.group_mean(reward, groups, scale=told.scale, ddof=ddof, singleton=told.singleton)
+
+
+def _refuse_lone(
+    reward: NDArray[np.floating], group: NDArray[np.int32], sequences: Sequences, used: NDArray[np.bool_]
+) -> None:
+    """Refuses groups of one trace with a reward, which have no baseline."""
+    counts = advantage.group_counts(reward, group)
+    if not counts.singletons:
+        return
+    alone = np.flatnonzero(np.isin(group, counts.singleton_ids) & np.isfinite(reward))
+    first = sequences.trace_name(int(np.flatnonzero(used)[alone[0]]))
+    all_alone = counts.singletons == counts.groups
+    cure = (
+        "Say what they share: --map.group PATH, or --map.group prompt."
+        if all_alone
+        else "Pass --advantage.singleton zero."
+    )
+    raise ArgumentError(
+        f"trace '{first}' is alone in its group, as in {counts.singletons:,} of {counts.groups:,} groups. A baseline "
+        f"needs two traces. {cure}"
+    )

@@ -1,0 +1,201 @@
+"""Keeps per-term arrays of a run beside it, in a thread, while the next step is already under way.
+
+Here is the choice of what is kept and why each term fell; the files are `tracegrad.terms`. Called by the loops.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad import terms
+from tracegrad.algebra import Objective
+from tracegrad.batch import Step
+from tracegrad.config.options import Kept
+from tracegrad.correction import correct
+from tracegrad.errors import TracegradError
+from tracegrad.learner.step import Outcome
+from tracegrad.sequence import Sequences
+from tracegrad.terms import CLIPPED, KEPT, LATE, UNKNOWN, StepTerms
+
+_TOKEN_BYTES, _TERM_BYTES = 24, 41
+_MEGA = 1_000_000
+
+
+class Keeper:
+    """Writes the terms of steps, of whole groups that are chosen by their names, within a bound.
+
+    Nothing here stops a run: a disk that is full ends the keeping, and `problem` says so.
+
+    Args:
+        out: folder of the run.
+        options: section `terms` of the config.
+        objective: whose gates give the reasons.
+        rank, world: this process of so many; the first one writes the tokens too.
+        taken: steps taken before; what stands there of later ones is removed, as those are taken again.
+    """
+
+    def __init__(
+        self, out: Path, options: Kept, objective: Objective, *, rank: int = 0, world: int = 1, taken: int = 0
+    ) -> None:
+        self.folder, self._options, self._objective, self._rank = out / terms.FOLDER, options, objective, rank
+        self.problem = ""
+        self._bound = options.megabytes * _MEGA // world
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=2)
+        self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
+        self._sets = 0
+        self._known: tuple[Sequences, str, NDArray[np.int32], NDArray[np.int64]] | None = None
+        self._spent = 0
+        if options.keep != "none":
+            self._begin(taken)
+            self._thread.start()
+
+    @classmethod
+    def silent(cls, out: Path, objective: Objective) -> Keeper:
+        """One that keeps nothing."""
+        return cls(out, Kept(keep="none"), objective)
+
+    def step(
+        self, number: int, packed: Step, outcome: Outcome, sequences: Sequences, *, sets: int = 1, passes: int = 1
+    ) -> None:
+        """Has a step kept; waits only where two steps are not written yet.
+
+        Args:
+            number: of the update, from 1.
+            sequences: which `packed.trace` and `packed.origin` count into.
+            sets: how many different `sequences` are still to come, this one included.
+            passes: how often each of their terms comes.
+        """
+        if self._thread.is_alive():
+            self._queue.put((number, packed, outcome, sequences, sets, passes))
+
+    def close(self) -> None:
+        """Writes what is left."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _begin(self, taken: int) -> None:
+        try:
+            if taken == 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob(f"step-*.r{self._rank}.safetensors"):
+                if int(path.name[5:].partition(".")[0]) > taken:
+                    path.unlink()
+            self._sets = len(list(self.folder.glob("tokens-*")))
+            self._spent = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
+        except OSError as error:
+            self.problem = f"{self.folder}: {error.strerror}. What the steps made of their tokens is not kept."
+
+    def _work(self) -> None:
+        while (told := self._queue.get()) is not None:
+            if self.problem:
+                continue
+            try:
+                self._write(*told)
+            except (TracegradError, OSError) as error:
+                self.problem = f"{error} What the steps made of their tokens is kept no further."
+
+    def _write(self, number: int, packed: Step, outcome: Outcome, sequences: Sequences, sets: int, passes: int) -> None:
+        if self._known is None or self._known[0] is not sequences:
+            self._known = self._new(sequences, sets, passes)
+        _, name, rows, place = self._known
+        here = np.flatnonzero(rows[packed.trace] >= 0)
+        if not len(here) or (self._options.keep == "sampled" and self._left() < len(here) * _TERM_BYTES):
+            return
+        words, why = reasons(packed, outcome, self._objective)
+        old = np.full(len(packed), np.nan, np.float32) if packed.old_logprobs is None else packed.old_logprobs
+        columns = {"advantages": packed.advantages, "old_logprobs": old}
+        columns |= {each: getattr(outcome, each) for each in terms.FLOATS if each not in columns}
+        order = here[np.argsort(rows[packed.trace[here]], kind="stable")]
+        found = StepTerms(
+            number,
+            name,
+            words,
+            place[packed.origin[order]],
+            rows[packed.trace[order]],
+            why[order],
+            {each: np.asarray(column, np.float32)[order] for each, column in columns.items()},
+        )
+        self._spent += terms.write_step(self.folder / terms.step_name(number, self._rank), found)
+
+    def _new(self, sequences: Sequences, sets: int, passes: int) -> tuple[Sequences, str, Any, Any]:
+        """Chooses groups of new sequences, writes their tokens, and says which row and token is which there."""
+        chosen = self._chosen(sequences, sets, passes)
+        part, places = terms.subset(sequences, chosen)
+        self._sets += 1
+        name = f"tokens-{self._sets:05d}"
+        if self._rank == 0 and len(chosen):
+            part.save(self.folder / name)
+            self._spent += part.tokens * _TOKEN_BYTES
+        rows = np.full(sequences.traces, -1, np.int32)
+        rows[chosen] = np.arange(len(chosen), dtype=np.int32)
+        place = np.full(sequences.tokens, -1, np.int64)
+        place[places] = np.arange(len(places))
+        return sequences, name, rows, place
+
+    def _left(self) -> int:
+        return self._bound - self._spent
+
+    def _chosen(self, sequences: Sequences, sets: int, passes: int) -> NDArray[np.int64]:
+        """Rows of the groups whose names fall into the share that the bound leaves."""
+        if self._options.keep == "all":
+            return np.arange(sequences.traces)
+        cost = sequences.tokens * _TOKEN_BYTES + int(sequences.trainable.sum()) * _TERM_BYTES * passes
+        share = self._left() / max(sets, 1) / max(cost, 1)
+        names = sequences.group_names or tuple(map(str, range(int(sequences.group.max(initial=-1)) + 1)))
+        lot = np.array([zlib.crc32(name.encode("utf-8", "replace")) / 2**32 for name in names])
+        return np.flatnonzero(lot[sequences.group] < share)
+
+
+def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
+    """What became of each term, and the words for it: trained, clipped, or the first that masked it.
+
+    Which of several gates dropped a term is found by the correction itself, with one gate more each time.
+    """
+    plan = dict(objective.plan)
+    gates = tuple(gate for gate in plan["gates"] if gate.detached)
+    late = "; or ".join(str(gate) for gate in plan["gates"] if not gate.detached) or "a selector on the trained policy"
+    words = ("trained", f"clipped: {objective.surrogate}", "masked: its logprob was not recorded", f"masked: {late}")
+    words = (*words, *(f"masked: {gate}" for gate in gates))
+    why = np.full(len(packed), KEPT, np.uint8)
+    why[outcome.clipped] = CLIPPED
+    why[~outcome.keep] = LATE
+    lost = ~np.asarray(outcome.corrected.keep, bool)
+    if objective.needs.rollout:
+        why[lost & np.isnan(packed.rollout_logprobs)] = UNKNOWN
+    open_ = lost & ~np.isnan(packed.rollout_logprobs)
+    for count in range(1, len(gates) + 1):
+        last = count == len(gates)
+        keep = np.zeros(len(packed), bool) if last else _kept(packed, objective, plan | {"gates": gates[:count]})
+        fell = open_ & ~keep
+        why[fell] = LATE + count
+        open_ &= ~fell
+    return words, why
+
+
+def _kept(packed: Step, objective: Objective, plan: dict[str, Any]) -> NDArray[np.bool_]:
+    needs = objective.needs
+    found = correct(
+        packed.old_logprobs if needs.old else None,
+        packed.rollout_logprobs if needs.rollout else None,
+        ref=packed.ref_logprobs if needs.ref else None,
+        trace=packed.trace,
+        turn=packed.turn,
+        group=packed.group,
+        advantages=packed.advantages,
+        **plan,
+        totals=packed.totals,
+        group_terms=packed.group_terms,
+        group_traces=packed.group_traces,
+        missing="mask",
+    )
+    return np.asarray(found.keep, bool)

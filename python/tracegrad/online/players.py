@@ -1,0 +1,186 @@
+"""Who plays: what `train`, `collect` and `record` are told of it, made into collectors of this process or elsewhere.
+
+Nothing is asked of a server here, and no torch is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracegrad.config import Config
+from tracegrad.errors import ArgumentError
+from tracegrad.online import frames
+from tracegrad.online.collector import Collector, counted
+from tracegrad.online.elsewhere import Elsewhere
+from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.link import Link
+from tracegrad.online.options import Online, Play
+from tracegrad.online.pace import Bound, Pace
+from tracegrad.online.scoring import GroupScore
+from tracegrad.online.signal import Signal
+from tracegrad.online.state import State
+from tracegrad.online.tasks import Tasks
+from tracegrad.rollout.adapters import one_turn, with_tools
+from tracegrad.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What is played, and what is good.
+
+    Args:
+        plays: what plays a task.
+        rewards: functions that score whole groups afterwards; None where what plays says itself what is good.
+        weights: of the functions.
+        by_address: whether what plays may have a client of its own, which is given an address that records.
+    """
+
+    plays: Any
+    rewards: Any = None
+    weights: Sequence[float] | None = None
+    by_address: bool = False
+
+    @classmethod
+    def of(
+        cls, *, agent: Any, environment: Any, tools: Any, rewards: Any, weights: Sequence[float] | None = None
+    ) -> Contract:
+        """By the arguments of `train`.
+
+        Raises:
+            ArgumentError: for two that say how a task is played, or none.
+        """
+        given = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
+        if len(given) > 1:
+            raise ArgumentError(f"{given[0]} and {given[1]} are both given. Each says how a task is played. Pass one.")
+        if agent is not None:
+            return cls(agent, rewards, weights, by_address=True)
+        if environment is not None:
+            return cls(environment, rewards, weights)
+        if not rewards:
+            raise ArgumentError(
+                "neither an agent, an environment nor rewards are given. What is good would not be known. Pass "
+                "rewards=."
+            )
+        return cls(with_tools(tools) if tools else one_turn(), rewards, weights)
+
+    def collector(
+        self,
+        stack: ExitStack,
+        tasks: Iterator[tuple[int, Any]],
+        link: Link,
+        folder: Path | None,
+        pace: Bound,
+        play: Play,
+        **more: Any,
+    ) -> Collector:
+        """What plays it.
+
+        Args:
+            stack: ends its file and the processes of its reward functions; the link is to be entered after this, so
+                that nobody plays any more when they end.
+            tasks, link, pace, play, more: of the `Collector`.
+            folder: where groups go; None for what evaluates alone.
+        """
+        writer = None
+        if folder is not None:
+            writer = Writer(folder)
+            stack.callback(_let_go, writer)
+        score = None
+        if self.rewards is not None:
+            score = GroupScore(self.rewards, self.weights)
+            stack.callback(score.close)
+        more |= {"score": score, "by_address": self.by_address}
+        return Collector(self.plays, tasks, link, writer, pace, play, **more)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Tasks that are played and not trained on.
+
+    Args:
+        collector: plays them, as it plays others.
+        tasks: of every evaluation.
+        folder: where what they played goes.
+    """
+
+    collector: Collector
+    tasks: Sequence[Any]
+    folder: Path
+
+    def __call__(self, step: int) -> dict[str, Any]:
+        """Plays them, and says how it went: mean reward with its 95 % interval."""
+        played = self.collector.evaluate(self.collector.contract, self.tasks, f"evaluation-{step}")
+        records = [each.record for each in played]
+        with Writer(self.folder) as writer:
+            writer.write(records)
+        known = self.collector.signal.of_records(records)
+        known = known[~np.isnan(known)]
+        mean = float(known.mean()) if len(known) else math.nan
+        error = 1.96 * float(known.std(ddof=1)) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+        return {"eval_reward": mean, "eval_low": mean - error, "eval_high": mean + error, "eval_tasks": len(known)}
+
+
+def players_of(
+    stack: ExitStack,
+    contract: Contract | None,
+    tasks: Iterable[Any] | None,
+    evaluation: Sequence[Any],
+    *,
+    out: Path,
+    link: Link,
+    state: State,
+    config: Config,
+    options: Online,
+    play: Play,
+    tokenizer: Tokenizer,
+) -> tuple[Collector | Elsewhere, Evaluation | None]:
+    """Who plays for a trainer, and what evaluates; the link is to be entered after this.
+
+    Args:
+        stack: ends them.
+        contract: None where nothing is played in this process, not even an evaluation.
+        tasks: None where collectors in other processes play them.
+        evaluation: tasks of it; none for no evaluation.
+        out: folder of the run.
+        link: to the servers.
+        state: where the run is.
+        config, options, play: of the run.
+        tokenizer: of the policy.
+    """
+    folder, signal, pace = out / frames.FOLDER, Signal.of(config), pace_of(config, options)
+    here, evaluate = None, None
+    if contract is not None:
+        done, counts = counted(Follower(folder), signal)
+        numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
+        known = {"signal": signal, "counts": counts, "taken": state.taken, "tokenizer": tokenizer}
+        into = None if tasks is None else folder
+        here = contract.collector(stack, numbered, link, into, pace, play, **known)
+        evaluate = Evaluation(here, evaluation, out / "evaluation") if len(evaluation) else None
+    if here is not None and tasks is not None:
+        return here, evaluate
+    folder.mkdir(parents=True, exist_ok=True)
+    State.reopen(out)
+    elsewhere = Elsewhere(link, pace, folder, play.patience, state)
+    stack.callback(elsewhere.end)
+    return elsewhere, evaluate
+
+
+def pace_of(config: Config, options: Online) -> Pace:
+    """How many groups of a run may be begun."""
+    return Pace(config.pack.step_groups, options.max_lag, options.refill, options.steps)
+
+
+def _let_go(writer: Writer) -> None:
+    """Closes a file; nothing is left of one in which no group came to stand."""
+    writer.close()
+    path = writer.folder / writer.name
+    with suppress(OSError):
+        if not path.stat().st_size:
+            path.unlink()

@@ -1,0 +1,125 @@
+"""ART's training options as a recipe: `backend.train(...)`'s, and its dev.TrainConfig. ART is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.algebra import Clamp, Clip, Level, Objective, PolicyGradient, Ratio, Reduce, Shift, Weight, Window
+from tracegrad.config import Advantage
+from tracegrad.recipes.peer import Asked, Peer, Without, flat, read
+from tracegrad.recipes.recipe import Recipe
+
+_OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
+_MEAN = Level("trace", "mean")
+_CAP = "max_negative_advantage_importance_sampling_weight"
+
+
+def from_art(config: Any) -> Recipe:
+    """The recipe of ART's options: what `backend.train` is called with, a TrainConfig, or a dev.TrainConfig.
+
+    ART divides all advantages of a batch by their mean size, which no option says and this leaves out
+    (`advantage.by_mean_size` in a trainer of your own).
+
+    Raises:
+        ArgumentError: for options without a counterpart here, by name and with the cure.
+
+    >>> from_art({"epsilon_high": 3.0}).objective.weights[0].shape
+    Clamp(low=0.0, high=4.0)
+    """
+    return read(ART, flat(config.model_dump() if hasattr(config, "model_dump") else config, deepest=0))
+
+
+def _build(o: Asked) -> Recipe:
+    ppo = o["ppo"] or o.among("loss_fn", {"cispo": False, "ppo": True})
+    low = (0.2 if ppo else 1.0) if o["epsilon"] is None else o["epsilon"]
+    high = (low if ppo else 4.0) if o["epsilon_high"] is None else o["epsilon_high"]
+    ratio, cap, bound = _OLD if o["precalculate_logprobs"] else _DIRECT, o[_CAP], o["truncated_importance_sampling"]
+    levels: dict[str, Level] = {"token": Level(), "sequence": _MEAN}
+    levels["average"] = Level("trace", "mean", blend="arithmetic")
+    levels["geometric_average"] = Level("trace", "mean", blend="geometric")
+    level, weights, shifts = o.among("importance_sampling_level", levels), (), ()
+    if bound is not None:
+        weights = (Weight(_MISMATCH, shape=Clamp(0.0, bound)),)
+        if not o["precalculate_logprobs"]:
+            o.no("truncated_importance_sampling", "without precalculate_logprobs ART squares the ratio", "tell both")
+    if o["kimi_k2_tau"]:
+        shifts = (Shift(ratio, o["kimi_k2_tau"]),)
+    if o["kl_penalty_coef"]:
+        shifts = (*shifts, Shift(Ratio("theta", "ref"), o["kl_penalty_coef"], center="microbatch"))
+    if o["mask_prob_ratio"] and (ppo or low < 1):
+        why = "masked terms keep the weight 1 - epsilon there, and a constant loss under ppo; here they have none"
+        o.no("mask_prob_ratio", why, "epsilon 1, or a Gate")
+    if ppo:
+        objective = Objective(Clip(low, high, delta=cap, level=level), ratio, weights, (), (), _TRACES, shifts)
+    else:
+        shape = Clamp(1 - low, 1 + high if cap is None else min(1 + high, cap))
+        shape = Window(1 - low, 1 + high, strict=True) if o["mask_prob_ratio"] else shape
+        objective = Objective(PolicyGradient(), None, (*weights, Weight(ratio, level, shape)), (), (), _TRACES, shifts)
+    scaled = o["scale_rewards"] and o["normalize_advantages"]
+    advantage = Advantage(scale="std" if scaled else "none", ddof=0 if scaled else 1, singleton="zero")
+    return Recipe(objective, advantage, None, (("optimizer.lr", float(o["learning_rate"])),))
+
+
+_TRACES = Reduce("trace", "mean")
+_OPTIONS: Mapping[str, Any] = {
+    "loss_fn": "cispo",
+    "ppo": False,
+    "epsilon": None,
+    "epsilon_high": None,
+    "importance_sampling_level": "token",
+    _CAP: None,
+    "mask_prob_ratio": False,
+    "kimi_k2_tau": None,
+    "kl_penalty_coef": 0.0,
+    "precalculate_logprobs": False,
+    "truncated_importance_sampling": None,
+    "scale_rewards": True,
+    "normalize_advantages": True,
+    "learning_rate": 5e-6,
+}
+_FIRST = {"precalculate_logprobs": True}
+
+ART = Peer(
+    name="art",
+    version="0.5.18",
+    options=_OPTIONS,
+    build=_build,
+    values={
+        "loss_fn": ("ppo",),
+        "ppo": (True,),
+        "epsilon": (0.3,),
+        "epsilon_high": (0.5,),
+        "importance_sampling_level": ("sequence", "average", "geometric_average"),
+        _CAP: (3.0,),
+        "mask_prob_ratio": (True,),
+        "kimi_k2_tau": (0.1,),
+        "kl_penalty_coef": (0.05,),
+        "precalculate_logprobs": (True,),
+        "truncated_importance_sampling": (2.0,),
+        "scale_rewards": (False,),
+        "normalize_advantages": (False,),
+        "learning_rate": (1e-5,),
+    },
+    beside={("truncated_importance_sampling", 2.0): _FIRST},
+    without={
+        "advantage_balance": Without(
+            (0.0, 0), "advantages of both signs count alike", "advantage.by_mean_size in a trainer of your own"
+        ),
+        "adam_params": Without((None,), "it is a class of another backend's", "optimizer.*"),
+        "loss_fn_config": Without((None,), "ART's local backend takes none either", "leave it out"),
+        "scale_learning_rate_by_reward_std_dev": Without((False,), "rates follow a schedule", "schedule.name"),
+        "num_trajectories_learning_rate_multiplier_power": Without(
+            (0.0, 0), "rates follow a schedule", "schedule.name"
+        ),
+        "allow_training_without_logprobs": Without(
+            (False,), "a missing logprob would be a ratio of 1 in disguise", "objective TOPR_POSITIVE, --text-only"
+        ),
+        "kl_penalty_reference_step": Without((None,), "the reference is a folder", "train.ref_model"),
+        "kl_ref_adapter_path": Without((None,), "the reference is a folder of whole weights", "train.ref_model"),
+    },
+    own=(
+        "grad_accumulation_sequences plot_tensors logprob_calculation_chunk_size packed_sequence_length "
+        "save_checkpoint verbose moe_routing_* batch_size"
+    ),
+)

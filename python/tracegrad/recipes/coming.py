@@ -1,0 +1,131 @@
+"""docs/coming-from.md: what each option of another trainer is here, found by building recipes with and without it.
+
+python -m tracegrad.recipes.coming docs/coming-from.md
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tracegrad.errors import ArgumentError
+from tracegrad.recipes.art import ART
+from tracegrad.recipes.peer import Peer, changes
+from tracegrad.recipes.skyrl import SKYRL
+from tracegrad.recipes.trl import TRL
+from tracegrad.recipes.verl import VERL
+
+PEERS = (TRL, VERL, SKYRL, ART)
+_HEAD = """# Coming from elsewhere
+
+`rollouts/` below is a folder of what was recorded there, in [any of these forms](trace-format.md#trajectory-dumps).
+
+- **TRL**: a `GRPOConfig` in YAML, reward functions, completions in Parquet or the rows of a rollout function.
+  `--like trl:grpo.yaml` takes the config; `tg.online.train(model, tasks, rewards=[f])` takes the functions as they are,
+  and `environment=` a class that was written for `environment_factory`. To keep GRPOTrainer, take
+  [`FromTraces` or `WithObjective`](trainers.md).
+- **verl**: a config as verl prints it, rows of `DataProto` or the dump of `rollout_data_dir`.
+  `--like verl:resolved.yaml`, and `--logprob-kind processed`, as verl asks vLLM for such. To keep verl, take
+  [`correct_batch` and `register`](trainers.md).
+- **ART**: trajectories with `messages_and_choices`, a train config, RULER. `--like art:train.json`, and
+  `tracegrad score rollouts/ --judge URL --rubric FILE` compares within groups. To keep ART, take [`to_traces` and
+  `to_groups`](trainers.md).
+- **prime-rl**: rollouts of verifiers, environments of its hub. Its config is not read; its loss is a
+  [preset](losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
+  `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` plays its environments.
+
+What is new to all of them: the recorded logprobs weigh every token, and where they are missing that is said, and
+nothing is made up in their place. The doctor says so first.
+
+```bash
+tracegrad doctor rollouts/ --model model
+tracegrad train rollouts/ --model model --out out/trl --like trl:grpo.yaml
+tracegrad train rollouts/ --model model --out out/verl --like verl:resolved.yaml --logprob-kind processed
+tracegrad train rollouts/ --model model --out out/art --like art:train.json
+tracegrad train rollouts/ --model model --out out/prime --objective PRIME_RL_DEFAULT
+```
+
+## Configs
+
+A config of TRL, verl, SkyRL or ART says which loss it trains. Here it becomes a recipe, whose `print` spells each of
+its options, and which refuses by name what has no counterpart. On the command line it is `--like PEER:FILE`:
+
+```python
+recipe = tg.recipes.from_trl({"epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_skyrl, from_art
+print(recipe)
+objective = recipe.objective  # for a loop of your own: extending.md
+```
+
+What is told by hand or by `--config` wins over a recipe, and is said in a line. A YAML file needs pyyaml, which these
+trainers install; a JSON file needs nothing. Options are those of a config that has been resolved (verl's and SkyRL's
+command lines print it).
+
+Groups in which rewards do not differ: from a file they are left out, or masked, as the config says, and nothing is
+played again; `tracegrad online` plays others in their place, up to `online.refill` times the groups of a step.
+
+The tables are made from the code, `python -m tracegrad.recipes.coming docs/coming-from.md`: each row is what changes
+when the option is told (beside what it needs, in brackets). `objective.surrogate.high = 0.28` is also
+`--objective.surrogate.high 0.28`. That each value gives the peer's own loss and gradient is shown by
+`tests/parity/test_recipes.py`; learning rates, optimizer and passes are options of `tracegrad train`, in
+[configuration.md](configuration.md). The standard deviation of a group has 1e-4 added, as in TRL; the others add 1e-6.
+"""
+
+
+def describe() -> str:
+    """The page as markdown."""
+    return "\n".join([_HEAD, *map(_section, PEERS)])
+
+
+def _section(peer: Peer) -> str:
+    whole = peer.recipe({})
+    told = "\n".join(f"{name} = {value}" for name, value in whole.options if name != "objective")
+    parts = [
+        f"## {peer.name}",
+        f"`recipes.from_{peer.name}`, against version {peer.version}. With nothing told it is",
+        f"```text\n{whole.objective}\n{told}\n```",
+        "\n".join(["| option | by default | told | is here |", "|---|---|---|---|", *_rows(peer)]),
+        "Without a counterpart, and refused:",
+        "\n".join(["| option | taken | why not otherwise | instead |", "|---|---|---|---|", *_refused(peer)]),
+        "Not read, as it says how a run runs and not what it minimises: "
+        + ", ".join(f"`{name}`" for name in peer.own.split())
+        + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(peer: Peer) -> list[str]:
+    told = [(name, default, value) for name, default in peer.options.items() for value in peer.values.get(name, ())]
+    cells = ((f"`{name}`", _shown(default), _beside(peer, name, v), _here(peer, name, v)) for name, default, v in told)
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
+def _beside(peer: Peer, name: str, value: Any) -> str:
+    others = peer.beside.get((name, value), {})
+    more = ", ".join(f"{each.rpartition('.')[2]} {_shown(other)}" for each, other in others.items())
+    return _shown(value) + (f" (with {more})" if more else "")
+
+
+def _here(peer: Peer, name: str, value: Any) -> str:
+    beside = dict(peer.beside.get((name, value), {}))
+    whole = peer.recipe({**beside, name: value})
+    try:
+        found = changes(peer.recipe(beside), whole)
+    except ArgumentError:  # it cannot be left out: what it is together with what it needs
+        found = changes(peer.recipe({}), whole)
+    return f"`{found}`" if found else "the same"
+
+
+def _refused(peer: Peer) -> list[str]:
+    return [
+        f"| `{name}` | {', '.join(map(_shown, each.harmless))} | {each.why} | {each.cure} |"
+        for name, each in peer.without.items()
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else f"`{value}`"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(describe(), encoding="utf-8")

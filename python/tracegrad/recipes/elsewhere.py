@@ -1,0 +1,69 @@
+"""A file with another trainer's config as a recipe: `trl:config.yaml`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tracegrad.errors import ArgumentError
+from tracegrad.recipes.art import from_art
+from tracegrad.recipes.recipe import Recipe
+from tracegrad.recipes.skyrl import from_skyrl
+from tracegrad.recipes.trl import from_trl
+from tracegrad.recipes.verl import from_verl
+
+_FROM = {"trl": from_trl, "verl": from_verl, "skyrl": from_skyrl, "art": from_art}
+_MOST_BYTES = 1 << 18
+
+
+def like(told: str) -> Recipe:
+    """The recipe of `peer:file`, a YAML or JSON file with the config of trl, verl, skyrl or art.
+
+    Raises:
+        ArgumentError: for another peer, a file that is none of them, and whatever the peer's own function refuses.
+    """
+    peer, _, file = told.partition(":")
+    if peer not in _FROM or not file:
+        raise ArgumentError(f"--like {told!r:.100} names no config. Write {', '.join(f'{p}:FILE' for p in _FROM)}.")
+    try:
+        return _FROM[peer](_read(Path(file)))
+    except ArgumentError as error:
+        raise ArgumentError(f"{file}: {error}") from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ArgumentError(f"{why}. The recipe is not known. Give a YAML or JSON file.") from error
+    if len(data) > _MOST_BYTES:
+        raise ArgumentError(f"more than {_MOST_BYTES:,} bytes. It is no config. Give another.")
+    try:
+        found = json.loads(text) if path.suffix == ".json" else _yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"it cannot be read: {str(error)[:200]!r}. Nothing of it was used. Correct it.") from error
+    if not isinstance(found, dict):
+        raise ArgumentError(f"it holds a {type(found).__name__}, and options have names. Give a file of options.")
+    return found
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ArgumentError("YAML needs pyyaml, which is not installed. pip install pyyaml, or give JSON.") from None
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("an alias, by which a short file holds a billion values; write what it stands for")
+            return super().compose_node(parent, index)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

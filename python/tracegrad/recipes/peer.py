@@ -1,0 +1,242 @@
+"""A config of another trainer as a recipe: which options are read, which have no counterpart, what each is here.
+
+A peer says which options there are; what its config tells is checked and read here, and spelled by taking each option
+out and looking at what changes. Nothing of a peer is imported. Called by `from_trl` and its like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from tracegrad.algebra import Objective, with_beta, with_entropy, with_kl
+from tracegrad.algebra.spell import spell
+from tracegrad.config import nearest
+from tracegrad.errors import ArgumentError
+from tracegrad.recipes.recipe import Recipe
+
+_MOST, _DEEPEST = 2_000, 12
+
+
+@dataclass(frozen=True)
+class Without:
+    """An option that has no counterpart.
+
+    Args:
+        harmless: its values that change nothing, the peer's default first.
+        why: what it would do, and why it cannot here.
+        cure: what does the same, or what to do.
+    """
+
+    harmless: tuple[Any, ...]
+    why: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another trainer's options.
+
+    Args:
+        name: as a user calls it.
+        version: of it, against which this is checked.
+        options: what is read, by dotted names, with the peer's defaults.
+        build: the recipe of all options, told or at their defaults.
+        values: what else an option may say: shown on docs/coming-from.md and compared with the peer's own code.
+        beside: what is told with a value there, so that it does something.
+        without: options that have no counterpart.
+        own: patterns of options that say how it runs, not what it minimises.
+    """
+
+    name: str
+    version: str
+    options: Mapping[str, Any]
+    build: Callable[[Asked], Recipe]
+    values: Mapping[str, tuple[Any, ...]]
+    beside: Mapping[tuple[str, Any], Mapping[str, Any]]
+    without: Mapping[str, Without]
+    own: str
+
+    def recipe(self, told: Mapping[str, Any], refused: Sequence[str] = ()) -> Recipe:
+        """The recipe of what is told, without spellings.
+
+        Raises:
+            ArgumentError: for options without a counterpart, all of them at once, those in `refused` first.
+        """
+        asked = Asked({**self.options, **told}, [*refused])
+        try:
+            recipe = self.build(asked)
+        except ArgumentError as error:
+            self.refuse(asked.refused)
+            raise ArgumentError(f"{self.name}: {error}") from error
+        self.refuse(asked.refused)
+        return recipe
+
+    def refuse(self, refused: list[str]) -> None:
+        """Raises what was refused together."""
+        if refused:
+            more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
+            raise ArgumentError(
+                f"{self.name}: {len(refused)} of the options cannot be taken, and a run without them would be another "
+                f"method: {'; '.join(refused[:8])}{more}"
+            )
+
+
+@dataclass
+class Asked:
+    """What a config says, as `build` reads it."""
+
+    values: Mapping[str, Any]
+    refused: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def among(self, name: str, known: Mapping[Any, Any]) -> Any:
+        """What the value of an option stands for; the first of `known` where it is refused."""
+        if self.values[name] in known:
+            return known[self.values[name]]
+        self.no(name, "it is not known here", f"known: {', '.join(map(str, known))}")
+        return next(iter(known.values()))
+
+    def no(self, name: str, why: str, cure: str) -> None:
+        """Refuses an option together with the others."""
+        self.refused.append(_refusal(name, self.values[name], why, cure))
+
+
+def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
+    """The recipe of a flat config.
+
+    Raises:
+        ArgumentError: for what is no option of the peer or has no counterpart, by name and with the cure.
+    """
+    told: dict[str, Any] = {}
+    refused: list[str] = []
+    for name, value in given.items():
+        plain = value.value if isinstance(value, enum.Enum) else value
+        if name in peer.options:
+            told[name] = _typed(peer, name, plain)
+        elif name in peer.without:
+            other = peer.without[name]
+            if plain not in other.harmless:
+                refused.append(_refusal(name, plain, other.why, other.cure))
+        elif not any(fnmatchcase(name, pattern) for pattern in peer.own.split()):
+            cure = nearest(str(name)[:80], [*peer.options, *peer.without])
+            cure = cure if cure.startswith("Did") else "leave it out if it says how a run runs"
+            refused.append(_refusal(str(name), plain, f"{peer.name} {peer.version} has no such option", cure))
+    recipe = peer.recipe(told, refused)
+    return replace(recipe, told=tuple(_spelled(peer, told, recipe)))
+
+
+def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, Any]:
+    """Dotted names to values of mappings and dataclasses, nested ones too as far as `deepest`.
+
+    Raises:
+        ArgumentError: for what is neither, and for more than a config holds.
+
+    >>> flat({"algorithm": {"adv_estimator": "grpo"}, "trainer.n": 1})
+    {'algorithm.adv_estimator': 'grpo', 'trainer.n': 1}
+    """
+    if not isinstance(config, Mapping) and not (is_dataclass(config) and not isinstance(config, type)):
+        raise ArgumentError(
+            f"the config is {type(config).__name__}, and its options have no names. Pass its own class, or a dict."
+        )
+    told = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
+    found: dict[str, Any] = {}
+    for key, value in told.items():
+        name = f"{prefix}{key}"
+        if deepest and (isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))):
+            found |= flat(value, f"{name}.", deepest - 1) or {name: None}
+        elif key != "_target_":
+            found[name] = value
+        if len(found) > _MOST:
+            raise ArgumentError(f"the config has more than {_MOST:,} options. It is none of a trainer's. Pass another.")
+    return found
+
+
+def _typed(peer: Peer, name: str, value: Any) -> Any:
+    """A value of the default's kind; numbers may be written as YAML 1.1 leaves them, 1e-6 as a text."""
+    default = peer.options[name]
+    number = isinstance(default, (int, float)) and not isinstance(default, bool)
+    if isinstance(value, str) and (number or default is None) and set(value) <= set("0123456789.eE+-"):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    kinds: tuple[type, ...] = (bool,) if isinstance(default, bool) else (int, float) if number else (str,)
+    if default is None:
+        kinds = (int, float, str, bool)
+    if isinstance(default, (list, tuple)):
+        kinds = (list, tuple)
+    kinds += tuple({type(each) for each in peer.values.get(name, ()) if each is not None} - {*kinds})
+    interpolated = isinstance(value, str) and "${" in value
+    if value is None and (default is None or peer.values.get(name, (0,))[0] is None):
+        return None
+    if interpolated or not isinstance(value, kinds) or (number and isinstance(value, bool)):
+        why = "it is an interpolation" if interpolated else f"it must be {' or '.join(k.__name__ for k in kinds)}"
+        peer.refuse([_refusal(name, value, why, "resolve it, or leave it out")])
+    if number and isinstance(value, (int, float)) and value == value // 1:
+        return float(value) if isinstance(default, float) else int(value)
+    return value
+
+
+def _refusal(name: str, value: Any, why: str, cure: str) -> str:
+    return f"{name[:100]} = {str(value)[:60]!r} ({why}; {cure})"
+
+
+def _spelled(peer: Peer, told: Mapping[str, Any], whole: Recipe) -> list[tuple[str, str]]:
+    """Each told option that is not at its default, and what of the recipe is due to it."""
+    found = []
+    for name, value in told.items():
+        if value == peer.options[name]:
+            continue
+        try:
+            without = peer.recipe({each: told[each] for each in told if each != name})
+            here = changes(without, whole) or "without effect beside the others"
+        except ArgumentError:
+            here = "what the others need"
+        found.append((f"{name} = {value}", here))
+    return found
+
+
+def changes(before: Recipe, after: Recipe) -> str:
+    """What makes one recipe the other, as a command line would say it where it can.
+
+    >>> from tracegrad import presets
+    >>> changes(Recipe(presets.GRPO), Recipe(presets.DUAL_CLIP))
+    'objective.surrogate.dual = 3.0, objective.reduce.per = token, objective.reduce.inner = None'
+    """
+    found = _of_objectives(before.objective, after.objective)
+    told, now = dict(_beside(before)), dict(_beside(after))
+    found += [f"{name} = {value}" for name, value in now.items() if told.get(name) != value]
+    return ", ".join([*found, *(f"no {name}" for name in told if name not in now)])
+
+
+def _beside(recipe: Recipe) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in recipe.options if not name.startswith("objective")]
+
+
+def _of_objectives(before: Objective, after: Objective) -> list[str]:
+    if before == after:
+        return []
+    for name, add in (("kl", with_kl), ("beta", with_beta)):
+        for penalty in after.penalties:
+            if penalty.ratio.den == "ref" and replace(before, penalties=add(before, penalty.coef).penalties) == after:
+                return [f"objective.{name} = {penalty.coef:g}"]
+    if after.entropy is not None and with_entropy(before, after.entropy.coef) == after:
+        return [f"objective.entropy = {after.entropy.coef:g}"]
+    return _differences("objective", before, after)
+
+
+def _differences(name: str, before: Any, after: Any) -> list[str]:
+    if before == after:
+        return []
+    if isinstance(after, tuple) and isinstance(before, tuple) and len(before) == len(after):
+        pairs = zip(range(len(after)), before, after, strict=True)
+        return [line for place, one, other in pairs for line in _differences(f"{name}.{place}", one, other)]
+    if is_dataclass(after) and type(before) is type(after):
+        parts = [(f.name, getattr(before, f.name), getattr(after, f.name)) for f in fields(after)]
+        return [line for key, one, other in parts for line in _differences(f"{name}.{key}", one, other)]
+    return [f"{name} = {spell(after) if isinstance(after, tuple) or is_dataclass(after) else after}"]

@@ -1,0 +1,40 @@
+"""Learning rates of other trainers, and their KL in the reward, as options of a run."""
+
+from __future__ import annotations
+
+from tracegrad.recipes.peer import Asked
+from tracegrad.recipes.recipe import Options
+
+_NAMES = {
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine": "cosine",
+}
+
+
+def rates(o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False) -> Options:
+    """optimizer.lr and schedule.* of the options of these names.
+
+    Args:
+        constant_warms: whether the peer's "constant" rises first; transformers' does not.
+    """
+    name, steps = o.among(scheduler, _NAMES), max(o[warmup], 0)
+    if steps != int(steps):
+        o.no(warmup, "warm-up is in steps here", "schedule.warmup_steps")
+    if o[scheduler] == "constant" and not constant_warms:
+        steps = 0
+    found: list[tuple[str, str | int | float]] = [("optimizer.lr", float(o[lr])), ("schedule.name", name)]
+    return (*found, ("schedule.warmup_steps", int(steps))) if steps else tuple(found)
+
+
+def reward_kl(coef: float, kind: str, target: float | None, horizon: float) -> Options:
+    """The section of KL in the reward: k3 is held within 10, the coefficient follows a target where there is one."""
+    if not coef:
+        return ()
+    found: list[tuple[str, str | int | float]] = [("reward_kl.coef", float(coef))]
+    found += [("reward_kl.kind", kind)] if kind != "k1" else []
+    found += [("reward_kl.cap", 10.0)] if kind == "k3" else []
+    if target is not None:
+        found += [("reward_kl.target", float(target)), ("reward_kl.horizon", float(horizon))]
+    return tuple(found)

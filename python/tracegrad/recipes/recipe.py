@@ -1,0 +1,149 @@
+"""What a paper, or a peer's config, fixes of a run: the loss and the options that belong to it, as a value.
+
+No torch. A run takes it as its start (`settle`); what is told by file or by hand goes over it, and is said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tracegrad import algebra, config, notebook, presets
+from tracegrad.algebra import Missing, Objective, Ratio
+from tracegrad.algebra.spell import spell
+from tracegrad.config import Advantage, Config
+from tracegrad.config.options import Scalar
+from tracegrad.errors import ArgumentError
+
+Options = tuple[tuple[str, Scalar], ...]
+_TOGETHER = {"objective": ("objective", "train.missing"), "advantage.baseline": ("advantage.",)}
+"""Options that mean nothing without the first of them."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An objective, and what else of a run its source fixes; what it leaves open is not in here.
+
+    Args:
+        objective: the loss.
+        advantage: from rewards to advantages; None where the source leaves it open.
+        missing: what becomes of a term without a recorded logprob; None where open.
+        config: further options of a run, by their dotted names.
+        told: of a config from elsewhere, each option as it is written there and what it is here.
+
+    Raises:
+        ArgumentError: for an option that is none, or that has a place of its own in a recipe; for a policy for missing
+            logprobs that the objective refuses.
+
+    >>> print(Recipe(presets.DR_GRPO, Advantage(scale="none")))
+    loss = sum of scale * keep * weight * S
+      S = max(-A r, -A clip(r, 0.8, 1.2)); r = theta/old
+      weight = clamp(w, 0, 2), w = old/rollout
+      scale = 1 / (traces * 1024)
+    objective = "DR_GRPO"
+    advantage.baseline = "group_mean"
+    advantage.scale = "none"
+    """
+
+    objective: Objective
+    advantage: Advantage | None = None
+    missing: Missing | None = None
+    config: Options = ()
+    told: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        for name, _ in self.config:
+            if name.startswith(("objective", "advantage.")) or name == "train.missing":
+                raise ArgumentError(f"Recipe.config has {name}, which would be said twice. Write it as a field.")
+        config.update(Config(), self.config, where="Recipe.config")
+        if self.missing is not None:
+            self.objective.check_missing(self.missing)
+
+    @property
+    def options(self) -> Options:
+        """What it fixes, as options of a run by their dotted names, the objective first.
+
+        >>> Recipe(presets.GRPO, missing="mask").options
+        (('objective', 'GRPO'), ('train.missing', 'mask'))
+        """
+        found = [*named(self.objective)]
+        if self.advantage is not None:
+            scaled = self.advantage.scale != "none"
+            found += [("advantage.baseline", self.advantage.baseline), ("advantage.scale", self.advantage.scale)]
+            found += [("advantage.ddof", self.advantage.ddof)] if scaled else []
+            if self.advantage.singleton != "refuse":
+                found.append(("advantage.singleton", self.advantage.singleton))
+        if self.missing is not None:
+            found.append(("train.missing", self.missing))
+        return (*found, *self.config)
+
+    def settle(
+        self, path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *, start: Config | None = None
+    ) -> tuple[Config, tuple[str, ...]]:
+        """The config of a run that follows it, and where the file or the overrides told otherwise, which wins.
+
+        Where they take another objective or another baseline, what the recipe says of its own is left out.
+
+        >>> chosen, otherwise = Recipe(presets.GRPO, Advantage(scale="std")).settle(overrides=[("advantage.ddof", 0)])
+        >>> chosen.advantage.scale, otherwise
+        ('std', ('advantage.ddof = 0 (not 1)',))
+        """
+        start, overrides, mine = start or Config(), tuple(overrides), self.options
+        chosen = config.load(path, overrides, start=_over(start, mine))
+        for head, members in _TOGETHER.items():
+            if _of(chosen).get(head) != dict(mine).get(head, _of(chosen).get(head)):
+                mine = tuple(each for each in mine if not each[0].startswith(members))
+        chosen = config.load(path, overrides, start=_over(start, mine))
+        now, fixed = _of(chosen), dict(self.options)
+        otherwise = [f"{name} = {now[name]} (not {value})" for name, value in fixed.items() if now.get(name) != value]
+        otherwise += [f"{name} = {now[name]}" for name in now if name.startswith("objective.") and name not in fixed]
+        return chosen, tuple(otherwise)
+
+    def __str__(self) -> str:
+        lines = [
+            str(self.objective),
+            *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.options),
+        ]
+        width = max((len(name) for name, _ in self.told), default=0)
+        return "\n".join([*lines, *(f"# {name:<{width}} is {here}" for name, here in self.told)])
+
+    def _repr_html_(self) -> str:
+        return notebook.text(str(self))
+
+
+def named(objective: Objective) -> Options:
+    """An objective as options: a preset by its name, with a reference penalty as `kl` or `beta` beside it, else code.
+
+    >>> named(presets.with_kl(presets.GRPO, 0.04))
+    (('objective', 'GRPO'), ('objective.kl', 0.04))
+    """
+    found = _preset(objective)
+    if found:
+        return (("objective", found),)
+    bare = replace(objective, penalties=tuple(p for p in objective.penalties if p.ratio != Ratio("theta", "ref")))
+    for penalty in objective.penalties:
+        for name, add in (("kl", algebra.with_kl), ("beta", algebra.with_beta)):
+            if _preset(bare) and add(bare, penalty.coef) == objective:
+                return (("objective", _preset(bare)), (f"objective.{name}", penalty.coef))
+    return (("objective", spell(objective)),)
+
+
+def _preset(objective: Objective) -> str:
+    """The name of the preset that it is; "" where it is none."""
+    return next((name for name in presets.__all__ if getattr(presets, name) == objective), "")
+
+
+def _over(start: Config, options: Options) -> Config:
+    """A config with options changed; the objective's earlier overrides go with it."""
+    if options and options[0][0] == "objective":
+        start = replace(start, objective=replace(start.objective, overrides=()))
+    return config.update(start, options)
+
+
+def _of(chosen: Config) -> dict[str, Scalar]:
+    """Dotted names to values, the preset as `objective`."""
+    flat = config.as_dict(chosen)
+    return {"objective": flat.pop("objective.preset"), **flat}

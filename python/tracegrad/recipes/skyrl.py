@@ -1,0 +1,390 @@
+"""SkyRL's config as a recipe: its algorithm and off-policy correction, by their names. SkyRL is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.algebra import (
+    Clamp,
+    Clip,
+    DropCovariance,
+    Entropy,
+    Gate,
+    Importance,
+    Level,
+    Objective,
+    Penalty,
+    PolicyGradient,
+    Ratio,
+    Reduce,
+    Sigmoid,
+    TopCovariance,
+    Weight,
+    Window,
+)
+from tracegrad.config import Advantage
+from tracegrad.recipes.peer import Asked, Peer, Without, flat, read
+from tracegrad.recipes.rates import rates, reward_kl
+from tracegrad.recipes.recipe import Options, Recipe
+
+_OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
+_A, _C, _O = "trainer.algorithm.", "trainer.algorithm.off_policy_correction.", "trainer.policy.optimizer_config."
+LOSSES = (
+    "regular",
+    "dual_clip",
+    "gspo",
+    "cispo",
+    "rollout_is",
+    "dppo",
+    "sapo",
+    "importance_sampling",
+    "clip_cov",
+    "kl_cov",
+)
+
+
+def from_skyrl(config: Any) -> Recipe:
+    """The recipe of a SkyRLTrainConfig, of its AlgorithmConfig alone, or of a dict or YAML file with their options.
+
+    Raises:
+        ArgumentError: for options without a counterpart here, by name and with the cure.
+
+    >>> from_skyrl({"trainer": {"algorithm": {"policy_loss_type": "sapo"}}}).objective.surrogate.tau_neg
+    1.05
+    """
+    alone = "policy_loss_type" in config if isinstance(config, Mapping) else hasattr(config, "policy_loss_type")
+    return read(SKYRL, flat(config, _A if alone else ""))
+
+
+def _build(o: Asked) -> Recipe:
+    loss, low, high = o[f"{_A}policy_loss_type"], o[f"{_A}eps_clip_low"], o[f"{_A}eps_clip_high"]
+    weights, gates = _weights(o), _gates(o)
+    surrogate, ratio, own, added = Clip(low, high), _OLD, (), ()
+    if loss == "dual_clip":
+        surrogate = Clip(low, high, dual=o[f"{_A}clip_ratio_c"])
+    elif loss == "gspo":
+        surrogate = Clip(low, high, level=Level("trace", "mean", "token"))
+    elif loss == "cispo":
+        surrogate, ratio = PolicyGradient(), None
+        bounds = (1 - o[f"{_A}cispo.cispo_eps_clip_low"], 1 + o[f"{_A}cispo.cispo_eps_clip_high"])
+        weights = (*weights, Weight(_OLD, shape=Clamp(*bounds)))
+    elif loss == "rollout_is":
+        surrogate, ratio = PolicyGradient(), None
+        weights = (*weights, Weight(_DIRECT, shape=Window(1 - low, 1 + high, strict=True)))
+    elif loss == "dppo":
+        surrogate, ratio = Importance(), _DIRECT
+        stat = o.among(f"{_A}dppo.dppo_type", {"binary_tv": "dprob", "binary_kl": "binary_kl"})
+        above = Gate(_DIRECT, stat, high=o[f"{_A}dppo.delta_high"], when="A>0")
+        gates = (*gates, above, Gate(_DIRECT, stat, low=-o[f"{_A}dppo.delta_low"], when="A<0"))
+    elif loss == "sapo":
+        surrogate = Sigmoid(o[f"{_A}sapo.tau_pos"], o[f"{_A}sapo.tau_neg"])
+    elif loss == "importance_sampling":
+        surrogate = Importance()
+    elif loss == "clip_cov":
+        bounds = (o[f"{_A}clip_cov.clip_cov_lb"], o[f"{_A}clip_cov.clip_cov_ub"])
+        own = (DropCovariance(o[f"{_A}clip_cov.clip_ratio"], *bounds, "microbatch", scaled=True),)
+    elif loss == "kl_cov":  # its penalty is a sum, and nothing divides it
+        surrogate, where = Importance(), TopCovariance(o[f"{_A}kl_cov.kl_cov_frac"], "microbatch", scaled=True)
+        told = {"gated": True, "weighted": False, "where": where, "reduce": Reduce("constant", norm=1.0)}
+        added = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **told),)
+    else:
+        o.among(f"{_A}policy_loss_type", dict.fromkeys(LOSSES))
+    if loss in ("clip_cov", "kl_cov", "importance_sampling") and (weights or gates):
+        o.no(
+            f"{_A}policy_loss_type",
+            "SkyRL does not correct this loss, whatever off_policy_correction says",
+            "leave that out",
+        )
+    reduce = _reduce(o)
+    penalties = (*added, *_penalties(o, reduce))
+    objective = Objective(surrogate, ratio, weights, (*gates, *own), penalties, reduce, entropy=_bonus(o, reduce))
+    scale = "std" if o[f"{_A}grpo_norm_by_std"] else "none"
+    advantage = o.among(
+        f"{_A}advantage_estimator",
+        {
+            "grpo": Advantage(scale=scale, singleton="keep"),
+            "rloo": Advantage("rloo", singleton="zero"),
+            "maxrl": Advantage("max_rl", singleton="keep"),
+        },
+    )
+    return Recipe(objective, advantage, None, _options(o, objective))
+
+
+def _weights(o: Asked) -> tuple[Weight, ...]:
+    kind = o[f"{_C}tis_ratio_type"]
+    if kind is None:
+        return ()
+    level = o.among(f"{_C}tis_ratio_type", {"token": Level(), "sequence": Level("trace", "sum", terms="kept")})
+    name = "token" if level == Level() else "sequence"
+    return (Weight(_MISMATCH, level, Clamp(0.0, o[f"{_C}{name}_tis_ratio_clip_high"])),)
+
+
+def _gates(o: Asked) -> tuple[Gate, ...]:
+    """In SkyRL's order: outliers, tokens, then the row by what those have left of it."""
+    found: list[Gate] = []
+    low, high = (o[f"{_C}outlier_token_is_threshold_{side}"] for side in ("low", "high"))
+    if low is not None or high is not None:
+        found.append(Gate(_MISMATCH, low=low, high=high, scope="trace"))
+    low, high = (o[f"{_C}token_mask_is_threshold_{side}"] for side in ("low", "high"))
+    if low is not None and high is not None:
+        found.append(Gate(_MISMATCH, low=low, high=high))
+    elif low is not None or high is not None:
+        side = "high" if low is None else "low"
+        o.no(f"{_C}token_mask_is_threshold_{side}", "one bound alone is silently off there", "tell both, or neither")
+    metric = o[f"{_C}sequence_mask_metric"]
+    if metric is not None:
+        agg, name = o.among(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
+        bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
+        found.append(Gate(_MISMATCH, level=Level("trace", agg), over="kept", **bounds))
+    return tuple(found)
+
+
+def _reduce(o: Asked) -> Reduce:
+    longest = o[f"{_A}max_seq_len"]
+    if longest is None and o[f"{_A}loss_reduction"] == "seq_mean_token_sum_norm":
+        o.no(f"{_A}max_seq_len", "it is the constant that the sum is divided by", "tell it")
+    return o.among(
+        f"{_A}loss_reduction",
+        {
+            "token_mean": Reduce("token"),
+            "sequence_mean": Reduce("trace", "mean"),
+            "prompt_mean": Reduce("prompt", "mean"),
+            "seq_mean_token_sum_norm": Reduce("trace", "sum", norm=float(longest or 1)),
+        },
+    )
+
+
+def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
+    """The KL loss: a mean over each trace, then over traces, whatever the reduction, and over rejected terms too."""
+    if not o[f"{_A}use_kl_loss"]:
+        return ()
+    kind = o.among(f"{_A}kl_estimator_type", {"k3": "k3", "k1": "k1", "k2": "k2", "abs": "abs"})
+    own = Reduce("trace", "mean")
+    options: dict[str, Any] = {"cap": 10.0 if kind == "k3" else None, "reduce": None if own == reduce else own}
+    return (Penalty(Ratio("theta", "ref"), kind, o[f"{_A}kl_loss_coef"], gated=False, weighted=False, **options),)
+
+
+def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
+    if not o[f"{_A}use_entropy_loss"]:
+        return None
+    own = Reduce("token")
+    return Entropy(o[f"{_A}entropy_loss_coef"], gated=False, reduce=None if own == reduce else own)
+
+
+def _options(o: Asked, objective: Objective) -> Options:
+    found = list(rates(o, f"{_O}lr", f"{_O}scheduler", f"{_O}num_warmup_steps"))
+    beta1, beta2 = o[f"{_O}adam_betas"]
+    found += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
+    found += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
+    whole, mini = o["trainer.train_batch_size"], o["trainer.policy_mini_batch_size"]
+    charged = o[f"{_A}use_kl_in_reward"]
+    if whole and mini and (objective.needs.old or charged):
+        found.append(("train.updates_per_old", max(1, whole // mini)))
+    if charged and o[f"{_A}use_kl_loss"]:
+        o.no(f"{_A}use_kl_in_reward", "SkyRL takes it or use_kl_loss", "use_kl_loss False")
+    elif charged:
+        target = o.among(f"{_A}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{_A}kl_ctrl.kl_target"]})
+        kind = o.among(f"{_A}kl_estimator_type", {each: each for each in ("k1", "k2", "k3", "abs")})
+        found += reward_kl(o[f"{_A}kl_loss_coef"], kind, target, o[f"{_A}kl_ctrl.horizon"])
+    return (*found, *_filters(o))
+
+
+def _filters(o: Asked) -> Options:
+    """Groups without spread are masked by the filter of that name, and left out and refilled by the two others."""
+    masks, refills = o[f"{_A}zero_variance_filter"], o["trainer.fully_async.sample_full_batch"]
+    kind, truncated = o[f"{_A}dynamic_sampling.type"], o["generator.apply_overlong_filtering"]
+    tolerance = o[f"{_A}zero_variance_filter_tol"] if masks else 0.0
+    if kind == "replace":
+        o.no(f"{_A}dynamic_sampling.type", "it trains copies of other groups, drawn at random, instead", "filter")
+    elif kind is not None and kind != "filter":
+        o.no(f"{_A}dynamic_sampling.type", "it is not known here", "known: filter")
+    if masks and kind == "filter":
+        o.no(f"{_A}zero_variance_filter", "dynamic_sampling.type has left such groups out", "tell one of the two")
+    if refills and (truncated or not masks):
+        why = "it compares what apply_overlong_filtering left" if masks else "SkyRL has it with zero_variance_filter"
+        o.no("trainer.fully_async.sample_full_batch", why, "leave one of them out" if masks else "tell both")
+    even = "filter.even_groups" if kind or refills else "filter.mask_even" if masks else ""
+    found: list[tuple[str, Any]] = [(even, True)] if even else []
+    found += [("filter.tolerance", tolerance)] if tolerance else []
+    found += [("filter.truncated", True)] if truncated else []
+    return (*found, *([("filter.zero_truncated", True)] if o["generator.zero_reward_on_non_stop"] else []))
+
+
+_OPTIONS: Mapping[str, Any] = {
+    f"{_A}policy_loss_type": "regular",
+    f"{_A}loss_reduction": "token_mean",
+    f"{_A}max_seq_len": None,
+    f"{_A}eps_clip_low": 0.2,
+    f"{_A}eps_clip_high": 0.2,
+    f"{_A}clip_ratio_c": 3.0,
+    f"{_A}cispo.cispo_eps_clip_low": 0.0,
+    f"{_A}cispo.cispo_eps_clip_high": 5.0,
+    f"{_A}sapo.tau_pos": 1.0,
+    f"{_A}sapo.tau_neg": 1.05,
+    f"{_A}dppo.dppo_type": "binary_tv",
+    f"{_A}dppo.delta_low": 0.2,
+    f"{_A}dppo.delta_high": 0.2,
+    f"{_A}clip_cov.clip_ratio": 0.0002,
+    f"{_A}clip_cov.clip_cov_lb": 1.0,
+    f"{_A}clip_cov.clip_cov_ub": 5.0,
+    f"{_A}kl_cov.kl_cov_frac": 0.2,
+    f"{_A}kl_cov.ppo_kl_coef": 1.0,
+    f"{_A}use_kl_loss": True,
+    f"{_A}kl_loss_coef": 0.001,
+    f"{_A}kl_estimator_type": "k3",
+    f"{_A}use_kl_in_reward": False,
+    f"{_A}kl_ctrl.type": "fixed",
+    f"{_A}kl_ctrl.kl_target": 0.1,
+    f"{_A}kl_ctrl.horizon": 10000,
+    f"{_A}use_entropy_loss": False,
+    f"{_A}entropy_loss_coef": 0.01,
+    f"{_C}tis_ratio_type": None,
+    f"{_C}token_tis_ratio_clip_high": 2.0,
+    f"{_C}sequence_tis_ratio_clip_high": 5.0,
+    f"{_C}sequence_mask_metric": None,
+    f"{_C}geo_mask_high": 1.01,
+    f"{_C}geo_mask_low": 0.99,
+    f"{_C}product_mask_high": 2.0,
+    f"{_C}product_mask_low": 0.5,
+    f"{_C}outlier_token_is_threshold_low": None,
+    f"{_C}outlier_token_is_threshold_high": None,
+    f"{_C}token_mask_is_threshold_low": None,
+    f"{_C}token_mask_is_threshold_high": None,
+    f"{_A}advantage_estimator": "grpo",
+    f"{_A}grpo_norm_by_std": True,
+    f"{_O}lr": 1e-6,
+    f"{_O}scheduler": "constant_with_warmup",
+    f"{_O}num_warmup_steps": 0,
+    f"{_O}adam_betas": (0.9, 0.999),
+    f"{_O}weight_decay": 0.01,
+    f"{_O}max_grad_norm": 1.0,
+    f"{_A}zero_variance_filter": False,
+    f"{_A}zero_variance_filter_tol": 1e-6,
+    f"{_A}dynamic_sampling.type": None,
+    "trainer.fully_async.sample_full_batch": False,
+    "generator.apply_overlong_filtering": False,
+    "generator.zero_reward_on_non_stop": False,
+    "trainer.train_batch_size": 0,
+    "trainer.policy_mini_batch_size": 256,
+}
+_LOSS, _GEO = f"{_A}policy_loss_type", {f"{_C}sequence_mask_metric": "geometric"}
+_PRODUCT = {f"{_C}sequence_mask_metric": "product"}
+_CHARGED = {f"{_A}use_kl_loss": False, f"{_A}use_kl_in_reward": True}
+
+SKYRL = Peer(
+    name="skyrl",
+    version="0.3.0",
+    options=_OPTIONS,
+    build=_build,
+    values={
+        _LOSS: LOSSES[1:],
+        f"{_A}loss_reduction": ("sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"),
+        f"{_A}eps_clip_low": (0.1,),
+        f"{_A}eps_clip_high": (0.28,),
+        f"{_A}clip_ratio_c": (2.0,),
+        f"{_A}cispo.cispo_eps_clip_low": (1.0,),
+        f"{_A}cispo.cispo_eps_clip_high": (4.0,),
+        f"{_A}sapo.tau_pos": (1.5,),
+        f"{_A}sapo.tau_neg": (1.2,),
+        f"{_A}dppo.dppo_type": ("binary_kl",),
+        f"{_A}dppo.delta_low": (0.1,),
+        f"{_A}dppo.delta_high": (0.1,),
+        f"{_A}clip_cov.clip_ratio": (0.1,),
+        f"{_A}clip_cov.clip_cov_lb": (0.001,),
+        f"{_A}clip_cov.clip_cov_ub": (0.03,),
+        f"{_A}kl_cov.kl_cov_frac": (0.4,),
+        f"{_A}kl_cov.ppo_kl_coef": (0.5,),
+        f"{_A}use_kl_loss": (False,),
+        f"{_A}kl_loss_coef": (0.1,),
+        f"{_A}kl_estimator_type": ("k1", "k2", "abs"),
+        f"{_A}use_kl_in_reward": (True,),
+        f"{_A}kl_ctrl.type": ("adaptive",),
+        f"{_A}kl_ctrl.kl_target": (0.05,),
+        f"{_A}kl_ctrl.horizon": (500,),
+        f"{_A}use_entropy_loss": (True,),
+        f"{_A}entropy_loss_coef": (0.05,),
+        f"{_C}tis_ratio_type": ("token", "sequence"),
+        f"{_C}token_tis_ratio_clip_high": (3.0,),
+        f"{_C}sequence_tis_ratio_clip_high": (1.2,),
+        f"{_C}sequence_mask_metric": ("geometric", "product"),
+        f"{_C}geo_mask_high": (1.1,),
+        f"{_C}geo_mask_low": (0.95,),
+        f"{_C}product_mask_high": (3.0,),
+        f"{_C}product_mask_low": (0.3,),
+        f"{_C}outlier_token_is_threshold_low": (1e-4,),
+        f"{_C}outlier_token_is_threshold_high": (100.0,),
+        f"{_C}token_mask_is_threshold_low": (0.6,),
+        f"{_C}token_mask_is_threshold_high": (1.6,),
+        f"{_A}advantage_estimator": ("rloo", "maxrl"),
+        f"{_A}grpo_norm_by_std": (False,),
+        f"{_O}lr": (2e-6,),
+        f"{_O}scheduler": ("linear", "cosine"),
+        f"{_O}num_warmup_steps": (10,),
+        f"{_O}weight_decay": (0.0,),
+        f"{_O}max_grad_norm": (0.2,),
+        f"{_A}zero_variance_filter": (True,),
+        f"{_A}zero_variance_filter_tol": (0.0,),
+        f"{_A}dynamic_sampling.type": ("filter",),
+        "trainer.fully_async.sample_full_batch": (True,),
+        "generator.apply_overlong_filtering": (True,),
+        "generator.zero_reward_on_non_stop": (True,),
+        "trainer.train_batch_size": (1024,),
+    },
+    beside={
+        (f"{_A}loss_reduction", "seq_mean_token_sum_norm"): {f"{_A}max_seq_len": 40},
+        (f"{_A}clip_ratio_c", 2.0): {_LOSS: "dual_clip"},
+        (f"{_A}cispo.cispo_eps_clip_low", 1.0): {_LOSS: "cispo"},
+        (f"{_A}cispo.cispo_eps_clip_high", 4.0): {_LOSS: "cispo"},
+        (f"{_A}sapo.tau_pos", 1.5): {_LOSS: "sapo"},
+        (f"{_A}sapo.tau_neg", 1.2): {_LOSS: "sapo"},
+        (f"{_A}dppo.dppo_type", "binary_kl"): {_LOSS: "dppo"},
+        (f"{_A}dppo.delta_low", 0.1): {_LOSS: "dppo"},
+        (f"{_A}dppo.delta_high", 0.1): {_LOSS: "dppo"},
+        (f"{_A}clip_cov.clip_ratio", 0.1): {_LOSS: "clip_cov", f"{_A}clip_cov.clip_cov_lb": 0.001},
+        (f"{_A}clip_cov.clip_cov_lb", 0.001): {_LOSS: "clip_cov"},
+        (f"{_A}clip_cov.clip_cov_ub", 0.03): {_LOSS: "clip_cov", f"{_A}clip_cov.clip_cov_lb": 0.001},
+        (f"{_A}kl_cov.kl_cov_frac", 0.4): {_LOSS: "kl_cov"},
+        (f"{_A}kl_cov.ppo_kl_coef", 0.5): {_LOSS: "kl_cov"},
+        (f"{_A}use_kl_in_reward", True): {f"{_A}use_kl_loss": False},
+        (f"{_A}kl_ctrl.type", "adaptive"): _CHARGED,
+        (f"{_A}kl_ctrl.kl_target", 0.05): {**_CHARGED, f"{_A}kl_ctrl.type": "adaptive"},
+        (f"{_A}kl_ctrl.horizon", 500): {**_CHARGED, f"{_A}kl_ctrl.type": "adaptive"},
+        (f"{_A}entropy_loss_coef", 0.05): {f"{_A}use_entropy_loss": True},
+        (f"{_C}token_tis_ratio_clip_high", 3.0): {f"{_C}tis_ratio_type": "token"},
+        (f"{_C}sequence_tis_ratio_clip_high", 1.2): {f"{_C}tis_ratio_type": "sequence"},
+        (f"{_C}geo_mask_high", 1.1): _GEO,
+        (f"{_C}geo_mask_low", 0.95): _GEO,
+        (f"{_C}product_mask_high", 3.0): _PRODUCT,
+        (f"{_C}product_mask_low", 0.3): _PRODUCT,
+        (f"{_C}token_mask_is_threshold_low", 0.6): {f"{_C}token_mask_is_threshold_high": 1.6},
+        (f"{_C}token_mask_is_threshold_high", 1.6): {f"{_C}token_mask_is_threshold_low": 0.6},
+        (f"{_A}zero_variance_filter_tol", 0.0): {f"{_A}zero_variance_filter": True},
+        ("trainer.fully_async.sample_full_batch", True): {f"{_A}zero_variance_filter": True},
+    },
+    without={
+        f"{_A}advantage_batch_normalize": Without(
+            (False,), "advantages are compared within their group", "advantage.baseline batch_mean, or advantage.whiten"
+        ),
+        f"{_A}use_tis": Without((False,), "it is deprecated there", "off_policy_correction.tis_ratio_type"),
+        f"{_A}tis_imp_ratio_cap": Without((-1.0, -1), "it is deprecated there", "token_tis_ratio_clip_high"),
+        f"{_A}temperature": Without(
+            (None, 1.0), "theta is taken at the temperature that each trace was recorded at", "leave it out"
+        ),
+        "trainer.update_epochs_per_batch": Without(
+            (1,), "one batch several times in a row; passes here are over all traces", "train.epochs, updates_per_old 0"
+        ),
+        "trainer.update_ref_every_epoch": Without((False,), "it is in steps here", "train.ref_every"),
+        "trainer.mtp.enabled": Without((False,), "draft heads are not trained", "leave it out"),
+    },
+    own=(
+        f"{_A}dynamic_sampling.* {_A}lambd "
+        f"{_A}gamma {_A}value_* {_O}offload_* trainer.algorithm.ppo_* trainer.placement* trainer.policy.* trainer.ref* "
+        "trainer.critic* trainer.mtp* trainer.fully_async* trainer.use_* trainer.sequence_* trainer.strategy "
+        "trainer.gradient_* trainer.seed trainer.resume_* trainer.*_path trainer.*_interval trainer.max_* trainer.bf16 "
+        "trainer.epochs trainer.critic_* trainer.micro_* trainer.recompute_* trainer.remove_* trainer.eval_* "
+        "trainer.flash_attn trainer.disable_* trainer.project_name trainer.run_name trainer.logger trainer.enable_* "
+        "trainer.tags trainer.dump_* trainer.print_* trainer.num_* trainer.log* trainer.fused_* trainer.callbacks* "
+        "generator* environment* data* hydra* defaults"
+    ),
+)

@@ -1,0 +1,327 @@
+"""TRL's GRPOConfig as a recipe. TRL is not imported: a config is read by the names of its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.algebra import (
+    Adapt,
+    Clamp,
+    Clip,
+    Entropy,
+    Gamma,
+    Gate,
+    Level,
+    Objective,
+    PolicyGradient,
+    Ratio,
+    Reduce,
+    Sigmoid,
+    TopEntropy,
+    Weight,
+    Window,
+    with_beta,
+    with_kl,
+)
+from tracegrad.config import Advantage
+from tracegrad.recipes.peer import Asked, Peer, Without, flat, read
+from tracegrad.recipes.rates import rates
+from tracegrad.recipes.recipe import Options, Recipe
+
+_OLD, _MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
+_MEAN, _PRODUCT = Level("trace", "mean"), Level("trace", "sum")
+_INFINITY = float("inf")
+
+
+def from_trl(config: Any) -> Recipe:
+    """The recipe of a GRPOConfig, or of a dict or YAML file with its options; printed, it spells each of them.
+
+    Raises:
+        ArgumentError: for options without a counterpart here, by name and with the cure.
+
+    >>> print(from_trl({"loss_type": "cispo", "epsilon_high": 5.0}).objective.weights[0])
+    clamp(w, 0, 5), w = theta/old
+    """
+    told = flat(config, deepest=0)
+    if told.get("scale_rewards") in (True, False):
+        told["scale_rewards"] = "group" if told["scale_rewards"] else "none"
+    cap = told.pop("vllm_importance_sampling_cap", None)
+    if cap is not None:
+        told["vllm_importance_sampling_clip_max"] = cap
+    return read(TRL, told)
+
+
+def _build(o: Asked) -> Recipe:
+    level = o.among("importance_sampling_level", {"token": Level(), "sequence": _MEAN})
+    loss, weights, gates = o["loss_type"], [*_correction(o)], []
+    low, high = o["epsilon"], o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
+    surrogate, ratio = Clip(low, high, delta=o["delta"], level=level), _OLD
+    if loss == "cispo":
+        surrogate, ratio = PolicyGradient(), None
+        weights.append(Weight(_OLD, level, Clamp(0.0, high)))  # the bound itself: TRL's epsilon_high is no distance
+    elif loss == "vespo":
+        surrogate, ratio = PolicyGradient(), None
+        if level != Level() or any(weight.level != Level() for weight in weights):
+            o.no("loss_type", "with ratios of a sequence TRL refuses it or has no defined value", "take token levels")
+        good, bad = (Gamma(o[f"vespo_k_{sign}"], o[f"vespo_lambda_{sign}"]) for sign in ("pos", "neg"))
+        absorbs = bool(weights)
+        weights.append(Weight(_OLD, _PRODUCT, good, when="A>=0", absorbs=absorbs))
+        weights.append(Weight(_OLD, _PRODUCT, bad, when="A<0", absorbs=absorbs))
+    elif loss == "sapo":
+        surrogate = Sigmoid(o["sapo_temperature_pos"], o["sapo_temperature_neg"], level)
+    if o["off_policy_mask_threshold"] is not None:
+        sampler = "rollout" if o["use_vllm"] else "old"
+        gates.append(Gate(Ratio(sampler, "theta"), "k1", _MEAN, high=o["off_policy_mask_threshold"], when="A<0"))
+    if o["top_entropy_quantile"] < 1:
+        gates.append(TopEntropy(o["top_entropy_quantile"], "microbatch"))
+    objective = Objective(surrogate, ratio, tuple(weights), tuple(gates), (), _reduce(o), entropy=_bonus(o))
+    if o["beta"]:
+        objective = (with_beta if o["use_bias_correction_kl"] else with_kl)(objective, o["beta"])
+    scale = o.among("scale_rewards", {"group": "std", "batch": "batch_std", "none": "none"})
+    missing = "neutral" if objective.needs.rollout else None
+    return Recipe(objective, Advantage(scale=scale), missing, _options(o))
+
+
+def _correction(o: Asked) -> tuple[Weight, ...]:
+    """vllm_importance_sampling_*: the weight of old/rollout, which TRL forms with vLLM alone."""
+    if not o["use_vllm"] or not o["vllm_importance_sampling_correction"]:
+        return ()
+    low, high = o["vllm_importance_sampling_clip_min"] or 0.0, o["vllm_importance_sampling_clip_max"]
+    mode = "vllm_importance_sampling_mode"
+    shapes = {"sequence_mask": Window, "sequence_truncate": Clamp, "token_mask": Window, "token_truncate": Clamp}
+    shape = o.among(mode, shapes)(low, _INFINITY if high is None else high)
+    return (Weight(_MISMATCH, _PRODUCT if str(o[mode]).startswith("sequence") else Level(), shape),)
+
+
+def _reduce(o: Asked) -> Reduce:
+    of_traces, of_tokens = Reduce("trace", "mean"), Reduce("token")
+    return o.among(
+        "loss_type",
+        {
+            "dapo": of_tokens,
+            "grpo": of_traces,
+            "bnpo": of_tokens,
+            "dr_grpo": Reduce("trace", "sum", norm=float(o["max_completion_length"])),
+            "luspo": Reduce("trace", "sum", norm=1.0),
+            "cispo": of_tokens,
+            "sapo": of_traces,
+            "vespo": of_tokens,
+        },
+    )
+
+
+def _bonus(o: Asked) -> Entropy | None:
+    """The entropy bonus, on the quantile's terms alone where there is one."""
+    adapt = None
+    if o["use_adaptive_entropy"]:
+        bounds = (o["entropy_coef_min"], o["entropy_coef_max"])
+        adapt = Adapt(o["entropy_target"], o["entropy_coef_delta"], *bounds)
+    if not o["entropy_coef"] and adapt is None:
+        return None
+    selected = o["top_entropy_quantile"] < 1
+    if selected and o["off_policy_mask_threshold"] is not None:
+        why = "with off_policy_mask_threshold too, the bonus here runs over what both leave, TRL's over the quantile"
+        o.no("top_entropy_quantile", why, "leave out one of the three")
+    return Entropy(o["entropy_coef"], gated=selected, reduce=Reduce("token"), adapt=adapt)
+
+
+def _options(o: Asked) -> Options:
+    found: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
+    found += [("train.epochs", int(o["num_train_epochs"])), ("train.updates_per_old", _updates(o))]
+    if o["num_train_epochs"] != int(o["num_train_epochs"]) or o["num_train_epochs"] < 1:
+        o.no("num_train_epochs", "passes are whole here", "train.epochs says how many")
+    if o["sync_ref_model"]:
+        found.append(("train.ref_every", o["ref_model_sync_steps"]))
+        if o["ref_model_mixup_alpha"] != 1:
+            why = "the reference is renewed whole here, and not mixed with the one before"
+            o.no("ref_model_mixup_alpha", why, "1.0 is train.ref_every")
+    found += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
+    found += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
+    return (*rates(o, "learning_rate", "lr_scheduler_type", "warmup_steps"), *found)
+
+
+def _updates(o: Asked) -> int:
+    """Optimizer steps for which `old` stays."""
+    if o["num_iterations"] != 1:
+        why = "one batch several times in a row; passes here are over all traces, and old may stay for one of them"
+        o.no("num_iterations", why, "leave it out: train.epochs repeats, with train.updates_per_old 0")
+    steps = o["steps_per_generation"] or o["gradient_accumulation_steps"]
+    if steps % o["gradient_accumulation_steps"] and o["gradient_accumulation_steps"] % steps:
+        o.no("steps_per_generation", "old would change within an optimizer step", "take a multiple")
+    return max(1, steps // o["gradient_accumulation_steps"])
+
+
+_ADAM = {"beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
+_SAMPLING = "the traces are recorded; a run has no generation to tell"
+_OPTIONS: Mapping[str, Any] = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "max_completion_length": 512,
+    "scale_rewards": "group",
+    "mask_truncated_completions": False,
+    "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
+    "num_iterations": 1,
+    "steps_per_generation": None,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-6,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 3.0,
+}
+_VLLM = {"use_vllm": True}
+
+TRL = Peer(
+    name="trl",
+    version="1.16",
+    options=_OPTIONS,
+    build=_build,
+    values={
+        "loss_type": ("grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"),
+        "importance_sampling_level": ("sequence",),
+        "epsilon": (0.1,),
+        "epsilon_high": (0.28,),
+        "delta": (1.6,),
+        "beta": (0.04,),
+        "use_bias_correction_kl": (False,),
+        "use_vllm": (True,),
+        "vllm_importance_sampling_correction": (False,),
+        "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate"),
+        "vllm_importance_sampling_clip_max": (None, 2.0),
+        "vllm_importance_sampling_clip_min": (0.5,),
+        "off_policy_mask_threshold": (0.05,),
+        "top_entropy_quantile": (0.4,),
+        "entropy_coef": (0.05,),
+        "use_adaptive_entropy": (True,),
+        "entropy_coef_min": (0.01,),
+        "entropy_coef_max": (0.5,),
+        "entropy_coef_delta": (0.01,),
+        "entropy_target": (0.4,),
+        "sapo_temperature_pos": (1.5,),
+        "sapo_temperature_neg": (1.2,),
+        "vespo_k_pos": (1.5,),
+        "vespo_lambda_pos": (2.5,),
+        "vespo_k_neg": (2.5,),
+        "vespo_lambda_neg": (1.5,),
+        "max_completion_length": (32,),
+        "scale_rewards": ("batch", "none"),
+        "mask_truncated_completions": (True,),
+        "sync_ref_model": (True,),
+        "ref_model_sync_steps": (64,),
+        "steps_per_generation": (4,),
+        "learning_rate": (2e-6,),
+        "lr_scheduler_type": ("constant", "constant_with_warmup", "cosine"),
+        "warmup_steps": (10.0,),
+        "adam_beta1": (0.8,),
+        "adam_beta2": (0.99,),
+        "adam_epsilon": (1e-6,),
+        "weight_decay": (0.01,),
+        "max_grad_norm": (0.2,),
+        "num_train_epochs": (1.0,),
+    },
+    beside={
+        ("loss_type", "cispo"): {"epsilon_high": 5.0},
+        ("use_bias_correction_kl", False): {"beta": 0.04},
+        **{
+            (name, value): _VLLM
+            for name, values in {
+                "vllm_importance_sampling_correction": (False,),
+                "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate"),
+                "vllm_importance_sampling_clip_max": (None, 2.0),
+                "vllm_importance_sampling_clip_min": (0.5,),
+            }.items()
+            for value in values
+        },
+        **{
+            (name, value): {"use_adaptive_entropy": True}
+            for name, value in {
+                "entropy_coef_min": 0.01,
+                "entropy_coef_max": 0.5,
+                "entropy_coef_delta": 0.01,
+                "entropy_target": 0.4,
+            }.items()
+        },
+        **{(f"sapo_temperature_{name}", v): {"loss_type": "sapo"} for name, v in (("pos", 1.5), ("neg", 1.2))},
+        **{
+            (f"vespo_{name}", value): {"loss_type": "vespo"}
+            for name, value in {"k_pos": 1.5, "lambda_pos": 2.5, "k_neg": 2.5, "lambda_neg": 1.5}.items()
+        },
+        ("max_completion_length", 32): {"loss_type": "dr_grpo"},
+        ("sync_ref_model", True): {"ref_model_mixup_alpha": 1.0, "beta": 0.04},
+        ("ref_model_sync_steps", 64): {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04},
+    },
+    without={
+        "multi_objective_aggregation": Without(
+            ("sum_then_normalize",),
+            "a run trains on one column of rewards",
+            "GDPO is advantage.normalize_then_sum and whiten, for a trainer of your own",
+        ),
+        "reward_weights": Without(
+            (None,), "a run trains on one column of rewards", "write the weighted sum as a reward of each trace"
+        ),
+        "router_aux_loss_coef": Without(
+            (None, 0.0), "a run has no loss of the router", "integrations.trl keeps TRL's own"
+        ),
+        "lr_scheduler_kwargs": Without((None, "", ()), "schedules have no further options", "schedule.decay, .floor"),
+        "warmup_ratio": Without((None, 0.0), "warm-up is in steps here", "schedule.warmup_steps"),
+        "max_steps": Without((-1,), "a run ends after its passes", "train.epochs"),
+        "label_smoothing_factor": Without((0.0,), "no loss of a policy has it", "leave it out"),
+        "neftune_noise_alpha": Without((None,), "noise would make every ratio wrong", "leave it out"),
+        "optim": Without(
+            ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_npu_fused"),
+            "the optimizer is AdamW",
+            "leave it out, or pass learner.train an optimizer of your own",
+        ),
+        "optim_args": Without((None,), "the optimizer is AdamW", "optimizer.*"),
+        "optim_target_modules": Without((None,), "all weights are trained alike", "train.lora_rank"),
+        "use_rslora": Without((False,), "adapters are plain LoRA", "leave it out"),
+        "use_dora": Without((False,), "adapters are plain LoRA", "leave it out"),
+        "load_in_8bit": Without((False,), "weights are not quantised", "leave it out"),
+        "load_in_4bit": Without((False,), "weights are not quantised", "leave it out"),
+    },
+    own=(
+        "output_dir per_device_* disable_dropout num_generations* generation_* temperature top_p top_k min_p "
+        "repetition_penalty chat_template_kwargs cache_implementation vllm_[!i]* use_transformers_* "
+        "transformers_continuous_* max_tool_calling_iterations average_tokens_across_devices bf16* fp16* tf32 "
+        "activation_checkpointing* gradient_checkpointing* torch_* use_liger_kernel liger_kernel_config use_cache "
+        "auto_find_batch_size logging_* log_* include_* disable_tqdm report_to run_name project trackio_* eval_* "
+        "prediction_loss_only batch_eval_metrics save_* enable_jit_checkpoint push_to_hub hub_* load_best_model_at_end "
+        "metric_for_best_model greater_is_better ignore_data_skip restore_callback_* full_determinism seed data_seed "
+        "use_cpu accelerator_config parallelism_config dataloader_* remove_unused_columns label_names "
+        "train_sampling_strategy length_column_name ddp_* fsdp* deepspeed debug skip_memory_metrics do_* "
+        "resume_from_checkpoint local_rank model_* trust_remote_code cast_lm_head_to_fp32 ds3_gather_for_generation "
+        "shuffle_dataset pad_to_multiple_of num_completions_to_print dtype attn_implementation use_peft lora_* bnb_* "
+        "use_bnb_* dataset_* ignore_bias_buffers rewards reward_* tools"
+    ),
+)

@@ -1,0 +1,255 @@
+"""verl's config as a recipe: actor, algorithm and rollout correction, by their names. verl is not imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tracegrad.algebra import (
+    Clamp,
+    Clip,
+    DropCovariance,
+    Entropy,
+    Gate,
+    GeoClip,
+    Importance,
+    Level,
+    Objective,
+    Penalty,
+    PolicyGradient,
+    Ratio,
+    Reduce,
+    Sigmoid,
+    TopCovariance,
+    Weight,
+    Window,
+)
+from tracegrad.config import Advantage
+from tracegrad.errors import ArgumentError
+from tracegrad.recipes.peer import Asked, Peer, flat, read
+from tracegrad.recipes.rates import rates, reward_kl
+from tracegrad.recipes.recipe import Options, Recipe
+from tracegrad.recipes.verl_options import BESIDE, CORRECTIONS, LOSSES, OPTIONS, OWN, VALUES, WITHOUT, A, C, G
+
+_OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
+_PRODUCT = Level("trace", "sum")
+_LEVELS = {"token": Level(), "seq_sum": _PRODUCT, "seq_mean": Level("trace", "mean"), "seq_max": Level("trace", "max")}
+_KINDS: dict[str, Any] = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def from_verl(config: Any) -> Recipe:
+    """The recipe of verl's config: the whole of it, an ActorConfig, AlgoConfig or RolloutCorrectionConfig, or a dict.
+
+    Raises:
+        ArgumentError: for options without a counterpart here, by name and with the cure.
+
+    >>> from_verl({"algorithm": {"rollout_correction": {"rollout_is": "token"}}}).objective.weights[0].shape
+    Clamp(low=0.0, high=2.0)
+    """
+    for mark, place in (("rollout_is", C), ("adv_estimator", G), ("loss_agg_mode", A)):
+        if mark in set(config) if isinstance(config, Mapping) else hasattr(config, mark):
+            return read(VERL, flat(config, place))
+    return read(VERL, flat(config))
+
+
+def _build(o: Asked) -> Recipe:
+    loss, bypass = o[f"{A}policy_loss.loss_mode"], o[f"{C}bypass_mode"]
+    objective = _bypassed(o) if loss == "bypass_mode" or bypass else _decoupled(o, loss)
+    advantage, estimator = None, f"{G}adv_estimator"
+    if o[estimator] is not None:
+        scale = "std" if o[f"{G}norm_adv_by_std_in_grpo"] else "none"
+        advantage = o.among(
+            estimator,
+            {
+                "grpo": Advantage(scale=scale, singleton="keep"),
+                "rloo": Advantage("rloo", singleton="keep"),
+                "opo": Advantage("opo", singleton="keep"),
+            },
+        )
+    return Recipe(objective, advantage, None, _options(o, objective))
+
+
+def _bypassed(o: Asked) -> Objective:
+    """theta/rollout at once: rejection by it and, for reinforce, its weight; the clip bounds the ratio by itself."""
+    gates, reduce = _gates(o, _DIRECT), _reduce(o, "all")
+    loss = o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False})
+    if loss:
+        clip = Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"])
+        return Objective(clip, _DIRECT, (), gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
+    weights = _weights(o, _DIRECT)
+    return Objective(PolicyGradient(), None, weights, gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
+
+
+def _decoupled(o: Asked, loss: str) -> Objective:
+    low, high = _bounds(o)
+    weights, gates = _weights(o, _MISMATCH), _gates(o, _MISMATCH)
+    sided: tuple[dict[str, Any], ...] = ({"high": high, "when": "A>0"}, {"low": -low, "when": "A<=0"})
+    reduce = Reduce("trace", "mean", denominator="kept") if loss in ("sapo", "geo_mean") else _reduce(o, "kept")
+    reduce = Reduce("trace", "mean") if loss == "geo_mean" else reduce
+    extra: dict[str, Any] = {"gated": True, "weighted": bool(weights)}
+    added: tuple[Penalty, ...] = ()
+    surrogate, ratio = Clip(low, high), _OLD
+    if loss == "vanilla":
+        surrogate = Clip(low, high, dual=o[f"{A}clip_ratio_c"])
+    elif loss in ("dppo_tv", "dppo_kl"):
+        surrogate, ratio = PolicyGradient(), None
+        weights = (*weights, Weight(_OLD, shape=Clamp(0.0, o[f"{A}clip_ratio_c"])))
+        stat = "dprob" if loss == "dppo_tv" else "binary_kl"
+        gates = (*gates, *(Gate(_OLD, stat, **side) for side in sided))
+    elif loss == "gspo":
+        surrogate = Clip(low, high, level=Level("trace", "mean", "token", terms="kept"))
+    elif loss == "sapo":
+        surrogate = Sigmoid(o[f"{A}tau_pos"], o[f"{A}tau_neg"])
+    elif loss == "gpg":
+        surrogate, ratio = PolicyGradient(), None
+    elif loss == "clip_cov":
+        share, least, most = (o[f"{A}policy_loss.clip_cov_{name}"] for name in ("ratio", "lb", "ub"))
+        gates = (*gates, DropCovariance(share, least, most, "microbatch"))
+    elif loss == "kl_cov":
+        where = TopCovariance(o[f"{A}policy_loss.kl_cov_ratio"], "microbatch")
+        surrogate, added = (
+            Importance(),
+            (Penalty(_OLD, "abs", o[f"{A}policy_loss.ppo_kl_coef"], where=where, **extra),),
+        )
+    elif loss == "geo_mean":
+        surrogate = GeoClip(low, high)
+    elif loss == "dro":
+        surrogate, ratio = PolicyGradient(), None
+        added = (Penalty(_OLD, "k2", o[f"{A}policy_loss.dro_beta"] or 0.0, **extra),)
+    elif loss == "cispo":
+        surrogate, ratio = PolicyGradient(), None
+        weights = (*weights, Weight(_OLD, shape=Clamp(1 - low, 1 + high)))
+    else:
+        o.among(f"{A}policy_loss.loss_mode", dict.fromkeys(LOSSES))
+    penalties = (*added, *_penalties(o, reduce))
+    return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce))
+
+
+def _bounds(o: Asked) -> tuple[float, float]:
+    either = o[f"{A}clip_ratio"]
+    low, high = o[f"{A}clip_ratio_low"], o[f"{A}clip_ratio_high"]
+    return (either if low is None else low, either if high is None else high)
+
+
+def _weights(o: Asked, ratio: Ratio) -> tuple[Weight, ...]:
+    """rollout_is and its threshold: a bound that truncates, or two of them, "low_high", beyond which it is 0."""
+    if o[f"{C}rollout_is"] is None:
+        return ()
+    level = o.among(f"{C}rollout_is", {"token": Level(), "sequence": _PRODUCT})
+    low, high = _threshold(o, f"{C}rollout_is_threshold", str(o[f"{C}rollout_is_threshold"]))
+    shape = Clamp(0.0, high) if low is None else Window(low, high)
+    return (Weight(ratio, level, shape, normalize=o[f"{C}rollout_is_batch_normalize"]),)
+
+
+def _gates(o: Asked, ratio: Ratio) -> tuple[Gate, ...]:
+    """rollout_rs, a list with commas, and its thresholds; verl's k1 is -log, so that its bounds are turned over."""
+    name, told = f"{C}rollout_rs_threshold", o[f"{C}rollout_rs"]
+    wanted = [each.strip() for each in told.split(",")] if told else []
+    thresholds = [each.strip() for each in str(o[name]).split(",")] if wanted else []
+    if wanted and (o[name] is None or len(thresholds) not in (1, len(wanted))):
+        o.no(name, f"{len(wanted)} rejections need one threshold, or one each", "such as 0.999_1.001")
+        return ()
+    gates = []
+    for each, threshold in zip(wanted, thresholds * (len(wanted) if len(thresholds) == 1 else 1), strict=True):
+        level, _, stat = each.rpartition("_")
+        if level not in _LEVELS or stat not in ("k1", "k2", "k3"):
+            o.no(f"{C}rollout_rs", f"{each} is no rejection", "known: token_k1, seq_mean_k3 and their like")
+            return ()
+        low, high = _threshold(o, name, threshold)
+        if stat == "k1":
+            gates.append(Gate(ratio, level=_LEVELS[level], low=1 / high, high=1 / (low or 1 / high)))
+        else:
+            gates.append(Gate(ratio, stat, _LEVELS[level], high=high))
+    return tuple(gates)
+
+
+def _threshold(o: Asked, name: str, text: str) -> tuple[float | None, float]:
+    """A bound, or two as "low_high"."""
+    found = re.fullmatch(r"(?:([0-9.]+)_)?([0-9.]+(?:e[-+]?[0-9]+)?)", text)
+    try:
+        assert found is not None
+        low, high = None if found[1] is None else float(found[1]), float(found[2])
+        assert high > 0
+        return low, high
+    except (AssertionError, ValueError):
+        o.no(name, "it is no threshold", "write 2.0, or 0.5_2.0")
+        return None, 2.0
+
+
+def _reduce(o: Asked, denominator: Any) -> Reduce:
+    norm = o[f"{A}loss_scale_factor"]
+    if norm is None and o[f"{A}loss_agg_mode"] == "seq-mean-token-sum-norm":
+        o.no(f"{A}loss_scale_factor", "verl divides by the padded width of a batch then", "say the constant")
+    return o.among(
+        f"{A}loss_agg_mode",
+        {
+            "token-mean": Reduce("token", denominator=denominator),
+            "token-sum": Reduce("constant", norm=1.0),
+            "seq-mean-token-sum": Reduce("trace", "sum", denominator=denominator),
+            "seq-mean-token-sum-norm": Reduce("trace", "sum", norm=float(norm or 1), denominator=denominator),
+            "seq-mean-token-mean": Reduce("trace", "mean", denominator=denominator),
+        },
+    )
+
+
+def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
+    """The KL loss, on the terms that rejection left."""
+    if not o[f"{A}use_kl_loss"]:
+        return ()
+    name = f"{A}kl_loss_type"
+    kind = o.among(name, {f"{each}{plus}": here for each, here in _KINDS.items() for plus in ("", "+")})
+    straight, own = o[name].endswith("+") and kind != "k2", _reduce(o, reduce.denominator)
+    cap = 10.0 if kind == "k3" else None
+    options: dict[str, Any] = {"straight_through": straight, "cap": cap, "reduce": None if own == reduce else own}
+    return (Penalty(Ratio("theta", "ref"), kind, o[f"{A}kl_loss_coef"], gated=True, weighted=False, **options),)
+
+
+def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
+    coef, own = o[f"{A}entropy_coeff"], _reduce(o, reduce.denominator)
+    return Entropy(coef, gated=True, reduce=None if own == reduce else own) if coef else None
+
+
+def _options(o: Asked, objective: Objective) -> Options:
+    found = list(
+        rates(o, f"{A}optim.lr", f"{A}optim.lr_scheduler_type", f"{A}optim.lr_warmup_steps", constant_warms=True)
+    )
+    beta1, beta2 = o[f"{A}optim.betas"]
+    found += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
+    found += [("optimizer.weight_decay", o[f"{A}optim.weight_decay"]), ("optimizer.grad_clip", o[f"{A}grad_clip"])]
+    whole, mini = o["data.train_batch_size"], o[f"{A}ppo_mini_batch_size"]
+    charged = o[f"{G}use_kl_in_reward"]
+    if whole and mini and (objective.needs.old or charged):
+        found.append(("train.updates_per_old", max(1, whole // mini)))
+    if charged and o[f"{C}bypass_mode"]:
+        o.no(f"{G}use_kl_in_reward", "with bypass_mode it is the recorded policy that pays", "tell one of them")
+    if charged:
+        kinds = {f"{each}{plus}": here for each, here in _KINDS.items() for plus in ("", "+")}
+        target = o.among(f"{G}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{G}kl_ctrl.target_kl"]})
+        kind, horizon = o.among(f"{G}kl_penalty", kinds), o[f"{G}kl_ctrl.horizon"]
+        found += reward_kl(o[f"{G}kl_ctrl.kl_coef"], kind, target, horizon)
+    if o[f"{G}filter_groups.enable"]:
+        found.append(("filter.even_groups", True))
+        if o[f"{G}filter_groups.metric"] not in (None, "reward"):
+            o.no(f"{G}filter_groups.metric", "groups are compared by the reward that is trained on", "reward")
+    return tuple(found)
+
+
+VERL = Peer("verl", "0.9.1", OPTIONS, _build, VALUES, BESIDE, WITHOUT, OWN)
+NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
+
+
+def named(name: str) -> Recipe:
+    """One of verl's nineteen corrections by its name, on its vanilla loss with the advantages of its grpo.
+
+    Raises:
+        ArgumentError: for a name that it does not have.
+
+    >>> named("VERL_BYPASS_PPO_CLIP").objective.ratio
+    Ratio(num='theta', den='rollout')
+    """
+    if name not in NAMES:
+        raise ArgumentError(f"verl has no correction {name!r}. There are {', '.join(NAMES)}.")
+    correction = {f"{C}{key}": value for key, value in CORRECTIONS[name.removeprefix("VERL_")].items()}
+    whole = VERL.recipe({f"{G}adv_estimator": "grpo", **correction})
+    return Recipe(whole.objective, whole.advantage)

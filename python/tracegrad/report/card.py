@@ -1,0 +1,93 @@
+"""README.md of a checkpoint: a model card with the run's loss, its options, what it was trained on, and its figures.
+
+The head is what model hubs read. The rest is text for people; what strangers wrote stands in blocks that no markup
+leaves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tracegrad._core import __version__
+from tracegrad.config import Config, as_dict
+from tracegrad.errors import TracegradError, shown
+
+NAME = "README.md"
+_BLOCK = "~~~~~~~~"
+_SPELT = {"value": "value", "eval": "evaluation"}
+
+
+def write_card(
+    checkpoint: Path,
+    *,
+    base: str | Path,
+    objective: object,
+    config: Config,
+    rows: Sequence[Mapping[str, Any]],
+    data: Sequence[str],
+) -> None:
+    """Writes the card into a checkpoint, whose checksums leave it out.
+
+    Args:
+        checkpoint: folder that transformers loads.
+        base: model that the run began with.
+        objective: its text is the loss.
+        config: options of the run; those that are not the default's are told.
+        rows: of metrics.jsonl.
+        data: lines on what was trained on.
+
+    Raises:
+        TracegradError: if it cannot be written.
+    """
+    default = as_dict(Config())
+    options = [f"{name} = {value!r}" for name, value in as_dict(config).items() if value != default.get(name)]
+    adapted = (checkpoint / "adapter_config.json").exists()
+    head = {"library_name": "peft" if adapted else "transformers"}
+    if not Path(base).exists():  # a name on a hub; that of a folder here would lead nowhere
+        head["base_model"] = str(base)
+    lines = [
+        "---",
+        *(f"{key}: {json.dumps(shown(value))}" for key, value in head.items()),
+        "tags: [tracegrad, reinforcement-learning, text-generation]",
+        "---",
+        "",
+        "# A policy trained by tracegrad",
+        "",
+        f"Trained by tracegrad {__version__} from recorded trajectories and their logprobs.",
+        *_section("Begun with", [Path(base).name]),
+        *_section("Loss", str(objective).split("\n")),
+        *_section("Options other than the default", options or ["none"]),
+        *_section("Data", data),
+        *_section("Figures", figures(rows)),
+    ]
+    try:
+        (checkpoint / NAME).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TracegradError(
+            f"{checkpoint / NAME}: {error.strerror}. The model has no card. Free space there."
+        ) from error
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What came of a run: steps, terms, the value or the evaluations, and how far the policy has moved.
+
+    >>> figures([{"step": 0, "value": 0.4, "value_low": 0.3, "value_high": 0.5}, {"step": 1, "loss": 0.1, "terms": 9}])
+    ['steps           1', 'terms           9', 'value, step 0   0.400 (0.300 to 0.500)']
+    """
+    steps = [row for row in rows if row.get("loss") is not None]
+    found = [("steps", f"{len(steps)}"), ("terms", f"{sum(row.get('terms') or 0 for row in steps):,}")]
+    for kind, name in (("value", "value"), ("eval", "eval_reward")):
+        told = [row for row in rows if row.get(name) is not None]
+        for row in [*told[:1], *told[1:][-1:]]:
+            span = [row.get(f"{kind}_{end}") for end in ("low", "high")]
+            between = "" if None in span else f" ({span[0]:.3f} to {span[1]:.3f})"
+            found.append((f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}"))
+    return [f"{name:<15} {value}" for name, value in found]
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    told = [shown(line).replace("~~~", "~ ~ ~") for line in lines]
+    return ["", f"## {title}", "", _BLOCK, *told, _BLOCK]

@@ -1,0 +1,328 @@
+"""Recorded traces scored by functions or by a judge, group by group: what was scored before is not scored again.
+
+The records keep their bytes; `reward` and `rewards` stand behind them. Called by `tracegrad score` and users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracegrad import _core
+from tracegrad.aside import Failure
+from tracegrad.inputs.mapping import add
+from tracegrad.score.cache import Cache, key_of, source_of
+from tracegrad.score.functions import Rewards
+from tracegrad.score.judge import Judge
+from tracegrad.score.spool import Spool
+from tracegrad.trace import Trace, Traces
+
+Told = Callable[[int, int], None]
+PART = 128
+"""Traces that are written at once."""
+
+
+@dataclass
+class Rescored:
+    """Recorded traces with their scores.
+
+    Args:
+        source: what was scored.
+        names: of what scored.
+        rows: of each trace its reward, the weighted sum, and the scores by `names`; None for what is not known.
+        groups, cached: how many there are, and of them answered from the cache.
+        unscored: traces whose reward is not known: what cannot be scored has none, never 0.
+        counts, failures: failures by "name: kind", and the last of each.
+    """
+
+    source: Traces | Spool
+    names: tuple[str, ...]
+    rows: dict[int, tuple[float | None, tuple[float | None, ...]]] = field(default_factory=dict, repr=False)
+    groups: int = 0
+    cached: int = 0
+    unscored: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    @cached_property
+    def traces(self) -> Traces:
+        """All of them, in the order of `source`; `rewards` has the scores by name beside what was there."""
+        return Traces(_core.Traces.concatenate([part.core for part in self.parts()]))
+
+    def parts(self) -> Iterator[Traces]:
+        """The same, so many at once."""
+        for first in range(0, len(self.source), PART):
+            indices = range(first, min(first + PART, len(self.source)))
+            yield Traces(_core.Traces.concatenate([self._scored(index) for index in indices]))
+
+    def _scored(self, index: int) -> _core.Traces:
+        """A trace with its rewards behind its record."""
+        trace, (total, values) = self.source[index], self.rows[index]
+        file, line = trace.location
+        own = {name: None if math.isnan(value) else value for name, value in trace.rewards.items()}
+        before = {} if trace.reward is None or "recorded" in own else {"recorded": trace.reward}
+        scores = dict(zip(self.names, values, strict=True))
+        text = add(trace.record, {"reward": total, "rewards": {**own, **before, **scores}})
+        return _core.Traces.decode([text], file or "<records>", line or 1, "auto")[0]
+
+
+@dataclass
+class Judgement(Rescored):
+    """The same by a judge.
+
+    Args:
+        prompt_tokens, completion_tokens: of all its answers in this run, as its server counts them.
+        agreement: share of pairs of one group that two orders put alike, ties aside; NaN where there is no such pair.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    agreement: float = math.nan
+
+    def cost(self, per_million: tuple[float, float]) -> float:
+        """What the tokens cost, by the prices of a million that are read and a million that are written."""
+        return (self.prompt_tokens * per_million[0] + self.completion_tokens * per_million[1]) / 1e6
+
+
+def recorded(
+    traces: Traces | Spool,
+    functions: Sequence[Callable[..., Any]] | Callable[..., Any],
+    *,
+    weights: Sequence[float] | None = None,
+    cache: Path | None = None,
+    texts: bool = False,
+    seconds: float = 60.0,
+    parallel: int = 4,
+    told: Told | None = None,
+) -> Rescored:
+    """Scores recorded traces by reward functions in TRL's convention, a group at a time.
+
+    Args:
+        traces: what is scored, in memory or on the disk; those without a group are alone.
+        functions: `(prompts, completions, **columns) -> list[float | None]`; keys of `metadata` are columns.
+        weights: of the functions, 1 by default.
+        cache: file of what was scored before; a group is scored again where it, a function's file or a weight changed.
+        texts: give prompts and completions as texts, not as messages.
+        seconds: time limit of one call.
+        parallel: groups scored at once.
+        told: called with groups done, and all.
+    """
+    functions = [functions] if callable(functions) else list(functions)
+    asked = Rewards(functions, weights, seconds=seconds, processes=parallel)
+    sources, known = [source_of(each) for each in functions], Cache(cache)
+    groups = _groups(traces.groups)
+    done = Rescored(traces, asked.names, groups=len(groups))
+
+    async def one(members: list[int]) -> None:
+        given = _given([traces[index] for index in members], texts)
+        key = key_of("functions", sources, asked.weights.tolist(), given)
+        answer = known.get(key)
+        if answer is None:
+            found = await asked.score(given["prompts"], given["completions"], given["columns"])
+            answer = [[found.row(at), _plain(found.total[at])] for at in range(len(members))]
+            if not found.failed.any():
+                known.put(key, answer)
+        else:
+            done.cached += 1
+        for index, (values, total) in zip(members, answer, strict=True):
+            done.rows[index] = (total, tuple(values[name] for name in done.names))
+
+    try:
+        asyncio.run(_all(one, groups, parallel, told))
+    finally:
+        asked.close()
+    done.counts, done.failures = asked.counts, asked.failures
+    done.unscored = _unscored(done)
+    return done
+
+
+def judged(
+    traces: Traces | Spool,
+    chat: Callable[..., Awaitable[Any]],
+    *,
+    model: str = "",
+    rubric: str | None = None,
+    votes: int = 2,
+    name: str = "judge",
+    cache: Path | None = None,
+    parallel: int = 8,
+    sampling: Mapping[str, Any] | None = None,
+    told: Told | None = None,
+    **options: Any,
+) -> Awaitable[Judgement]:
+    """Scores recorded traces by a judge, within each group; each vote shows the group in another order.
+
+    Args:
+        chat: as for `Judge`.
+        model: of the judge: another one is asked anew.
+        rubric, sampling, options: as for `Judge`.
+        votes: orders of each group.
+        name: of the reward.
+        cache: as for `recorded`.
+    """
+    return _judged(traces, chat, model, rubric, votes, name, Cache(cache), parallel, sampling, told, options)
+
+
+async def _judged(
+    traces: Traces | Spool,
+    chat: Callable[..., Awaitable[Any]],
+    model: str,
+    rubric: str | None,
+    votes: int,
+    name: str,
+    known: Cache,
+    parallel: int,
+    sampling: Mapping[str, Any] | None,
+    told: Told | None,
+    options: Mapping[str, Any],
+) -> Judgement:
+    groups = _groups(traces.groups)
+    done = Judgement(traces, (name,), groups=len(groups))
+    pairs = [0, 0]
+
+    async def counted(body: Mapping[str, Any], **more: Any) -> Any:
+        answer = await chat(body, **more)
+        usage = answer.get("usage") if isinstance(answer, Mapping) else None
+        if isinstance(usage, Mapping):
+            done.prompt_tokens += int(usage.get("prompt_tokens") or 0)
+            done.completion_tokens += int(usage.get("completion_tokens") or 0)
+        return answer
+
+    given = {"votes": votes, "sampling": sampling, **({} if rubric is None else {"rubric": rubric}), **options}
+    judge = Judge(counted, **given)
+
+    async def one(members: list[int]) -> None:
+        said = [traces[index].messages for index in members]
+        key = key_of("judge", model, given, said)
+        answer = known.get(key)
+        if answer is None:
+            found = await judge.score(said, group=key[:16])
+            by_vote = [_by_member(verdict, len(members)) for verdict in found.verdicts]
+            answer = {"scores": [_plain(each) for each in found.scores], "votes": by_vote}
+            if all(verdict.scores is not None for verdict in found.verdicts):
+                known.put(key, answer)
+        else:
+            done.cached += 1
+        alike, all_pairs = _agreement(answer["votes"])
+        pairs[0], pairs[1] = pairs[0] + alike, pairs[1] + all_pairs
+        for index, score in zip(members, answer["scores"], strict=True):
+            done.rows[index] = (score, (score,))
+
+    await _all(one, groups, parallel, told)
+    done.counts = Counter({f"{name}: {kind}": count for kind, count in judge.counts.items() if kind != "verdicts"})
+    done.agreement = pairs[0] / pairs[1] if pairs[1] else math.nan
+    done.unscored = _unscored(done)
+    return done
+
+
+def _unscored(done: Rescored) -> int:
+    return sum(total is None for total, _ in done.rows.values())
+
+
+async def _all(
+    one: Callable[[list[int]], Awaitable[None]], groups: list[list[int]], parallel: int, told: Told | None
+) -> None:
+    """All groups in their order, so many at once: no more of them are read than are being scored."""
+    left, done = iter(groups), [0]
+
+    async def worker() -> None:
+        for members in left:
+            await one(members)
+            done[0] += 1
+            if told is not None:
+                told(done[0], len(groups))
+
+    workers = [asyncio.ensure_future(worker()) for _ in range(max(parallel, 1))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for each in workers:
+            each.cancel()
+
+
+def _groups(names: Sequence[str | None]) -> list[list[int]]:
+    """Numbers of the traces of each group, in the order of their first; one without a group is alone."""
+    found: dict[Any, list[int]] = {}
+    for index, group in enumerate(names):
+        found.setdefault(("", index) if group is None else group, []).append(index)
+    return list(found.values())
+
+
+def _given(members: list[Trace], texts: bool) -> dict[str, Any]:
+    """What functions are given of the traces of a group."""
+    prompts, completions = zip(*(_parted(trace) for trace in members), strict=True)
+    if texts:
+        prompts = [_text(each, "user") for each in prompts]
+        completions = [_text(each, "assistant") for each in completions]
+    told = [trace.metadata for trace in members]
+    tables = [each if isinstance(each, dict) else {} for each in told]
+    kept = (
+        "prompts",
+        "completions",
+        "prompt",
+        "completion",
+        "completion_ids",
+        "trainer_state",
+        "log_metric",
+        "log_extra",
+    )
+    names = [name for name in tables[0] if name not in kept and all(name in each for each in tables)]
+    columns = {name: [each[name] for each in tables] for name in names}
+    return {"prompts": list(prompts), "completions": list(completions), "columns": columns}
+
+
+def _parted(trace: Trace) -> tuple[list[Any], list[Any]]:
+    """The messages before the first sampled turn, and the others."""
+    messages = trace.messages
+    sampled = {turn.message for turn in trace.generations}
+    order = trace.core.conversation(trace.index)
+    at = next((at for at, number in enumerate(order) if number in sampled), len(messages))
+    return messages[:at], messages[at:]
+
+
+def _text(messages: Sequence[Mapping[str, Any]], role: str) -> str:
+    said = [each.get("content") for each in messages if each.get("role") == role]
+    return "".join(text for text in said if isinstance(text, str))
+
+
+def _by_member(verdict: Any, count: int) -> list[float | None]:
+    """The scores of one vote for each trace of the group."""
+    scores: list[float | None] = [None] * count
+    for members, score in zip(verdict.shown, verdict.scores or (), strict=verdict.scores is not None):
+        for member in members:
+            scores[member] = score
+    return scores
+
+
+def _agreement(votes: Sequence[Sequence[float | None]]) -> tuple[int, int]:
+    """Pairs that the first two votes put alike, and all that both order.
+
+    >>> _agreement([[0.1, 0.5, 0.9], [0.2, 0.1, 1.0]])
+    (2, 3)
+    """
+    if len(votes) < 2:
+        return 0, 0
+    alike = all_pairs = 0
+    for one in range(len(votes[0])):
+        for other in range(one):
+            pair = [(vote[one], vote[other]) for vote in votes[:2]]
+            if any(a is None or b is None or a == b for a, b in pair):
+                continue
+            all_pairs += 1
+            alike += len({a > b for a, b in pair if a is not None and b is not None}) == 1
+    return alike, all_pairs
+
+
+def _plain(value: Any) -> float | None:
+    return None if value is None or not np.isfinite(value) else float(value)
+
+
+__all__ = ["Judgement", "Rescored", "judged", "recorded"]

@@ -1,0 +1,210 @@
+"""A run over recorded traces by one call: read, align, train, and the files that tell of it.
+
+`train` is what `tracegrad train` does without a command line; `learn` is the half of both that begins where the tokens
+are aligned. torch is imported when the run begins.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tracegrad import algebra, prepare, presets, provenance, recipes
+from tracegrad._core import __version__
+from tracegrad.algebra import Objective
+from tracegrad.config import Config, as_dict, load
+from tracegrad.errors import ArgumentError
+from tracegrad.inputs import Bar
+from tracegrad.metrics import Sink, Stopwatch
+from tracegrad.recipes.recipe import named
+from tracegrad.report import write_card, write_report
+from tracegrad.sequence import Sequences
+from tracegrad.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tracegrad.learner import Trained
+
+
+def train(
+    model: str | Path,
+    traces: Any,
+    *,
+    out: str | Path = "out",
+    recipe: str | recipes.Recipe | None = None,
+    objective: str | Objective | None = None,
+    options: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    sinks: Sequence[Sink] | None = None,
+    say: Callable[[str], None] = print,
+) -> Trained:
+    """Trains a model on recorded traces, and leaves metrics, checkpoints, summary.json and report.html in `out`.
+
+    Under torchrun every rank calls this alike.
+
+    Args:
+        model: folder of a causal language model with its tokenizer and chat template.
+        traces: what `tracegrad.read` takes as names, one or several; a folder that `tracegrad prepare` wrote; or
+            Sequences that are aligned already.
+        out: folder of the run; made if it is not there.
+        recipe: what a paper fixes: one of `tracegrad.recipes`, or its name.
+        objective: the loss alone, a value or a name of `tracegrad.presets`; default the recipe's, else DAPO.
+        options: as in a config file, by dotted name: `{"optimizer.lr": 1e-5, "pack.step_groups": 16}`. They win over
+            the recipe.
+        resume: go on with the run in `out`, where there is one, under its options.
+        sinks: as for `learner.train`.
+        say: takes the lines that a user should read.
+
+    Returns:
+        What `learner.train` gives; `rows` are those of metrics.jsonl.
+
+    Raises:
+        ArgumentError: for options that do not fit together, or `out` holds a run and `resume` is False.
+        ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
+        TracegradError: if the run fails.
+    """
+    out, model = Path(out), Path(model)
+    chosen = _config(out, recipe, objective, options or {}, resume)
+    loss = objective if isinstance(objective, Objective) else objective_of(chosen)
+    watch = Stopwatch()
+    if isinstance(traces, Sequences):
+        sequences, account = traces, prepare.Account("<sequences>")
+        account.add(sequences)
+    else:
+        source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
+        sequences, account = aligned(source, model, chosen, out, watch)
+    for line in account.lines() if first() else ():
+        say(line)
+    run = {"out": out, "resume": resume, "sinks": sinks, "say": say, "watch": watch, "title": account.source}
+    return learn(sequences, account, model, loss, chosen, **run)
+
+
+def first() -> bool:
+    """Whether this process is the one that speaks: torchrun numbers them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def before(out: Path, resume: bool) -> Config | None:
+    """What the run in `out` was told, where it is gone on with."""
+    path = out / "config.toml"
+    return load(path) if resume and path.is_file() else None
+
+
+def aligned(
+    source: prepare.Sources, model: Path, chosen: Config, out: Path, watch: Stopwatch
+) -> tuple[Sequences, prepare.Account]:
+    """What `prepare.load` gives; the first process alone writes bad records aside, and shows how far it is."""
+    data = chosen.data if first() or chosen.data.on_error != "quarantine" else replace(chosen.data, on_error="skip")
+    bar = Bar() if first() else None
+    return prepare.load(source, model, data, out, watch, map=chosen.map, progress=bar)
+
+
+def objective_of(chosen: Config) -> Objective:
+    """The objective that a config names, with what it overrides of it."""
+    return algebra.override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
+
+
+def learn(
+    sequences: Sequences,
+    account: prepare.Account,
+    model: Path,
+    objective: Objective,
+    chosen: Config,
+    *,
+    out: Path,
+    resume: bool,
+    title: str,
+    say: Callable[[str], None],
+    watch: Stopwatch,
+    sinks: Sequence[Sink] | None = None,
+) -> Trained:
+    """The run over aligned tokens: loads the model, trains, and writes summary.json and report.html under a title.
+
+    Raises:
+        ArgumentError: if torch or transformers is not installed.
+    """
+    try:
+        with watch("import"):
+            from tracegrad import learner
+            from tracegrad.learner.model import load_model
+    except ImportError as error:
+        raise ArgumentError(
+            f"train needs {error.name}, which is not installed. Reading and aligning work without it, training does "
+            "not. pip install 'tracegrad[train]'"
+        ) from error
+    with watch("load"):
+        loaded = load_model(model)
+    places = {"out": out, "tokenizer": model, "resume": resume, "sinks": sinks}
+    done = learner.train(sequences, loaded, objective=objective, config=chosen, say=say, **places)
+    if first():
+        watch.seconds.update(done.seconds)
+        made_of = provenance.provenance(account.named, model)
+        provenance.sign(out / "config.toml", made_of)
+        summary = {**_summary(chosen, account, done, watch.seconds), "provenance": made_of}
+        prepare.write_json(out / "summary.json", summary)
+        with watch("report"):
+            tokenizer = Tokenizer.from_pretrained(model)
+            found = {"rows": done.rows, "terms": done.terms, "summary": summary}
+            about = {"base": model, "objective": objective, "config": chosen, "rows": done.rows}
+            write_card(done.checkpoint, **about, data=account.lines())
+            told = _told(chosen, objective, model, account.source, out)
+            beside = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out / name).is_file()]
+            page = {"title": title, "about": told, "links": beside}
+            write_report(out / "report.html", sequences=sequences, tokenizer=tokenizer, **page, **found)
+    return done
+
+
+def _config(
+    out: Path,
+    recipe: str | recipes.Recipe | None,
+    objective: str | Objective | None,
+    options: Mapping[str, Any],
+    resume: bool,
+) -> Config:
+    """Defaults, or what the resumed run was told; then the recipe, the objective, and the options."""
+    start = before(out, resume)
+    overrides = [*options.items()]
+    if isinstance(objective, Objective):
+        overrides = [*named(objective), *overrides]
+    elif objective is not None:
+        overrides = [("objective", objective), *overrides]
+    if recipe is None:
+        return load(None, overrides, start=start)
+    begins = recipes.find(recipe) if isinstance(recipe, str) else recipe
+    return begins.settle(None, overrides, start=start)[0]
+
+
+def _told(chosen: Config, objective: Objective, model: str | Path, source: str, out: Path) -> list[tuple[str, object]]:
+    """What the page says of a run: its loss, the options that are not the default's, versions and paths."""
+    default, own = as_dict(Config()), as_dict(chosen)
+    options = [(name, value) for name, value in own.items() if value != default.get(name)]
+    return [
+        ("loss", str(objective).replace("\n", "; ")),
+        *options,
+        ("traces", source),
+        ("model", str(model)),
+        ("folder", str(out.resolve())),
+        ("tracegrad", __version__),
+        *((name, version(name)) for name in ("torch", "transformers")),
+        ("Python", platform.python_version()),
+    ]
+
+
+def _summary(chosen: Config, account: prepare.Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
+    kept = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
+    value = next((row for row in reversed(done.rows) if "value" in row), {})
+    return {
+        **{name: value for name, value in account.as_dict().items() if name in kept},
+        "seed": chosen.train.seed,
+        "steps": done.step,
+        "steps_planned": done.total,
+        "stopped": done.stopped,
+        "value": {name: value[name] for name in value if name.startswith("value")},
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
+        "checkpoint": str(done.checkpoint),
+        "device_idle": done.idle,
+    }

@@ -1,0 +1,184 @@
+"""The server of the page: loopback alone, every address behind a token, nothing but GET.
+
+A request is answered from `Session` and `pieces`. Strangers' text never becomes a script: the policy of every answer
+allows only the files of the page itself. Started by `tracegrad view`.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from tracegrad.errors import TracegradError
+from tracegrad.view import export, pieces, runs
+from tracegrad.view.page import SCRIPTS, STYLES, page
+from tracegrad.view.searcher import Searcher
+from tracegrad.view.session import Session
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    b"content-security-policy": POLICY.encode(),
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"cross-origin-opener-policy": b"same-origin",
+    b"cache-control": b"no-store",
+}
+_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+def application(session: Session, token: str) -> Starlette:
+    """The page of a session, under `/TOKEN/`."""
+    return _App(session, token).made()
+
+
+class _App:
+    def __init__(self, session: Session, token: str) -> None:
+        self.session, self.token = session, token
+        self.searcher = Searcher(session.indexer.path)
+
+    def made(self) -> Starlette:
+        ways: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "": self.page,
+            "static/{name}": self.static,
+            "state": self.state,
+            "columns": self.columns,
+            "rows": self.rows,
+            "tag": self.tag,
+            "search": self.search,
+            "trace/{n:int}": self.trace,
+            "message/{n:int}": self.message,
+            "group/{n:int}": self.group,
+            "runs": self.runs,
+            "export": self.export,
+        }
+        routes = [Route(f"/{{token}}/{path}", _guarded(way), methods=["GET"]) for path, way in ways.items()]
+        door = Middleware(_Door, token=self.token)
+        return Starlette(routes=routes, middleware=[door], lifespan=self._life)
+
+    @asynccontextmanager
+    async def _life(self, _: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await self.searcher.close()
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(page())
+
+    async def static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        kind = "text/javascript" if name in SCRIPTS else "text/css" if name in STYLES else ""
+        if not kind:
+            return Response(status_code=404)
+        return Response(STYLES[name]() if name in STYLES else pieces.read(name), media_type=kind)
+
+    async def state(self, request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(self.session.state))
+
+    async def columns(self, request: Request) -> Response:
+        found = await run_in_threadpool(self.session.columns)
+        table = np.stack(list(found.values())).astype("<f4")
+        return Response(table.tobytes(), media_type="application/octet-stream", headers={"x-rows": str(table.shape[1])})
+
+    async def rows(self, request: Request) -> Response:
+        asked = [int(n) for n in request.query_params.get("n", "").split(",") if n.isdigit()][:1000]
+        found = await run_in_threadpool(self.session.labels, asked)
+        return JSONResponse(found, background=BackgroundTask(self.searcher.ready))
+
+    async def tag(self, request: Request) -> Response:
+        found = await run_in_threadpool(self.session.tagged, request.query_params.get("name", ""))
+        return Response(found.astype("<i4").tobytes(), media_type="application/octet-stream")
+
+    async def search(self, request: Request) -> Response:
+        told = request.query_params
+        found = await self.searcher.find(told.get("q", ""), told.get("regex") == "1", _number(told.get("start"), 0))
+        return JSONResponse(found)
+
+    async def trace(self, request: Request) -> Response:
+        told = request.query_params
+        more = {"run": told.get("run", ""), "step": _number(told.get("step"), -1)}
+        return JSONResponse(await run_in_threadpool(pieces.trace, self.session, request.path_params["n"], **more))
+
+    async def message(self, request: Request) -> Response:
+        told = request.query_params
+        asked = (request.path_params["n"], _number(told.get("message"), -1), _number(told.get("start"), 0))
+        return JSONResponse({"html": await run_in_threadpool(pieces.message, self.session, *asked)})
+
+    async def group(self, request: Request) -> Response:
+        n = request.path_params["n"]
+        return JSONResponse({"html": await run_in_threadpool(pieces.beside, self.session, n)})
+
+    async def runs(self, request: Request) -> Response:
+        chosen = request.query_params.getlist("run")
+        return JSONResponse({"html": await run_in_threadpool(runs.page, self.session.runs, chosen)})
+
+    async def export(self, request: Request) -> Response:
+        asked = [int(n) for n in request.query_params.get("n", "").split(",") if n.isdigit()]
+        text = await run_in_threadpool(export.page_of, self.session, asked)
+        headers = {"content-disposition": 'attachment; filename="traces.html"'}
+        return Response(text, media_type="text/html", headers=headers)
+
+
+class _Door:
+    """Lets in who knows the token and asks this machine by its own name: no other page of a browser does both."""
+
+    def __init__(self, app: Any, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").rsplit(":", 1)[0]
+        given = scope["path"].split("/")[1].encode("utf-8", "replace")
+        if host not in _HOSTS or not hmac.compare_digest(given, self.token.encode()):
+            await Response("not found", status_code=404, headers=_text(_HEADERS))(scope, receive, send)
+            return
+
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS.items()]
+            await send(message)
+
+        await self.app(scope, receive, sent)
+
+
+def _guarded(way: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Errors of ours as the page shows them."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await way(request)
+        except TracegradError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+
+    return answered
+
+
+def _text(headers: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in headers.items()}
+
+
+def _number(text: str | None, default: int) -> int:
+    """A number of an address; what is none is the default.
+
+    >>> _number("12", 0), _number("-1", 5), _number("x", 5), _number(None, 5)
+    (12, -1, 5, 5)
+    """
+    plain = (text or "").removeprefix("-")
+    return int(text or 0) if plain.isascii() and plain.isdigit() and len(plain) < 16 else default

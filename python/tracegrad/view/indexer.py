@@ -1,0 +1,215 @@
+"""Fills the index in a thread while the page is already open, and goes on as files grow.
+
+What is read stays as it is: the index stands in a folder of its own. Traces first, so that the list is there within a
+second; their trigrams after each tenth thousand. Called by `serve`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tracegrad import _core
+from tracegrad.errors import ReadError, TracegradError, shown
+from tracegrad.inputs import Map, stream
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import Traces
+from tracegrad.view import database
+from tracegrad.view.features import Codes, rows_of
+from tracegrad.view.sources import Source
+from tracegrad.view.tokens import TokenSets
+
+_BATCH, _GRAMS = 500, 10_000
+_LOOK_S = 1.0
+_MOST_FRAME = 1 << 30
+_MOST_TAIL = 64 << 20
+
+
+class Indexer:
+    """The index of some sources, as far as it has come.
+
+    Args:
+        sources: what is read, in order.
+        folder: where the index stands; made, readable by its owner alone.
+        tokenizer: to align with and to spell tokens by, where there is one.
+        sets: what prepared shards and runs hold as tokens.
+        map: where records hold what a trace needs.
+
+    Attributes:
+        path: of the index.
+        rows: how many traces are in it.
+        done: whether all that was there is in it; new traces may still come.
+        aligned: whether tier and drift are those of `align`.
+        problems: what could not be read, one line each.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], folder: Path, tokenizer: Tokenizer | None, sets: TokenSets, map: Map
+    ) -> None:
+        self._sources, self._tokenizer, self._sets, self._map = list(sources), tokenizer, sets, map
+        self.path = _place(folder, sources, tokenizer, map)
+        self.problems: list[str] = []
+        self.aligned = tokenizer is not None
+        self._groups, self._ends, self._places = Codes(), {}, {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="index", daemon=True)
+        self._database = database.connect(self.path, write=True)
+        self.done = database.told(self._database, "done") == "1"
+        self.rows = int(database.told(self._database, "rows") or 0)
+        self._gramed = int(database.told(self._database, "grams") or 0)
+        if self.done:
+            sets.known.update(name for (name,) in self._database.execute("SELECT id FROM trace"))
+            files = [source.path for source in self._sources if source.kind == "file"]
+            self._ends.update((path, path.stat().st_size) for path in files if _grows(path))
+
+    def start(self) -> None:
+        """Begins, where the index is not whole from before."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; an index that is not whole is thrown away."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        whole = database.told(self._database, "done") == "1" and self._gramed == self.rows
+        self._database.close()
+        if not whole:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+
+    def _work(self) -> None:
+        try:
+            if not self.done:
+                for number, source in enumerate(self._sources):
+                    self._guarded(source.name, lambda n=number, s=source: self._take(n, s))
+                self._all_grams()
+                self.done = not self._stop.is_set()
+                if self.done and not any(source.kind in ("frames", "terms") for source in self._sources):
+                    database.tell(self._database, "done", 1)
+            while not self._stop.wait(_LOOK_S):
+                for number, source in enumerate(self._sources):
+                    self._guarded(source.name, lambda n=number, s=source: self._more(n, s))
+                self._all_grams()
+        except Exception as error:  # the page says so; a thread that ends without a word would not
+            self.problems.append(f"the index ended: {shown(f'{type(error).__name__}: {error}'[:300])}")
+            self.done = True
+
+    def _guarded(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except TracegradError as error:
+            line = f"{name}: {shown(str(error))[:300]}"
+            if line not in self.problems:
+                self.problems.append(line)
+
+    def _take(self, number: int, source: Source) -> None:
+        if source.kind in ("frames", "shards", "terms"):
+            self._more(number, source)
+            return
+        assert source.place is not None
+        size = source.place.size
+        found = stream(source.place.path, map=self._map, batch=_BATCH, on_error="skip")
+        for traces in found:
+            self._add(number, traces)
+            if self._stop.is_set():
+                return
+        report = found.read_report
+        if report.bad:
+            first = shown("; ".join(report.errors[:1]))[:300]
+            self.problems.append(f"{source.name}: {report.bad:,} bad records left out, the first: {first}")
+        self._ends[source.path] = size if self._map == Map() and _grows(source.path) else -1
+
+    def _more(self, number: int, source: Source) -> None:
+        """What has come since the last look."""
+        if source.kind == "frames":
+            for traces in self._frames(source.path):
+                self._add(number, traces)
+        elif source.kind in ("shards", "terms"):
+            for row in self._sets.rows(source, number, self._groups):
+                self._put(row)
+        elif (end := self._ends.get(source.path, -1)) >= 0:
+            lines, self._ends[source.path] = _tail(source.path, end)
+            if lines:
+                self._add(number, Traces.from_records(lines))
+
+    def _frames(self, folder: Path) -> Iterator[Traces]:
+        for path in sorted(folder.glob("*.jsonl.zst")):
+            start = self._ends.get(path, 0)
+            frames = _core.Frames(os.fspath(path), start, _MOST_FRAME)
+            while not self._stop.is_set() and (frame := frames.next()) is not None:
+                start = self._ends[path] = start + frame[1]
+                yield Traces(frame[0])
+
+    def _add(self, number: int, traces: Traces) -> None:
+        first = self._places.get(number, 0)
+        self._put(rows_of(traces, number, first, self._groups, self._tokenizer))
+        self._places[number] = first + len(traces)
+
+    def _put(self, rows: list[database.Row]) -> None:
+        if not rows:
+            return
+        database.add(self._database, self.rows, rows)
+        self._sets.known.update(row.id for row in rows)
+        self.rows += len(rows)
+        database.tell(self._database, "rows", self.rows)
+        if self.rows - self._gramed >= _GRAMS:
+            self._all_grams()
+
+    def _all_grams(self) -> None:
+        while self._gramed < self.rows and not self._stop.is_set():
+            last = min(self._gramed + 2000, self.rows)
+            database.add_grams(self._database, self._gramed, last)
+            self._gramed = last
+            database.tell(self._database, "grams", last)
+
+
+def _grows(path: Path) -> bool:
+    """Whether a file is one of plain lines, to which more may be added."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with open(path, "rb") as file:
+        if file.read(1) != b"{":
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _tail(path: Path, end: int) -> tuple[list[bytes], int]:
+    """Whole lines behind a byte, and where they end."""
+    if path.stat().st_size <= end:
+        return [], end
+    with open(path, "rb") as file:
+        file.seek(end)
+        data = file.read(_MOST_TAIL)
+    whole = data.rfind(b"\n") + 1
+    return [line for line in data[:whole].splitlines() if line.strip()], end + whole
+
+
+def _place(folder: Path, sources: Sequence[Source], tokenizer: Tokenizer | None, map: Map) -> Path:
+    """Where the index of these sources, as they are now, stands."""
+    told = [f"{source.kind} {source.path.resolve()} {_stamp(source)}" for source in sources]
+    key = hashlib.sha256("\n".join([*told, str(map), "" if tokenizer is None else "aligned"]).encode()).hexdigest()[:16]
+    place = folder / key
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ReadError(f"{place}: {error.strerror}. The index has no place. Give another --index DIR.") from error
+    path = place / "index.sqlite"
+    if path.exists():
+        found = database.connect(path)
+        whole = database.told(found, "done") == "1"
+        found.close()
+        if not whole:
+            for left in place.iterdir():
+                left.unlink()
+    return path
+
+
+def _stamp(source: Source) -> str:
+    if source.place is not None:
+        return f"{source.place.kind} {source.place.size} {source.place.modified}"
+    found = source.path.stat()
+    return f"{found.st_size} {found.st_mtime_ns}"

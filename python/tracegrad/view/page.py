@@ -1,0 +1,75 @@
+"""The page itself: one skeleton, its scripts and styles; what is shown comes later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+
+from tracegrad.report.page import colours
+from tracegrad.view.detail import MODES
+
+SCRIPTS = (
+    "store.js",
+    "columns.js",
+    "histograms.js",
+    "list.js",
+    "tokens.js",
+    "markdown.js",
+    "trace.js",
+    "runs.js",
+    "main.js",
+)
+"""In the order in which they are run; each is a plain script that adds to `window.tracegrad`."""
+
+
+def style() -> str:
+    """The report's style, with the page's own behind it, and the colours of the overlays."""
+    own = files("tracegrad.view").joinpath("static/view.css").read_text("utf-8")
+    return files("tracegrad.report").joinpath("style.css").read_text("utf-8") + own + colours(_OVERLAYS)
+
+
+_OVERLAYS = {
+    "pull": ("down", "up"),
+    "advantage": ("down", "up"),
+    "ratio": ("less", "more"),
+    "old": ("less", "more"),
+    "weight": ("less", "more"),
+    "entropy": ("less", "more"),
+    "logprob": ("less", "down"),
+}
+STYLES: dict[str, Callable[[], str]] = {"view.css": style}
+
+
+def page(scripts: str = "", head: str = "") -> str:
+    """The skeleton.
+
+    Args:
+        scripts: instead of links to the page's scripts.
+        head: instead of a link to its style.
+    """
+    links = "".join(f'<script src="static/{name}" defer></script>' for name in SCRIPTS)
+    modes = "".join(
+        f'<input type="radio" name="mode" id="by-{name}"{" checked" * (name == "pull")}>'
+        f'<label for="by-{name}" title="{meaning}">{name}</label>'
+        for name, meaning in MODES
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tracegrad view</title>'
+        '<link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"{head or '<link rel=stylesheet href=static/view.css>'}</head><body>"
+        '<header class="bar"><b>tracegrad</b><nav><a href="#list" id="to-list">traces</a>'
+        '<a href="#runs" id="to-runs">runs</a></nav><output id="state" aria-live="polite"></output></header>'
+        '<main id="list"><form id="ask" role="search"><input id="query" type="search" aria-label="search" '
+        'placeholder="search the text" autocomplete="off" spellcheck="false"><label><input type="checkbox" id="regex"> '
+        'regular expression</label><button type="button" id="clear">clear filters</button>'
+        '<button type="button" id="export">export these</button></form>'
+        '<p id="problem" role="alert"></p><div id="tags"></div><div id="histograms"></div>'
+        '<div id="heads" role="row"></div><div id="rows" tabindex="0" role="grid" aria-label="traces"></div></main>'
+        f'<main id="trace" hidden><div id="top"></div><div id="facts"></div><div id="history"></div>'
+        '<label id="as-markdown" title="m"><input type="checkbox" id="markdown"> messages as markdown</label>'
+        f'<div id="words"></div><section id="beside"></section><h2>Tokens</h2><div class="modes" id="overlay">{modes}'
+        '<p class="legend" id="legend"></p><div id="tokens"></div></div><output id="token"></output></main>'
+        f'<main id="runs-page" hidden></main><noscript>This page needs JavaScript.</noscript>'
+        f"{scripts or links}</body></html>"
+    )

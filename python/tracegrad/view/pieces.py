@@ -1,0 +1,86 @@
+"""What the page asks for of one trace, put together from the session: used by the server and by the export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tracegrad.errors import ArgumentError
+from tracegrad.report.text import escape, number
+from tracegrad.view import detail, group
+from tracegrad.view.features import message_text
+from tracegrad.view.session import Session
+from tracegrad.view.tokens import Shown
+
+
+def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int = detail.FOLD) -> dict[str, Any]:
+    """All of one trace: pieces of HTML, and the lines of Python that give the same.
+
+    Args:
+        n: row of the index.
+        run: name of the run whose steps are shown; the newest one by default.
+        step: which of the steps that had it, the last by default.
+        whole: characters of a message that are given at once.
+
+    Raises:
+        ArgumentError: if there is no such row.
+    """
+    name, group_name, source, place = session.where(n)
+    found = session.trace(n)
+    held = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
+    why = ""
+    if held:
+        shown: Shown | None = session.sets.shown(held[0], name)
+    elif found is not None and session.tokenizer is not None:
+        shown, why = detail.aligned(found, session.tokenizer)
+    else:
+        shown, why = None, "Give --model DIR to see its tokens: ids are spelled and aligned by the model's tokenizer."
+    at = len(shown.steps) - 1 if shown and not 0 <= step < len(shown.steps) else step
+    values = session.columns()
+    numbers = {key: float(column[n]) for key, column in values.items() if key not in ("group", "source")}
+    told = detail.of_trace(found) if found is not None else [("group", group_name or "alone")]
+    told += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
+    path = "" if source.kind != "file" else str(source.path)
+    of_run = held[0].source.run if held else None
+    code = {"model": session.model, "run": None if of_run is None else str(of_run), "token": None}
+    return {
+        "n": n,
+        "id": name,
+        "group": group_name,
+        "source": source.name,
+        "facts": detail.facts([("source", source.name), *told]),
+        "messages": detail.messages(found, whole) if found is not None else "",
+        "tokens": detail.tokens(shown, session.token_bytes, at) if shown else "",
+        "drift": detail.findings(shown.sequences) if shown else "",
+        "why": escape(why),
+        "history": detail.history(shown) if shown and shown.steps else "",
+        "steps": len(shown.steps) if shown else 0,
+        "step": at,
+        "runs": list(dict.fromkeys(each.source.run.name for each in held if each.source.run)),
+        "python": detail.python(path, place, name, **code),
+        "python_token": detail.python(path, place, name, **{**code, "token": 987654321}),
+        "shell": detail.shell(session.paths, session.model),
+    }
+
+
+_MORE = ("advantage", "lag", "pull", "clipped", "masked")
+
+
+def message(session: Session, n: int, index: int, start: int) -> str:
+    """More of a message that was folded."""
+    found = session.trace(n)
+    if found is None or not 0 <= index < len(found.pool) or start < 0:
+        raise ArgumentError(f"row {n} has no message {index}. There is nothing more to show.")
+    return detail.folded(message_text(found.pool[index]), index, start, detail.PART)
+
+
+def beside(session: Session, n: int) -> str:
+    """The traces of the group of a row side by side."""
+    rows = session.group(n, group.MOST)
+    found = [(row, session.where(row)[0], session.trace(row)) for row in rows]
+    return group.beside([(row, name, trace) for row, name, trace in found if trace is not None])
+
+
+def read(name: str) -> str:
+    """A file of the page: scripts and styles, as they stand in the package."""
+    return (Path(__file__).parent / "static" / name).read_text("utf-8")

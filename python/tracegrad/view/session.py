@@ -1,0 +1,195 @@
+"""What is looked at: the index as far as it has come, the tokens behind it, and the runs. No HTTP and no HTML.
+
+Called by `app`, which answers requests, and by `export`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad import advantage
+from tracegrad.errors import ArgumentError
+from tracegrad.inputs import Map
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import Trace, Traces
+from tracegrad.view import database
+from tracegrad.view.indexer import Indexer
+from tracegrad.view.sources import Source, find
+from tracegrad.view.tokens import OF_STEPS, TokenSets
+
+NAMES = (*(name for name in database.COLUMNS if name != "version"), "advantage", "lag", *OF_STEPS)
+"""Columns of the page, in the order in which they are sent."""
+
+
+@dataclass
+class _Columns:
+    rows: int
+    steps: int
+    values: dict[str, NDArray[np.float32]]
+
+
+class Session:
+    """Opens paths and indexes them in the background; a context manager.
+
+    Args:
+        paths: as a user gives them.
+        index: folder of indexes.
+        model: folder of the tokenizer; default the newest checkpoint of a run among the paths.
+        map: where records hold what a trace needs, as for `tg.read`.
+
+    Raises:
+        ReadError: for a path that holds nothing of ours.
+    """
+
+    def __init__(
+        self, paths: Sequence[str | Path], index: Path, model: str | Path | None = None, map: Map | None = None
+    ) -> None:
+        self.paths = [str(path) for path in paths]
+        sources, self.runs = find(paths)
+        self.sources = sorted(sources, key=lambda source: source.kind in ("shards", "terms"))
+        self.model = str(model) if model else _model_of(self.runs)
+        self.tokenizer = Tokenizer.from_pretrained(self.model) if self.model else None
+        self.sets = TokenSets(self.tokenizer)
+        # Drift is looked for where a model was named; spelling a run's own tokens needs no alignment.
+        self.indexer = Indexer(self.sources, index, self.tokenizer if model else None, self.sets, map or Map())
+        self._database = database.connect(self.indexer.path)
+        self._lock = threading.RLock()
+        self._columns = _Columns(-1, -1, {})
+        self._names: dict[str, int] = {}
+        self._bytes: dict[int, bytes] = {}
+
+    def __enter__(self) -> Session:
+        self.indexer.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.indexer.close()
+        self._database.close()
+
+    @property
+    def rows(self) -> int:
+        """Traces that are in the index by now."""
+        return self.indexer.rows
+
+    def state(self) -> dict[str, Any]:
+        """How far the index has come, and what can be filtered by."""
+        with self._lock:
+            tags = database.tags(self._database)
+        return {
+            "rows": self.rows,
+            "done": self.indexer.done,
+            "steps": self._steps(),
+            "problems": self.indexer.problems[:20],
+            "sources": [source.name for source in self.sources],
+            "tags": tags[:400],
+            "names": NAMES,
+            "aligned": self.indexer.aligned,
+            "runs": [run.name for run in self.runs],
+        }
+
+    def columns(self) -> dict[str, NDArray[np.float32]]:
+        """[R] float32 for each of `NAMES`, all of one moment."""
+        with self._lock:
+            rows, steps = self.rows, self._steps()
+            if (self._columns.rows, self._columns.steps) != (rows, steps):
+                self._columns = _Columns(rows, steps, self._gathered())
+            return self._columns.values
+
+    def labels(self, wanted: Iterable[int]) -> list[dict[str, Any]]:
+        """id, group and first words of rows."""
+        with self._lock:
+            found = database.labels(self._database, wanted)
+        return [{"n": n, "id": name, "group": group, "head": head} for n, name, group, head in found]
+
+    def text(self, n: int) -> str:
+        """What a search reads of a row."""
+        with self._lock:
+            return self._database.execute("SELECT text FROM trace WHERE n = ?", (n,)).fetchone()[0]
+
+    def tagged(self, tag: str) -> NDArray[np.int32]:
+        """Rows with a tag."""
+        with self._lock:
+            return database.tagged(self._database, tag)
+
+    def where(self, n: int) -> tuple[str, str, Source, int]:
+        """id, group, source and place in it of a row.
+
+        Raises:
+            ArgumentError: if there is no such row.
+        """
+        with self._lock:
+            found = self._database.execute("SELECT id, grp, place FROM trace WHERE n = ?", (n,)).fetchone()
+        if found is None:
+            raise ArgumentError(f"there is no row {n}; the index has {self.rows}. Look for it by its id.")
+        number = int(self.columns()["source"][n])
+        return found[0], found[1], self.sources[number], found[2]
+
+    def trace(self, n: int) -> Trace | None:
+        """The record of a row; None where only its tokens are at hand."""
+        with self._lock:
+            data = database.record(self._database, n)
+        if data is None:
+            return None
+        found = Traces.from_records([data])[0]
+        return found
+
+    def group(self, n: int, most: int) -> list[int]:
+        """Rows of the group of a row, itself first."""
+        code = self.columns()["group"]
+        rows = np.flatnonzero(code == code[n])
+        return [n, *(int(row) for row in rows if row != n)][:most]
+
+    def token_bytes(self, token: int) -> bytes:
+        """What an id spells; the number itself where nobody knows."""
+        if token not in self._bytes:
+            try:
+                if self.tokenizer is None:
+                    raise ValueError
+                self._bytes[token] = self.tokenizer.decode_bytes([token])
+            except ValueError:
+                self._bytes[token] = f"⟨{token}⟩".encode()
+        return self._bytes[token]
+
+    def _steps(self) -> int:
+        """Files of steps that all runs have by now."""
+        return sum(sum(1 for _ in source.path.glob("step-*")) for source in self.sources if source.kind == "terms")
+
+    def _gathered(self) -> dict[str, NDArray[np.float32]]:
+        table: dict[str, NDArray[np.float32]] = dict(
+            zip(database.COLUMNS, database.numbers(self._database), strict=True)
+        )
+        version = table.pop("version")
+        table["lag"] = np.nanmax(version, initial=0) - version if np.isfinite(version).any() else version
+        table["advantage"] = _advantages(table["reward"], table["group"])
+        if any(held.source.kind == "terms" for held in self.sets.held):
+            if len(self._names) < len(version):
+                since = len(self._names)
+                found = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (since,))
+                self._names.update(found)
+            table |= self.sets.columns(self._names, len(version))
+        else:
+            table |= {name: np.full(len(version), np.nan, np.float32) for name in OF_STEPS}
+        return {name: np.asarray(table[name], np.float32) for name in NAMES}
+
+
+def _advantages(reward: NDArray[np.float32], group: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Reward above the mean of its group; NaN without one."""
+    out, known = np.full(len(reward), np.nan, np.float32), np.isfinite(reward)
+    if known.any():
+        codes = np.unique(group[known], return_inverse=True)[1]
+        out[known] = advantage.group_mean(reward[known], codes, singleton="zero")
+    return out
+
+
+def _model_of(runs: Sequence[Path]) -> str | None:
+    """The folder of a tokenizer that a run has left."""
+    found = [path.parent for run in runs for path in run.glob("checkpoint*/tokenizer.json")]
+    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None

@@ -1,0 +1,115 @@
+// Messages as markdown, where that is asked for: headings, code, lists, quotes, emphasis. Each piece is an element with
+// text in it; nothing of a message is ever read as HTML, a link is its words and its address, and nothing is loaded.
+"use strict";
+(() => {
+  const tg = window.tracegrad;
+  const get = (id) => document.getElementById(id);
+  const MOST = 200000;
+  const INLINE = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
+
+  // One by one: a call takes some 65,000 arguments, and a message may have more lines or marks.
+  function made(kind, inside) {
+    const element = document.createElement(kind);
+    for (const each of inside) element.append(each);
+    return element;
+  }
+
+  // Emphasis and code within a line, one level deep.
+  function inline(text) {
+    const out = [];
+    let at = 0;
+    for (const found of text.matchAll(INLINE)) {
+      out.push(text.slice(at, found.index));
+      const [whole, code, strong, weak] = found;
+      out.push(code !== undefined ? made("code", [code]) : strong !== undefined ? made("strong", [strong]) : made("em", [weak]));
+      at = found.index + whole.length;
+    }
+    out.push(text.slice(at));
+    return out;
+  }
+
+  // Blocks of lines, in one pass: each line is looked at once, and nothing nests.
+  function blocks(text) {
+    const out = document.createElement("div"), lines = text.split("\n");
+    let list = null, said = [];
+    const flush = () => {
+      if (said.length) out.append(made("p", said.flatMap((line, n) => [...(n ? [document.createElement("br")] : []), ...inline(line)])));
+      said = [];
+    };
+    for (let at = 0; at < lines.length; at++) {
+      const line = lines[at];
+      const fence = /^ {0,3}(```|~~~)([^`]*)$/.exec(line), head = /^(#{1,6}) +(.*)/.exec(line);
+      const item = /^\s*(?:([-*+])|\d{1,9}[.)])\s(.*)/.exec(line), quote = /^> ?(.*)/.exec(line);
+      if (!item && list) list = null;
+      if (fence || head || item || quote || !line.trim()) flush();
+      if (fence) {
+        const code = [];
+        while (++at < lines.length && !lines[at].trimStart().startsWith(fence[1])) code.push(lines[at]);
+        out.append(made("pre", [made("code", [code.join("\n")])]));
+        out.lastChild.title = fence[2].trim();
+      } else if (head) {
+        const title = made("p", inline(head[2]));
+        title.className = "head h" + head[1].length;
+        title.setAttribute("role", "heading");
+        title.setAttribute("aria-level", String(Math.min(head[1].length + 3, 9)));
+        out.append(title);
+      } else if (item) {
+        const kind = item[1] ? "UL" : "OL";
+        if (!list || list.tagName !== kind) out.append(list = document.createElement(kind));
+        list.append(made("li", inline(item[2])));
+      } else if (quote) {
+        out.append(made("blockquote", inline(quote[1])));
+      } else if (line.trim()) {
+        said.push(line);
+      }
+    }
+    flush();
+    return out;
+  }
+
+  function textOf(said) {
+    return [...said.childNodes].map((node) => (node.nodeName === "BUTTON" ? "" : node.nodeName === "SPAN" ? textOf(node) : node.textContent)).join("");
+  }
+
+  // A message laid out, with its button for the rest of it.
+  function laid(said, text) {
+    const shown = blocks(text), more = said.querySelector("button.more");
+    shown.className = "rendered";
+    if (more) {
+      const button = made("button", [more.textContent]);
+      button.addEventListener("click", () => more.click());
+      shown.append(button);
+    }
+    return shown;
+  }
+
+  // Lays what is asked for over the messages that are shown; what was sent stays beside it, hidden, and is shown where
+  // it cannot be laid out.
+  function lay() {
+    const on = get("markdown").checked;
+    for (const old of document.querySelectorAll("#words .rendered")) old.remove();
+    for (const said of document.querySelectorAll("#words .said")) {
+      said.hidden = false;
+      const text = on ? textOf(said) : "";
+      if (!on || text.length > MOST) continue;
+      try {
+        said.after(laid(said, text));
+        said.hidden = true;
+      } catch (error) {
+        console.warn("a message is shown as it was sent:", error);
+      }
+    }
+  }
+
+  window.tracegrad.markdown = {
+    lay,
+    begin() {
+      get("markdown").addEventListener("change", lay);
+      addEventListener("keydown", (event) => {
+        if (event.key !== "m" || get("trace").hidden || event.target.matches("input, textarea") || event.ctrlKey || event.metaKey) return;
+        get("markdown").checked = !get("markdown").checked;
+        lay();
+      });
+    },
+  };
+})();

@@ -1,0 +1,42 @@
+// Tokens: what is under the pointer or chosen by keys says its numbers; each has an address of its own.
+"use strict";
+(() => {
+  const tg = window.tracegrad;
+  let panel, place, chosen = null;
+
+  const sampled = () => [...place.querySelectorAll("[data-t]")];
+
+  function choose(token, scroll) {
+    if (chosen) chosen.classList.remove("chosen");
+    chosen = token;
+    if (!token) { panel.replaceChildren(); return; }
+    token.classList.add("chosen");
+    if (scroll) token.scrollIntoView({block: "center"});
+    const link = Object.assign(document.createElement("a"), {textContent: "link", href: address(token)});
+    const copy = Object.assign(document.createElement("button"), {textContent: "copy as Python"});
+    copy.addEventListener("click", () => tg.copy(tg.python(token.dataset.t), copy));
+    panel.replaceChildren(Object.assign(document.createElement("span"), {textContent: `token ${token.dataset.t}  ·  ${token.dataset.n}`}), " ", link, " ", copy);
+  }
+
+  const address = (token) => location.hash.replace(/-token-\d+$/, "") + "-token-" + token.dataset.t;
+
+  function keys(event) {
+    if (!["ArrowLeft", "ArrowRight"].includes(event.key) || event.target.tagName === "INPUT") return;
+    if (!chosen || !place.contains(chosen)) { choose(sampled()[0] || null, true); return; }
+    const all = sampled(), index = all.indexOf(chosen) + (event.key === "ArrowRight" ? 1 : -1);
+    if (all[index]) { event.preventDefault(); choose(all[index], true); history.replaceState(null, "", address(all[index])); }
+  }
+
+  window.tracegrad.tokens = {
+    begin(tokens, output) {
+      place = tokens;
+      panel = output;
+      place.addEventListener("click", (event) => {
+        const token = event.target.closest("[data-t]");
+        if (token) { choose(token, false); history.replaceState(null, "", address(token)); }
+      });
+      addEventListener("keydown", (event) => { if (!document.getElementById("trace").hidden) keys(event); });
+    },
+    show(number) { choose(number === null ? null : place.querySelector(`[data-t="${number}"]`), true); },
+  };
+})();

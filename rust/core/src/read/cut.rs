@@ -1,0 +1,87 @@
+//! Records given out as they were cut, so that a caller may change them before they are decoded.
+//!
+//! What is bad is settled by the reader's policy, with the bytes of the file. What is changed is the caller's affair.
+
+use super::{Bytes, Outcome, Reader};
+use crate::error::{Location, Result};
+use crate::format::{Reason, reject};
+use crate::read::split::Piece;
+use crate::trace::Trace;
+use std::sync::Arc;
+
+/// A record of the file, not yet decoded.
+#[derive(Debug, Clone)]
+pub struct Cut {
+    /// Its line.
+    pub line: u64,
+    /// Its bytes.
+    pub bytes: Arc<[u8]>,
+}
+
+/// What a caller made of a record.
+#[derive(Debug, Clone)]
+pub enum Made {
+    /// The bytes to decode in its place.
+    Record(Arc<[u8]>),
+    /// Nothing: what was found, why it matters, what to do.
+    Refused([String; 3]),
+}
+
+impl Reader {
+    /// Takes at most `count` records that are not decoded yet, of about `most` bytes together. None: the stream has ended.
+    ///
+    /// For use before `batch`, which cuts ahead of what it gives back.
+    pub fn records(&mut self, count: usize, most: usize) -> Result<Vec<Cut>> {
+        let (mut records, mut held) = (Vec::new(), 0);
+        while records.len() < count && held < most && !self.exhausted && !self.limit_reached() {
+            let Some(piece) = self.splitter.next_piece() else {
+                self.exhausted = true;
+                break;
+            };
+            held += piece.len();
+            self.report.bytes += piece.len() as u64;
+            if let Piece::Record { line, bytes } = piece {
+                records.push(Cut { line, bytes });
+                continue;
+            }
+            self.exhausted = matches!(piece, Piece::Broken { .. });
+            let outcome = Outcome::of(piece, &self.file, self.limit, None);
+            if let Err(rejection) = outcome.decoded {
+                self.settle(&outcome.bytes, outcome.line, outcome.continued, rejection)?;
+            }
+        }
+        Ok(records)
+    }
+
+    /// Decodes records in place of those they were made of, and settles what is bad.
+    pub fn decode(&mut self, made: Vec<(Cut, Made)>) -> Result<Vec<Arc<Trace>>> {
+        let (mut pieces, mut origins) = (Vec::new(), Vec::new());
+        for (cut, made) in made {
+            match made {
+                Made::Record(bytes) => pieces.push(Piece::Record { line: cut.line, bytes }),
+                Made::Refused([what, why, cure]) => {
+                    let place =
+                        Location { file: Some(Arc::clone(&self.file)), line: Some(cut.line), ..Location::default() };
+                    let problem = reject(Reason::WrongType, what).why(why).cure(cure).at(&place);
+                    pieces.push(Piece::Broken { line: cut.line, bytes: Vec::new(), problem });
+                }
+            }
+            origins.push(cut.bytes);
+        }
+        let outcomes = super::decoded(pieces, &self.file, self.limit, self.options.format);
+        let mut traces = Vec::with_capacity(outcomes.len());
+        for (outcome, origin) in outcomes.into_iter().zip(origins) {
+            if self.limit_reached() {
+                break;
+            }
+            match outcome.decoded {
+                Ok(record) => {
+                    self.report.count(&record);
+                    traces.push(Arc::new(record.trace));
+                }
+                Err(rejection) => self.settle(&Bytes::Shared(origin), outcome.line, false, rejection)?,
+            }
+        }
+        Ok(traces)
+    }
+}

@@ -1,0 +1,114 @@
+//! Binds `tracegrad_core::read::Reader`: a file as traces, or as records that a caller changes before they are decoded.
+
+use crate::border::detached;
+use crate::traces::{PyTraces, form_name, locked, report_dict};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyDict};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use tracegrad_core::read::{Cut, Made, OnError, Options, Reader};
+use tracegrad_core::{Error, Kind};
+
+/// A stream of traces.
+#[pyclass(frozen, module = "tracegrad._core", name = "TraceReader")]
+pub struct PyTraceReader {
+    /// None after a call that was stopped: what it had read is gone, and going on would leave that out.
+    inner: Mutex<Option<Reader>>,
+    wanted: Option<&'static str>,
+}
+
+/// A record of the file (line, bytes), and what was made of it.
+type MadeRow = (u64, PyBackedBytes, MadeOf);
+
+/// What a caller made of a record.
+#[derive(FromPyObject)]
+enum MadeOf {
+    Record(PyBackedBytes),
+    Refused((String, String, String)),
+}
+
+impl PyTraceReader {
+    /// Works with the reader; one that was stopped is gone.
+    fn with<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Reader) -> Result<T, Error> + Send) -> PyResult<T> {
+        detached(py, Kind::Fault, "reading a file", || {
+            let mut held = locked(&self.inner);
+            let mut reader = held.take().ok_or_else(stopped)?;
+            let found = work(&mut reader);
+            *held = Some(reader);
+            found
+        })
+    }
+}
+
+#[pymethods]
+impl PyTraceReader {
+    #[new]
+    #[pyo3(signature = (path, on_error, quarantine, limit, max_record_bytes, chunk_bytes, format, name=None))]
+    #[allow(clippy::too_many_arguments, reason = "the keywords of one Python function")]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        on_error: &str,
+        quarantine: Option<PathBuf>,
+        limit: Option<u64>,
+        max_record_bytes: usize,
+        chunk_bytes: usize,
+        format: &str,
+        name: Option<&str>,
+    ) -> PyResult<Self> {
+        let format = form_name(py, format)?;
+        let on_error = match (on_error, quarantine) {
+            ("raise", _) => OnError::Raise,
+            ("quarantine", Some(path)) => OnError::Quarantine(path),
+            _ => OnError::Skip,
+        };
+        let options = Options { on_error, limit, max_record_bytes, chunk_bytes, format };
+        let reader = detached(py, Kind::Fault, "opening a file", || Reader::open_as(&path, name, options))?;
+        Ok(Self { inner: Mutex::new(Some(reader)), wanted: format })
+    }
+
+    fn batch(&self, py: Python<'_>, count: usize) -> PyResult<PyTraces> {
+        let traces = self.with(py, |reader| reader.batch(count))?;
+        Ok(PyTraces::new(traces, self.wanted))
+    }
+
+    /// Lines and bytes of records that are not decoded yet.
+    fn cut<'py>(&self, py: Python<'py>, count: usize, most: usize) -> PyResult<Vec<(u64, Bound<'py, PyBytes>)>> {
+        let records = self.with(py, |reader| reader.records(count, most))?;
+        Ok(records.into_iter().map(|cut| (cut.line, PyBytes::new(py, &cut.bytes))).collect())
+    }
+
+    /// Decodes what was made of them: bytes, or what was found, why it matters and what to do.
+    fn decode(&self, py: Python<'_>, made: Vec<MadeRow>) -> PyResult<PyTraces> {
+        let rows = made.into_iter().map(|(line, origin, made)| {
+            let made = match made {
+                MadeOf::Record(bytes) => Made::Record((*bytes).into()),
+                MadeOf::Refused((what, why, cure)) => Made::Refused([what, why, cure]),
+            };
+            (Cut { line, bytes: (*origin).into() }, made)
+        });
+        let rows = rows.collect();
+        let traces = self.with(py, |reader| reader.decode(rows))?;
+        Ok(PyTraces::new(traces, self.wanted))
+    }
+
+    /// Bytes of the file that were taken so far.
+    fn taken(&self, py: Python<'_>) -> PyResult<u64> {
+        detached(py, Kind::Fault, "reading a file", || {
+            locked(&self.inner).as_ref().map(Reader::taken).ok_or_else(stopped)
+        })
+    }
+
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let report = || locked(&self.inner).as_ref().map(|reader| reader.report().clone()).ok_or_else(stopped);
+        let report = detached(py, Kind::Fault, "reading a file", report)?;
+        report_dict(py, &report)
+    }
+}
+
+fn stopped() -> Error {
+    Error::new(Kind::Argument, "the stream was stopped while it was read")
+        .why("Traces that it had read are gone, and the next ones would follow as if there were none")
+        .cure("Open the file again")
+}

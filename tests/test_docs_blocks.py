@@ -1,0 +1,242 @@
+"""Every block of code in README and docs/ runs, or says why it does not."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from doc_blocks import PAGES, ROOT, blocks, commands, indented
+from tracegrad import algebra, config
+from tracegrad.cli import _parse, main
+from tracegrad.online import Online, Play
+
+EXAMPLE = ROOT / "examples" / "quickstart"
+NOT_RUN = {"README.md": 1, "online.md": 2, "scaling.md": 1, "trainers.md": 4}
+"""How many blocks of a page do not run; each says why above it."""
+PARSED = {"merge", "online", "proxy", "record", "replay", "view"}
+"""Verbs that are read by the parser alone: they need a server, a checkpoint of adapters, or do not end."""
+RUN = {"doctor", "init", "prepare", "score", "train"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the pages call traces.jsonl, model, logs/ and so on: 24 groups of the example, and the example itself."""
+    there = tmp_path_factory.mktemp("pages")
+    recorded = tg.read(EXAMPLE / "traces.jsonl.zst")
+    tg.write((trace for trace in recorded if "g0240" <= (trace.group or "") < "g0264"), there / "traces.jsonl")
+    (there / "logs").mkdir()
+    shutil.copy(there / "traces.jsonl", there / "logs" / "monday.jsonl")
+    (there / "model").symlink_to(EXAMPLE / "model")
+    (there / "examples").symlink_to(ROOT / "examples")
+    (there / "mine.py").write_text("def right(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    shutil.copytree(there / "logs", there / "rollouts")
+    (there / "grpo.yaml").write_text("epsilon_high: 0.28\n")
+    (there / "resolved.yaml").write_text("actor_rollout_ref:\n  actor:\n    clip_ratio_high: 0.28\n")
+    (there / "train.json").write_text('{"epsilon": 0.2}')
+    (there / "run.toml").write_text("[train]\nepochs = 1\n")
+    return there
+
+
+@pytest.fixture(scope="module")
+def known(folder):
+    """What the prose of the pages takes as known, by the names that it uses."""
+    tokenizer = tg.Tokenizer.from_pretrained(folder / "model")
+    data = tg.align(tg.read(folder / "traces.jsonl", limit=24), tokenizer)
+    rollout = data.rollout_logprobs[data.terms]
+    trace = np.repeat(data.trace, np.diff(data.cu_seqlens))[data.terms]
+    return {
+        "tg": tg,
+        "data": data,
+        "sequences": data,
+        "logprobs": rollout,
+        "old": rollout + np.float32(0.01),
+        "rollout": rollout,
+        "trace": trace,
+        "turn": np.zeros_like(trace),
+        "lag": np.zeros_like(trace),
+        "weight": np.ones_like(rollout),
+        "mask": np.ones((2, len(rollout) // 2), bool),
+        "all_reduce": lambda values, how: values,
+        "advantages": tg.advantage.group_mean(data.reward, data.group),
+    }
+
+
+@pytest.fixture
+def at_home(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def given(text, known):
+    """What one block takes as known beside that: a trainer's arguments, another micro-batch, arrays of its shape."""
+    names = {}
+    if "OffPolicy.of" in text:
+        from tracegrad.metrics import OffPolicy
+
+        arrays = {name: known[name] for name in ("trace", "weight", "turn", "lag")}
+        names |= {"OffPolicy": OffPolicy, "there": OffPolicy.of(known["old"], known["rollout"], **arrays)}
+    if "Trainer(" in text:
+        names |= _trainers(text)
+    return names
+
+
+def _trainers(text):
+    import transformers
+    from trl import GRPOConfig
+
+    plain = {
+        "report_to": [],
+        "save_strategy": "no",
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "max_steps": 1,
+    }
+    plain |= {"per_device_train_batch_size": 4}
+    return {
+        "model": transformers.AutoModelForCausalLM.from_pretrained("model"),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained("model"),
+        "arguments": transformers.TrainingArguments("trained", **plain)
+        if "TraceLoss" in text
+        else GRPOConfig("trained", **plain, num_generations=4, gradient_checkpointing=False),
+    }
+
+
+def test_all_code_is_fenced_in_a_language_that_is_tested_or_marked_with_a_reason():
+    assert not {page.name: lines for page in PAGES if (lines := indented(page))}
+    assert {block.language for block in blocks()} == {"bash", "console", "json", "python", "text", "toml"}
+    marked = [block for block in blocks() if block.reason]
+    assert Counter(block.page for block in marked) == NOT_RUN
+    for block in marked:
+        assert block.language == "python"
+        compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for named in re.findall(r"tests/[\w/]+\.py", block.reason):
+            assert (ROOT / named).is_file(), f"{block}: {named}"
+
+
+PYTHON = [block for block in blocks("python") if not block.reason]
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
+def test_the_python_of_a_page_runs_from_its_first_line_to_its_last(page, at_home, known, monkeypatch):
+    if page == "view.md":  # the run that its last lines look into
+        told = {"data.holdout": 0.0, "pack.step_groups": 24, "terms.keep": "all"}
+        tg.train("model", "traces.jsonl", out="out", options=told, say=lambda _: None)
+    module = type(json)("page")
+    monkeypatch.setitem(__import__("sys").modules, "page", module)
+    vars(module).update(known, **(vars(algebra) if page == "losses.md" else {}))
+    for block in (block for block in PYTHON if block.page == page):
+        vars(module).update(given(block.text, known))
+        code = compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        left = eval(code, vars(module))
+        if left is not None:
+            asyncio.run(left)
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_a_config_is_read_and_none_of_its_options_is_the_default(block, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(block.text)
+    found, default = config.as_dict(config.load(path)), config.as_dict(config.Config())
+    for name, value in config.flatten(config.read_toml(path)):
+        assert found.get(name, value) == value, f"{block}: {name}"
+        assert default.get(name) != value or name == "objective.preset", f"{block}: {name} is the default"
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("json") if block.page == "trace-format.md"], ids=str)
+def test_every_example_of_a_record_is_read(block, tmp_path):
+    decoder, at, records = json.JSONDecoder(), 0, []
+    while at < len(block.text):
+        record, at = decoder.raw_decode(block.text, at)
+        at = len(block.text) - len(block.text[at:].lstrip())
+        records.append(record)
+    for record in records:
+        path = tmp_path / "record.jsonl"
+        path.write_text(json.dumps(record) + "\n")
+        assert len(tg.read(path)) >= 1
+
+
+def test_the_doctors_object_has_the_keys_of_the_page(at_home, capsys):
+    (shown,) = (json.loads(block.text) for block in blocks("json") if block.page == "doctor.md")
+    held_out = ["--held-out", "traces.jsonl"]  # so that there is something to find
+    assert main(["doctor", "traces.jsonl", "--model", "model", "--json", *held_out]) == shown["exit_code"]
+    said = json.loads(capsys.readouterr().out)
+    assert shown.keys() == said.keys()
+    assert shown["findings"][0].keys() == said["findings"][0].keys()
+
+
+COMMANDS = [(block, words) for block in blocks("bash") for words in commands(block.text)]
+OURS = [(block, words[1:]) for block, words in COMMANDS if words[0] == "tracegrad"]
+OURS += [(block, words[words.index("-m") + 2 :]) for block, words in COMMANDS if words[0] == "torchrun"]
+
+
+def test_every_command_of_ours_is_one_that_the_parser_takes():
+    known = (
+        set(config.options())
+        | {f"online.{name}" for name in vars(Online())}
+        | {f"play.{name}" for name in vars(Play())}
+    )
+    for block, words in OURS:
+        try:
+            _, overrides = _parse(words)
+        except SystemExit:
+            pytest.fail(f"{block}: tracegrad {' '.join(words)} is refused")
+        for name, _ in overrides:
+            assert name in known or name.startswith("objective"), f"{block}: --{name}"
+    assert {words[0] for _, words in OURS} == PARSED | RUN
+
+
+@pytest.mark.parametrize("verb", sorted(RUN))
+def test_the_commands_that_need_no_server_run(verb, at_home, tmp_path, capsys):
+    seen = 0
+    for block, words in OURS:
+        if words[0] != verb or "--judge" in words or "--parallel.mode" in words:
+            continue
+        words = ["traces.jsonl" if word == "runs.jsonl" else word for word in words]
+        for flag in ("--model", "--out"):
+            if flag in words:
+                place = "model" if flag == "--model" else str(tmp_path / f"out{seen}")
+                words[words.index(flag) + 1] = place
+        if verb == "init" and "--out" not in words:
+            words += ["--out", str(tmp_path / f"run{seen}.toml")]
+        words += ["--dry-run"] if verb == "train" else []
+        assert main(words) == 0, f"{block}: tracegrad {' '.join(words)}: {capsys.readouterr()}"
+        seen += 1
+    assert seen
+
+
+def test_what_else_is_typed_is_there():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    extras = config.read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+    for block, (program, *rest) in COMMANDS:
+        if program == "make":
+            assert rest[0] in targets, f"{block}: make {rest[0]}"
+        elif program == "pip":
+            assert rest[0] == "install"
+            assert all(extra in extras for extra in re.findall(r"\[(\w+)\]", rest[1])), f"{block}: {rest[1]}"
+        elif program == "python":
+            script = (ROOT / rest[0]).read_text()
+            assert all(f'"{flag}"' in script for flag in rest if flag.startswith("--")), f"{block}: {rest}"
+        else:
+            assert program in ("tracegrad", "torchrun"), f"{block}: {program}"
+
+
+def test_a_block_that_is_not_marked_or_not_fenced_is_seen(tmp_path):
+    page = Path(tmp_path, "page.md")
+    page.write_text("<!-- not run: no server -->\n```python\na\n```\n\n    code\n\n```bash\nb\n```\n")
+    from doc_blocks import of_page
+
+    assert [(block.line, block.language, block.reason) for block in of_page(page)] == [
+        (2, "python", "no server"),
+        (8, "bash", ""),
+    ]
+    assert indented(page) == [6]

@@ -1,0 +1,204 @@
+"""Everything that can be named as input gives the same traces, located in its own files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import tracegrad as tg
+from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.inputs import Bar, Progress
+
+
+def record(number: int, **more):
+    said = [
+        {"role": "user", "content": f"{number}?"},
+        {"role": "assistant", "content": str(number), "token_ids": [number]},
+    ]
+    return {"id": f"t{number}", "messages": said, "reward": number % 2, **more}
+
+
+def written(path, numbers, **more):
+    lines = "".join(json.dumps(record(number, **more)) + "\n" for number in numbers)
+    data = lines.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def ids(traces):
+    return [trace.id for trace in traces]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    here = tmp_path / "logs"
+    (here / "day2").mkdir(parents=True)
+    written(here / "a.jsonl", range(3))
+    written(here / "b.jsonl.gz", range(3, 5))
+    written(here / "day2" / "c.jsonl", range(5, 7))
+    (here / "notes.md").write_text("nothing")
+    (here / ".hidden.jsonl").write_text("{")
+    (here / "a.jsonl.quarantine.jsonl").write_text("{")
+    return here
+
+
+def test_a_folder_a_pattern_and_several_names_are_read_in_order(folder):
+    assert ids(tg.read(folder)) == [f"t{number}" for number in range(7)]
+    assert ids(tg.read(str(folder / "*.jsonl*"))) == ["t0", "t1", "t2", "t3", "t4"]
+    assert ids(tg.read(f"{folder}/**/c.jsonl")) == ["t5", "t6"]
+    both = tg.read([folder / "day2" / "c.jsonl", folder / "a.jsonl"])
+    assert ids(both) == ["t5", "t6", "t0", "t1", "t2"]
+    assert both.read_report.records == 5
+    assert both.read_report.formats["chat"][0] == 5
+    assert both[3].location == (str(folder / "a.jsonl"), 2)
+
+
+def test_a_bad_record_of_the_second_file_is_named_by_its_place(folder):
+    (folder / "b2.jsonl").write_text('{"id": "x", "messages": 3}\n')
+    with pytest.raises(FormatError, match=r"b2\.jsonl:1"):
+        tg.read(folder)
+    traces = tg.read(folder, on_error="quarantine", quarantine=folder / "bad")
+    assert len(traces) == 7
+    assert traces.read_report.bad == 1
+    [entry] = [json.loads(line) for path in folder.glob("bad-*.quarantine.jsonl") for line in path.open()]
+    assert (entry["file"], entry["line"]) == (str(folder / "b2.jsonl"), 1)
+
+
+def test_the_limit_counts_over_files(folder):
+    assert ids(tg.read(folder, limit=4)) == ["t0", "t1", "t2", "t3"]
+
+
+def test_empty_files_among_others_are_left_out_and_alone_an_error(folder):
+    (folder / "empty.jsonl").write_text("")
+    stream = tg.stream(folder)
+    assert sum(map(len, stream)) == 7
+    assert "1 empty files are left out" in "\n".join(stream.lines())
+    with pytest.raises(ReadError, match="it is empty"):
+        tg.read(folder / "empty.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("nothing-*.jsonl", "no file has such a name"), ("gone.jsonl", "No such file"), ("", "it holds .md")],
+)
+def test_what_is_not_there_is_said(tmp_path, name, says):
+    (tmp_path / "notes.md").write_text("x")
+    with pytest.raises(ReadError, match=says):
+        tg.read(f"{tmp_path}/{name}")
+    with pytest.raises(ReadError, match="no input is named"):
+        tg.read([])
+    with pytest.raises(ArgumentError, match="standard input is named beside other inputs"):
+        tg.read(["-", "a.jsonl"])
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.xlsx", "t.csv.gz", "t.pkl"])
+def test_a_table_of_text_is_refused_with_the_line_that_converts_it(tmp_path, name):
+    (tmp_path / name).write_text("prompt,answer,score\na,b,1\n")
+    with pytest.raises(ReadError, match=r"python -c .*pd\.read_.*to_json\(.*orient='records', lines=True\)"):
+        tg.read(tmp_path / name)
+
+
+def test_a_table_under_another_name_is_told_by_its_first_line(tmp_path):
+    (tmp_path / "t.jsonl").write_text("prompt,answer,score\na,b,1\n")
+    with pytest.raises(ReadError, match=r"t\.jsonl:1: it begins like a table.*read_csv"):
+        tg.read(tmp_path / "t.jsonl")
+
+
+def test_tables_datasets_and_records_are_read(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    rows = [record(number) for number in range(3)]
+    table = pa.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    pyarrow.feather.write_feather(table, tmp_path / "t.arrow", compression="uncompressed")
+    with pa.OSFile(str(tmp_path / "s.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    wanted = ["t0", "t1", "t2"]
+    for source in (tmp_path / "t.parquet", tmp_path / "t.arrow", tmp_path / "s.arrow", table, rows, iter(rows)):
+        traces = tg.read(source)
+        assert ids(traces) == wanted, source
+        assert traces[2].generations[0].token_ids.tolist() == [2]
+        assert ids(tg.read(table, limit=2)) == wanted[:2]
+    assert len(tg.read(tmp_path)) == 9
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    assert ids(tg.read(dataset)) == ids(tg.read(tmp_path / "saved")) == wanted
+
+
+def test_a_pipe_is_read_while_it_is_written(tmp_path):
+    """The first trace comes before the second line is written."""
+    import os
+
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    held = threading.Event()
+
+    def write():
+        with open(path, "w") as pipe:
+            pipe.write(json.dumps(record(0)) + "\n")
+            pipe.flush()
+            held.wait(20)
+            pipe.write(json.dumps(record(1)) + "\n")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    stream = tg.stream(path, batch=1)
+    assert ids(next(stream)) == ["t0"]
+    held.set()
+    assert [ids(part) for part in stream] == [["t1"]]
+    writer.join()
+
+
+def test_standard_input_is_read(tmp_path):
+    code = "import tracegrad as tg; print([t.id for t in tg.read('-')])"
+    lines = "".join(json.dumps(record(number)) + "\n" for number in range(2))
+    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "['t0', 't1']", done.stderr
+
+
+def test_progress_counts_the_bytes_of_the_files(folder):
+    said: list[Progress] = []
+    stream = tg.stream(folder, progress=said.append)
+    list(stream)
+    total = sum(
+        path.stat().st_size for path in (folder / "a.jsonl", folder / "b.jsonl.gz", folder / "day2" / "c.jsonl")
+    )
+    assert said[-1].done
+    assert said[-1].total == total
+    assert said[-1].taken == total
+    assert said[-1].records == 7
+    assert [each.taken for each in said] == sorted(each.taken for each in said)
+
+
+def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    now = [0.0]
+    monkeypatch.setattr("tracegrad.inputs.progress.time.monotonic", lambda: now[0])
+    for stream, ends in ((Terminal(), "\r"), (io.StringIO(), "\n")):
+        bar = Bar(stream)
+        for second in range(1, 70):
+            now[0] += 1
+            bar(Progress(second * 10**6, 10**8, second, float(second)))
+        bar(Progress(10**8, 10**8, 100, 70.0, done=True))
+        lines = [line for line in stream.getvalue().replace("\r", "\n").split("\n") if line.strip()]
+        assert "69.0 MB of 100.0 MB (69%)" in lines[-1] or len(lines) == 2, lines
+        assert "MB a second" in lines[0]
+        assert "s left" in lines[0]
+        assert (len(lines) == 2) == (ends == "\n")
+
+
+def test_a_file_in_a_known_form_does_not_pass_through_python(folder, monkeypatch):
+    monkeypatch.setattr("tracegrad.inputs.reading.InputStream._made", None)
+    assert len(tg.read(folder)) == 7

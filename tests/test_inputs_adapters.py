@@ -1,0 +1,356 @@
+"""Records of every producer with values that are not what they should be; and several answers of one record."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tracemalloc
+
+import pytest
+
+import tracegrad as tg
+from tracegrad.errors import FormatError
+from tracegrad.inputs import candidates
+from tracegrad.inputs.adapters import adapt, fitting, table
+
+USER, SAID = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+LISTED = {"content": [{"token": "4", "logprob": -0.5}]}
+FUNCTION = {"name": "add", "description": "d", "parameters": {"type": "object"}}
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+CHOICES = [{"index": at, "message": SAID, "logprobs": LISTED, "finish_reason": "stop"} for at in range(2)]
+REQUEST = {"messages": [USER], "temperature": 1.0, "tools": [{"type": "function", "function": FUNCTION}]}
+CHUNK = {"id": "c", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "4"}}]}
+AI = {"content": [{"type": "text", "text": "4"}], "tool_calls": [{"id": "c", "name": "add", "args": {"a": 1}}]}
+AI |= {"response_metadata": {"logprobs": LISTED, "finish_reason": "stop"}, "additional_kwargs": {"tool_calls": [CALL]}}
+TALK = [{"type": "human", "data": {"content": "2+2?"}}, {"type": "ai", "data": AI}]
+EVENT = {
+    "event": "model",
+    "input": [USER],
+    "input_refs": [[0, 1]],
+    "config": {"temperature": 1.0},
+    "tools": [FUNCTION],
+    "output": {"model": "m", "choices": [{"message": SAID, "stop_reason": "stop", "logprobs": LISTED}]},
+}
+SAMPLE = {"id": 1, "epoch": 1, "input": "2+2?", "messages": [USER, SAID], "output": {}, "metadata": {"a": 1}}
+SAMPLE |= {"scores": {"match": {"value": "C"}}, "attachments": {"a": "b"}, "events_data": {"messages": [USER]}}
+ITEMS = [
+    {"type": "reasoning", "summary": [{"text": "so"}], "content": [{"text": "so"}]},
+    {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "c"},
+    {"type": "function_call_output", "call_id": "c", "output": [{"text": "4"}]},
+    {"type": "message", "role": "assistant", "content": [{"text": "4"}], "generation_token_ids": [1]},
+]
+EVENTS = f"data: {json.dumps(CHUNK)}\n\ndata: [DONE]\n\n"
+PARTS = [{"part_kind": "text", "content": "4"}, {"part_kind": "tool-call", "tool_name": "add", "args": {"a": 1}}]
+HISTORY = [
+    {"kind": "request", "instructions": "be", "parts": [{"part_kind": "user-prompt", "content": ["2+2?"]}]},
+    {"kind": "response", "parts": PARTS, "provider_details": {"logprobs": LISTED["content"], "finish_reason": "stop"}},
+    {"kind": "request", "parts": [{"part_kind": "tool-return", "tool_call_id": "c", "content": {"a": 4}}]},
+]
+EXAMPLES = {
+    "langsmith": [
+        {"run_type": "llm", "inputs": {"messages": [TALK[:1]]}, "outputs": {"generations": [[{"message": TALK[1]}]]}},
+        {
+            "run_type": "llm",
+            "inputs": REQUEST,
+            "outputs": {"choices": CHOICES},
+            "extra": {"invocation_params": {"n": 1}},
+        },
+        {"run_type": "llm", "inputs": REQUEST, "outputs": {"messages": [SAID], "output": SAID}},
+    ],
+    "langchain": [{"messages": TALK, "id": "a"}, {"input": TALK[:1], "output": TALK[1:], "score": 1}, TALK],
+    "inspect_ai": [
+        {**SAMPLE, "events": [EVENT]},
+        SAMPLE,
+        {"eval": {}, "samples": [SAMPLE, {**SAMPLE, "events": [EVENT]}]},
+    ],
+    "nemo_gym": [
+        {
+            "responses_create_params": {"input": [USER], "instructions": "be", "tools": [FUNCTION], "top_p": 1.0},
+            "response": {"output": ITEMS},
+            "reward": 1.0,
+            "_ng_task_index": 3,
+        }
+    ],
+    "sharegpt": [
+        {
+            "conversations": [
+                {"from": "human", "value": "2+2?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {}}'},
+                {"from": "gpt", "value": "4"},
+            ],
+            "system": "be",
+            "tools": json.dumps([FUNCTION]),
+        }
+    ],
+    "preference_pair": [
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5", "system": "be", "id": 1, "score_chosen": 0.5},
+        {"chosen": [USER, SAID], "rejected": [USER, {**SAID, "content": "5"}]},
+    ],
+    "chunk_list": [[CHUNK, {**CHUNK, "id": "d"}]],
+    "choices": [{"request": REQUEST, "response": {"id": "r", "choices": CHOICES, "usage": {}}, "rewards": [1, 0]}],
+    "logged_call": [
+        {"kwargs": REQUEST, "response_obj": {"choices": CHOICES[:1]}},
+        {"requestBody": json.dumps(REQUEST), "responseBody": [CHUNK]},
+    ],
+    "prompt_response": [
+        {"instruction": "add", "input": "2+2?", "output": "4", "system": "be", "token_ids": [1], "logprobs": [-0.5]},
+        {"question": [USER], "response": [SAID]},
+    ],
+    "prompt_samples": [
+        {
+            "prompt": [USER],
+            "completions": ["4", {"text": "5", "score": 1}, SAID],
+            "id": 1,
+            "system": "be",
+            "rewards": [1, 0, None],
+            "token_ids": [[1], [2], [3]],
+            "logprobs": [[-0.5], [-0.5], [-0.5]],
+            "finish_reason": ["stop", "length", "stop"],
+            "prompt_token_ids": [7, 8],
+        }
+    ],
+    "renamed_messages": [
+        {"chatHistory": [USER, SAID], "meta": {"score": 1}},
+        {"state": {"values": {"talk": TALK}}, "score": 1},
+    ],
+    "pydantic_ai": [{"history": HISTORY, "score": 1}, HISTORY],
+    "lm_eval": [
+        {"doc_id": 0, "arguments": {"gen_args_0": {"arg_0": "2+2?", "arg_1": {"temperature": 1}}}, "resps": [["4"]]},
+        {"doc_id": 0, "arguments": [[[json.dumps([USER])], {}]], "resps": [["4", "5"]]},
+    ],
+    "nested_call": [
+        {"request": {"url": "/", "body": json.dumps(REQUEST)}, "response": {"status": 200, "body": EVENTS}, "ok": True},
+        {"span": {"input": [USER], "output": [SAID], "config": {"temperature": 1}}, "trace_id": "a", "parent_id": None},
+        {"steps": [{"asked": [USER], "raw": {"choices": CHOICES[:1]}}, {"asked": [USER] * 2, "message": SAID}]},
+    ],
+    "span": [{"name": "chain", "context": {"trace_id": "a"}, "parent_id": None, "score": 1}, {"object": "trace"}],
+    "export": [{"version": 1, "entries": [{"messages": [USER], "answer": {"choices": CHOICES[:1]}}] * 2}],
+}
+
+
+def places(value, at=()):
+    """Where values stand in a record."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from places(each, (*at, key))
+
+
+def spoiled(record):
+    """The record with each of its values replaced."""
+    for at in list(places(record))[1:]:
+        for value in (5, None, "x", [], {}, [5], {"x": 5}, [None], 10**400):
+            out = copy.deepcopy(record)
+            inner = out
+            for key in at[:-1]:
+                inner = inner[key]
+            inner[at[-1]] = value
+            yield out
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(each.name for each in table.ADAPTERS))
+def test_a_value_of_another_type_is_at_most_a_bad_record(name, tmp_path):
+    for example in EXAMPLES[name]:
+        found = table.adapter_of(example)
+        assert found is not None
+        assert found.name == name
+        tg.read([example])
+        path = tmp_path / "x.jsonl"
+        rows = [{"prompt": "q", "response": "a"}, example, *spoiled(example)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        report = tg.read(path, on_error="skip").read_report
+        assert report.traces > 0 if name == "span" else report.traces > 1
+        for read in report.errors:
+            assert read.startswith(f"{path}:")
+        tg.read(path, on_error="skip", map={"session": "prefix"})
+        for row in rows:
+            candidates.find([row])
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        ({"responses_create_params": {"input": "q", "tools": 5}, "response": {"output": ITEMS}}, "`tools` is a number"),
+        ({**SAMPLE, "messages": 5}, "`messages` is a number, not a list"),
+        ({**SAMPLE, "messages": [5]}, "it cannot be read as inspect_ai: AttributeError"),
+    ],
+)
+def test_what_stumbles_an_adapter_is_located_and_put_aside(record, what, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "response": "a"}) + "\n" + json.dumps(record) + "\n")
+    with pytest.raises(FormatError, match=what) as found:
+        tg.read(path)
+    assert str(found.value).startswith(f"{path}:2")
+    report = tg.read(path, on_error="quarantine").read_report
+    assert (report.traces, report.bad) == (1, 1)
+    assert json.loads((tmp_path / "x.jsonl.quarantine.raw").read_text()) == record
+    path.write_text(json.dumps(record))  # alone: the first record of a file is looked at apart
+    assert tg.read(path, on_error="skip").read_report.bad == 1
+
+
+def test_a_record_that_cannot_even_be_looked_at_is_bad(tmp_path, monkeypatch):
+    def knows(record):
+        return record["never"]
+
+    monkeypatch.setattr(table, "ADAPTERS", (table.Adapter("odd", knows, lambda record: []),))
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": [USER, SAID]}))
+    with pytest.raises(FormatError, match="it cannot be read as any form: KeyError") as found:
+        tg.read(path)
+    assert str(found.value).startswith(f"{path}:1")
+
+
+def test_no_depth_of_a_record_ends_the_reading(tmp_path):
+    path = tmp_path / "x.jsonl"
+    limit = sys.getrecursionlimit()
+    for depth in [*range(limit - 200, limit, 5), 5 * limit, 100 * limit]:
+        deep = '{"prompt": "q", "response": "a", "meta": ' + "[" * depth + "]" * depth + "}"
+        path.write_text(json.dumps({"prompt": "q", "response": "a"}) + "\n" + deep + "\n")
+        assert tg.read(path, on_error="skip").read_report.records == 2
+        path.write_text(deep)
+        assert tg.read(path, on_error="skip").read_report.records == 1
+
+
+def test_an_answer_is_the_key_that_says_something():
+    [trace] = tg.read([{"prompt": "q", "completions": [{"text": None, "content": "a"}]}])
+    assert trace.messages[-1]["content"] == "a"
+
+
+def test_reasoning_as_text_is_kept():
+    output = [{"type": "reasoning", "content": "so"}, ITEMS[-1]]
+    [trace] = tg.read([{"responses_create_params": {"input": "q"}, "response": {"output": output}}])
+    assert trace.messages[-1]["reasoning_content"] == "so"
+
+
+def test_each_answer_has_its_own_ids_logprobs_and_end():
+    more = {"token_ids": [[1, 2], [3]], "logprobs": [[-0.1, -0.2], [-0.3]], "finish_reason": ["stop", "length"]}
+    asked = {"prompt": "q", "completions": ["a", "b"], "prompt_token_ids": [7, 8], **more, "rewards": [1, 0]}
+    logged = {
+        "request": {"messages": [USER]},
+        "response": {"choices": [{"message": SAID}] * 2},
+        **more,
+        "rewards": [1, 0],
+    }
+    for record in (asked, logged):
+        one, two = (trace.generations[0] for trace in tg.read([record]))
+        assert (one.token_ids.tolist(), two.token_ids.tolist()) == ([1, 2], [3])
+        assert (one.logprobs.tolist(), two.logprobs.tolist()) == (pytest.approx([-0.1, -0.2]), pytest.approx([-0.3]))
+        assert (one.finish_reason, two.finish_reason) == ("stop", "length")
+    one, two = (trace.generations[0] for trace in tg.read([asked]))
+    assert one.prompt_token_ids.tolist() == two.prompt_token_ids.tolist() == [7, 8]
+    alone = tg.read([{"prompt": "q", "completions": ["a"], "token_ids": [1, 2], "finish_reason": "stop"}])
+    assert alone[0].generations[0].token_ids.tolist() == [1, 2]
+    assert alone[0].generations[0].finish_reason == "stop"
+    assert tg.read([{"prompt": "q", "completions": ["a", "b"], "reward": [1, None]}]).reward[0] == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"token_ids": [[1, 2]]},
+        {"token_ids": [1, 2]},
+        {"logprobs": [[-0.1], [-0.2], [-0.3]]},
+        {"logprobs": LISTED},
+        {"logprobs": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.5}]},
+        {"finish_reason": ["stop"]},
+        {"prompt_token_ids": [[1]]},
+        {"rewards": [1]},
+    ],
+)
+def test_a_length_that_fits_no_answer_is_an_error(more):
+    [name] = more
+    with pytest.raises(FormatError, match=f"<records>:1: `{name}` is .*2 answers, each of which needs its own"):
+        tg.read([{"prompt": "q", "completions": ["a", "b"], **more}])
+
+
+def test_answers_share_no_more_than_is_held():
+    big = {"prompt": "q", "completions": ["a"] * 2000, "meta": {"text": "x" * 100_000}}
+    calls = {"request": {"messages": [{**USER, "content": "x" * 100_000}]}, "rewards": [1] * 2000}
+    calls |= {"response": {"choices": [{"message": SAID}] * 2000}}
+    tracemalloc.start()
+    for record in (big, calls):
+        with pytest.raises(FormatError, match=r"it would become 2,000 traces, each with the 100,.* Write a record for"):
+            tg.read([record])
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    assert len(tg.read([{**big, "completions": ["a"] * 600}])) == 600
+
+
+def test_no_adapter_makes_more_of_a_record_than_is_held(monkeypatch):
+    monkeypatch.setattr(fitting, "MOST_BYTES", 1000)
+    pool = {"events_data": {"messages": [{**USER, "content": "x" * 1000}]}}
+    event = {**EVENT, "input": [], "input_refs": [[0, 1]] * 100}
+    with pytest.raises(FormatError, match="it would become 1 traces"):
+        tg.read([{**SAMPLE, **pool, "events": [event]}])
+
+
+def test_much_that_is_made_of_few_records_is_decoded_in_parts(tmp_path):
+    record = {"prompt": "q" * 30_000, "completions": ["a"] * 500}
+    path = tmp_path / "x.jsonl"
+    path.write_text((json.dumps(record) + "\n") * 10)
+    tracemalloc.start()
+    stream = tg.stream(path)
+    assert sum(map(len, stream)) == 5000
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20, "150 MB are made of them"
+    assert stream.read_report.bytes == 10 * len(json.dumps(record))
+    tracemalloc.stop()
+
+
+def test_the_bytes_of_a_record_are_not_held_again_for_each_of_its_answers(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completions": ["a" * 1000] * 500}))
+    assert [len(part) for part in tg.stream(path)] == [500], "0.5 MB are decoded at once, 250 MB would be in parts"
+    parts = [len(part) for part in tg.stream(path, on_error="quarantine")]
+    assert (sum(parts), len(parts) > 20) == (500, True), "any of them may have to be put aside with its record"
+
+
+def test_answers_without_an_id_have_one_each():
+    two = {"prompt": "q", "completions": ["a", "b"]}
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert [trace.id for trace in tg.read([two, two, pair, {**two, "id": 7}, {**two, "id": ["x", "y"]}])] == [
+        *("<records>:1-0", "<records>:1-1", "<records>:2-0", "<records>:2-1", "<records>:3-0", "<records>:3-1"),
+        *("7-0", "7-1", "x", "y"),
+    ]
+    logged = {"request": {"messages": [USER]}, "response": {"choices": [{"message": SAID}] * 2}, "rewards": [1, 0]}
+    one, two = tg.read([logged])
+    assert (one.id, two.id, b"None" in one.record) == ("<records>:1-0", "<records>:1-1", False)
+
+
+def test_choices_of_a_question_were_not_sampled():
+    asked = {"question": "q", "choices": ["A", "B"], "answer": 1}
+    assert adapt(asked) is None
+    assert [each["reward"] for each in adapt({**asked, "rewards": [1, 0]}) or []] == [1, 0]
+    assert len(adapt({"question": "q", "choices": [{"answer": "A"}, {"answer": "B"}]}) or []) == 2
+
+
+def test_messages_that_only_ask_are_no_trace():
+    talk = [USER, SAID, USER]
+    assert adapt({"prompt": talk, "label": 1}) is None
+    assert adapt({"prompt": talk[:2], "label": 1}) is not None
+    assert adapt({"chatHistory": talk}) is not None
+
+
+def test_many_answers_are_looked_at_once_for_what_they_share(monkeypatch):
+    prompts, values = [], []
+    prompt_of, add = candidates.prompt_of, candidates._Column.add
+    monkeypatch.setattr(candidates, "prompt_of", lambda trace: prompts.append(trace) or prompt_of(trace))
+    monkeypatch.setattr(candidates._Column, "add", lambda *told: values.append(told[1]) or add(*told))
+    record = {"prompt": "q" * 1000, "completions": ["y" * 1000] * 500, "rewards": [1, 0] * 250, "meta": {"score": 0.5}}
+    tracemalloc.start()
+    found = candidates.find([record, {**record, "meta": {"score": 0.25}}])
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+    assert (found.records, len(prompts), values.count(0.5), values.count(0.25)) == (1000, 2, 1, 1)
+    whys = [each.why for each in found.of("reward")]
+    assert '1,000 of 1,000 records have a number "reward" (0 to 1, 2 values)' in whys
+    assert '1,000 of 1,000 records have a number "meta.score" (0.25 to 0.5, 2 values)' in whys
+    values.clear()
+    assert not candidates.find([record], wanted=["session"]).found
+    assert not values, "no name of them is that of a session"
+
+
+def test_a_session_alone_needs_no_trace_of_each_record(monkeypatch):
+    rows = [{"messages": [USER, {**SAID, "content": str(at)}], "score": at} for at in range(4)]
+    monkeypatch.setattr(candidates, "prompt_of", lambda trace: pytest.fail("a prompt is only for groups"))
+    assert not candidates.find(rows, wanted=["session"]).found

@@ -1,0 +1,125 @@
+"""Addresses: a real S3 API on loopback, with its own errors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+
+import pytest
+
+import tracegrad as tg
+from tracegrad.errors import ArgumentError, ReadError
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+
+
+def line(number):
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(number)}]
+    return json.dumps({"id": f"t{number}", "messages": said, "meta": {"r": number}}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A bucket with a folder of three files, one of them in gzip and one in Parquet; its address."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    told = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    import s3fs
+
+    system = s3fs.S3FileSystem(skip_instance_cache=True)
+    system.mkdir("logs")
+    many = "".join(map(line, range(3000)))
+    system.pipe("logs/day/a.jsonl", many.encode())
+    system.pipe("logs/day/b.jsonl.gz", gzip.compress("".join(map(line, range(3000, 3002))).encode()))
+    system.pipe("logs/day/notes.md", b"x")
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    sink = pa.BufferOutputStream()
+    pyarrow.parquet.write_table(pa.Table.from_pylist([json.loads(line(3002))]), sink)
+    system.pipe("logs/day/c.parquet", sink.getvalue().to_pybytes())
+    yield "s3://logs"
+    server.stop()
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def test_a_folder_a_pattern_and_a_file_of_a_bucket_are_read(bucket):
+    said = []
+    traces = tg.read(f"{bucket}/day", map={"reward": "meta.r"}, progress=said.append)
+    assert [trace.id for trace in traces] == [f"t{number}" for number in range(3003)]
+    assert traces[3001].location == (f"{bucket}/day/b.jsonl.gz", 2)
+    assert traces[3002].reward == 3002
+    assert said[-1].total > 100_000
+    assert said[-1].taken == said[-1].total
+    assert len(tg.read(f"{bucket}/day/*.gz")) == 2
+    assert len(tg.read([f"{bucket}/day/a.jsonl", f"{bucket}/day/b.jsonl.gz"])) == 3002
+    assert len(tg.read(f"{bucket}/day/a.jsonl", limit=5)) == 5
+
+
+def test_what_is_not_there_is_said_by_its_address(bucket):
+    with pytest.raises(ReadError, match=r"s3://logs/gone\.jsonl: .*It cannot be read"):
+        tg.read(f"{bucket}/gone.jsonl")
+    with pytest.raises(ReadError, match="nothing there has such a name"):
+        tg.read(f"{bucket}/gone-*.jsonl")
+    with pytest.raises((ReadError, ArgumentError), match="nosuch"):
+        tg.read("nosuch://a/b.jsonl")
+
+
+def breaks_off(monkeypatch):
+    """Files in memory end with an error behind their first block; returns the sizes that were asked for since."""
+    from fsspec.implementations.memory import MemoryFile
+
+    from tracegrad.inputs import remote
+
+    blocks, real = [], MemoryFile.read
+
+    def read(self, size=-1):
+        blocks.append(size)
+        if blocks.count(remote.BLOCK) > 1:
+            raise OSError("cut")
+        return real(self, size)
+
+    monkeypatch.setattr(MemoryFile, "read", read)
+    return blocks
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_address_that_breaks_off_in_the_middle_is_an_error(monkeypatch, on_error):
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/t.jsonl", "".join(map(line, range(30000))).encode())
+    assert len(tg.read("memory://t.jsonl")) == 30000
+    breaks_off(monkeypatch)
+    with pytest.raises(ReadError, match=r"memory://.*t\.jsonl: OSError: cut\. It cannot be read"):
+        tg.read("memory://t.jsonl", on_error=on_error)
+
+
+def test_bad_records_do_not_count_towards_the_limit_of_an_address_that_breaks_off(monkeypatch):
+    import fsspec
+
+    from tracegrad.inputs import remote
+
+    bad = '{"none": "of ours"}' + " " * (len(line(10_000)) - 20) + "\n"
+    fsspec.filesystem("memory").pipe("/mixed.jsonl", "".join(bad + line(n) for n in range(30000)).encode())
+    blocks = breaks_off(monkeypatch)
+    records = remote.BLOCK // len(line(10_000))  # that came before it broke off; every other one is bad
+    with pytest.raises(ReadError, match="OSError: cut"):
+        tg.read("memory://mixed.jsonl", on_error="skip", limit=records * 3 // 4)
+    blocks.clear()
+    assert len(tg.read("memory://mixed.jsonl", on_error="skip", limit=records // 4)) == records // 4
+
+
+def test_an_address_that_breaks_off_is_an_error(bucket, monkeypatch):
+    import s3fs
+
+    monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", lambda *_: (_ for _ in ()).throw(OSError("cut")))
+    with pytest.raises(ReadError, match=r"s3://logs/day/a\.jsonl: "):
+        tg.read(f"{bucket}/day/a.jsonl")

@@ -1,0 +1,140 @@
+"""What producers' own code wrote (tests/golden/make_inputs.py): each is read with its messages, logprobs and scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from tracegrad.errors import ReadError
+from tracegrad.inputs import evals
+from tracegrad.inputs.adapters import adapt
+
+GOLDEN = Path(__file__).parent / "golden" / "inputs"
+LOGPROBS = [-0.25, -0.5, -0.75, -1.0]
+
+
+def read(name, **told):
+    return tg.read(GOLDEN / name, **told)
+
+
+def asks_and_answers(trace, temperature=0.5):
+    assert [(each["role"], each["content"]) for each in trace.messages] == [
+        ("user", "A lamp?"),
+        ("assistant", "It costs 3."),
+    ]
+    [turn] = trace.generations
+    assert (turn.tokens, turn.finish_reason, turn.temperature) == (4, "stop", temperature)
+    np.testing.assert_array_equal(turn.logprobs, LOGPROBS)
+
+
+@pytest.mark.parametrize("name", ["langchain_dict", "langchain_dumpd", "langchain_model_dump"])
+def test_langchain_messages_in_three_spellings(name):
+    [trace] = read(f"{name}.jsonl", map={"reward": "score", "group": "thread_id"})
+    assert [each["role"] for each in trace.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    call = trace.messages[2]["tool_calls"][0]
+    assert (call["id"], call["function"]["name"]) == ("c1", "price")
+    assert json.loads(call["function"]["arguments"]) == {"item": "lamp"}
+    assert trace.messages[3]["tool_call_id"] == "c1"
+    assert [turn.finish_reason for turn in trace.generations] == ["tool_calls", "stop"]
+    np.testing.assert_array_equal(trace.generations[1].logprobs, LOGPROBS)
+    assert (trace.reward, trace.group) == (1.0, "th1")
+
+
+def test_langsmith_runs_that_are_no_calls_are_left_out_and_counted():
+    stream = tg.stream(GOLDEN / "langsmith_runs.jsonl")
+    [trace] = tg.Traces.concatenate(list(stream))
+    asks_and_answers(trace)
+    assert "convert  3 records of langsmith, 2 of them hold no call and are left out" in stream.lines()
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"),
+    [("inputs_outputs", "feedback"), ("bodies", "ok"), ("messages_response", None), ("chunk_lists", None)],
+)
+def test_calls_of_the_openai_client_under_loggers_names(name, reward):
+    [trace] = read(f"openai_{name}.jsonl", map={"reward": reward} if reward else None)
+    asks_and_answers(trace)
+    assert trace.reward == (1.0 if reward else None)
+
+
+def test_a_list_of_chunks_is_one_answer_whose_prompt_is_not_known():
+    [trace] = read("openai_chunks.json")
+    [turn] = trace.generations
+    np.testing.assert_array_equal(turn.logprobs, LOGPROBS)
+    assert trace.messages[-1]["content"] == "It costs 3."
+    chunks = json.loads((GOLDEN / "openai_chunks.json").read_text())
+    other = [{**chunk, "id": "other"} for chunk in chunks]
+    assert len(tg.read([*chunks, *other])) == 2
+
+
+def test_litellm_by_its_callback_and_its_payload():
+    [trace] = read("litellm_callback.jsonl", map={"reward": "metadata.rating"})
+    assert (trace.messages[-1]["content"], trace.reward, trace.generations[0].temperature) == ("It costs 3.", 0.5, 0.5)
+    [trace] = read("litellm_standard.jsonl")
+    assert trace.messages[-1]["content"] == "It costs 3."
+
+
+def test_an_inspect_log_gives_samples_by_their_epochs_with_scores():
+    stream = tg.stream(GOLDEN / "inspect.eval")
+    traces = tg.Traces.concatenate(list(stream))
+    assert [trace.id for trace in traces] == ["lamp-1", "lamp-2", "vase-1", "vase-2"]
+    assert [trace.group for trace in traces] == ["lamp", "lamp", "vase", "vase"]
+    assert [trace.reward for trace in traces] == [1.0, 1.0, 0.0, 0.0]
+    assert traces[0].rewards == {"match": 1.0}
+    asks_and_answers(traces[0], temperature=1.0)
+    whole = {"eval": {}, "samples": [json.loads(each) for each in evals.samples(str(GOLDEN / "inspect.eval"))]}
+    assert [trace.id for trace in tg.read([whole])] == [trace.id for trace in traces]
+
+
+def test_a_zip_that_is_no_log_and_a_log_that_was_cut_are_refused(tmp_path):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        file.writestr("x.json", "{}")
+    with pytest.raises(ReadError, match="a zip without samples/"):
+        tg.read(tmp_path / "a.zip")
+    (tmp_path / "b.eval").write_bytes((GOLDEN / "inspect.eval").read_bytes()[:2000])
+    with pytest.raises(ReadError, match=r"b\.eval: .*Copy it again"):
+        tg.read(tmp_path / "b.eval")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_bad_sample_is_located(tmp_path, name):
+    (tmp_path / name).write_text(
+        json.dumps({"conversations": [{"from": "human", "value": None}, {"from": "gpt", "value": 3}]})
+    )
+    with pytest.raises(tg.TracegradError, match=rf"{name}:1"):
+        tg.read(tmp_path / name)
+
+
+def test_text_forms():
+    talk = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s", "id": 3}
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "id": "p", "score_chosen": 0.9}
+    full = {
+        "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}],
+    }
+    asked = {"instruction": "add", "input": "2+2", "output": "4"}
+    traces = tg.read([talk, pair, full, asked, {"prompt": "a", "response": "b", "logprobs": [-0.5], "token_ids": [7]}])
+    said = [[(each["role"], each["content"]) for each in trace.messages] for trace in traces]
+    assert said[0] == [("system", "s"), ("user", "a"), ("assistant", "b")]
+    assert said[1:5] == [[("user", "a"), ("assistant", text)] for text in "bcbc"]
+    assert [trace.reward for trace in traces[1:5]] == pytest.approx([0.9, 0.0, 1.0, 0.0])
+    assert traces[1].group == traces[2].group == traces[3].group
+    assert [trace.id for trace in traces[1:3]] == ["p-chosen", "p-rejected"]
+    assert said[5] == [("user", "add\n\n2+2"), ("assistant", "4")]
+    assert traces[6].generations[0].logprobs.tolist() == [-0.5]
+    assert all(len(trace.generations) == 1 for trace in traces)
+
+
+def test_forms_that_the_core_reads_are_no_adapters_affair():
+    text = (Path(__file__).parents[1] / "docs" / "trace-format.md").read_text()
+    lines = [line.strip() for line in text.split("\n") if line.startswith("{") and line.rstrip().endswith("}")]
+    records = [json.loads(line) for line in lines if line.count("{") == line.count("}")]
+    assert len(records) > 15
+    for record in records:
+        assert adapt(record) is None, record

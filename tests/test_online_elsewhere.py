@@ -1,0 +1,166 @@
+"""Trainer and collectors that are apart: which servers each asks, and what the folder of a run tells."""
+
+import asyncio
+import json
+import signal
+
+import pytest
+
+from stand_in import StandIn
+from tracegrad.config import Config
+from tracegrad.errors import FormatError, ReadError
+from tracegrad.learner.interrupt import Interrupt
+from tracegrad.online import Online, Play, apart, elsewhere
+from tracegrad.online.brief import Brief
+from tracegrad.online.collector import Collector
+from tracegrad.online.elsewhere import Elsewhere
+from tracegrad.online.frames import Follower
+from tracegrad.online.link import Link
+from tracegrad.online.pace import Pace
+from tracegrad.online.state import State
+from tracegrad.rollout.http import ServerError
+from tracegrad.rollout.server import Servers
+
+
+class Versioned(StandIn):
+    """A server that says which weights it has; None: it does not know that question."""
+
+    def __init__(self, version):
+        super().__init__(self.told)
+        self.version = version
+
+    def told(self, request, body):
+        if request.path == "/weight_info":
+            return 404 if self.version is None else {"weight_version": self.version}
+        return {}
+
+
+def out(link):
+    """Why each server is not asked, by its URL; None for one that is."""
+    return {row["url"]: row["out"] for row in link.servers.state()}
+
+
+def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monkeypatch):
+    async def main():
+        async with Versioned("2") as right, Versioned("default") as anew, Versioned(None) as silent:
+            async with Versioned("2") as gone:
+                pass
+            urls = [each.url for each in (right, anew, silent, gone)]
+            with Link(lambda: Servers(urls, model="m", probe_s=60)) as link:
+                player = Elsewhere(link, Pace(1), tmp_path, 60, State(version=2))
+                await asyncio.to_thread(player.check)
+                assert set(out(link).values()) == {None}  # they were seen a moment ago
+                monkeypatch.setattr(elsewhere, "LOOK_S", 0.0)
+                await asyncio.to_thread(player.check)
+                return out(link), urls
+
+    why, (right, anew, silent, gone) = asyncio.run(main())
+    assert why == {
+        right: None,
+        anew: "it says that it has version default",
+        silent: None,
+        gone: "it says that it has version None",
+    }
+
+
+async def until(condition):
+    async def wait():
+        while not condition():
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(wait(), 10)
+
+
+async def waiting(task, policy):
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weights(tmp_path, says):
+    async def main():
+        async with Versioned("1" if says else None) as a, Versioned("1" if says else None) as b:
+            state = State(1, 1, 0, (a.url, b.url), "m")
+            state.write(tmp_path)
+            with Link(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
+                player = Collector(waiting, iter([(0, "?")]), link, None, Pace(1), Play(samples=1))
+                interrupt = Interrupt()
+                told = (tmp_path, state, player, Follower(tmp_path / "played"), interrupt)
+                following = asyncio.create_task(asyncio.to_thread(apart._follow, *told))
+                try:
+                    await until(lambda: link.servers.admission is not None)
+                    State(2, 3, 1, (a.url,), "m").write(tmp_path)
+                    await until(lambda: out(link)[b.url] is not None)
+                    assert out(link) == {a.url: None, b.url: "the trainer's push of version 2 did not reach it"}
+                    assert (link.version, link.coming, player.taken) == (2, 3, 1)
+                    await until(lambda: len(b.asked("/health")) >= 3)
+                    assert out(link)[b.url] is not None  # healthy, with the weights of before
+                    if says:
+                        b.version = "2"
+                    else:
+                        State(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
+                    await until(lambda: out(link)[b.url] is None)
+                    State(2, 3, 1, (a.url, b.url), "m", over=True).write(tmp_path)
+                    await asyncio.wait_for(asyncio.shield(following), 10)
+                finally:
+                    interrupt.received = signal.SIGTERM
+                    await following
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": 3},
+        {"objective": None},
+        {"online": {"stepz": 1}},
+        {"online": {"steps": 0}},
+        {"engine": 3},
+        {"online": 3},
+    ],
+    ids=str,
+)
+def test_what_a_run_was_told_is_read_again_or_refused(tmp_path, changed):
+    brief = Brief("model", "DAPO", Online(steps=3), Play(turns=2), {"max_model_len": 99})
+    with pytest.raises(ReadError):
+        Brief.read(tmp_path)
+    brief.write(tmp_path, Config())
+    assert Brief.read(tmp_path) == brief
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with pytest.raises(FormatError, match=r"run\.json: not what a trainer writes.*Copy it again"):
+        Brief.read(tmp_path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(FormatError, match="not what a trainer writes"):
+        Brief.read(tmp_path)
+
+
+def test_what_waits_for_a_server_that_has_ended_raises_why():
+    async def forever(servers, sync):
+        await asyncio.sleep(60)
+
+    why = None
+    with Link(lambda: Servers(["http://127.0.0.1:9"], model="m"), ended=lambda: why) as link:
+        link.check()
+        why = "vLLM ended with status 137"
+        with pytest.raises(ServerError, match="ended with status 137"):
+            link.run(forever)
+        with pytest.raises(ServerError, match="ended with status 137"):
+            link.check()
+
+
+def test_that_no_server_can_be_asked_is_said_once(monkeypatch):
+    monkeypatch.setattr("tracegrad.online.link.PATIENCE_S", 1)
+    urls, said = ["http://127.0.0.1:9", "http://127.0.0.1:10"], []
+
+    async def gone(servers, sync, which):
+        for url in which:
+            servers.leave_out(url, "connection refused")
+        await asyncio.sleep(2.5)
+
+    with Link(lambda: Servers(urls, model="m", probe_s=60), say=said.append) as link:
+        link.run(lambda servers, sync: gone(servers, sync, urls[:1]))
+        assert said == []
+        link.run(lambda servers, sync: gone(servers, sync, urls))
+    [line] = said
+    assert all(f"{url}: connection refused" in line for url in urls)

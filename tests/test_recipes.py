@@ -1,0 +1,147 @@
+"""recipes: each sets what its source fixes, what is told wins and is said, and each of them trains."""
+
+from __future__ import annotations
+
+import pytest
+
+import tracegrad as tg
+from tracegrad import presets, recipes
+from tracegrad.algebra import override_all
+from tracegrad.cli import main
+from tracegrad.config import Advantage, Config, as_dict, load
+from tracegrad.errors import ArgumentError
+from tracegrad.recipes import Recipe
+from tracegrad.recipes.describe import describe, documented
+from tracegrad.recipes.recipe import named
+
+NAMES = [name for name in recipes.__all__ if isinstance(getattr(recipes, name), Recipe)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_options_of_a_recipe_give_its_objective_and_its_advantages_back(name):
+    recipe = recipes.find(name)
+    chosen, otherwise = recipe.settle()
+    assert otherwise == ()
+    objective = override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
+    assert objective == recipe.objective
+    assert recipe.advantage is None or chosen.advantage == recipe.advantage
+    assert str(recipe).startswith(str(objective))
+    assert all(f"{option} = " in str(recipe) for option, _ in recipe.options)
+
+
+def test_a_recipe_sets_nothing_but_what_it_fixes():
+    chosen, _ = recipes.DAPO.settle(start=load(overrides=[("optimizer.lr", 3e-5), ("advantage.singleton", "zero")]))
+    changed = {name: value for name, value in as_dict(chosen).items() if as_dict(Config())[name] != value}
+    assert changed == {
+        "advantage.scale": "std",
+        "filter.even_groups": True,
+        "optimizer.lr": 3e-5,
+        "advantage.singleton": "zero",
+    }
+
+
+def test_what_is_told_by_hand_or_by_file_wins_and_is_said(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[advantage]\nddof = 0\n[objective]\npreset = "DAPO"\n"surrogate.high" = 0.4\n')
+    chosen, otherwise = recipes.DAPO.settle(file, [("train.epochs", "3")])
+    assert (chosen.advantage.scale, chosen.advantage.ddof, chosen.train.epochs) == ("std", 0, 3)
+    assert otherwise == ("advantage.ddof = 0 (not 1)", "objective.surrogate.high = 0.4")
+
+
+def test_another_baseline_leaves_out_what_belonged_to_the_recipes_own():
+    chosen, otherwise = recipes.GRPO.settle(overrides=[("advantage.baseline", "rloo")])
+    assert chosen.advantage == Advantage(baseline="rloo")  # a scale would be refused: rloo has none
+    assert "advantage.baseline = rloo (not group_mean)" in otherwise
+
+
+def test_another_objective_leaves_out_what_the_recipe_says_of_missing_logprobs():
+    recipe = Recipe(presets.DAPO, missing="neutral")
+    chosen, otherwise = recipe.settle(overrides=[("objective", "WEIGHTED_SFT")])
+    assert (chosen.objective.preset, chosen.train.missing) == ("WEIGHTED_SFT", "mask")
+    assert otherwise == ("objective = WEIGHTED_SFT (not DAPO)", "train.missing = mask (not neutral)")
+
+
+def test_an_objective_without_a_name_goes_through_a_config_as_its_code(tmp_path):
+    objective = override_all(presets.VESPO, {"weights.0.shape.power": 1.5})
+    recipe = Recipe(objective)
+    chosen, _ = recipe.settle()
+    file = tmp_path / "config.toml"
+    file.write_text(tg.config.to_toml(chosen))
+    assert presets.find(load(file).objective.preset) == objective
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("Objective(__import__('os').system('true'))", "is no objective"),
+        ("Objective(override)", "is no objective"),
+        ("Objective(with_kl(1, 2))", "with_kl is no part of an objective"),
+        ("Objective(Clip(0.2, 0.2), **{})", "is no objective"),
+        ("Objective(" + "(" * 5000, "is no objective"),
+        ("Objective(Clip(low=7))", "Clip.low is 7"),
+    ],
+)
+def test_a_text_that_is_no_objective_is_refused_and_never_executed(text, why):
+    with pytest.raises(ArgumentError, match=why):
+        presets.find(text)
+
+
+def test_a_recipe_is_found_by_its_name_or_in_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from tracegrad import presets, recipes\nMINE = recipes.Recipe(presets.GSPO, missing='mask')\n")
+    assert recipes.find(f"{file}:MINE") == Recipe(presets.GSPO, missing="mask")
+    with pytest.raises(ArgumentError, match="Did you mean GRPO"):
+        recipes.find("GRPPO")
+    with pytest.raises(ArgumentError, match="ICEPOP is an objective without a recipe"):
+        recipes.find("ICEPOP")
+
+
+def test_what_a_recipe_may_hold_is_checked():
+    with pytest.raises(ArgumentError, match="lrr is no option"):
+        Recipe(presets.GRPO, config=(("optimizer.lrr", 1.0),))
+    with pytest.raises(ArgumentError, match="would be said twice"):
+        Recipe(presets.GRPO, config=(("advantage.scale", "std"),))
+    with pytest.raises(ArgumentError, match="missing='neutral'"):
+        Recipe(presets.GRPO_DIRECT, missing="neutral")
+
+
+def test_a_penalty_is_told_by_its_short_spelling():
+    assert named(presets.with_beta(presets.GSPO, 0.1)) == (("objective", "GSPO"), ("objective.beta", 0.1))
+
+
+def test_the_page_lists_every_recipe_with_its_paper():
+    told = {name: text for name, _, text in documented(recipes.papers, Recipe)}
+    assert set(told) == set(recipes.papers.__all__)
+    assert all("Paper:" in text and f"\n| {name} | " in describe() for name, text in told.items())
+
+
+def test_the_command_line_says_a_recipe_and_what_was_told_otherwise(capsys, tmp_path):
+    arguments = ["train", "t.jsonl", "--model", "m", "--out", str(tmp_path), "--recipe", "GSPO", "--print-config"]
+    assert main([*arguments, "--advantage.scale", "none"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(
+        "# recipe   GSPO: objective = GSPO, advantage.baseline = group_mean, advantage.scale = std"
+    )
+    assert said[1] == "# told     otherwise, which wins: advantage.scale = none (not std)"
+    assert 'preset = "GSPO"' in said
+    assert main([*arguments[:-2], "GSPPO", "--print-config"]) == 1
+    assert "no recipe is called 'GSPPO'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def group(example, tmp_path_factory):
+    """A file of one group of the example, in which rewards differ."""
+    path = tmp_path_factory.mktemp("traces") / "traces.jsonl"
+    tg.write(tg.read(example / "traces.jsonl.zst", limit=8), path)
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_takes_a_step_on_the_example(example, group, tmp_path, capsys, name):
+    pytest.importorskip("transformers")
+    places = [str(group), "--model", str(example / "model"), "--out", str(tmp_path)]
+    assert main(["train", *places, "--recipe", name, "--data.holdout", "0"]) == 0
+    said = capsys.readouterr().out
+    assert f"recipe   {name}: objective = " in said
+    assert "trained  1 steps" in said
+    assert "otherwise" not in said

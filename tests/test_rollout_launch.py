@@ -1,0 +1,95 @@
+"""A server that is started here ends with whoever started it, and says why where it does not begin."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.rollout import launch
+
+# A stand-in for vLLM's module: it starts a child as vLLM does its engine, answers /health, and does not end when told.
+FAKE = """
+import http.server, os, signal, subprocess, sys
+if "--fail" in sys.argv:
+    print("ValueError: no such model"); sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[sys.argv.index("--model") + 1], "w").write(f"{os.getpid()} {engine.pid}")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(FAKE)
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    return {
+        "python": sys.executable,
+        "environment": {"PYTHONPATH": str(tmp_path)},
+        "log": tmp_path / "log",
+        "name": "m",
+    }
+
+
+def gone(pids, within_s=10.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "Z" not in status(pid)]
+        if not alive:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def status(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as line:
+            return line.read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_launched_server_is_stopped_with_its_engine_though_it_will_not_end(fake, tmp_path):
+    pids = tmp_path / "pids"
+    with launch.launch(model=pids, timeout_s=20, **fake) as launched:
+        assert launched.url.startswith("http://127.0.0.1:")
+        running = pids.read_text().split()
+        with pytest.raises(ArgumentError, match="cannot be had"):
+            launch.Launched(model=pids, port=int(launched.url.rsplit(":", 1)[1]), **fake)
+    assert gone(running)
+
+
+PARENT = """
+import sys, time
+from tracegrad.rollout import launch
+launch.GRACE_S = 0.5
+model, log, path = sys.argv[1:]
+launch.Launched(sys.executable, model, name="m", log=log, environment={"PYTHONPATH": path}).wait(20)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_launched_server_ends_when_its_parent_is_killed(fake, tmp_path):
+    pids = tmp_path / "pids"
+    told = [str(pids), str(tmp_path / "log"), fake["environment"]["PYTHONPATH"]]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *told], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "up\n"
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert gone(pids.read_text().split())
+
+
+def test_a_server_that_ends_before_it_is_healthy_is_an_error_with_its_words(fake, tmp_path):
+    server = launch.launch(model=tmp_path / "pids", arguments=["--fail"], timeout_s=20, **fake)
+    with pytest.raises(TracegradError, match=r"ended with status 3;.*ValueError: no such model.*log"), server:
+        pass

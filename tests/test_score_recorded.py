@@ -1,0 +1,258 @@
+"""Recorded traces scored by functions and by a judge: the records stay, what was scored before is not scored again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import tracegrad as tg
+from peak import PEAK
+from tracegrad.cli import main
+from tracegrad.score.cache import Cache
+
+
+def trace(number, **more):
+    said = [{"role": "user", "content": f"{number // 2}?"}, {"role": "assistant", "content": str(number)}]
+    return {"id": f"t{number}", "group": f"g{number // 2}", "metadata": {"want": number}, "messages": said, **more}
+
+
+def written(path, numbers, **more):
+    path.write_text("".join(json.dumps(trace(number, **more)) + "\n" for number in numbers))
+    return path
+
+
+MODULE = """
+import pathlib
+def right(completions, want, **columns):
+    with open({log!r}, "a") as log:
+        log.write("call\\n")
+    return [float(said[-1]["content"] == str(each)) if each != 3 else None for said, each in zip(completions, want)]
+def long(completions, **columns):
+    return [len(text) / 10 for text in completions]
+def raises(completions, **columns):
+    raise RuntimeError("no score")
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "calls.log"
+    log.write_text("")
+    (tmp_path / "mine.py").write_text(MODULE.format(log=str(log)))
+    return lambda: log.read_text().count("call")
+
+
+def test_a_second_run_scores_only_what_is_new(tmp_path, functions, capsys):
+    path = written(tmp_path / "t.jsonl", range(6), reward=0.5)
+    command = ["score", str(path), "--reward", "mine.py:right", "--out", str(tmp_path / "s.jsonl")]
+    assert main(command) == 0
+    assert functions() == 3
+    traces = tg.read(tmp_path / "s.jsonl")
+    assert [one.id for one in traces] == [f"t{number}" for number in range(6)]
+    assert traces[0].rewards == {"recorded": 0.5, "right": 1.0}
+    assert traces[3].reward is None
+    assert math.isnan(traces[3].rewards["right"])
+    assert traces[0].record.startswith(json.dumps(trace(0, reward=0.5))[:-1].encode())
+    assert "1 without a score" in capsys.readouterr().out
+    written(path, range(8), reward=0.5)
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["groups"], told["from_cache"], told["unscored"]) == (4, 3, 1)
+    assert functions() == 4
+    # A function that was changed is asked again.
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "\nx = 1\n")
+    done = tg.score.recorded(tg.read(path), _right(tmp_path), cache=tmp_path / "s.jsonl.scores")
+    assert done.cached == 0
+
+
+def _right(folder):
+    space = {}
+    exec(compile((folder / "mine.py").read_text(), str(folder / "mine.py"), "exec"), space)
+    return space["right"]
+
+
+def test_a_function_that_fails_gives_no_reward_and_is_not_kept(tmp_path, functions, capsys):
+    path = written(tmp_path / "t.jsonl", range(2))
+    command = ["score", str(path), "--reward", "mine.py:raises", "--reward", "mine.py:right", "--out", "s.jsonl"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "failed   raises: raised, 1 times" in out
+    assert "no score" in out
+    assert [one.reward for one in tg.read("s.jsonl")] == [None, None]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["from_cache"] == 0
+
+
+def test_weights_texts_and_the_room_itself(tmp_path):
+    def length(prompts, completions):
+        return [len(prompt) + len(text) for prompt, text in zip(prompts, completions, strict=True)]
+
+    traces = tg.Traces.from_records([trace(number) for number in (0, 10)])
+    done = tg.score(traces, length, weights=[0.5], texts=True)
+    assert [one.reward for one in done.traces] == [1.5, 2.0]
+    assert done.traces[1].rewards == {"length": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "what scores is not told"),
+        (["--reward", "mine.py:right", "--judge", "http://x"], "what scores is not told"),
+        (["--reward", "mine.py:wrong"], "Did you mean|there is no wrong"),
+        (["--judge", "http://127.0.0.1:9"], "--judge-model is missing"),
+        (["--reward", "mine.py:right", "--price", "x"], "--price is 'x'"),
+        (["--reward", "mine.py:right", "--optimizer.lr", "1"], r"optimizer\.lr has no effect"),
+    ],
+)
+def test_what_cannot_be_scored_is_said(tmp_path, functions, capsys, flags, says):
+    import re
+
+    path = written(tmp_path / "t.jsonl", range(2))
+    assert main(["score", str(path), "--out", "s.jsonl", *flags]) == 1
+    assert re.search(says, capsys.readouterr().err)
+    assert main(["score", str(path), "--out", str(path), "--reward", "mine.py:right"]) == 1
+
+
+def test_a_cache_with_a_line_that_was_cut_is_read_and_added_to(tmp_path):
+    path = tmp_path / "c"
+    Cache(path).put("a", [1])
+    with path.open("a") as file:
+        file.write('{"key": "b", "val')
+    cache = Cache(path)
+    assert (cache.get("a"), cache.get("b")) == ([1], None)
+    cache.put("b", 2)
+    assert (Cache(path).get("a"), Cache(path).get("b")) == ([1], 2)
+
+
+# --- a judge ---
+
+
+def scores(prompt):
+    """Every trajectory by the number that it says, out of 10."""
+    count = prompt.count("<trajectory id=")
+    found = []
+    for number in range(1, count + 1):
+        part = prompt.split(f'<trajectory id="{number}">')[1].split("</trajectory>")[0]
+        found.append({"id": str(number), "score": int(json.loads(part.strip().split("\n")[-1])["content"]) / 10})
+    return json.dumps({"scores": found})
+
+
+class Judge(BaseHTTPRequestHandler):
+    asked = 0
+
+    def do_POST(self):
+        Judge.asked += 1
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        message = {"role": "assistant", "content": scores(body["messages"][1]["content"])}
+        usage = {"prompt_tokens": 100, "completion_tokens": 10}
+        answer = json.dumps(
+            {"model": body["model"], "choices": [{"index": 0, "message": message}], "usage": usage}
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_judge_counts_its_tokens_and_is_not_asked_twice(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("aiohttp")
+    monkeypatch.chdir(tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    path = written(tmp_path / "t.jsonl", range(6))
+    (tmp_path / "rubric.md").write_text("- More is better.")
+    url = f"http://127.0.0.1:{server.server_port}"
+    flags = ["--judge", url, "--judge-model", "j", "--rubric", "rubric.md", "--price", "1,10"]
+    command = ["score", str(path), *flags, "--out", "s.jsonl", "--json"]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (Judge.asked, told["prompt_tokens"], told["completion_tokens"]) == (6, 600, 60)
+    assert told["cost"] == pytest.approx(600e-6 + 600e-6)
+    assert told["agreement"] == 1.0
+    assert [one.reward for one in tg.read("s.jsonl")] == pytest.approx([number / 10 for number in range(6)])
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (Judge.asked, told["from_cache"], told["prompt_tokens"], told["agreement"]) == (6, 3, 0, 1.0)
+    server.shutdown()
+
+
+def test_two_orders_that_disagree_are_told():
+    async def first_wins(body, **_):
+        count = body["messages"][1]["content"].count("<trajectory id=")
+        rows = [{"id": str(number), "score": 1 - number / 10} for number in range(1, count + 1)]
+        return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}]}
+
+    records = [{**trace(number), "group": "g"} for number in range(8)]
+    done = asyncio.run(tg.score.judged(tg.Traces.from_records(records), first_wins, votes=2))
+    assert 0.1 < done.agreement < 0.9
+    assert done.unscored == 0
+
+
+def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):
+    async def mute(body, **_):
+        return {"choices": [{"message": {"content": "I would rather not."}}]}
+
+    traces = tg.Traces.from_records([trace(0), trace(1)])
+    for _ in range(2):
+        done = asyncio.run(tg.score.judged(traces, mute, votes=1, cache=tmp_path / "c"))
+        assert (done.unscored, done.cached, done.counts["judge: unusable"]) == (2, 0, 1)
+
+
+def test_traces_of_a_group_may_stand_anywhere_and_the_file_is_not_held(tmp_path, functions):
+    # Two files of 40 MB; the two traces of a group stand in one each.
+    for name, half in (("a", 0), ("b", 1)):
+        rows = (trace(2 * number + half, filler="x" * 10_000) for number in range(4000))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    body = "def pairs(completions, **columns):\n    return [len(completions)] * len(completions)\n"
+    (tmp_path / "mine.py").write_text(body)
+    code = "import sys; from tracegrad.cli import main; code = main(sys.argv[1:]); print(int(peak())); sys.exit(code)"
+    told = ["score", "a.jsonl", "b.jsonl", "--reward", "mine.py:pairs", "--out", "s.jsonl"]
+    command = [sys.executable, "-c", PEAK + code, *told]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "scored   8,000 traces in 4,000 groups by pairs\n" in done.stdout
+    assert int(done.stdout.split()[-1]) < 225, "MiB; with all of the 80 MB held it takes 303"
+    traces = tg.read(tmp_path / "s.jsonl")
+    assert [one.id for one in traces][3998:4002] == ["t7996", "t7998", "t1", "t3"]
+    assert set(traces.reward.tolist()) == {2.0}
+
+
+def test_where_there_is_no_room_for_what_is_scored_that_is_said(functions, tmp_path, capsys, monkeypatch):
+    path = written(tmp_path / "t.jsonl", range(2))
+    full = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115  a disk without room
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: full)
+    assert main(["score", str(path), "--reward", "mine.py:right", "--out", "s.jsonl"]) == 1
+    assert "Make room, or set TMPDIR to another folder" in capsys.readouterr().err
+
+
+def test_where_no_file_can_be_made_that_is_said(tmp_path, functions, capsys, monkeypatch):
+    path = written(tmp_path / "t.jsonl", range(2))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    assert main(["score", str(path), "--reward", "mine.py:right", "--out", "s.jsonl"]) == 1
+    assert f"{tmp_path / 'gone'}: No such file or directory. What is scored is kept there" in capsys.readouterr().err
+
+
+def test_an_error_of_the_input_is_not_one_of_the_temporary_file_which_is_closed(monkeypatch):
+    opened, make = [], tempfile.TemporaryFile
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **told: opened.append(make(**told)) or opened[0])
+
+    def parts():
+        yield tg.Traces.from_records([trace(0)])
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        tg.score.Spool(parts())
+    assert not isinstance(raised.value, tg.TracegradError)
+    assert opened[0].closed

@@ -1,0 +1,304 @@
+"""Ten files and more of strangers, each walked from the file to a report by the commands that the tool prints.
+
+`doctor` is asked first; what it prints behind `next` is typed as it stands, and so on until there is a report.html. The
+files are those of tests/data/strangers (its README says who wrote them), and layouts of public data sets and trainers'
+dumps, written here from the texts beside them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tracegrad.cli import main
+
+FILES = Path(__file__).parent / "data" / "strangers"
+MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
+RECORDED = {
+    "openai_calls.jsonl.gz": "conversations, whose calls share sessionId",
+    "openai_streams": "records are 8 conversations, whose calls go on one another",
+    "openai_array.json.gz": "12 as calls: it has `calls`",
+    "openai_choices.jsonl.gz": "convert  3 records of choices",
+    "langsmith.jsonl.gz": "8 conversations, whose calls share extra.metadata.thread_id",
+    "langchain_app.jsonl.gz": "convert  12 records of langchain",
+    "litellm.jsonl.gz": "map      reward is user_feedback.thumbs_up: true or false in 11 of 11 records, 0 to 1",
+    "inspect.eval": "convert  8 records of inspect_ai",
+}
+
+
+SECOND = {
+    "http_wire.jsonl.gz": ("convert  43 records of nested_call", "24 conversations, whose calls go on one another"),
+    "sse_wire.jsonl.gz": ("convert  24 records of nested_call", "true or false in 24 of 24 records"),
+    "litellm_callback.json.gz": ("convert  1 records of export", "reward is tags.stars"),
+    "langgraph_states.jsonl.gz": ("convert  24 records of renamed_messages", "reward is grader.points"),
+    "openai_agents.jsonl.gz": ("24 conversations, whose calls share trace_id", "reward is span_data.data.score"),
+    "openinference.jsonl.gz": ("conversations, whose calls share context.trace_id", "24 records without a call say"),
+    "pydantic_ai.jsonl.gz": ("convert  24 records of pydantic_ai", "reward is assertions.is_short"),
+    "smolagents.jsonl.gz": ("24 as calls: it has `calls`", "reward is is_correct"),
+    "dspy_history.jsonl.gz": ("convert  24 records of prompt_samples", "reward is metric"),
+    "lm_eval_samples.jsonl.gz": ("convert  24 records of lm_eval", "reward is has_depth"),
+    "camel_sharegpt.jsonl.gz": ("convert  24 records of sharegpt", "'up' is 1, 'down' is 0"),
+    "distilabel_dpo.json.gz": ("records of preference_pair", "22 traces in 6 groups"),
+    "harbor_atif.jsonl.gz": ("24 as atif", "reward is extra.verifier_result.rewards.reward"),
+    "inspect_two_marks.eval": ("convert  12 records of inspect_ai", "reward is scores.marks.value.exact"),
+    "minisweagent": ("12 as chat", "reward is info.resolved"),
+}
+
+
+def typed(command, capsys):
+    """Runs a command as it was printed; what it said."""
+    words = shlex.split(command)
+    assert words[0] == "tracegrad"
+    code = main(words[1:])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def followed(out):
+    """The command that the tool says comes next."""
+    [found] = [line.removeprefix("next ").strip() for line in out.splitlines() if line.startswith("next ")]
+    return found
+
+
+def walk(path, capsys):
+    """From a file to its report; the lines of the run. At most two commands, each printed by the tool but the first."""
+    _, out, _ = typed(f"tracegrad doctor {path} --model {MODEL}", capsys)
+    code, out, error = typed(followed(out), capsys)
+    assert code == 0, error
+    assert Path("runs/first/report.html").stat().st_size > 10_000
+    return out
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_producers_wrote_goes_to_a_report_by_the_printed_commands(name, here, capsys):
+    source = FILES / name
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, here / name)
+    out = walk(name, capsys)
+    assert RECORDED[name] in out
+    rows = [json.loads(line) for line in Path("runs/first/metrics.jsonl").read_text().splitlines()]
+    assert [row for row in rows if row.get("loss") is not None]
+
+
+LIKE_OTHERS = ("distilabel_dpo.json.gz", "dspy_history.jsonl.gz", "harbor_atif.jsonl.gz", "inspect_two_marks.eval")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.nightly) if each in LIKE_OTHERS else each for each in SECOND]
+)
+def test_a_second_set_of_producers_goes_to_a_report_too(name, here, capsys):
+    source = FILES / name
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, here / name)
+    out = walk(name, capsys)
+    for sign in SECOND[name]:
+        assert sign in out
+
+
+def texts():
+    return json.loads(gzip.decompress((FILES / "texts.json.gz").read_bytes()))
+
+
+def groups():
+    found = {}
+    for each in texts():
+        found.setdefault(each["i"], []).append(each)
+    return list(found.values())
+
+
+def question(each):
+    return each["talk"][1]["content"]
+
+
+def answer(each):
+    return each["talk"][-1].get("content") or ""
+
+
+def lines(path, rows, end="\n"):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + end for row in rows), encoding="utf-8")
+
+
+def sharegpt(path):
+    """LLaMA-Factory's layout with tools: calls and schemas as text."""
+
+    def said(message):
+        if message.get("tool_calls"):
+            function = message["tool_calls"][0]["function"]
+            told = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+            return {"from": "function_call", "value": json.dumps(told)}
+        names = {"user": "human", "assistant": "gpt", "tool": "observation"}
+        return {"from": names[message["role"]], "value": message["content"] or ""}
+
+    schema = {"name": "price", "description": "Price of one item.", "parameters": {"type": "object", "properties": {}}}
+    rows = []
+    for each in texts():
+        system, *talk = each["talk"]
+        told = {"system": system["content"], "tools": json.dumps([schema]), "rating": 5 if each["r"] else 2}
+        rows.append({"conversations": [said(message) for message in talk], **told})
+    path.write_text(json.dumps(rows, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def ultrafeedback(path):
+    """HuggingFaceH4/ultrafeedback_binarized's columns, in Parquet."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = []
+    for members in groups():
+        good, bad = ([each for each in members if each["r"] == reward] for reward in (1, 0))
+        for chosen, rejected in zip(good, bad, strict=False):
+            asked = question(chosen)
+            sides = [
+                [{"content": asked, "role": "user"}, {"content": answer(each), "role": "assistant"}]
+                for each in (chosen, rejected)
+            ]
+            told = {"prompt": asked, "prompt_id": f"p{chosen['i']}", "messages": sides[0]}
+            scores = {"score_chosen": 8.5, "score_rejected": 4.0 + chosen["s"]}
+            rows.append({**told, "chosen": sides[0], "rejected": sides[1], **scores})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def completions(path):
+    """TRL's table of completions: a column for each reward function and no total."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = []
+    for each in texts():
+        prompt = f"<|im_start|>user\n{question(each)}<|im_end|>\n<|im_start|>assistant\n"
+        told = {"step": 1, "prompt": prompt, "completion": answer(each), "advantage": 0.0}
+        rows.append({**told, "format_reward": 1.0, "correct_reward": each["r"]})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def nemo_gym(path):
+    """NeMo Gym's rollouts.jsonl."""
+    rows = []
+    for each in texts():
+        out = []
+        for message in each["talk"][2:]:
+            if message["role"] == "tool":
+                told = {"call_id": message["tool_call_id"], "output": message["content"]}
+                out.append({"type": "function_call_output", **told})
+            made = message.get("tool_calls") or []
+            out += [{"type": "function_call", "call_id": call["id"], **call["function"]} for call in made]
+            if message["role"] == "assistant" and message["content"]:
+                part = {"type": "output_text", "text": message["content"], "annotations": []}
+                out.append({"type": "message", "role": "assistant", "content": [part]})
+        given = [{"type": "message", **message} for message in each["talk"][:2]]
+        asked = {"input": given, "tools": [{"type": "function", "name": "price", "parameters": {}, "strict": True}]}
+        response = {"id": f"resp_{each['i']}", "object": "response", "output": out}
+        indices = {"_ng_task_index": each["i"], "_ng_rollout_index": each["s"]}
+        rows.append({"responses_create_params": asked, "response": response, "reward": each["r"], **indices})
+    lines(path, rows)
+
+
+def samples(path):
+    """A prompt, its answers and their rewards as text, in lines that were an array's."""
+    rows = [
+        {
+            "prompt": question(members[0]),
+            "completions": [answer(each) for each in members],
+            "rewards": [f"{each['r']:.1f}" for each in members],
+        }
+        for members in groups()
+    ]
+    lines(path, rows, end=",\n")
+
+
+def renamed(path):
+    """An application's own names, JSON as text one level below."""
+    rows = [{"taskId": each["i"], "finalScore": each["r"], "data": {"turns": each["talk"]}} for each in texts()]
+    lines(path, rows)
+
+
+WRITTEN = {
+    "sharegpt.json": (sharegpt, "convert  24 records of sharegpt"),
+    "ultrafeedback.parquet": (ultrafeedback, "records of preference_pair"),
+    "completions_00004.parquet": (completions, "24 as trl"),
+    "rollouts.jsonl": (nemo_gym, "convert  24 records of nemo_gym"),
+    "groups.jsonl": (samples, "convert  6 records of prompt_samples"),
+    "app.jsonl": (renamed, "convert  24 records of renamed_messages"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_text_of_public_layouts_goes_to_a_report_by_the_printed_commands(name, here, capsys):
+    write, sign = WRITTEN[name]
+    write(here / name)
+    out = walk(name, capsys)
+    assert sign in out
+    assert out.count("text only: no ratio") == 1, "what text lacks is said once"
+    assert "are without an exact id" not in out
+
+
+def test_what_has_no_reward_is_scored_first_by_the_printed_command(here, capsys):
+    rows = [json.loads(line) for line in gzip.decompress((FILES / "litellm.jsonl.gz").read_bytes()).splitlines()]
+    lines(here / "bare.jsonl", [{key: row[key] for key in row if key != "user_feedback"} for row in rows])
+    _, out, _ = typed(f"tracegrad doctor bare.jsonl --model {MODEL}", capsys)
+    command = followed(out)
+    assert command.startswith("tracegrad score bare.jsonl --map.group prompt --map.session trace_id")
+    Path("mine.py").write_text(
+        "def right(prompts, completions, **columns):\n    return [len(str(each)) % 2 for each in completions]\n"
+    )
+    code, out, _ = typed(command, capsys)
+    assert code == 0
+    following = next(line.strip() for line in out.splitlines() if line.strip().startswith("tracegrad train"))
+    assert typed(following.replace("MODEL", str(MODEL)), capsys)[0] == 0
+    assert Path("runs/first/report.html").exists()
+
+
+def test_events_that_a_call_started_are_no_traces_of_their_own(here, capsys):
+    shutil.copy(FILES / "llamaindex_events.jsonl.gz", here)
+    code, out, _ = typed(f"tracegrad doctor llamaindex_events.jsonl.gz --model {MODEL}", capsys)
+    assert code == 1
+    assert "24 records of span, 24 of them hold no call and are left out" in out
+    assert "24 traces, 24 turns" in out
+    assert followed(out).startswith("tracegrad score llamaindex_events.jsonl.gz --map.group prompt")
+
+
+def test_a_dump_without_its_prompts_has_no_next_command_but_its_cause(here, capsys):
+    rows = [
+        {"input": "system\nuser\n?", "output": answer(each), "gts": "", "score": each["r"], "step": 1}
+        for each in texts()
+    ]
+    lines(here / "verl.jsonl", rows)
+    code, out, _ = typed(f"tracegrad doctor verl.jsonl --model {MODEL}", capsys)
+    assert code == 1
+    assert "the prompts were not recorded" in out
+    assert "turns without logprobs" not in out
+    assert "next " not in out
+
+
+def test_ids_of_tool_calls_are_no_ids_of_responses(here, capsys):
+    shutil.copy(FILES / "langsmith.jsonl.gz", here)
+    _, out, _ = typed(f"tracegrad doctor langsmith.jsonl.gz --model {MODEL}", capsys)
+    assert "duplicated generations" not in out
+
+
+def test_what_logprobs_are_of_is_asked_where_the_records_do_not_say_it(here, capsys):
+    shutil.copy(FILES / "langchain_app.jsonl.gz", here)
+    _, out, _ = typed(f"tracegrad doctor langchain_app.jsonl.gz --model {MODEL}", capsys)
+    assert "do not say what their logprobs are of: --logprob-kind raw, vLLM's default, or processed" in out
+    assert followed(out).endswith("--logprob-kind raw")
+    _, out, _ = typed(f"tracegrad doctor langchain_app.jsonl.gz --model {MODEL} --logprob-kind processed", capsys)
+    assert followed(out).endswith("--logprob-kind processed")
+
+
+def test_the_file_of_options_trains_too(here, capsys):
+    for name in ("openai_calls.jsonl.gz", "langchain_app.jsonl.gz"):
+        shutil.copy(FILES / name, here)
+        code, out, _ = typed(f"tracegrad init {name} --model {MODEL} --out {name}.toml", capsys)
+        assert code == 0
+        [command] = [line.strip() for line in out.splitlines() if line.strip().startswith("tracegrad train")]
+        code, _, error = typed(f"{command} --dry-run", capsys)
+        assert code == 0, error

@@ -1,0 +1,80 @@
+"""`tg.train`: the run of `tracegrad train` by one call."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+import tracegrad as tg
+from tracegrad.algebra import Objective, Ratio
+from tracegrad.cli import main
+from tracegrad.errors import ArgumentError
+
+OPTIONS = {"data.holdout": 0.0, "pack.step_groups": 4, "optimizer.lr": 1e-4, "train.seed": 3}
+
+
+@pytest.fixture(scope="module")
+def traces(example, tmp_path_factory):
+    """Three steps of four groups."""
+    path = tmp_path_factory.mktemp("some") / "traces.jsonl"
+    read = tg.read(example / "traces.jsonl.zst")
+    chosen = list(dict.fromkeys(read.groups))[:12]
+    tg.write(read[[row for row, group in enumerate(read.groups) if group in chosen]], path)
+    return path
+
+
+def rows(out):
+    timed = ("seconds", "tokens_per_s")
+    told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in told]
+
+
+def test_it_is_the_run_of_the_command_line(traces, example, tmp_path):
+    flags = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
+    told = [str(traces), "--model", str(example / "model"), "--out", str(tmp_path / "theirs"), "--recipe", "DR_GRPO"]
+    assert main(["train", *told, *flags]) == 0
+    said = []
+    out = tmp_path / "ours"
+    done = tg.train(example / "model", traces, out=out, recipe="DR_GRPO", options=OPTIONS, say=said.append)
+    assert rows(out) == rows(tmp_path / "theirs")
+    assert (out / "config.toml").read_text() == (tmp_path / "theirs" / "config.toml").read_text()
+    assert done.step == 3
+    assert (out / "report.html").is_file()
+    assert json.loads((out / "summary.json").read_text())["steps"] == 3
+    assert any("traces" in line for line in said)
+    card = (out / "checkpoint" / "README.md").read_text()
+    assert card.startswith('---\nlibrary_name: "transformers"\ntags: [tracegrad')
+    assert "loss = sum of scale" in card
+    assert "train.seed = 3" in card
+    assert "steps           3" in card
+    assert "traces in 12 groups" in card
+    assert str(example) not in card
+    again = tg.train(example / "model", traces, out=out, resume=True, say=said.append)  # the card breaks no seal
+    assert again.step == 3
+
+
+def test_an_objective_by_value_and_tokens_that_are_aligned(traces, example, tmp_path):
+    sequences = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(example / "model"))
+    mine = tg.presets.with_kl(tg.presets.GRPO, 0.04)
+    told = {"objective": mine, "options": OPTIONS, "sinks": (), "say": lambda line: None}
+    tg.train(example / "model", sequences, out=tmp_path / "a", **told)
+    by_name = {**told, "objective": "GRPO", "options": {**OPTIONS, "objective.kl": 0.04}}
+    tg.train(example / "model", traces, out=tmp_path / "b", **by_name)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    assert "kl = 0.04" in (tmp_path / "a" / "config.toml").read_text()
+    with pytest.raises(ArgumentError, match="holds a run"):
+        tg.train(example / "model", sequences, out=tmp_path / "a", **told)
+    again = tg.train(example / "model", sequences, out=tmp_path / "a", resume=True, sinks=(), say=lambda line: None)
+    assert again.step == 3
+
+
+def test_a_loss_of_ones_own(traces, example, tmp_path):
+    def pull(view):
+        return view.ratio * view.advantages
+
+    mine = Objective(pull, Ratio("theta", "rollout"))
+    done = tg.train(
+        example / "model", traces, out=tmp_path, objective=mine, options=OPTIONS, sinks=(), say=lambda line: None
+    )
+    assert done.step == 3
