@@ -91,7 +91,7 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
                     State(2, 3, 1, (a.url,), "m").write(tmp_path)
                     await until(lambda: out(link)[b.url] is not None)
                     assert out(link) == {a.url: None, b.url: "the trainer's push of version 2 did not reach it"}
-                    assert (link.version, link.coming, player.taken) == (2, 3, 1)
+                    await until(lambda: (link.version, link.coming, player.taken) == (2, 3, 1))
                     await until(lambda: len(b.asked("/health")) >= 3)
                     assert out(link)[b.url] is not None  # healthy, with the weights of before
                     if says:
