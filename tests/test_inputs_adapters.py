@@ -195,7 +195,7 @@ def test_a_record_that_cannot_even_be_looked_at_is_bad(tmp_path, monkeypatch):
 
     monkeypatch.setattr(table, "ADAPTERS", (table.Adapter("odd", knows, lambda record: []),))
     path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"messages": [USER, SAID]}))
+    path.write_text(json.dumps({"question": 1}))
     with pytest.raises(FormatError, match="it cannot be read as any form: KeyError") as found:
         tg.read(path)
     assert str(found.value).startswith(f"{path}:1")

@@ -166,8 +166,8 @@ class InputStream(Iterator[Traces]):
             self._folder.cleanup()
 
     def _of(self, source: Source, number: int) -> Iterator[Traces]:
-        head = [loads(text) for text in source.head()]
-        adapts = self._options.format == "auto" and adapters.needed(head, source.head, source.name)
+        head = source.head()
+        adapts = self._options.format == "auto" and adapters.needed(head, source.name)
         if not self._told.told() and not adapts:
             yield from source.plain()
             return

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracegrad_core::drift::NAMES;
 use tracegrad_core::format::forms;
-use tracegrad_core::read::{Frames, Report, Writer, decode_all};
+use tracegrad_core::read::{Frames, Report, Writer, decode_all, plain};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
 use tracegrad_core::{Error, Kind, stop};
 
@@ -83,6 +83,13 @@ impl PyTraces {
         let decode = || decode_all(records.into_iter().map(Into::into).collect(), name, first, format);
         let (traces, report) = detached(py, Kind::Fault, "reading records", decode)?;
         Ok((Self::new(traces, format), report_dict(py, &report)?))
+    }
+
+    /// Whether each record is read as it stands: something was sampled in it, and no object in it has one of the keys.
+    #[staticmethod]
+    fn plain(py: Python<'_>, records: Vec<PyBackedBytes>, keys: Vec<PyBackedBytes>) -> PyResult<Vec<bool>> {
+        let records = records.iter().map(|bytes| (**bytes).into()).collect();
+        detached(py, Kind::Fault, "reading records", || plain(records, &keys))
     }
 
     /// Reads records given as pieces: JSON text, and between it lists of numbers or pairs of ids and logprob objects.

@@ -24,6 +24,8 @@ ROLES = {
     "function": "tool",
     "FunctionMessage": "tool",
 }
+KEYS = ("lc", "additional_kwargs", "response_metadata")
+"""One of them stands in each message that LangChain wrote."""
 _TALKS = ("messages", "input", "output", "history", "chat_history")
 _PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens", "stop")
 

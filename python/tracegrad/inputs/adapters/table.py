@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tracegrad import _core
@@ -23,7 +23,7 @@ from tracegrad.inputs.adapters import (
     sharegpt,
     spans,
 )
-from tracegrad.inputs.mapping import Unfit
+from tracegrad.inputs.mapping import Unfit, loads
 from tracegrad.tables import to_json
 from tracegrad.trace import Traces
 
@@ -32,12 +32,15 @@ class Adapter(NamedTuple):
     """Its name, what knows a record, and what makes records of it: none where it holds no call.
 
     A `weak` one goes by keys that others use too: it is asked only for what the core does not read. A `late` one is not
-    even asked for a record that plainly is in a form of the core, as it looks into all of it.
+    even asked for a record that plainly is in a form of the core, as it looks into all of it. One of its `keys`
+    stands in each record that it knows and that the core would read too: without them the core's reading stands, and
+    the record is not parsed here.
     """
 
     name: str
     knows: Callable[[Any], bool]
     adapt: Callable[[Any], list[dict[str, Any]]]
+    keys: tuple[str, ...] = ()
     weak: bool = False
     late: bool = False
 
@@ -65,15 +68,15 @@ def _of_export(record: Any) -> list[dict[str, Any]]:
 
 
 ADAPTERS = (
-    Adapter("langsmith", langchain.is_run, langchain.of_run),
-    Adapter("langchain", langchain.is_talk, langchain.of_talk),
-    Adapter("inspect_ai", inspect_ai.is_sample, inspect_ai.of_sample),
-    Adapter("inspect_ai", inspect_ai.is_log, inspect_ai.of_log),
-    Adapter("nemo_gym", nemo_gym.is_rollout, nemo_gym.of_rollout),
-    Adapter("pydantic_ai", pydantic_ai.is_history, pydantic_ai.of_history),
-    Adapter("lm_eval", lm_eval.is_sample, lm_eval.of_sample),
-    Adapter("sharegpt", sharegpt.is_talk, sharegpt.of_talk),
-    Adapter("preference_pair", pairs.is_preference, pairs.of_preference),
+    Adapter("langsmith", langchain.is_run, langchain.of_run, ("run_type",)),
+    Adapter("langchain", langchain.is_talk, langchain.of_talk, langchain.KEYS),
+    Adapter("inspect_ai", inspect_ai.is_sample, inspect_ai.of_sample, ("epoch",)),
+    Adapter("inspect_ai", inspect_ai.is_log, inspect_ai.of_log, ("eval",)),
+    Adapter("nemo_gym", nemo_gym.is_rollout, nemo_gym.of_rollout, ("responses_create_params",)),
+    Adapter("pydantic_ai", pydantic_ai.is_history, pydantic_ai.of_history, ("part_kind",)),
+    Adapter("lm_eval", lm_eval.is_sample, lm_eval.of_sample, ("doc_id",)),
+    Adapter("sharegpt", sharegpt.is_talk, sharegpt.of_talk, ("from",)),
+    Adapter("preference_pair", pairs.is_preference, pairs.of_preference, ("rejected",)),
     Adapter("chunk_list", chunks.is_list, chunks.of_list),
     Adapter("choices", samples.is_choices, samples.of_choices),
     Adapter("logged_call", loggers.is_call, loggers.of_call, weak=True),
@@ -136,15 +139,19 @@ def _made(adapter: Adapter, record: Any) -> list[dict[str, Any]]:
         return adapter.adapt(record)
 
 
-def needed(head: list[Any], raw: Callable[[], Iterable[bytes]], name: str) -> bool:
-    """Whether one of the first records of a source is for an adapter.
+_KEYS = [key.encode() for each in ADAPTERS for key in each.keys]
+
+
+def needed(head: list[bytes], name: str) -> bool:
+    """Whether one of the first records of a source is for an adapter; what the core reads as it stands is not parsed.
 
     Raises:
         ReadError: if the source is a table of text.
     """
-    if head and head[0] is None:
-        refuse_table(next(iter(raw()), b""), name)
-    return any(chunks.is_chunk(record) or _is_ours(record) for record in head)
+    parsed = {at: loads(head[at]) for at, plain in enumerate(_core.Traces.plain(head, _KEYS)) if not plain}
+    if 0 in parsed and parsed[0] is None:
+        refuse_table(head[0], name)
+    return any(chunks.is_chunk(record) or _is_ours(record) for record in parsed.values())
 
 
 def _is_ours(record: Any) -> bool:
