@@ -1,4 +1,4 @@
-"""The first records of a file are parsed in Python only where the core does not read them, or they hold a key of a producer."""
+"""First records are parsed in Python only where the core does not read them, or where one has a key of a producer."""
 
 import gzip
 import json

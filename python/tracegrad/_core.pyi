@@ -44,7 +44,7 @@ class Traces:
     def decode(records: list[bytes], name: str, first: int, format: str) -> tuple[Traces, dict[str, Any]]: ...
     @staticmethod
     def plain(records: list[bytes], keys: list[bytes]) -> list[bool]:
-        """Whether each record is read as it stands: something was sampled in it, and no object in it has one of the keys."""
+        """Whether each record is read as it stands: something was sampled in it, and none of the keys is in it."""
 
     @staticmethod
     def compose(rows: list[list[Any]], name: str, first: int, format: str) -> tuple[Traces, dict[str, Any]]: ...
