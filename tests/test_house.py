@@ -12,7 +12,7 @@ FLOORS = [
     {"_alone", "_core", "errors"},
     {"arrays", "codes", "dotted", "notebook"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
-    | {"aside", "columns", "drift", "flat", "footer", "manifest", "shards", "store"},
+    | {"aside", "columns", "drift", "flat", "footer", "manifest", "read_report", "shards", "store"},
     {"sequence", "conversation", "recover", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
     {"inputs"},

@@ -16,8 +16,8 @@ import numpy as np
 import tracegrad as tg
 from timing import fastest
 from tracegrad import _core
+from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES
 from tracegrad.tokenizer import Template
-from tracegrad.trace import CHUNK_BYTES, MAX_RECORD_BYTES
 
 Found = dict[str, Any]
 # Bytes that `Sequences` holds of a token: ids, turn, version, logprob and inverse temperature of 4, three of 1.

@@ -25,10 +25,11 @@ from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.inputs import candidates
 from tracegrad.inputs.places import expand
 from tracegrad.metrics import Stopwatch
+from tracegrad.read_report import ReadReport
 from tracegrad.sequence import Sequences, align
 from tracegrad.shards import flush, read_text, write_bytes
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import ReadReport, Traces, write
+from tracegrad.trace import Traces, write
 
 SHARD_BYTES = 256 << 20
 """Bytes of records after which a shard ends with its group."""

@@ -11,7 +11,6 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,11 @@ import numpy as np
 from tracegrad import _core
 from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
 from tracegrad.footer import row_groups
-from tracegrad.trace import ReadReport, Traces
+from tracegrad.read_report import ReadReport, summed
+from tracegrad.trace import Traces
 
 MAGIC = b"PAR1"
 ROWS = 1024
-FIRST_ERRORS = 5
 # Bytes of JSON that are made at once, and that one `Traces` of a stream has, but for its last rows.
 PART_BYTES, BATCH_BYTES = 1 << 24, 1 << 30
 # A file may hold so many times its own bytes, and always so many: what it repeats is written once.
@@ -406,27 +405,3 @@ def _number_lists(column: Any) -> tuple[Any, Any, Any, Any] | None:
     offsets = column.offsets.to_numpy(zero_copy_only=False)
     valid = None if column.null_count == 0 else column.is_valid().to_numpy(zero_copy_only=False)
     return np.ascontiguousarray(values.to_numpy(zero_copy_only=False)), offsets[:-1], offsets[1:], valid
-
-
-def summed(left: ReadReport, right: ReadReport) -> ReadReport:
-    """The counts of two readers together."""
-
-    def add(one: Any, other: Any) -> dict[str, Any]:
-        return {key: _plus(one.get(key), other.get(key)) for key in [*one, *(key for key in other if key not in one)]}
-
-    counts = {
-        name: getattr(left, name) + getattr(right, name) for name, value in vars(left).items() if isinstance(value, int)
-    }
-    return replace(
-        left,
-        **counts,
-        formats=add(left.formats, right.formats),
-        reasons=add(left.reasons, right.reasons),
-        errors=(*left.errors, *right.errors)[:FIRST_ERRORS],
-    )
-
-
-def _plus(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    return (one[0] + other[0], one[1]) if isinstance(one, tuple) else one + other

@@ -1,4 +1,4 @@
-"""Recorded traces in and out of files: `read`, `stream`, `write`, `Traces`, `Trace`, `strip_logprobs`.
+"""Recorded traces: `Trace`, `Traces`, `write`, `strip_logprobs`. `inputs` reads them.
 
 docs/trace-format.md says which records are accepted. No tokenizer and no torch here: `align` turns traces into tokens.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, overload
 
@@ -16,48 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core, arrays, flat, notebook
-from tracegrad.errors import ArgumentError, FormatError
+from tracegrad.errors import FormatError
+from tracegrad.read_report import ReadReport
 from tracegrad.strip import without_numbers
-
-ON_ERROR = ("raise", "skip", "quarantine")
-MAX_RECORD_BYTES = 1 << 30
-CHUNK_BYTES = 8 << 20
 
 Record = TypeVar("Record")
 Path = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class ReadReport:
-    """What was read, and what was wrong with it.
-
-    Args:
-        records: good and bad ones.
-        traces: good ones.
-        formats: good ones by the form they were read in: how many, and the sign by which it was known.
-        bad: bad ones, left out or written aside.
-        reasons: bad ones by reason, such as `not_json`, `wrong_type`, `stream`.
-        errors: the first five errors in full.
-        generations: sampling calls in the good ones.
-        tokens: sampled tokens that they list.
-        missing_logprobs: logprobs that were null, NaN or -inf; they are NaN.
-        invalid_logprobs: logprobs that were positive or exactly -9999.0; they are NaN.
-        unused_choices: choices of responses that name none, where the first was taken.
-        bytes: of records, after decompression.
-    """
-
-    records: int = 0
-    traces: int = 0
-    formats: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    bad: int = 0
-    reasons: Mapping[str, int] = field(default_factory=dict)
-    errors: Sequence[str] = ()
-    generations: int = 0
-    tokens: int = 0
-    missing_logprobs: int = 0
-    invalid_logprobs: int = 0
-    unused_choices: int = 0
-    bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,106 +278,13 @@ def _chosen(index: Any) -> NDArray[Any]:
     return array if array.dtype.kind == "b" else arrays.whole(array, np.int64, "the index")
 
 
-def read(
-    path: Path,
-    *,
-    format: str = "auto",
-    on_error: str = "raise",
-    quarantine: Path | None = None,
-    limit: int | None = None,
-    max_record_bytes: int = MAX_RECORD_BYTES,
-) -> Traces:
-    """Reads all traces of one file; `tracegrad.read` takes more than files. Arguments and errors as for `stream`."""
-    traces = stream(
-        path,
-        format=format,
-        on_error=on_error,
-        quarantine=quarantine,
-        limit=limit,
-        max_record_bytes=max_record_bytes,
-    )
-    parts = [part.core for part in traces]
-    return Traces(_core.Traces.concatenate(parts), traces.read_report)
-
-
-def stream(
-    path: Path,
-    *,
-    batch: int = 1024,
-    format: str = "auto",
-    on_error: str = "raise",
-    quarantine: Path | None = None,
-    limit: int | None = None,
-    max_record_bytes: int = MAX_RECORD_BYTES,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> TraceStream:
-    """Reads a file of any size in bounded memory: JSONL, a JSON array or pretty-printed objects; plain, gzip or zstd.
-
-    Args:
-        path: the file; "-" is stdin.
-        batch: traces in each `Traces`; the last has the rest.
-        format, on_error, quarantine, limit, max_record_bytes, chunk_bytes: as for `tracegrad.stream`.
-
-    Raises:
-        ReadError: if the file cannot be read, is empty, or, with "raise", breaks off.
-        FormatError: if a record is bad, with "raise".
-    """
-    arrays.instance(path, "path", (str, os.PathLike), "Pass a path.")
-    sizes = {"batch": batch, "chunk_bytes": chunk_bytes, "max_record_bytes": max_record_bytes}
-    checked(on_error, format, quarantine, limit, **sizes)
-    path = os.fspath(path)
-    if on_error == "quarantine" and quarantine is None:
-        if path == "-":
-            raise ArgumentError("standard input has no name for its quarantine. Pass quarantine=PREFIX.")
-        quarantine = path
-    aside = None if quarantine is None else os.fspath(quarantine)
-    reader = _core.TraceReader(path, on_error, aside, limit, max_record_bytes, chunk_bytes, format)
-    return TraceStream(reader, batch)
-
-
-def checked(on_error: str, format: str, quarantine: Path | None, limit: int | None, **sizes: int) -> None:
-    """Refuses what no reader takes.
-
-    Raises:
-        ArgumentError: with what it takes.
-    """
-    arrays.one_of(on_error, "on_error", ON_ERROR)
-    arrays.instance(format, "format", str, "Pass 'auto' or the name of a form.")
-    arrays.instance(quarantine or "", "quarantine", (str, os.PathLike), "Pass a path.")
-    if quarantine is not None and on_error != "quarantine":
-        raise ArgumentError(f"quarantine is given but on_error is {on_error!r}. Pass on_error='quarantine' as well.")
-    for name, value in sizes.items():
-        arrays.integer(value, name, least=1)
-    if limit is not None:
-        arrays.integer(limit, "limit", least=0)
-
-
-class TraceStream(Iterator[Traces]):
-    """Batches of traces as they are read; `read_report` counts what was read so far."""
-
-    def __init__(self, reader: _core.TraceReader, batch: int) -> None:
-        self._reader = reader
-        self._batch = batch
-
-    def __next__(self) -> Traces:
-        core = self._reader.batch(self._batch)
-        if len(core) == 0:
-            raise StopIteration
-        return Traces(core)
-
-    @property
-    def read_report(self) -> ReadReport:
-        """Counts of what was read so far."""
-        return ReadReport(**self._reader.report())
-
-
 def write(traces: Traces | Iterable[Traces | Trace], path: Path) -> None:
     """Writes the records of traces as JSONL, byte for byte as they were read; `.gz` and `.zst` compress.
 
     The file appears when all is written: after an error there is no half file, and an earlier one is untouched.
 
     Args:
-        traces: `Traces`, or an iterable of `Trace` or of `Traces`, such as a `TraceStream`.
+        traces: `Traces`, or an iterable of `Trace` or of `Traces`, such as `tracegrad.stream` gives.
         path: the file.
 
     Raises:

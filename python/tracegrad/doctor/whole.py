@@ -16,7 +16,8 @@ from tracegrad.codes import LOGPROB_KINDS
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.look import Array, Look
 from tracegrad.doctor.tops import lag_of_tops
-from tracegrad.trace import ReadReport, Traces
+from tracegrad.read_report import ReadReport
+from tracegrad.trace import Traces
 
 SAMPLE_TOKENS = 1 << 17  # of the lag test
 SAMPLE_TRACES = 64  # of those whose JSON is looked at again

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tracegrad import _core
 from tracegrad.errors import ReadError
-from tracegrad.trace import CHUNK_BYTES
+from tracegrad.inputs.options import CHUNK_BYTES
 
 MOST_BYTES = 1 << 30
 ZSTD = 93

@@ -18,12 +18,14 @@ from tracegrad.config import Map
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.inputs import adapters, sources
 from tracegrad.inputs.mapping import Mapper, Unfit, add, loads, prompt_of
+from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
 from tracegrad.inputs.places import Place, expand
 from tracegrad.inputs.progress import Progress
 from tracegrad.inputs.sessions import Sessions
-from tracegrad.inputs.sources import Made, Options, Source
-from tracegrad.tables import summed, to_json
-from tracegrad.trace import CHUNK_BYTES, MAX_RECORD_BYTES, ReadReport, Traces, checked
+from tracegrad.inputs.sources import Made, Source
+from tracegrad.read_report import ReadReport, summed
+from tracegrad.tables import to_json
+from tracegrad.trace import Traces
 
 Path = str | os.PathLike[str]
 
@@ -77,16 +79,12 @@ def stream(
         chunk_bytes: bytes of records parsed at once; the result does not depend on it.
         progress: called with how far it is.
     """
-    checked(
-        on_error, format, quarantine, limit, batch=batch, chunk_bytes=chunk_bytes, max_record_bytes=max_record_bytes
-    )
+    options = Options(batch, format, on_error, quarantine, limit, max_record_bytes, chunk_bytes)
     told = Map(**map) if isinstance(map, Mapping) else map or Map()
     if told.session and format != "auto":
         raise ArgumentError(
             f"format is {format!r} and sessions are joined. What is joined is a call log. Leave format out."
         )
-    aside = None if quarantine is None else os.fspath(quarantine)
-    options = Options(batch, format, on_error, aside, limit, max_record_bytes, chunk_bytes)
     return InputStream(source, told, options, progress)
 
 
@@ -300,8 +298,8 @@ class InputStream(Iterator[Traces]):
         """The prefix of a place's quarantine."""
         if self._options.on_error != "quarantine":
             return None
-        prefix = self._options.quarantine
-        if prefix is not None:
+        if self._options.quarantine is not None:
+            prefix = os.fspath(self._options.quarantine)
             return (f"{prefix}-{number}" if number else prefix) + end
         place = self._places[number] if self._places else None
         if place is None or place.kind != "file":

@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tracegrad import _core, tables
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.inputs import evals, remote
+from tracegrad.inputs.options import Options
 from tracegrad.inputs.places import Place
-from tracegrad.trace import CHUNK_BYTES, MAX_RECORD_BYTES, ReadReport, Traces, TraceStream, to_json
+from tracegrad.read_report import ReadReport
+from tracegrad.trace import Traces, to_json
 
 RECORDS, RECORD_BYTES = 256, 8 << 20
 """How many records, or bytes of them, are changed at once."""
@@ -24,19 +26,6 @@ RECORDS, RECORD_BYTES = 256, 8 << 20
 Refusal = tuple[str, str, str]
 """Why nothing can be made of a record: what was found, why it matters, what to do."""
 Made = bytes | Refusal
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to read; as for `tracegrad.read`, but `quarantine` is the prefix of this source alone."""
-
-    batch: int = 1024
-    format: str = "auto"
-    on_error: str = "raise"
-    quarantine: str | None = None
-    limit: int | None = None
-    max_record_bytes: int = MAX_RECORD_BYTES
-    chunk_bytes: int = CHUNK_BYTES
 
 
 class FileSource:
@@ -66,7 +55,8 @@ class FileSource:
                 core = self._reader.decode([(line, text, text) for line, text in self._first])
                 if len(core):
                     yield Traces(core)
-            yield from TraceStream(self._reader, self._batch)
+            while len(core := self._reader.batch(self._batch)):
+                yield Traces(core)
         except FormatError:
             self._end()  # a record that was cut, because its address broke off
             raise

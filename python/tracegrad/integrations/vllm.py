@@ -16,7 +16,8 @@ import numpy as np
 
 from tracegrad import _core
 from tracegrad.errors import ArgumentError
-from tracegrad.trace import ReadReport, Traces
+from tracegrad.read_report import ReadReport
+from tracegrad.trace import Traces
 
 FORM = "vllm_offline"
 
