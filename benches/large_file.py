@@ -21,7 +21,7 @@ from typing import IO
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart"
 READER = """
 import resource, sys
-from tracegrad.trace import stream
+from tracegrad.inputs import stream
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.sequence import align
 tokenizer = Tokenizer.from_pretrained(sys.argv[1]) if len(sys.argv) > 1 else None
@@ -36,7 +36,7 @@ print(report.traces, report.tokens, report.bytes, tokens, resource.getrusage(res
 
 def lines() -> bytes:
     """The example's records as JSONL."""
-    from tracegrad.trace import read
+    from tracegrad.inputs import read
 
     return b"".join(trace.record + b"\n" for trace in read(EXAMPLE / "traces.jsonl.zst"))
 

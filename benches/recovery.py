@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from tracegrad.codes import TIERS
+from tracegrad.inputs import read
 from tracegrad.recover import recover_ids
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces, read
+from tracegrad.trace import Traces
 
 ROOT = Path(__file__).parent.parent
 MARK = "<!-- recovery: python benches/recovery.py -->"

@@ -13,7 +13,8 @@ import zstandard
 from peak import PEAK
 from test_trace import line, save
 from tracegrad.errors import ArgumentError, FormatError, ReadError
-from tracegrad.trace import Traces, read, stream, write
+from tracegrad.inputs import read, stream
+from tracegrad.trace import Traces, write
 
 BAD = {
     "not_json": (b"hello", "not JSON"),
@@ -120,7 +121,7 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path):
 
 def test_a_file_streams_in_bounded_memory(tmp_path):
     code = PEAK + (
-        "import sys; from tracegrad.trace import stream\n"
+        "import sys; from tracegrad.inputs import stream\n"
         "before = peak()\n"
         "count = sum(len(part) for part in stream(sys.argv[1], batch=64, chunk_bytes=1 << 20))\n"
         "print(count, int(peak() - before))"

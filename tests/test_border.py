@@ -17,9 +17,10 @@ import pytest
 from tracegrad import _core
 from tracegrad.batch import pack
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.inputs import read
 from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces, read
+from tracegrad.trace import Traces
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "quickstart" / "model"

@@ -21,14 +21,16 @@ from hypothesis import strategies as st
 from peak import PEAK
 from test_trace import line, save
 from tracegrad import errors
+from tracegrad.arrow_files import ParquetStream
 from tracegrad.cli import main
 from tracegrad.config import Data
 from tracegrad.errors import FormatError, ReadError, TracegradError, shown
+from tracegrad.inputs import read, stream
 from tracegrad.prepare import prepare
 from tracegrad.sequence import align
-from tracegrad.tables import ParquetStream, from_arrow, is_parquet
+from tracegrad.tables import from_arrow
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Traces, read, stream, write
+from tracegrad.trace import Traces, write
 
 MIB = 1 << 20
 
@@ -38,7 +40,7 @@ def limited(code, *arguments, cpu=20):
     head = (
         "import resource, sys\n"
         f"resource.setrlimit(resource.RLIMIT_CPU, ({cpu}, {cpu}))\n"
-        "from tracegrad.trace import read, stream\n"
+        "from tracegrad.inputs import read, stream\n"
         "from tracegrad.errors import TracegradError\n"
         "before = peak()\n"
     )
@@ -131,7 +133,6 @@ def test_a_pipe_is_read_and_nothing_of_it_is_lost_on_the_way(tmp_path, example):
     data = (tmp_path / "some.jsonl.zst").read_bytes()
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    assert not is_parquet(path)
     for use in (
         lambda: len(read(path)),
         lambda: prepare(str(path), example / "model", Data(), tmp_path / "out").traces,
@@ -151,7 +152,7 @@ def test_what_is_no_file_is_named(tmp_path):
         "socket": "cannot be read",
         "dangling": "Check the path",
         "loop": "cannot be read",
-        ".": "it is a directory",
+        ".": "it holds dangling, loop, socket",
     }
     for name, what in said.items():
         with pytest.raises(ReadError, match=what):
@@ -186,7 +187,7 @@ def test_a_parquet_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100, compression="none", use_dictionary=False)
     code = (
-        "import os; from tracegrad.tables import ParquetStream\n"
+        "import os; from tracegrad.arrow_files import ParquetStream\n"
         "traces = ParquetStream(sys.argv[1], batch=100)\n"
         "print(len(next(traces)))\n"
         "os.truncate(sys.argv[1], 10_000)\n"
@@ -215,7 +216,7 @@ def test_parquet_files_that_grow_beyond_measure_are_refused_before_they_are_read
         ),
     ]
     code = (
-        "from tracegrad.tables import ParquetStream\n"
+        "from tracegrad.arrow_files import ParquetStream\n"
         "for path in sys.argv[1:]:\n"
         "    try: print(len(next(ParquetStream(path))))\n"
         "    except TracegradError as error: print(str(error).replace(' ', '_'))\n"
@@ -232,7 +233,7 @@ def test_a_text_that_many_rows_share_is_held_once(tmp_path):
     table = pa.table({"prompt": text, "completion": pa.array(["y"] * 2048)})
     path = bomb(tmp_path, "text.parquet", table)
     code = (
-        "from tracegrad.tables import ParquetStream\n"
+        "from tracegrad.arrow_files import ParquetStream\n"
         "print(len(next(ParquetStream(sys.argv[1], batch=128))), peak() - before)"
     )
     rows, mib = map(float, limited(code, path))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core, arrays, flat, notebook, store
+from tracegrad import _core, arrays, flat, given_arrays, notebook, store
 from tracegrad.codes import (
     ENDINGS,
     GIVEN,
@@ -223,24 +223,26 @@ class Sequences:
         ids_ = arrays.integers(ids, "ids", np.int32)
         count = len(ids_)
         cu = arrays.integers(cu_seqlens, "cu_seqlens")
-        _check_offsets(cu, count)
+        given_arrays.check_offsets(cu, count)
         keep = arrays.flags(trainable, "trainable", length=count)
         logprobs = arrays.floats(rollout_logprobs, "rollout_logprobs", np.float32, length=count)
-        _check_logprobs(logprobs, keep)
-        trace_ = _ints(np.arange(len(cu) - 1, dtype=np.int32) if trace is None else trace, "trace", len(cu) - 1)
-        _check_traces(trace_)
+        given_arrays.check_logprobs(logprobs, keep)
+        trace_ = given_arrays.integers(
+            np.arange(len(cu) - 1, dtype=np.int32) if trace is None else trace, "trace", len(cu) - 1
+        )
+        given_arrays.check_traces(trace_)
         total = int(trace_[-1]) + 1 if len(trace_) else 0
-        group_ = _ints(np.arange(total, dtype=np.int32) if group is None else group, "group", total)
-        table = _rewards(rewards, total, reward_names)
-        turn_ = _ints(np.where(keep, 0, -1).astype(np.int32) if turn is None else turn, "turn", count)
-        _check_numbers(group_, "group", 0, total)
-        _check_numbers(turn_, "turn", -1, count)
+        group_ = given_arrays.integers(np.arange(total, dtype=np.int32) if group is None else group, "group", total)
+        table = given_arrays.rewards_of(rewards, total, reward_names)
+        turn_ = given_arrays.integers(np.where(keep, 0, -1).astype(np.int32) if turn is None else turn, "turn", count)
+        given_arrays.check_numbers(group_, "group", 0, total)
+        given_arrays.check_numbers(turn_, "turn", -1, count)
         owner = np.repeat(trace_, np.diff(cu))
         turns = np.zeros(total, np.int64)
         np.maximum.at(turns, owner, turn_.astype(np.int64) + 1)
         cu_turns = np.concatenate([[0], np.cumsum(turns)]).astype(np.int64)
         arrays.one_of(logprob_kind, "logprob_kind", LOGPROB_KINDS)
-        ended = _ints(np.zeros(total, np.int32) if ending is None else ending, "ending", total)
+        ended = given_arrays.integers(np.zeros(total, np.int32) if ending is None else ending, "ending", total)
         if len(ended) and not 0 <= ended.min() <= ended.max() < len(ENDINGS):
             raise ArgumentError(
                 f"ending runs from {ended.min()} to {ended.max()}. It says how each trace ended. "
@@ -271,7 +273,7 @@ class Sequences:
             ending=ended.astype(np.uint8),
             trace_ids=tuple(str(i) for i in range(total)),
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
-            extras=_extras(extras, count),
+            extras=given_arrays.extras_of(extras, count),
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -313,68 +315,6 @@ class Sequences:
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
         columns |= found.names
         return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
-
-
-def _ints(values: ArrayLike, name: str, length: int) -> NDArray[np.int32]:
-    return arrays.integers(values, name, np.int32, length=length)
-
-
-def _check_numbers(values: NDArray[np.int32], name: str, least: int, count: int) -> None:
-    """Refuses numbers that do not count from 0, as tables are as long as the largest."""
-    most = max(count, 1 << 16)
-    if len(values) and not least <= values.min() <= values.max() <= most:
-        raise ArgumentError(
-            f"{name} runs from {values.min()} to {values.max()}. A table would have as many rows. "
-            f"Number them from 0: at least {least}, at most {most}."
-        )
-
-
-def _check_offsets(cu: Array, count: int) -> None:
-    if len(cu) < 2 or cu[0] != 0 or cu[-1] != count or np.any(cu[1:] < cu[:-1]):
-        raise ArgumentError(
-            f"cu_seqlens must rise from 0 to the {count} ids, with an end for at least one sequence. "
-            f"It is {cu[:8].tolist()}... Pass where each sequence begins, and the number of ids."
-        )
-
-
-def _check_logprobs(logprobs: Array, keep: Array) -> None:
-    bad = np.flatnonzero(keep & (logprobs > 1e-3))
-    if len(bad):
-        raise ArgumentError(
-            f"token {bad[0]}: the rollout logprob {logprobs[bad[0]]:.4g} is positive, and {len(bad)} are. "
-            "A logprob is at most 0, so these are something else. Pass NaN where a logprob is not known."
-        )
-
-
-def _rewards(rewards: ArrayLike | None, total: int, names: Sequence[str]) -> Array:
-    """[R, K] float32."""
-    arrays.instances(names, "reward_names", str)
-    if rewards is None:
-        return np.full((total, max(len(names), 1)), np.nan, np.float32)
-    table = arrays.narrowed(arrays.numbers(rewards, "rewards"), np.float32, "rewards")
-    if table.shape != (total, len(names)) and not (table.shape == (total,) and len(names) == 1):
-        raise ArgumentError(
-            f"rewards has shape {table.shape} for {total} traces and the names {names!r}. "
-            "Each trace has one number a name. Pass [R], or [R, K] with K reward_names."
-        )
-    return table.reshape(total, -1)
-
-
-def _extras(extras: Mapping[str, Array | Ragged] | None, count: int) -> dict[str, Any]:
-    """Named arrays of one row a token."""
-    given = dict(arrays.instance({} if extras is None else extras, "extras", Mapping, "Pass names and arrays."))
-    for name, values in given.items():
-        arrays.instance(name, "a name of extras", str, "Name each array.")
-        column = given[name] = values if isinstance(values, Ragged) else arrays.numbers(values, f"extras[{name!r}]")
-        if (not isinstance(column, Ragged) and column.ndim == 0) or len(column) != count:
-            raise ArgumentError(f"extras[{name!r}] has not one row for each of the {count} ids. Pass [T, ...].")
-    return given
-
-
-def _check_traces(trace: Array) -> None:
-    steps = np.diff(trace.astype(np.int64))
-    if len(trace) and (trace[0] != 0 or np.any((steps != 0) & (steps != 1))):
-        raise ArgumentError("trace must count up from 0 without gaps, branches of a trace side by side.")
 
 
 def align(

@@ -1,4 +1,4 @@
-"""Traces from Arrow: tables, Parquet files and Hugging Face datasets. pyarrow is imported on use (extra `arrow`).
+"""Traces from Arrow: tables and Hugging Face datasets. pyarrow is imported on use (extra `arrow`).
 
 A row is a record in any form of docs/trace-format.md, most often with TRL's column names. Columns of token numbers go
 from Arrow's buffers to Rust without a Python object per token; the other columns are small and go as JSON.
@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import stat
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from tracegrad import _core
-from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
-from tracegrad.footer import row_groups
+from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.read_report import ReadReport, summed
 from tracegrad.trace import Traces
 
-MAGIC = b"PAR1"
 ROWS = 1024
 # Bytes of JSON that are made at once, and that one `Traces` of a stream has, but for its last rows.
 PART_BYTES, BATCH_BYTES = 1 << 24, 1 << 30
-# A file may hold so many times its own bytes, and always so many: what it repeats is written once.
-MOST_GROWTH, ALWAYS = 1000, 1 << 28
 # Levels of nested types, as Parquet's own readers have it.
 DEPTH = 100
 
@@ -58,17 +52,6 @@ def from_arrow(table: Any, *, format: str = "auto", name: str = "<table>") -> Tr
             report = summed(report, ReadReport(**found))
             first += len(rows)
     return Traces(_core.Traces.concatenate(parts), report)
-
-
-def is_parquet(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as Parquet does. Of a pipe nothing is read, as it would be lost to its next reader."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return False
-        with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 class RowStream(Iterator[Traces]):
@@ -107,7 +90,7 @@ class RowStream(Iterator[Traces]):
         """The rows as JSON with their numbers, from 1, for a caller that changes them; `decode` reads what it made."""
         first = 1
         for batch in self._batches:
-            _check_batch(batch, self._path)
+            check_batch(batch, self._path)
             start, count = 0, 1
             while start < batch.num_rows:
                 heads = _heads(batch.slice(start, count), self._path)
@@ -171,94 +154,12 @@ class RowStream(Iterator[Traces]):
         self.read_report = summed(self.read_report, bad)
 
 
-class ParquetStream(RowStream):
-    """Batches of traces of a Parquet file, in bounded memory.
-
-    Args:
-        path: the file.
-        batch: rows in each `Traces`.
-        format, on_error: as for `RowStream`.
-
-    Raises:
-        ReadError: if the file cannot be read.
-        FormatError: for a bad row, with "raise".
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], *, batch: int = ROWS, format: str = "auto", on_error: str = "raise"
-    ) -> None:
-        path = os.fspath(path)
-        super().__init__(parquet_batches(path, batch), path, format=format, on_error=on_error)
-
-
-def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
-    """The record batches of a Parquet file, once it is known to fit the memory.
-
-    Raises:
-        ReadError: if it cannot be read.
-    """
-    parquet = _pyarrow("pyarrow.parquet")
-    try:
-        _check_parquet(path)
-        with parquet.ParquetFile(path) as file:
-            columns = [file.schema.column(at) for at in range(len(file.schema))]
-            texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
-        # Not mapped, as a file that then shrinks ends the process; not read ahead whole; shared text is held once.
-        with parquet.ParquetFile(path, memory_map=False, pre_buffer=False, read_dictionary=texts) as file:
-            yield from file.iter_batches(batch_size=rows)
-    except TracegradError:
-        raise
-    except (OSError, ValueError, _pyarrow("pyarrow").ArrowException) as error:
-        raise ReadError(f"{path}: {error}. It cannot be read as Parquet. Write it again.") from None
-
-
-def arrow_batches(path: str) -> Iterator[Any]:
-    """The record batches of an Arrow file (Feather) or stream, as `datasets` keeps them.
-
-    Raises:
-        ReadError: if it cannot be read.
-    """
-    pa = _pyarrow("pyarrow")
-    try:
-        with pa.OSFile(path, "rb") as file:
-            if file.read(6) == b"ARROW1":
-                table = pa.ipc.open_file(file)
-                for at in range(table.num_record_batches):
-                    yield from _cut(table.get_batch(at), path)
-                return
-            file.seek(0)
-            for batch in pa.ipc.open_stream(file):
-                yield from _cut(batch, path)
-    except TracegradError:
-        raise
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise ReadError(f"{path}: {error}. It cannot be read as Arrow. Write it again.") from None
-
-
-def _cut(batch: Any, name: str) -> Iterator[Any]:
-    """A batch in parts of at most `ROWS` rows."""
-    _check_batch(batch, name)
-    for start in range(0, batch.num_rows, ROWS):
-        yield batch.slice(start, ROWS)
-
-
-def _check_parquet(path: str) -> None:
-    """Refuses what would not fit the memory, from what the file says of itself before a value is read."""
-    for number, group in enumerate(row_groups(path)):
-        if min(group.values, default=-1) < group.rows:
-            raise ValueError(f"row group {number} claims {group.rows} rows, and a column has fewer values")
-        held = sum(max(8 * values, plain) for values, plain in zip(group.values, group.plain, strict=True))
-        stored = sum(group.stored)
-        if held > max(ALWAYS, MOST_GROWTH * stored):
-            raise ValueError(f"row group {number} has {stored} bytes and would be {held} in memory")
-
-
 def _parts(batch: Any, name: str) -> Iterator[tuple[list[list[Any]], int]]:
     """The rows of a batch as pieces, some at a time, and about how long their JSON is.
 
     A value that many rows share is written out for each, and how many are taken follows from how long the last were.
     """
-    _check_batch(batch, name)
+    check_batch(batch, name)
     numbers = {field: _number_lists(column) for field, column in zip(batch.schema.names, batch.columns, strict=True)}
     others = batch.select([field for field, lists in numbers.items() if lists is None])
     lists = {field: found for field, found in numbers.items() if found is not None}
@@ -279,14 +180,14 @@ def _heads(batch: Any, name: str) -> list[dict[str, Any]]:
         return [{}] * batch.num_rows
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError, _pyarrow("pyarrow").ArrowException) as error:
+    except (ValueError, OverflowError, pyarrow("pyarrow").ArrowException) as error:
         raise FormatError(
             f"{name}: {error}. A value of a column has no form in JSON, so a record cannot be made of it. Convert the "
             "column to text or numbers."
         ) from None
 
 
-def _check_batch(batch: Any, name: str) -> None:
+def check_batch(batch: Any, name: str) -> None:
     twice = [field for field in batch.schema.names if batch.schema.names.count(field) > 1]
     if twice:
         raise FormatError(
@@ -299,7 +200,7 @@ def _check_batch(batch: Any, name: str) -> None:
         )
     try:
         batch.validate(full=True)
-    except _pyarrow("pyarrow").ArrowInvalid as error:
+    except pyarrow("pyarrow").ArrowInvalid as error:
         raise FormatError(
             f"{name}: {error}. Its columns contradict themselves, and what they hold cannot be known. Write it again."
         ) from None
@@ -314,7 +215,8 @@ def _depth(kind: Any) -> int:
     return depth
 
 
-def _pyarrow(module: str) -> Any:
+def pyarrow(module: str) -> Any:
+    """A module of pyarrow; raises ArgumentError if it is not installed."""
     import importlib
 
     try:
@@ -331,7 +233,7 @@ def batches_of(table: Any) -> Iterable[Any]:
     Raises:
         ArgumentError: if it is none, or pyarrow is not installed.
     """
-    pa = _pyarrow("pyarrow")
+    pa = pyarrow("pyarrow")
     if hasattr(table, "with_format") and hasattr(table, "features"):
         # A datasets.Dataset; its own order and selection count, not those of the table behind it.
         for part in table.with_format("arrow").iter(batch_size=ROWS):
@@ -385,7 +287,7 @@ def _pruned(value: Any) -> Any:
 
 def _number_lists(column: Any) -> tuple[Any, Any, Any, Any] | None:
     """Values, starts, ends and validity of a column of lists of numbers; None where it is something else."""
-    pa = _pyarrow("pyarrow")
+    pa = pyarrow("pyarrow")
     kind = column.type
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not lists:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracegrad import algebra, prepare, presets, provenance, recipes
 from tracegrad._core import __version__
+from tracegrad.account import Account
 from tracegrad.algebra import Objective
 from tracegrad.config import Config, as_dict, load
 from tracegrad.errors import ArgumentError
@@ -72,7 +73,7 @@ def train(
     loss = objective if isinstance(objective, Objective) else objective_of(chosen)
     watch = Stopwatch()
     if isinstance(traces, Sequences):
-        sequences, account = traces, prepare.Account("<sequences>")
+        sequences, account = traces, Account("<sequences>")
         account.add(sequences)
     else:
         source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
@@ -96,7 +97,7 @@ def before(out: Path, resume: bool) -> Config | None:
 
 def aligned(
     source: prepare.Sources, model: Path, chosen: Config, out: Path, watch: Stopwatch
-) -> tuple[Sequences, prepare.Account]:
+) -> tuple[Sequences, Account]:
     """What `prepare.load` gives; the first process alone writes bad records aside, and shows how far it is."""
     data = chosen.data if first() or chosen.data.on_error != "quarantine" else replace(chosen.data, on_error="skip")
     bar = Bar() if first() else None
@@ -110,7 +111,7 @@ def objective_of(chosen: Config) -> Objective:
 
 def learn(
     sequences: Sequences,
-    account: prepare.Account,
+    account: Account,
     model: Path,
     objective: Objective,
     chosen: Config,
@@ -194,7 +195,7 @@ def _told(chosen: Config, objective: Objective, model: str | Path, source: str, 
     ]
 
 
-def _summary(chosen: Config, account: prepare.Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
+def _summary(chosen: Config, account: Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
     kept = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
     value = next((row for row in reversed(done.rows) if "value" in row), {})
     return {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config, doctor, prepare
+from tracegrad.account import Account
 from tracegrad.cli.words import command, folder_of, inputs_of, say, tell, verb
 from tracegrad.codes import LOGPROB_KINDS
 from tracegrad.errors import ArgumentError
@@ -61,7 +62,7 @@ def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     return 0
 
 
-def _next(told: argparse.Namespace, chosen: config.Config, account: prepare.Account) -> list[str]:
+def _next(told: argparse.Namespace, chosen: config.Config, account: Account) -> list[str]:
     """The command that goes on from here; where no reward or group is known, the one that says what may be meant."""
     where, text_only = ["--model", str(told.model), "--out"], chosen.data.text_only
     mapped = [part for name, path in chosen.map.told().items() for part in (f"--map.{name}", path)]

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tracegrad import config, prepare, training
+from tracegrad import config, training
+from tracegrad.account import Account
 from tracegrad.batch import ModelShape
 from tracegrad.cli import recipe
 from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
@@ -69,9 +70,7 @@ def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple
     return chosen, recipe.lines(told, begins, otherwise)
 
 
-def _dry_run(
-    sequences: Any, objective: Any, chosen: config.Config, model: Path, account: prepare.Account | None
-) -> int:
+def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None) -> int:
     """What would be done: steps, rows and their fill, memory and time; one object where the account is given."""
     from tracegrad.learner.feed import Feed
 
@@ -131,7 +130,7 @@ def _learn(
     chosen: config.Config,
     objective: Any,
     sequences: Any,
-    account: prepare.Account,
+    account: Account,
     watch: Stopwatch,
 ) -> int:
     title = Path(told.traces[0].rstrip("/")).name

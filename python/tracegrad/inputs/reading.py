@@ -298,8 +298,7 @@ class InputStream(Iterator[Traces]):
         """The prefix of a place's quarantine."""
         if self._options.on_error != "quarantine":
             return None
-        if self._options.quarantine is not None:
-            prefix = os.fspath(self._options.quarantine)
+        if (prefix := self._options.aside) is not None:
             return (f"{prefix}-{number}" if number else prefix) + end
         place = self._places[number] if self._places else None
         if place is None or place.kind != "file":

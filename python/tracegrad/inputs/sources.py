@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tracegrad import _core, tables
+from tracegrad import _core, arrow_files, tables
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.inputs import evals, remote
 from tracegrad.inputs.options import Options
@@ -35,7 +35,7 @@ class FileSource:
         self.name, self._batch, self._limit = place.path, options.batch, options.limit
         self._pipe = remote.Pipe(place.path) if place.kind == "address" else None
         path, name = (self._pipe.path, place.path) if self._pipe else (place.path, None)
-        told = (options.on_error, options.quarantine, options.limit, options.max_record_bytes, options.chunk_bytes)
+        told = (options.on_error, options.aside, options.limit, options.max_record_bytes, options.chunk_bytes)
         self._reader = _core.TraceReader(path, *told, options.format, name)
         if self._pipe:
             self._pipe.opened()
@@ -52,9 +52,7 @@ class FileSource:
         """The traces of the records as they are."""
         try:
             if self._first:
-                core = self._reader.decode([(line, text, text) for line, text in self._first])
-                if len(core):
-                    yield Traces(core)
+                self._reader.put_back(self._first)
             while len(core := self._reader.batch(self._batch)):
                 yield Traces(core)
         except FormatError:
@@ -152,7 +150,7 @@ Source = FileSource | RowSource
 
 def decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
     """What decodes records of `name` that were made of several, and settles bad ones; `empty` is an empty file."""
-    told = (options.on_error, options.quarantine, None, options.max_record_bytes, options.chunk_bytes)
+    told = (options.on_error, options.aside, None, options.max_record_bytes, options.chunk_bytes)
     return _core.TraceReader(empty, *told, options.format, name)
 
 
@@ -211,9 +209,9 @@ def of_place(place: Place, options: Options, folder: str | None = None) -> Sourc
 def _rows_of(place: Place, options: Options) -> tables.RowStream:
     told = {"format": options.format, "on_error": options.on_error}
     if place.kind == "parquet":
-        return tables.ParquetStream(place.path, batch=options.batch, **told)
+        return arrow_files.ParquetStream(place.path, batch=options.batch, **told)
     if place.kind == "arrow":
-        return tables.RowStream(tables.arrow_batches(place.path), place.path, **told)
+        return tables.RowStream(arrow_files.arrow_batches(place.path), place.path, **told)
     if place.kind == "saved":
         return tables.RowStream(tables.batches_of(_saved(place.path)), place.path, **told)
     return JsonRows(evals.samples(place.path), place.path, **told)

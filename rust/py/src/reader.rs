@@ -79,6 +79,15 @@ impl PyTraceReader {
         Ok(records.into_iter().map(|cut| (cut.line, PyBytes::new(py, &cut.bytes))).collect())
     }
 
+    /// Takes records back that `cut` gave first, to be read as they stand.
+    fn put_back(&self, py: Python<'_>, records: Vec<(u64, PyBackedBytes)>) -> PyResult<()> {
+        let records = records.into_iter().map(|(line, bytes)| Cut { line, bytes: (*bytes).into() }).collect();
+        self.with(py, |reader| {
+            reader.put_back(records);
+            Ok(())
+        })
+    }
+
     /// Decodes what was made of them: bytes, or what was found, why it matters and what to do.
     fn decode(&self, py: Python<'_>, made: Vec<MadeRow>) -> PyResult<PyTraces> {
         let rows = made.into_iter().map(|(line, origin, made)| {

@@ -53,6 +53,13 @@ impl Reader {
         Ok(records)
     }
 
+    /// Takes records back that `records` gave first, to be read as they stand before all others.
+    pub fn put_back(&mut self, records: Vec<Cut>) {
+        self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
+        let pieces = records.into_iter().map(|Cut { line, bytes }| Piece::Record { line, bytes });
+        self.ahead = Some(pieces.collect());
+    }
+
     /// Decodes records in place of those they were made of, and settles what is bad.
     pub fn decode(&mut self, made: Vec<(Cut, Made)>) -> Result<Vec<Arc<Trace>>> {
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());

@@ -80,7 +80,7 @@ impl Source {
         if magic == PARQUET {
             return Err(Error::new(Kind::Io, "it is a Parquet file")
                 .why("Its columns are read through pyarrow, not as lines of JSON")
-                .cure("pip install 'tracegrad[arrow]', then tracegrad.tables.ParquetStream(path) or the command line")
+                .cure("pip install 'tracegrad[arrow]', then name the file instead of a stream of it")
                 .at(&in_file(name)));
         }
         let is_gzip = magic.starts_with(GZIP);

@@ -1,0 +1,152 @@
+"""How exactly traces were aligned: counts over shards, for drift.json and the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tracegrad.codes import GUESSED, TIER_TEXT
+from tracegrad.config import Map
+from tracegrad.inputs import candidates
+from tracegrad.read_report import ReadReport
+from tracegrad.sequence import Sequences
+from tracegrad.tokenizer import Tokenizer
+
+
+@dataclass
+class Account:
+    """What was read and how exactly it aligned, added up over shards.
+
+    Args:
+        source: the inputs as the user named them, and `named`, each.
+        read: counts of the reader, and `mapped`, what was mapped, joined and converted.
+        found: where no reward or group is known, what the records seem to hold, as flags to type.
+        traces, groups, branches, tokens, terms: of the aligned sequences.
+        tiers: name to sampled tokens, trainable ones and generations.
+        drift: reason to findings, traces and tokens concerned.
+        recorded, exact: tokens recorded as sampled, and of those held with an exact id and a logprob.
+        errors: one line for each trace that could not be aligned and was left out.
+        template: what the probe found of the chat template, and `warnings` of it.
+    """
+
+    source: str
+    named: list[str] = field(default_factory=list)
+    read: ReadReport = field(default_factory=ReadReport)
+    mapped: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)
+    traces: int = 0
+    branches: int = 0
+    tokens: int = 0
+    terms: int = 0
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    drift: dict[str, dict[str, int]] = field(default_factory=dict)
+    recorded: int = 0
+    exact: int = 0
+    template: dict[str, Any] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    group_names: set[str] = field(default_factory=set)
+    rewarded: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Distinct groups."""
+        return len(self.group_names)
+
+    @property
+    def lone(self) -> bool:
+        """Whether no two traces share a group."""
+        return self.traces > 1 and self.groups == self.traces
+
+    def add(self, sequences: Sequences) -> None:
+        """Counts one shard."""
+        self.traces += sequences.traces
+        self.branches += sequences.branches
+        self.tokens += sequences.tokens
+        self.terms += len(sequences.terms)
+        self.recorded += sequences.drift.recorded
+        self.exact += sequences.drift.exact
+        self.errors += sequences.drift.errors
+        self.group_names.update(sequences.group_names)
+        self.rewarded |= bool(np.isfinite(sequences.rewards).any())
+        _add(self.tiers, sequences.tiers())
+        _add(self.drift, sequences.drift.table())
+
+    def look(self, named: list[str], told: Map) -> None:
+        """Looks for what may be meant, where no trace has a reward or every group is of one trace."""
+        missing = ["reward"] * (not self.rewarded) + ["group"] * (self.lone and not told.group)
+        if missing:
+            found = candidates.find(named, told)
+            self.found = found.lines([*missing, *(["session"] if not told.session else [])])
+
+    def probe(self, tokenizer: Tokenizer) -> None:
+        """Keeps what the tokenizer's chat template does to a conversation."""
+        found = tokenizer.probe()
+        self.template = {**found.as_dict(), "warnings": found.warnings()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """What drift.json holds."""
+        counts = {name: getattr(self, name) for name in ("source", "traces", "groups", "branches", "tokens", "terms")}
+        found = {"tiers": self.tiers, "recorded": self.recorded, "exact": self.exact, "drift": self.drift}
+        return {
+            **counts,
+            **found,
+            "errors": self.errors,
+            "template": self.template,
+            "read": asdict(self.read),
+            "mapped": self.mapped,
+        }
+
+    def lines(self) -> list[str]:
+        """The account for a terminal."""
+        bad = f", {self.read.bad:,} bad records left out" if self.read.bad else ""
+        out = [
+            f"read     {self.traces:,} traces in {self.groups:,} groups from {self.source}{bad}",
+            *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
+            *self.mapped,
+            *self.found,
+            f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
+        ]
+        if self.errors:
+            out.append(f"         {len(self.errors):,} traces could not be aligned, the first: {self.errors[0]}")
+        out += [f"template {warning}" for warning in self.template.get("warnings", ())]
+        out += _table("tier", ("tokens", "trainable", "generations"), self.tiers, TIER_TEXT)
+        out += self._guessed()
+        if self.recorded and self.tiers.keys() - {"T6"}:
+            share = 1 - self.exact / self.recorded
+            out.append(f"drift    {share:.3%} of {self.recorded:,} recorded tokens are without an exact id and logprob")
+        out += _table("reason", ("findings", "traces", "tokens"), self.drift, {})
+        return out
+
+    def _guessed(self) -> list[str]:
+        """What became of generations whose ids are guessed from their text and the number of logprobs."""
+        guessed = [self.tiers[name] for name in GUESSED if name in self.tiers]
+        generations, tokens, trained = (
+            sum(row[name] for row in guessed) for name in ("generations", "tokens", "trainable")
+        )
+        if not tokens:
+            return []
+        fate = "they are trained" if trained else "they are not trained (tg.align(..., assume_canonical=True) does)"
+        return [
+            f"guessed  {generations:,} turns ({tokens:,} tokens) list logprobs and no tokens: their ids are guessed,",
+            f"         {fate}. Record token ids (return_token_ids on vLLM and SGLang)",
+        ]
+
+
+def _add(into: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:
+    for name, counts in more.items():
+        row = into.setdefault(name, dict.fromkeys(counts, 0))
+        for key, value in counts.items():
+            row[key] += value
+
+
+def _table(head: str, columns: tuple[str, ...], rows: dict[str, dict[str, int]], texts: dict[str, str]) -> list[str]:
+    if not rows:
+        return []
+    width = max(len(name) for name in [head, *rows])
+    out = ["         " + "  ".join([head.ljust(width), *(name.rjust(11) for name in columns)])]
+    for name, counts in rows.items():
+        cells = [name.ljust(width), *(f"{counts[column]:,}".rjust(11) for column in columns)]
+        out.append(("         " + "  ".join(cells) + "  " + texts.get(name, "")).rstrip())
+    return out

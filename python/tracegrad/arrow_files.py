@@ -1,0 +1,96 @@
+"""Files of Parquet and Arrow as batches of rows, in bounded memory; `tables` makes traces of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from tracegrad.errors import ReadError, TracegradError
+from tracegrad.footer import row_groups
+from tracegrad.tables import ROWS, RowStream, check_batch, pyarrow
+
+# A file may hold so many times its own bytes, and always so many: what it repeats is written once.
+MOST_GROWTH, ALWAYS = 1000, 1 << 28
+
+
+class ParquetStream(RowStream):
+    """Batches of traces of a Parquet file, in bounded memory.
+
+    Args:
+        path: the file.
+        batch: rows in each `Traces`.
+        format, on_error: as for `RowStream`.
+
+    Raises:
+        ReadError: if the file cannot be read.
+        FormatError: for a bad row, with "raise".
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, batch: int = ROWS, format: str = "auto", on_error: str = "raise"
+    ) -> None:
+        path = os.fspath(path)
+        super().__init__(parquet_batches(path, batch), path, format=format, on_error=on_error)
+
+
+def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
+    """The record batches of a Parquet file, once it is known to fit the memory.
+
+    Raises:
+        ReadError: if it cannot be read.
+    """
+    parquet = pyarrow("pyarrow.parquet")
+    try:
+        _check_parquet(path)
+        with parquet.ParquetFile(path) as file:
+            columns = [file.schema.column(at) for at in range(len(file.schema))]
+            texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+        # Not mapped, as a file that then shrinks ends the process; not read ahead whole; shared text is held once.
+        with parquet.ParquetFile(path, memory_map=False, pre_buffer=False, read_dictionary=texts) as file:
+            yield from file.iter_batches(batch_size=rows)
+    except TracegradError:
+        raise
+    except (OSError, ValueError, pyarrow("pyarrow").ArrowException) as error:
+        raise ReadError(f"{path}: {error}. It cannot be read as Parquet. Write it again.") from None
+
+
+def arrow_batches(path: str) -> Iterator[Any]:
+    """The record batches of an Arrow file (Feather) or stream, as `datasets` keeps them.
+
+    Raises:
+        ReadError: if it cannot be read.
+    """
+    pa = pyarrow("pyarrow")
+    try:
+        with pa.OSFile(path, "rb") as file:
+            if file.read(6) == b"ARROW1":
+                table = pa.ipc.open_file(file)
+                for at in range(table.num_record_batches):
+                    yield from _cut(table.get_batch(at), path)
+                return
+            file.seek(0)
+            for batch in pa.ipc.open_stream(file):
+                yield from _cut(batch, path)
+    except TracegradError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ReadError(f"{path}: {error}. It cannot be read as Arrow. Write it again.") from None
+
+
+def _cut(batch: Any, name: str) -> Iterator[Any]:
+    """A batch in parts of at most `ROWS` rows."""
+    check_batch(batch, name)
+    for start in range(0, batch.num_rows, ROWS):
+        yield batch.slice(start, ROWS)
+
+
+def _check_parquet(path: str) -> None:
+    """Refuses what would not fit the memory, from what the file says of itself before a value is read."""
+    for number, group in enumerate(row_groups(path)):
+        if min(group.values, default=-1) < group.rows:
+            raise ValueError(f"row group {number} claims {group.rows} rows, and a column has fewer values")
+        held = sum(max(8 * values, plain) for values, plain in zip(group.values, group.plain, strict=True))
+        stored = sum(group.stored)
+        if held > max(ALWAYS, MOST_GROWTH * stored):
+            raise ValueError(f"row group {number} has {stored} bytes and would be {held} in memory")
