@@ -104,7 +104,7 @@ def test_an_empty_file_says_so_under_every_policy(tmp_path, data):
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
     with pytest.raises(ReadError, match=r"none\.jsonl: cannot be read: .* Check the path\."):
         read(tmp_path / "none.jsonl")
-    with pytest.raises(ReadError, match="it is a directory"):
+    with pytest.raises(ReadError, match="it is empty"):
         read(tmp_path)
 
 
