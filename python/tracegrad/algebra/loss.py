@@ -27,7 +27,7 @@ Missing = Literal["mask", "neutral", "refuse"]
 
 @dataclass(frozen=True)
 class Needs:
-    """Which arrays an objective takes, whether it takes a trace's current-policy ratio, and what it cannot feel.
+    """Which arrays an objective takes, whether it takes a trace's current-policy ratio, and which terms cannot change its gradient.
 
     With `trace_ratio` all branches of a trace must stand in one batch.
 

@@ -10,12 +10,12 @@ Made = TypeVar("Made")
 
 
 class Ahead(Generic[Made]):
-    """One thing by number, made when it is asked for or, where that was announced, before.
+    """Builds item n when it is asked for, or before that in a background thread if it was announced.
 
     What `make` raises is raised by `take`. Nothing runs in the thread between a `take` and the next `announce`.
 
     Args:
-        make: (number, in the thread or not) to the thing.
+        make: builds an item from (its number, whether it runs in the thread).
 
     >>> ahead = Ahead(lambda number, beside: (number, beside))
     >>> ahead.announce(3)
@@ -30,11 +30,11 @@ class Ahead(Generic[Made]):
         self._coming: tuple[int, Future[Made]] | None = None
 
     def announce(self, number: int) -> None:
-        """Begins to make it."""
+        """Starts building item `number` in the thread."""
         self._coming = number, self._thread.submit(self._make, number, True)
 
     def take(self, number: int) -> Made:
-        """The thing, waited for or made now."""
+        """Item `number`: waits for the thread if it was announced, else builds it now."""
         coming, self._coming = self._coming, None
         if coming is None:
             return self._make(number, False)
