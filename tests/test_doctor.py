@@ -167,6 +167,8 @@ def test_raw_logprobs_at_another_temperature_are_found_and_processed_ones_are_ri
     found = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path)
     assert names(found) == {"raw_at_temperature": "WRONG"}
     assert "temperature 0.7" in found.findings[0].hits.found
+    assert found.following.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
+    assert "goes around that" in lines(found)[1]
     assert names(diagnosed(spoiled(lambda record: warm(record, "processed")), tmp_path)) == {}
     told = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path, logprob_kind="processed")
     assert names(told) == {}

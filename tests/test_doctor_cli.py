@@ -46,11 +46,13 @@ def test_a_wrong_file_gets_its_findings_and_exit_code_1(tmp_path, capsys):
     assert doctor(path) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("wrong    240 traces")
-    assert lines[1] == "         1 finding; training on it would be wrong"
+    around = "training on it as it stands would be wrong; the command after `next` goes around that"
+    assert lines[1] == f"         1 finding; {around}"
     assert lines[3].startswith("WRONG    logprobs filled up with one value: ")
     assert lines[4] == f"  first  {path}:1 trace '{recorded()[0]['id']}' turn 0"
-    assert [line[2:7].strip() for line in lines[5:] if line[2] != " "] == ["found", "hurts", "cure"]
-    assert max(map(len, lines[1:])) <= 120
+    assert [line[2:7].strip() for line in lines[5:-2] if line[2] != " "] == ["found", "hurts", "cure"]
+    assert max(map(len, lines[1:-2])) <= 120
+    assert lines[-1].startswith("next     tracegrad train ")
 
 
 def test_advice_alone_is_exit_code_0(tmp_path, capsys):
@@ -76,7 +78,7 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
         "found",
         "next",
     ]
-    assert told["next"] == "", "filler instead of logprobs is mended by no flag"
+    assert told["next"].endswith("--objective TOPR_POSITIVE --text-only"), "the text is right, its logprobs are not"
     assert (told["format"], told["verdict"], told["exit_code"], told["more"]) == ("tracegrad-doctor/1", "wrong", 1, [])
     (finding,) = told["findings"]
     keys = ["name", "severity", "title", "count", "of", "unit", "first", "found", "hurts", "cure"]
@@ -99,7 +101,7 @@ def test_more_than_ten_findings_are_cut_to_ten_and_the_others_named(tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("WRONG") for line in lines) == 1
     assert "more     filled_logprobs" in lines
-    assert lines[-1].endswith("--map.group prompt")
+    assert lines[-3].endswith("--map.group prompt")
     assert doctor(path, "--json") == 1
     told = json.loads(capsys.readouterr().out)
     assert ([finding["name"] for finding in told["findings"]], told["more"]) == (["lone_traces"], ["filled_logprobs"])

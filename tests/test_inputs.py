@@ -83,6 +83,17 @@ def test_empty_files_among_others_are_left_out_and_alone_an_error(folder):
         tg.read(folder / "empty.jsonl")
 
 
+@pytest.mark.parametrize("text", ["\n \n", '{"span_id": "s", "trace_id": "t", "parent_id": null}\n'])
+def test_files_without_a_call_among_others_are_left_out_and_alone_an_error(folder, text):
+    (folder / "a0.jsonl").write_text(text)
+    stream = tg.stream(folder)
+    assert sum(map(len, stream)) == 7
+    assert "1 files without a record of a call are left out" in "\n".join(stream.lines())
+    with pytest.raises(ReadError, match="no record in it"):
+        tg.read(folder / "a0.jsonl")
+    assert len(tg.read(folder, map={"session": "trace_id"})) == 7
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [("nothing-*.jsonl", "no file has such a name"), ("gone.jsonl", "No such file"), ("", "it holds .md")],

@@ -354,3 +354,20 @@ def test_a_session_alone_needs_no_trace_of_each_record(monkeypatch):
     rows = [{"messages": [USER, {**SAID, "content": str(at)}], "score": at} for at in range(4)]
     monkeypatch.setattr(candidates, "prompt_of", lambda trace: pytest.fail("a prompt is only for groups"))
     assert not candidates.find(rows, wanted=["session"]).found
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"name": "add", "arguments": {"a": 1}},
+        [{"name": "add", "parameters": {"a": 1}}],
+        [{"id": "call_7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    ],
+)
+def test_a_call_in_sharegpt_is_a_call_in_any_of_its_spellings(said):
+    talk = [{"from": "human", "value": "1+?"}, {"from": "function_call", "value": json.dumps(said)}]
+    [made] = adapt({"conversations": talk})
+    [call] = made["messages"][1]["tool_calls"]
+    assert call == {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    [made] = adapt({"conversations": [*talk[:1], {"from": "function_call", "value": '[{"id": 1}]'}]})
+    assert made["messages"][1]["content"] == '[{"id": 1}]', "what is no call is a text"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import tracegrad as tg
 from tracegrad import config, prepare
 from tracegrad.cli import main
 from tracegrad.inputs import candidates
@@ -76,6 +77,35 @@ def test_booleans_and_numbers_as_text_are_found():
     lines = "\n".join(candidates.find(rows).lines(["reward"]))
     assert '4 of 4 records have true or false "success" (0 to 1, 2 values): --map.reward success' in lines
     assert '4 of 4 records have a number as text "grade" (0 to 3, 4 values): --map.reward grade' in lines
+
+
+def runs():
+    """A project's runs as LangSmith lists them: the feedback is on the root; a row beside the call has none."""
+    for n in range(4):
+        shared = {"session_id": "project", "trace_id": f"t{n}"}
+        score = {"feedback_stats": {"correctness": {"n": 1, "avg": float(n % 2)}}}
+        times = [f"2026-11-0{n + 1}T12:00:0{second}" for second in range(3)]
+        yield {"id": f"t{n}", "run_type": "chain", "inputs": {}, "start_time": times[0], **shared, **score}
+        below = {"parent_run_id": f"t{n}", **shared}
+        yield {"id": f"p{n}", "run_type": "prompt", "inputs": {}, "start_time": times[1], **below}
+        out = {"generations": [[{"message": {"type": "ai", "content": f"{n}"}}]]}
+        asked = {"messages": [[{"type": "human", "content": "a"}]]}
+        yield {"id": f"c{n}", "run_type": "llm", "inputs": asked, "outputs": out, "start_time": times[2], **below}
+
+
+def test_the_key_that_joins_is_one_of_the_rows_that_say_the_reward():
+    found = candidates.find(list(runs()))
+    assert found.of("session")[0].flags() == ["--map.session", "trace_id", "--map.order", "start_time"]
+    told = {"reward": "feedback_stats.correctness.avg", "session": "trace_id", "order": "start_time"}
+    assert tg.read(list(runs()), map=told).reward.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("prompts", "names"), [(["a", "b"], False), (["a", "b", "c", "d"], True)])
+def test_a_name_of_the_prompt_is_no_conversation(prompts, names):
+    rows = [
+        {"conversation_name": "ab"[n % 2], "prompt": prompts[n % len(prompts)], "response": str(n)} for n in range(8)
+    ]
+    assert bool(candidates.find(rows).of("session")) == names
 
 
 def test_reading_says_what_it_found_and_takes_nothing_of_it(tmp_path):

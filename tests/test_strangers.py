@@ -252,8 +252,8 @@ def test_what_has_no_reward_is_scored_first_by_the_printed_command(here, capsys)
     )
     code, out, _ = typed(command, capsys)
     assert code == 0
-    following = next(line.strip() for line in out.splitlines() if line.strip().startswith("tracegrad train"))
-    assert typed(following.replace("MODEL", str(MODEL)), capsys)[0] == 0
+    assert followed(out).startswith(f"tracegrad train scored.jsonl --model {MODEL}")
+    assert typed(followed(out), capsys)[0] == 0
     assert Path("runs/first/report.html").exists()
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tracegrad import config, inputs
+from tracegrad import config, doctor, inputs
 from tracegrad.cli import named
 from tracegrad.cli.key import read_key
-from tracegrad.cli.words import inputs_of, say, tell, verb
+from tracegrad.cli.words import folder_of, inputs_of, say, tell, verb
 from tracegrad.errors import ArgumentError
+from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import write
 
 
@@ -42,6 +44,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the server's token")
     parser.add_argument("--parallel", type=int, metavar="N", help="groups at once (default 4, of a judge 8)")
     parser.add_argument("--cache", type=Path, metavar="FILE", help="what was scored before (default OUT.scores)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="folder of the model to train, for the command after")
     parser.add_argument("--on-error", choices=("raise", "skip"), help="a bad record: stop, leave it out")
     parser.add_argument("--json", action="store_true", help="the account for machines, one object")
 
@@ -56,6 +59,9 @@ def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     source = told.traces
     if any(Path(each).resolve() == told.out.resolve() for each in source):
         raise ArgumentError(f"{told.out} is read and would be written. Its rewards would be lost. Give another --out.")
+    if told.model is not None:
+        told.model = folder_of(told.model)
+        Tokenizer.from_pretrained(told.model)  # what is no model is said before anything is scored
     price = _price(told.price)
     cache = told.cache or told.out.with_name(f"{told.out.name}.scores")
     chosen = config.load(overrides=overrides)
@@ -71,12 +77,20 @@ def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             done = asyncio.run(_judge(told, traces, common))
         common["told"].end()
         write(done.parts(), told.out)
-    account = _account(told, done, price)
+    account, following = _account(told, done, price), _following(told.out, told.model)
     if told.json:
-        tell(account)
+        tell({**account, "next": following})
     else:
-        say(*stream.lines(), *_lines(told, done, price, cache))
+        say(*stream.lines(), *_lines(told, done, price, cache), f"next     {following}")
     return 0
+
+
+def _following(out: Path, model: Path | None) -> str:
+    """The command that goes on; with a model the doctor's, which looks at what was written, or the doctor itself."""
+    if model is None:
+        return shlex.join(["tracegrad", "train", str(out), "--model", "MODEL", "--out", "runs/first"])
+    found = doctor.examine(out, model).following
+    return found or shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
 
 
 async def _judge(told: argparse.Namespace, traces: Any, common: dict[str, Any]) -> Any:
@@ -144,7 +158,7 @@ def _lines(told: argparse.Namespace, done: Any, price: tuple[float, float] | Non
         out.append(f"judge    read {done.prompt_tokens:,} tokens, wrote {done.completion_tokens:,}{cost}")
         if done.agreement == done.agreement:
             out.append(f"         two orders put {done.agreement:.0%} of the pairs alike")
-    return [*out, f"written  {told.out}", f"         tracegrad train {told.out} --model MODEL --out runs/first"]
+    return [*out, f"written  {told.out}"]
 
 
 class _Counter:

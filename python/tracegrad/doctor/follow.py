@@ -20,6 +20,8 @@ from tracegrad.trace import Traces
 SAMPLE = 200
 TOLD = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
 """Findings that a flag of the command mends."""
+NUMBERS = ("raw_at_temperature", "wrong_tokenizer", "filled_logprobs", "wrong_sum", "impossible_logprobs")
+"""Findings that spoil logprobs and leave the text as it was said: an objective without a ratio takes it."""
 TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
 
 
@@ -48,7 +50,8 @@ def command(
     """
     by_name = {finding.name: finding for finding in found}
     wrong = {finding.name for finding in found if finding.severity == Severity.WRONG}
-    if list(named) == ["-"] or wrong - {*TOLD, "shifted_logprobs"} or (rescored and "shifted_logprobs" in wrong):
+    mended = {*TOLD, *NUMBERS, "shifted_logprobs"}
+    if list(named) == ["-"] or wrong - mended or (rescored and "shifted_logprobs" in wrong):
         return ""
     candidates, missing = seems
     mapped = [part for name, path in told.told().items() for part in (f"--map.{name}", path)]
@@ -57,21 +60,25 @@ def command(
         return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *mapped, *said, "--rescore"])
     mapped += candidates.flags(missing)
     bare = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
+    foreign = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
     text = bare is not None and bare.count == bare.of
+    text = text or bool(wrong.intersection(NUMBERS) - {"wrong_tokenizer"})
+    text = text or (foreign is not None and foreign.count * 2 > foreign.of)
     if not whole.traces:
         sample = _sample(named, mapped)
         if not sample:
             return ""
         text = all(turn.logprobs is None for trace in sample for turn in trace.generations)
-    elif "nothing_to_train" in wrong:
+    elif "nothing_to_train" in wrong and not (foreign and text):
         return ""
     if "reward" in missing and "--map.reward" not in mapped:
-        out = ["--reward", "mine.py:right", "--out", "scored.jsonl"]
+        out = ["--reward", "mine.py:right", "--text", "--out", "scored.jsonl", "--model", str(model)]
         return shlex.join(["tracegrad", "score", *named, *mapped, *out])
     flags = [*mapped, *_which(whole), *(TEXT if text else ())]
     if "lone_traces" in wrong and "--map.group" not in mapped:
         flags += ["--advantage.baseline", "batch_mean"]
-    if whole.traces and (whole.read.bad or whole.unaligned or (bare is not None and not text)):
+    partly = (bare is not None or foreign is not None) and not text
+    if whole.traces and (whole.read.bad or whole.unaligned or partly):
         flags += ["--on-error", "skip"]
     if not text and (kind is not None or whole.unsaid):
         flags += ["--logprob-kind", kind or "raw"]

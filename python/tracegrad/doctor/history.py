@@ -102,8 +102,10 @@ def unrecorded_tools(look: Look) -> Hits:
     "traces longer than the model reads",
     "traces",
     costs=0.0,
-    hurts="pack refuses them; cut, they lose their end and the reward that stands there.",
-    cure="Give a larger --max-tokens if the model reads more, or train with --pack.too_long drop or truncate.",
+    hurts="What stands past its positions the model never learned to read: it is trained all the same, on logprobs "
+    "that mean little, if its code does not fail there.",
+    cure="Tell doctor a larger --max-tokens if the model reads more. Else leave them out of the records, or train with "
+    "--pack.token_budget at the limit and --pack.too_long drop or truncate: cut, they lose their end.",
 )
 def overlong(look: Look) -> Hits:
     """Sees traces with a branch longer than --max-tokens, by default the config's max_position_embeddings.

@@ -128,14 +128,15 @@ def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[
 
 
 @check(
-    "raw logprobs at another temperature than 1",
+    "raw logprobs, or of an unknown kind, at another temperature than 1",
     "turns",
     costs=0.0,
     wrong=0.01,
-    hurts="The tokens were drawn from the tempered or cut distribution, the logprobs are of the untempered one: the "
+    hurts="The tokens were drawn from the tempered or cut distribution, raw logprobs are of the untempered one: the "
     "ratio corrects for a policy that did not sample them.",
-    cure="Serve with --logprobs-mode processed_logprobs and record logprob_kind 'processed', or sample at temperature "
-    "1 with top_p 1. If the numbers are processed already, say --logprob-kind processed.",
+    cure="If the numbers are processed already, say --logprob-kind processed. Else serve with --logprobs-mode "
+    "processed_logprobs and record logprob_kind 'processed', or sample at temperature 1 with top_p 1; what is recorded "
+    "trains without a ratio: --objective TOPR_POSITIVE --text-only.",
 )
 def raw_at_temperature(look: Look) -> Hits:
     """Sees turns at a temperature other than 1 or top_p below 1, whose logprobs are raw or of no known kind.

@@ -13,6 +13,7 @@ HEAD = {
     Severity.COSTS: "it can be trained on, at a cost",
     Severity.NOTE: "it can be trained on",
 }
+AROUND = "training on it as it stands would be wrong; the command after `next` goes around that"
 LONGEST, MOST_TYPED = 300, 1 << 17
 
 
@@ -28,7 +29,7 @@ def lines(diagnosis: Diagnosis) -> list[str]:
     more = ", ".join(finding.name for finding in found[SHOWN:])
     return [
         f"{diagnosis.severity.name.lower():<8} {what}",
-        f"         {count}; {HEAD[diagnosis.severity]}",
+        f"         {count}; {_verdict(diagnosis)}",
         *map(printable, diagnosis.mapped),
         *shown,
         *(["", f"more     {more}"] if more else []),
@@ -36,6 +37,13 @@ def lines(diagnosis: Diagnosis) -> list[str]:
         *_advised(diagnosis),
         *_following(diagnosis),
     ]
+
+
+def _verdict(diagnosis: Diagnosis) -> str:
+    """What the worst finding means, and whether the command that is printed trains rightly for all that."""
+    wrong = diagnosis.severity == Severity.WRONG
+    goes_on = wrong and diagnosis.following.startswith("tracegrad train ")
+    return AROUND if goes_on else HEAD[diagnosis.severity or Severity.NOTE]
 
 
 def _found(diagnosis: Diagnosis) -> list[str]:
@@ -48,7 +56,7 @@ def _following(diagnosis: Diagnosis) -> list[str]:
         return []
     out = ["", f"next     {printable(diagnosis.following, MOST_TYPED)}"]
     if diagnosis.following.startswith("tracegrad score"):
-        told = "right(prompts, completions, **columns) of mine.py gives a number for each: docs/your-logs.md"
+        told = "right(prompts, completions, **columns) of mine.py gives a number for each text: docs/your-logs.md"
         out.append(f"         {told}")
     return out
 

@@ -20,7 +20,8 @@ SLACK = 2  # tokens that servers count in usage and do not list
     wrong=0.01,
     hurts="An id of another vocabulary is another token: gradient and ratio would be of text that nobody sampled. "
     "These turns are masked.",
-    cure="Give --model the folder that the server loaded: same tokenizer.json, same added tokens.",
+    cure="Give --model the folder that the server loaded: same tokenizer.json, same added tokens. What a model said "
+    "whose folder you do not have trains as text, without a ratio: --objective TOPR_POSITIVE --text-only.",
     hides=("no_logprobs", "drift", "missing_logprobs", "other_prompt", "missing_stop_tokens"),
 )
 def wrong_tokenizer(look: Look) -> Hits:

@@ -48,6 +48,12 @@ _NEVER = re.compile(
 _INSIDE = ("messages", "request", "response", "choices", "calls", "tools", "logprobs", "usage", "delta", "generation")
 
 
+def _text(value: Any) -> str:
+    """A value as it is counted: its text, or the hash of a long one."""
+    text = str(value)
+    return text if len(text) <= 200 else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
 @dataclass
 class _Column:
     """What stands at one path."""
@@ -63,9 +69,7 @@ class _Column:
         self.count += times
         self.kinds[paths.kind(value)] += times
         if len(self.values) < RECORDS:
-            text = str(value)
-            text = text if len(text) <= 200 else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
-            self.values[text] += times
+            self.values[_text(value)] += times
         if (found := paths.verdict(value)) is not None and abs(found) < 1e300:
             self.numbers += times
             self.low, self.high = min(self.low, found), max(self.high, found)
@@ -146,32 +150,39 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     wanted = [name for name in wanted if not getattr(told, name)]
     columns: dict[str, _Column] = {}
     beside: dict[str, _Column] = {}
-    calls = _Calls("group" in wanted)
+    linked: dict[str, set[str]] = {}
+    calls = _Calls("group" in wanted, "session" in wanted)
     count = silent = 0
     for record in _first(source):
         made = _made(record)
         if made == [] and isinstance(record, dict):
             silent += 1
             _count(beside, record, 1, wanted)
+            _link(linked, record)
         if not made:
             continue
         count += len(made)
-        calls.add(made)
+        calls.add(record, made)
         for times, part in _parts(record, made):
             _count(columns, part, times, wanted)
         if count >= RECORDS:
             break
     sessions = list(_sessions(columns, count, calls))
-    told_beside = list(_beside(beside, silent, columns, sessions))
+    told_beside = list(_beside(beside, silent, columns, linked, sessions))
     found = [*_rewards(columns, count), *_groups(columns, count, calls), *sessions, *told_beside]
     kept = [each for each in found if each.field in wanted]
-    linked = sum(each.field == "session" for each in told_beside)
-    return Candidates(count, tuple(sorted(kept, key=lambda each: -each.rank)), calls.joined + linked)
+    found_beside = sum(each.field == "session" for each in told_beside)
+    return Candidates(count, tuple(sorted(kept, key=lambda each: -each.rank)), calls.joined + found_beside)
+
+
+def _outside(part: dict[str, Any]) -> dict[str, Any]:
+    """A record without what was said in it."""
+    return {key: value for key, value in part.items() if key not in _INSIDE}
 
 
 def _count(columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str]) -> None:
     """Counts what stands at the paths of a record, or of a part of it."""
-    outer = {key: value for key, value in part.items() if key not in _INSIDE}
+    outer = _outside(part)
     for path, value in itertools.islice(paths.leaves(outer), paths.MOST_WALKED):
         if value is not None and ("reward" in wanted or _may_be(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times)
@@ -180,23 +191,39 @@ def _count(columns: dict[str, _Column], part: dict[str, Any], times: int, wanted
             _objects(columns, key, value, times)
 
 
+def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
+    """Keeps the session keys of a record without a call that says a reward."""
+    told = [(path, value) for path, value in itertools.islice(paths.leaves(record), paths.MOST_WALKED)]
+    if any(_REWARD.search(path) and paths.verdict(value) is not None for path, value in told):
+        for path, value in told:
+            if value is not None and _SESSION.search(path.rpartition(".")[2]):
+                linked.setdefault(path, set()).add(_text(value))
+
+
 def _beside(
-    beside: dict[str, _Column], count: int, columns: dict[str, _Column], sessions: list[Candidate]
+    beside: dict[str, _Column],
+    count: int,
+    columns: dict[str, _Column],
+    linked: dict[str, set[str]],
+    sessions: list[Candidate],
 ) -> Iterator[Candidate]:
     """Rewards in records without a call, which count for the conversation whose key they have, below those of calls.
 
-    Where no session is found otherwise, a key that calls and these records share is one.
+    Where no session is found by which they are of calls, the key is one by which most of them are: not what leads to
+    rows that say no reward, as the parent of a call may have one and the steps beside the call have none.
     """
     rewards = [each for each in _rewards(beside, count) if _REWARD.search(each.path)]
     if not rewards:
         return
-    if not any(each.path in columns for each in sessions):
-        shared = [path for path in columns if path in beside and _SESSION.search(path.rpartition(".")[2])]
-        path = next((path for path in shared if columns[path].values.keys() <= beside[path].values.keys()), None)
+    both = [path for path in linked if path in columns and len(linked[path]) > 1]
+    joins = [path for path in both if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])]
+    if not any(each.path in joins for each in sessions):
+        # What all runs share, as LangSmith's id of the project, has fewer values than what a conversation shares.
+        path = max(joins, key=lambda each: len(linked[each]), default=None)
         if path is None:
             return
         why = f'{columns[path].count:,} calls share "{path}" with records without a call'
-        yield Candidate("session", path, why, 2.0)
+        yield Candidate("session", path, why, 2.5, _order_of(columns))
     for each in rewards:
         why = each.why.replace(" records have", " records without a call have")
         yield replace(each, why=why, rank=each.rank / 10)
@@ -269,22 +296,34 @@ def _first(source: Any) -> Iterator[Any]:
 class _Calls:
     """How the calls of the first records hang together."""
 
-    def __init__(self, prompts: bool) -> None:
+    def __init__(self, groups: bool, sessions: bool) -> None:
         self.calls = self.joined = 0
         self.prompts: Counter[bytes] = Counter()
-        self._counts_prompts = prompts
+        self._groups, self._sessions = groups, sessions
         self._ends: set[bytes] = set()
+        self._of_keys: dict[str, dict[str, set[bytes]]] = {}
 
-    def add(self, made: Sequence[Any]) -> None:
+    def add(self, record: Any, made: Sequence[Any]) -> None:
         """Looks at the calls of what was made of one record; several answers have one prompt."""
-        untold = sum(not self._add(each) for each in made)
-        if untold and self._counts_prompts:
-            self._prompt(made[0], untold)
+        told = [self._add(each) for each in made]
+        prompt = next((each for each in told if each), None)
+        if (untold := sum(each is None for each in told)) and self._groups:
+            prompt = self._prompt(made[0], untold)
+        if self._sessions and prompt:
+            outer = {**(record if isinstance(record, dict) else {}), **made[0]}
+            for path, value in itertools.islice(paths.leaves(_outside(outer)), paths.MOST_WALKED):
+                if value is not None and _SESSION.search(path.rpartition(".")[2]):
+                    self._of_keys.setdefault(path, {}).setdefault(_text(value), set()).add(prompt)
 
-    def _add(self, record: Any) -> bool:
-        """Looks at one; whether it was a call that says its own prompt."""
+    def names_prompts(self, path: str) -> bool:
+        """Whether each value of a key has one prompt: what shares it was drawn anew, and is no conversation."""
+        seen = self._of_keys.get(path, {})
+        return bool(seen) and not self.joined and all(len(prompts) == 1 for prompts in seen.values())
+
+    def _add(self, record: Any) -> bytes | None:
+        """Looks at one; the prompt of a call that says its own, empty where it goes on another, else None."""
         if not (calls := calls_of(record)):
-            return False
+            return None
         before, _ = prefixes(calls[0])
         _, end = prefixes(calls[-1])
         self.calls += 1
@@ -292,18 +331,23 @@ class _Calls:
         self.joined += goes_on
         if end is not None:
             self._ends.add(end)
-        if "request" in record and before and not goes_on:
-            self.prompts[before[-1]] += 1
-        return "request" in record
+        if "request" not in record:
+            return None
+        if not before or goes_on:
+            return b""
+        self.prompts[before[-1]] += 1
+        return before[-1]
 
-    def _prompt(self, record: Any, times: int) -> None:
+    def _prompt(self, record: Any, times: int) -> bytes | None:
         """Looks at what came before the first sampled turn of a record that is no single call."""
         try:
             prompt = prompt_of(Trace.from_dict(record))
         except (TracegradError, IndexError):
-            return
-        if prompt is not None:
-            self.prompts[prompt.encode()] += times
+            return None
+        if prompt is None:
+            return None
+        self.prompts[prompt.encode()] += times
+        return prompt.encode()
 
 
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
@@ -347,15 +391,20 @@ def _sessions(columns: dict[str, _Column], count: int, calls: _Calls) -> Iterato
     if calls.joined:
         why = f"{calls.joined:,} of {calls.calls:,} calls go on an earlier one"
         yield Candidate("session", "prefix", why, 1.0)
-    order = next((path for path, column in columns.items() if _is_order(path, column)), None)
+    order = _order_of(columns)
     for path, column in columns.items():
         last, distinct = path.rpartition(".")[2], len(column.values)
         few = 1 < distinct <= column.count / 1.2 and column.count <= MOST_CALLS * distinct
         sure = bool(_SESSION_NAME.search(last))
-        if not (calls.calls and few and _SESSION.search(last) and (sure or calls.joined)):
+        if not (calls.calls and few and _SESSION.search(last) and (sure or calls.joined)) or calls.names_prompts(path):
             continue
         why = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values'
-        yield Candidate("session", path, why, (2 if sure else 1.2) * column.count / count, order or "")
+        yield Candidate("session", path, why, (2 if sure else 1.2) * column.count / count, order)
+
+
+def _order_of(columns: dict[str, _Column]) -> str:
+    """The first path that orders records, "" where there is none."""
+    return next((path for path, column in columns.items() if _is_order(path, column)), "")
 
 
 def _is_order(path: str, column: _Column) -> bool:

@@ -28,6 +28,8 @@ from tracegrad.tables import to_json
 from tracegrad.trace import Traces
 
 Path = str | os.PathLike[str]
+_BLANK = "there is no record in it"
+"""What the core says of a file whose records were none, or were none of a call."""
 
 
 def read(source: Any, **options: Any) -> Traces:
@@ -148,16 +150,27 @@ class InputStream(Iterator[Traces]):
         return [*self._notes, *self._adapted.lines(), *self._mapper.lines(), *sessions, *alone]
 
     def _all(self) -> Iterator[Traces]:
+        bare: list[ReadError] = []
         for number in range(max(len(self._places), 1)):
             if number:
                 self._source = self._open(number)
             assert self._source is not None
-            yield from self._of(self._source, number)
+            try:
+                yield from self._of(self._source, number)
+            except ReadError as error:
+                if _BLANK not in str(error):
+                    raise
+                bare.append(error)
             self._taken += self._source.taken
             self._done = self.read_report
             self._source = None
             if self._options.limit is not None and self._done.traces >= self._options.limit:
                 break
+        if bare and len(bare) == len(self._places):
+            raise bare[0]
+        if bare:
+            first = str(bare[0]).partition(f": {_BLANK}")[0]
+            self._notes.append(f"         {len(bare):,} files without a record of a call are left out, {first} first")
         if self._sessions is not None:
             yield from self._joined(self._sessions)
         if self._folder is not None:

@@ -1,6 +1,7 @@
 """ShareGPT: `conversations` of `{"from", "value"}`. Text only.
 
-Source: the layout of FastChat's and LLaMA-Factory's data (from: human, gpt, system, function_call, observation, tool).
+Source: the layout of FastChat's and LLaMA-Factory's data (from: human, gpt, system, function_call, observation, tool);
+camel-ai 0.2.90's `ShareGPTDataCollector`, whose function_call is a list of OpenAI's calls.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ROLES = {
     "function_response": "tool",
 }
 _KEYS = ("conversations", "conversation")
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
 def is_talk(record: Any) -> bool:
@@ -48,16 +50,22 @@ def _message(told: Mapping[str, Any]) -> dict[str, Any]:
     speaker, said = str(told["from"]).lower(), told["value"]
     if speaker == "function_call" and isinstance(said, str):
         calls = _json(said)
-        calls = calls if isinstance(calls, list) else [calls]
-        if calls and all(isinstance(each, Mapping) and "name" in each and "arguments" in each for each in calls):
-            return {"role": "assistant", "content": None, "tool_calls": [_call(each) for each in calls]}
+        made = [_call(each) for each in (calls if isinstance(calls, list) else [calls])]
+        if made and None not in made:
+            return {"role": "assistant", "content": None, "tool_calls": made}
     return {"role": ROLES.get(speaker, str(told["from"])), "content": said}
 
 
-def _call(told: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = told["arguments"]
+def _call(told: Any) -> dict[str, Any] | None:
+    """A call of a tool: its name and arguments, alone or wrapped as OpenAI does; None where it is none."""
+    function = told.get("function", told) if isinstance(told, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return None
+    arguments = next((function[key] for key in _ARGUMENTS if key in function), None)
+    if arguments is None:
+        return None
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", "function": {"name": told["name"], "arguments": written}}
+    return {"type": "function", "function": {"name": function["name"], "arguments": written}}
 
 
 def _tools(told: Any) -> list[Any]:
