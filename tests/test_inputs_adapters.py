@@ -12,7 +12,7 @@ import pytest
 import tracegrad as tg
 from tracegrad.errors import FormatError
 from tracegrad.inputs import candidates
-from tracegrad.inputs.adapters import adapt, fitting, table
+from tracegrad.inputs.adapters import adapt, fitting, shapes, table
 
 USER, SAID = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 LISTED = {"content": [{"token": "4", "logprob": -0.5}]}
@@ -47,6 +47,8 @@ HISTORY = [
     {"kind": "response", "parts": PARTS, "provider_details": {"logprobs": LISTED["content"], "finish_reason": "stop"}},
     {"kind": "request", "parts": [{"part_kind": "tool-return", "tool_call_id": "c", "content": {"a": 4}}]},
 ]
+LISTED = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52]}]}
+KEPT = {**SAID, "extra": {"response": {"choices": [{"message": SAID, "logprobs": LISTED}]}, "timestamp": 1}}
 EXAMPLES = {
     "langsmith": [
         {"run_type": "llm", "inputs": {"messages": [TALK[:1]]}, "outputs": {"generations": [[{"message": TALK[1]}]]}},
@@ -86,6 +88,9 @@ EXAMPLES = {
     "preference_pair": [
         {"prompt": "2+2?", "chosen": "4", "rejected": "5", "system": "be", "id": 1, "score_chosen": 0.5},
         {"chosen": [USER, SAID], "rejected": [USER, {**SAID, "content": "5"}]},
+    ],
+    "kept_responses": [
+        {"messages": [USER, KEPT], "info": {"config": {"model": {"model_kwargs": {"temperature": 0.5}}}}}
     ],
     "chunk_list": [[CHUNK, {**CHUNK, "id": "d"}]],
     "choices": [{"request": REQUEST, "response": {"id": "r", "choices": CHOICES, "usage": {}}, "rewards": [1, 0]}],
@@ -149,10 +154,12 @@ def spoiled(record):
             yield out
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(each.name for each in table.ADAPTERS))
+@pytest.mark.parametrize(
+    "name", dict.fromkeys(name for each in table.ADAPTERS for name in (each.name, each.talks) if name)
+)
 def test_a_value_of_another_type_is_at_most_a_bad_record(name, tmp_path):
     for example in EXAMPLES[name]:
-        found = table.adapter_of(example)
+        found = table.made_of(example)
         assert found is not None
         assert found.name == name
         tg.read([example])
@@ -193,10 +200,10 @@ def test_a_record_that_cannot_even_be_looked_at_is_bad(tmp_path, monkeypatch):
     def knows(record):
         return record["never"]
 
-    monkeypatch.setattr(table, "ADAPTERS", (table.Adapter("odd", knows, lambda record: []),))
+    monkeypatch.setattr(table, "ADAPTERS", (table.Adapter("odd", knows),))
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"question": 1}))
-    with pytest.raises(FormatError, match="it cannot be read as any form: KeyError") as found:
+    with pytest.raises(FormatError, match="it cannot be read as odd: KeyError") as found:
         tg.read(path)
     assert str(found.value).startswith(f"{path}:1")
 
@@ -371,3 +378,22 @@ def test_a_call_in_sharegpt_is_a_call_in_any_of_its_spellings(said):
     assert call == {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     [made] = adapt({"conversations": [*talk[:1], {"from": "function_call", "value": '[{"id": 1}]'}]})
     assert made["messages"][1]["content"] == '[{"id": 1}]', "what is no call is a text"
+
+
+def test_a_response_that_a_message_keeps_gives_it_its_logprobs():
+    [trace] = tg.read([EXAMPLES["kept_responses"][0] | {"messages": [USER, KEPT, {**USER, "extra": {"a": 1}}, SAID]}])
+    first, second = trace.generations
+    assert (first.logprobs, first.temperature) == ([-0.5], 0.5)
+    assert second.logprobs is None
+    assert trace.messages == [USER, SAID, USER, SAID]
+    bare = {**KEPT, "extra": {"response": {"choices": [{"message": SAID}]}}}
+    assert adapt({"messages": [USER, bare]}) is None, "it says no more than its message"
+
+
+def test_a_record_is_looked_through_once_by_its_shape(monkeypatch):
+    looks = []
+    look = shapes._look
+    monkeypatch.setattr(shapes, "_look", lambda record: looks.append(record) or look(record))
+    record = {"chatHistory": [USER, SAID], "score": 1}
+    assert table.made_of(record).name == "renamed_messages"
+    assert looks == [record]

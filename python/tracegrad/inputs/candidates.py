@@ -215,7 +215,8 @@ def _beside(
     rewards = [each for each in _rewards(beside, count) if _REWARD.search(each.path)]
     if not rewards:
         return
-    both = [path for path in linked if path in columns and len(linked[path]) > 1]
+    both = [path for path in linked if path in columns and path in beside and len(linked[path]) > 1]
+    both = [path for path in both if columns[path].values.keys() <= beside[path].values.keys()]
     joins = [path for path in both if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])]
     if not any(each.path in joins for each in sessions):
         # What all runs share, as LangSmith's id of the project, has fewer values than what a conversation shares.

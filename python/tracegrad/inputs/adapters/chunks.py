@@ -29,8 +29,10 @@ def is_list(record: Any) -> bool:
     return isinstance(record, list) and bool(record) and is_chunk(record[0])
 
 
-def of_list(record: list[Any]) -> list[dict[str, Any]]:
-    """One call for each id, in the order of their first chunks."""
+def of_list(record: Any) -> list[dict[str, Any]] | None:
+    """One call for each id, in the order of their first chunks; None of what is no list of chunks."""
+    if not is_list(record):
+        return None
     calls: dict[Any, list[Any]] = {}
     for chunk in record:
         calls.setdefault(chunk.get("id") if isinstance(chunk, Mapping) else None, []).append(chunk)

@@ -15,24 +15,20 @@ from tracegrad.inputs.adapters import fitting
 VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
 
-def is_log(record: Any) -> bool:
-    """Whether a record is a whole log, as `.json` files hold it."""
-    return isinstance(record, Mapping) and "eval" in record and isinstance(record.get("samples"), list)
+_SIGNS = ("epoch", "input", "messages", "output")
 
 
-def of_log(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One trace for each sample."""
-    return [made for sample in record["samples"] if is_sample(sample) for made in of_sample(sample)]
+def of_log(record: Any) -> list[dict[str, Any]] | None:
+    """One trace for each sample of a whole log, as `.json` files hold it; None where a record is none."""
+    if not (isinstance(record, Mapping) and "eval" in record and isinstance(record.get("samples"), list)):
+        return None
+    return [made for sample in record["samples"] for made in of_sample(sample) or []]
 
 
-def is_sample(record: Any) -> bool:
-    """Whether a record is one sample."""
-    signs = ("epoch", "input", "messages", "output")
-    return isinstance(record, Mapping) and all(sign in record for sign in signs)
-
-
-def of_sample(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One trace: the calls of its events, or the messages where there are none."""
+def of_sample(record: Any) -> list[dict[str, Any]] | None:
+    """One trace: the calls of its events, or the messages where there are none; None where it is no sample."""
+    if not (isinstance(record, Mapping) and all(sign in record for sign in _SIGNS)):
+        return None
     attachments = _table(record.get("attachments"))
     head: dict[str, Any] = {
         "id": f"{record.get('id')}-{record.get('epoch')}",

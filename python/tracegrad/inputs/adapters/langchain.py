@@ -30,7 +30,7 @@ _TALKS = ("messages", "input", "output", "history", "chat_history")
 _PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens", "stop")
 
 
-def is_talk(record: Any) -> bool:
+def _is_talk(record: Any) -> bool:
     """Whether a record is a list of LangChain's messages, or holds one."""
     if isinstance(record, list):
         return bool(record) and all(is_message(each) for each in record)
@@ -42,28 +42,27 @@ def is_talk(record: Any) -> bool:
 def _talks(record: Mapping[str, Any]) -> list[str]:
     """The keys under which messages stand, the usual names first."""
     names = [*(key for key in _TALKS if key in record), *(key for key in record if key not in _TALKS)]
-    return [key for key in names if isinstance(record[key], list) and is_talk(record[key])]
+    return [key for key in names if isinstance(record[key], list) and _is_talk(record[key])]
 
 
-def of_talk(record: Any) -> list[dict[str, Any]]:
-    """One trace of the messages, with what else the record says."""
+def of_talk(record: Any) -> list[dict[str, Any]] | None:
+    """One trace of the messages, with what else the record says; None where these are no such messages."""
+    if not _is_talk(record):
+        return None
     if isinstance(record, list):
         return [{"messages": [message(each) for each in record]}]
     keys = _talks(record)
     messages = [message(each) for key in keys[:1] for each in record[key]]
-    if keys[0] == "input" and isinstance(record.get("output"), list) and is_talk(record["output"]):
+    if keys[0] == "input" and isinstance(record.get("output"), list) and _is_talk(record["output"]):
         messages += [message(each) for each in record["output"]]
     rest = {key: value for key, value in record.items() if key not in keys}
     return [{**rest, "messages": messages}]
 
 
-def is_run(record: Any) -> bool:
-    """Whether a record is a run of LangSmith."""
-    return isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record
-
-
-def of_run(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One call; none of a run that is no model's, or that failed."""
+def of_run(record: Any) -> list[dict[str, Any]] | None:
+    """One call of a run of LangSmith; none of a run that is no model's, or that failed; None where it is no run."""
+    if not (isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record):
+        return None
     inputs, outputs = record.get("inputs"), record.get("outputs")
     if (
         record["run_type"] not in ("llm", "chat_model")

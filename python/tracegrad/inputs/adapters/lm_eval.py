@@ -16,13 +16,12 @@ from tracegrad.inputs.adapters.pairs import is_said, messages_of
 _SAMPLING = ("temperature", "top_p")
 
 
-def is_sample(record: Any) -> bool:
-    """Whether a record is a row of samples."""
-    return isinstance(record, Mapping) and all(sign in record for sign in ("doc_id", "arguments", "resps"))
-
-
-def of_sample(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One trace for each answer of each request, asked by the messages of the chat template or by text as a user's."""
+def of_sample(record: Any) -> list[dict[str, Any]] | None:
+    """One trace for each answer of each request of a row of samples, asked by the messages of the chat template or by
+    text as a user's; None of what is no such row.
+    """
+    if not (isinstance(record, Mapping) and all(sign in record for sign in ("doc_id", "arguments", "resps"))):
+        return None
     asked = record["arguments"]
     requests = [*asked.values()] if isinstance(asked, Mapping) else fitting.listed(asked, "arguments")
     rest = {key: value for key, value in record.items() if key not in ("arguments", "resps", "filtered_resps")}

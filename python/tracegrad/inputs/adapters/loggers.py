@@ -20,21 +20,14 @@ RESPONSES = (
 )
 
 
-def is_call(record: Any) -> bool:
-    """Whether a record holds a request and a response that the core does not find."""
+def of_call(record: Any) -> list[dict[str, Any]] | None:
+    """A request and a response that the core does not find, with what else the record says; None where they are not."""
     if not isinstance(record, Mapping) or "calls" in record or "call_type" in record:
-        return False
-    names = _names(record)
-    if names is None:
-        return False
-    plain = isinstance(record.get("request"), Mapping) and isinstance(record.get("response"), Mapping)
-    return not plain
-
-
-def of_call(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The same as a request and a response, with what else the record says."""
-    names = _names(record)
-    assert names is not None
+        return None
+    if isinstance(record.get("request"), Mapping) and isinstance(record.get("response"), Mapping):
+        return None
+    if (names := _names(record)) is None:
+        return None
     asked, answered = names
     request = opened(record[asked]) if asked else {"messages": record["messages"]}
     response = opened(record[answered])

@@ -18,16 +18,17 @@ _TOKENS = {
 }
 
 
-def is_rollout(record: Any) -> bool:
-    """Whether a record is one rollout."""
+def _is_rollout(record: Any) -> bool:
     if not isinstance(record, Mapping) or not isinstance(record.get("responses_create_params"), Mapping):
         return False
     response = record.get("response")
     return isinstance(response, Mapping) and isinstance(response.get("output"), list)
 
 
-def of_rollout(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One trace of all messages; none where the model said nothing."""
+def of_rollout(record: Any) -> list[dict[str, Any]] | None:
+    """One trace of all messages; none where the model said nothing, None where it is no rollout."""
+    if not _is_rollout(record):
+        return None
     asked = record["responses_create_params"]
     given = asked.get("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)

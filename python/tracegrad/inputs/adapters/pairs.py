@@ -18,13 +18,10 @@ _TURNS = re.compile(r"\n\n(Human|Assistant):[ ]?")
 _SCORES = {"chosen": ("score_chosen", "chosen_score"), "rejected": ("score_rejected", "rejected_score")}
 
 
-def is_preference(record: Any) -> bool:
-    """Whether a record is a preference pair."""
-    return isinstance(record, Mapping) and is_said(record.get("chosen")) and is_said(record.get("rejected"))
-
-
-def of_preference(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Two traces of one group."""
+def of_preference(record: Any) -> list[dict[str, Any]] | None:
+    """Two traces of one group; None where a record is no pair."""
+    if not (isinstance(record, Mapping) and is_said(record.get("chosen")) and is_said(record.get("rejected"))):
+        return None
     prompt = messages_of(record.get("prompt") or record.get("question") or [], "user")
     sides = {side: messages_of(record[side], "assistant") for side in ("chosen", "rejected")}
     if not prompt:
@@ -47,16 +44,13 @@ def of_preference(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
-def is_answered(record: Any) -> bool:
-    """Whether a record is a prompt with its answer, in none of the forms that the core reads."""
+def of_answered(record: Any) -> list[dict[str, Any]] | None:
+    """One trace: what was given, and the answer as the sampled turn; None where a record is not a prompt with it."""
     if not isinstance(record, Mapping) or "messages" in record:
-        return False
-    return _first(record, PROMPTS) is not None and _first(record, ANSWERS) is not None
-
-
-def of_answered(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One trace: what was given, and the answer as the sampled turn."""
-    asked, answered = _first(record, PROMPTS) or "prompt", _first(record, ANSWERS) or "response"
+        return None
+    asked, answered = _first(record, PROMPTS), _first(record, ANSWERS)
+    if asked is None or answered is None:
+        return None
     prompt = messages_of(record[asked], "user")
     if asked == "instruction" and isinstance(more := record.get("input"), str) and more:
         prompt = [{"role": "user", "content": f"{record['instruction']}\n\n{more}"}]

@@ -16,15 +16,11 @@ from tracegrad.inputs.adapters.loggers import opened
 _GIVEN = {"system-prompt": "system", "user-prompt": "user", "tool-return": "tool", "retry-prompt": "user"}
 
 
-def is_history(record: Any) -> bool:
-    """Whether a record is such a history, or holds exactly one."""
-    return _history(record) is not None
-
-
-def of_history(record: Any) -> list[dict[str, Any]]:
-    """One trace of it; none where the model said nothing."""
+def of_history(record: Any) -> list[dict[str, Any]] | None:
+    """One trace of such a history; none where the model said nothing, None where a record does not hold just one."""
     found = _history(record)
-    assert found is not None
+    if found is None:
+        return None
     key, history = found
     messages: list[dict[str, Any]] = []
     for each in history:

@@ -15,7 +15,7 @@ ANSWERS = ("completions", "responses", "outputs", "answers", "generations", "sam
 _TEXTS = ("text", "content", "completion", "response", "output", "answer", "generation")
 
 
-def is_choices(record: Any) -> bool:
+def _is_choices(record: Any) -> bool:
     """Whether a record is a call of several choices, with a number for each of them beside it."""
     if not isinstance(record, Mapping) or "choice" in record or not isinstance(record.get("request"), Mapping):
         return False
@@ -23,12 +23,14 @@ def is_choices(record: Any) -> bool:
     return len(choices) > 1 and any(_is_of_each(value, len(choices)) for value in record.values())
 
 
-def of_choices(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One call for each choice.
+def of_choices(record: Any) -> list[dict[str, Any]] | None:
+    """One call for each choice of a call of several, with a number for each of them beside it; None of others.
 
     Raises:
         Unfit: if what stands beside them fits no choice, or they share too much.
     """
+    if not _is_choices(record):
+        return None
     choices = _choices(record)
     # Its usage counts all of them.
     whole = {key: value for key, value in record["response"].items() if key not in ("usage", "choices")}
@@ -50,19 +52,20 @@ def _choices(record: Mapping[str, Any]) -> list[Any]:
     return choices if isinstance(choices, list) else []
 
 
-def is_samples(record: Any) -> bool:
-    """Whether a record is a prompt with a list of answers."""
+def _is_samples(record: Any) -> bool:
     if not isinstance(record, Mapping) or (asked := _asked(record)) is None:
         return False
     return (asked == "messages" or "messages" not in record) and bool(_of(record))
 
 
-def of_samples(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One trace for each answer.
+def of_samples(record: Any) -> list[dict[str, Any]] | None:
+    """One trace for each answer of a prompt with a list of them; None of others.
 
     Raises:
         Unfit: if what stands beside them fits no answer, or they share too much.
     """
+    if not _is_samples(record):
+        return None
     asked, answers = _asked(record) or "prompt", _of(record)
     prompt = pairs.messages_of(record[asked], "user")
     if isinstance(system := record.get("system"), str) and system:

@@ -34,33 +34,33 @@ class _Found:
     looked: int = 0
 
 
-def is_call(record: Any) -> bool:
-    """Whether a record holds one call, or the calls of one conversation as a list."""
-    return isinstance(record, Mapping) and (_call(found := _look(record)) is not None or _steps(found) is not None)
-
-
-def of_call(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One trace of it, with what else the record says."""
+def of_record(record: Any) -> list[dict[str, Any]] | None:
+    """One trace of what stands in a record, which is looked through once: a call, the calls of one conversation, or
+    else its one list of messages; None where it holds neither.
+    """
+    if not isinstance(record, Mapping):
+        return None
     found = _look(record)
+    made = _of_call(record, found)
+    return _of_talk(record, found) if made is None else made
+
+
+def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
+    """One trace of a call, or of the calls of one conversation as a list, with what else the record says."""
     if (one := _call(found)) is not None:
         return [{**_beside(record, one[0]), "request": one[1], "response": one[2]}]
-    steps = _steps(found)
-    assert steps is not None
+    if (steps := _steps(found)) is None:
+        return None
     key, rows, calls = steps
     # A list of one may as well be an export of one, whose reward stands in it.
     within = _beside(rows[0], set()) if len(rows) == 1 else {}
     return [{**within, **_beside(record, {key}), "calls": calls}]
 
 
-def is_talk(record: Any) -> bool:
-    """Whether exactly one list of messages stands in a record, with something that an assistant said."""
-    return isinstance(record, Mapping) and "messages" not in record and _talk(_look(record)) is not None
-
-
-def of_talk(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The record with these messages under their own name."""
-    told = _talk(_look(record))
-    assert told is not None
+def _of_talk(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
+    """The record with its one list of messages, in which an assistant said something, under their own name."""
+    if "messages" in record or (told := _talk(found)) is None:
+        return None
     key, messages = told
     return [{**_beside(record, {key}), "messages": [message(each) for each in messages]}]
 

@@ -29,15 +29,12 @@ _KEYS = ("conversations", "conversation")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
-def is_talk(record: Any) -> bool:
-    """Whether a record is a conversation of this form."""
+def of_talk(record: Any) -> list[dict[str, Any]] | None:
+    """The record with messages in place of its conversation; None where it is none of this form."""
     talk = _talk(record)
-    return bool(talk) and all(isinstance(each, Mapping) and "from" in each and "value" in each for each in talk)
-
-
-def of_talk(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The record with messages in place of its conversation."""
-    messages = [_message(each) for each in _talk(record)]
+    if not talk or not all(isinstance(each, Mapping) and "from" in each and "value" in each for each in talk):
+        return None
+    messages = [_message(each) for each in talk]
     if isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     rest = {key: value for key, value in record.items() if key not in (*_KEYS, "system", "tools")}

@@ -14,7 +14,7 @@ _PARENTS = ("parent_id", "parent_span_id", "parentSpanId", "parentId")
 _TRACES = ("trace_id", "traceId")
 
 
-def is_span(record: Any) -> bool:
+def _is_span(record: Any) -> bool:
     """Whether a record is a span, or the trace that spans belong to."""
     if not isinstance(record, Mapping):
         return False
@@ -25,6 +25,6 @@ def is_span(record: Any) -> bool:
     return any(key in record for key in _PARENTS) and any(key in row for row in rows for key in _TRACES)
 
 
-def of_span(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """None: it holds no call."""
-    return []
+def of_span(record: Any) -> list[dict[str, Any]] | None:
+    """No trace: a span that comes here holds no call. None of what is no span."""
+    return [] if _is_span(record) else None

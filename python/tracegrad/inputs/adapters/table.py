@@ -12,6 +12,7 @@ from tracegrad.inputs.adapters import (
     chunks,
     fitting,
     inspect_ai,
+    kept,
     langchain,
     lm_eval,
     loggers,
@@ -29,20 +30,27 @@ from tracegrad.trace import Traces
 
 
 class Adapter(NamedTuple):
-    """Its name, what knows a record, and what makes records of it: none where it holds no call.
+    """Its name, and what makes records of one: none where it holds no call, None where it does not know it.
 
     A `weak` one goes by keys that others use too: it is asked only for what the core does not read. A `late` one is not
     even asked for a record that plainly is in a form of the core, as it looks into all of it. One of its `keys`
     stands in each record that it knows and that the core would read too: without them the core's reading stands, and
-    the record is not parsed here.
+    the record is not parsed here. `talks` is its name where it made messages, and no call.
     """
 
     name: str
-    knows: Callable[[Any], bool]
-    adapt: Callable[[Any], list[dict[str, Any]]]
+    adapt: Callable[[Any], list[dict[str, Any]] | None]
     keys: tuple[str, ...] = ()
     weak: bool = False
     late: bool = False
+    talks: str = ""
+
+
+class Made(NamedTuple):
+    """The records that an adapter made of one, and what it is called."""
+
+    name: str
+    records: list[dict[str, Any]]
 
 
 def _listed(record: Any) -> list[Any] | None:
@@ -50,55 +58,65 @@ def _listed(record: Any) -> list[Any] | None:
     if not isinstance(record, Mapping):
         return None
     held = [each for each in record.values() if isinstance(each, list) and each and isinstance(each[0], Mapping)]
-    held = [each for each in held if adapter_of(each[0]) is not None or _core_reads(each[0])]
+    held = [each for each in held if made_of(each[0]) is not None or _core_reads(each[0])]
     return held[0] if len(held) == 1 else None
 
 
-def _is_export(record: Any) -> bool:
-    return _listed(record) is not None
-
-
-def _of_export(record: Any) -> list[dict[str, Any]]:
+def _of_export(record: Any) -> list[dict[str, Any]] | None:
     """What is made of each record in the list; one that no adapter knows is left to the core, which says why."""
+    if (rows := _listed(record)) is None:
+        return None
     out = []
-    for each in _listed(record) or []:
+    for each in rows:
         made = adapt(each)
         out += [each if isinstance(each, dict) else {"record": each}] if made is None else made
     return out
 
 
 ADAPTERS = (
-    Adapter("langsmith", langchain.is_run, langchain.of_run, ("run_type",)),
-    Adapter("langchain", langchain.is_talk, langchain.of_talk, langchain.KEYS),
-    Adapter("inspect_ai", inspect_ai.is_sample, inspect_ai.of_sample, ("epoch",)),
-    Adapter("inspect_ai", inspect_ai.is_log, inspect_ai.of_log, ("eval",)),
-    Adapter("nemo_gym", nemo_gym.is_rollout, nemo_gym.of_rollout, ("responses_create_params",)),
-    Adapter("pydantic_ai", pydantic_ai.is_history, pydantic_ai.of_history, ("part_kind",)),
-    Adapter("lm_eval", lm_eval.is_sample, lm_eval.of_sample, ("doc_id",)),
-    Adapter("sharegpt", sharegpt.is_talk, sharegpt.of_talk, ("from",)),
-    Adapter("preference_pair", pairs.is_preference, pairs.of_preference, ("rejected",)),
-    Adapter("chunk_list", chunks.is_list, chunks.of_list),
-    Adapter("choices", samples.is_choices, samples.of_choices),
-    Adapter("logged_call", loggers.is_call, loggers.of_call, weak=True),
-    Adapter("prompt_response", pairs.is_answered, pairs.of_answered, weak=True),
-    Adapter("prompt_samples", samples.is_samples, samples.of_samples, weak=True),
-    Adapter("nested_call", shapes.is_call, shapes.of_call, weak=True, late=True),
-    Adapter("renamed_messages", shapes.is_talk, shapes.of_talk, weak=True, late=True),
-    Adapter("span", spans.is_span, spans.of_span, weak=True, late=True),
-    Adapter("export", _is_export, _of_export, weak=True, late=True),
+    Adapter("langsmith", langchain.of_run, ("run_type",)),
+    Adapter("langchain", langchain.of_talk, langchain.KEYS),
+    Adapter("inspect_ai", inspect_ai.of_sample, ("epoch",)),
+    Adapter("inspect_ai", inspect_ai.of_log, ("eval",)),
+    Adapter("nemo_gym", nemo_gym.of_rollout, ("responses_create_params",)),
+    Adapter("pydantic_ai", pydantic_ai.of_history, ("part_kind",)),
+    Adapter("lm_eval", lm_eval.of_sample, ("doc_id",)),
+    Adapter("sharegpt", sharegpt.of_talk, ("from",)),
+    Adapter("preference_pair", pairs.of_preference, ("rejected",)),
+    Adapter("kept_responses", kept.of_talk, ("extra",)),
+    Adapter("chunk_list", chunks.of_list),
+    Adapter("choices", samples.of_choices),
+    Adapter("logged_call", loggers.of_call, weak=True),
+    Adapter("prompt_response", pairs.of_answered, weak=True),
+    Adapter("prompt_samples", samples.of_samples, weak=True),
+    Adapter("nested_call", shapes.of_record, weak=True, late=True, talks="renamed_messages"),
+    Adapter("span", spans.of_span, weak=True, late=True),
+    Adapter("export", _of_export, weak=True, late=True),
 )
 
 
-def adapter_of(record: Any) -> Adapter | None:
-    """The adapter that knows a record.
+def made_of(record: Any) -> Made | None:
+    """What the first adapter that knows a record makes of it; None where none does, or where the core's reading stands.
 
     Raises:
-        Unfit: if a value of it is none that can be looked at.
+        Unfit: if a value of it is none that its form has there.
     """
     with fitting.fitting("any form"):
         plain = _is_plain(record)
-        found = next((each for each in ADAPTERS if not (plain and each.late) and each.knows(record)), None)
-        return None if found is None or (found.weak and _core_reads(record)) else found
+        for each in ADAPTERS:
+            if plain and each.late:
+                continue
+            try:
+                with fitting.fitting(each.name):
+                    made = each.adapt(record)
+            except Unfit:
+                if each.weak and _core_reads(record):
+                    return None
+                raise
+            if made is not None:
+                of_talk = each.talks and made and "messages" in made[0]
+                return None if each.weak and _core_reads(record) else Made(each.talks if of_talk else each.name, made)
+        return None
 
 
 def _is_plain(record: Any) -> bool:
@@ -130,13 +148,8 @@ def adapt(record: Any) -> list[dict[str, Any]] | None:
     >>> adapt({"prompt": "2+2?", "response": "4"})[0]["messages"][1]["content"]
     '4'
     """
-    found = adapter_of(record)
-    return None if found is None else _made(found, record)
-
-
-def _made(adapter: Adapter, record: Any) -> list[dict[str, Any]]:
-    with fitting.fitting(adapter.name):
-        return adapter.adapt(record)
+    found = made_of(record)
+    return None if found is None else found.records
 
 
 _KEYS = [key.encode() for each in ADAPTERS for key in each.keys]
@@ -156,7 +169,7 @@ def needed(head: list[bytes], name: str) -> bool:
 
 def _is_ours(record: Any) -> bool:
     try:
-        return adapter_of(record) is not None
+        return made_of(record) is not None
     except Unfit:
         return True  # so that it is refused where it is read, with its line
 
@@ -198,20 +211,20 @@ class Adapted:
         Raises:
             Unfit: if nothing can be made of it, or too much is.
         """
-        found = adapter_of(record)
+        found = made_of(record)
         if found is None:
             return None
-        made, out, left = _made(found, record), [], fitting.MOST_BYTES + 4 * size
-        for at, each in enumerate(made):
-            if len(made) > 1 and each.get("id") is None:
+        out, left = [], fitting.MOST_BYTES + 4 * size
+        for at, each in enumerate(found.records):
+            if len(found.records) > 1 and each.get("id") is None:
                 each = {**each, "id": f"{place}-{at}"}
             with fitting.fitting(found.name):
                 out.append((to_json(each), each))
             left -= len(out[-1][0])
             if left < 0:
-                raise fitting.too_much(f"{len(made):,} traces")
+                raise fitting.too_much(f"{len(found.records):,} traces")
         self.counts[found.name] += 1
-        self.empty[found.name] += not made
+        self.empty[found.name] += not found.records
         return out
 
     def lines(self) -> list[str]:
