@@ -27,7 +27,8 @@ Missing = Literal["mask", "neutral", "refuse"]
 
 @dataclass(frozen=True)
 class Needs:
-    """Which arrays an objective takes, whether it takes a trace's current-policy ratio, and which terms cannot change its gradient.
+    """Which arrays an objective takes, whether it takes a trace's current-policy ratio, and which terms cannot change
+    its gradient.
 
     With `trace_ratio` all branches of a trace must stand in one batch.
 

@@ -27,7 +27,8 @@ class Memory:
 
     Args:
         recompute: activations of a layer are computed again in the backward pass, its input alone is kept.
-        reshard: under FSDP, parameters of a layer are resharded after its forward pass and gathered again for the backward.
+        reshard: under FSDP, parameters of a layer are resharded after its forward pass and gathered again for the
+            backward.
         reduce_each: under FSDP, gradients are reduced after each batch, so that no rank holds a whole one; else once
             a step.
         chunk_bytes: for logits, at most; None takes the head's own default.
