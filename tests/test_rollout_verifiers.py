@@ -1,6 +1,8 @@
 """verifiers in a process of its own: here a package of its name that does as little as is needed."""
 
 import asyncio
+import gc
+import signal
 import sys
 
 import pytest
@@ -144,6 +146,19 @@ def test_a_process_that_ends_fails_what_it_played_and_is_started_again(made):
     one, two = asyncio.run(main())
     assert "the process of verifiers ended" in one.error
     assert two.record["reward"] == 0.5
+
+
+def test_a_contract_plays_in_one_loop_after_another_and_leaves_each_nothing_to_close(made, monkeypatch):
+    contract, left = made(), []
+    monkeypatch.setattr(sys, "unraisablehook", left.append)
+    [task, *_] = contract.tasks()
+    for _ in range(2):
+        [one] = played(contract, [task])
+        assert one.record["reward"] == 0.5
+        assert contract._starting.result().returncode == -signal.SIGKILL
+    del contract
+    gc.collect()
+    assert [str(each.exc_value) for each in left] == []
 
 
 def test_what_cannot_be_started_is_said(made):

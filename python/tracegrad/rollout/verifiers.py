@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class Verifiers:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
+        self._held: AsyncGenerator[None, None] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the contract
 
     def tasks(self, count: int = 1024) -> list[dict[str, Any]]:
@@ -106,9 +107,10 @@ class Verifiers:
         return float(found["reward"])
 
     async def _process(self) -> asyncio.subprocess.Process:
-        """The process, started by whoever needs it first."""
-        task = self._starting
-        if task is None or (task.done() and (task.exception() or task.result().returncode is not None)):
+        """The process, started by whoever needs it first; it ends with the loop of whoever that was."""
+        task, loop = self._starting, asyncio.get_running_loop()
+        ended = task is None or task.get_loop() is not loop
+        if task is None or ended or (task.done() and (task.exception() or task.result().returncode is not None)):
             task = self._starting = asyncio.ensure_future(self._started())
         return await asyncio.shield(task)
 
@@ -125,6 +127,8 @@ class Verifiers:
             limit=LONGEST_LINE,
         )
         assert process.stdout is not None
+        self._held = _until_the_loop_ends(process)
+        await anext(self._held)
         try:
             ready = await asyncio.wait_for(process.stdout.readline(), self._ready_s)
         except asyncio.TimeoutError:
@@ -159,6 +163,23 @@ class Verifiers:
         end = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, end - 65_536))
         return _last(self._log.read())
+
+
+async def _until_the_loop_ends(process: asyncio.subprocess.Process) -> AsyncGenerator[None, None]:
+    """Ends the process: a loop closes the generators that were begun in it before it is closed itself."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        with contextlib.suppress(RuntimeError):  # `_read` reads to the end
+            await process.stdout.read()
+        await process.wait()
+        process.stdin.close()
+        with contextlib.suppress(OSError):  # nobody has read the last of it
+            await process.stdin.wait_closed()
 
 
 def _last(text: bytes) -> str:
