@@ -6,6 +6,7 @@ plan says at moments drawn by its seed, lets the run end, and replays it. OUT/ki
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -21,20 +22,17 @@ import torch
 
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
+from stand_in import free_port
 from test_online import CONFIG, questions, split
 from tracegrad.online.frames import Follower
 from tracegrad.online.ledger import Ledger
+from tracegrad.online.link import Link
 
 GROUPS = CONFIG.pack.step_groups
 BOOT_S = 1.5
 """Less than any real server takes, and long enough for its clients to see that it is gone."""
 SLOWEST_S = 120.0
 """Until a run that takes no step is called stuck."""
-
-
-async def answers(task, policy):
-    message = await policy.chat(task["prompt"])
-    return -float(len(message["content"] or "")) / 10
 
 
 class Killed:
@@ -48,9 +46,9 @@ class Killed:
 
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
         self.out, self.plan, self.draw = out, plan, random.Random(plan["seed"])
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.begun = out / "begun"
         self.living: dict[str, int] = {}
         self.lives = 0
 
@@ -64,14 +62,31 @@ class Killed:
         steps = self.plan["steps"]
         options = split(steps=steps, max_lag=1, max_tokens=6)
         told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [self.url], "out": self.out / "run"}
+        opened = Link.__enter__
+
+        def opens(link: Link) -> Link:
+            """From here on a server that is gone is waited for."""
+            found = opened(link)
+            self.begun.with_suffix(f".{os.getpid()}").touch()
+            return found
+
+        Link.__enter__ = opens
         apart = bool(self.plan["collectors"])
-        how = {} if apart else {"agent": answers}
+        how = {} if apart else {"agent": self.answers}
         tasks = None if apart else iter(questions(count=steps * GROUPS))
         tg.online.train(MODEL, tasks, **how, **options, resume=self.lives > 0, sinks=(), **told)
 
     def collector(self, mine: int) -> None:
         tasks = iter(questions(count=self.plan["steps"] * GROUPS))
-        tg.online.collect(self.out / "run", tasks, agent=answers, share=(mine, self.plan["collectors"]), wait_s=60)
+        share = (mine, self.plan["collectors"])
+        tg.online.collect(self.out / "run", tasks, agent=self.answers, share=share, wait_s=600)
+
+    async def answers(self, task: Any, policy: Any) -> float:
+        """Plays; the last steps wait until all are killed who are to be, so that the run is not over before."""
+        while self.taken() >= self.plan["steps"] - 2 and not (self.out / "all-killed").exists():
+            await asyncio.sleep(0.05)
+        message = await policy.chat(task["prompt"])
+        return -float(len(message["content"] or "")) / 10
 
     def replay(self) -> None:
         told = {"objective": tg.presets.DAPO_DIRECT, "config": CONFIG, "out": self.out / "again"}
@@ -148,16 +163,17 @@ class Killed:
         self.draw.shuffle(victims)
         found = []
         for role in victims:
-            more = max(self.draw.choice([0, 0, 1, 1, 2]), role == "server")  # then the trainer has begun
-            self.until(min(self.taken() + more, self.plan["steps"]))
+            more = self.draw.choice([0, 0, 1, 1, 2])
+            self.until(min(self.taken() + more, self.plan["steps"] - 3))
+            while role == "server" and not self.begun.with_suffix(f".{self.living['trainer']}").exists():
+                self.look()
+                time.sleep(0.01)
             time.sleep(self.draw.uniform(0, 0.6 if more else 1.2))
             self.look()
-            names = [name for name in self.living if name.partition(" ")[0] == role]
-            if "trainer" not in self.living or not names:
-                break  # the run is over; who called counts
-            name = self.draw.choice(names)
+            name = self.draw.choice([name for name in self.living if name.partition(" ")[0] == role])
             found.append(self.kill(name))
             self.begin(name)
+        (self.out / "all-killed").touch()
         self.until(self.plan["steps"])
         deadline = time.monotonic() + SLOWEST_S
         while set(self.living) != {"server"} and time.monotonic() < deadline:

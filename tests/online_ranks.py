@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,10 @@ def case(name: str, url: str, out: Path) -> dict[str, Any]:
     told: dict[str, Any] = {"objective": tg.presets.DAPO_DIRECT, "config": config(name), "servers": [url], "out": out}
     options = split(**CASES[name][1])
     tasks = iter(questions(count=3)) if name == "tasks" else questions(count=50)
-    began = time.monotonic()
     try:
         found = tg.online.train(MODEL, tasks, agent=agent, **options, sinks=(), say=lambda _: None, **told)
     except Exception as error:
-        return {"said": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
+        return {"said": f"{type(error).__name__}: {error}"}
     rows = [{key: row[key] for key in ("step", "sync_terms", "sync_max", "lag_max", "loss")} for row in found.rows]
     return {"rows": rows, "stopped": found.stopped, "steps": found.steps}
 

@@ -5,6 +5,7 @@ something else than it was told, in one of the ways in which a real server does.
 """
 
 import asyncio
+import contextlib
 import copy
 import json
 import threading
@@ -203,12 +204,14 @@ class PolicyServer:
         return self
 
     def __exit__(self, *_):
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(10)
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(60)
 
     def _serve(self, ready):
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._main(ready))
+        self._loop.close()
 
     async def _main(self, ready):
         self._done = asyncio.Event()

@@ -50,7 +50,7 @@ def driven(example, **options):
     def run(test):
         async def main():
             async with Bench(example, **options) as bench:
-                return await asyncio.wait_for(test(bench), 30)
+                return await asyncio.wait_for(test(bench), 60)
 
         return asyncio.run(main())
 

@@ -7,6 +7,8 @@ import asyncio
 import itertools
 import json
 import random
+import socket
+import time
 
 from aiohttp import web
 
@@ -28,8 +30,27 @@ def drop(request):
 
 async def hang(request):
     """Say nothing for longer than any test waits."""
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
     return web.Response()
+
+
+async def until(condition):
+    """Returns once `condition()` holds: what another task or thread does is waited for, however long it takes."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it has not come within a minute"
+        await asyncio.sleep(0.01)
+
+
+def free_port():
+    """A port that nobody has, for a server that begins later: none of those that the system gives out by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
 
 
 class StandIn:
@@ -228,7 +249,7 @@ class Served(StandIn):
     """A stand-in that answers by a script; `sent` counts chunks, `dropped` requests whose client went away.
 
     Args:
-        scripted: answers.
+        scripted: answers, while `free` is set.
         wait_s: before each chunk of a stream, and before a whole answer.
         spoil: `(path, body, number) -> response or None`: answers in the script's place.
     """
@@ -237,6 +258,8 @@ class Served(StandIn):
         super().__init__(self.by_script)
         self.scripted, self.wait_s, self.spoil = scripted, wait_s, spoil
         self.dropped = self.sent = 0
+        self.free = asyncio.Event()
+        self.free.set()
 
     @property
     def paths(self):
@@ -264,6 +287,7 @@ class Served(StandIn):
             if request.transport is None:
                 self.dropped += 1
                 return
+        await self.free.wait()
 
     async def stream(self, request, body):
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from stand_in import StandIn
+from stand_in import StandIn, free_port, until
 from tracegrad.rollout.server import Servers
 from tracegrad.sync import SyncError, canary
 
-FAST = {"model": "clerk", "probe_s": 0.05, "connect_s": 1.0}
+FAST = {"model": "clerk", "probe_s": 0.05, "connect_s": 30.0}
 CACHED, NEW = [1, 2, 3], [3, 2, 1]
 
 
@@ -25,7 +25,7 @@ async def gone(stand):
 
 def test_a_server_that_is_gone_is_left_out_and_asked_no_more_until_it_is_let_in():
     async def run():
-        first, second, back = StandIn(reply), StandIn(reply), StandIn(reply)
+        first, second = StandIn(reply), StandIn(reply, free_port())
         async with first, Servers([first.url, await gone(second)], **FAST) as servers:
             admitted = asyncio.Event()
 
@@ -36,12 +36,11 @@ def test_a_server_that_is_gone_is_left_out_and_asked_no_more_until_it_is_let_in(
             said = await canary.ask(servers, CACHED, NEW)
             assert [(one.url, one.cached) for one in said] == [(first.url, True), (first.url, False)]
             assert servers.ready == [first.url]
-            back.port = second.port
-            async with back:
+            async with StandIn(reply, second.port) as back:
                 await canary.ask(servers, CACHED, NEW)  # it is back, and has not got the weights
                 assert back.asked("/v1/completions") == []
                 admitted.set()
-                await asyncio.sleep(0.3)
+                await until(lambda: servers.ready == servers.urls)
                 assert {one.url for one in await canary.ask(servers, CACHED, NEW)} == set(servers.urls)
 
     asyncio.run(run())
@@ -49,12 +48,11 @@ def test_a_server_that_is_gone_is_left_out_and_asked_no_more_until_it_is_let_in(
 
 def test_the_only_server_is_waited_for():
     async def run():
-        first, back = StandIn(reply), StandIn(reply)
+        first = StandIn(reply, free_port())
         async with Servers([await gone(first)], **FAST) as servers:
             asking = asyncio.ensure_future(canary.ask(servers, CACHED, NEW))
-            await asyncio.sleep(0.2)
-            back.port = first.port
-            async with back:
+            await until(lambda: servers.state()[0]["out"])
+            async with StandIn(reply, first.port):
                 assert len(await asking) == 2
             with pytest.raises(SyncError, match=r"No server was there for the canary after a push, within 0\.2 s"):
                 await canary.ask(servers, CACHED, NEW, wait_s=0.2)

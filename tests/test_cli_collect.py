@@ -36,7 +36,7 @@ def test_two_collectors_play_what_the_file_says_and_the_trainer_plays_its_evalua
         path = written(folder, **told, rewards=["shop_clerk.py:short"], weights=[0.5])
         processes = [collector(path, f"{mine}/2") for mine in range(2)]
         assert main(["online", path, "--trainer-only", "--online.steps", "3"]) == 0
-        said = [process.communicate(timeout=60)[0] for process in processes]
+        said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert [row["eval_tasks"] for row in rows(folder / "o") if "eval_reward" in row] == [3, 3]
     groups = {}
@@ -63,7 +63,7 @@ def test_a_collector_that_is_stopped_says_how_to_go_on(folder):
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=120)[0]
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "stopped on request" in said
     assert f"go on    tracegrad online {path} --collect 0/2\n" in said

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -81,7 +80,7 @@ def test_a_proxy_says_first_where_it_is_and_at_last_what_it_has_recorded(tmp_pat
         for path, sent in (("v1/chat/completions", body), ("reward", {"reward": 1.0})):
             asked = urllib.request.Request(f"{first['url']}/s/a/{path}", json.dumps(sent).encode())
             asked.add_header("Authorization", f"Bearer {key}")
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
                 assert answer.status == 200
         process.send_signal(signal.SIGINT)
         [last] = process.stdout.read().splitlines()
@@ -105,10 +104,11 @@ def ended(process):
 
 
 def waiting():
-    """A command that reads what never comes; it has begun when it has said so."""
+    """A command that reads what never ends; it has begun when it has taken more than a pipe holds."""
     command = [*COMMAND, "doctor", "-", "--model", str(MODEL)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    time.sleep(2)
+    process.stdin.write(b"\n" * (1 << 20))
+    process.stdin.flush()
     return process
 
 

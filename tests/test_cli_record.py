@@ -7,10 +7,8 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
@@ -19,7 +17,7 @@ import pytest
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
 from shop_files import folder, played, server  # noqa: F401
-from stand_in import Scripted, Served, always
+from stand_in import Scripted, Served, always, free_port, until
 from tracegrad.cli import main
 from tracegrad.errors import TracegradError
 from tracegrad.online.signal import Signal
@@ -229,21 +227,21 @@ class Running:
     def __exit__(self, *_):
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self.process.stdout.close()
 
     def ask(self, path, body, key=None, **headers):
         sent = {"Authorization": f"Bearer {key or self.key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), sent)
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
     def stop(self, number=signal.SIGINT):
         self.process.send_signal(number)
-        return self.process.wait(20), self.process.stdout.read()
+        return self.process.wait(60), self.process.stdout.read()
 
 
 QUESTION = {"model": "clerk", "messages": [{"role": "user", "content": "2 × 20?"}], "max_tokens": 6, "temperature": 1.0}
@@ -277,8 +275,7 @@ def test_any_program_is_recorded_by_path_or_header_and_its_reward_ends_it(tmp_pa
 
 
 def test_options_of_the_proxy(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     with PolicyServer() as server:
         server.key = "a secret of the servers"
         (tmp_path / "secret").write_text(server.key)
@@ -287,9 +284,7 @@ def test_options_of_the_proxy(tmp_path):
             assert proxy.url == f"http://127.0.0.1:{port}"
             assert proxy.ask("/s/a/v1/chat/completions", {**QUESTION, "model": "another"})[0] == 200
             [path] = (tmp_path / "o" / "played").iterdir()
-            deadline = time.monotonic() + 10
-            while not path.stat().st_size and time.monotonic() < deadline:
-                time.sleep(0.05)
+            asyncio.run(until(lambda: path.stat().st_size))
             [trace] = tg.read(path)
             assert trace.metadata["ended"] == "idle"
             assert trace.to_dict()["logprob_kind"] == "processed"
@@ -324,7 +319,7 @@ def test_sessions_outlive_a_proxy_that_is_killed(tmp_path, server):
         left = (out / "open" / "written.jsonl").read_bytes()
         assert proxy.ask("/s/written/reward", {"reward": 1})[0] == 200
         proxy.process.kill()
-        proxy.process.wait(10)
+        proxy.process.wait(60)
     (out / "open" / "written.jsonl").write_bytes(left)  # as where it is killed before this was removed
     with Running(out, server.url) as proxy:
         assert "1 sessions that the proxy before this one left open" in "".join(proxy.said)
@@ -334,7 +329,7 @@ def test_sessions_outlive_a_proxy_that_is_killed(tmp_path, server):
         assert (done.returncode, "another proxy's, which runs" in done.stderr) == (1, True), done.stderr
         assert proxy.ask("/s/a/v1/chat/completions", {**QUESTION, "stream": True, "n": 1})[0] == 200
         proxy.process.kill()
-        proxy.process.wait(10)
+        proxy.process.wait(60)
     with Running(out, server.url) as proxy:
         assert proxy.ask("/s/a/reward", {"reward": 0.5}) == (200, {"calls": 2})
         assert list((out / "open").iterdir()) == []
@@ -392,7 +387,7 @@ def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_se
                 assert (await ask("/s/a/reward", {"reward": 1.0}))[0] == 200
                 assert (await ask("/s/a/reward", {"reward": 1.0}))[0] == 409
 
-    asyncio.run(asyncio.wait_for(main_(), 30))
+    asyncio.run(asyncio.wait_for(main_(), 60))
     assert [each["reward"] for each in kept] == [1.0]
 
 

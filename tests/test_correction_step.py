@@ -137,7 +137,7 @@ class TestDenominators:
 
 def in_ranks(calls):
     """Runs the calls in threads whose all_reduce meets at a barrier, as ranks do."""
-    barrier = threading.Barrier(len(calls), timeout=20)
+    barrier = threading.Barrier(len(calls), timeout=60)
     slots, found = [None] * len(calls), [None] * len(calls)
 
     def rank(index):

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from stand_in import StandIn
+from stand_in import StandIn, until
 from tracegrad.config import Config
 from tracegrad.errors import FormatError, ReadError
 from tracegrad.learner.interrupt import Interrupt
@@ -46,6 +46,7 @@ def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monk
             async with Versioned("2") as gone:
                 pass
             urls = [each.url for each in (right, anew, silent, gone)]
+            monkeypatch.setattr(elsewhere, "LOOK_S", 3600.0)
             with Link(lambda: Servers(urls, model="m", probe_s=60)) as link:
                 player = Elsewhere(link, Pace(1), tmp_path, 60, State(version=2))
                 await asyncio.to_thread(player.check)
@@ -61,14 +62,6 @@ def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monk
         silent: None,
         gone: "it says that it has version None",
     }
-
-
-async def until(condition):
-    async def wait():
-        while not condition():
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(wait(), 10)
 
 
 async def waiting(task, policy):
@@ -100,7 +93,7 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
                         State(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
                     await until(lambda: out(link)[b.url] is None)
                     State(2, 3, 1, (a.url, b.url), "m", over=True).write(tmp_path)
-                    await asyncio.wait_for(asyncio.shield(following), 10)
+                    await asyncio.wait_for(asyncio.shield(following), 60)
                 finally:
                     interrupt.received = signal.SIGTERM
                     await following
@@ -153,14 +146,17 @@ def test_that_no_server_can_be_asked_is_said_once(monkeypatch):
     monkeypatch.setattr("tracegrad.online.link.PATIENCE_S", 1)
     urls, said = ["http://127.0.0.1:9", "http://127.0.0.1:10"], []
 
-    async def gone(servers, sync, which):
-        for url in which:
-            servers.leave_out(url, "connection refused")
+    async def gone(servers, sync, url):
+        servers.leave_out(url, "connection refused")
+
+    async def waited(servers, sync):
         await asyncio.sleep(2.5)
 
-    with Link(lambda: Servers(urls, model="m", probe_s=60), say=said.append) as link:
-        link.run(lambda servers, sync: gone(servers, sync, urls[:1]))
+    with Link(lambda: Servers(urls, model="m", probe_s=3600), say=said.append) as link:
+        link.run(lambda servers, sync: gone(servers, sync, urls[0]))
+        link.run(waited)
         assert said == []
-        link.run(lambda servers, sync: gone(servers, sync, urls))
+        link.run(lambda servers, sync: gone(servers, sync, urls[1]))
+        link.run(waited)
     [line] = said
     assert all(f"{url}: connection refused" in line for url in urls)

@@ -52,13 +52,21 @@ def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake,
 class Slow(PolicyServer):
     """The first call waits for four more adapters before it looks for its own."""
 
+    def __init__(self):
+        super().__init__()
+        self.five = asyncio.Event()
+
     async def _chat(self, request):
         if not self.calls:
             self.calls += 1
-            while len(self.known) < 5:
-                await asyncio.sleep(0.02)
-            self.loaded = [name.rsplit("-", 1)[1] for name in self.adapted if name != "clerk"]
+            await self.five.wait()
         return await super()._chat(request)
+
+    def _adapt(self, **told):
+        super()._adapt(**told)
+        if len(self.known) == 5:
+            self.loaded = [name.rsplit("-", 1)[1] for name in self.adapted if name != "clerk"]
+            self.five.set()
 
 
 def test_an_adapter_that_a_call_still_asks_for_stays_loaded(tmp_path):

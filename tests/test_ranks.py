@@ -176,7 +176,6 @@ def test_an_error_that_one_rank_meets_alone_ends_all_with_its_words(failing):
     first, second = (found["said"] for found in failing)
     assert second == "ZeroDivisionError: of somebody's own"
     assert first == "TracegradError: rank 1, step 2: ZeroDivisionError: of somebody's own This rank stops with it."
-    assert max(found["seconds"] for found in failing) < 120  # the group's own patience is 30 minutes
 
 
 # --- drawn cases ---

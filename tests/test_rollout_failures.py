@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import sys
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stand_in import Scripted, always
+from stand_in import Scripted, always, until
 from test_rollout_play import read, run
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout import Environment, Limits, one_turn, play, prompt_of
@@ -97,17 +97,21 @@ def test_nan_and_none_are_no_reward_and_no_failure():
 
 async def forever(task, policy):
     await policy.chat(prompt_of(task))
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 
 
 async def stubborn(task, policy):
     with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.sleep(60)
-    await asyncio.sleep(60)
+        await asyncio.sleep(3600)
+    await asyncio.sleep(3600)
+
+
+over, late = threading.Event(), []
 
 
 def busy(task, policy):
-    time.sleep(3)
+    over.wait(60)
+    late.append(task)
 
 
 async def leaves(task, policy):
@@ -129,9 +133,12 @@ async def cancels_itself(task, policy):
     ],
 )
 def test_what_does_not_end_well_is_ended_and_said(contract, words, name, example):
-    started = time.monotonic()
+    over.clear()
+    late.clear()
     played = run(contract, "?", Scripted(example, always("4")).chat, limits=Limits(seconds=0.4))
-    assert time.monotonic() - started < 2.5
+    assert late == []  # nobody has waited for it
+    if contract is busy:
+        over.set()
     assert words in played.error
     assert f"in {name}" in played.error if name else True
     assert played.record["reward"] is None
@@ -143,21 +150,22 @@ def test_a_cancelled_play_cancels_what_it_plays(example):
     seen = []
 
     async def contract(task, policy):
+        seen.append("began")
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         finally:
             seen.append("ended")
 
     async def main():
         playing = asyncio.ensure_future(play(contract, "?", chat=None))
-        await asyncio.sleep(0.05)
+        await until(lambda: seen)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
         await asyncio.sleep(0)
 
     asyncio.run(main())
-    assert seen == ["ended"]
+    assert seen == ["began", "ended"]
 
 
 def test_a_server_that_fails_leaves_what_came(example):
@@ -211,18 +219,19 @@ def test_a_contract_that_cannot_be_called_is_refused():
 
 
 def test_a_contract_that_is_let_go_closes_what_it_holds_before_its_loop_ends():
-    closed = []
+    closed, begun = [], []
 
     async def agent(task, policy):
+        begun.append(task)
         try:
-            await asyncio.sleep(100)
+            await asyncio.sleep(3600)
         finally:
             await asyncio.sleep(0.01)
             closed.append(task)
 
     async def main():
         playing = asyncio.create_task(play(agent, "q", chat=None))
-        await asyncio.sleep(0.01)
+        await until(lambda: begun)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
         return playing.cancelled(), list(closed)

@@ -12,6 +12,7 @@ import pytest
 
 import tracegrad as tg
 from policy_server import MODEL
+from stand_in import until
 from tracegrad.errors import ArgumentError
 from tracegrad.online import Online
 from tracegrad.rollout.engine import Engine
@@ -90,7 +91,8 @@ def test_a_paused_engine_keeps_what_it_was_asked_and_goes_on(engine):
     async def run():
         await asyncio.wrap_future(engine.pause(clear=True))
         waiting = asyncio.ensure_future(answer(engine, "r", 3))
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.llm.left)
+        await asyncio.sleep(0.1)  # for what must not come
         assert not waiting.done()
         assert engine.llm.left == {"r": 3}
         await asyncio.wrap_future(engine.resume())
@@ -98,14 +100,14 @@ def test_a_paused_engine_keeps_what_it_was_asked_and_goes_on(engine):
 
     assert asyncio.run(run()) == "r"
     assert engine.llm.calls == ["reset", "pictures", "encodings"]
-    engine.pause(clear=False).result(5)
+    engine.pause(clear=False).result(60)
     assert engine.llm.calls == ["reset", "pictures", "encodings"]
 
 
 def test_what_nobody_waits_for_is_let_go(engine):
     async def run():
         waiting = asyncio.ensure_future(answer(engine, "r", 10**9))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.llm.left)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.wrap_future(engine.do(lambda llm: None))
@@ -121,7 +123,7 @@ def test_an_engine_that_ends_tells_all_who_wait_and_who_come_later(engine):
         found = await asyncio.gather(*(answer(engine, f"r{n}", 2) for n in range(3)), return_exceptions=True)
         return [*found, *await asyncio.gather(answer(engine, "late", 1), return_exceptions=True)]
 
-    found = asyncio.run(asyncio.wait_for(run(), 10))
+    found = asyncio.run(asyncio.wait_for(run(), 60))
     assert [type(each) for each in found] == [ServerError] * 4
     assert "has ended: RuntimeError: a worker is gone" in str(found[0])
 

@@ -216,7 +216,7 @@ def test_values_are_held_to_their_hints(value, hint, fits):
 
 
 def test_calls_of_one_message_run_together():
-    both = threading.Barrier(2, timeout=5)
+    both = threading.Barrier(2, timeout=60)
 
     def meet(n: int) -> int:
         """Meets the other."""
@@ -241,9 +241,13 @@ def test_calls_in_order_run_in_one_thread_one_after_another():
     assert len(set(threads)) == 1
 
 
+over, ended = threading.Event(), []
+
+
 def hang(seconds: float) -> str:
-    """Hangs."""
-    time.sleep(seconds)
+    """Hangs, until that is over."""
+    over.wait(seconds)
+    ended.append(seconds)
     return "late"
 
 
@@ -253,6 +257,7 @@ async def hang_softly(seconds: float) -> str:
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:
         await asyncio.sleep(seconds)
+    ended.append(seconds)
     return "late"
 
 
@@ -260,19 +265,23 @@ async def hang_softly(seconds: float) -> str:
     ("run", "function"), [("thread", hang), ("order", hang), ("process", hang), ("thread", hang_softly)]
 )
 def test_a_late_tool_is_told_counted_and_located(run, function):
-    tools = Tools([function], seconds=0.3, run=run)
-    started = time.monotonic()
-    assert json.loads(called(tools, (function.__name__, {"seconds": 5.0}))[0])["error"].endswith("longer than 0.3 s")
-    assert time.monotonic() - started < 4
+    over.clear()
+    ended.clear()
+    tools = Tools([function], seconds=1.0, run=run)
+    assert json.loads(called(tools, (function.__name__, {"seconds": 99.0}))[0])["error"].endswith("longer than 1 s")
+    assert ended == []  # nobody has waited for it
+    over.set()
     assert tools.counts == {"late": 1}
     assert f"in {function.__name__}" in tools.failures["late"].where
     tools.close()
 
 
 def test_after_a_late_one_the_next_call_is_answered():
-    tools = Tools([hang], seconds=0.3, run="order")
-    asyncio.run(tools.answers({"tool_calls": [{"function": {"name": "hang", "arguments": {"seconds": 5.0}}}]}))
+    over.clear()
+    tools = Tools([hang], seconds=2.0, run="order")
+    asyncio.run(tools.answers({"tool_calls": [{"function": {"name": "hang", "arguments": {"seconds": 99.0}}}]}))
     assert called(tools, ("hang", {"seconds": 0.0})) == ["late"]
+    over.set()
 
 
 def test_a_tool_that_ends_its_process_is_told():

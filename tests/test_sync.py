@@ -9,7 +9,7 @@ from aiohttp import web
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stand_in import CHAT, StandIn, drop, hang
+from stand_in import CHAT, StandIn, drop, free_port, hang, until
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout.server import Servers
 from tracegrad.sync import Evicted, File, SyncError, vllm_arguments
@@ -19,15 +19,15 @@ from tracegrad.sync.weights import distinct, write
 PUSH = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 INIT = "/init_weight_transfer_engine"
 AGAIN = [INIT, PUSH[0], "/finish_weight_update", *PUSH[1:]]
-FAST = {"model": "clerk", "probe_s": 0.05, "timeout_s": 5.0, "connect_s": 1.0}
+FAST = {"model": "clerk", "probe_s": 0.05, "timeout_s": 60.0, "connect_s": 30.0}
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 
 class Vllm(StandIn):
     """Answers as vLLM does; `fault(path, times asked)` may give another answer. Refuses what a real one dies of."""
 
-    def __init__(self, fault=lambda path, times: None):
-        super().__init__(self.reply)
+    def __init__(self, fault=lambda path, times: None, port=0):
+        super().__init__(self.reply, port)
         self.fault = fault
         self.paused = self.half = False
         self.version = "0"
@@ -71,7 +71,7 @@ def pushing(*faults, tmp_path, pushes=1, **options):
             await stand.__aenter__()
         try:
             async with Servers([stand.url for stand in stands], **FAST) as servers:
-                sync = File(servers, tmp_path / "weights", **{"timeout_s": 1.0, **options})
+                sync = File(servers, tmp_path / "weights", **{"timeout_s": 60.0, **options})
                 return [await sync.push(WEIGHTS, version) for version in range(1, pushes + 1)], stands, servers
         finally:
             for stand in stands:
@@ -96,7 +96,7 @@ def test_a_push_pauses_updates_finishes_and_resumes_in_this_order(tmp_path):
     assert info["path"] == str(tmp_path / "weights" / "weights-00000002.safetensors")
     assert info["bytes"] == (tmp_path / "weights" / "weights-00000002.safetensors").stat().st_size
     assert all(torch.equal(stand.loaded[name], WEIGHTS[name]) for name in WEIGHTS)
-    assert 0 < pushed[0].seconds < 1
+    assert pushed[0].seconds > 0
     assert pushed[0].lines() == []
 
 
@@ -107,6 +107,8 @@ FAULTS = {
     "refuses": 400,
     "drops": drop,
 }
+PATIENCE_S = dict.fromkeys(FAULTS, 60.0) | {"hangs": 2.0}
+"""Only what hangs is waited for so long; what answers is given the time that a machine under load may take."""
 
 
 @pytest.mark.parametrize("path", ["/pause", *PUSH[1:], INIT])
@@ -115,7 +117,7 @@ def test_what_fails_once_is_sent_once_more_and_never_resumed_before(path, fault,
     def answer(asked, times):
         return FAULTS[fault] if asked == path and times == 1 else None
 
-    [pushed], [stand], servers = pushing(answer, tmp_path=tmp_path)
+    [pushed], [stand], servers = pushing(answer, tmp_path=tmp_path, timeout_s=PATIENCE_S[fault])
     assert (pushed.ok, pushed.evicted, pushed.repeated) == ((stand.url,), (), 1)
     assert stand.version == "1"
     assert not stand.paused
@@ -128,7 +130,7 @@ def test_what_fails_twice_stays_paused_and_is_evicted_and_the_run_goes_on_with_t
     def answer(asked, times):
         return FAULTS[fault] if asked == "/update_weights" else None
 
-    [pushed], [bad, good], servers = pushing(answer, never, tmp_path=tmp_path, timeout_s=0.3)
+    [pushed], [bad, good], servers = pushing(answer, never, tmp_path=tmp_path, timeout_s=PATIENCE_S[fault])
     assert pushed.ok == (good.url,)
     assert [one.url for one in pushed.evicted] == [bad.url]
     assert "/update_weights" in pushed.evicted[0].why
@@ -149,7 +151,7 @@ def test_no_server_left_is_an_error_with_what_each_said(tmp_path):
 
 def test_a_server_that_is_gone_gets_the_weights_before_it_is_asked_again(tmp_path):
     async def run():
-        first, second = Vllm(), Vllm()
+        first, second = Vllm(), Vllm(port=free_port())
         async with first, second, Servers([first.url, second.url], **FAST) as servers:
             sync = File(servers, tmp_path)
             await sync.push(WEIGHTS, 1)
@@ -158,13 +160,10 @@ def test_a_server_that_is_gone_gets_the_weights_before_it_is_asked_again(tmp_pat
             assert (pushed.ok, pushed.away, pushed.evicted) == ((first.url,), (second.url,), ())
             assert second.url in pushed.lines()[0]
             # Started again, it holds the weights that it was started with.
-            back = Vllm()
-            back.port = second.port
-            async with back:
-                await asyncio.sleep(0.5)
+            async with Vllm(port=second.port) as back:
+                await until(lambda: not [row for row in servers.state() if row["out"]])
                 assert back.version == "2"
                 assert back.paths.index("/resume") > back.paths.index("/finish_weight_update")
-                assert not [row for row in servers.state() if row["out"]]
                 answers = [await servers.chat({}, session=str(n)) for n in range(4)]
                 assert {answer["version"] for answer in answers} == {"2"}
                 assert back.asked("/v1/chat/completions") or first.asked("/v1/chat/completions")
@@ -177,7 +176,7 @@ def test_a_server_that_was_only_cut_off_is_not_sent_what_it_has(tmp_path):
         async with Vllm() as stand, Servers([stand.url], **FAST) as servers:
             await File(servers, tmp_path).push(WEIGHTS, 1)
             servers.leave_out(stand.url, "cut off")
-            assert await servers.usable(2.0)
+            assert await servers.usable(60.0)
             assert stand.paths.count("/update_weights") == 1
 
     asyncio.run(run())
@@ -185,8 +184,10 @@ def test_a_server_that_was_only_cut_off_is_not_sent_what_it_has(tmp_path):
 
 def test_a_server_that_comes_back_during_a_push_is_not_sent_two_updates_at_once(tmp_path):
     async def run():
+        seen = asyncio.Event()
+
         async def slowly(request):
-            await asyncio.sleep(0.2)
+            await seen.wait()
             return web.json_response({})
 
         async with Vllm(lambda path, times: slowly if path == "/update_weights" else None) as stand:
@@ -194,10 +195,13 @@ def test_a_server_that_comes_back_during_a_push_is_not_sent_two_updates_at_once(
             async with Servers([stand.url], **FAST) as servers:
                 sync = File(servers, tmp_path)
                 pushing = asyncio.ensure_future(sync.push(WEIGHTS, 1))
-                await asyncio.sleep(0.1)
+                await until(lambda: stand.asked("/update_weights"))
                 servers.leave_out(stand.url, "cut off")  # asked for its health, then brought up to date
+                await until(lambda: stand.asked("/health"))
+                await asyncio.sleep(0.1)  # for what must not come
+                seen.set()
                 assert (await pushing).ok
-                assert await servers.usable(2.0)
+                assert await servers.usable(60.0)
                 steps = [path for path in stand.paths if path in PUSH]
                 assert steps == PUSH * (len(steps) // len(PUSH))
                 assert len(steps) == 2 * len(PUSH)

@@ -14,13 +14,18 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from tracegrad.aside.failure import Failed, Failure, cut, is_own, located, one_line
 from tracegrad.aside.thread import Thread
 from tracegrad.errors import ArgumentError
+
+STAND = signal.SIGUSR1
+"""Asks a process where it stands."""
+STAND_S = 1.0
+"""In which it answers."""
 
 
 class Processes:
@@ -116,6 +121,7 @@ class _Process:
         try:
             self._pipe.send_bytes(asked)
             if not self._pipe.poll(seconds):
+                self._end_where_it_stands()
                 self.kill(keep=True)
                 return None, Failure("late", f"{name} took longer than {seconds:g} s", *self._stood())
             return pickle.loads(self._pipe.recv_bytes(self._bytes))
@@ -127,6 +133,14 @@ class _Process:
             return None, Failure("died", f"{name}: nothing could be read from its process: {one_line(error)}")
         except Exception as error:
             return None, Failure("wrong", f"{name}: a value that cannot be read back: {one_line(error)}")
+
+    def _end_where_it_stands(self) -> None:
+        """Ends the process by the signal at which it writes where it stands, and what its function has started."""
+        process = self._process.pid or 0
+        with contextlib.suppress(OSError):
+            os.kill(process, STAND)
+            wait([self._process.sentinel], STAND_S)
+            os.killpg(process, signal.SIGKILL)
 
     def _stood(self) -> tuple[str, str]:
         """Where the function stood at its time limit: the innermost line of its own code, and all lines."""
@@ -155,8 +169,11 @@ def _work(pipe: Connection, functions: Mapping[str, Callable[..., Any]], trace: 
     """What a process does: calls, until the pipe ends or the process that asked is gone."""
     os.setsid()  # so that what a function starts ends with it
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(STAND, signal.SIG_DFL)
     asks = os.getppid()
     with open(trace, "w") as file:
+        # Written in the handler itself, whatever holds the interpreter; then the signal does what it does by default.
+        faulthandler.register(STAND, file=file, chain=True)
         while True:
             while not pipe.poll(5.0):
                 if os.getppid() != asks:
@@ -165,17 +182,12 @@ def _work(pipe: Connection, functions: Mapping[str, Callable[..., Any]], trace: 
                 name, args, kwargs, seconds = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 os._exit(0)
-            # Written by a thread of C shortly before the limit, whatever holds the interpreter.
-            faulthandler.dump_traceback_later(max(seconds * 0.9, seconds - 1.0), file=file)
             signal.setitimer(signal.ITIMER_REAL, seconds + 5.0)  # where nobody is left to kill it
             try:
                 answer = (functions[name](*args, **kwargs), None)
             except BaseException as error:
                 answer = (None, located(error))
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            faulthandler.cancel_dump_traceback_later()
-            file.seek(0)
-            file.truncate()
             try:
                 sent = pickle.dumps(answer)
             except Exception as error:

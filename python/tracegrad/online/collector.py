@@ -39,8 +39,8 @@ class Counts:
     """What was played since the collector began; read by the trainer, which need not see one moment.
 
     Args:
-        begun, finished, dull: groups, those on the disk already among them.
-        trajectories, failed: of finished groups.
+        begun, finished, dull: groups, those on the disk already among them; one is finished when it is there.
+        trajectories, failed: of groups that are finished or about to be: who sees one on the disk sees it counted.
         rewarded, rewards: those whose reward is known, and the sum of these.
     """
 
@@ -58,9 +58,9 @@ class Counts:
         return self.rewards / self.rewarded if self.rewarded else math.nan
 
     def add(self, rewards: Floats, dull: bool, failed: int = 0) -> None:
-        """Counts a group that has finished, by the rewards of its trajectories."""
+        """Counts what came of a group, by the rewards of its trajectories."""
         known = rewards[~np.isnan(rewards)]
-        self.finished, self.dull = self.finished + 1, self.dull + dull
+        self.dull += dull
         self.trajectories, self.failed = self.trajectories + len(rewards), self.failed + failed
         self.rewarded, self.rewards = self.rewarded + len(known), self.rewards + float(known.sum(dtype=np.float64))
 
@@ -225,9 +225,10 @@ class Collector:
         records = [each.record for each in played]
         assert self.writer is not None
         self.signal.check(records)
-        await asyncio.to_thread(self.writer.write, records)
         rewards = self.signal.of_records(records)
         self.counts.add(rewards, self.signal.is_dull(rewards), sum(each.error is not None for each in played))
+        await asyncio.to_thread(self.writer.write, records)
+        self.counts.finished += 1
         self.finished_at = time.monotonic()
         self.link.news.set()
         self._note_failures(played)
@@ -307,6 +308,6 @@ def counted(follower: Follower, signal: Signal) -> tuple[set[int], Counts]:
         group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
         rewards = signal.of_traces(traces)
-        counts.begun += 1
+        counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
         counts.add(rewards, signal.is_dull(rewards))
     return done, counts

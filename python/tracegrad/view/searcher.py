@@ -15,6 +15,8 @@ from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.view.search import find
 
 SECONDS = 5.0
+BEGIN_S = 60.0
+"""In which the process begins; no expression is to blame for that."""
 _MOST_LINE = 16 << 20
 
 
@@ -79,6 +81,17 @@ class Searcher:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, *told, stdin=pipe, stdout=pipe, limit=_MOST_LINE
         )
+        assert self._process.stdout is not None
+        try:
+            begun = await asyncio.wait_for(self._process.stdout.readline(), BEGIN_S)
+        except asyncio.TimeoutError:
+            begun = b""
+        except BaseException:
+            await self.close()
+            raise
+        if not begun:
+            await self.close()
+            raise TracegradError("what searches has not begun. Nothing can be looked for. Look at what it printed.")
         return self._process
 
 
@@ -92,7 +105,8 @@ def answer(path: str, line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers until nobody asks any more."""
+    """Says that it has begun, and answers until nobody asks any more."""
+    print(flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(sys.argv[1], line)), flush=True)
 
