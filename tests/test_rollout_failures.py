@@ -139,6 +139,7 @@ def test_what_does_not_end_well_is_ended_and_said(contract, words, name, example
     assert late == []  # nobody has waited for it
     if contract is busy:
         over.set()
+        asyncio.run(until(lambda: late))
     assert words in played.error
     assert f"in {name}" in played.error if name else True
     assert played.record["reward"] is None
