@@ -20,7 +20,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo online test test-debug check fuzz bench bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs site clean
+.PHONY: demo online test test-debug check fuzz mutants bench bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs site clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -84,6 +84,10 @@ parity-templates: $(VENV)/dev  ## every chat template beside transformers, into 
 
 fuzz: $(VENV)/dev  ## one fuzzer for some seconds: make fuzz TARGET=records SECONDS=60 (fuzz/run.py names the targets)
 	$(BIN)/python fuzz/run.py $(or $(TARGET),records) --seconds $(or $(SECONDS),60)
+
+mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no test finds: make mutants ROOM=correction SAMPLE=20 SEED=0
+	$(BIN)/python -m pip install --quiet "cosmic-ray>=8.7"
+	$(BIN)/python fuzz/mutants.py $(or $(ROOM),correction) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),0)
 
 nightly: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
 	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --verifiers-python .venv-verifiers/bin/python \

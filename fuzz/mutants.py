@@ -1,0 +1,163 @@
+"""Changes the code of a room in one place at a time and counts the changes that its tests find.
+
+`python fuzz/mutants.py correction --sample 20 --seed 0`; `make mutants ROOM= SAMPLE= SEED=` calls it. Rooms of Python
+are changed by cosmic-ray in a copy of the tree, and judged by the test files that stand beside the room's name below;
+rooms of Rust by cargo-mutants, and judged by Rust's own tests. The sample is drawn evenly over the kinds of change;
+annotations and docstrings are left alone. What was judged is kept in out/mutants: the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import random
+import re
+import shlex
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# Test files without test_ and .py, by the room of Python that they are for.
+PYTHON = {
+    "advantage": ["advantage", "advantage_terms", "ragged"],
+    "algebra": ["algebra", "idle", "every_field", "objective", "teeth_objective", "own_loss"],
+    "batch": ["batch", "moving", "sharing", "ragged"],
+    "correction": ["correction", "correction_parts", "correction_step", "conventions", "twins"],
+    "learner": ["learner", "teeth_learner", "loop", "loop_options", "rates", "checkpoint", "adapted"],
+    "objective": ["objective", "objective_presets", "teeth_objective", "every_objective", "every_field", "idle"],
+}
+RUST = ("align", "format", "pack", "ratio", "read", "template", "tokenizer")
+KEPT = ("docs", "examples", "fuzz", "tests", "python", "pyproject.toml", "README.md", "PARITY.md")
+SECONDS = 600.0
+"""After so many a mutant's tests are stopped, and it counts as found."""
+
+Row = tuple[str, str, str, int, int]  # job, file, kind of change, row, column
+
+
+def spread(rows: Iterable[Any], kind: Any, sample: int, seed: int) -> list[Any]:
+    """So many rows, drawn by turns from each kind.
+
+    >>> spread(["a1", "a2", "a3", "b1"], lambda row: row[0], 2, seed=0)
+    ['b1', 'a1']
+    """
+    kinds = defaultdict(list)
+    for row in rows:
+        kinds[kind(row)].append(row)
+    drawn = random.Random(seed)
+    for each in kinds.values():
+        drawn.shuffle(each)
+    names = sorted(kinds)
+    drawn.shuffle(names)
+    turns = max(map(len, kinds.values()), default=0)
+    return [kinds[name][at] for at in range(turns) for name in names if at < len(kinds[name])][:sample]
+
+
+def unread(path: Path) -> Iterator[tuple[int, int]]:
+    """First and last lines of what changes nothing that runs: annotations and docstrings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if each is not None:
+                yield each.lineno, each.end_lineno or each.lineno
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.end_lineno or node.lineno
+
+
+def copied(into: Path) -> Path:
+    """A copy of the tree that may be changed, with the extension of the package that is imported here."""
+    from tracegrad import _core
+
+    tree = into / "tree"
+    for name in KEPT:
+        source, target = ROOT / name, tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    shutil.copy(_core.__file__, tree / "python" / "tracegrad")
+    return tree
+
+
+def python(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
+    """How many mutants of a room of Python were judged, and what was changed in those that no test found."""
+    ray = str(Path(sys.executable).with_name("cosmic-ray"))
+    config, session = out / "cosmic-ray.toml", out / "session.sqlite"
+    if not session.exists():
+        tree = copied(out)
+        tests = shlex.join(f"tests/test_{name}.py" for name in PYTHON[room])
+        command = f"env PYTHONPATH=python {sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
+        told = {"module-path": f"python/tracegrad/{room}", "timeout": SECONDS, "test-command": command}
+        lines = ["[cosmic-ray]", *(f"{key} = {json.dumps(value)}" for key, value in told.items())]
+        config.write_text(
+            "\n".join([*lines, "excluded-modules = []", "[cosmic-ray.distributor]", 'name = "local"', ""])
+        )
+        subprocess.run(shlex.split(command), cwd=tree, check=True)  # no mutant is found by tests that fail anyway
+        begun = session.with_suffix(".begun")
+        subprocess.run([ray, "init", config, begun], cwd=tree, check=True)
+        _keep_sample(begun, tree, sample, seed)
+        begun.rename(session)
+    subprocess.run([ray, "exec", config, session], cwd=out / "tree", check=True)
+    with sqlite3.connect(session) as store:
+        judged = store.execute("select test_outcome, diff from work_results").fetchall()
+    return len(judged), [diff for outcome, diff in judged if outcome == "SURVIVED"]
+
+
+def _keep_sample(session: Path, tree: Path, sample: int, seed: int) -> None:
+    """Leaves the mutants of the sample in a session, and no others."""
+    columns = "job_id, module_path, operator_name, start_pos_row, start_pos_col"
+    with sqlite3.connect(session) as store:
+        rows: list[Row] = store.execute(f"select {columns} from mutation_specs").fetchall()
+        lines: dict[str, set[int]] = {}
+        for path in {row[1] for row in rows}:
+            lines[path] = {line for first, last in unread(tree / path) for line in range(first, last + 1)}
+        read = sorted((row for row in rows if row[3] not in lines[row[1]]), key=lambda row: row[1:])
+        kept = {row[0] for row in spread(read, lambda row: row[2], sample, seed)}
+        left = [(row[0],) for row in rows if row[0] not in kept]
+        for table in ("mutation_specs", "work_items"):
+            store.executemany(f"delete from {table} where job_id = ?", left)
+
+
+def rust(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
+    """How many mutants of a room of Rust were judged, and which no test found."""
+    if subprocess.run(["cargo", "mutants", "--version"], capture_output=True, check=False).returncode:
+        raise SystemExit("cargo has no command named mutants. Rooms of Rust need it: cargo install cargo-mutants")
+    which = ["--package", "tracegrad-core", "--file", f"rust/core/src/{room}/**"]
+    listed = subprocess.run(
+        ["cargo", "mutants", "--list", "--json", *which], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    found = sorted(json.loads(listed.stdout), key=lambda each: each["name"])
+    chosen = spread(found, lambda each: each["genre"], sample, seed)
+    wanted = [part for each in chosen for part in ("--re", f"^{re.escape(each['name'])}$")]
+    told = ["--iterate", "--output", str(out), "--timeout", str(SECONDS), *which, *wanted]
+    subprocess.run(["cargo", "mutants", *told], cwd=ROOT, check=False)  # it ends with 2 where mutants are missed
+    judged = {name: (out / "mutants.out" / f"{name}.txt") for name in ("caught", "missed", "timeout")}
+    lines = {name: path.read_text().splitlines() if path.exists() else [] for name, path in judged.items()}
+    return sum(map(len, lines.values())), lines["missed"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judges a sample, prints what no test found, and returns 1 where that is more than one in twenty."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("room", choices=[*PYTHON, *RUST])
+    parser.add_argument("--sample", type=int, default=20, help="mutants to judge")
+    parser.add_argument("--seed", type=int, default=0, help="another seed is another sample")
+    told = parser.parse_args(arguments)
+    out = ROOT / "out" / "mutants" / f"{told.room}-{told.seed}-{told.sample}"
+    out.mkdir(parents=True, exist_ok=True)
+    judge = python if told.room in PYTHON else rust
+    judged, missed = judge(told.room, told.sample, told.seed, out)
+    for each in missed:
+        print(each, end="\n\n")
+    print(f"{told.room}: of {judged} changes {judged - len(missed)} were found by a test, {len(missed)} by none")
+    return int(20 * len(missed) > judged)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
