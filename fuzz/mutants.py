@@ -1,9 +1,10 @@
 """Changes the code of a room in one place at a time and counts the changes that its tests find.
 
 `python fuzz/mutants.py correction --sample 20 --seed 0`; `make mutants ROOM= SAMPLE= SEED=` calls it. Rooms of Python
-are changed by cosmic-ray in a copy of the tree, and judged by the test files that stand beside the room's name below;
-rooms of Rust by cargo-mutants, and judged by Rust's own tests. The sample is drawn evenly over the kinds of change;
-annotations and docstrings are left alone. What was judged is kept in out/mutants: the same command goes on from there.
+are changed by cosmic-ray in a copy of the tree, and judged by the examples in its docstrings and the test files named
+below; rooms of Rust by cargo-mutants, and judged by Rust's own tests. The sample is drawn evenly over the kinds of
+change; annotations and docstrings are left alone. What was judged is kept in out/mutants: the same command goes on
+from there.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def python(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]
     config, session = out / "cosmic-ray.toml", out / "session.sqlite"
     if not session.exists():
         tree = copied(out)
-        tests = shlex.join(f"tests/test_{name}.py" for name in PYTHON[room])
-        command = f"env PYTHONPATH=python {sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
+        tests = shlex.join([f"python/tracegrad/{room}", *(f"tests/test_{name}.py" for name in PYTHON[room])])
+        judge = "pytest -x -q -p no:cacheprovider --doctest-modules"
+        command = f"env PYTHONPATH=python {sys.executable} -m {judge} {tests}"
         told = {"module-path": f"python/tracegrad/{room}", "timeout": SECONDS, "test-command": command}
         lines = ["[cosmic-ray]", *(f"{key} = {json.dumps(value)}" for key, value in told.items())]
         config.write_text(
