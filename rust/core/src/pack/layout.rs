@@ -1,6 +1,6 @@
 //! The rows of one rank, written out as flat arrays.
 
-use super::check_length;
+use super::check::check_length;
 use super::lexical::common;
 use super::runs::runs;
 use crate::stop;

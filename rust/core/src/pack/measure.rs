@@ -1,7 +1,7 @@
 //! How much of each branch is laid out, and what is longer than a row.
 
+use super::check::{check_budget, check_length};
 use super::lexical::sorted;
-use super::{check_budget, check_length};
 use crate::stop;
 use crate::{Error, Kind, Location, Result};
 

@@ -1,9 +1,10 @@
 //! Which rank and which row each branch goes to, and whether the rows share prefixes.
 
+use super::check::{check_budget, check_length};
+use super::fit::BestFit;
 use super::lexical::{Entry, RunningMin, common, sorted};
 use super::ranks::{Cost, Work, balance};
 use super::rows::{Unit, rows_of};
-use super::{BestFit, check_budget, check_length};
 use crate::stop::{now_and_then, sort_by_key};
 use crate::threads;
 use crate::{Error, Kind, Result};

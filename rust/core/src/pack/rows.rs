@@ -1,6 +1,6 @@
 //! Which branches lie in one row together: best fit from the leaves of the prefix tree to its root.
 
-use super::BestFit;
+use super::fit::BestFit;
 use crate::stop::{now_and_then, sort_by_key};
 use std::cmp::Reverse;
 

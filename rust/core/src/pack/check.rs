@@ -1,0 +1,23 @@
+//! Refusals that all steps of packing share.
+
+use crate::{Error, Kind, Result};
+
+/// Refuses arrays whose lengths contradict one another.
+pub(super) fn check_length(name: &str, found: usize, needed: usize) -> Result<()> {
+    if found == needed {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Argument, format!("{name} has {found} entries, but {needed} are needed"))
+        .why("Each array has one entry per element")
+        .cure("Pass arrays of equal length"))
+}
+
+/// Refuses a budget of no token.
+pub(super) fn check_budget(token_budget: usize) -> Result<()> {
+    if token_budget > 0 && i32::try_from(token_budget).is_ok() {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Argument, format!("token_budget is {token_budget}"))
+        .why("A row holds at least one token and is indexed by 32-bit integers")
+        .cure("Pass a budget between 1 and 2147483647"))
+}
