@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use super::Real;
+use super::real::Real;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;

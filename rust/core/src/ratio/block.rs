@@ -5,14 +5,16 @@
 use std::ops::Range;
 
 use super::aligned::Aligned;
+use super::exchange::Exchange;
 use super::lanes::{count, map2, ones};
+use super::limits::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL, SHARE};
 use super::passes::{exponentiate, mismatch, weights};
+use super::plan::{AnyGate, Missing, Over, Plan, Policy, Ratio, When};
+use super::real::Real;
+use super::real::Vector;
 use super::segments::{Local, Segments};
-use super::simd::Vector;
-use super::{
-    AnyGate, Exchange, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, Real, SENTINEL, SHARE,
-    Stats, Terms, When, budget,
-};
+use super::stats::Stats;
+use super::terms::Terms;
 use crate::error::Result;
 use crate::stop;
 
@@ -181,7 +183,7 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
         check_if(is_long);
         match gate {
             AnyGate::Gate(gate) => block.gate::<V>(gate)?,
-            AnyGate::Budget(plan) => budget::apply::<F, V>(&mut block, plan)?,
+            AnyGate::Budget(plan) => block.budget::<V>(plan)?,
         }
     }
     if context.plan.weights.is_empty() {

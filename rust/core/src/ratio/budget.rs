@@ -3,29 +3,33 @@
 //! Source: M2PO, arXiv 2510.01161; AReaL sorts instead.
 
 use super::block::Block;
-use super::simd::Vector;
-use super::{Budget, Exchange, Op, Real};
+use super::exchange::{Exchange, Op};
+use super::plan::Budget;
+use super::real::Real;
+use super::real::Vector;
 use crate::error::Result;
 
 /// Bits decided in one round.
 const DIGIT: u32 = 11;
 
-/// Drops the terms with the largest statistic, so many that the mean of the others is within the budget.
-pub(super) fn apply<F: Real, V: Vector<Element = F>>(block: &mut Block<'_, F>, plan: &Budget) -> Result<()> {
-    block.take::<V>(plan.ratio);
-    let [num, den] = block.logprobs(plan.ratio);
-    let work = &mut *block.work;
-    plan.stat.of(&work.log_ratio, num, den, &mut work.values);
-    if plan.kept {
-        for (value, &keep) in work.values.iter_mut().zip(&*block.keep) {
-            *value = if keep { *value } else { F::NAN };
+impl<F: Real> Block<'_, F> {
+    /// Drops the terms with the largest statistic, so many that the mean of the others is within the budget.
+    pub fn budget<V: Vector<Element = F>>(&mut self, plan: &Budget) -> Result<()> {
+        self.take::<V>(plan.ratio);
+        let [num, den] = self.logprobs(plan.ratio);
+        let work = &mut *self.work;
+        plan.stat.of(&work.log_ratio, num, den, &mut work.values);
+        if plan.kept {
+            for (value, &keep) in work.values.iter_mut().zip(&*self.keep) {
+                *value = if keep { *value } else { F::NAN };
+            }
         }
+        let most = threshold(&work.values, plan.mean, self.context.exchange)?;
+        for (keep, &value) in self.keep.iter_mut().zip(&work.values) {
+            *keep &= !value.is_known() || value <= most;
+        }
+        Ok(())
     }
-    let most = threshold(&work.values, plan.mean, block.context.exchange)?;
-    for (keep, &value) in block.keep.iter_mut().zip(&work.values) {
-        *keep &= !value.is_known() || value <= most;
-    }
-    Ok(())
 }
 
 /// The largest value such that the mean of those up to it is at most `mean`; the smallest of all where there is none.

@@ -1,11 +1,14 @@
 //! What drops terms, and the levels that gates and weights share.
 
 use super::block::Block;
+use super::exchange::Op;
 use super::level::{Totals, prefix};
+use super::limits::LOG_RATIO_LIMIT;
+use super::plan::{Agg, Gate, Level, Over, Stat, When};
+use super::real::Real;
+use super::real::Vector;
 use super::segments::Local;
-use super::simd::Vector;
 use super::stat::clamped;
-use super::{Agg, Gate, LOG_RATIO_LIMIT, Level, Op, Over, Real, Stat, When};
 use crate::error::Result;
 
 /// What a level is of each segment, or of each term; NaN where nothing is counted.

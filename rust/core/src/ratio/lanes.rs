@@ -2,8 +2,8 @@
 //!
 //! Sums run in fixed lanes, in one order on every machine.
 
-use super::Real;
-use super::simd::{LANES, Vector};
+use super::real::Real;
+use super::real::{LANES, Vector};
 
 /// Terms whose sum stays in the type itself before it goes on in f64.
 pub(super) const SHORT: usize = 1024;

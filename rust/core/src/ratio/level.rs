@@ -1,8 +1,9 @@
 //! One number of each segment, or of each term's past in it, in f64.
 
 use super::lanes::{map, maximum, ones, wide_sum};
+use super::plan::Agg;
+use super::real::Real;
 use super::segments::Local;
-use super::{Agg, Real};
 
 /// What the segments of a block add up to.
 #[derive(Debug, Clone)]

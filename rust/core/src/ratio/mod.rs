@@ -1,6 +1,8 @@
 //! Importance ratios of recorded terms: levels, gates, weights and denominators, everything that carries no gradient.
 //!
-//! Flat slices in, vectors out. Blocks of terms that cut no segment run through the whole plan while they are in cache,
+//! Flat slices in, vectors out. Its files, each using those before it alone: `real`, `simd`, `floats` (numbers and
+//! vectors of them); `lanes`, `aligned`, `passes` (loops); `plan`, `terms`, `exchange`, `stats`, `segments`; `block`,
+//! and on it `level`, `stat`, `gate`, `budget`, `weigh`; `scale`. Blocks of terms that cut no segment run through the whole plan while they are in cache,
 //! several threads at a time; what the plan says of the batch needs one block, and what it says of ranks an [`Exchange`].
 #![allow(clippy::inline_always, reason = "a kernel is compiled for the vectors of the function it is inlined into")]
 #![allow(clippy::needless_bitwise_bool, reason = "a branch on data is no vector code")]
@@ -9,9 +11,11 @@ mod aligned;
 mod block;
 mod budget;
 mod exchange;
+mod floats;
 mod gate;
 mod lanes;
 mod level;
+mod limits;
 mod passes;
 mod plan;
 mod real;
@@ -28,11 +32,13 @@ use std::ops::Range;
 use crate::error::Result;
 use crate::threads;
 use block::{Context, Levels, Scratch, Sums};
+use limits::SHARE;
+use real::{Kernel, Vector};
 use segments::{Index, Segments};
-use simd::{Kernel, Vector};
 use terms::argument;
 
 pub use exchange::{Alone, Exchange, Op};
+pub use limits::LOG_RATIO_LIMIT;
 pub use plan::{
     Agg, AnyGate, Blend, Budget, Gate, Level, Missing, Over, Per, Plan, Policy, Ratio, Reduction, Shape, Stat, Weight,
     When,
@@ -42,20 +48,8 @@ pub use scale::Scale;
 pub use stats::Stats;
 pub use terms::{Ids, Integers, Terms, Totals};
 
-/// Log-ratios are clamped to plus or minus this many nats before they are exponentiated.
-pub const LOG_RATIO_LIMIT: f64 = 20.0;
-
 /// Fewest terms of a block: its arrays stay in the first caches.
 const BLOCK: usize = 1024;
-
-/// Fewest terms that a thread takes at a time. It does not depend on the number of threads, nor does any result.
-const SHARE: usize = 1 << 16;
-
-/// A rollout logprob above this is not a logprob.
-const POSITIVE_TOLERANCE: f64 = 1e-3;
-
-/// How some servers write a logprob that they do not have, or minus infinity.
-const SENTINEL: f64 = -9999.0;
 
 /// A mean weight up to this is not divided by (verl's bound).
 const SMALLEST_MEAN: f64 = 1e-8;

@@ -3,8 +3,10 @@
 //! Each keeps its constants and sums in registers, which is why there are several.
 
 use super::lanes::{SHORT, Sums, largest};
-use super::simd::{LANES, Vector, prefetch};
-use super::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, Real, SENTINEL};
+use super::limits::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL};
+use super::real::Real;
+use super::real::{LANES, Vector};
+use super::simd::prefetch;
 
 /// What is done with a vector of each input. `step` must be `#[inline(always)]`.
 trait Pass<V, const I: usize, const O: usize> {

@@ -1,9 +1,7 @@
-//! The two float types, with an exponential that a compiler can vectorise.
+//! What is asked of a float and of a vector of floats, with an exponential that a compiler can vectorise.
 
 use std::fmt::Debug;
 use std::ops::{Add, Div, Mul, Sub};
-
-use super::simd::{self, Kernel};
 
 /// f32, computed in f32 with sums in f64, and f64, computed as given.
 pub trait Real:
@@ -89,81 +87,35 @@ pub trait Real:
     }
 }
 
-impl Real for f64 {
-    const ZERO: Self = 0.0;
-    const ONE: Self = 1.0;
-    const NAN: Self = Self::NAN;
-    const BITS: u32 = 63;
-    const EXPONENTS: (Self, Self) = (-708.0, 709.0);
-    fn of(value: f64) -> Self {
-        value
-    }
-    fn wide(self) -> f64 {
-        self
-    }
-    fn from_order(bits: u64) -> Self {
-        Self::from_bits(bits)
-    }
-    fn order(self) -> u64 {
-        self.to_bits()
-    }
-    fn abs(self) -> Self {
-        Self::abs(self)
-    }
-    fn exp_k3(self) -> (Self, Self) {
-        (Self::exp(self), self.exp_m1() - self)
-    }
-    fn dispatch<K: Kernel<Self>>(kernel: K) -> K::Output {
-        simd::run_portable(kernel)
-    }
-    fn times_plus(self, by: Self, plus: Self) -> Self {
-        self.mul_add(by, plus)
-    }
-    #[inline(always)]
-    fn ln(self) -> Self {
-        Self::ln(self)
-    }
+/// Numbers in a vector.
+pub(super) const LANES: usize = 8;
+
+/// Eight numbers at a time.
+pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> {
+    type Element: Real;
+    /// A flag for each number.
+    type Mask: Copy;
+    fn splat(value: Self::Element) -> Self;
+    fn load(values: &[Self::Element; LANES]) -> Self;
+    fn store(self, out: &mut [Self::Element; LANES]);
+    /// self * by + plus, rounded once.
+    fn times_plus(self, by: Self, plus: Self) -> Self;
+    /// The larger; the other one where this is NaN.
+    fn at_least(self, low: Self) -> Self;
+    /// The smaller; the other one where this is NaN.
+    fn at_most(self, high: Self) -> Self;
+    fn abs(self) -> Self;
+    /// See [`Real::exp_k3`].
+    fn exp_k3(self) -> (Self, Self);
+    /// Where this is a number.
+    fn is_known(self) -> Self::Mask;
+    fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
 }
 
-impl Real for f32 {
-    const ZERO: Self = 0.0;
-    const ONE: Self = 1.0;
-    const NAN: Self = Self::NAN;
-    const BITS: u32 = 31;
-    const EXPONENTS: (Self, Self) = (-87.0, 88.0);
-    #[inline(always)]
-    fn of(value: f64) -> Self {
-        value as Self
-    }
-    #[inline(always)]
-    fn wide(self) -> f64 {
-        f64::from(self)
-    }
-    fn from_order(bits: u64) -> Self {
-        Self::from_bits(bits as u32)
-    }
-    fn order(self) -> u64 {
-        u64::from(self.to_bits())
-    }
-    #[inline(always)]
-    fn abs(self) -> Self {
-        Self::abs(self)
-    }
-    #[inline(always)]
-    fn exp_k3(self) -> (Self, Self) {
-        exp_k3(self)
-    }
-    fn dispatch<K: Kernel<Self>>(kernel: K) -> K::Output {
-        simd::run_single(kernel)
-    }
-    #[inline(always)]
-    fn times_plus(self, by: Self, plus: Self) -> Self {
-        self.mul_add(by, plus)
-    }
-    #[inline(always)]
-    fn ln(self) -> Self {
-        Self::ln(self)
-    }
+/// A computation over vectors of some kind. `run` must be `#[inline(always)]`, as all that it calls.
+pub trait Kernel<F> {
+    type Output;
+    fn run<V: Vector<Element = F>>(self) -> Self::Output;
 }
 
 /// What the exponential needs of one f32, or of a vector of them.
@@ -175,25 +127,6 @@ pub(super) trait Single: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Ou
     fn two_to_low_bits(self) -> Self;
     /// One of two values, by whether this is 0.
     fn if_zero(self, yes: Self, no: Self) -> Self;
-}
-
-impl Single for f32 {
-    #[inline(always)]
-    fn constant(value: f32) -> Self {
-        value
-    }
-    #[inline(always)]
-    fn times_plus(self, by: Self, plus: Self) -> Self {
-        self.mul_add(by, plus)
-    }
-    #[inline(always)]
-    fn two_to_low_bits(self) -> Self {
-        Self::from_bits((self.to_bits() << 23).wrapping_add(127 << 23))
-    }
-    #[inline(always)]
-    fn if_zero(self, yes: Self, no: Self) -> Self {
-        if self == 0.0 { yes } else { no }
-    }
 }
 
 /// e^x = 2^n (1 + r + q) with x = n ln 2 + r and |r| <= ln 2 / 2: within 1e-7 of the true value, relatively.

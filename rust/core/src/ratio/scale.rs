@@ -1,9 +1,13 @@
 //! Integer denominators: 1 over how many terms, traces or groups there are.
 
+use super::exchange::{Exchange, Op};
 use super::lanes::ones;
+use super::plan::{Over, Per, Reduction};
+use super::real::Real;
 use super::segments::{Index, Segments};
+use super::stats::Stats;
 use super::terms::argument;
-use super::{Exchange, Ids, Op, Over, Per, Real, Reduction, Stats, Terms};
+use super::terms::{Ids, Terms};
 use crate::error::Result;
 use crate::stop;
 

@@ -4,7 +4,8 @@ use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::{Ids, Integers, Over, Terms};
+use super::plan::Over;
+use super::terms::{Ids, Integers, Terms};
 use crate::stop;
 
 /// Neighbours with one id.
@@ -158,7 +159,7 @@ pub(super) struct Index<'a> {
 }
 
 impl<'a> Index<'a> {
-    pub fn new<F: super::Real>(terms: &Terms<'a, F>) -> Self {
+    pub fn new<F: super::real::Real>(terms: &Terms<'a, F>) -> Self {
         Self {
             terms: terms.len(),
             trace_ids: terms.trace,

@@ -8,32 +8,7 @@
 use std::array::from_fn;
 use std::ops::{Add, Mul, Sub};
 
-use super::Real;
-
-/// Numbers in a vector.
-pub(super) const LANES: usize = 8;
-
-/// Eight numbers at a time.
-pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> {
-    type Element: Real;
-    /// A flag for each number.
-    type Mask: Copy;
-    fn splat(value: Self::Element) -> Self;
-    fn load(values: &[Self::Element; LANES]) -> Self;
-    fn store(self, out: &mut [Self::Element; LANES]);
-    /// self * by + plus, rounded once.
-    fn times_plus(self, by: Self, plus: Self) -> Self;
-    /// The larger; the other one where this is NaN.
-    fn at_least(self, low: Self) -> Self;
-    /// The smaller; the other one where this is NaN.
-    fn at_most(self, high: Self) -> Self;
-    fn abs(self) -> Self;
-    /// See [`Real::exp_k3`].
-    fn exp_k3(self) -> (Self, Self);
-    /// Where this is a number.
-    fn is_known(self) -> Self::Mask;
-    fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
-}
+use super::real::{Kernel, LANES, Real, Vector};
 
 /// Asks for a cache line that will soon be needed, where the processor can be asked: its own foresight ends with a page.
 #[inline(always)]
@@ -45,12 +20,6 @@ pub(super) fn prefetch<T>(line: &T) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = line;
-}
-
-/// A computation over vectors of some kind. `run` must be `#[inline(always)]`, as all that it calls.
-pub trait Kernel<F> {
-    type Output;
-    fn run<V: Vector<Element = F>>(self) -> Self::Output;
 }
 
 /// Runs a kernel of f32 in the widest vectors that the processor has.
@@ -141,8 +110,7 @@ mod avx2 {
     };
     use std::ops::{Add, Mul, Sub};
 
-    use super::super::real::{Single, exp_k3};
-    use super::{Kernel, LANES, Vector};
+    use super::super::real::{Kernel, LANES, Single, Vector, exp_k3};
 
     /// Eight f32. Private, so that none is made but by a kernel that [`run`] runs.
     #[derive(Clone, Copy)]

@@ -1,7 +1,9 @@
 //! Statistics of single terms, and what a shape makes of a ratio. NaN stands for a term that is not known.
 
 use super::lanes::{map, map2};
-use super::{LOG_RATIO_LIMIT, Real, Shape, Stat};
+use super::limits::LOG_RATIO_LIMIT;
+use super::plan::{Shape, Stat};
+use super::real::Real;
 
 /// Where binary KL keeps its logarithm finite: verl's.
 const BINARY_EPSILON: f64 = 1e-8;

@@ -1,6 +1,6 @@
 //! What a step's ratios look like: sums and maxima, so that ranks and blocks merge exactly.
 
-use super::{Exchange, Op};
+use super::exchange::{Exchange, Op};
 use crate::error::Result;
 
 macro_rules! stats {
@@ -54,7 +54,7 @@ stats! {
         kept,
         /// Terms that a gate dropped.
         gated,
-        /// Terms whose log-ratio was clamped at [`super::LOG_RATIO_LIMIT`].
+        /// Terms whose log-ratio was clamped at [`super::limits::LOG_RATIO_LIMIT`].
         clamped,
         /// Aggregated log-ratios that were clamped, over all gates and weights.
         clamped_levels,

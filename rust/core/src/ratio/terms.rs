@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::{Policy, Real};
+use super::plan::Policy;
+use super::real::Real;
 use crate::error::{Error, Result};
 
 /// Any integers, narrow or wide.
@@ -145,7 +146,7 @@ impl<'a, F: Real> Terms<'a, F> {
         for position in range.filter(|&position| self.is_term(position)) {
             let place = || self.place(position);
             if let Some(logprob) = self.rollout.map(|rollout| rollout[position].wide()) {
-                if logprob > super::POSITIVE_TOLERANCE || logprob <= super::SENTINEL {
+                if logprob > super::limits::POSITIVE_TOLERANCE || logprob <= super::limits::SENTINEL {
                     return Err(argument(format!("{}: the rollout logprob is {logprob}", place()))
                         .why("No sampled token has it, so the ratio would be an invention")
                         .cure("Pass NaN where a logprob is not known"));

@@ -4,10 +4,11 @@ use super::block::Block;
 use super::gate::{Found, beyond};
 use super::lanes::{map2, ones, wide_sum};
 use super::passes::exponentiate;
+use super::plan::{Blend, Over, Shape, Weight, When};
+use super::real::Real;
+use super::real::Vector;
 use super::segments::Local;
-use super::simd::Vector;
 use super::stat::clamped;
-use super::{Blend, Over, Real, Shape, Weight, When};
 use crate::error::Result;
 
 impl<F: Real> Block<'_, F> {
