@@ -4,7 +4,7 @@
 //! parts are nested: each has a bound here, most in proportion to the file. What depends on the text is bounded in `guard`.
 //! Called by `load`.
 
-use super::ExtraToken;
+use super::config::ExtraToken;
 use super::outline::{Entries, outline, refused};
 use crate::error::{Error, Kind, Result};
 use base64::engine::{Engine, general_purpose::STANDARD};

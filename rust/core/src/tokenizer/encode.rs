@@ -2,7 +2,7 @@
 //!
 //! How ids are made is `encoder`'s.
 
-use super::Tokenizer;
+use super::loaded::Tokenizer;
 use crate::error::{Error, Kind, Result};
 use crate::threads;
 use std::ops::Deref;

@@ -3,26 +3,14 @@
 //! It runs a tokenizer.json without bounds of its own, so it is given only what needs none: patterns that it knows by
 //! heart, or that are tame, for texts of some length; normalisers that make a text little longer. Called by `encoder`.
 
-use super::ExtraToken;
+use super::config::ExtraToken;
+use super::pattern::KNOWN;
 use crate::{Kind, caught, threads};
-use fastokens::tiktoken as known;
 use fastokens::{TokenizerOptions, pre_tokenizers::Pcre2Limits};
 use serde_json::{Value, json};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Patterns that fastokens scans without a regular expression, and DeepSeek's, which match in linear time.
-pub(super) const KNOWN: [&str; 9] = [
-    known::CL100K_BASE_PATTERN,
-    known::QWEN2_PATTERN,
-    known::QWEN35_PATTERN,
-    known::TEKKEN_PATTERN,
-    known::O200K_BASE_PATTERN,
-    known::KIMI_PATTERN,
-    known::DEEPSEEK_SPLIT1_PATTERN,
-    known::DEEPSEEK_SPLIT2_PATTERN,
-    known::DEEPSEEK_SPLIT3_PATTERN,
-];
 /// Bytes from which on fastokens spreads a text over threads.
 const SPREAD_BYTES: usize = 64 << 10;
 /// Bytes of the longest text that another pattern is run on.

@@ -5,12 +5,14 @@
 
 use super::allowance::bounded;
 use super::check::checked;
-use super::config::{Eos, TokenizerConfig, located, whole};
+use super::config::{Eos, ExtraToken, TokenizerConfig, located, whole};
 use super::encoder::Encoder;
 use super::fast::Fast;
+use super::loaded::{Source, Tokenizer};
+use super::outline::refused;
 use super::pieces::{Pieces, Spelling};
 use super::reference::{Reference, build, prefix};
-use super::{ExtraToken, Source, Tokenizer, tiktoken};
+use super::tiktoken;
 use crate::error::{Error, Kind, Result};
 use crate::template::Template;
 use crate::threads;
@@ -25,7 +27,43 @@ use tokenizers::AddedToken;
 /// Ids that may end a turn.
 const EOS: usize = 1024;
 
-pub(super) fn from_dir(dir: &Path, vocab_size: Option<u32>) -> Result<Tokenizer> {
+impl Tokenizer {
+    /// Loads a model directory: tokenizer.json, or a tiktoken file of a known family, and what stands beside it.
+    ///
+    /// # Errors
+    /// `Kind::Io` where there is no tokenizer.json or a file cannot be read; `Kind::Tokenizer` where one is not what
+    /// it should be; `Kind::Template` for a chat template that does not compile. Each with the file.
+    pub fn from_dir(path: &Path) -> Result<Self> {
+        from_dir(path, None)
+    }
+
+    /// As [`Tokenizer::from_dir`], for a model whose embedding has `vocab_size` rows, whatever config.json says.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_dir`].
+    pub fn from_dir_of(path: &Path, vocab_size: Option<u32>) -> Result<Self> {
+        from_dir(path, vocab_size)
+    }
+
+    /// Loads the bytes of a tokenizer.json.
+    ///
+    /// # Errors
+    /// `Kind::Tokenizer` where it is not a tokenizer, or its added tokens would not get the ids it states.
+    pub fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Self> {
+        from_json(json, config)
+    }
+
+    /// The same tokenizer again, from its [`Tokenizer::source`].
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_json`], and `Kind::Tokenizer` for another configuration.
+    pub fn from_source(json: &[u8], config: &[u8]) -> Result<Self> {
+        let config = serde_json::from_slice(config).map_err(|error| refused(&error.to_string()))?;
+        from_json(json, &config)
+    }
+}
+
+fn from_dir(dir: &Path, vocab_size: Option<u32>) -> Result<Tokenizer> {
     let mut config = TokenizerConfig::from_dir(dir)?;
     config.model.vocab_size = vocab_size.or(config.model.vocab_size);
     let (file, loaded) = match (whole(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
@@ -71,7 +109,7 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
         .cure("Name the model's directory, or write the file with transformers' AutoTokenizer(...).save_pretrained")
 }
 
-pub(super) fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokenizer> {
+fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokenizer> {
     let document = checked(json, &config.extra_tokens)?;
     let extra = missing_tokens(&document, &config.extra_tokens);
     let fast = || Fast::build(json, &document, &extra);

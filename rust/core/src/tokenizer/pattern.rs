@@ -5,11 +5,24 @@
 //! of the call is looked at. Called by `guard`.
 
 use super::allowance::{in_time, refuse};
-use super::fast::KNOWN;
+use fastokens::tiktoken as known;
 use onig::{MatchParam, Regex, Region, SearchOptions};
 use std::error::Error;
 use tokenizers::tokenizer::Offsets;
 use tokenizers::tokenizer::pattern::Pattern;
+
+/// Patterns that fastokens scans without a regular expression, and DeepSeek's, which match in linear time.
+pub(super) const KNOWN: [&str; 9] = [
+    known::CL100K_BASE_PATTERN,
+    known::QWEN2_PATTERN,
+    known::QWEN35_PATTERN,
+    known::TEKKEN_PATTERN,
+    known::O200K_BASE_PATTERN,
+    known::KIMI_PATTERN,
+    known::DEEPSEEK_SPLIT1_PATTERN,
+    known::DEEPSEEK_SPLIT2_PATTERN,
+    known::DEEPSEEK_SPLIT3_PATTERN,
+];
 
 /// A compiled pattern.
 #[derive(Debug)]
