@@ -4,8 +4,8 @@
 //! tell whether it extends it. What the tokens of a stretch share is held once, and becomes columns in `columns`. The
 //! decisions are in `weave` and the files beside it.
 
-use super::extras::Rows;
-use super::prompt::{Text, source};
+use super::prompt::Text;
+use super::source;
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -76,6 +76,31 @@ pub struct Drawn<'a> {
     pub end: usize,
     /// What they have.
     pub stretch: Stretch<'a>,
+}
+
+/// Rows `row..row + count` of extra `extra` of generation `turn` belong to the tokens from `start` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rows {
+    /// Name of the extra.
+    pub name: &'static str,
+    /// Generation of the trace.
+    pub turn: u32,
+    /// Index into its `extras`.
+    pub extra: u32,
+    /// First token of the branch.
+    pub start: usize,
+    /// First row.
+    pub row: usize,
+    /// Rows.
+    pub count: usize,
+}
+
+impl Rows {
+    /// What of it belongs to the tokens before `end`.
+    pub fn until(self, end: usize) -> Option<Self> {
+        let count = self.count.min(end.checked_sub(self.start)?);
+        (count > 0).then_some(Self { count, ..self })
+    }
 }
 
 impl<'a> Branch<'a> {

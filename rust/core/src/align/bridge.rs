@@ -4,8 +4,9 @@
 //! is also the next header stands once or not at all, the line break behind it is there or not. Such a turn goes on
 //! in its branch, each difference named; anything else is another history. Nothing is decided about sources here.
 
-use super::branch::Branch;
-use super::prompt::source;
+use super::branch::{Branch, common_prefix};
+use super::prompt::Closing;
+use super::source;
 use crate::drift::Reason;
 
 /// Where the recorded ids go on, and what was passed over.
@@ -17,15 +18,6 @@ pub struct Bridge {
     pub edits: Vec<(Reason, usize, String)>,
 }
 
-/// What a template writes after a turn.
-#[derive(Debug, Default, Clone)]
-pub struct Closing {
-    /// The token that closes, where it is a special one.
-    pub token: Option<u32>,
-    /// The tokens behind it: the line break of ChatML.
-    pub separator: Vec<u32>,
-}
-
 /// Follows `branch` and `ids` side by side; `None` where they part for another reason than the end of a turn.
 ///
 /// A turn ends with a token for which `is_stop` holds; one that was cut ends with a part of its text, which no prompt
@@ -34,7 +26,7 @@ pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing, is_stop: impl
     let mut bridge = Bridge::default();
     let (mut held, mut at) = (0, 0);
     while held < branch.len() {
-        let shared = super::branch::common_prefix(&branch.ids[held..], &ids[at..]);
+        let shared = common_prefix(&branch.ids[held..], &ids[at..]);
         held += shared;
         at += shared;
         if held == branch.len() {

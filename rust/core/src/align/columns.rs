@@ -1,8 +1,8 @@
 //! Branches to the flat columns of `Aligned`: each column is written once, from the stretches that branches hold.
 
-use super::Aligned;
+use super::aligned::Aligned;
 use super::branch::{Branch, Stretch};
-use super::resolve::tier;
+use super::tier;
 use crate::threads;
 
 /// Writes the per-token columns of `branches`, end to end.

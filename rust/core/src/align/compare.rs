@@ -4,7 +4,8 @@
 //! fits it: a doubled BOS, an injected system prompt or date, an expanded image, or plainly another prompt.
 
 use super::branch::{common_prefix, common_suffix};
-use super::prompt::{Text, source};
+use super::prompt::Text;
+use super::source;
 use crate::drift::Reason;
 use crate::tokenizer::Tokenizer;
 

@@ -3,37 +3,12 @@
 //! A branch keeps which rows of which generation belong to which of its tokens; the numbers themselves are copied once,
 //! into the column of the whole set.
 
-use super::branch::Branch;
+use super::branch::{Branch, Rows};
 use crate::trace::{Extra, ExtraStart, Generation, Trace};
 use std::sync::Arc;
 
 /// What a token without a row has in a column of fixed shape.
 pub const NO_VALUE: i32 = -1;
-
-/// Rows `row..row + count` of extra `extra` of generation `turn` belong to the tokens from `start` on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rows {
-    /// Name of the extra.
-    pub name: &'static str,
-    /// Generation of the trace.
-    pub turn: u32,
-    /// Index into its `extras`.
-    pub extra: u32,
-    /// First token of the branch.
-    pub start: usize,
-    /// First row.
-    pub row: usize,
-    /// Rows.
-    pub count: usize,
-}
-
-impl Rows {
-    /// What of it belongs to the tokens before `end`.
-    pub fn until(self, end: usize) -> Option<Self> {
-        let count = self.count.min(end.checked_sub(self.start)?);
-        (count > 0).then_some(Self { count, ..self })
-    }
-}
 
 /// Notes which rows of generation `turn` belong to which tokens of `branch`, whose sampled tokens stand at `body..`.
 /// A token keeps the row that it got first: that of the call that sampled it.

@@ -4,14 +4,11 @@
 //! They are seen by the parts of messages, by what the record holds beside them, by placeholder tokens in a prompt, and
 //! by placeholders that a server repeated.
 
-use super::prompt::source;
-use super::weave::Loom;
+use super::source;
+use super::weave::{Loom, Part};
 use crate::drift::Reason;
 use crate::media::part_of;
 use crate::trace::{Generation, Trace};
-
-/// A part of a message that is no text: index of the message, and what the part calls itself.
-pub type Part<'a> = (u32, &'a str);
 
 impl Loom<'_, '_> {
     /// What stands before the end of generation `turn`, whose prompt is in branch `at`, and is not in its ids.

@@ -4,8 +4,10 @@
 
 use super::lookup::Lookup;
 use super::recorder::Recorder;
-use super::resolve::{Resolved, Run, excerpt, spell, tier};
+use super::resolved::{Resolved, Run};
 use super::segment::{self, Choice, Seen, Setting, Whole};
+use super::spelling::{excerpt, spell};
+use super::tier;
 use crate::drift::Reason;
 use crate::tokenizer::{Spelling, Tokenizer};
 use crate::trace::{Generation, Pieces, Stop, Tokens};

@@ -2,11 +2,12 @@
 //!
 //! What the record says about the prompt decides: ids, ids behind an earlier turn, plain text, messages, or nothing.
 
+use super::branch::common_prefix;
 use super::bridge::bridge;
 use super::compare::{Context, compare};
 use super::dates;
 use super::prompt::Text;
-use super::resolve::is_special;
+use super::spelling::{is_special, spell_all};
 use super::weave::{Loom, Place};
 use crate::drift::Reason;
 use crate::error::Result;
@@ -157,12 +158,12 @@ impl Loom<'_, '_> {
             return Ok(None);
         }
         let ours = self.tokenizer.encode(&rendered.text)?;
-        let first = super::branch::common_prefix(&ours, ids);
+        let first = common_prefix(&ours, ids);
         let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
-        let shown = super::resolve::spell_all(window, self.tokenizer);
+        let shown = spell_all(window, self.tokenizer);
         let Some(day) = dates::find(&String::from_utf8_lossy(&shown)) else { return Ok(None) };
         let dated = self.scaffold.render_on(self.trace, &generation.context, true, Some(&day))?;
-        let closer = super::branch::common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
+        let closer = common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
         Ok(closer.then_some((day, dated)))
     }
 

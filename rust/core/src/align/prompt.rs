@@ -3,23 +3,13 @@
 //! `Text` is ids with sources; `Scaffold` renders with one tokenizer and holds what is asked of a template once.
 //! Sampled tokens are not handled here.
 
-use super::bridge::Closing;
+use super::source;
 use crate::error::Result;
 use crate::template::{Rendered, Span, Template};
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-
-/// Source of a token that was not sampled, as `Sequences.source` has it.
-pub mod source {
-    /// User, tool, system text; text copied from elsewhere.
-    pub const GIVEN: u8 = 0;
-    /// Role headers, separators, closers.
-    pub const TEMPLATE: u8 = 1;
-    /// Drawn from the policy.
-    pub const SAMPLED: u8 = 2;
-}
 
 /// Ids of unsampled text with the source of each.
 #[derive(Debug, Clone, Default)]
@@ -40,6 +30,15 @@ impl Text {
     pub fn tail(&self, start: usize) -> Self {
         Self { ids: self.ids[start..].to_vec(), sources: self.sources[start..].to_vec() }
     }
+}
+
+/// What a template writes after a turn.
+#[derive(Debug, Default, Clone)]
+pub struct Closing {
+    /// The token that closes, where it is a special one.
+    pub token: Option<u32>,
+    /// The tokens behind it: the line break of ChatML.
+    pub separator: Vec<u32>,
 }
 
 /// Renders contexts of one trace after another with one tokenizer.

@@ -4,7 +4,7 @@
 //! depend on what stands behind it, where the tokenizer cuts texts there. One for each worker of `align`.
 
 use super::prompt::{Scaffold, Text, sources};
-use super::resolve::is_special;
+use super::spelling::is_special;
 use crate::error::Result;
 use crate::template::{Rendered, Span};
 use std::sync::Arc;

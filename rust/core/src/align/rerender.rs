@@ -5,12 +5,15 @@
 //! two, has no logprob of its own and is masked; everything behind the first such token of a turn was sampled after
 //! other ids, and is masked too where `strict` asks for it.
 
+use super::body;
 use super::branch::{Branch, Sampling, Stretch};
 use super::diff;
+use super::options::Merge;
 use super::prompt::Text;
-use super::resolve::{self, Resolved, excerpt, tier};
+use super::resolved::Resolved;
+use super::spelling::{excerpt, spell_all};
+use super::tier;
 use super::weave::{Loom, Woven};
-use super::{Merge, body};
 use crate::drift::Reason;
 use crate::error::Result;
 use crate::template::Rendered;
@@ -177,7 +180,7 @@ impl<'a> Loom<'a, '_> {
             .checked_sub(1)
             .filter(|&last| resolved.is_known(last) && self.tokenizer.is_special(resolved.ids[last]));
         let known = resolved.known_first().min(stop.unwrap_or(usize::MAX));
-        let spelled = resolve::spell_all(&resolved.ids[..known], self.tokenizer);
+        let spelled = spell_all(&resolved.ids[..known], self.tokenizer);
         let body = &rendered.text[span.start..span.end];
         let starts = starts_in(&spelled, body.as_bytes(), &resolved.ids[..known], self.tokenizer);
         let first = ends.partition_point(|&end| end as usize <= span.start);

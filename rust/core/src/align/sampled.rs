@@ -3,8 +3,10 @@
 //! Tokens behind a stop string are left out, an id that cannot be known ends the branch, and both are counted.
 
 use super::branch::{Sampling, Stretch};
-use super::resolve::{self, Resolved, Run, tier};
+use super::resolved::{Resolved, Run};
+use super::spelling::spell_all;
 use super::stop::{self, Overrun};
+use super::tier;
 use super::weave::Loom;
 use crate::drift::Reason;
 use crate::error::Result;
@@ -139,7 +141,7 @@ impl<'a> Loom<'a, '_> {
             return Ok(());
         };
         let mut ids = self.tokenizer.encode(&body)?;
-        if resolve::spell_all(&ids, self.tokenizer) != body.as_bytes() {
+        if spell_all(&ids, self.tokenizer) != body.as_bytes() {
             let detail = "the tokenizer changes the text before it cuts it".to_owned();
             self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
         }

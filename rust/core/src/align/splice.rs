@@ -3,9 +3,10 @@
 //! The body may be shown in another form (spacing, tool-call JSON), which is a finding; a body from which something was
 //! dropped is another history. Called for recorded traces by `place`, and by `conversation` for the next prompt.
 
-use super::branch::common_prefix;
+use super::body::difference;
+use super::branch::{Branch, common_prefix};
 use super::prompt::Scaffold;
-use super::resolve::{self, excerpt};
+use super::spelling::{excerpt, spell, spell_all, spells};
 use super::weave::{Loom, Place};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
@@ -68,7 +69,7 @@ fn survives(
 ) -> Result<bool> {
     let tokenizer = scaffold.tokenizer;
     let count = sampled.len();
-    if resolve::spells(sampled, body.as_bytes(), tokenizer) {
+    if spells(sampled, body.as_bytes(), tokenizer) {
         let canonical = tokenizer.encode(body)?;
         let first = common_prefix(&canonical, sampled);
         if first < count.max(canonical.len()) {
@@ -77,12 +78,12 @@ fn survives(
         }
         return Ok(true);
     }
-    let spelled = resolve::spell_all(sampled, tokenizer);
+    let spelled = spell_all(sampled, tokenizer);
     if ending.overrun && spelled.starts_with(body.as_bytes()) {
         return Ok(true);
     }
     let detail = format!("sampled {}, rendered {}", excerpt(&spelled), excerpt(body.as_bytes()));
-    let difference = super::body::difference(&spelled, &resolve::spell(sampled, tokenizer), body, ending.produced);
+    let difference = difference(&spelled, &spell(sampled, tokenizer), body, ending.produced);
     findings.extend(difference.reasons.iter().map(|&reason| found(reason, -1, count, detail.clone())));
     Ok(difference.same_history)
 }
@@ -133,9 +134,8 @@ impl Loom<'_, '_> {
 
     /// The branch whose messages the context of a generation continues.
     pub fn continued(&self, generation: &Generation) -> Option<usize> {
-        let continues = |branch: &super::branch::Branch<'_>| {
-            !branch.ended && !branch.headless && generation.context.starts_with(&branch.path)
-        };
+        let continues =
+            |branch: &Branch<'_>| !branch.ended && !branch.headless && generation.context.starts_with(&branch.path);
         (0..self.woven.branches.len())
             .filter(|&at| continues(&self.woven.branches[at]))
             .max_by_key(|&at| self.woven.branches[at].path.len())

@@ -3,7 +3,8 @@
 //! Servers cut the stop string off the text, and keep its tokens in the lists: the text is then shorter than what the
 //! tokens spell, and may end inside a token.
 
-use super::resolve::{Resolved, spell};
+use super::resolved::Resolved;
+use super::spelling::spell;
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Stop};
 

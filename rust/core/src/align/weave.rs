@@ -6,12 +6,13 @@
 
 use super::branch::{Branch, Sampling, common_prefix};
 use super::lookup::Lookup;
+use super::options::{Mode, Options};
 use super::prompt::{Scaffold, Text};
 use super::prompts::Prompts;
 use super::recorder::Recorder;
-use super::resolve::{self, Resolved};
-use super::{Mode, Options};
-use super::{duplicates, extras, media};
+use super::resolve;
+use super::resolved::Resolved;
+use super::{duplicates, extras};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
 use crate::template::Rendered;
@@ -91,6 +92,9 @@ pub fn weave<'a>(
     Ok(loom.woven)
 }
 
+/// A part of a message that is no text: index of the message, and what the part calls itself.
+pub type Part<'a> = (u32, &'a str);
+
 pub(super) struct Loom<'a, 'm> {
     pub trace: &'a Trace,
     pub tokenizer: &'a Tokenizer,
@@ -102,7 +106,7 @@ pub(super) struct Loom<'a, 'm> {
     pub dated: bool,
     pub recorder: Recorder<'a>,
     /// The messages that hold more than text.
-    pub media: OnceCell<Vec<media::Part<'a>>>,
+    pub media: OnceCell<Vec<Part<'a>>>,
     pub memory: &'m mut Memory,
     pub woven: Woven<'a>,
 }

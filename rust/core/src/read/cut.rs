@@ -2,10 +2,11 @@
 //!
 //! What is bad is settled by the reader's policy, with the bytes of the file. What is changed is the caller's affair.
 
-use super::{Bytes, Outcome, Reader};
+use super::outcome::{Bytes, Outcome, decoded};
+use super::reader::Reader;
+use super::split::Piece;
 use crate::error::{Location, Result};
 use crate::format::{Reason, reject};
-use crate::read::split::Piece;
 use crate::trace::Trace;
 use std::sync::Arc;
 
@@ -75,7 +76,7 @@ impl Reader {
             }
             origins.push(cut.bytes);
         }
-        let outcomes = super::decoded(pieces, &self.file, self.limit, self.options.format);
+        let outcomes = decoded(pieces, &self.file, self.limit, self.options.format);
         let mut traces = Vec::with_capacity(outcomes.len());
         for (outcome, origin) in outcomes.into_iter().zip(origins) {
             if self.limit_reached() {

@@ -3,7 +3,7 @@
 //! What a frame holds is bounded by what it says of itself, and that by the caller. Called by the Python border for the
 //! folder that a run plays into.
 
-use super::decoded;
+use super::outcome::decoded;
 use super::source::{in_file, unreadable};
 use super::split::Piece;
 use crate::error::{Error, Kind, Result};

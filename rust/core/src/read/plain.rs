@@ -1,7 +1,7 @@
 //! Which records this room reads as they stand, and which a caller must look at first: producers' forms that it does not
 //! know are made into records that it does.
 
-use super::decode_all;
+use super::outcome::decode_all;
 use crate::error::{Error, Kind, Result};
 use crate::threads;
 use aho_corasick::{AhoCorasick, MatchKind};

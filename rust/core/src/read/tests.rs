@@ -1,8 +1,13 @@
+use super::split::{Piece, Splitter};
 use super::*;
+use crate::error::{Kind, Result};
+use crate::format::Reason;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{self, Read, Write};
+use std::path::Path;
+use std::sync::Arc;
 
 fn line(id: &str) -> String {
     format!(

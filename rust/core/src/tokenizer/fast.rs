@@ -247,6 +247,7 @@ fn repeated(quantifier: char, last: Option<usize>, rest: &mut &str) -> Option<us
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fastokens::tiktoken as known;
 
     #[test]
     fn published_patterns_are_tame_and_those_that_match_in_many_ways_are_not() {

@@ -1,6 +1,6 @@
 //! One run of hidden tokens and the token behind them, by what that one shows alone.
 
-use super::{Choice, Setting, hidden};
+use super::setting::{Choice, Setting, hidden};
 use std::collections::HashMap;
 
 /// Where a token ends.

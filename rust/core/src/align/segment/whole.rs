@@ -3,9 +3,10 @@
 //! A path through the layers is one list of ids that shows what the record shows and decodes to its text. Forward, the
 //! states that can be reached; backward, those from which the end can be; what stands on such paths only once is known.
 
+use super::run::run;
+use super::setting::{Choice, Seen, Setting, hidden};
 use super::utf8::{Pending, REPLACEMENT, Step};
 use super::view::{Shown, View};
-use super::{Choice, Seen, Setting, hidden};
 use std::collections::HashMap;
 
 /// States of one layer, and entries tried in all, past which the text is given up.
@@ -207,7 +208,7 @@ impl Search<'_> {
             // Two of them stand for all.
             None => hidden(self.setting).take(2).for_each(|id| self.edge(from, to, id)),
             Some(text) if self.whole.may_go_on => {
-                let choices = super::run(0, Some(text), self.setting);
+                let choices = run(0, Some(text), self.setting);
                 if let Some(id) = choices[0].id() {
                     self.edge(from, to, id);
                 }

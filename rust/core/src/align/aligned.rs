@@ -1,0 +1,107 @@
+//! `Sequences` as flat arrays, trace by trace; what belongs to each token is written by `columns`.
+
+use super::branch::Branch;
+use super::ending::Ending;
+use super::extras::Column;
+use super::options::Options;
+use super::weave::Woven;
+use crate::drift::Finding;
+use crate::error::{Error, Location};
+use crate::trace::Trace;
+use std::collections::HashMap;
+
+/// `Sequences` as flat arrays; shapes as in DESIGN.md.
+#[derive(Debug, Default)]
+#[allow(missing_docs, reason = "documented once, at Sequences in Python")]
+pub struct Aligned {
+    pub ids: Vec<i32>,
+    pub source: Vec<u8>,
+    pub trainable: Vec<bool>,
+    pub rollout_logprobs: Vec<f32>,
+    pub turn: Vec<i32>,
+    pub version: Vec<i32>,
+    pub tier: Vec<u8>,
+    pub inv_temperature: Vec<f32>,
+    pub cu_seqlens: Vec<i64>,
+    pub trace: Vec<i32>,
+    pub group: Vec<i32>,
+    pub group_names: Vec<String>,
+    pub trace_ids: Vec<String>,
+    pub rewards: Vec<f32>,
+    pub reward_names: Vec<String>,
+    pub turn_rewards: Vec<f32>,
+    pub cu_turns: Vec<i64>,
+    pub logprob_kind: Vec<u8>,
+    pub temperature: Vec<f32>,
+    pub ending: Vec<u8>,
+    pub extras: Vec<Column>,
+    pub drift_trace: Vec<i32>,
+    pub drift: Vec<Finding>,
+    pub recorded: u64,
+    pub exact: u64,
+    pub errors: Vec<Error>,
+    /// Of each error, the index of its trace among those given.
+    pub left_out: Vec<i64>,
+}
+
+impl Aligned {
+    /// Adds a trace's rows; what belongs to each token is written from its branches.
+    pub(super) fn push<'a>(
+        &mut self,
+        trace: &Trace,
+        woven: Woven<'a>,
+        options: Options,
+        groups: &mut HashMap<String, i32>,
+        branches: &mut Vec<Branch<'a>>,
+    ) {
+        let row = self.group.len() as i32;
+        for branch in &woven.branches {
+            let before = self.cu_seqlens.last().copied().unwrap_or(0);
+            self.cu_seqlens.push(before + branch.len() as i64);
+            self.trace.push(row);
+            for column in &mut self.extras {
+                column.push(branch, &trace.generations);
+            }
+        }
+        self.ending.push(Ending::of(trace, &woven.branches) as u8);
+        branches.extend(woven.branches);
+        self.recorded += woven.recorded;
+        self.exact += woven.exact;
+        self.drift_trace.extend(std::iter::repeat_n(row, woven.findings.len()));
+        self.drift.extend(woven.findings);
+        self.push_row(trace, options, groups);
+    }
+
+    fn push_row(&mut self, trace: &Trace, options: Options, groups: &mut HashMap<String, i32>) {
+        let next = self.group_names.len() as i32;
+        let group = match &trace.group {
+            Some(name) => *groups.entry(name.clone()).or_insert(next),
+            None => next,
+        };
+        if group == next {
+            self.group_names.push(trace.group.clone().unwrap_or_else(|| name_alone(trace)));
+        }
+        self.group.push(group);
+        self.trace_ids.push(trace.id.clone());
+        let named: HashMap<&str, f32> = trace.rewards.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+        for name in &self.reward_names {
+            let value = if name == "reward" { trace.reward } else { named.get(name.as_str()).copied() };
+            self.rewards.push(value.unwrap_or(f32::NAN));
+        }
+        for generation in &trace.generations {
+            let message = trace.messages.get(generation.message as usize);
+            self.turn_rewards.push(message.and_then(|message| message.reward).unwrap_or(f32::NAN));
+        }
+        self.cu_turns.push(self.turn_rewards.len() as i64);
+        let first = trace.generations.first();
+        let kind = options.logprob_kind.or(first.map(|generation| generation.logprob_kind)).unwrap_or_default();
+        self.logprob_kind.push(kind as u8);
+        self.temperature.push(first.and_then(|generation| generation.temperature).unwrap_or(f32::NAN));
+    }
+}
+
+/// The name of the group that a trace without one is: its place, beside its id, as ids may be repeated.
+fn name_alone(trace: &Trace) -> String {
+    let place = Location { trace: None, ..trace.location.clone() }.to_string();
+    if trace.id == place { place } else { format!("{} ({place})", trace.id) }
+}
