@@ -20,7 +20,7 @@ NOT_CODE = re.compile(
 FOR_TESTS = re.compile(r"^( *)#\[cfg\(test\)\][^{;]*(;|\{.*?^\1\})", re.DOTALL | re.MULTILINE)
 WITHIN = re.compile(r"^( *)(?:pub\S* )?mod (\w+) \{(.*?)^\1\}", re.DOTALL | re.MULTILINE)
 USE = re.compile(r"\buse\s+([^;]+);")
-PATH = re.compile(r"(?<![\w:])[a-z_]\w*(?:::\w+)+")
+PATH = re.compile(r"(?<![\w:])(?<!pub\(in )[a-z_]\w*(?:::\w+)+")
 
 
 def rust_imports(root: Path) -> Imports:

@@ -2,9 +2,10 @@
 //!
 //! Normalisation happens here and nowhere else. Called by `Template::render` for the plain render, and by `marking`.
 
-use super::Field;
+use super::containers::{merged, record};
 use super::marks::{Marker, Used};
-use super::value::{contained, merged, note, plain, record, size};
+use super::rendered::Field;
+use super::value::{contained, note, plain, size};
 use crate::error::{Error, Kind, Result};
 use crate::trace::value_of;
 use minijinja::value::Value;

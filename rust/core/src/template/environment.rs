@@ -4,6 +4,7 @@
 
 use super::charge::{Paid, Reads, held};
 use super::clock::Clock;
+use super::containers::Tagged;
 use super::filters;
 use super::json::{Style, dumps, python_str};
 use super::limits::{self, Size};
@@ -11,7 +12,6 @@ use super::methods;
 use super::operators;
 use super::predicates;
 use super::scan::GENERATION_FILTER;
-use super::value::Tagged;
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Object, Value, from_args};

@@ -3,8 +3,8 @@
 //! Separators, indentation, escapes and floats as CPython writes them. Called by the `tojson` filter.
 
 use super::charge::text_bytes;
+use super::containers::{Tagged, fields};
 use super::limits;
-use super::value::fields;
 use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::borrow::Cow;
@@ -306,6 +306,17 @@ fn write_escape(out: &mut String, c: char) {
                 let _ = write!(out, "\\u{unit:04x}");
             }
         }
+    }
+}
+
+impl Tagged {
+    /// The default `tojson` of the container, enclosed.
+    pub fn json(&self) -> Result<Value, Error> {
+        if let Some(json) = self.json.get() {
+            return Ok(json.clone());
+        }
+        let json = Value::from(self.enclose(&dumps(&self.inner, &Style::default())?));
+        Ok(self.json.get_or_init(|| json).clone())
     }
 }
 

@@ -4,7 +4,6 @@
 //! that have done more than any conversation makes them, and is that of the processor: a busy machine takes none of it.
 //! Called by `environment`, `operators`, `filters` and `methods`.
 
-use super::scan::FREE_TEXT;
 use crate::stop;
 use minijinja::value::{Enumerator, Object, ObjectRepr, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, functions};
@@ -29,6 +28,8 @@ pub(super) const NODES: usize = 100_000;
 pub(super) const NESTING: usize = 128;
 /// Depth of nested macro calls times four: far above real templates, far below a small thread's stack.
 pub(super) const RECURSION: usize = 160;
+/// Text outside tags that is not counted when it is written; what is longer becomes a printed string.
+pub(super) const FREE_TEXT: usize = 32;
 /// Work, in units of about ten nanoseconds, before the clock is looked at, and between looks; work that would take longer
 /// than there is time is refused before it is done.
 const FREE_WORK: usize = 4_000_000;

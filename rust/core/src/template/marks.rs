@@ -3,7 +3,7 @@
 //! Marks are Unicode noncharacters that occur nowhere in the input; they carry the number of a [`Tag`]. Here they are
 //! put in and read out; `provenance` decides whether a marked render may be believed.
 
-use super::Field;
+use super::rendered::Field;
 use crate::stop;
 use aho_corasick::packed::Searcher;
 use aho_corasick::{AhoCorasick, Input};

@@ -1,7 +1,10 @@
 //! Chat templates: messages to text, with the provenance of every byte.
 //!
 //! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
-//! by `tokenizer`, `align` and the Python border.
+//! by `tokenizer`, `align` and the Python border. Its files, each using those before it alone: `tokens`, `bounds`,
+//! `limits`, `rewrite`, `scan` (the source, before the engine sees it); `generator`, `charge`, `containers`, `json`,
+//! `operators`, `marks`, `methods`, `filters`, `predicates`, `clock`, `environment` (what the engine is given);
+//! `rendered`, `value`, `conversation`, `renders`, `schemas`, `provenance`; here the render, and on it `marking`.
 //!
 //! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
 //! template that asks for none and fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
@@ -10,6 +13,7 @@
 mod bounds;
 mod charge;
 mod clock;
+mod containers;
 mod conversation;
 mod environment;
 mod filters;
@@ -22,12 +26,15 @@ mod methods;
 mod operators;
 mod predicates;
 mod provenance;
+mod rendered;
 mod renders;
 mod rewrite;
 mod scan;
 mod schemas;
 mod tokens;
 mod value;
+
+pub use rendered::{Field, NO_MESSAGE, Rendered, Span};
 
 use crate::caught;
 use crate::error::{Error, Kind, Result};
@@ -44,54 +51,10 @@ use serde_json::{Map, Value as Json};
 use std::sync::Arc;
 use std::thread;
 
-/// `Span::message` of what belongs to no message.
-pub const NO_MESSAGE: u32 = u32::MAX;
-
 /// What errors call a template.
 const WHAT: &str = "the chat template";
 /// Stack of the thread that compiles: several times what the deepest template within bounds takes.
 const STACK_BYTES: usize = 8 << 20;
-
-/// What a span is the content of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Field {
-    /// `content`, or the text parts of it.
-    Content = 0,
-    /// Name and arguments in `tool_calls`.
-    ToolCall = 1,
-    /// `reasoning_content`, `thinking` or `reasoning`.
-    Reasoning = 2,
-    /// Tool schemas; `message` is [`NO_MESSAGE`].
-    ToolSchema = 3,
-}
-
-/// Bytes of rendered text that are content of a message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Span {
-    /// First byte.
-    pub start: usize,
-    /// Behind the last byte.
-    pub end: usize,
-    /// Index of the message, or [`NO_MESSAGE`].
-    pub message: u32,
-    /// Which part of it.
-    pub field: Field,
-}
-
-/// A conversation as text.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rendered {
-    /// What the model reads; shared, as it may be long.
-    pub text: Arc<str>,
-    /// Byte ranges of content, sorted and disjoint; every other byte is the template's scaffold. Numbers printed bare,
-    /// roles and ids count as scaffold.
-    pub spans: Vec<Span>,
-    /// Byte ranges that `{% generation %}` encloses, sorted.
-    pub generation: Vec<(usize, usize)>,
-    /// False where the template cuts or tests strings so that some span was found by searching, or not at all.
-    pub exact_provenance: bool,
-}
 
 /// A compiled chat template.
 ///
@@ -300,7 +263,7 @@ impl Template {
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
-        let context = value::merged(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
+        let context = containers::merged(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
         environment::render(&self.env, context, call.size)
     }
 }

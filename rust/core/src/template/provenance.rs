@@ -5,7 +5,7 @@
 
 use super::limits::work;
 use super::marks::{Event, Leaf, Tag, trimmed};
-use super::{Field, Span};
+use super::rendered::{Field, NO_MESSAGE, Span};
 use minijinja::Error;
 use std::ops::Range;
 
@@ -187,7 +187,7 @@ pub(super) fn search(text: &str, leaves: &[(u32, Field, &str)], taken: &[Span]) 
             continue;
         }
         let earlier = taken.iter().chain(&found).filter(|span| span.message <= message).map(|span| span.end).max();
-        let later = taken.iter().filter(|span| span.message > message && span.message != super::NO_MESSAGE);
+        let later = taken.iter().filter(|span| span.message > message && span.message != NO_MESSAGE);
         let start = earlier.unwrap_or(0);
         let end = later.map(|span| span.start).min().unwrap_or(text.len()).max(start);
         work((end - start) / BYTES_PER_UNIT)?;

@@ -2,7 +2,7 @@
 //!
 //! Keyed by everything a render depends on, written end to end, and bounded in bytes. Called by `Template::render`.
 
-use super::Rendered;
+use super::rendered::Rendered;
 use crate::generations::Generations;
 use crate::threads::soon;
 use crate::written::{write, write_map};

@@ -3,10 +3,9 @@
 //! What Python and the engine take differently, and what makes values without bounds, is left to `operators`. Syntax is
 //! only read here: names, literals and calls stay as they are written. Called by `scan`.
 
-mod statements;
+pub(super) mod statements;
 
 use super::tokens::{Token, is_constant, token_at};
-pub(in crate::template) use statements::statement;
 
 /// Depth of nested expressions, as the engine's parser has it.
 const DEPTH: usize = 150;

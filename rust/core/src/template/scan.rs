@@ -4,7 +4,10 @@
 //! `rewrite`. Called once per template by `Template::compile`.
 
 use super::bounds::{self, Bounds};
-use super::rewrite;
+use super::limits::FREE_TEXT;
+use super::rewrite::expression;
+use super::rewrite::statements::statement;
+use super::tokens::literal_end;
 use crate::error::{Error, Kind, Result};
 
 /// What [`scan`] found.
@@ -23,9 +26,6 @@ pub(super) struct Scanned {
 
 /// The filter that a generation block becomes.
 pub(super) const GENERATION_FILTER: &str = "__generation";
-/// Text outside tags that is not counted when it is written; what is longer becomes a printed string.
-pub(super) const FREE_TEXT: usize = 32;
-
 /// Rewrites tags and collects string literals. Text that never closes is passed on for the compiler to report; what is
 /// beyond bounds, or no Jinja, is refused here, so that the engine never sees it.
 pub(super) fn scan(source: &str) -> Result<Scanned> {
@@ -147,19 +147,6 @@ fn expression_length(tag: &str, close: &str, literals: &mut Vec<String>) -> usiz
     bytes.len()
 }
 
-/// Position behind the closing quote of the literal that starts at `start`.
-pub(super) fn literal_end(bytes: &[u8], start: usize, quote: u8) -> usize {
-    let mut at = start + 1;
-    while at < bytes.len() {
-        match bytes[at] {
-            b'\\' => at += 2,
-            byte if byte == quote => return at + 1,
-            _ => at += 1,
-        }
-    }
-    bytes.len()
-}
-
 /// The usual escapes of a Jinja string literal; an unknown one stays as it is.
 fn unescape(literal: &str) -> String {
     if !literal.contains('\\') {
@@ -227,7 +214,7 @@ fn rewrite_tag(tag: &str) -> Option<String> {
     let trimmed = code.strip_suffix(['-', '+']).unwrap_or(code);
     let behind = &code[trimmed.len()..];
     let code = trimmed.trim();
-    let written = if open == "{{" { rewrite::expression(code) } else { rewrite::statement(code) }?;
+    let written = if open == "{{" { expression(code) } else { statement(code) }?;
     let lines = tag.matches('\n').count().saturating_sub(written.matches('\n').count());
     Some(format!("{open}{before} {written}{} {behind}{close}", "\n".repeat(lines)))
 }

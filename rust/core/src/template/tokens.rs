@@ -36,7 +36,7 @@ fn token_length(rest: &str) -> usize {
     let bytes = rest.as_bytes();
     let Some(first) = rest.chars().next() else { return 0 };
     match first {
-        '\'' | '"' => super::scan::literal_end(bytes, 0, bytes[0]).min(bytes.len()),
+        '\'' | '"' => literal_end(bytes, 0, bytes[0]).min(bytes.len()),
         '0'..='9' => number_length(bytes),
         c if c.is_alphabetic() || c == '_' => {
             rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len())
@@ -46,6 +46,19 @@ fn token_length(rest: &str) -> usize {
             if double { 2 } else { c.len_utf8() }
         }
     }
+}
+
+/// Position behind the closing quote of the literal that starts at `start`.
+pub(super) fn literal_end(bytes: &[u8], start: usize, quote: u8) -> usize {
+    let mut at = start + 1;
+    while at < bytes.len() {
+        match bytes[at] {
+            b'\\' => at += 2,
+            byte if byte == quote => return at + 1,
+            _ => at += 1,
+        }
+    }
+    bytes.len()
 }
 
 fn number_length(bytes: &[u8]) -> usize {

@@ -1,0 +1,47 @@
+//! Rendered text, and what in it is content of which message.
+
+use std::sync::Arc;
+
+/// `Span::message` of what belongs to no message.
+pub const NO_MESSAGE: u32 = u32::MAX;
+
+/// What a span is the content of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Field {
+    /// `content`, or the text parts of it.
+    Content = 0,
+    /// Name and arguments in `tool_calls`.
+    ToolCall = 1,
+    /// `reasoning_content`, `thinking` or `reasoning`.
+    Reasoning = 2,
+    /// Tool schemas; `message` is [`NO_MESSAGE`].
+    ToolSchema = 3,
+}
+
+/// Bytes of rendered text that are content of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Span {
+    /// First byte.
+    pub start: usize,
+    /// Behind the last byte.
+    pub end: usize,
+    /// Index of the message, or [`NO_MESSAGE`].
+    pub message: u32,
+    /// Which part of it.
+    pub field: Field,
+}
+
+/// A conversation as text.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rendered {
+    /// What the model reads; shared, as it may be long.
+    pub text: Arc<str>,
+    /// Byte ranges of content, sorted and disjoint; every other byte is the template's scaffold. Numbers printed bare,
+    /// roles and ids count as scaffold.
+    pub spans: Vec<Span>,
+    /// Byte ranges that `{% generation %}` encloses, sorted.
+    pub generation: Vec<(usize, usize)>,
+    /// False where the template cuts or tests strings so that some span was found by searching, or not at all.
+    pub exact_provenance: bool,
+}
