@@ -1,9 +1,9 @@
 """Which file of the sources imports which, and the circles among them; test_house.py asks.
 
-Rust: a file imports the file in which a path of its ends, whether that path stands in a `use` or in code: `crate::a::b::C`
-ends in a/b.rs, `super::C` in the parent's mod.rs. `mod b;` alone imports nothing; `pub use b::C` imports b.rs like any
-other `use`, so what takes `C` through mod.rs is in a circle if b.rs imports it. What stands under `#[cfg(test)]` is not
-read. Python: every import statement, at the top, within a function or for types alone.
+Rust: a file imports the file in which one of its paths ends, in a `use` or in code: `crate::a::b::C` ends in a/b.rs,
+`super::C` in the mod.rs above. A `mod b;` alone imports nothing. `pub use b::C` imports b.rs as any other `use` does, so
+a b.rs that takes something from that mod.rs is in a circle. What stands under `#[cfg(test)]` is not read; a method that
+is called on a value is no import. Python: every import statement, also within a function or for types alone.
 """
 
 import ast
@@ -29,8 +29,9 @@ def rust_imports(root: Path) -> Imports:
     imports: Imports = {}
     for module, path in files.items():
         code = FOR_TESTS.sub("", NOT_CODE.sub('""', path.read_text()))
-        within = [((*module, name), body) for _, name, body in WITHIN.findall(code)]
-        ends = {end for each in [(module, WITHIN.sub("", code)), *within] for end in _ends(*each, files)}
+        ends = set(_ends(module, WITHIN.sub("", code), files))
+        for _, name, body in WITHIN.findall(code):
+            ends.update(_ends((*module, name), body, files))
         imports[str(path.relative_to(root))] = {str(end.relative_to(root)) for end in ends - {path}}
     return imports
 
@@ -85,7 +86,7 @@ def _file(path: list[str], module: tuple[str, ...], files: dict[tuple[str, ...],
 
 
 def python_imports(package: Path) -> Imports:
-    """The imports among the files of a package, by paths beneath it; its own `__init__.py` is the door of all and left out."""
+    """The imports among the files of a package, by paths beneath it; its own `__init__.py` is left out."""
     files = {path.relative_to(package.parent).with_suffix("").parts: path for path in sorted(package.rglob("*.py"))}
     files = {parts[:-1] if parts[-1] == "__init__" else parts: path for parts, path in files.items()}
     del files[(package.name,)]

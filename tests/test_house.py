@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from file_imports import circles, rust_imports
+
 HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
 FLOORS = [
     {"_alone", "_core", "errors"},
@@ -63,6 +65,37 @@ def test_no_two_rooms_import_each_other():
     assert not [name for name, seen in reach.items() if name in seen]
 
 
+@pytest.mark.parametrize("crate", ["core", "py"])
+def test_no_file_of_rust_is_in_a_circle_of_imports(crate):
+    found = circles(rust_imports(HOUSE.parent.parent / "rust" / crate / "src"))
+    assert not [circle for circle in found if "format/" not in circle], "\n".join(found)
+
+
+def test_a_circle_of_rust_files_is_found_and_named(tmp_path):
+    files = {
+        "lib.rs": "mod a; pub mod room; pub use a::Thing;",
+        "a.rs": '// use crate::room::c;\nfn says() -> &\'static str { "crate::room::c::x" } pub struct Thing;',
+        "room/mod.rs": "mod b; mod c; mod d; pub use b::{B, d as e};\n#[cfg(test)]\nmod tests {\n    use super::d;\n}",
+        "room/b.rs": "use super::{\n    c::{self, C},\n};\nfn f() { c::x(); }",
+        "room/c.rs": "fn f<'a>(it: &'a str) -> char { super::d::g(it); '\"' }\nmod inner {\n    use crate::a;\n}",
+        "room/d.rs": "pub(in crate::room) fn g(it: &str) -> crate::Thing { super::B::new(it) }",
+        "room/tests.rs": "use super::*;",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = rust_imports(tmp_path)
+    assert found == {
+        "lib.rs": {"a.rs"},
+        "a.rs": set(),
+        "room/mod.rs": {"room/b.rs"},
+        "room/b.rs": {"room/c.rs"},
+        "room/c.rs": {"room/d.rs", "a.rs"},
+        "room/d.rs": {"lib.rs", "room/mod.rs"},
+    }
+    assert circles(found) == ["room/b.rs -> room/c.rs -> room/d.rs -> room/mod.rs -> room/b.rs"]
+
+
 def test_the_array_rooms_take_arrays_alone():
     for path in SOURCES:
         if room(path) in ARRAYS:
@@ -83,7 +116,7 @@ def test_no_module_is_longer_than_500_lines():
 def test_no_function_is_longer_than_60_lines():
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
                 length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
                 assert length <= 60, f"{path.name}:{node.name} has {length} lines"
