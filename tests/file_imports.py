@@ -1,9 +1,9 @@
 """Which file of the sources imports which, and the circles among them; test_house.py asks.
 
 Rust: a file imports the file in which one of its paths ends, in a `use` or in code: `crate::a::b::C` ends in a/b.rs,
-`super::C` in the mod.rs above. A `mod b;` alone imports nothing. `pub use b::C` imports b.rs as any other `use` does, so
-a b.rs that takes something from that mod.rs is in a circle. What stands under `#[cfg(test)]` is not read; a method that
-is called on a value is no import. Python: every import statement, also within a function or for types alone.
+`super::C` in the mod.rs above. A `mod b;` alone imports nothing. `pub use b::C` imports b.rs as any other `use`: a b.rs
+that takes something from that mod.rs is in a circle. What stands under `#[cfg(test)]` is not read; a method that is
+called on a value is no import. Python: every import statement, also within a function or for types alone.
 """
 
 import ast
