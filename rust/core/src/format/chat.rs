@@ -3,11 +3,11 @@
 //! Every assistant message is a generation of the policy, in the context of all messages before it, unless it says
 //! `"sampled": false`. Token lists may stand on the message, on a choice around it, or in its `generation`.
 
-use super::body::Body;
-use super::coverage;
-use super::fields::{Fields, Sampling};
-use super::message::Entry;
-use super::object::{Node, Object};
+use super::json::fields::{Fields, Sampling};
+use super::json::object::{Node, Object};
+use super::normal::body::Body;
+use super::normal::coverage;
+use super::normal::message::Entry;
 use super::rejection::{Decoded, Reason, reject};
 
 /// Where a generation's `generation` object places it: index of the generation, and those fields.
@@ -32,7 +32,7 @@ pub(super) fn append(body: &mut Body, nodes: Vec<Node>, sampling: &Sampling, lis
     let mut placings = Vec::new();
     body.messages.reserve(nodes.len());
     for (position, node) in nodes.into_iter().enumerate() {
-        let place = |rejection: super::Rejection| rejection.inside(format!("{list}[{position}]"));
+        let place = |rejection: super::rejection::Rejection| rejection.inside(format!("{list}[{position}]"));
         let item = node.object("entry").map_err(place)?;
         let entry = Entry::read(item, sampling).map_err(place)?;
         let index = body.messages.len() as u32;

@@ -1,40 +1,37 @@
 //! Recorded formats: one small file each, all read into the one normal form of `trace`.
 //!
-//! `detect` says which form a record has and why; `decode` reads it. Bytes come from `read`; nothing here touches
-//! files, templates or tokenizers. docs/trace-format.md is the specification.
+//! To add a format: for a recorder of whole trajectories, a file in `recorders` that fills in `recorders::contract`, and its
+//! line in the table of `recorders`; for a server's responses the same in `servers`. examples/extending/format.patch is one.
+//!
+//! In come the bytes of a record; out goes a `Trace` with the form it had, or a located rejection. Here it is decided
+//! whether the record is OpenAI-shaped (`chat`, `native`, and the logs of `normal`) or another producer's (`detect`). Bytes
+//! come from `read`; nothing here touches files, templates or tokenizers. docs/trace-format.md is the specification. The
+//! files, each using those before it alone: `form`, `rejection`, `json`, `normal`, `chat`, `native`; `servers`, `call`,
+//! `recorders`, `detect`.
 
-mod body;
-mod calls;
+mod call;
 mod chat;
-mod coverage;
-mod diagnose;
-mod dump;
-mod fields;
-mod foreign;
+mod detect;
 mod form;
-mod history;
-mod listed;
-mod logprobs;
-mod message;
+mod json;
 mod native;
-mod numbers;
-mod object;
-mod outline;
+mod normal;
+mod recorders;
 mod rejection;
-mod scan;
-mod server;
-mod strays;
+mod servers;
 #[cfg(test)]
 mod tests;
 
 use crate::error::Location;
 use crate::media;
 use crate::trace::Trace;
-use body::Body;
-use fields::{Header, get};
-use foreign::Foreign;
+use detect::Foreign;
 pub use form::Form;
-use object::Object;
+use json::diagnose;
+use json::fields::{Header, get, not_finite};
+use json::object::Object;
+use normal::body::Body;
+use normal::calls;
 pub(crate) use rejection::reject;
 pub use rejection::{Decoded, Reason, Rejection};
 use serde_json::Value;
@@ -86,7 +83,7 @@ fn check_finite(trace: &Trace) -> Decoded<()> {
     let mut numbers = [("reward", trace.reward)].into_iter().chain(rewards).chain(messages).chain(sampling);
     let infinite =
         numbers.find_map(|(name, value)| value.filter(|value| value.is_infinite()).map(|value| (name, value)));
-    infinite.map_or(Ok(()), |(name, value)| Err(fields::not_finite(name, value.into())))
+    infinite.map_or(Ok(()), |(name, value)| Err(not_finite(name, value.into())))
 }
 
 /// A record by the kind of reader that takes it.
@@ -97,26 +94,26 @@ enum Parsed {
 
 fn parse(record: &[u8], wanted: Option<&str>) -> Decoded<Parsed> {
     let shaped = wanted.is_none_or(|name| form::SHAPED.iter().any(|form| form.name == name));
-    let object = if shaped { Some(diagnose::parse(record)) } else { None };
+    let object = if shaped { Some(diagnose::parse(record, detect::is_sign)) } else { None };
     let native = |object: &Object| get(&object.fields, "format").is_some_and(|name| name == native::NAME);
     let plain = |object: &Object| wanted.is_some() || native(object) || !object.signed && object.speaks_chat();
     match object {
         Some(Ok(object)) if plain(&object) => Ok(Parsed::Shaped(Box::new(object))),
-        Some(Ok(object)) => match foreign::decode(&diagnose::text(record)?, wanted)? {
+        Some(Ok(object)) => match detect::decode(&diagnose::text(record)?, wanted)? {
             Some(foreign) => Ok(Parsed::Foreign(Box::new(foreign))),
             None => Ok(Parsed::Shaped(Box::new(object))),
         },
         Some(Err(rejection)) if rejection.reason == Reason::WrongType => {
             // A producer may use one of our keys for something else.
             let text = diagnose::text(record)?;
-            if let Some(dumped) = foreign::dump_that_knows(&text).filter(|_| wanted.is_none()) {
+            if let Some(dumped) = detect::dump_that_knows(&text).filter(|_| wanted.is_none()) {
                 return dumped.map(|foreign| Parsed::Foreign(Box::new(foreign)));
             }
-            let foreign = foreign::decode(&text, wanted).ok().flatten();
+            let foreign = detect::decode(&text, wanted).ok().flatten();
             foreign.map(|foreign| Parsed::Foreign(Box::new(foreign))).ok_or(rejection)
         }
         Some(Err(rejection)) => Err(rejection),
-        None => foreign::decode(&diagnose::text(record)?, wanted)?
+        None => detect::decode(&diagnose::text(record)?, wanted)?
             .map(|foreign| Parsed::Foreign(Box::new(foreign)))
             .ok_or_else(|| unknown_form(record)),
     }
@@ -155,7 +152,7 @@ fn decode_form(form: Form, mut object: Object, header: &Header) -> Decoded<Body>
 
 /// All forms that are read: the names that `format=` takes.
 pub fn forms() -> impl Iterator<Item = Form> {
-    form::SHAPED.into_iter().chain(foreign::forms())
+    form::SHAPED.into_iter().chain(detect::forms())
 }
 
 /// Which OpenAI-shaped form a record has; `Form::sign` says why.

@@ -3,11 +3,11 @@
 //! It holds everything that `chat` reads. Beyond that a `generation` may name its `context` by message indices, counted
 //! through `messages` and then `extra_messages`, and its number among the calls.
 
-use super::body::Body;
 use super::chat::{Placings, append};
-use super::fields::{Fields, Sampling};
-use super::message::call_number;
-use super::object::Object;
+use super::json::fields::{Fields, Sampling};
+use super::json::object::Object;
+use super::normal::body::Body;
+use super::normal::message::call_number;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Generation;
 use serde_json::Value;

@@ -1,7 +1,7 @@
 //! Importance ratios of recorded terms: levels, gates, weights and denominators, everything that carries no gradient.
 //!
 //! Flat slices in, vectors out. Its files, each using those before it alone: `real`, `simd`, `floats` (numbers and
-//! vectors of them); `lanes`, `aligned`, `passes` (loops); `plan`, `terms`, `exchange`, `stats`, `segments`; `block`,
+//! vectors of them), `limits`; `lanes`, `aligned`, `passes` (loops); `plan`, `terms`, `exchange`, `stats`, `segments`; `block`,
 //! and on it `level`, `stat`, `gate`, `budget`, `weigh`; `scale`. Blocks of terms that cut no segment run through the whole plan while they are in cache,
 //! several threads at a time; what the plan says of the batch needs one block, and what it says of ranks an [`Exchange`].
 #![allow(clippy::inline_always, reason = "a kernel is compiled for the vectors of the function it is inlined into")]

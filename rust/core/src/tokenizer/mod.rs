@@ -4,8 +4,8 @@
 //! `tokenizers` crate, or from a faster one that agrees with it; the bytes of each id and the way back from bytes are
 //! ours. Chat templates are `template`'s. Called by `align` and the Python border.
 //!
-//! Its files, each using those before it alone: `allowance`, `outline`, `model`, `config`, `tiktoken`, `check` (what a
-//! file may ask for); `pieces`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `fast` (two encoders);
+//! Its files, each using those before it alone: `allowance`, `outline`, `model`, `config`, `check` (what a
+//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `fast` (two encoders);
 //! `cut`, `memo`, `probe`, `encoder`; `loaded`, and on it `load` and `encode`.
 
 mod allowance;

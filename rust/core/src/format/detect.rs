@@ -1,0 +1,107 @@
+//! Records of other producers: which one wrote it, and the header and body that its reader makes.
+//!
+//! The tables of recorders and servers are asked in their order; the first that knows the record reads it.
+
+use super::call::{add_call, answered, choose, server_of};
+use super::form::{CALL, CALLS, Form};
+use super::json::fields::{Fields, Header};
+use super::json::outline::{Outline, Shape};
+use super::normal::body::Body;
+use super::normal::calls::Log;
+use super::recorders::DUMPS;
+use super::recorders::contract::Dump;
+use super::rejection::{Decoded, Reason, Rejection, reject};
+use super::servers::contract::{Asked, sampling_of};
+use super::servers::{SERVERS, stream};
+
+/// A record read by a producer's own reader.
+pub(super) struct Foreign {
+    pub form: Form,
+    pub header: Header,
+    pub body: Body,
+}
+
+/// Header keys of a record that is a server's response.
+const HEADER_KEYS: &[&str] =
+    &["id", "group", "reward", "rewards", "policy_version", "logprob_kind", "template_kwargs", "chat_template_kwargs"];
+
+/// Whether a key on the first level of a record may be a producer's sign, so that the tables are asked.
+pub(super) fn is_sign(key: &str) -> bool {
+    DUMPS.iter().any(|dump| dump.signs.contains(&key)) || SERVERS.iter().any(|server| server.signs.contains(&key))
+}
+
+/// Reads a record by the form that is `wanted` or that knows it; `None` where none does.
+pub(super) fn decode(text: &str, wanted: Option<&str>) -> Decoded<Option<Foreign>> {
+    let outline = Outline::parse(text)?;
+    if let Some(dump) = choose(DUMPS, wanted, &outline, |dump| dump.form, |dump| dump.knows) {
+        return decode_dump(dump, &outline).map(Some);
+    }
+    let header = header_of(&outline)?;
+    let choice = outline.count("choice")?;
+    let mut log = Log::new(&header, choice);
+    let form = if outline.is("calls", Shape::List) {
+        let mut form = CALLS;
+        for (turn, call) in outline.objects("calls")?.iter().enumerate() {
+            let place = |rejection: Rejection| rejection.inside(format!("calls[{turn}]")).in_turn(turn);
+            form = add_call(&mut log, call, choice, wanted).map_err(place)?.unwrap_or(form);
+        }
+        form
+    } else if is_call(&outline) {
+        add_call(&mut log, &outline, choice, wanted)?.unwrap_or(CALL)
+    } else if outline.has("messages") {
+        return Ok(None);
+    } else if let Some(server) = server_of(&outline, wanted)? {
+        let sampling = sampling_of(&outline, "temperature", "top_p").unwrap_or_default().or(&header.sampling);
+        let asked = Asked { choice, sampling: &sampling, request: None };
+        log.add(answered(server, None, &outline, &asked, None)?)?;
+        server.form
+    } else {
+        return Ok(None);
+    };
+    let body = log.finish()?;
+    Ok(Some(Foreign { form, header, body }))
+}
+
+/// Whether a record is one call: a response with its request, or one that cannot be anything else.
+fn is_call(outline: &Outline<'_>) -> bool {
+    let alone = match outline.get("response").map(Shape::of) {
+        Some(Shape::Object | Shape::List) => true,
+        Some(Shape::Text) => outline.text("response").ok().flatten().is_some_and(|text| stream::is_events(&text)),
+        _ => false,
+    };
+    outline.has("response") && (outline.has("request") || alone && !outline.has("done") && !outline.has("messages"))
+}
+
+/// Reads a record as the dump that knows it; `None` where none does.
+pub(super) fn dump_that_knows(text: &str) -> Option<Decoded<Foreign>> {
+    let outline = Outline::parse(text).ok()?;
+    let dump = choose(DUMPS, None, &outline, |dump| dump.form, |dump| dump.knows)?;
+    Some(decode_dump(dump, &outline))
+}
+
+fn decode_dump(dump: &Dump, outline: &Outline<'_>) -> Decoded<Foreign> {
+    if !(dump.knows)(outline) {
+        let keys: Vec<&str> = outline.keys().collect();
+        let what = format!("not {}: a record with the keys {}", dump.form.name, keys.join(", "));
+        return Err(reject(Reason::UnknownForm, what)
+            .why(format!("A record is {} where {}", dump.form.name, dump.form.sign))
+            .cure("Read it with format=\"auto\", or name its own form"));
+    }
+    let (header, body) = (dump.decode)(outline)?;
+    Ok(Foreign { form: dump.form, header, body })
+}
+
+fn header_of(outline: &Outline<'_>) -> Decoded<Header> {
+    let mut fields = Fields::new();
+    for key in HEADER_KEYS {
+        if let Some(value) = outline.value(key)? {
+            fields.insert((*key).to_owned(), value);
+        }
+    }
+    Header::read(&fields, None)
+}
+
+/// The names that `format=` takes beside those of the OpenAI-shaped forms.
+pub(super) fn forms() -> impl Iterator<Item = Form> {
+    DUMPS.iter().map(|dump: &Dump| dump.form).chain(SERVERS.iter().map(|server| server.form)).chain([stream::FORM])
+}

@@ -1,0 +1,317 @@
+//! Token lists: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}` and bare lists.
+//!
+//! One pass, no allocation per token; `top_logprobs` is checked and stepped over. A producer writes all entries of a list
+//! alike, so what stands between the values of one is expected in the next, byte for byte.
+
+use super::cursor::{Cursor, Place};
+use super::number::{eight_digits, leading_digits};
+use super::text::word_at;
+use crate::format::json::listed::{Columns, Opened, Text};
+use crate::format::json::logprobs::Logprobs;
+use crate::format::json::numbers::{Id, Reading};
+
+/// The value of a key of an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Field {
+    Token,
+    Logprob,
+    Bytes,
+    TokenId,
+    Other,
+}
+
+/// How the entry before was written: what stood before each value, and behind the last.
+#[derive(Debug, Default)]
+struct Habit<'a> {
+    fields: Vec<(Expected<'a>, Field)>,
+    end: Expected<'a>,
+}
+
+/// Bytes that are expected, the first of them eight at a time.
+#[derive(Debug, Default)]
+struct Expected<'a> {
+    text: &'a [u8],
+    words: [u64; WORDS],
+    masks: [u64; WORDS],
+}
+
+/// Words that hold what stands before a value: `, "top_logprobs": `.
+const WORDS: usize = 3;
+
+impl<'a> Expected<'a> {
+    fn new(text: &'a [u8]) -> Self {
+        let (mut words, mut masks) = ([0; WORDS], [0; WORDS]);
+        for (at, &byte) in text.iter().take(8 * WORDS).enumerate() {
+            words[at / 8] |= u64::from(byte) << (8 * (at % 8));
+            masks[at / 8] |= 0xFF << (8 * (at % 8));
+        }
+        Self { text, words, masks }
+    }
+
+    /// Whether `rest` begins with it.
+    #[inline]
+    fn begins(&self, rest: &[u8]) -> bool {
+        let Some(first) = rest.first_chunk::<{ 8 * WORDS }>() else { return rest.starts_with(self.text) };
+        let (words, _) = first.as_chunks::<8>();
+        let expected = self.words.iter().zip(&self.masks);
+        let other = words
+            .iter()
+            .zip(expected)
+            .fold(0, |other, (found, (word, mask))| other | ((u64::from_le_bytes(*found) ^ word) & mask));
+        other == 0 && (self.text.len() <= 8 * WORDS || rest.starts_with(self.text))
+    }
+}
+
+/// What has been read of an entry, beside the pieces in the columns.
+#[derive(Debug, Clone, Copy)]
+struct Read {
+    reading: Reading,
+    text: Text,
+    bytes: bool,
+    id: Option<Id>,
+}
+
+impl Default for Read {
+    fn default() -> Self {
+        Self { reading: Reading::Missing, text: Text::Unknown, bytes: false, id: None }
+    }
+}
+
+/// Keys of an entry whose places are kept; one with more is read key by key.
+const FIELDS: usize = 8;
+
+impl<'a> Cursor<'a> {
+    /// A `logprobs` value of the chat completions API, or a bare list of entries.
+    pub fn known_logprobs(&mut self) -> Option<Logprobs> {
+        match self.peek() {
+            b'n' => return self.word(b"null").map(|()| Logprobs(None)),
+            b'[' => {
+                let mut columns = Columns::default();
+                self.entries(&mut columns)?;
+                return finished(columns);
+            }
+            _ => {}
+        }
+        let (mut content, mut refusal) = (Columns::default(), Columns::default());
+        self.open(b'{')?;
+        let mut more = true;
+        while more {
+            let key = self.key()?;
+            match key.as_ref() {
+                "content" => self.entries(&mut content)?,
+                "refusal" => self.entries(&mut refusal)?,
+                _ => return None,
+            }
+            more = self.continues(b'}')?;
+        }
+        self.close();
+        let found = finished(content)?;
+        if found.0.is_some() { Some(found) } else { finished(refusal) }
+    }
+
+    /// A list of entries, or null.
+    fn entries(&mut self, columns: &mut Columns) -> Option<()> {
+        *columns = Columns::naming();
+        if self.peek() == b'n' {
+            return self.word(b"null");
+        }
+        self.open(b'[')?;
+        let mut habit = Habit::default();
+        let mut more = !self.closes(b']');
+        while more {
+            let (start, opened) = (self.place(), columns.open());
+            let read = if let Some(read) = self.as_before(&habit, opened, columns) {
+                read
+            } else {
+                self.rewind(start);
+                columns.clear_text(opened);
+                columns.clear_bytes(opened);
+                self.entry(&mut habit, opened, columns)?
+            };
+            columns.close(read.reading, read.text, read.bytes, read.id);
+            if columns.len() == 1 {
+                columns.reserve(self.rest().len() / self.since(start)?.len().max(1));
+            }
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
+    }
+
+    /// An entry that is written like the one before.
+    #[inline]
+    fn as_before(&mut self, habit: &Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
+        if habit.fields.is_empty() {
+            return None;
+        }
+        let start = self.place();
+        let mut read = Read::default();
+        for (before, field) in &habit.fields {
+            let behind = self.place();
+            self.expect(before)?;
+            if *field == Field::Other {
+                self.alternatives(start, behind, habit)?;
+            } else {
+                self.field(*field, &mut read, opened, columns)?;
+            }
+        }
+        self.expect(&habit.end)?;
+        Some(read)
+    }
+
+    #[inline]
+    fn expect(&mut self, expected: &Expected<'_>) -> Option<()> {
+        expected.begins(self.rest()).then(|| self.advance(expected.text.len()))
+    }
+
+    /// An entry, key by key: an object or a number.
+    fn entry(&mut self, habit: &mut Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
+        let mut read = Read::default();
+        habit.fields.clear();
+        if self.peek() != b'{' {
+            read.reading = self.reading()?;
+            return Some(read);
+        }
+        let mut start = self.place();
+        self.open(b'{')?;
+        let mut more = !self.closes(b'}');
+        while more {
+            let (key, escaped) = self.quoted()?;
+            self.colon()?;
+            let field = match key.as_bytes() {
+                _ if escaped => return None,
+                b"token" => Field::Token,
+                b"logprob" => Field::Logprob,
+                b"bytes" => Field::Bytes,
+                b"token_id" => Field::TokenId,
+                _ => Field::Other,
+            };
+            if habit.fields.len() <= FIELDS {
+                habit.fields.push((Expected::new(self.since(start)?.as_bytes()), field));
+            }
+            self.field(field, &mut read, opened, columns)?;
+            start = self.place();
+            more = self.continues(b'}')?;
+        }
+        self.close();
+        habit.end = Expected::new(self.since(start)?.as_bytes());
+        if habit.fields.len() > FIELDS {
+            habit.fields.clear();
+        }
+        Some(read)
+    }
+
+    /// The value of a key; of a key that is there twice the last value counts.
+    #[inline]
+    fn field(&mut self, field: Field, read: &mut Read, opened: Opened, columns: &mut Columns) -> Option<()> {
+        match field {
+            Field::Token => {
+                columns.clear_text(opened);
+                read.text = self.token_text(columns)?;
+            }
+            Field::Logprob => read.reading = self.reading()?,
+            Field::Bytes => {
+                columns.clear_bytes(opened);
+                read.bytes = self.byte_list(&mut columns.bytes.data)?;
+            }
+            Field::TokenId if self.null().is_some() => read.id = None,
+            Field::TokenId => read.id = Some(Id(self.id()?)),
+            Field::Other => self.skip()?,
+        }
+        Some(())
+    }
+
+    #[inline]
+    fn reading(&mut self) -> Option<Reading> {
+        if self.peek() == b'n' {
+            return self.word(b"null").map(|()| Reading::Missing);
+        }
+        self.single().map(Reading::of)
+    }
+
+    #[inline]
+    fn token_text(&mut self, columns: &mut Columns) -> Option<Text> {
+        if self.peek() == b'n' {
+            return self.word(b"null").map(|()| Text::Unknown);
+        }
+        if let Some(id) = columns.takes_names().then(|| self.name()).flatten() {
+            return Some(Text::Names(id));
+        }
+        let text = self.unquoted()?;
+        columns.texts.data.extend_from_slice(text.as_bytes());
+        Some(Text::Spelled)
+    }
+
+    /// The id of a text `"token_id:N"`, written as vLLM does.
+    #[inline]
+    fn name(&mut self) -> Option<u32> {
+        const BEFORE: &[u8; 10] = b"\"token_id:";
+        let rest = self.rest().strip_prefix(BEFORE)?;
+        let word = word_at(rest, 0)?;
+        let length = leading_digits(word);
+        let zero_first = length > 1 && word as u8 == b'0';
+        if !(1..8).contains(&length) || zero_first || (word >> (8 * length)) as u8 != b'"' {
+            return None;
+        }
+        self.advance(BEFORE.len() + length + 1);
+        Some(eight_digits(word << (64 - 8 * length)) as u32)
+    }
+
+    #[inline]
+    fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
+        if self.peek() == b'n' {
+            return self.word(b"null").map(|()| false);
+        }
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            bytes.push(self.byte()?);
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(true)
+    }
+
+    /// Steps over the value of a key that is not read, inside the entry that began at `start` and whose values before it
+    /// ended at `behind`: most often it lists the same token again, or others that are written alike.
+    #[inline]
+    fn alternatives(&mut self, start: Place, behind: Place, habit: &Habit<'a>) -> Option<()> {
+        let value = self.place();
+        if self.again(start, behind).or_else(|| self.others(habit)).is_some() {
+            return Some(());
+        }
+        self.rewind(value);
+        self.skip()
+    }
+
+    /// Steps over a list of one object that has the values so far.
+    #[inline]
+    fn again(&mut self, start: Place, behind: Place) -> Option<()> {
+        let said = self.between(start, behind).filter(|said| !said.is_empty())?.as_bytes();
+        let rest = self.rest().strip_prefix(b"[")?.strip_prefix(said)?;
+        rest.starts_with(b"}]").then(|| self.advance(said.len() + 3))
+    }
+
+    /// Steps over a list of objects that are written like the entry, as far as it is read.
+    fn others(&mut self, habit: &Habit<'a>) -> Option<()> {
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            for (before, field) in &habit.fields {
+                if *field != Field::Other {
+                    self.expect(before)?;
+                    self.skip()?;
+                }
+            }
+            self.word(b"}")?;
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
+    }
+}
+
+/// The tokens of the columns; gives up where they are refused, so that the generic parser says why.
+fn finished(columns: Columns) -> Option<Logprobs> {
+    columns.finish::<serde_json::Error>().ok().map(Logprobs)
+}

@@ -1,0 +1,44 @@
+//! What the format files hand to `mod`: the parts of a trace that differ between forms.
+
+use crate::format::json::fields::Fields;
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::{Generation, Message, Schemas};
+
+/// Messages and generations of a record.
+#[derive(Debug, Default)]
+pub struct Body {
+    pub messages: Vec<Message>,
+    pub generations: Vec<Generation>,
+    pub conversation: Vec<u32>,
+    /// Of the requests, where the record itself does not say.
+    pub model: Option<String>,
+    pub tools: Option<Schemas>,
+    pub template_kwargs: Fields,
+    /// What its generations may still repeat of the messages before them.
+    pub budget: Budget,
+    /// Choices beside the one that was used.
+    pub unused_choices: u32,
+}
+
+/// Items of contexts and prompts that the generations of one record may hold together.
+const MOST_COPIES: usize = 1 << 26;
+
+/// What a record may still copy.
+#[derive(Debug, Default)]
+pub struct Budget(usize);
+
+impl Budget {
+    /// Counts `copies` more.
+    pub fn spend(&mut self, copies: usize) -> Decoded<()> {
+        self.0 += copies;
+        if self.0 <= MOST_COPIES {
+            return Ok(());
+        }
+        Err(reject(
+            Reason::TooLong,
+            format!("the prompts of its generations hold more than {MOST_COPIES} items together"),
+        )
+        .why("Each generation is kept with all that it was sampled after, which would not fit in memory")
+        .cure("Write a record for each branch of the trajectory"))
+    }
+}

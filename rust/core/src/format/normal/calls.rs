@@ -1,0 +1,237 @@
+//! A call log: `{"calls": [{"request", "response"}, ...]}`, one request with its response, or a bare response.
+//!
+//! Requests carry whole histories; `history` makes a pool of them. Sampling parameters, tools and template variables are
+//! those of the requests. Here are chat completions; calls of other servers come through `call`.
+
+use super::body::Body;
+use super::coverage;
+use super::history::History;
+use super::message::{Entry, streamed};
+use crate::format::json::diagnose;
+use crate::format::json::fields::{Fields, Header, Sampling, count, mapping, number, text, tools};
+use crate::format::json::object::{Kind, Node, Object};
+use crate::format::json::outline::Outline;
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::trace::{Message, Prompt, Schemas};
+
+/// Temperature and top-p of a request that names none: the defaults of the chat completions API.
+const API_DEFAULTS: Sampling =
+    Sampling { temperature: Some(1.0), top_p: Some(1.0), policy_version: None, logprob_kind: None };
+
+/// Reads `calls`.
+pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
+    let nodes = record.take_list("calls")?.unwrap_or_default();
+    if nodes.is_empty() {
+        return Err(reject(Reason::Incomplete, "`calls` is empty")
+            .why("There is nothing to train on and nothing to align")
+            .cure("Leave the record out, or record its calls"));
+    }
+    let choice = count(&record.fields, "choice")?;
+    let mut log = Log::new(header, choice);
+    for (turn, node) in nodes.into_iter().enumerate() {
+        node.object("call")
+            .and_then(|call| log.call(call))
+            .map_err(|rejection| rejection.inside(format!("calls[{turn}]")).in_turn(turn))?;
+    }
+    log.finish()
+}
+
+/// Reads a record that is itself one call.
+pub fn decode_single(record: Object, header: &Header) -> Decoded<Body> {
+    let mut log = Log::new(header, None);
+    log.call(record)?;
+    log.finish()
+}
+
+/// Reads a record that is a response. Where it does not name its prompt ids, the prompt is not known.
+pub fn decode_response(record: Object, header: &Header) -> Decoded<Body> {
+    let choice = count(&record.fields, "choice")?;
+    let mut log = Log::new(header, choice);
+    log.answer(None, record, choice, &header.sampling, None)?;
+    log.finish()
+}
+
+/// A call log while it is being read.
+pub struct Log<'a> {
+    header: &'a Header,
+    choice: Option<i32>,
+    history: History,
+    body: Body,
+    /// What the first request gave the template, and whether another one gave something else.
+    scaffold: Option<(Option<Schemas>, Fields)>,
+    scaffold_varies: bool,
+}
+
+/// The parts of a request that count.
+#[derive(Debug, Default)]
+pub struct Request {
+    pub messages: Vec<Message>,
+    pub tools: Option<Schemas>,
+    pub template_kwargs: Fields,
+    pub model: Option<String>,
+    /// `Rendered` for messages; what was sent where no template is involved.
+    pub prompt: Prompt,
+    /// How it asked to sample.
+    pub sampling: Sampling,
+}
+
+/// One call, whatever server it went to.
+pub struct Call {
+    pub request: Option<Request>,
+    pub entry: Entry,
+    /// Model as the response names it.
+    pub model: Option<String>,
+    pub reward: Option<f32>,
+}
+
+impl<'a> Log<'a> {
+    pub fn new(header: &'a Header, choice: Option<i32>) -> Self {
+        let (history, body) = (History::default(), Body::default());
+        Self { header, choice, history, body, scaffold: None, scaffold_varies: false }
+    }
+
+    fn call(&mut self, mut call: Object) -> Decoded<()> {
+        let own = Sampling::read(&call.fields)?;
+        let request = call.take_object("request")?;
+        let request = request.map(read_request).transpose().map_err(|rejection| rejection.inside("request"))?;
+        let sampling = own.or(&self.sampling(request.as_ref()));
+        let choice = count(&call.fields, "choice")?.or(self.choice);
+        let reward = number(&call.fields, "reward")?.map(|reward| reward as f32);
+        let response = match call.take("response") {
+            Some(Node::List(_)) => return Err(streamed()),
+            Some(node) => node.object("response")?,
+            None => return Err(no_response("the call has no `response`")),
+        };
+        self.answer(request, response, choice, &sampling, reward).map_err(|rejection| rejection.inside("response"))
+    }
+
+    /// How the tokens of a call were sampled, beside what the call itself says.
+    pub fn sampling(&self, request: Option<&Request>) -> Sampling {
+        self.sampling_by(request, &API_DEFAULTS)
+    }
+
+    /// The same for a server whose requests leave out `defaults`.
+    pub fn sampling_by(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
+        match request {
+            None => self.header.sampling.clone(),
+            Some(request) => request.sampling.clone().or(&self.header.sampling).or(defaults),
+        }
+    }
+
+    fn answer(
+        &mut self,
+        request: Option<Request>,
+        response: Object,
+        choice: Option<i32>,
+        sampling: &Sampling,
+        reward: Option<f32>,
+    ) -> Decoded<()> {
+        if !response.has("choices") {
+            return Err(no_response("the response has no `choices`"));
+        }
+        let model = text(&response.fields, "model")?;
+        let entry = Entry::of_response(response, choice, sampling)?;
+        self.add(Call { request, entry, model, reward })
+    }
+
+    /// Adds a call to the log.
+    pub fn add(&mut self, call: Call) -> Decoded<()> {
+        let Some(mut generation) = call.entry.generation else {
+            return Err(reject(Reason::Contradiction, "the choice says that it was not sampled")
+                .why("A response is what the policy sampled")
+                .cure("Leave the call out"));
+        };
+        let asked = call.request.as_ref().and_then(|request| request.model.clone());
+        let model = &mut self.body.model;
+        *model = model.take().or(asked).or(call.model);
+        let path = match call.request {
+            None => super::history::Path::default(),
+            Some(request) => {
+                if generation.prompt == Prompt::Rendered {
+                    generation.prompt = request.prompt;
+                }
+                self.note_scaffold(request.tools, request.template_kwargs);
+                self.history.follow(request.messages)
+            }
+        };
+        if path.context.is_empty() && generation.prompt == Prompt::Rendered {
+            generation.prompt = Prompt::Unknown;
+        }
+        self.body.unused_choices += call.entry.unused_choices;
+        let before = path.context.last().map(|index| &self.history.messages[*index as usize]);
+        coverage::check(&mut generation, &call.entry.message, before);
+        let index = self.history.produce(&path, call.entry.message);
+        generation.message = index;
+        generation.context = path.context;
+        self.body.generations.push(generation);
+        let message = &mut self.history.messages[index as usize];
+        message.reward = message.reward.or(call.reward);
+        Ok(())
+    }
+
+    fn note_scaffold(&mut self, tools: Option<Schemas>, template_kwargs: Fields) {
+        let given = (tools, template_kwargs);
+        match &self.scaffold {
+            None => self.scaffold = Some(given),
+            Some(first) => self.scaffold_varies |= *first != given,
+        }
+    }
+
+    /// The body of the trace.
+    pub fn finish(mut self) -> Decoded<Body> {
+        let (tools, template_kwargs) = self.scaffold.unwrap_or_default();
+        let rendered = self.body.generations.iter().position(|generation| generation.prompt == Prompt::Rendered);
+        if let (true, Some(turn)) = (self.scaffold_varies, rendered) {
+            return Err(varying_scaffold(turn));
+        }
+        if let Some(last) = self.body.generations.last() {
+            self.body.conversation = last.context.iter().copied().chain([last.message]).collect();
+        }
+        (self.body.tools, self.body.template_kwargs) = (tools, template_kwargs);
+        self.body.messages = self.history.messages;
+        Ok(self.body)
+    }
+}
+
+/// The parts of a chat completions request that count.
+fn read_request(mut request: Object) -> Decoded<Request> {
+    let extra = mapping(&request.fields, "extra_body")?;
+    let mut template_kwargs = mapping(&extra, "chat_template_kwargs")?;
+    template_kwargs.extend(mapping(&request.fields, "chat_template_kwargs")?);
+    let nodes = request.take_list("messages")?.ok_or_else(|| {
+        reject(Reason::Incomplete, "no `messages`")
+            .why("What the policy was asked is not known")
+            .cure("Record the request as it was sent")
+    })?;
+    let mut messages = Vec::with_capacity(nodes.len());
+    for (position, node) in nodes.into_iter().enumerate() {
+        let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::default()));
+        messages.push(entry.map_err(|rejection| rejection.inside(format!("messages[{position}]")))?.message);
+    }
+    Ok(Request {
+        messages,
+        tools: tools(request.tools)?,
+        template_kwargs,
+        model: text(&request.fields, "model")?,
+        prompt: Prompt::Rendered,
+        sampling: Sampling::read(&request.fields)?,
+    })
+}
+
+/// A request in the shape of the chat completions API.
+pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
+    let text = serde_json::Value::Object(request.fields_without(&[])?).to_string();
+    diagnose::object(&text, Kind::Request).and_then(read_request).map_err(|rejection| rejection.inside("request"))
+}
+
+fn varying_scaffold(turn: usize) -> Rejection {
+    reject(Reason::Contradiction, "requests of one trace differ in `tools` or `chat_template_kwargs`")
+        .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
+        .cure("Record return_token_ids, or write one record for each set of tools")
+        .in_turn(turn)
+}
+
+/// A complaint about a call without an answer.
+pub fn no_response(what: &str) -> Rejection {
+    reject(Reason::Incomplete, what).why("There is no generation to read").cure("Leave out failed calls when recording")
+}

@@ -1,0 +1,193 @@
+//! Numbers beside the tokens: routed experts, sampling masks, and which version of the weights sampled which token.
+//!
+//! Sources: vLLM `token_in_token_out/protocol.py` (base64 of a `.npy`), sglang `tokenizer_manager.py` (base64 of int32 rows).
+
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::trace::{Extra, ExtraStart, VersionSpan};
+use base64::alphabet;
+use base64::engine::{DecodePaddingMode, Engine, GeneralPurpose, GeneralPurposeConfig};
+use serde::Deserialize;
+use serde_json::Value;
+
+/// `routed_experts` as vLLM writes it: base64 of a numpy file, `[prompt + sampled - 1, layers, experts]`.
+pub fn routed_experts(outline: &Outline<'_>) -> Decoded<Option<Extra>> {
+    if !outline.is("routed_experts", Shape::Text) {
+        return Ok(None);
+    }
+    let text = outline.text("routed_experts")?.unwrap_or_default();
+    let array = base64(&text).and_then(|bytes| npy(&bytes)).ok_or_else(broken_experts)?;
+    let (rows, shape) = array.shape.split_first().ok_or_else(broken_experts)?;
+    rows_of(*rows, shape, array.values).map(Some).ok_or_else(broken_experts)
+}
+
+/// `routed_experts` as SGLang writes it: base64 of int32 rows, one for each of `rows` tokens.
+pub fn raw_experts(outline: &Outline<'_>, rows: usize) -> Decoded<Option<Extra>> {
+    if !outline.is("routed_experts", Shape::Text) || rows == 0 {
+        return Ok(None);
+    }
+    let text = outline.text("routed_experts")?.unwrap_or_default();
+    let bytes = base64(&text).ok_or_else(broken_experts)?;
+    let values: Vec<i32> = integers(&bytes, 4, true).ok_or_else(broken_experts)?;
+    if !values.len().is_multiple_of(rows) {
+        return Err(broken_experts());
+    }
+    let width = u32::try_from(values.len() / rows).map_err(|_| broken_experts())?;
+    let rows = u32::try_from(rows).map_err(|_| broken_experts())?;
+    rows_of(rows, &[width], values).map(Some).ok_or_else(broken_experts)
+}
+
+fn rows_of(rows: u32, shape: &[u32], values: Vec<i32>) -> Option<Extra> {
+    let width = shape.iter().try_fold(1_u32, |width, size| width.checked_mul(*size))?;
+    let ends: Vec<u32> = (1..=rows).map(|row| row.checked_mul(width)).collect::<Option<_>>()?;
+    let first = ExtraStart::Prompt;
+    (ends.last().copied().unwrap_or(0) as usize == values.len()).then(|| Extra {
+        name: "routed_experts",
+        first,
+        shape: shape.to_vec(),
+        ends,
+        values,
+    })
+}
+
+fn broken_experts() -> Rejection {
+    reject(Reason::WrongType, "`routed_experts` is not the base64 of an integer array of its tokens")
+        .why("Replaying other experts than the sampler's would train another model")
+        .cure("Record the field as the server sent it, or leave it out")
+}
+
+/// The tokens that could be sampled at each step: `[[5, 9], [6]]`, or an object with them under `token_ids`.
+pub fn sampling_mask(outline: &Outline<'_>, key: &str) -> Decoded<Option<Extra>> {
+    let lists: Option<Vec<Vec<u32>>> = match outline.get(key).map(Shape::of) {
+        Some(Shape::Object) => outline.object(key)?.unwrap_or_default().typed("token_ids")?,
+        _ => outline.typed(key)?,
+    };
+    let Some(lists) = lists else { return Ok(None) };
+    let (mut ends, mut values) = (Vec::with_capacity(lists.len()), Vec::new());
+    for list in lists {
+        values.extend(list.into_iter().map(|id| i32::try_from(id).unwrap_or(i32::MAX)));
+        ends.push(values.len() as u32);
+    }
+    Ok(Some(Extra { name: "sampling_mask", first: ExtraStart::Sampled, shape: Vec::new(), ends, values }))
+}
+
+/// A span of sampled tokens and the label of the weights they came from.
+#[derive(Deserialize)]
+struct Span {
+    version: Value,
+    start: u32,
+    end: u32,
+}
+
+/// `weight_versions`: `[{"version", "start", "end"}]` over the sampled tokens.
+pub fn version_spans(outline: &Outline<'_>) -> Decoded<Vec<VersionSpan>> {
+    outline.value("weight_versions")?.map_or(Ok(Vec::new()), spans)
+}
+
+/// The same as a value.
+pub fn spans(value: Value) -> Decoded<Vec<VersionSpan>> {
+    let spans: Vec<Span> = serde_json::from_value(value).map_err(|error| {
+        reject(Reason::WrongType, format!("`weight_versions`: {error}"))
+            .why("Which policy sampled which token is not known")
+            .cure("Record the field as the server sent it, or leave it out")
+    })?;
+    let span = |span: Span| VersionSpan { start: span.start, end: span.end, version: version(&span.version) };
+    Ok(spans.into_iter().map(span).collect())
+}
+
+/// The number of a version label: `7`, `"7"`, `"v7"`; -1 for any other.
+pub fn version(label: &Value) -> i32 {
+    let number = match label {
+        Value::Number(number) => number.as_i64(),
+        Value::String(text) => text.strip_prefix('v').unwrap_or(text).parse().ok(),
+        _ => None,
+    };
+    number.and_then(|number| i32::try_from(number).ok()).filter(|number| *number >= 0).unwrap_or(-1)
+}
+
+/// An integer array as numpy stores it.
+struct Array {
+    shape: Vec<u32>,
+    values: Vec<i32>,
+}
+
+/// A `.npy` file of integers in C order.
+fn npy(bytes: &[u8]) -> Option<Array> {
+    let rest = bytes.strip_prefix(b"\x93NUMPY")?;
+    let (&major, rest) = rest.split_first()?;
+    let (length, rest) = if major == 1 {
+        let (length, rest) = rest.get(1..)?.split_first_chunk::<2>()?;
+        (u16::from_le_bytes(*length) as usize, rest)
+    } else {
+        let (length, rest) = rest.get(1..)?.split_first_chunk::<4>()?;
+        (u32::from_le_bytes(*length) as usize, rest)
+    };
+    let header = std::str::from_utf8(rest.get(..length)?).ok()?;
+    let data = rest.get(length..)?;
+    if !header.contains("'fortran_order': False") {
+        return None;
+    }
+    let kind = header.split("'descr': '").nth(1)?.split('\'').next()?;
+    let shape = header.split("'shape': (").nth(1)?.split(')').next()?;
+    let sizes = shape.split(',').map(str::trim).filter(|size| !size.is_empty());
+    let shape = sizes.map(|size| size.parse().ok()).collect::<Option<Vec<u32>>>()?;
+    let kind = kind.strip_prefix(['<', '|'])?;
+    let (sign, size) = kind.split_at_checked(1)?;
+    let values = integers(data, size.parse().ok()?, sign == "i")?;
+    Some(Array { shape, values }).filter(|_| matches!(sign, "i" | "u"))
+}
+
+/// Little-endian integers of 1, 2, 4 or 8 bytes that fit an i32.
+fn integers(data: &[u8], size: usize, signed: bool) -> Option<Vec<i32>> {
+    if !matches!(size, 1 | 2 | 4 | 8) || !data.len().is_multiple_of(size) {
+        return None;
+    }
+    let number = |chunk: &[u8]| {
+        let negative = signed && chunk.last().is_some_and(|byte| byte & 0x80 != 0);
+        let mut wide = if negative { [0xff; 8] } else { [0; 8] };
+        wide[..chunk.len()].copy_from_slice(chunk);
+        if size == 8 && !signed {
+            u64::from_le_bytes(wide).try_into().ok()
+        } else {
+            i64::from_le_bytes(wide).try_into().ok()
+        }
+    };
+    data.chunks_exact(size).map(number).collect()
+}
+
+/// Bytes of standard base64, padded or not.
+fn base64(text: &str) -> Option<Vec<u8>> {
+    const ANY: GeneralPurposeConfig =
+        GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent);
+    GeneralPurpose::new(&alphabet::STANDARD, ANY).decode(text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn base64_is_read_padded_or_not() {
+        for text in ["Zm9vYg==", "Zm9vYg"] {
+            assert_eq!(base64(text).as_deref(), Some(b"foob".as_slice()), "{text}");
+        }
+        assert!(base64("Zm9*").is_none());
+    }
+
+    #[test]
+    fn a_label_is_a_version_where_it_is_a_number() {
+        let labels = [("7", 7), ("v7", 7), ("default", -1), ("-3", -1), ("99999999999", -1)];
+        for (label, number) in labels {
+            assert_eq!(version(&Value::from(label)), number, "{label}");
+        }
+        assert_eq!(version(&Value::from(4)), 4);
+    }
+
+    #[test]
+    fn integers_keep_their_sign() {
+        assert_eq!(integers(&[0xff, 0xff, 1, 0], 2, true), Some(vec![-1, 1]));
+        assert_eq!(integers(&[0xff, 0xff], 2, false), Some(vec![65535]));
+        assert_eq!(integers(&[0xff; 8], 8, false), None);
+        assert_eq!(integers(&[1, 2, 3], 2, false), None);
+    }
+}

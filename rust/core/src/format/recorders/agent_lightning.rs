@@ -1,0 +1,153 @@
+//! Agent Lightning: a rollout's spans or triplets, `{"rollout_id", "spans": [...]}` or `{"rollout_id", "triplets": [...]}`,
+//! and one span alone.
+//!
+//! Source: agentlightning 0.3.0 `types/tracer.py`, `types/core.py`, `adapter/triplet.py`: spans in the order of their
+//! `sequence_id`, the same response once, a reward to the last call before it that has none.
+
+use super::contract::Dump;
+use super::kits::attributes::Attributes;
+use super::kits::columns::{Columns, tokens_of};
+use super::kits::talk::{message, sampled};
+use crate::format::form::Form;
+use crate::format::json::fields::{Header, Sampling};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::body::Body;
+use crate::format::normal::calls::{Call, Log, Request};
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::trace::{Message, Prompt};
+use serde_json::{Value, json};
+use std::collections::HashSet;
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "agent_lightning", sign: "it has `rollout_id`, with `spans`, `triplets` or `attributes`" },
+    signs: &["rollout_id", "triplets"],
+    knows: |record| {
+        let spans = record.is("spans", Shape::List) || record.is("trace", Shape::List) || record.has("attributes");
+        record.is("triplets", Shape::List) || record.has("rollout_id") && spans
+    },
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let names =
+        [("id", "id"), ("id", "rollout_id"), ("group", "group"), ("group", "task_id"), ("reward", "final_reward")];
+    let mut header = Columns(record).header(&names)?;
+    if record.is("triplets", Shape::List) {
+        let body = triplets(record, &mut header)?;
+        return Ok((header, body));
+    }
+    let listed = if record.has("spans") { record.objects("spans")? } else { record.objects("trace")? };
+    let spans = if listed.is_empty() { vec![record.clone()] } else { listed };
+    let body = follow(&spans, &mut header)?;
+    Ok((header, body))
+}
+
+/// The calls of some spans in order, each once, and the rewards that came after them.
+pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body> {
+    let mut ordered = Vec::with_capacity(spans.len());
+    for (position, span) in spans.iter().enumerate() {
+        let place = |rejection: Rejection| rejection.inside(format!("spans[{position}]"));
+        let key = (span.number("sequence_id").map_err(place)?.unwrap_or(0.0), started(span).map_err(place)?);
+        ordered.push((key, position, Attributes::of(span).map_err(place)?));
+    }
+    ordered.sort_by(|a, b| a.0.0.total_cmp(&b.0.0).then(a.0.1.total_cmp(&b.0.1)));
+    let (mut calls, mut seen, mut open) = (Vec::<Call>::new(), HashSet::new(), Vec::new());
+    let mut last = None;
+    for (_, position, attributes) in &ordered {
+        let place = |rejection: Rejection| rejection.inside(format!("spans[{position}]"));
+        if attributes.is_call() {
+            if attributes.response_id().is_none_or(|id| seen.insert(id)) {
+                open.push(calls.len());
+                calls.push(attributes.call(header).map_err(place)?);
+            }
+        } else if let Some(reward) = attributes.reward().map_err(place)? {
+            last = Some(reward as f32);
+            if let Some(call) = open.pop() {
+                calls[call].reward = last;
+            }
+        }
+    }
+    header.reward = header.reward.or(last);
+    if calls.is_empty() {
+        return Err(silent());
+    }
+    let mut log = Log::new(header, None);
+    for call in calls {
+        log.add(call)?;
+    }
+    log.finish()
+}
+
+/// When a span began, in whatever unit; 0 where it is not a number.
+fn started(span: &Outline<'_>) -> Decoded<f64> {
+    let key = ["start_time", "startTimeUnixNano"].into_iter().find(|key| span.has(key)).unwrap_or("start_time");
+    Ok(match span.value(key)? {
+        Some(Value::Number(number)) => number.as_f64().unwrap_or(0.0),
+        Some(Value::String(digits)) => digits.parse().unwrap_or(0.0),
+        _ => 0.0,
+    })
+}
+
+fn silent() -> Rejection {
+    reject(Reason::Incomplete, "no span holds a call of a model")
+        .why("There is no generation to read")
+        .cure("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}")
+}
+
+fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {
+    let listed = record.objects("triplets")?;
+    let mut calls = Vec::with_capacity(listed.len());
+    for (turn, one) in listed.iter().enumerate() {
+        let place = |rejection: Rejection| rejection.inside(format!("triplets[{turn}]")).in_turn(turn);
+        calls.push(triplet(one, &header.sampling).map_err(place)?);
+    }
+    header.reward = header.reward.or_else(|| calls.iter().rev().find_map(|call| call.reward));
+    let mut log = Log::new(header, None);
+    for call in calls {
+        log.add(call)?;
+    }
+    log.finish()
+}
+
+/// `{"prompt": {"token_ids", "raw_content"}, "response": {"token_ids", "logprobs"}, "reward", "metadata"}`.
+fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
+    let part = |key: &str| if one.is(key, Shape::Object) { one.object(key) } else { Ok(None) };
+    let (prompt, response) = (part("prompt")?.unwrap_or_default(), part("response")?.unwrap_or_default());
+    let mut generation = sampled(sampling);
+    let ids = Columns(&response).ids("token_ids")?.filter(|ids| !ids.is_empty());
+    generation.tokens = match response.logprobs("logprobs")? {
+        Some(tokens) => crate::trace::Tokens { ids: ids.or(tokens.ids), ..tokens },
+        None => tokens_of(ids, None),
+    };
+    let messages = chat(prompt.value("raw_content")?)?;
+    let prompt = match Columns(&prompt).ids("token_ids")?.filter(|ids| !ids.is_empty()) {
+        Some(ids) => Prompt::Ids(ids),
+        None if messages.is_empty() => Prompt::Unknown,
+        None => Prompt::Rendered,
+    };
+    let said = chat(response.value("raw_content")?)?.into_iter().next();
+    let answer = said.filter(|said| said.role() == "assistant");
+    let silent = || Message { value: json!({"role": "assistant", "content": null}), reward: None };
+    let entry = Entry::sampled(answer.unwrap_or_else(silent), generation, 0);
+    let reward = one.number("reward")?.map(|reward| reward as f32);
+    let request = Request { messages, prompt, ..Request::default() };
+    Ok(Call { request: Some(request), entry, model: None, reward })
+}
+
+/// Messages as the adapters keep them: a list, one message, or an object with numbers for keys; a choice as its message.
+fn chat(value: Option<Value>) -> Decoded<Vec<Message>> {
+    let items: Vec<Value> = match value {
+        Some(Value::Array(items)) => items,
+        Some(Value::Object(fields)) if fields.contains_key("role") => vec![Value::Object(fields)],
+        Some(Value::Object(fields)) => {
+            let mut numbered: Vec<(u32, Value)> =
+                fields.into_iter().filter_map(|(key, value)| Some((key.parse().ok()?, value))).collect();
+            numbered.sort_by_key(|(key, _)| *key);
+            numbered.into_iter().map(|(_, value)| value).collect()
+        }
+        _ => Vec::new(),
+    };
+    let inner = |mut item: Value| item.get_mut("message").map(Value::take).filter(Value::is_object).unwrap_or(item);
+    items.into_iter().map(inner).filter(|item| item.get("role").is_some_and(Value::is_string)).map(message).collect()
+}

@@ -1,0 +1,137 @@
+//! ATIF, the Agent Trajectory Interchange Format of Harbor: `{"schema_version", "agent", "steps": [{"source", "message",
+//! "tool_calls", "observation", "metrics": {"prompt_token_ids", "completion_token_ids", "logprobs"}}]}`.
+//!
+//! Source: ATIF 1.8 (atif 1.8.0, harbor 0.25.0 `models/trajectories`).
+
+use super::contract::Dump;
+use super::kits::columns::{Columns, tokens_of};
+use super::kits::masked::all_zero;
+use super::kits::talk::{Talk, message, sampled};
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::fields::{Header, Sampling, schemas};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::body::Body;
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::trace::{Generation, Message, Note, Prompt};
+use serde_json::{Value, json};
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "atif", sign: "it has `schema_version` and `steps`" },
+    signs: &["schema_version", "steps"],
+    knows: |record| record.is("schema_version", Shape::Text) && record.is("steps", Shape::List),
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let names = [("id", "id"), ("id", "trajectory_id"), ("id", "session_id"), ("group", "group"), ("reward", "reward")];
+    let mut header = Columns(record).header(&names)?;
+    let agent = record.object("agent")?.unwrap_or_default();
+    let model = agent.text("model_name")?;
+    if let (None, Some(Value::Array(listed))) = (&header.tools, agent.value("tool_definitions")?) {
+        header.tools = schemas(listed);
+    }
+    if let Some(extra) = record.object("extra")?.filter(|extra| extra.is("reward", Shape::Number)) {
+        header.reward = header.reward.or(extra.number("reward")?.map(|reward| reward as f32));
+    }
+    let mut talk = Talk::default();
+    trajectory(record, model.as_deref(), &header.sampling, &mut talk)?;
+    let mut body = talk.finish();
+    body.model = model;
+    Ok((header, body))
+}
+
+/// One trajectory, and as branches those of its subagents that the same model played.
+fn trajectory(record: &Outline<'_>, model: Option<&str>, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
+    let agent = record.object("agent")?.unwrap_or_default();
+    let plays = agent.text("model_name")?.as_deref() == model;
+    for (position, raw) in record.objects("steps")?.iter().enumerate() {
+        let place = |rejection: Rejection| rejection.inside(format!("steps[{position}]"));
+        step(raw, plays, sampling, talk).map_err(place)?;
+    }
+    for (index, subagent) in record.objects("subagent_trajectories")?.iter().enumerate() {
+        talk.branch();
+        trajectory(subagent, model, sampling, talk)
+            .map_err(|rejection| rejection.inside(format!("subagent_trajectories[{index}]")))?;
+    }
+    Ok(())
+}
+
+fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
+    let source = step.text("source")?.unwrap_or_default();
+    let role = match source.as_str() {
+        "agent" => "assistant",
+        "system" | "user" => source.as_str(),
+        other => {
+            return Err(reject(Reason::WrongType, format!("`source` is \"{other}\""))
+                .why("Who said the message is not known")
+                .cure("Write system, user or agent"));
+        }
+    };
+    let mut value = json!({"role": role, "content": step.value("message")?});
+    for key in ["reasoning_content", "tool_calls"] {
+        if let Some(found) = step.value(key)? {
+            value[key] = if key == "tool_calls" { calls(found) } else { found };
+        }
+    }
+    let said = message(value)?;
+    let inferences = step.count("llm_call_count")?;
+    let copied = step.typed::<bool>("is_copied_context")? == Some(true);
+    if role == "assistant" && plays && !copied && inferences != Some(0) {
+        let generation = generation(step, sampling, inferences.unwrap_or(1))?;
+        talk.said(said, generation)?;
+    } else {
+        talk.given(said);
+    }
+    observe(step, talk)
+}
+
+fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decoded<Generation> {
+    let mut generation = sampled(sampling);
+    let Some(metrics) = step.object("metrics")? else { return Ok(generation) };
+    let columns = Columns(&metrics);
+    let (ids, logprobs) = (columns.ids("completion_token_ids")?, columns.logprobs("logprobs")?);
+    if inferences > 1 {
+        generation.notes.push(Note {
+            reason: drift::Reason::CountMismatch,
+            count: ids.map_or(0, |ids| ids.len()) as u32,
+            detail: format!(
+                "the step holds the numbers of {inferences} calls together: which ids answer which prompt is not known"
+            ),
+        });
+        return Ok(generation);
+    }
+    generation.tokens = tokens_of(ids.filter(|ids| !ids.is_empty()), logprobs.filter(|logprobs| !logprobs.is_empty()));
+    generation.notes.extend(all_zero(&generation.tokens));
+    if let Some(prompt) = columns.ids("prompt_token_ids")?.filter(|ids| !ids.is_empty()) {
+        generation.prompt = Prompt::Ids(prompt);
+    }
+    Ok(generation)
+}
+
+/// Tool calls as the chat completions API has them.
+fn calls(listed: Value) -> Value {
+    let Value::Array(calls) = listed else { return listed };
+    let call = |call: Value| {
+        let part = |key: &str| call.get(key).cloned().unwrap_or(Value::Null);
+        let function = json!({"name": part("function_name"), "arguments": part("arguments")});
+        json!({"id": part("tool_call_id"), "type": "function", "function": function})
+    };
+    calls.into_iter().map(call).collect()
+}
+
+/// What the environment answered: to a call as `tool`, else as `user`.
+fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
+    let Some(observation) = step.object("observation")? else { return Ok(()) };
+    for result in observation.objects("results")? {
+        let content = result.value("content")?;
+        let value = match result.text("source_call_id")? {
+            Some(id) => json!({"role": "tool", "tool_call_id": id, "content": content}),
+            None if content.is_none() => continue,
+            None => json!({"role": "user", "content": content}),
+        };
+        let said: Message = message(value)?;
+        talk.given(said);
+    }
+    Ok(())
+}

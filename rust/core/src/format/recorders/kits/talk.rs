@@ -1,0 +1,131 @@
+//! A conversation in which some messages were sampled, or a prompt and its completion as two texts.
+//!
+//! For recorders that keep messages and at most a few numbers beside them.
+
+use crate::format::json::fields::Sampling;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::body::{Body, Budget};
+use crate::format::normal::message::message_of;
+use crate::format::rejection::{Decoded, Rejection, not_a_trace};
+use crate::trace::{Generation, LogprobKind, Message, Prompt};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+/// A conversation while it is being read.
+#[derive(Default)]
+pub struct Talk {
+    body: Body,
+    /// Messages of the branch that is being read.
+    path: Vec<u32>,
+    budget: Budget,
+}
+
+impl Talk {
+    /// A message that the policy did not sample.
+    pub fn given(&mut self, message: Message) -> u32 {
+        let index = self.body.messages.len() as u32;
+        self.body.messages.push(message);
+        self.path.push(index);
+        index
+    }
+
+    /// A message that the policy sampled after all before it.
+    pub fn said(&mut self, message: Message, generation: Generation) -> Decoded<()> {
+        self.budget.spend(self.path.len())?;
+        let context = self.path.clone();
+        let message = self.given(message);
+        self.body.generations.push(Generation { message, context, ..generation });
+        Ok(())
+    }
+
+    /// A message of which only its role says whether it was sampled.
+    pub fn heard(&mut self, message: Message, sampling: &Sampling) -> Decoded<()> {
+        if message.role() == "assistant" {
+            return self.said(message, sampled(sampling));
+        }
+        self.given(message);
+        Ok(())
+    }
+
+    /// Ends this branch; the first one is the conversation. The next message begins another.
+    pub fn branch(&mut self) {
+        let path = std::mem::take(&mut self.path);
+        if self.body.conversation.is_empty() {
+            self.body.conversation = path;
+        }
+    }
+
+    /// Messages and generations of the record.
+    pub fn finish(mut self) -> Body {
+        self.branch();
+        self.body
+    }
+}
+
+/// A generation of which nothing is known but how it was sampled.
+pub fn sampled(sampling: &Sampling) -> Generation {
+    Generation {
+        logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
+        temperature: sampling.temperature,
+        top_p: sampling.top_p,
+        policy_version: sampling.policy_version.unwrap_or(-1),
+        ..Generation::default()
+    }
+}
+
+/// A prompt and the text that was sampled after it.
+pub fn texts(prompt: Prompt, completion: String, sampling: &Sampling) -> Body {
+    let message = Message { value: json!({"role": "assistant", "content": completion}), reward: None };
+    let generation = Generation { prompt, text: Some(completion), ..sampled(sampling) };
+    Body { messages: vec![message], generations: vec![generation], conversation: vec![0], ..Body::default() }
+}
+
+/// `prompt` and `completion` as texts or as messages; the assistant's messages of the completion were sampled.
+pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
+    let (prompt, completion) = (messages(record, "prompt")?, messages(record, "completion")?);
+    if prompt.is_none() && completion.is_none() {
+        let prompt = record.text("prompt")?.map_or(Prompt::Unknown, Prompt::Text);
+        return Ok(texts(prompt, record.text("completion")?.unwrap_or_default(), sampling));
+    }
+    let mut talk = Talk::default();
+    for message in prompt.unwrap_or_default() {
+        talk.given(message);
+    }
+    if let Some(completion) = completion {
+        for message in completion {
+            talk.heard(message, sampling)?;
+        }
+    } else {
+        let text = record.text("completion")?.unwrap_or_default();
+        talk.heard(Message { value: json!({"role": "assistant", "content": text}), reward: None }, sampling)?;
+    }
+    Ok(talk.finish())
+}
+
+/// A list of chat messages; `None` where something else stands there.
+pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>> {
+    let Some(raw) = record.get(key).filter(|raw| is_chat(raw)) else { return Ok(None) };
+    let values: Vec<Value> = serde_json::from_str(raw.get()).map_err(|error| unreadable(key, &error))?;
+    let mut messages = Vec::with_capacity(values.len());
+    for (position, value) in values.into_iter().enumerate() {
+        messages.push(message(value).map_err(|rejection| rejection.inside(format!("{key}[{position}]")))?);
+    }
+    Ok(Some(messages))
+}
+
+/// One chat message.
+pub fn message(value: Value) -> Decoded<Message> {
+    match value {
+        Value::Object(fields) => message_of(fields),
+        _ => Err(not_a_trace("a message is not an object")),
+    }
+}
+
+fn unreadable(key: &str, error: &serde_json::Error) -> Rejection {
+    let complaint = error.to_string();
+    not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
+}
+
+fn is_chat(raw: &RawValue) -> bool {
+    Shape::of(raw) == Shape::List && raw.get()[1..].trim_start().starts_with(['{', ']'])
+}

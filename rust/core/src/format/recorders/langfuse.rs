@@ -1,0 +1,119 @@
+//! Langfuse: a trace with its observations `{"id", "observations": [{"type": "GENERATION", "input", "output", ...}]}`, or
+//! one observation.
+//!
+//! Source: langfuse 5.0.4 `langfuse/api` (TraceWithFullDetails, ObservationsView). Text only: what `output` keeps of a
+//! response is its message.
+
+use super::contract::Dump;
+use super::kits::columns::Columns;
+use super::kits::openai::tools;
+use super::kits::talk::{message, sampled};
+use crate::format::form::Form;
+use crate::format::json::fields::{Header, Sampling};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::body::Body;
+use crate::format::normal::calls::{Call, Log, Request};
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::trace::{Message, Prompt};
+use serde_json::{Value, json};
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "langfuse", sign: "it has `observations`, or `traceId`, `type` and `output`" },
+    signs: &["observations", "traceId"],
+    knows: |record| {
+        let one = record.has("traceId") && record.is("type", Shape::Text) && record.names("output");
+        record.is("observations", Shape::List) && (record.has("id") || record.has("scores")) || one
+    },
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let mut header =
+        Columns(record).header_without(&["model"], &[("id", "id"), ("group", "group"), ("group", "sessionId")])?;
+    scores(record, &mut header)?;
+    let listed = if record.has("observations") { record.objects("observations")? } else { vec![record.clone()] };
+    let mut calls = Vec::new();
+    for (position, one) in listed.iter().enumerate() {
+        let place = |rejection: Rejection| rejection.inside(format!("observations[{position}]"));
+        if one.text("type").map_err(place)?.is_some_and(|kind| kind.eq_ignore_ascii_case("generation")) {
+            let began = ["startTime", "start_time"].into_iter().find_map(|key| one.text(key).ok().flatten());
+            calls.push((began.unwrap_or_default(), call(one, &header).map_err(place)?));
+        }
+    }
+    if calls.is_empty() {
+        return Err(reject(Reason::Incomplete, "no observation is a generation")
+            .why("There is nothing that a policy sampled")
+            .cure("Export observations of type GENERATION, or leave the record out"));
+    }
+    calls.sort_by(|a, b| a.0.cmp(&b.0));
+    let mut log = Log::new(&header, None);
+    for (_, call) in calls {
+        log.add(call)?;
+    }
+    let body = log.finish()?;
+    Ok((header, body))
+}
+
+/// Numeric scores by name; one that is called reward is the reward.
+fn scores(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
+    if !record.is("scores", Shape::List) {
+        return Ok(());
+    }
+    for score in record.objects("scores")? {
+        if let (Some(name), true) = (score.text("name")?, score.is("value", Shape::Number)) {
+            let value = score.number("value")?.map_or(f32::NAN, |value| value as f32);
+            if name == "reward" {
+                header.reward = header.reward.or(Some(value));
+            } else {
+                header.rewards.push((name, value));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn call(one: &Outline<'_>, header: &Header) -> Decoded<Call> {
+    let parameters = one.object("modelParameters")?.unwrap_or_default();
+    let own = Sampling::read(&parameters.fields_without(&["policy_version", "logprob_kind"])?)?;
+    let (messages, listed) = match one.value("input")? {
+        Some(Value::Array(items)) => (chat(items)?, None),
+        Some(Value::Object(mut fields)) => match fields.remove("messages") {
+            Some(Value::Array(items)) => (chat(items)?, fields.remove("tools")),
+            _ => (Vec::new(), None),
+        },
+        Some(Value::String(text)) => {
+            (vec![Message { value: json!({"role": "user", "content": text}), reward: None }], None)
+        }
+        _ => (Vec::new(), None),
+    };
+    let said = match one.value("output")? {
+        Some(Value::Object(fields)) => message(Value::Object(with_role(fields)))?,
+        Some(Value::Array(items)) => match items.into_iter().next() {
+            Some(Value::Object(fields)) => message(Value::Object(with_role(fields)))?,
+            _ => return Err(speechless()),
+        },
+        Some(Value::String(text)) => Message { value: json!({"role": "assistant", "content": text}), reward: None },
+        _ => return Err(speechless()),
+    };
+    let prompt = if messages.is_empty() { Prompt::Unknown } else { Prompt::Rendered };
+    let model = one.text("model")?;
+    let request = Request { messages, prompt, tools: tools(listed), model, ..Request::default() };
+    let generation = sampled(&own.or(&header.sampling));
+    Ok(Call { request: Some(request), entry: Entry::sampled(said, generation, 0), model: None, reward: None })
+}
+
+fn chat(items: Vec<Value>) -> Decoded<Vec<Message>> {
+    items.into_iter().filter(|item| item.get("role").is_some()).map(message).collect()
+}
+
+fn with_role(mut fields: crate::format::json::fields::Fields) -> crate::format::json::fields::Fields {
+    fields.entry("role").or_insert_with(|| "assistant".into());
+    fields
+}
+
+fn speechless() -> Rejection {
+    reject(Reason::Incomplete, "a generation without `output`")
+        .why("What the policy said is not known")
+        .cure("Leave failed generations out")
+}

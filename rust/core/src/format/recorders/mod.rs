@@ -1,0 +1,46 @@
+//! Dumps of whole trajectories by trainers and recorders: one small file each, all read into a header and a body.
+//!
+//! A file fills in the `contract`, mostly by what stands in `kits`, and has a line in the table below.
+
+mod agent_lightning;
+mod areal;
+mod art;
+mod atif;
+pub(super) mod contract;
+mod graph;
+mod kits;
+mod langfuse;
+mod litellm_log;
+mod openai_batch;
+mod otel;
+mod rllm;
+mod skyrl;
+mod slime;
+mod swe_agent;
+mod tau_bench;
+mod trl;
+mod verifiers;
+mod verl;
+
+#[cfg(test)]
+mod tests;
+
+/// The recorders, the most telling signs first.
+pub(super) const DUMPS: &[contract::Dump] = &[
+    openai_batch::DUMP,
+    agent_lightning::DUMP,
+    otel::DUMP,
+    litellm_log::DUMP,
+    art::DUMP,
+    atif::DUMP,
+    rllm::DUMP,
+    slime::DUMP,
+    verl::DUMP,
+    skyrl::DUMP,
+    areal::DUMP,
+    verifiers::DUMP,
+    trl::DUMP,
+    langfuse::DUMP,
+    tau_bench::DUMP,
+    swe_agent::DUMP,
+];

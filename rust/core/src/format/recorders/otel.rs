@@ -1,0 +1,51 @@
+//! OpenTelemetry spans of generative AI: one span as the SDK writes it, a list of them, or an OTLP export.
+//!
+//! Source: OpenTelemetry semantic conventions for generative AI, `gen_ai.input.messages` and `gen_ai.output.messages`;
+//! opentelemetry-sdk `ReadableSpan.to_json`. Text only, unless ids were added under Agent Lightning's names.
+
+use super::agent_lightning::follow;
+use super::contract::Dump;
+use super::kits::columns::Columns;
+use crate::format::form::Form;
+use crate::format::json::fields::Header;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::body::Body;
+use crate::format::rejection::Decoded;
+use serde_json::Value;
+
+pub(super) const DUMP: Dump = Dump {
+    form: Form { name: "otel", sign: "it has `resourceSpans`, or `spans` or `attributes` with a `gen_ai` name" },
+    signs: &["resourceSpans", "spans", "attributes"],
+    knows: |record| {
+        let raw = |key: &str| record.get(key).map(serde_json::value::RawValue::get);
+        let speaks = |text: &str| text.contains("\"gen_ai.");
+        record.is("resourceSpans", Shape::List)
+            || record.is("spans", Shape::List) && raw("spans").is_some_and(speaks)
+            || record.has("attributes") && record.has("name") && raw("attributes").is_some_and(speaks)
+    },
+    decode,
+};
+
+fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
+    let mut header = Columns(record).header(&[("id", "id"), ("id", "trace_id"), ("id", "traceId")])?;
+    if let (None, Some(context)) = (&header.id, record.object("context")?) {
+        header.id = context.text("trace_id")?;
+    }
+    let mut spans = record.objects("spans")?;
+    for resource in record.objects("resourceSpans")? {
+        for scope in resource.objects("scopeSpans")? {
+            spans.extend(scope.objects("spans")?);
+        }
+    }
+    if spans.is_empty() && record.has("attributes") {
+        spans.push(record.clone());
+    }
+    if header.id.is_none() {
+        header.id = spans.first().map_or(Ok(None), |span| span.value("traceId"))?.and_then(|id| match id {
+            Value::String(id) => Some(id),
+            _ => None,
+        });
+    }
+    let body = follow(&spans, &mut header)?;
+    Ok((header, body))
+}

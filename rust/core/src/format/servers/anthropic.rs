@@ -1,0 +1,111 @@
+//! Anthropic's Messages API: `{"type": "message", "content": [{"type": "text", "text"}], "stop_reason"}`.
+//!
+//! Source: anthropic 2.12.0 `types/message.py`. It gives neither logprobs nor ids: the text can be trained on without a ratio, and the
+//! note says so. Content blocks become the chat completions API's messages: `thinking` is reasoning, `tool_use` a tool call,
+//! `tool_result` a tool message.
+
+use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, stop_under};
+use super::kits::said;
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::fields::schemas;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::{LogprobKind, Message, Note};
+use serde_json::{Value, json};
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "anthropic", sign: "it is a `message` with content blocks and `stop_reason`" },
+    signs: &["stop_sequence", "stop_reason", "content"],
+    knows: |response| {
+        response.is("content", Shape::List) && response.names("stop_reason") && response.is("role", Shape::Text)
+    },
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    generation.finish_reason = finish_under(response, "stop_reason")?;
+    generation.stop = stop_under(response, "stop_sequence")?;
+    let usage = response.object("usage")?.unwrap_or_default();
+    let count = usage.count("output_tokens")?.unwrap_or(0).unsigned_abs();
+    let detail = "the Messages API gives no logprobs: no ratio can be formed".to_owned();
+    generation.notes.push(Note { reason: drift::Reason::MissingLogprob, count, detail });
+    let content = response.value("content")?.unwrap_or_default();
+    let message =
+        messages_of("assistant", &content)?.pop().unwrap_or_else(|| said::message("assistant", "", "", vec![], vec![]));
+    Ok(Entry::sampled(Message { value: message, reward: None }, generation, 0))
+}
+
+/// The messages that one message's content stands for.
+fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
+    let blocks = match content {
+        Value::Array(blocks) => blocks,
+        Value::String(text) => return Ok(vec![said::message(role, text, "", vec![], vec![])]),
+        Value::Null => return Ok(vec![said::message(role, "", "", vec![], vec![])]),
+        _ => {
+            return Err(reject(Reason::WrongType, "`content` is neither a string nor a list of blocks")
+                .why("The text of the message is not known")
+                .cure("Store the message as the API has it"));
+        }
+    };
+    let (mut text, mut thinking, mut calls, mut media, mut messages) =
+        (String::new(), String::new(), Vec::new(), Vec::new(), Vec::new());
+    for block in blocks {
+        let string = |key: &str| block.get(key).and_then(Value::as_str).unwrap_or_default();
+        match string("type") {
+            "text" => text.push_str(string("text")),
+            "thinking" => thinking.push_str(string("thinking")),
+            "redacted_thinking" => {}
+            "tool_use" => calls.push(said::tool_call(block.get("id"), block.get("name"), block.get("input"))),
+            "tool_result" => {
+                messages.push(said::tool_result(block.get("tool_use_id"), None, &result_text(block.get("content"))));
+            }
+            _ => media.push(block.clone()),
+        }
+    }
+    let speaks = !(text.is_empty() && thinking.is_empty() && calls.is_empty() && media.is_empty());
+    if speaks || messages.is_empty() {
+        messages.push(said::message(role, &text, &thinking, calls, media));
+    }
+    Ok(messages)
+}
+
+/// The text of a tool's result: a string, or text blocks.
+fn result_text(content: Option<&Value>) -> String {
+    match content {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(blocks)) if blocks.iter().all(|block| block.get("text").is_some_and(Value::is_string)) => {
+            blocks.iter().filter_map(|block| block["text"].as_str()).collect()
+        }
+        Some(other) => other.to_string(),
+    }
+}
+
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let mut values = Vec::new();
+    match request.value("system")? {
+        None => {}
+        Some(Value::String(text)) => values.push(json!({"role": "system", "content": text})),
+        Some(blocks) => values.extend(messages_of("system", &blocks)?),
+    }
+    for message in request.objects("messages")? {
+        let role = message.text("role")?.unwrap_or_else(|| "user".to_owned());
+        values.extend(messages_of(&role, &message.value("content")?.unwrap_or_default())?);
+    }
+    let tools = request.value("tools")?.as_ref().and_then(Value::as_array).map(|tools| {
+        let schema =
+            |tool: &Value| said::tool_schema(tool.get("name"), tool.get("description"), tool.get("input_schema"));
+        tools.iter().map(schema).collect::<Vec<_>>()
+    });
+    let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
+    let sampling = sampling_of(request, "temperature", "top_p")?;
+    let tools = tools.and_then(schemas);
+    let model = request.text("model")?;
+    Ok(Request { messages, tools, model, sampling, ..Request::default() })
+}

@@ -1,0 +1,221 @@
+//! Legacy completions: `{"choices": [{"text", "logprobs": {"tokens", "token_logprobs", "text_offset"}}]}`.
+//!
+//! Source: openai `types/completion.py`, vLLM `completion/serving.py`, Together and Fireworks SDKs. With `echo` the list begins
+//! with the prompt, whose first logprob is null; it is cut off here. The list of a server that stops at a stop string may
+//! run past it: those tokens stay and are noted. vLLM adds `token_ids` and `prompt_token_ids`.
+
+use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
+use super::kits::listing::tokens_from;
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::object::Numbers;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop, Tokens};
+use serde::Deserialize;
+use serde_json::Value;
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "completions", sign: "its `choices` have `text`" },
+    signs: &["choices"],
+    knows,
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+fn knows(response: &Outline<'_>) -> bool {
+    let choices = response.objects("choices").unwrap_or_default();
+    choices.first().is_some_and(|choice| choice.names("text") && !choice.has("message") && !choice.has("delta"))
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    let mut text = choice.text("text")?.unwrap_or_default();
+    let listed = choice.logprobs("logprobs")?;
+    let sent = sent_prompt(asked)?.of(choice.count("index")?.unwrap_or(0));
+    generation.prompt = reported_prompt(response, &choice)?.unwrap_or_else(|| sent.clone());
+    let ids = choice.ids("token_ids")?;
+    let tokens = match listed {
+        Some(listed) if echoes(asked, &listed)? => {
+            let echo = Echo { listed: &listed, ids: ids.as_deref(), prompt: &generation.prompt };
+            let start = echo.length(response, &choice)?;
+            text = echo.completion(&text, &sent, start, &choice)?;
+            Some(tokens_from(&listed, start))
+        }
+        listed => listed,
+    };
+    let numbers = Numbers::listed(tokens, ids);
+    generation.tokens = numbers.into_tokens()?;
+    generation.finish_reason = finish_under(&choice, "finish_reason")?;
+    generation.stop = stop_under(&choice, "stop_reason")?;
+    note_past_stop(&mut generation, &text, asked)?;
+    generation.text = Some(text.clone());
+    Ok(Entry::sampled(spoken(&text), generation, unused))
+}
+
+/// The prompt's ids as the server reports them, on the choice or beside it.
+fn reported_prompt(response: &Outline<'_>, choice: &Outline<'_>) -> Decoded<Option<Prompt>> {
+    let ids = match choice.ids("prompt_token_ids")? {
+        Some(ids) => Some(ids),
+        None => response.ids("prompt_token_ids")?,
+    };
+    Ok(ids.map(Prompt::Ids))
+}
+
+/// What was sent: one prompt or several, in text or in ids.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Sent {
+    Text(String),
+    Ids(Vec<u32>),
+    Texts(Vec<String>),
+    IdLists(Vec<Vec<u32>>),
+}
+
+/// The prompts of a request, and how many choices each has.
+struct SentPrompt {
+    prompts: Option<Sent>,
+    each: usize,
+}
+
+fn sent_prompt(asked: &Asked<'_>) -> Decoded<SentPrompt> {
+    let Some(request) = asked.request else { return Ok(SentPrompt { prompts: None, each: 1 }) };
+    let each = request.count("n")?.unwrap_or(1).max(1) as usize;
+    Ok(SentPrompt { prompts: request.typed("prompt")?, each })
+}
+
+impl SentPrompt {
+    /// The prompt of choice `index`.
+    fn of(self, index: i32) -> Prompt {
+        let at = index as usize / self.each;
+        match self.prompts {
+            Some(Sent::Text(text)) => Prompt::Text(text),
+            Some(Sent::Ids(ids)) => Prompt::Ids(ids),
+            Some(Sent::Texts(texts)) => texts.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Text),
+            Some(Sent::IdLists(lists)) => lists.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Ids),
+            None => Prompt::Unknown,
+        }
+    }
+}
+
+/// Whether the list begins with the prompt: the request says so, or a first logprob of null where there is no request.
+fn echoes(asked: &Asked<'_>, listed: &Tokens) -> Decoded<bool> {
+    match asked.request {
+        Some(request) => Ok(request.value("echo")? == Some(Value::Bool(true))),
+        None => Ok(listed.logprobs.as_ref().and_then(|values| values.first()).is_some_and(|value| value.is_nan())
+            && listed.missing == 1),
+    }
+}
+
+/// A list that begins with the prompt.
+struct Echo<'a> {
+    listed: &'a Tokens,
+    ids: Option<&'a [u32]>,
+    prompt: &'a Prompt,
+}
+
+impl Echo<'_> {
+    /// How many of the listed tokens are the prompt's.
+    fn length(&self, response: &Outline<'_>, choice: &Outline<'_>) -> Decoded<usize> {
+        let total = self.listed.len();
+        if let Some(sampled) = self.ids.map(<[u32]>::len).filter(|sampled| *sampled < total) {
+            return Ok(total - sampled);
+        }
+        if let Prompt::Ids(ids) = self.prompt {
+            return if ids.len() <= total { Ok(ids.len()) } else { Err(unknown_echo()) };
+        }
+        if let (Prompt::Text(prompt), Some(offsets)) = (self.prompt, offsets(choice)?) {
+            let end = prompt.chars().count() as u64;
+            return Ok(offsets.iter().take_while(|offset| **offset < end).count().min(total));
+        }
+        let usage = response.object("usage")?.unwrap_or_default();
+        match (usage.count("prompt_tokens")?, usage.count("completion_tokens")?) {
+            (Some(prompt), Some(sampled)) if prompt as usize + sampled as usize == total => Ok(prompt as usize),
+            _ => Err(unknown_echo()),
+        }
+    }
+
+    /// The text after the prompt's. With `return_token_ids` vLLM lists the prompt and leaves it out of the text.
+    fn completion(&self, text: &str, sent: &Prompt, start: usize, choice: &Outline<'_>) -> Decoded<String> {
+        let sampled = self.listed.texts.as_ref().map(|texts| {
+            let from = start.checked_sub(1).and_then(|last| texts.ends.get(last)).map_or(0, |end| *end as usize);
+            texts.data.get(from..).unwrap_or_default()
+        });
+        if sampled == Some(text.as_bytes()) {
+            return Ok(text.to_owned());
+        }
+        let prompt = if let Prompt::Text(prompt) = sent { prompt.as_str() } else { "" };
+        if let Some(rest) = text.strip_prefix(prompt).filter(|_| !prompt.is_empty()) {
+            return Ok(rest.to_owned());
+        }
+        let offsets = offsets(choice)?.unwrap_or_default();
+        let holds_prompt = offsets.last().is_some_and(|last| text.chars().count() as u64 >= *last);
+        Ok(match offsets.get(start).filter(|_| holds_prompt) {
+            Some(offset) => text.chars().skip(usize::try_from(*offset).unwrap_or(usize::MAX)).collect(),
+            None => text.to_owned(),
+        })
+    }
+}
+
+/// Where each token begins, in characters of the text.
+fn offsets(choice: &Outline<'_>) -> Decoded<Option<Vec<u64>>> {
+    let Some(logprobs) = choice.object("logprobs")? else { return Ok(None) };
+    Ok(if logprobs.is("text_offset", Shape::List) { logprobs.typed("text_offset")? } else { None })
+}
+
+fn unknown_echo() -> Rejection {
+    reject(Reason::Incomplete, "the token list begins with the prompt, and where that ends is not known")
+        .why("Tokens of the prompt would be trained as if they were sampled")
+        .cure("Record the request beside the response, or turn `echo` off")
+}
+
+/// Notes tokens behind the text: a stop string, and what the server sampled past it.
+fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) -> Decoded<()> {
+    let tokens = &generation.tokens;
+    let Some(texts) = tokens.texts.as_ref().filter(|_| tokens.ids.is_none()) else { return Ok(()) };
+    if generation.finish_reason.as_deref() != Some("stop") || texts.known.contains(&false) {
+        return Ok(());
+    }
+    let body = texts.ends.iter().filter(|end| (**end as usize) <= text.len()).count();
+    let rest = texts.data.get(text.len()..).unwrap_or_default();
+    if rest.is_empty() || !texts.data.starts_with(text.as_bytes()) {
+        return Ok(());
+    }
+    let stops = stop_strings(asked)?;
+    let matched = stops.into_iter().find(|stop| rest.starts_with(stop.as_bytes()));
+    let past = texts.len() - body;
+    if generation.stop == Stop::Unsaid && (matched.is_some() || past > 1) {
+        generation.notes.push(Note {
+            reason: drift::Reason::StopStringTruncated,
+            count: past as u32,
+            detail: format!(
+                "the text ends after {body} of {} listed tokens; the others run past the stop",
+                texts.len()
+            ),
+        });
+        generation.stop = matched.map_or(Stop::Unsaid, Stop::Text);
+    }
+    Ok(())
+}
+
+fn stop_strings(asked: &Asked<'_>) -> Decoded<Vec<String>> {
+    let stop = asked.request.map_or(Ok(None), |request| request.value("stop"))?;
+    Ok(match stop {
+        Some(Value::String(text)) => vec![text],
+        Some(Value::Array(list)) => {
+            list.into_iter().filter_map(|item| item.as_str().filter(|s| !s.is_empty()).map(str::to_owned)).collect()
+        }
+        _ => Vec::new(),
+    })
+}
+
+/// The prompt depends on which choice was used, so `answer` reads it.
+pub(super) fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let sampling = sampling_of(request, "temperature", "top_p")?;
+    let model = request.text("model")?;
+    Ok(Request { model, prompt: Prompt::Unknown, sampling, ..Request::default() })
+}

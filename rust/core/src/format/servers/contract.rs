@@ -1,0 +1,105 @@
+//! What a server's file says of itself, and what it is told of a call.
+
+use crate::format::form::Form;
+use crate::format::json::fields::{Sampling, magnitude_of};
+use crate::format::json::outline::Outline;
+use crate::format::normal::calls::Request;
+use crate::format::normal::finish;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::{Generation, LogprobKind, Message, Stop};
+use serde_json::Value;
+
+/// How one server writes.
+pub struct Server {
+    pub form: Form,
+    /// Keys of a response that make a record worth asking about.
+    pub signs: &'static [&'static str],
+    /// Whether this is a response of it.
+    pub knows: fn(&Outline<'_>) -> bool,
+    /// The response as a message and its generation.
+    pub answer: fn(&Outline<'_>, &Asked<'_>) -> Decoded<Entry>,
+    /// The request that stands beside it.
+    pub request: fn(&Outline<'_>) -> Decoded<Request>,
+    /// Temperature and top-p of a request that names none.
+    pub defaults: Sampling,
+}
+
+/// Temperature and top-p of 1.
+pub const PLAIN: Sampling = sampling_defaults(1.0, 1.0);
+
+pub const fn sampling_defaults(temperature: f32, top_p: f32) -> Sampling {
+    Sampling { temperature: Some(temperature), top_p: Some(top_p), policy_version: None, logprob_kind: None }
+}
+
+/// What is known of a call before its response is read.
+pub struct Asked<'a> {
+    /// Which of several choices was used, where the record says.
+    pub choice: Option<i32>,
+    /// How it was sampled.
+    pub sampling: &'a Sampling,
+    /// The request, where it is there.
+    pub request: Option<&'a Outline<'a>>,
+}
+
+impl Asked<'_> {
+    /// A generation sampled so; `kind` is what the server's logprobs are of, where the record does not say.
+    pub fn generation(&self, kind: LogprobKind) -> Generation {
+        Generation {
+            logprob_kind: self.sampling.logprob_kind.unwrap_or(kind),
+            temperature: self.sampling.temperature,
+            top_p: self.sampling.top_p,
+            policy_version: self.sampling.policy_version.unwrap_or(-1),
+            ..Generation::default()
+        }
+    }
+
+    /// The item that the record names by its `index`, the first where it names none; and how many are left unused.
+    pub fn pick<'o>(&self, items: Vec<Outline<'o>>, what: &str) -> Decoded<(Outline<'o>, u32)> {
+        let total = items.len();
+        let wanted = self.choice.unwrap_or(0);
+        let mut by_position = None;
+        for (position, item) in items.into_iter().enumerate() {
+            match item.count("index")? {
+                Some(index) if index == wanted => return Ok((item, self.unused(total))),
+                None if position as i32 == wanted => return Ok((item, self.unused(total))),
+                _ if position as i32 == wanted => by_position = Some(item),
+                _ => {}
+            }
+        }
+        by_position.map(|item| (item, self.unused(total))).ok_or_else(|| {
+            reject(Reason::Incomplete, format!("choice {wanted} is asked for but the response has {total} {what}"))
+                .why("There is no generation to read")
+                .cure("Leave out failed calls when recording, and name an existing choice")
+        })
+    }
+
+    fn unused(&self, total: usize) -> u32 {
+        if self.choice.is_some() { 0 } else { (total - 1) as u32 }
+    }
+}
+
+/// What the policy said, as a message of its own.
+pub fn spoken(text: &str) -> Message {
+    Message { value: serde_json::json!({"role": "assistant", "content": text}), reward: None }
+}
+
+/// The stop token or stop string under a key, where the value is one.
+pub fn stop_under(outline: &Outline<'_>, key: &str) -> Decoded<Stop> {
+    Ok(match outline.value(key)? {
+        Some(Value::String(text)) => Stop::Text(text),
+        Some(Value::Number(id)) => id.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id),
+        _ => Stop::Unsaid,
+    })
+}
+
+/// The finish reason under a key, by its common name.
+pub fn finish_under(outline: &Outline<'_>, key: &str) -> Decoded<Option<String>> {
+    Ok(outline.text(key)?.map(|raw| finish::common(&raw).to_owned()))
+}
+
+/// Temperature and top-p, as the object names them.
+pub fn sampling_of(parameters: &Outline<'_>, temperature: &str, top_p: &str) -> Decoded<Sampling> {
+    let parameter = |key: &str| parameters.value(key)?.map_or(Ok(None), |value| magnitude_of(key, &value));
+    Ok(Sampling { temperature: parameter(temperature)?, top_p: parameter(top_p)?, ..Sampling::default() })
+}

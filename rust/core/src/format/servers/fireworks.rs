@@ -1,0 +1,89 @@
+//! Fireworks with `raw_output`: `choice.raw_output = {"prompt_token_ids", "completion", "completion_token_ids", "completion_logprobs"}`.
+//!
+//! Source: fireworks-ai 1.2.28 `types/shared/`. An entry's `sampling_logprob` is of the distribution that was sampled from, after temperature
+//! and top-p; `logprob` is of the model's own. The first is what a ratio needs, so it is taken where every entry has it, as
+//! `processed`; else `logprob`, as `raw`. The legacy list beside it says the same with less.
+
+use super::completions;
+use super::contract::{Asked, PLAIN, Server, finish_under, spoken};
+use super::kits::listing::{BytesOf, Listing, TextOf};
+use crate::format::form::Form;
+use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::object::Numbers;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::{Request, chat_request};
+use crate::format::normal::message::{Entry, message_of};
+use crate::format::rejection::Decoded;
+use crate::trace::{LogprobKind, Prompt, Tokens};
+use serde::Deserialize;
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "fireworks", sign: "its `choices` have `raw_output`" },
+    signs: &["choices"],
+    knows: |response| {
+        response.objects("choices").unwrap_or_default().iter().any(|choice| choice.is("raw_output", Shape::Object))
+    },
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+/// One entry of `completion_logprobs.content`.
+#[derive(Deserialize)]
+struct Listed {
+    token_id: Option<Id>,
+    #[serde(default)]
+    token: TextOf,
+    #[serde(default)]
+    bytes: BytesOf,
+    logprob: Option<Reading>,
+    sampling_logprob: Option<Reading>,
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
+    let raw = choice.object("raw_output")?.unwrap_or_default();
+    let (tokens, kind) = tokens(&raw, &choice)?;
+    let mut generation = asked.generation(kind);
+    let token_ids = match raw.ids("completion_token_ids")? {
+        Some(ids) => Some(ids),
+        None => choice.ids("token_ids")?,
+    };
+    generation.tokens = Numbers::listed(tokens, token_ids).into_tokens()?;
+    let prompt = match raw.ids("prompt_token_ids")? {
+        Some(ids) => Some(ids),
+        None => response.ids("prompt_token_ids")?,
+    };
+    generation.prompt = prompt.map_or(Prompt::Rendered, Prompt::Ids);
+    generation.finish_reason = finish_under(&choice, "finish_reason")?;
+    generation.text = raw.text("completion")?;
+    let message = match choice.object("message")? {
+        Some(message) => {
+            let mut fields = message.fields_without(&["logprobs", "token_ids"])?;
+            fields.entry("role").or_insert_with(|| "assistant".into());
+            message_of(fields)?
+        }
+        None => spoken(&choice.text("text")?.unwrap_or_default()),
+    };
+    Ok(Entry::sampled(message, generation, unused))
+}
+
+/// The numbers, and what they are of.
+fn tokens(raw: &Outline<'_>, choice: &Outline<'_>) -> Decoded<(Option<Tokens>, LogprobKind)> {
+    let logprobs = raw.object("completion_logprobs")?.unwrap_or_default();
+    let Some(listed) = logprobs.typed::<Vec<Listed>>("content")? else {
+        return Ok((choice.logprobs("logprobs")?, LogprobKind::Raw));
+    };
+    let processed = !listed.is_empty() && listed.iter().all(|entry| entry.sampling_logprob.is_some());
+    let mut listing = Listing::default();
+    for entry in listed {
+        let reading = if processed { entry.sampling_logprob } else { entry.logprob };
+        let (id, text, bytes) = (entry.token_id.map(|id| id.0), entry.token.0, entry.bytes.0);
+        listing.push(id, reading.unwrap_or(Reading::Missing), text.as_deref(), bytes.as_deref());
+    }
+    Ok((Some(listing.finish()), if processed { LogprobKind::Processed } else { LogprobKind::Raw }))
+}
+
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    if request.has("messages") { chat_request(request) } else { completions::request(request) }
+}

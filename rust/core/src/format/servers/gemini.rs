@@ -1,0 +1,163 @@
+//! Gemini's `generateContent`: `{"candidates": [{"content": {"parts"}, "logprobsResult": {"chosenCandidates": [...]}}]}`.
+//!
+//! Source: google-genai 3.4.0 `types.py`, whose dumps have snake_case keys where the wire has camelCase. `tokenId` is of a closed
+//! tokenizer. What the numbers are of is not documented.
+
+use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of};
+use super::kits::listing::{Listing, TextOf};
+use super::kits::said;
+use crate::format::form::Form;
+use crate::format::json::fields::{Fields, schemas};
+use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::Decoded;
+use crate::trace::{LogprobKind, Message, Schemas, Tokens};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "gemini", sign: "its `candidates` have `content`" },
+    signs: &["candidates"],
+    knows: |response| {
+        let first = response.objects("candidates").ok().and_then(|candidates| candidates.into_iter().next());
+        first.is_some_and(|candidate| {
+            candidate.is("content", Shape::Object) || candidate.names(key(&candidate, "finishReason"))
+        })
+    },
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+/// Keys in both spellings.
+const SPELLINGS: [(&str, &str); 12] = [
+    ("finishReason", "finish_reason"),
+    ("logprobsResult", "logprobs_result"),
+    ("chosenCandidates", "chosen_candidates"),
+    ("functionCall", "function_call"),
+    ("functionResponse", "function_response"),
+    ("systemInstruction", "system_instruction"),
+    ("generationConfig", "generation_config"),
+    ("functionDeclarations", "function_declarations"),
+    ("parametersJsonSchema", "parameters_json_schema"),
+    ("topP", "top_p"),
+    ("inlineData", "inline_data"),
+    ("fileData", "file_data"),
+];
+
+/// The spelling of a key that the object has.
+fn key(outline: &Outline<'_>, camel: &'static str) -> &'static str {
+    let snake = SPELLINGS.iter().find(|(name, _)| *name == camel).map_or(camel, |(_, snake)| snake);
+    if outline.has(snake) { snake } else { camel }
+}
+
+fn get<'v>(value: &'v Value, camel: &str) -> Option<&'v Value> {
+    let snake = SPELLINGS.iter().find(|(name, _)| *name == camel).map_or(camel, |(_, snake)| snake);
+    value.get(camel).or_else(|| value.get(snake)).filter(|value| !value.is_null())
+}
+
+/// A chosen token.
+#[derive(Deserialize)]
+struct Chosen {
+    #[serde(default)]
+    token: TextOf,
+    #[serde(alias = "token_id", rename = "tokenId")]
+    id: Option<Id>,
+    #[serde(alias = "log_probability", rename = "logProbability")]
+    logprob: Option<Reading>,
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let (candidate, unused) = asked.pick(response.objects("candidates")?, "candidates")?;
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    generation.tokens = tokens(&candidate)?;
+    generation.finish_reason = finish_under(&candidate, key(&candidate, "finishReason"))?;
+    let content = candidate.value("content")?.unwrap_or_default();
+    let messages = messages_of(&content, "model");
+    let message = messages.into_iter().find(|message| message["role"] == "assistant");
+    let message = message.unwrap_or_else(|| json!({"role": "assistant", "content": ""}));
+    Ok(Entry::sampled(Message { value: message, reward: None }, generation, unused))
+}
+
+fn tokens(candidate: &Outline<'_>) -> Decoded<Tokens> {
+    let result = candidate.object(key(candidate, "logprobsResult"))?.unwrap_or_default();
+    let chosen: Vec<Chosen> = result.typed(key(&result, "chosenCandidates"))?.unwrap_or_default();
+    let mut listing = Listing::default();
+    for token in chosen {
+        let reading = token.logprob.unwrap_or(Reading::Missing);
+        listing.push(token.id.map(|id| id.0), reading, token.token.0.as_deref(), None);
+    }
+    Ok(listing.finish())
+}
+
+/// The messages that a content stands for: its text and calls as one, each function response as a tool message.
+fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
+    let parts = match content {
+        Value::String(text) => return vec![json!({"role": "user", "content": text})],
+        _ => content.get("parts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default(),
+    };
+    let role = content.get("role").and_then(Value::as_str).unwrap_or(default_role);
+    let (mut text, mut thought, mut calls, mut messages) = (String::new(), String::new(), Vec::new(), Vec::new());
+    let mut media = Vec::new();
+    for part in parts {
+        if let Some(found) = part.get("text").and_then(Value::as_str) {
+            let hidden = part.get("thought") == Some(&Value::Bool(true));
+            if hidden { &mut thought } else { &mut text }.push_str(found);
+        } else if let Some(call) = get(part, "functionCall") {
+            calls.push(said::tool_call(call.get("id"), call.get("name"), call.get("args")));
+        } else if let Some(answer) = get(part, "functionResponse") {
+            let content = answer.get("response").map(Value::to_string).unwrap_or_default();
+            messages.push(said::tool_result(answer.get("id").or(answer.get("name")), answer.get("name"), &content));
+        } else if get(part, "inlineData").or(get(part, "fileData")).is_some() {
+            media.push(part.clone());
+        }
+    }
+    let speaks = !text.is_empty() || !calls.is_empty() || !thought.is_empty() || !media.is_empty();
+    if speaks || messages.is_empty() {
+        let role = if role == "model" { "assistant" } else { role };
+        messages.push(said::message(role, &text, &thought, calls, media));
+    }
+    messages
+}
+
+/// `contents` with `generationConfig`, or the SDK's `config`.
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let name = if request.has("config") { "config" } else { key(request, "generationConfig") };
+    let config = request.object(name)?.unwrap_or_default();
+    let sampling = sampling_of(&config, "temperature", key(&config, "topP"))?;
+    let system = match request.value(key(request, "systemInstruction"))? {
+        Some(system) => Some(system),
+        None => config.value(key(&config, "systemInstruction"))?,
+    };
+    let mut values = Vec::new();
+    for content in system.iter().flat_map(|system| messages_of(system, "system")) {
+        values.push(json!({"role": "system", "content": content["content"]}));
+    }
+    match request.value("contents")?.unwrap_or_default() {
+        Value::Array(contents) => values.extend(contents.iter().flat_map(|content| messages_of(content, "user"))),
+        Value::Null => {}
+        content => values.extend(messages_of(&content, "user")),
+    }
+    let tools = match request.value("tools")? {
+        Some(tools) => Some(tools),
+        None => config.value("tools")?,
+    };
+    let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
+    let template_kwargs = Fields::new();
+    let model = request.text("model")?;
+    Ok(Request { messages, tools: declared(tools), template_kwargs, model, sampling, ..Request::default() })
+}
+
+/// Function declarations as tool schemas.
+fn declared(tools: Option<Value>) -> Option<Schemas> {
+    let tools = tools?;
+    let lists = tools.as_array()?.iter().filter_map(|tool| get(tool, "functionDeclarations")?.as_array());
+    let schema = |declaration: &Value| {
+        let parameters = get(declaration, "parametersJsonSchema").or_else(|| declaration.get("parameters"));
+        said::tool_schema(declaration.get("name"), declaration.get("description"), parameters)
+    };
+    let list = lists.flatten().map(schema).collect();
+    schemas(list)
+}

@@ -1,0 +1,155 @@
+//! llama.cpp's `/completion`: `{"content", "tokens", "completion_probabilities": [{"id", "token", "bytes", "logprob"}]}`.
+//!
+//! Source: llama.cpp `tools/server/server-task.cpp`. The list is also called `probs`. With `post_sampling_probs` an entry has
+//! `prob`, of the distribution that was sampled from, in place of `logprob`, which is of the model's own; its logarithm is
+//! taken. Old servers list `{"content", "probs": [{"tok_str", "prob"}]}` for each token. Stop words are not listed, the end
+//! token is.
+
+use super::contract::{Asked, Server, sampling_of, spoken};
+use super::kits::listing::{BytesOf, Listing, TextOf};
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::fields::Sampling;
+use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::finish;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::Decoded;
+use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop};
+use serde::Deserialize;
+use serde_json::Value;
+
+pub(super) const SERVER: Server = Server {
+    form: Form {
+        name: "llama_cpp",
+        sign: "it has `content` and `completion_probabilities`, `stop_type` or `tokens_predicted`",
+    },
+    signs: &["completion_probabilities", "stop_type", "tokens_predicted", "probs"],
+    knows,
+    answer,
+    request,
+    defaults: Sampling { temperature: None, top_p: None, policy_version: None, logprob_kind: None },
+};
+
+fn knows(response: &Outline<'_>) -> bool {
+    let own = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
+    response.is("content", Shape::Text) && own.iter().any(|key| response.has(key))
+}
+
+/// A sampled token, in the new form or in the old one.
+#[derive(Deserialize)]
+struct Listed {
+    id: Option<Id>,
+    #[serde(default)]
+    token: TextOf,
+    #[serde(default)]
+    bytes: BytesOf,
+    logprob: Option<Reading>,
+    prob: Option<f64>,
+    /// Old form: the sampled text; at the top level of a response of one token, the candidate's.
+    #[serde(default, alias = "tok_str")]
+    content: TextOf,
+    probs: Option<Vec<Candidate>>,
+}
+
+/// A likely token of the old form.
+#[derive(Deserialize)]
+struct Candidate {
+    #[serde(default)]
+    tok_str: TextOf,
+    prob: f64,
+}
+
+impl Listed {
+    /// Its number, and whether that was given as a probability.
+    fn reading(&self) -> (Reading, bool) {
+        if let Some(reading) = self.logprob {
+            return (reading, false);
+        }
+        let among = || self.probs.iter().flatten().find(|candidate| candidate.tok_str.0 == self.content.0);
+        match self.prob.or_else(|| among().map(|candidate| candidate.prob)) {
+            Some(prob) => (Reading::of_probability(prob), true),
+            None => (Reading::Missing, false),
+        }
+    }
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let text = response.text("content")?.unwrap_or_default();
+    let key = if response.has("completion_probabilities") { "completion_probabilities" } else { "probs" };
+    let listed = response.typed::<Vec<Listed>>(key)?.unwrap_or_default();
+    let (mut listing, mut probabilities) = (Listing::default(), 0);
+    for entry in &listed {
+        let (reading, probability) = entry.reading();
+        probabilities += u32::from(probability);
+        let shown = entry.token.0.as_deref().or(entry.content.0.as_deref());
+        listing.push(entry.id.map(|id| id.0), reading, shown, entry.bytes.0.as_deref());
+    }
+    let kind = if probabilities > 0 { LogprobKind::Processed } else { LogprobKind::Raw };
+    let mut generation = asked.generation(kind);
+    generation.tokens = listing.finish();
+    if generation.tokens.ids.is_none() {
+        let count = generation.tokens.len();
+        generation.tokens.ids =
+            response.ids("tokens")?.filter(|ids| !ids.is_empty() && (count == 0 || ids.len() == count));
+    }
+    note_probabilities(&mut generation, probabilities);
+    settings(response, &mut generation)?;
+    finish_of(response, &mut generation)?;
+    generation.prompt = response.get("prompt").map_or(Ok(Prompt::Rendered), |_| prompt(response))?;
+    generation.text = Some(text.clone());
+    Ok(Entry::sampled(spoken(&text), generation, 0))
+}
+
+fn note_probabilities(generation: &mut Generation, count: u32) {
+    if count > 0 {
+        generation.notes.push(Note {
+            reason: drift::Reason::InvalidLogprob,
+            count,
+            detail: format!("{count} probabilities in place of logprobs: their logarithms are taken"),
+        });
+    }
+}
+
+/// The response repeats how it sampled.
+fn settings(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()> {
+    let settings = response.object("generation_settings")?.unwrap_or_default();
+    let settings = sampling_of(&settings, "temperature", "top_p")?;
+    generation.temperature = generation.temperature.or(settings.temperature);
+    generation.top_p = generation.top_p.or(settings.top_p);
+    Ok(())
+}
+
+/// `stop_type`, or the three flags of old servers.
+fn finish_of(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()> {
+    let flag = |key: &str| Ok(response.value(key)? == Some(Value::Bool(true)));
+    let word = response.text("stopping_word")?.filter(|word| !word.is_empty());
+    let kind = match response.text("stop_type")? {
+        Some(kind) if kind == "none" => None,
+        Some(kind) => Some(kind),
+        None if flag("stopped_limit")? => Some("limit".to_owned()),
+        None if flag("stopped_word")? => Some("word".to_owned()),
+        None if flag("stopped_eos")? => Some("eos".to_owned()),
+        None => None,
+    };
+    generation.finish_reason = kind.map(|kind| finish::common(&kind).to_owned());
+    generation.stop = word.map_or(Stop::Unsaid, Stop::Text);
+    Ok(())
+}
+
+/// A prompt is text or ids.
+fn prompt(outline: &Outline<'_>) -> Decoded<Prompt> {
+    Ok(match outline.get("prompt").map(Shape::of) {
+        Some(Shape::Text) => {
+            outline.text("prompt")?.filter(|text| !text.is_empty()).map_or(Prompt::Rendered, Prompt::Text)
+        }
+        Some(Shape::List) => outline.ids("prompt").ok().flatten().map_or(Prompt::Unknown, Prompt::Ids),
+        _ => Prompt::Unknown,
+    })
+}
+
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let sampling = sampling_of(request, "temperature", "top_p")?;
+    Ok(Request { prompt: prompt(request)?, sampling, ..Request::default() })
+}

@@ -1,0 +1,187 @@
+//! `RequestOutput` of vLLM and of TensorRT-LLM as JSON: `{"prompt_token_ids", "outputs": [{"token_ids", "logprobs"}]}`.
+//!
+//! Sources: vllm 0.32 `outputs.py`, `logprobs.py`; TensorRT-LLM `executor/result.py`. `logprobs` is a list of `{id: {"logprob", "rank",
+//! "decoded_token"}}` (JSON makes the ids strings, and whoever sorts keys loses which came first: the entry is picked by id), a
+//! list of numbers (TensorRT-LLM), or vLLM's `FlatLogprobs`. Values are not clamped: -inf and NaN occur. Raw or processed is an option
+//! of the engine that the object does not name.
+
+use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
+use super::kits::listing::{Listing, TextOf};
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::{Request, chat_request};
+use crate::format::normal::extras::{routed_experts, sampling_mask, version_spans};
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::{LogprobKind, Note, Prompt, Tokens};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+pub(super) const VLLM: Server = Server {
+    form: Form { name: "vllm_offline", sign: "its `outputs` have `token_ids`" },
+    signs: &["outputs"],
+    knows: |response| first_output(response).is_some(),
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+pub(super) const TENSORRT_LLM: Server = Server {
+    form: Form {
+        name: "tensorrt_llm",
+        sign: "its `outputs` have `token_ids` and `generation_logits` or `disaggregated_params`",
+    },
+    signs: &["outputs"],
+    knows: |response| {
+        first_output(response)
+            .is_some_and(|output| output.names("generation_logits") || output.names("disaggregated_params"))
+    },
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+fn first_output<'a>(response: &Outline<'a>) -> Option<Outline<'a>> {
+    let first = response.objects("outputs").ok()?.into_iter().next()?;
+    first.is("token_ids", Shape::List).then_some(first)
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let (output, unused) = asked.pick(response.objects("outputs")?, "outputs")?;
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    let ids = output.ids("token_ids")?.ok_or_else(|| {
+        reject(Reason::Incomplete, "an output has no `token_ids`")
+            .why("Which entry of its logprobs was sampled cannot be known")
+            .cure("Write the output's token_ids")
+    })?;
+    let (tokens, note) = sampled(&output, ids)?;
+    generation.tokens = tokens;
+    generation.notes.extend(note);
+    generation.prompt = match (response.ids("prompt_token_ids")?, response.text("prompt")?) {
+        (Some(ids), _) => Prompt::Ids(ids),
+        (None, Some(text)) => Prompt::Text(text),
+        (None, None) => Prompt::Rendered,
+    };
+    generation.finish_reason = finish_under(&output, "finish_reason")?;
+    generation.stop = stop_under(&output, "stop_reason")?;
+    generation.cumulative_logprob = output.number("cumulative_logprob").ok().flatten();
+    generation.versions = version_spans(&output)?;
+    let mask = sampling_mask(&output, "sampling_mask")?;
+    generation.extras = routed_experts(&output)?.into_iter().chain(mask).collect();
+    generation.text = output.text("text")?;
+    let message = spoken(generation.text.as_deref().unwrap_or_default());
+    Ok(Entry::sampled(message, generation, unused))
+}
+
+/// One entry of a step.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Listed {
+    Named {
+        logprob: Reading,
+        #[serde(default)]
+        decoded_token: TextOf,
+    },
+    Bare(Reading),
+}
+
+impl Listed {
+    fn parts(self) -> (Reading, Option<Vec<u8>>) {
+        match self {
+            Self::Named { logprob, decoded_token } => (logprob, decoded_token.0),
+            Self::Bare(reading) => (reading, None),
+        }
+    }
+}
+
+/// The sampled tokens with their logprobs, and a note where more steps are listed than tokens.
+fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>)> {
+    if output.is("logprobs", Shape::Object) {
+        let flat: Flat = output.typed("logprobs")?.unwrap_or_default();
+        return Ok((flat.of(&ids), None));
+    }
+    let Some(steps) = output.list("logprobs")? else {
+        return Ok((Tokens { ids: Some(ids), ..Tokens::default() }, None));
+    };
+    let extra = steps.len().saturating_sub(ids.len());
+    let mut tokens = if steps.iter().any(|step| Shape::of(step) == Shape::Object) {
+        of_steps(&steps, &ids)?
+    } else {
+        let mut tokens = output.logprobs("logprobs")?.unwrap_or_default();
+        tokens.logprobs.iter_mut().for_each(|logprobs| logprobs.truncate(ids.len()));
+        tokens
+    };
+    tokens.ids = Some(ids);
+    let note = (extra > 0).then(|| Note {
+        reason: drift::Reason::StopStringTruncated,
+        count: extra as u32,
+        detail: format!("{extra} more logprobs than tokens: a stop word was trimmed from the tokens alone"),
+    });
+    Ok((tokens, note))
+}
+
+/// The sampled tokens of a list of `{id: entry}`.
+fn of_steps(steps: &[&RawValue], ids: &[u32]) -> Decoded<Tokens> {
+    let mut listing = Listing::default();
+    for (at, (step, &id)) in steps.iter().zip(ids).enumerate() {
+        let (reading, text) = step_of(step, id, at)?;
+        listing.push(Some(id), reading, text.as_deref(), None);
+    }
+    Ok(listing.finish())
+}
+
+/// What a step says of the token that was sampled.
+fn step_of(step: &RawValue, id: u32, at: usize) -> Decoded<(Reading, Option<Vec<u8>>)> {
+    let place = format!("logprobs[{at}]");
+    if Shape::of(step) == Shape::Object {
+        let entry: Option<Listed> = Outline::of(step, &place)?.typed(&id.to_string()).map_err(|r| r.inside(&place))?;
+        return Ok(entry.map_or((Reading::Missing, None), Listed::parts));
+    }
+    let wrapped = format!("{{\"logprob\":{}}}", step.get());
+    let reading: Option<Reading> = Outline::parse(&wrapped)?.typed("logprob").map_err(|r| r.inside(&place))?;
+    Ok((reading.unwrap_or(Reading::Missing), None))
+}
+
+/// `FlatLogprobs`: the entries of step i stand at `start_indices[i]..end_indices[i]`.
+#[derive(Deserialize, Default)]
+struct Flat {
+    start_indices: Vec<usize>,
+    end_indices: Vec<usize>,
+    token_ids: Vec<Id>,
+    logprobs: Vec<Reading>,
+    #[serde(default)]
+    decoded_tokens: Vec<TextOf>,
+}
+
+impl Flat {
+    /// The first entry of each step that is of the sampled token; it may stand there twice.
+    fn of(&self, ids: &[u32]) -> Tokens {
+        let mut listing = Listing::default();
+        for (&id, (&start, &end)) in ids.iter().zip(self.start_indices.iter().zip(&self.end_indices)) {
+            let step = self.token_ids.get(start..end).unwrap_or_default();
+            let found = step.iter().position(|listed| listed.0 == id).map(|offset| start + offset);
+            let reading = found.and_then(|at| self.logprobs.get(at)).copied().unwrap_or(Reading::Missing);
+            let text = found.and_then(|at| self.decoded_tokens.get(at)).and_then(|text| text.0.as_deref());
+            listing.push(Some(id), reading, text, None);
+        }
+        Tokens { ids: Some(ids.to_vec()), ..listing.finish() }
+    }
+}
+
+/// `{"prompt" | "prompt_token_ids", "sampling_params"}` as `LLM.generate` is called, or `{"messages"}` as `LLM.chat` is.
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    if request.has("messages") {
+        return chat_request(request);
+    }
+    let parameters = request.object("sampling_params")?.unwrap_or_default();
+    let sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let prompt = match (request.ids("prompt_token_ids")?, request.get("prompt").map(Shape::of)) {
+        (Some(ids), _) => Prompt::Ids(ids),
+        (None, Some(Shape::Text)) => request.text("prompt")?.map_or(Prompt::Unknown, Prompt::Text),
+        (None, Some(Shape::List)) => request.ids("prompt")?.map_or(Prompt::Unknown, Prompt::Ids),
+        _ => Prompt::Unknown,
+    };
+    Ok(Request { prompt, sampling, ..Request::default() })
+}

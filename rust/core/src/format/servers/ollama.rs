@@ -1,0 +1,102 @@
+//! Ollama's `/api/generate` and `/api/chat`: `{"response" | "message", "done", "logprobs": [{"token", "logprob", "bytes"}]}`.
+//!
+//! Source: ollama 0.6.3 `_types.py` (the client) and ollama issue 13497: `bytes` of a token that is a part of a character are those of
+//! U+FFFD. Such bytes are no evidence: they are unknown here, and noted. What the logprobs are of
+//! is not documented. `context` is not read: it leaves out which of its ids were sampled.
+
+use super::contract::{Asked, Server, finish_under, sampling_of, spoken};
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::fields::{Fields, Sampling};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::{Request, chat_request};
+use crate::format::normal::message::{Entry, message_of};
+use crate::format::rejection::Decoded;
+use crate::trace::{Generation, LogprobKind, Message, Note, Pieces, Prompt};
+use serde_json::{Value, json};
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "ollama", sign: "it has `done` beside `response` or `message`" },
+    signs: &["done", "done_reason"],
+    knows,
+    answer,
+    request,
+    defaults: Sampling { temperature: None, top_p: None, policy_version: None, logprob_kind: None },
+};
+
+/// What the bytes of a part of a character become when they are read as text.
+const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
+
+fn knows(response: &Outline<'_>) -> bool {
+    response.is("done", Shape::Bool) && (response.is("response", Shape::Text) || response.is("message", Shape::Object))
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    generation.tokens = response.logprobs("logprobs")?.unwrap_or_default();
+    forget_lies(&mut generation);
+    generation.finish_reason = finish_under(response, "done_reason")?;
+    let message = if let Some(message) = response.object("message")? {
+        message_of(told(message.fields_without(&["images"])?))?
+    } else {
+        let text = response.text("response")?.unwrap_or_default();
+        let mut message = spoken(&text);
+        if let Some(thinking) = response.text("thinking")?.filter(|thinking| !thinking.is_empty()) {
+            message.value["reasoning_content"] = Value::String(thinking);
+        }
+        generation.text = Some(text);
+        message
+    };
+    Ok(Entry::sampled(message, generation, 0))
+}
+
+/// Bytes that are U+FFFD say nothing about the token.
+fn forget_lies(generation: &mut Generation) {
+    let Some(bytes) = &generation.tokens.bytes else { return };
+    let mut kept = Pieces::default();
+    let mut lies = 0;
+    for index in 0..bytes.len() {
+        let piece = bytes.get(index).filter(|piece| memchr::memmem::find(piece, REPLACEMENT).is_none());
+        lies += u32::from(piece.is_none() && bytes.get(index).is_some());
+        kept.push(piece);
+    }
+    if lies > 0 {
+        generation.tokens.bytes = Some(kept).filter(|kept| kept.known.contains(&true));
+        let detail = format!("{lies} tokens are given the bytes of U+FFFD, which are not theirs");
+        generation.notes.push(Note { reason: drift::Reason::LossyText, count: lies, detail });
+    }
+}
+
+/// `thinking` by the name that templates read.
+fn told(mut message: Fields) -> Fields {
+    if let Some(thinking) = message.remove("thinking").filter(|thinking| thinking.as_str() != Some("")) {
+        message.entry("reasoning_content").or_insert(thinking);
+    }
+    message.entry("role").or_insert_with(|| "assistant".into());
+    message
+}
+
+/// `/api/chat` has `messages`; `/api/generate` a `prompt` that its template renders, unless it is `raw`.
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let options = request.object("options")?.unwrap_or_default();
+    let sampling = sampling_of(&options, "temperature", "top_p")?;
+    if request.has("messages") {
+        let mut chat = chat_request(request)?;
+        for message in &mut chat.messages {
+            if let Value::Object(fields) = &mut message.value {
+                *fields = told(std::mem::take(fields));
+            }
+        }
+        return Ok(Request { sampling, ..chat });
+    }
+    let model = request.text("model")?;
+    let prompt = request.text("prompt")?.unwrap_or_default();
+    if request.value("raw")? == Some(Value::Bool(true)) {
+        return Ok(Request { model, prompt: Prompt::Text(prompt), sampling, ..Request::default() });
+    }
+    let system = request.text("system")?.filter(|system| !system.is_empty());
+    let said = |role: &str, content: String| Message { value: json!({"role": role, "content": content}), reward: None };
+    let system = system.map(|system| said("system", system));
+    let messages = system.into_iter().chain([said("user", prompt)]).collect();
+    Ok(Request { messages, model, sampling, ..Request::default() })
+}

@@ -1,0 +1,218 @@
+//! OpenAI's Responses API: `{"object": "response", "output": [{"type": "message", "content": [{"type": "output_text", "logprobs"}]}]}`.
+//!
+//! Source: openai 2.54.0 `types/responses/`. Logprobs stand on each text part; reasoning and function calls carry none, so a turn that
+//! has them is known in part, and noted. Items become the chat completions API's messages; consecutive items of the model
+//! are one assistant message. What the numbers are of is not documented.
+
+use super::contract::{Asked, PLAIN, Server, sampling_of};
+use super::kits::listing::{BytesOf, Listing, TextOf};
+use super::kits::said;
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::fields::schemas;
+use crate::format::json::numbers::Reading;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::finish;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::{Generation, LogprobKind, Message, Note, Prompt};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "responses", sign: "its `output` is a list of typed items" },
+    signs: &["output"],
+    knows: |response| {
+        let items = response.objects("output").unwrap_or_default();
+        items.first().is_some_and(|item| item.is("type", Shape::Text))
+    },
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+/// A token of a text part.
+#[derive(Deserialize)]
+struct Listed {
+    #[serde(default)]
+    token: TextOf,
+    #[serde(default)]
+    bytes: BytesOf,
+    logprob: Reading,
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    let (mut listing, mut silent) = (Listing::default(), 0);
+    let mut turn = Turn::default();
+    for item in response.objects("output")? {
+        let value = Value::Object(item.fields_without(&["content"])?);
+        let parts = item.objects("content")?;
+        let listed = listing_of(&parts, &mut listing)?;
+        silent += u32::from(!listed);
+        let contents = parts.iter().map(|part| part.fields_without(&["logprobs"]).map(Value::Object));
+        turn.take(&value, &contents.collect::<Decoded<Vec<_>>>()?);
+    }
+    generation.tokens = listing.finish();
+    generation.finish_reason = finished(response, &turn)?;
+    note_silence(response, &mut generation, silent)?;
+    let own = sampling_of(response, "temperature", "top_p")?;
+    generation.temperature = own.temperature.or(generation.temperature);
+    generation.top_p = own.top_p.or(generation.top_p);
+    Ok(Entry::sampled(Message { value: turn.message(), reward: None }, generation, 0))
+}
+
+/// Adds the tokens of an item's text parts; false where it has none.
+fn listing_of(parts: &[Outline<'_>], listing: &mut Listing) -> Decoded<bool> {
+    let mut listed = false;
+    for part in parts {
+        for token in part.typed::<Vec<Listed>>("logprobs")?.unwrap_or_default() {
+            listing.push(None, token.logprob, token.token.0.as_deref(), token.bytes.0.as_deref());
+            listed = true;
+        }
+    }
+    Ok(listed)
+}
+
+/// Items without tokens beside some with: what was sampled is known in part.
+fn note_silence(response: &Outline<'_>, generation: &mut Generation, silent: u32) -> Decoded<()> {
+    let listed = generation.tokens.len();
+    if silent == 0 || listed == 0 {
+        return Ok(());
+    }
+    let usage = response.object("usage")?.unwrap_or_default();
+    let sampled = usage.count("output_tokens")?.unwrap_or(0) as usize;
+    let count = sampled.saturating_sub(listed) as u32;
+    let detail = format!("{silent} items of the output (reasoning, function calls) list no tokens");
+    generation.notes.push(Note { reason: drift::Reason::ReasoningFieldSplit, count, detail });
+    Ok(())
+}
+
+fn finished(response: &Outline<'_>, turn: &Turn) -> Decoded<Option<String>> {
+    let details = response.object("incomplete_details")?.unwrap_or_default();
+    if let Some(reason) = details.text("reason")? {
+        return Ok(Some(finish::common(&reason).to_owned()));
+    }
+    let status = response.text("status")?;
+    Ok(match status.as_deref() {
+        Some("completed") if !turn.calls.is_empty() => Some("tool_calls".to_owned()),
+        status => status.map(|status| finish::common(status).to_owned()),
+    })
+}
+
+/// Consecutive items of the model.
+#[derive(Default)]
+struct Turn {
+    text: String,
+    refusal: String,
+    reasoning: String,
+    calls: Vec<Value>,
+    any: bool,
+}
+
+impl Turn {
+    /// Adds an item of the model; false where it is of someone else.
+    fn take(&mut self, item: &Value, content: &[Value]) -> bool {
+        let string = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
+        match string(item, "type").as_str() {
+            "reasoning" => {
+                let said = if content.is_empty() { item.get("summary").and_then(Value::as_array) } else { None };
+                for part in content.iter().chain(said.into_iter().flatten()) {
+                    self.reasoning.push_str(&string(part, "text"));
+                }
+            }
+            "function_call" | "custom_tool_call" => {
+                let id = item.get("call_id").or_else(|| item.get("id"));
+                let arguments = item.get("arguments").or_else(|| item.get("input"));
+                self.calls.push(said::tool_call(id, item.get("name"), arguments));
+            }
+            "message" | "" if string(item, "role") == "assistant" => {
+                for part in content {
+                    self.text.push_str(&string(part, "text"));
+                    self.refusal.push_str(&string(part, "refusal"));
+                }
+                self.text.push_str(&string(item, "content"));
+            }
+            _ => return false,
+        }
+        self.any = true;
+        true
+    }
+
+    fn message(self) -> Value {
+        let mut message = said::message("assistant", &self.text, &self.reasoning, self.calls, Vec::new());
+        if !self.refusal.is_empty() {
+            message["refusal"] = Value::String(self.refusal);
+        }
+        message
+    }
+
+    fn end(&mut self, messages: &mut Vec<Value>) {
+        let turn = std::mem::take(self);
+        messages.extend(turn.any.then(|| turn.message()));
+    }
+}
+
+/// `instructions` and `input`: a string, or items.
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let mut values = Vec::new();
+    if let Some(instructions) = request.text("instructions")? {
+        values.push(json!({"role": "system", "content": instructions}));
+    }
+    match request.value("input")? {
+        None => {}
+        Some(Value::String(text)) => values.push(json!({"role": "user", "content": text})),
+        Some(Value::Array(items)) => history(&items, &mut values),
+        Some(_) => {
+            return Err(reject(Reason::WrongType, "`input` is neither a string nor a list of items")
+                .why("What the policy was asked is not known")
+                .cure("Record the request as it was sent"));
+        }
+    }
+    // What the server kept of an earlier response is not in the request.
+    let prompt = if request.has("previous_response_id") { Prompt::Unknown } else { Prompt::Rendered };
+    let tools = request.value("tools")?.as_ref().and_then(Value::as_array).map(|tools| {
+        let functions = tools.iter().filter(|tool| tool.get("type").is_some_and(|kind| kind == "function"));
+        let schema =
+            |tool: &Value| said::tool_schema(tool.get("name"), tool.get("description"), tool.get("parameters"));
+        functions.map(schema).collect::<Vec<_>>()
+    });
+    let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
+    let tools = tools.and_then(schemas);
+    let sampling = sampling_of(request, "temperature", "top_p")?;
+    Ok(Request { messages, tools, model: request.text("model")?, prompt, sampling, ..Request::default() })
+}
+
+/// Input items as messages.
+fn history(items: &[Value], messages: &mut Vec<Value>) {
+    let mut turn = Turn::default();
+    for item in items {
+        let content = item.get("content").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        if turn.take(item, content) {
+            continue;
+        }
+        turn.end(messages);
+        let text = |value: Option<&Value>| match value {
+            Some(Value::String(text)) => Value::String(text.clone()),
+            Some(Value::Array(parts)) => plain_parts(parts),
+            Some(other) => Value::String(other.to_string()),
+            None => Value::String(String::new()),
+        };
+        if let Some("function_call_output" | "custom_tool_call_output") = item.get("type").and_then(Value::as_str) {
+            let output = text(item.get("output"));
+            let output = output.as_str().map_or_else(|| output.to_string(), str::to_owned);
+            messages.push(said::tool_result(item.get("call_id"), None, &output));
+        } else {
+            let role = item.get("role").and_then(Value::as_str).unwrap_or("user");
+            messages.push(json!({"role": role, "content": text(item.get("content"))}));
+        }
+    }
+    turn.end(messages);
+}
+
+/// Text parts as one text; parts with anything else stay parts.
+fn plain_parts(parts: &[Value]) -> Value {
+    let texts: Option<String> = parts.iter().map(|part| part.get("text").and_then(Value::as_str)).collect();
+    texts.map_or_else(|| Value::Array(parts.to_vec()), Value::String)
+}

@@ -1,0 +1,141 @@
+//! SGLang's `/generate`: `{"text", "output_ids", "meta_info": {"output_token_logprobs": [[logprob, id, text], ...]}}`.
+//!
+//! Source: sglang 0.5.23 `managers/tokenizer_manager.py`, `layers/sampler.py`. Logprobs stand first in each triple; the text
+//! may be null or absent. They are log-softmax of the logits divided by the temperature, before top-p and top-k (unless the
+//! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
+
+use super::contract::{Asked, PLAIN, Server, sampling_of, spoken};
+use super::kits::listing::{Listing, TextOf};
+use crate::drift;
+use crate::format::form::Form;
+use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::extras::{raw_experts, sampling_mask, version, version_spans};
+use crate::format::normal::finish;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::{LogprobKind, Note, Prompt, Stop, Tokens};
+use serde::Deserialize;
+use serde_json::Value;
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "sglang", sign: "it has `meta_info`" },
+    signs: &["meta_info"],
+    knows: |response| response.is("meta_info", Shape::Object),
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+/// `[logprob, id, text]`, `[logprob, id]`, or an object with the same.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Listed {
+    Triple(Reading, Id, TextOf),
+    Pair(Reading, Id),
+    Named {
+        #[serde(alias = "id")]
+        token_id: Id,
+        logprob: Reading,
+        #[serde(default)]
+        text: TextOf,
+    },
+}
+
+impl Listed {
+    fn parts(self) -> (Reading, u32, TextOf) {
+        match self {
+            Self::Triple(reading, Id(id), text) => (reading, id, text),
+            Self::Pair(reading, Id(id)) => (reading, id, TextOf(None)),
+            Self::Named { token_id: Id(id), logprob, text } => (logprob, id, text),
+        }
+    }
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let meta = response.object("meta_info")?.unwrap_or_default();
+    let text = response.text("text")?;
+    let mut generation = asked.generation(LogprobKind::Processed);
+    generation.tokens = tokens(response, &meta)?;
+    generation.prompt = prompt(&meta)?;
+    let finish = meta.value("finish_reason")?;
+    generation.finish_reason = finish.as_ref().and_then(kind).map(|kind| finish::common(kind).to_owned());
+    generation.stop = finish.as_ref().map(stop).unwrap_or_default();
+    if generation.policy_version < 0 {
+        generation.policy_version = meta.value("weight_version")?.as_ref().map_or(-1, version);
+    }
+    generation.versions = version_spans(&meta)?;
+    let sampled = generation.tokens.len();
+    let rows = (meta.count("prompt_tokens")?.unwrap_or(0) as usize + sampled).saturating_sub(1);
+    let experts = raw_experts(&meta, rows)?;
+    generation.extras.extend(experts.into_iter().chain(sampling_mask(&meta, "output_token_sampling_mask")?));
+    if generation.finish_reason.as_deref() == Some("abort") {
+        let why = finish.as_ref().and_then(|finish| finish.get("message")?.as_str()).unwrap_or("no message");
+        generation.notes.push(Note {
+            reason: drift::Reason::LengthTruncated,
+            count: sampled as u32,
+            detail: format!("the server aborted the generation: {why}"),
+        });
+    }
+    generation.text.clone_from(&text);
+    Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, 0))
+}
+
+fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
+    let listed = meta.typed::<Vec<Listed>>("output_token_logprobs")?;
+    let mut tokens = listed.map(listed_tokens).unwrap_or_default();
+    let Some(ids) = response.ids("output_ids")? else { return Ok(tokens) };
+    if let Some(own) = tokens.ids.as_ref().filter(|own| own.len() == ids.len() && **own != ids) {
+        let at = (0..ids.len()).find(|&at| own[at] != ids[at]).unwrap_or_default();
+        let what = format!("output_ids[{at}] is {} but its logprob is of token {}", ids[at], own[at]);
+        return Err(reject(Reason::Contradiction, what)
+            .why("Which of the two was sampled cannot be known")
+            .cure("Store the response as the server sent it"));
+    }
+    tokens.ids = Some(ids);
+    Ok(tokens)
+}
+
+fn listed_tokens(listed: Vec<Listed>) -> Tokens {
+    let mut listing = Listing::default();
+    for (reading, id, text) in listed.into_iter().map(Listed::parts) {
+        listing.push(Some(id), reading, text.0.as_deref(), None);
+    }
+    listing.finish()
+}
+
+/// The prompt's ids, where its logprobs were asked for from the first token on.
+fn prompt(meta: &Outline<'_>) -> Decoded<Prompt> {
+    let listed = meta.typed::<Vec<Listed>>("input_token_logprobs")?.unwrap_or_default();
+    let whole = meta.count("prompt_tokens")?.is_some_and(|count| count > 0 && count as usize == listed.len());
+    let ids = listed.into_iter().map(|listed| listed.parts().1).collect();
+    Ok(if whole { Prompt::Ids(ids) } else { Prompt::Rendered })
+}
+
+fn kind(finish: &Value) -> Option<&str> {
+    finish.as_str().or_else(|| finish.get("type")?.as_str())
+}
+
+fn stop(finish: &Value) -> Stop {
+    match finish.get("matched") {
+        Some(Value::String(text)) => Stop::Text(text.clone()),
+        Some(Value::Number(id)) => id.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id),
+        Some(Value::Array(ids)) => match ids.last().and_then(Value::as_u64).and_then(|id| u32::try_from(id).ok()) {
+            Some(id) => Stop::Id(id),
+            None => Stop::Unsaid,
+        },
+        _ => Stop::Unsaid,
+    }
+}
+
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let params = request.object("sampling_params")?.unwrap_or_default();
+    let prompt = match (request.ids("input_ids")?, request.text("text")?) {
+        (Some(ids), _) => Prompt::Ids(ids),
+        (None, Some(text)) => Prompt::Text(text),
+        (None, None) => Prompt::Unknown,
+    };
+    let sampling = sampling_of(&params, "temperature", "top_p")?;
+    Ok(Request { prompt, sampling, ..Request::default() })
+}

@@ -1,0 +1,292 @@
+//! Chunks of servers that stream tokens with their numbers, and the parts that all streams are put together from.
+
+use crate::drift;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::Note;
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashMap};
+
+/// A note about a stream that lacks something.
+pub(super) fn incomplete(detail: &str) -> Note {
+    Note { reason: drift::Reason::StreamIncomplete, count: 1, detail: detail.to_owned() }
+}
+
+/// A JSON object being written: keys with the JSON of their values.
+#[derive(Default)]
+pub(super) struct Draft(Vec<(String, String)>);
+
+impl Draft {
+    /// Sets a key.
+    pub fn put(&mut self, key: &str, json: &str) {
+        match self.0.iter_mut().find(|(known, _)| known == key) {
+            Some((_, value)) => json.clone_into(value),
+            None => self.0.push((key.to_owned(), json.to_owned())),
+        }
+    }
+
+    /// Sets the keys of a chunk, but for some, to what it says that is not null.
+    pub fn keep(&mut self, chunk: &Outline<'_>, dropped: &[&str]) {
+        for key in chunk.keys().filter(|key| !dropped.contains(key)) {
+            if let Some(raw) = chunk.get(key) {
+                self.put(key, raw.get());
+            }
+        }
+    }
+
+    /// What the chunks say beside some keys, the last of each.
+    fn of(chunks: &[Outline<'_>], dropped: &[&str]) -> Self {
+        let mut draft = Self::default();
+        for chunk in chunks {
+            draft.keep(chunk, dropped);
+        }
+        draft
+    }
+
+    /// The object.
+    pub fn render(&self) -> String {
+        let fields = self.0.iter().map(|(key, json)| format!("{}:{json}", Value::from(key.as_str())));
+        format!("{{{}}}", fields.collect::<Vec<_>>().join(","))
+    }
+}
+
+/// Lists that grow with every chunk, their entries as they stand.
+#[derive(Default)]
+pub(super) struct Lists {
+    logprobs: Vec<(String, Vec<String>)>,
+    beside: Vec<(String, Vec<String>)>,
+}
+
+/// Adds the entries of the list `raw` to the list of that name.
+fn extend(lists: &mut Vec<(String, Vec<String>)>, key: &str, raw: &RawValue) -> Decoded<()> {
+    let items: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| {
+        reject(Reason::WrongType, format!("`{key}` is not a list"))
+            .why("Every chunk adds to it")
+            .cure("Record the chunks as they came")
+    })?;
+    let known = lists.iter().position(|(name, _)| name == key).unwrap_or_else(|| {
+        lists.push((key.to_owned(), Vec::new()));
+        lists.len() - 1
+    });
+    lists[known].1.extend(items.into_iter().map(|item| item.get().to_owned()));
+    Ok(())
+}
+
+impl Lists {
+    /// Adds the logprobs of a part and the lists under `keys`.
+    pub fn take(&mut self, part: &Outline<'_>, keys: &[&str]) -> Decoded<()> {
+        for key in keys {
+            if let Some(raw) = part.get(key) {
+                extend(&mut self.beside, key, raw)?;
+            }
+        }
+        let Some(logprobs) = part.get("logprobs").filter(|raw| Shape::of(raw) == Shape::Object) else { return Ok(()) };
+        let logprobs = Outline::of(logprobs, "logprobs")?;
+        for key in logprobs.keys().filter(|key| logprobs.is(key, Shape::List)) {
+            if let Some(raw) = logprobs.get(key) {
+                extend(&mut self.logprobs, key, raw)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the lists.
+    pub fn write(&self, draft: &mut Draft) {
+        let joined = |items: &[String]| format!("[{}]", items.join(","));
+        if !self.logprobs.is_empty() {
+            let mut logprobs = Draft::default();
+            self.logprobs.iter().for_each(|(key, items)| logprobs.put(key, &joined(items)));
+            draft.put("logprobs", &logprobs.render());
+        }
+        self.beside.iter().for_each(|(key, items)| draft.put(key, &joined(items)));
+    }
+}
+
+/// A text that grows under a key.
+fn text_of(chunks: &[Outline<'_>], key: &str) -> Decoded<String> {
+    let mut whole = String::new();
+    for chunk in chunks {
+        whole.push_str(&chunk.text(key)?.unwrap_or_default());
+    }
+    Ok(whole)
+}
+
+/// The list of all chunks' entries under a key, as JSON; `None` where no chunk has one.
+fn list_of(chunks: &[Outline<'_>], key: &str) -> Decoded<Option<String>> {
+    let mut lists = Vec::new();
+    for raw in chunks.iter().filter_map(|chunk| chunk.get(key)) {
+        extend(&mut lists, key, raw)?;
+    }
+    Ok(lists.first().map(|(_, items)| format!("[{}]", items.join(","))))
+}
+
+/// The chunks of each index.
+fn by_index(parts: Vec<Outline<'_>>) -> Decoded<BTreeMap<i32, Vec<Outline<'_>>>> {
+    let mut found = BTreeMap::<i32, Vec<Outline<'_>>>::new();
+    for part in parts {
+        found.entry(part.count("index")?.unwrap_or(0)).or_default().push(part);
+    }
+    Ok(found)
+}
+
+/// Legacy completions, and vLLM's `/inference/v1/generate`.
+pub(super) fn completions(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
+    const LISTS: [&str; 3] = ["token_ids", "prompt_token_ids", "sampling_mask"];
+    let (mut response, mut parts) = (Draft::default(), Vec::new());
+    for chunk in chunks {
+        response.keep(chunk, &["choices"]);
+        parts.extend(chunk.objects("choices")?);
+    }
+    let mut choices = Vec::new();
+    for (index, parts) in by_index(parts)? {
+        let (mut draft, mut lists) = (Draft::default(), Lists::default());
+        for part in &parts {
+            draft.keep(part, &["text", "logprobs", "token_ids", "prompt_token_ids", "sampling_mask"]);
+            lists.take(part, &LISTS)?;
+        }
+        draft.put("index", &index.to_string());
+        if parts.iter().any(|part| part.has("text")) {
+            draft.put("text", &Value::from(text_of(&parts, "text")?).to_string());
+        }
+        lists.write(&mut draft);
+        if !parts.iter().any(|part| part.has("finish_reason")) {
+            notes.push(incomplete("the stream ends without a finish reason"));
+        }
+        choices.push(draft.render());
+    }
+    response.put("choices", &format!("[{}]", choices.join(",")));
+    Ok(response.render())
+}
+
+/// SGLang: every chunk is the whole so far, unless the server streams increments, which `completion_tokens` shows.
+pub(super) fn sglang(chunks: &[Outline<'_>], events: &[String], choice: Option<i32>) -> Decoded<String> {
+    let id =
+        |chunk: &Outline<'_>| chunk.object("meta_info").ok().flatten().and_then(|meta| meta.text("id").ok().flatten());
+    let (mut samples, mut places) = (Vec::<Vec<usize>>::new(), HashMap::new());
+    for (at, chunk) in chunks.iter().enumerate().filter(|(_, chunk)| chunk.has("meta_info")) {
+        let place = *places.entry(id(chunk)).or_insert_with(|| {
+            samples.push(Vec::new());
+            samples.len() - 1
+        });
+        samples[place].push(at);
+    }
+    let wanted = choice.unwrap_or(0);
+    let sample = samples.into_iter().nth(wanted as usize).ok_or_else(|| {
+        reject(Reason::Incomplete, format!("sample {wanted} is asked for but the stream does not have it"))
+            .why("There is no generation to read")
+            .cure("Name an existing one")
+    })?;
+    let last = sample.last().copied().unwrap_or_default();
+    let meta = chunks[last].object("meta_info")?.unwrap_or_default();
+    let listed = |outline: &Outline<'_>, key: &str| outline.list(key).map(|list| list.map_or(0, |list| list.len()));
+    let held = listed(&chunks[last], "output_ids")?.max(listed(&meta, "output_token_logprobs")?);
+    let count = meta.count("completion_tokens")?.unwrap_or(0) as usize;
+    if count <= held || sample.len() == 1 {
+        return Ok(events[last].clone());
+    }
+    let parts: Vec<Outline<'_>> = sample.iter().map(|&at| chunks[at].clone()).collect();
+    let metas = parts.iter().map(|part| part.object("meta_info").map(Option::unwrap_or_default));
+    let metas: Vec<Outline<'_>> = metas.collect::<Decoded<_>>()?;
+    let (mut draft, mut whole) = (Draft::of(&parts, &[]), Draft::of(&metas, &[]));
+    for key in ["output_token_logprobs", "output_token_sampling_mask"] {
+        list_of(&metas, key)?.iter().for_each(|list| whole.put(key, list));
+    }
+    list_of(&parts, "output_ids")?.iter().for_each(|list| draft.put("output_ids", list));
+    if parts.iter().any(|part| part.has("text")) {
+        draft.put("text", &Value::from(text_of(&parts, "text")?).to_string());
+    }
+    draft.put("meta_info", &whole.render());
+    Ok(draft.render())
+}
+
+/// TGI: one token a chunk, the details and the whole text with the last.
+pub(super) fn tgi(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
+    let tokens: Vec<&str> = chunks.iter().filter_map(|chunk| chunk.get("token")).map(RawValue::get).collect();
+    let last = chunks.iter().rev().find(|chunk| chunk.has("generated_text"));
+    if last.is_none() {
+        notes.push(incomplete("the stream ends without its text"));
+    }
+    let mut details = Draft::default();
+    if let Some(found) = last.map_or(Ok(None), |chunk| chunk.object("details"))? {
+        details.keep(&found, &["tokens"]);
+    }
+    details.put("tokens", &format!("[{}]", tokens.join(",")));
+    let mut response = Draft::default();
+    response.put("details", &details.render());
+    response.put("generated_text", last.and_then(|chunk| chunk.get("generated_text")).map_or("null", RawValue::get));
+    Ok(response.render())
+}
+
+/// llama.cpp: deltas of text, ids and probabilities; the last chunk says how it ended.
+pub(super) fn llama_cpp(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
+    let mut response = Draft::of(chunks, &["content", "tokens", "completion_probabilities", "probs"]);
+    for key in ["tokens", "completion_probabilities", "probs"] {
+        list_of(chunks, key)?.iter().for_each(|list| response.put(key, list));
+    }
+    response.put("content", &Value::from(text_of(chunks, "content")?).to_string());
+    let ended = chunks.iter().any(|chunk| chunk.value("stop").ok().flatten() == Some(Value::Bool(true)));
+    if !ended {
+        notes.push(incomplete("the stream ends without its last chunk"));
+        response.put("tokens_predicted", "0");
+    }
+    Ok(response.render())
+}
+
+/// Ollama: deltas of `response`, or of `message`, and of `logprobs`.
+pub(super) fn ollama(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
+    let mut response = Draft::of(chunks, &["response", "message", "logprobs", "thinking"]);
+    list_of(chunks, "logprobs")?.iter().for_each(|list| response.put("logprobs", list));
+    for key in ["response", "thinking"] {
+        if chunks.iter().any(|chunk| chunk.has(key)) {
+            response.put(key, &Value::from(text_of(chunks, key)?).to_string());
+        }
+    }
+    let messages =
+        chunks.iter().filter_map(|chunk| chunk.object("message").transpose()).collect::<Decoded<Vec<_>>>()?;
+    if !messages.is_empty() {
+        let mut message = Draft::of(&messages, &["content", "thinking", "tool_calls"]);
+        message.put("content", &Value::from(text_of(&messages, "content")?).to_string());
+        let thinking = text_of(&messages, "thinking")?;
+        if !thinking.is_empty() {
+            message.put("thinking", &Value::from(thinking).to_string());
+        }
+        list_of(&messages, "tool_calls")?.iter().for_each(|list| message.put("tool_calls", list));
+        response.put("message", &message.render());
+    }
+    if !chunks.iter().any(|chunk| chunk.value("done").ok().flatten() == Some(Value::Bool(true))) {
+        notes.push(incomplete("the stream ends without `done`"));
+    }
+    Ok(response.render())
+}
+
+/// Gemini: every chunk has parts and chosen tokens of its own.
+pub(super) fn gemini(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
+    let (mut response, mut parts) = (Draft::default(), Vec::new());
+    for chunk in chunks {
+        response.keep(chunk, &["candidates"]);
+        parts.extend(chunk.objects("candidates")?);
+    }
+    let mut candidates = Vec::new();
+    for (index, candidate) in by_index(parts)? {
+        let mut draft = Draft::of(&candidate, &["content", "logprobsResult", "logprobs_result"]);
+        let contents =
+            candidate.iter().filter_map(|part| part.object("content").transpose()).collect::<Decoded<Vec<_>>>()?;
+        let said = list_of(&contents, "parts")?.unwrap_or_else(|| "[]".to_owned());
+        draft.put("content", &format!("{{\"role\":\"model\",\"parts\":{said}}}"));
+        for (result, chosen) in [("logprobsResult", "chosenCandidates"), ("logprobs_result", "chosen_candidates")] {
+            let results =
+                candidate.iter().filter_map(|part| part.object(result).transpose()).collect::<Decoded<Vec<_>>>()?;
+            if let Some(list) = list_of(&results, chosen)? {
+                draft.put(result, &format!("{{\"{chosen}\":{list}}}"));
+            }
+        }
+        draft.put("index", &json!(index).to_string());
+        if !candidate.iter().any(|part| part.has("finishReason") || part.has("finish_reason")) {
+            notes.push(incomplete("the stream ends without a finish reason"));
+        }
+        candidates.push(draft.render());
+    }
+    response.put("candidates", &format!("[{}]", candidates.join(",")));
+    Ok(response.render())
+}

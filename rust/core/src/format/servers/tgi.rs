@@ -1,0 +1,92 @@
+//! Text Generation Inference: `{"generated_text", "details": {"tokens": [{"id", "text", "logprob", "special"}], "prefill"}}`.
+//!
+//! Source: text-generation 0.7.0 `types.py` and the server's `utils/tokens.py`. `text` is a decode of each token alone, so ids count. The
+//! logprobs are log-softmax of the scores after temperature, penalties, top-k and top-p: `processed`. `prefill` has the
+//! prompt's ids where they were asked for.
+
+use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken};
+use super::kits::listing::{Listing, TextOf};
+use crate::format::form::Form;
+use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::{Decoded, Reason, reject};
+use crate::trace::{LogprobKind, Prompt};
+use serde::Deserialize;
+use serde_json::Value;
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "tgi", sign: "it has `generated_text` and `details`" },
+    signs: &["generated_text", "details"],
+    knows: |response| response.is("details", Shape::Object) && response.names("generated_text"),
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+/// A token of `tokens` or `prefill`.
+#[derive(Deserialize)]
+struct Token {
+    id: Id,
+    #[serde(default)]
+    text: TextOf,
+    logprob: Option<Reading>,
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let details = response.object("details")?.unwrap_or_default();
+    let others = details.objects("best_of_sequences")?;
+    let unused = if asked.choice.is_some() { 0 } else { others.len() as u32 };
+    let (details, mut text) = match asked.choice.unwrap_or(0) {
+        0 => (details, response.text("generated_text")?),
+        wanted => {
+            let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| missing_sequence(wanted))?;
+            let text = other.text("generated_text")?;
+            (other, text)
+        }
+    };
+    let mut generation = asked.generation(LogprobKind::Processed);
+    let mut listing = Listing::default();
+    for token in details.typed::<Vec<Token>>("tokens")?.unwrap_or_default() {
+        listing.push(Some(token.id.0), token.logprob.unwrap_or(Reading::Missing), token.text.0.as_deref(), None);
+    }
+    generation.tokens = listing.finish();
+    let prefill = details.typed::<Vec<Token>>("prefill")?.unwrap_or_default();
+    if !prefill.is_empty() {
+        generation.prompt = Prompt::Ids(prefill.into_iter().map(|token| token.id.0).collect());
+    }
+    generation.finish_reason = finish_under(&details, "finish_reason")?;
+    if let (Some(whole), Some(prompt)) = (&text, full_text_prompt(asked)?) {
+        text = Some(whole.strip_prefix(prompt.as_str()).unwrap_or(whole).to_owned());
+    }
+    generation.text.clone_from(&text);
+    Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, unused))
+}
+
+fn missing_sequence(wanted: i32) -> crate::format::rejection::Rejection {
+    reject(Reason::Incomplete, format!("sequence {wanted} is asked for but `best_of_sequences` does not have it"))
+        .why("There is no generation to read")
+        .cure("Name an existing one: 0 is the best, the others follow")
+}
+
+/// The prompt, where the request asked for it in front of the text.
+fn full_text_prompt(asked: &Asked<'_>) -> Decoded<Option<String>> {
+    let Some(request) = asked.request else { return Ok(None) };
+    let parameters = request.object("parameters")?.unwrap_or_default();
+    let full = parameters.value("return_full_text")? == Some(Value::Bool(true));
+    if full { request.text("inputs") } else { Ok(None) }
+}
+
+/// Without `do_sample`, a temperature, top-k, top-p or typical-p, the server takes the likeliest token: temperature 0.
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let parameters = request.object("parameters")?.unwrap_or_default();
+    let mut sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let drawn = ["temperature", "top_k", "top_p", "typical_p"].iter().any(|key| parameters.has(key))
+        || parameters.value("do_sample")? == Some(Value::Bool(true));
+    if !drawn {
+        sampling.temperature = Some(0.0);
+    }
+    let prompt = request.text("inputs")?.map_or(Prompt::Unknown, Prompt::Text);
+    Ok(Request { prompt, sampling, ..Request::default() })
+}

@@ -1,0 +1,62 @@
+//! Tinker: `{"sequences": [{"tokens", "logprobs", "stop_reason"}]}`, or one such sequence.
+//!
+//! Source: tinker 0.38.0 `types/sample_response.py`, `sampled_sequence.py`. Ids only: the stop token is among them where it is a token,
+//! and there is no text. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`. Whether the numbers are raw is
+//! not documented.
+
+use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken};
+use crate::format::form::Form;
+use crate::format::json::object::Numbers;
+use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::calls::Request;
+use crate::format::normal::message::Entry;
+use crate::format::rejection::Decoded;
+use crate::trace::{LogprobKind, Prompt};
+
+pub(super) const SERVER: Server = Server {
+    form: Form { name: "tinker", sign: "it has `sequences` with `tokens`" },
+    signs: &["sequences", "sequence_id", "tokens_np"],
+    knows,
+    answer,
+    request,
+    defaults: PLAIN,
+};
+
+fn is_sequence(sequence: &Outline<'_>) -> bool {
+    (sequence.is("tokens", Shape::List) || sequence.is("tokens_np", Shape::List)) && sequence.names("stop_reason")
+}
+
+fn knows(response: &Outline<'_>) -> bool {
+    let first = response.objects("sequences").ok().and_then(|sequences| sequences.into_iter().next());
+    first.as_ref().map_or_else(|| response.has("sequence_id") && is_sequence(response), is_sequence)
+}
+
+fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+    let (sequence, unused) = match response.objects("sequences")? {
+        none if none.is_empty() => (response.clone(), 0),
+        sequences => asked.pick(sequences, "sequences")?,
+    };
+    let named = |list: &'static str, array: &'static str| if sequence.has(list) { list } else { array };
+    let mut generation = asked.generation(LogprobKind::Unknown);
+    let logprobs = sequence.logprobs(named("logprobs", "logprobs_np"))?;
+    let token_ids = sequence.ids(named("tokens", "tokens_np"))?;
+    generation.tokens = Numbers::listed(logprobs, token_ids).into_tokens()?;
+    generation.finish_reason = finish_under(&sequence, "stop_reason")?;
+    Ok(Entry::sampled(spoken(""), generation, unused))
+}
+
+/// `prompt.chunks[].tokens`; a prompt with an image has parts that no ids say.
+fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let parameters = request.object("sampling_params")?.unwrap_or_default();
+    let sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let prompt = request.object("prompt")?.unwrap_or_default();
+    let mut ids = Some(Vec::new());
+    for chunk in prompt.objects("chunks")? {
+        match (chunk.ids("tokens")?, &mut ids) {
+            (Some(tokens), Some(ids)) => ids.extend(tokens),
+            _ => ids = None,
+        }
+    }
+    let prompt = ids.filter(|ids| !ids.is_empty()).map_or(Prompt::Unknown, Prompt::Ids);
+    Ok(Request { model: request.text("base_model")?, prompt, sampling, ..Request::default() })
+}
