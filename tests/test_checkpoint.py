@@ -17,7 +17,7 @@ from tiny import tiny_model  # noqa: E402
 from tracegrad import shards  # noqa: E402
 from tracegrad.errors import ReadError, TracegradError  # noqa: E402
 from tracegrad.learner import checkpoint, progress, record  # noqa: E402
-from tracegrad.learner.model import load_model  # noqa: E402
+from tracegrad.learner.adapted import load_model  # noqa: E402
 from tracegrad.learner.ranks import Ranks  # noqa: E402
 
 PROGRESS = checkpoint.Progress(3, "abc", {"optimizer.lr": 0.1}, {"old": np.array([np.nan, -1.0], np.float32)})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from file_imports import circles, rust_imports
+from file_imports import circles, python_imports, rust_imports
 
 HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
 FLOORS = [
@@ -66,6 +66,11 @@ def test_no_two_rooms_import_each_other():
     assert not [name for name, seen in reach.items() if name in seen]
 
 
+def test_no_file_of_python_is_in_a_circle_of_imports():
+    found = circles(python_imports(HOUSE))
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("crate", ["core", "py"])
 def test_no_file_of_rust_is_in_a_circle_of_imports(crate):
     found = circles(rust_imports(HOUSE.parent.parent / "rust" / crate / "src"))
@@ -121,6 +126,27 @@ def test_a_circle_of_rust_files_is_found_and_named(tmp_path):
         "room/d.rs": {"lib.rs", "room/mod.rs"},
     }
     assert circles(found) == ["room/b.rs -> room/c.rs -> room/d.rs -> room/mod.rs -> room/b.rs"]
+
+
+def test_a_circle_of_python_files_is_found_wherever_its_imports_stand(tmp_path):
+    files = {
+        "__init__.py": "from house.a import a",
+        "a.py": "def a():\n    from house.room import b",
+        "room/__init__.py": "import house.room.b",
+        "room/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.a import a",
+        "room/c.py": "from house.room import b\nfrom house import a",
+    }
+    for name, text in files.items():
+        (tmp_path / "house" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "house" / name).write_text(text)
+    found = python_imports(tmp_path / "house")
+    assert found == {
+        "a.py": {"room/b.py"},
+        "room/__init__.py": {"room/b.py"},
+        "room/b.py": {"a.py"},
+        "room/c.py": {"room/b.py", "a.py"},
+    }
+    assert circles(found) == ["a.py -> room/b.py -> a.py"]
 
 
 def test_the_array_rooms_take_arrays_alone():

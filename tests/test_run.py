@@ -16,8 +16,8 @@ from tracegrad.algebra import Adapt, Entropy, with_kl  # noqa: E402
 from tracegrad.batch import pack  # noqa: E402
 from tracegrad.errors import ArgumentError, ReadError, TracegradError  # noqa: E402
 from tracegrad.learner import Run, train  # noqa: E402
+from tracegrad.learner.adapted import load_model  # noqa: E402
 from tracegrad.learner.adapters import adapters_off, with_adapters  # noqa: E402
-from tracegrad.learner.model import load_model  # noqa: E402
 from tracegrad.learner.plan import Plan  # noqa: E402
 
 OF_THE_LOOP = {"seconds", "tokens_per_s", "epoch"}

@@ -58,7 +58,7 @@ class Served:
 def run(tmp_path_factory):
     """A run of the example's model over some of its traces: two passes, each trace in two steps."""
     from tracegrad import learner, presets
-    from tracegrad.learner.model import load_model
+    from tracegrad.learner.adapted import load_model
 
     out = tmp_path_factory.mktemp("runs") / "first"
     sequences = tg.align(tg.read(SOURCE, limit=48), tg.Tokenizer.from_pretrained(MODEL), on_error="skip")

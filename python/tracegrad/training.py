@@ -131,7 +131,7 @@ def learn(
     try:
         with watch("import"):
             from tracegrad import learner
-            from tracegrad.learner.model import load_model
+            from tracegrad.learner.adapted import load_model
     except ImportError as error:
         raise ArgumentError(
             f"train needs {error.name}, which is not installed. Reading and aligning work without it, training does "

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tracegrad.algebra.loss import Objective
+from tracegrad.algebra.whole import Whole
 
 
-def why_zero_advantage(objective: Objective) -> str:
+def why_zero_advantage(objective: Whole) -> str:
     """Why a trace whose every advantage is 0 matters to the gradient of a step, itself or through other traces.
 
     Without a reason its surrogate is -0 * something, and nothing counts over more than its own trace but the integer
@@ -22,7 +20,7 @@ def why_zero_advantage(objective: Objective) -> str:
     return next(chain(_beyond_advantage(objective), _statistics(objective)), "")
 
 
-def why_dropped(objective: Objective) -> str:
+def why_dropped(objective: Whole) -> str:
     """Why the logprob of a term that a detached gate or a missing logprob dropped matters."""
     kl = (f"the penalty '{penalty}'" for penalty in objective.penalties if not penalty.gated)
     bonus = ("the entropy bonus" for part in [objective.entropy] if part is not None and not part.gated)
@@ -30,12 +28,12 @@ def why_dropped(objective: Objective) -> str:
     return next(chain(_of_microbatch(objective), _trained_levels(objective), over), "")
 
 
-def why_weightless(objective: Objective) -> str:
+def why_weightless(objective: Whole) -> str:
     """Why the logprob of a term with weight 0 or advantage 0 matters."""
     return next(chain(_beyond_advantage(objective), _trained_levels(objective)), "")
 
 
-def _beyond_advantage(objective: Objective) -> Iterator[str]:
+def _beyond_advantage(objective: Whole) -> Iterator[str]:
     """What gives a term a gradient, or others one through it, whatever its advantage."""
     if not objective.surrogate.times_advantage:
         yield f"the surrogate {objective.surrogate} has a gradient where the advantage is 0"
@@ -48,12 +46,12 @@ def _beyond_advantage(objective: Objective) -> Iterator[str]:
     yield from _of_microbatch(objective)
 
 
-def _of_microbatch(objective: Objective) -> Iterator[str]:
+def _of_microbatch(objective: Whole) -> Iterator[str]:
     for part in objective.per_microbatch:
         yield f"'{part}' is a statistic of all terms of a micro-batch"
 
 
-def _trained_levels(objective: Objective) -> Iterator[str]:
+def _trained_levels(objective: Whole) -> Iterator[str]:
     """Ratios of the policy being trained that a term shares with others."""
     if objective.surrogate.locality != "term":
         yield f"the surrogate {objective.surrogate} looks at a {objective.surrogate.locality}, its terms together"
@@ -62,7 +60,7 @@ def _trained_levels(objective: Objective) -> Iterator[str]:
             yield f"the ratio {ratio} is taken over the {level.over}, its terms together"
 
 
-def _statistics(objective: Objective) -> Iterator[str]:
+def _statistics(objective: Whole) -> Iterator[str]:
     """What is counted over other traces too, and is not an integer known before."""
     for reduce in objective.reductions:
         if reduce.denominator == "kept":

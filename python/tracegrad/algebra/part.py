@@ -6,13 +6,11 @@ The objective asks its parts: no list of types stands anywhere. Which of them th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tracegrad.algebra.ratio import TOKEN, Level, Ratio
+from tracegrad.algebra.whole import Whole
 from tracegrad.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tracegrad.algebra.loss import Objective
 
 
 class Part:
@@ -42,7 +40,7 @@ class Part:
         ratio = getattr(self, "ratio", None)
         return [] if ratio is None else [(ratio, getattr(self, "level", TOKEN))]
 
-    def check(self, objective: Objective) -> None:
+    def check(self, objective: Whole) -> None:
         """Refuses an objective in which it has no effect or another one than it says."""
 
     def core(self) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tracegrad.algebra.part import Part
 from tracegrad.algebra.ratio import KINDS, TOKEN, Level, Ratio, check_reach
@@ -12,10 +12,8 @@ from tracegrad.algebra.reduce import Reduce
 from tracegrad.algebra.refuse import kind_of, no_effect, one_of, positive, rising
 from tracegrad.algebra.selector import TopCovariance
 from tracegrad.algebra.view import View
+from tracegrad.algebra.whole import Whole
 from tracegrad.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tracegrad.algebra.loss import Objective
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Penalty(Part):
         importance = [] if self.importance is None else [(self.importance, self.importance_level)]
         return [(self.ratio, TOKEN), *importance]
 
-    def check(self, objective: Objective) -> None:
+    def check(self, objective: Whole) -> None:
         no_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
 
     def at(self, view: View, here: Any) -> Any:

@@ -10,14 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tracegrad import _core
 from tracegrad.algebra.refuse import no_effect, one_of
 from tracegrad.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tracegrad.algebra.view import View
 
 LOG_RATIO_LIMIT: float = _core.LOG_RATIO_LIMIT
 """Log-ratios are clamped to plus or minus this many nats before they are exponentiated."""
@@ -162,7 +159,7 @@ class Level:
         """Its plain form; `kept` says of which terms."""
         return (self.over, self.agg, kept, self.blend)
 
-    def of(self, values: Any, view: View, inside: Any) -> Any:
+    def of(self, values: Any, view: Any, inside: Any) -> Any:
         """Log-ratios aggregated and handed back to each term, sums in float64; NaN where a segment has none inside."""
         if self.over == "token":
             return values

@@ -7,17 +7,15 @@ which terms a penalty runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tracegrad.algebra.gate import AnyGate
 from tracegrad.algebra.part import Part
 from tracegrad.algebra.ratio import INFINITY
 from tracegrad.algebra.refuse import one_of, rising
 from tracegrad.algebra.view import View
+from tracegrad.algebra.whole import Whole
 from tracegrad.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tracegrad.algebra.loss import Objective
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class DropCovariance(AnyGate):
         _check(self)
         rising("DropCovariance", self.low, self.high)
 
-    def check(self, objective: Objective) -> None:
+    def check(self, objective: Whole) -> None:
         if not objective.surrogate.clips:
             raise ArgumentError("DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate.")
 

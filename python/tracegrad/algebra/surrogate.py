@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, When, bounded, discounted, holds
 from tracegrad.algebra.refuse import around_one, kind_of, no_effect, one_of, positive
 from tracegrad.algebra.selector import TopEntropy
 from tracegrad.algebra.view import View
+from tracegrad.algebra.whole import Whole
 from tracegrad.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tracegrad.algebra.loss import Objective
 
 Locality = Literal["term", "turn", "trace", "batch"]
 
@@ -87,7 +85,7 @@ class Surrogate:
         """bool: terms whose gradient the clip took away."""
         return view.keep & False
 
-    def check(self, objective: Objective) -> None:
+    def check(self, objective: Whole) -> None:
         """Refuses an objective that it cannot be in."""
 
 
@@ -152,7 +150,7 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
 class CrossEntropy(Surrogate, locality="term", ratio=False):
     """-logp: imitation, whatever the advantage says; takes no ratio."""
 
-    def check(self, objective: Objective) -> None:
+    def check(self, objective: Whole) -> None:
         no_effect(bool(objective.shifts), "Objective.shifts", "A is not read")
 
     def loss(self, view: View) -> Any:
@@ -398,7 +396,7 @@ class Regress(Surrogate, locality="term", ratio=True):
     def __post_init__(self) -> None:
         positive("Regress.beta", self.beta)
 
-    def check(self, objective: Objective) -> None:
+    def check(self, objective: Whole) -> None:
         if objective.weights:
             raise ArgumentError("Regress fits a residual, which no weight corrects. Leave the weights out.")
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tracegrad.algebra.ratio import Level, Ratio, bounded
 from tracegrad.algebra.reduce import Reduce
+from tracegrad.algebra.whole import Whole
 from tracegrad.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tracegrad.algebra.loss import Objective
 
 
 class View:
@@ -41,7 +39,7 @@ class View:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Whole,
         arrays: Mapping[str, Any],
         logprobs: Any,
         entropy: Any,

@@ -7,17 +7,15 @@ the same formula. Nothing here carries a gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tracegrad.algebra.part import Part, core_of
 from tracegrad.algebra.ratio import HOLDS, TOKEN, Level, Ratio, When, check_reach, holds
 from tracegrad.algebra.refuse import kind_of, no_effect, one_of
 from tracegrad.algebra.shape import Identity, Shape
 from tracegrad.algebra.view import View
+from tracegrad.algebra.whole import Whole
 from tracegrad.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from tracegrad.algebra.loss import Objective
 
 _IDENTITY = Identity()
 _SMALLEST = 1e-8  # below it an absorbed weight has no logarithm worth the name (TRL's)
@@ -71,7 +69,7 @@ class Weight(Part):
             return f"the weight '{self}' is divided by its mean over the step"
         return f"the weight '{self}' reaches over a {self.level.over}" if self.level.wide else ""
 
-    def check(self, objective: Objective) -> None:
+    def check(self, objective: Whole) -> None:
         nothing = self.absorbs and not any(weight.detached for weight in objective.weights)
         no_effect(nothing, "Weight.absorbs", "no weight is detached")
 

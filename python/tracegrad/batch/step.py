@@ -6,14 +6,14 @@ no model: `policy` reads a batch, `correction` reads a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import arrays, notebook
-from tracegrad.batch.moving import columns_of, moved, sent
+from tracegrad.batch.moving import moved, sent
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -337,3 +337,8 @@ def host(values: Any) -> Any:
 def _floats(values: Any, name: str) -> NDArray[np.floating]:
     array = arrays.flat(arrays.numbers(values, name), name)
     return arrays.narrowed(array, np.float64 if array.dtype == np.float64 else np.float32, name)
+
+
+def columns_of(batch: Batch) -> list[str]:
+    """The names of the arrays that move with a batch."""
+    return [field.name for field in fields(batch) if field.name not in ("term", "longest")]

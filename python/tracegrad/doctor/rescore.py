@@ -104,7 +104,7 @@ def _recomputed(sequences: Sequences, model: Path) -> Array:
     try:
         import torch
 
-        from tracegrad.learner.model import load_model
+        from tracegrad.learner.adapted import load_model
         from tracegrad.policy import logprobs
     except ImportError as error:
         raise ArgumentError(

@@ -1,7 +1,6 @@
 """What a user names as input, taken apart into places: files, standard input, folders, globs, addresses.
 
-Nothing is read here but the first bytes of a file. What is no log of calls (CSV, pickles, ...) is refused with the line
-of Python that converts it.
+Nothing is read here but the first bytes of a file.
 """
 
 from __future__ import annotations
@@ -15,23 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.inputs.remote import listed
+from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".eval", ".traj", ".sse", ".feather", ".log", ".txt")
-PACKED = (".gz", ".zst", ".zstd", ".gzip")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 MOST_PLACES = 1_000_000
-_FRAME = "import pandas as pd; pd.read_{}({!r}).to_json({!r}, orient='records', lines=True)"
-_OTHERS = {
-    ".csv": ("a CSV file", "csv"),
-    ".tsv": ("a TSV file", "table"),
-    ".xlsx": ("an Excel file", "excel"),
-    ".xls": ("an Excel file", "excel"),
-    ".orc": ("an ORC file", "orc"),
-    ".pkl": ("a pickle", "pickle"),
-    ".pickle": ("a pickle", "pickle"),
-    ".xml": ("an XML file", "xml"),
-    ".html": ("an HTML file", "html"),
-}
 
 
 @dataclass(frozen=True)
@@ -74,8 +61,6 @@ def _of(name: str) -> list[Place]:
     if name == "-":
         return [Place("stdin", name)]
     if ADDRESS.match(name):
-        from tracegrad.inputs.remote import listed
-
         return [Place("address", path, size) for path, size in listed(name)]
     if os.path.isdir(name):
         return _folder(Path(name))
@@ -105,10 +90,10 @@ def _folder(folder: Path) -> list[Place]:
             path = os.path.join(root, file)
             if file.startswith(".") or _is_aside(file):
                 continue
-            if _suffix(file) in SUFFIXES:
+            if suffix(file) in SUFFIXES:
                 found.append(path)
             else:
-                others.add(_suffix(file) or file)
+                others.add(suffix(file) or file)
     if not found:
         held = f"it holds {', '.join(sorted(others)[:5])}" if others else "it is empty"
         raise ReadError(
@@ -121,12 +106,6 @@ def _folder(folder: Path) -> list[Place]:
 def _is_aside(path: str) -> bool:
     """Whether a file is what a quarantine wrote."""
     return path.endswith((".quarantine.raw", ".quarantine.jsonl"))
-
-
-def _suffix(path: str) -> str:
-    """The suffix of a file, below that of its compression."""
-    stem, last = os.path.splitext(path.lower())
-    return os.path.splitext(stem)[1] if last in PACKED else last
 
 
 def _file(path: str) -> Place:
@@ -142,27 +121,10 @@ def _file(path: str) -> Place:
         return Place("file", path)
     if head[:4] == b"PAR1":
         kind = "parquet"
-    elif head[:6] == b"ARROW1" or (head[:4] == b"\xff\xff\xff\xff" and _suffix(path) in (".arrow", ".feather")):
+    elif head[:6] == b"ARROW1" or (head[:4] == b"\xff\xff\xff\xff" and suffix(path) in (".arrow", ".feather")):
         kind = "arrow"
     elif head[:4] == b"PK\x03\x04":
         kind = "eval"
     else:
         kind = "file"
     return Place(kind, path, size, modified)
-
-
-def refuse_other(path: str) -> None:
-    """Refuses what holds no JSON, by its suffix.
-
-    Raises:
-        ReadError: with the line of Python that converts it.
-    """
-    known = _OTHERS.get(_suffix(path))
-    if known is None:
-        return
-    what, reader = known
-    line = _FRAME.format(reader, path, f"{os.path.splitext(path)[0]}.jsonl")
-    raise ReadError(
-        f"{path}: it is {what}. Rows of text hold no messages and no lists of logprobs, so they are not read. Convert "
-        f"it, and look at what came of it: python -c {line!r}"
-    )

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from tracegrad.errors import ArgumentError, ReadError, shown
-from tracegrad.inputs import places
+from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
 BLOCK = 1 << 20
 
@@ -28,7 +28,7 @@ def listed(address: str) -> list[tuple[str, int]]:
             found = {name: told for name, told in system.glob(path, detail=True).items() if told["type"] == "file"}
         elif system.isdir(path):
             inside = system.find(path, detail=True)
-            found = {name: told for name, told in inside.items() if places._suffix(name) in places.SUFFIXES}
+            found = {name: told for name, told in inside.items() if suffix(name) in SUFFIXES}
         else:
             found = {path: system.info(path)}
     except Exception as error:
@@ -36,7 +36,7 @@ def listed(address: str) -> list[tuple[str, int]]:
     if not found:
         raise ReadError(f"{address}: nothing there has such a name. There are no traces to read. Check the address.")
     for name in found:
-        places.refuse_other(name)
+        refuse_other(name)
     return [(system.unstrip_protocol(name), int(found[name].get("size") or 0)) for name in sorted(found)]
 
 

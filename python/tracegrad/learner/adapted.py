@@ -117,6 +117,20 @@ class Adapted:
         return model
 
 
+def load_model(path: Path) -> Any:
+    """A transformers causal language model from a folder, in float32, its weights all found.
+
+    A folder of LoRA adapters, such as a checkpoint of a run with `train.lora_rank`, gives the model that it names with
+    the adapters on it: they alone are trained further, and the model without them is the reference.
+
+    Raises:
+        ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
+        ArgumentError: for adapters without peft.
+    """
+    adapted = Adapted.read(path)
+    return load_whole(path) if adapted is None else adapted.load()
+
+
 def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | None = None) -> Path:
     """Writes whole weights in float32, with tokenizer and chat template, of a checkpoint that holds LoRA adapters.
 

@@ -30,27 +30,11 @@ TOKENIZER_FILES = (
 )
 
 
-def load_model(path: Path) -> Any:
-    """A transformers causal language model from a folder, in float32, its weights all found.
-
-    A folder of LoRA adapters, such as a checkpoint of a run with `train.lora_rank`, gives the model that it names with
-    the adapters on it: they alone are trained further, and the model without them is the reference.
+def load_whole(path: Path) -> Any:
+    """A transformers causal language model from a folder of whole weights, in float32, its weights all found.
 
     Raises:
         ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
-        ArgumentError: for adapters without peft.
-    """
-    from tracegrad.learner.adapted import Adapted  # which loads the model below the adapters by `load_whole`
-
-    adapted = Adapted.read(path)
-    return load_whole(path) if adapted is None else adapted.load()
-
-
-def load_whole(path: Path) -> Any:
-    """The same for a folder of whole weights.
-
-    Raises:
-        ReadError: as `load_model`.
     """
     from transformers import AutoModelForCausalLM
 

@@ -17,9 +17,9 @@ from tracegrad.algebra import Objective
 from tracegrad.batch import Step
 from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
+from tracegrad.learner.adapted import load_model
 from tracegrad.learner.adapters import has_adapters, with_adapters
 from tracegrad.learner.memory import Memory, compile_layers, recompute_layers
-from tracegrad.learner.model import load_model
 from tracegrad.learner.parallel import Placed, auto_mode, device_named, prepare
 from tracegrad.learner.progress import Progress
 from tracegrad.learner.ranks import Ranks

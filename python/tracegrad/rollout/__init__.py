@@ -6,10 +6,10 @@ record that `tracegrad.read` takes.
 
 from tracegrad.rollout.adapters import one_turn, with_tools
 from tracegrad.rollout.environment import Environment, environment, trl_environment
-from tracegrad.rollout.play import Played, play, prompt_of
+from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import LimitReached, Limits, NoAnswer, Policy
 from tracegrad.rollout.schema import schema
-from tracegrad.rollout.session import Session
+from tracegrad.rollout.session import Session, prompt_of
 from tracegrad.rollout.tokens import Tokens
 from tracegrad.rollout.tools import Tools
 from tracegrad.rollout.verifiers import Verifiers as verifiers

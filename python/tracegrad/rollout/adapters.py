@@ -10,8 +10,9 @@ from typing import Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout.environment import Score, converse, scored
-from tracegrad.rollout.play import Contract, prompt_of
+from tracegrad.rollout.play import Contract
 from tracegrad.rollout.policy import Policy
+from tracegrad.rollout.session import prompt_of
 from tracegrad.rollout.tools import Tools
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from tracegrad.aside import Thread
 from tracegrad.errors import ArgumentError
-from tracegrad.rollout.play import prompt_of
 from tracegrad.rollout.policy import LimitReached, Policy
 from tracegrad.rollout.schema import schema
-from tracegrad.rollout.session import Message
+from tracegrad.rollout.session import Message, prompt_of
 from tracegrad.rollout.tools import Tools
 
 Score = Callable[[Any, list[Message], list[Message]], Any]

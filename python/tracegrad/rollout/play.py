@@ -17,8 +17,9 @@ from typing import Any
 
 from tracegrad.aside import Failed, Failure, Thread, located, within
 from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.rollout.environment import environment, trl_environment
 from tracegrad.rollout.policy import Chat, Limits, NoAnswer, Policy, said
-from tracegrad.rollout.session import Message, Session, known
+from tracegrad.rollout.session import Message, Session, known, prompt_of
 from tracegrad.rollout.tokens import Tokens
 from tracegrad.trace import Traces
 
@@ -145,8 +146,6 @@ def checked(value: Any) -> float | dict[str, float | None] | None:
 def as_contract(thing: Any) -> Any:
     """A contract from what users pass: a coroutine function, a plain function, a class of ours or of TRL's."""
     if isinstance(thing, type) and hasattr(thing, "reset"):
-        from tracegrad.rollout.environment import environment, trl_environment
-
         theirs = hasattr(thing, "get_reward") or not hasattr(thing, "step")
         return trl_environment(thing) if theirs else environment(thing)
     if not callable(thing):
@@ -188,25 +187,6 @@ def conversation(session: Session) -> tuple[list[Message], list[Message], str | 
     count = len(first or ())
     kept = messages[:count] == first
     return messages[:count] if kept else messages[:-1], messages[count:] if kept else messages[-1:], reason
-
-
-def prompt_of(task: Any) -> list[Message]:
-    """The messages a task begins with: a text, a list of messages, or a dict with either as `prompt` or `messages`.
-
-    >>> prompt_of("2+2?") == prompt_of({"prompt": "2+2?"}) == prompt_of([{"role": "user", "content": "2+2?"}])
-    True
-    """
-    told = task
-    if isinstance(task, Mapping):
-        told = next((task[key] for key in ("prompt", "messages") if task.get(key) is not None), None)
-    if isinstance(told, str):
-        return [{"role": "user", "content": told}]
-    if isinstance(told, list | tuple) and told and all(isinstance(each, Mapping) for each in told):
-        return [dict(each) for each in told]
-    raise ArgumentError(
-        f"a task is {task!r:.200}. It has no prompt to begin with. Pass a text, a list of messages, or a dict that has "
-        "one as `prompt`."
-    )
 
 
 def _prompt_or_none(task: Any) -> list[Message]:

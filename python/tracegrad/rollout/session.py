@@ -211,6 +211,25 @@ class Call:
         self._session._lose(self.request, why)
 
 
+def prompt_of(task: Any) -> list[Message]:
+    """The messages a task begins with: a text, a list of messages, or a dict with either as `prompt` or `messages`.
+
+    >>> prompt_of("2+2?") == prompt_of({"prompt": "2+2?"}) == prompt_of([{"role": "user", "content": "2+2?"}])
+    True
+    """
+    told = task
+    if isinstance(task, Mapping):
+        told = next((task[key] for key in ("prompt", "messages") if task.get(key) is not None), None)
+    if isinstance(told, str):
+        return [{"role": "user", "content": told}]
+    if isinstance(told, list | tuple) and told and all(isinstance(each, Mapping) for each in told):
+        return [dict(each) for each in told]
+    raise ArgumentError(
+        f"a task is {task!r:.200}. It has no prompt to begin with. Pass a text, a list of messages, or a dict that has "
+        "one as `prompt`."
+    )
+
+
 def known(reward: Any) -> float | None:
     """A reward as a record says it: None where it is not known.
 
