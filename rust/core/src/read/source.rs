@@ -56,7 +56,8 @@ impl Source {
     /// `limit`: bytes of the longest record. `name`: stands for the path in errors.
     pub fn open(path: &Path, limit: usize, name: Option<&str>) -> Result<Self> {
         if path == Path::new("-") {
-            return Self::new(Box::new(Waiting(io::stdin())), "<stdin>", limit);
+            let stdin = waiting::stdin().map_err(|error| unreadable("<stdin>", &error))?;
+            return Self::new(Box::new(Waiting(stdin)), "<stdin>", limit);
         }
         let name = name.map_or_else(|| path.to_string_lossy(), Into::into);
         let fail = |error: &io::Error| unreadable(&name, error);
