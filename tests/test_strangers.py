@@ -46,7 +46,22 @@ SECOND = {
     "distilabel_dpo.json.gz": ("records of preference_pair", "22 traces in 6 groups"),
     "harbor_atif.jsonl.gz": ("24 as atif", "reward is extra.verifier_result.rewards.reward"),
     "inspect_two_marks.eval": ("convert  12 records of inspect_ai", "reward is scores.marks.value.exact"),
-    "minisweagent": ("12 as chat", "reward is info.resolved"),
+    "minisweagent": ("records of kept_responses", "reward is info.resolved"),
+}
+
+
+THIRD = {
+    "openai_calls.jsonl.gz": ("16 traces in 4 groups", "convert  4 records of choices", "reward is judge"),
+    "litellm.jsonl.gz": ("16 traces in 4 groups", "reward is metadata.grade: a number in 16 of 16 records, 0 to 10"),
+    "langsmith_runs.jsonl.gz": ("12 traces in 4 groups", "share trace_id", "36 records without a call say"),
+    "camel_sharegpt.json.gz": ("16 traces in 4 groups", "reward is stars"),
+    "facts.eval": ("8 traces in 2 groups", "convert  8 records of inspect_ai"),
+    "streams.jsonl.gz": ("12 traces in 4 groups", "true or false in 12 of 12 records"),
+    "langgraph_threads.jsonl.gz": ("10 traces in 2 groups", "reward is user_rating"),
+    "weather.eval": ("6 traces in 2 groups", "reward is scores.graded.value.right"),
+    "dspy_history.json.gz": ("12 traces in 4 groups", "reward is metric"),
+    "smolagents_runs.jsonl.gz": ("8 traces in 2 groups", "reward is success"),
+    "distilabel_dpo.jsonl.gz": ("convert  8 records of preference_pair",),
 }
 
 
@@ -102,6 +117,60 @@ def test_a_second_set_of_producers_goes_to_a_report_too(name, here, capsys):
     out = walk(name, capsys)
     for sign in SECOND[name]:
         assert sign in out
+
+
+OFTEN = ("openai_calls.jsonl.gz", "litellm.jsonl.gz", "langsmith_runs.jsonl.gz", "camel_sharegpt.json.gz", "facts.eval")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.nightly) for each in THIRD]
+)
+def test_a_third_set_of_producers_goes_to_a_report_too(name, here, capsys):
+    shutil.copy(FILES / "third" / name, here)
+    out = walk(name, capsys)
+    for sign in THIRD[name]:
+        assert sign in out
+
+
+def test_a_verdict_agrees_with_the_command_below_it(here, capsys):
+    shutil.copy(FILES / "third" / "litellm.jsonl.gz", here)
+    _, out, _ = typed(f"tracegrad doctor litellm.jsonl.gz --model {MODEL}", capsys)
+    assert "raw logprobs, or of an unknown kind, at another temperature than 1: 16 of 16 turns" in out
+    assert "training on it as it stands would be wrong; the command after `next` goes around that" in out
+    assert followed(out).endswith("--objective TOPR_POSITIVE --text-only")
+
+
+def test_the_only_group_that_differs_is_not_held_out(here, capsys):
+    shutil.copy(FILES / "third" / "facts.eval", here)
+    _, out, _ = typed(f"tracegrad doctor facts.eval --model {MODEL}", capsys)
+    command = followed(out)
+    assert command.endswith("--data.holdout 0"), "one of two groups differs, and one is held out"
+    code, _, error = typed(command.removesuffix("--data.holdout 0"), capsys)
+    assert code == 1
+    assert "every group whose rewards differ is held out" in error
+
+
+def test_what_another_model_said_is_text(here, capsys):
+    shutil.copy(FILES / "third" / "openai_calls.jsonl.gz", here)
+    _, out, _ = typed(f"tracegrad doctor openai_calls.jsonl.gz --model {MODEL}", capsys)
+    assert "ids or token texts of another tokenizer" in out
+    command = followed(out)
+    assert command.endswith("--map.reward judge --objective TOPR_POSITIVE --text-only")
+
+
+def test_a_log_of_prompts_and_responses_is_scored_and_trained_by_what_is_printed(here, capsys):
+    shutil.copy(FILES / "third" / "llm_logs.json.gz", here)
+    Path("mine.py").write_text(
+        "def right(prompts, completions, **columns):\n"
+        "    return [float(any(word in each for word in ('Paris', 'Canberra', '102', '7'))) for each in completions]\n"
+    )
+    _, out, _ = typed(f"tracegrad doctor llm_logs.json.gz --model {MODEL}", capsys)
+    assert "--map.session" not in out, "conversation_name is the prompt, and each of its answers a draw"
+    code, out, error = typed(followed(out), capsys)
+    assert code == 0, error
+    code, out, error = typed(followed(out), capsys)
+    assert code == 0, error
+    assert "12 traces in 4 groups" in out
 
 
 def texts():

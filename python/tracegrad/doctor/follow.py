@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tracegrad import inputs
-from tracegrad.config import Map
-from tracegrad.doctor.finding import Finding, Severity
+from tracegrad.config import Data, Map
+from tracegrad.doctor.finding import Finding, Hits, Severity
 from tracegrad.doctor.whole import Whole
 from tracegrad.errors import TracegradError
 from tracegrad.inputs.candidates import Candidates
@@ -80,9 +80,16 @@ def command(
     partly = (bare is not None or foreign is not None) and not text
     if whole.traces and (whole.read.bad or whole.unaligned or partly):
         flags += ["--on-error", "skip"]
+    if "equal_rewards" in by_name and not _may_hold_out(by_name["equal_rewards"].hits):
+        flags += ["--data.holdout", "0"]
     if not text and (kind is not None or whole.unsaid):
         flags += ["--logprob-kind", kind or "raw"]
     return shlex.join(["tracegrad", "train", *named, "--model", str(model), "--out", "runs/first", *flags])
+
+
+def _may_hold_out(equal: Hits) -> bool:
+    """Whether a group whose rewards differ is left to train on where the usual share of groups is held out."""
+    return equal.of - equal.count > max(round(Data().holdout * equal.of), 1)
 
 
 def _which(whole: Whole) -> list[str]:

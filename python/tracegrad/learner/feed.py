@@ -95,6 +95,11 @@ class Feed:
         advantages = np.zeros(sequences.traces, np.float32)
         advantages[~held] = compared(rewards, sequences, ~held, config)
         if not advantages.any():
+            if held.any() and compared(rewards, sequences, np.ones_like(held), config).any():
+                raise NothingToLearn(
+                    "every group whose rewards differ is held out to measure value. There is nothing to learn from the "
+                    "others. Set --data.holdout 0, or give more groups."
+                )
             raise NothingToLearn(
                 f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
                 "Give traces whose rewards differ within a group, or set advantage.baseline."
