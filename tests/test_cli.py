@@ -40,6 +40,12 @@ def test_the_version_is_the_cores(capsys):
     assert (done.value.code, capsys.readouterr().out) == (0, f"tracegrad {_core.__version__}\n")
 
 
+def test_the_package_runs_as_a_module():
+    told = {"check": True, "capture_output": True, "text": True, "env": {**os.environ, "PYTHONPATH": str(SOURCE)}}
+    done = subprocess.run([sys.executable, "-m", "tracegrad", "--version"], **told)
+    assert done.stdout == f"tracegrad {_core.__version__}\n"
+
+
 def test_importing_it_and_preparing_take_neither_torch_nor_transformers_nor_tqdm(example, forty, tmp_path):
     blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'tqdm', 'safetensors'])); "
     arguments = ["prepare", str(forty), "--model", str(example / "model"), "--out", str(tmp_path / "o")]

@@ -24,6 +24,7 @@ FLOORS = [
     {"online", "training", "view"},
     {"integrations"},
     {"cli"},
+    {"__main__"},
 ]
 ARRAYS = {"algebra", "advantage", "correction", "objective", "presets"}
 
