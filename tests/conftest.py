@@ -1,5 +1,6 @@
 """Options of the suite and the folder of the example on the path."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from hypothesis import settings
 settings.register_profile("pinned", derandomize=True, deadline=None)
 settings.register_profile("drawn", deadline=None)
 settings.load_profile("pinned")
+
+# Whoever started the tests may have Ctrl-C ignored, and so would what tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import time
 import urllib.request
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from policy_server import AGAIN, MODEL, PolicyServer
 from tracegrad.cli import main
 from tracegrad.learner import checkpoint
 from tracegrad.online import Online, Play, SyncFault
+from tracegrad.online.frames import Writer
+from tracegrad.online.ledger import Ledger
 from tracegrad.online.signal import Signal
 
 torch.set_num_threads(1)
@@ -261,6 +264,41 @@ def test_failures_are_kept_untrained_and_too_many_in_a_row_stop_the_run(tmp_path
         assert int(np.isnan(traces.reward).sum()) == 2
         with pytest.raises(tg.TracegradError, match=r"(?s)in a row have failed.*the world is gone"):
             run(server, tmp_path / "none", agent=never, failures=8)
+
+
+def test_a_group_that_the_trainer_can_see_is_counted(tmp_path, monkeypatch):
+    """Who plays hears that its group is on the disk when the trainer has made a step of it."""
+    write, rows = Writer.write, tmp_path / "metrics.jsonl"
+
+    def waits(writer, records):
+        place = write(writer, records)
+        while not (rows.exists() and rows.read_bytes()):
+            time.sleep(0.01)
+        return place
+
+    monkeypatch.setattr(Writer, "write", waits)
+    with PolicyServer() as server:
+        found = run(server, tmp_path, steps=1)
+    assert found.rows[0]["trajectories"] == 8
+
+
+def test_no_step_is_made_of_the_failures_that_stop_the_run(tmp_path, monkeypatch):
+    """Who plays hears that its group is on the disk after a step could have been made of it."""
+    write = Writer.write
+
+    def waits(writer, records):
+        place = write(writer, records)
+        for _ in range(200):
+            time.sleep(0 if Ledger(tmp_path).steps else 0.01)
+        return place
+
+    async def never(task_, policy):
+        raise RuntimeError("the world is gone")
+
+    monkeypatch.setattr(Writer, "write", waits)
+    with PolicyServer() as server, pytest.raises(tg.TracegradError, match="in a row have failed"):
+        run(server, tmp_path, agent=never, failures=8, steps=1)
+    assert Ledger(tmp_path).steps == []
 
 
 @pytest.mark.parametrize("baseline", ["none", "group_mean"])

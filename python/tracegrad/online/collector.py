@@ -109,6 +109,7 @@ class Collector:
         self._proxy: Proxy | None = None
         self._row: list[Played] = []
         self.exhausted = False
+        self.failing: TracegradError | None = None
         self.finished_at = time.monotonic()
 
     @property
@@ -227,11 +228,13 @@ class Collector:
         self.signal.check(records)
         rewards = self.signal.of_records(records)
         self.counts.add(rewards, self.signal.is_dull(rewards), sum(each.error is not None for each in played))
+        self._note_failures(played)
         await asyncio.to_thread(self.writer.write, records)
         self.counts.finished += 1
         self.finished_at = time.monotonic()
         self.link.news.set()
-        self._note_failures(played)
+        if self.failing is not None:
+            raise self.failing
 
     async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> Played:
         told = self.play
@@ -290,12 +293,12 @@ class Collector:
         return self.logprob_kind or ("raw" if self.play.temperature == 1.0 else "processed")
 
     def _note_failures(self, played: list[Played]) -> None:
-        """Stops the run where nothing but failures has come for a while: the first says why."""
+        """Sets `failing` where nothing but failures has come for a while: the first says why."""
         for each in played:
             self._row = [*self._row, each] if each.error is not None else []
         if len(self._row) >= self.play.failures:
             first = self._row[0]
-            raise TracegradError(
+            self.failing = TracegradError(
                 f"{len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. The first: "
                 f"{first.error}\n{getattr(first.failure, 'traceback', '') or ''}"
             )

@@ -9,7 +9,7 @@ import re
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tracegrad.errors import TracegradError
 from tracegrad.online.collector import Counts
@@ -40,6 +40,8 @@ class Elsewhere:
     folder: Path
     patience: float
     state: State = field(default_factory=State)
+    failing: ClassVar[None] = None
+    """Collectors stop by themselves where nothing but failures comes."""
 
     def __post_init__(self) -> None:
         self.counts = Counts()

@@ -164,6 +164,8 @@ class Loop:
         while not self.bond.over():
             over = self.player.over
             new, dull = self.follower.look(), self.signal.is_dull
+            if new and self.player.failing is not None:  # known before the last of them was there
+                raise self.player.failing
             self.queue += [(place, traces, dull(self.signal.of_traces(traces))) for place, traces in new]
             sharp = np.cumsum([not teaches_nothing for _, _, teaches_nothing in self.queue])
             enough = int(np.searchsorted(sharp, pace.groups)) + 1
