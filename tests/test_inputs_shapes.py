@@ -229,3 +229,49 @@ def test_a_history_of_parts_is_a_trace_with_its_tools_and_logprobs():
     assert (trace.messages[3]["content"], trace.messages[3]["tool_call_id"]) == ('{"sum": 4}', "c")
     assert trace.messages[4]["reasoning_content"] == "so"
     assert trace.generations[1].logprobs.tolist() == [-0.5]
+
+
+LISTED = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52]}]}
+CHOICE = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "4"}, "logprobs": LISTED}
+REPLY = {"reply": CHOICE["message"], "finish_reason": "stop", "logprobs": LISTED}
+
+
+@pytest.mark.parametrize("told", [{"choice": CHOICE}, {"row": [CHOICE]}, REPLY])
+def test_a_choice_out_of_its_response_keeps_its_logprobs(told):
+    [trace] = tg.read([{"request": {**ASKED, "n": 4}, **told}])
+    [turn] = trace.generations
+    assert (trace.messages[-1]["content"], turn.finish_reason, turn.has_bytes) == ("4", "stop", True)
+    assert turn.logprobs.tolist() == [-0.5]
+
+
+def test_usage_beside_a_choice_counts_all_choices_of_its_response():
+    [trace] = tg.read([{"request": {**ASKED, "n": 4}, "choice": CHOICE, "usage": {"completion_tokens": 28}}])
+    assert b"usage" not in trace.record
+
+
+def test_a_list_of_choices_is_a_response_with_rewards_of_its_own():
+    other = {**CHOICE, "index": 1, "message": {"role": "assistant", "content": "5"}}
+    one, two = tg.read([{"request": ASKED, "drawn": [CHOICE, other], "rewards": [1, 0]}])
+    assert [(each.messages[-1]["content"], each.reward) for each in (one, two)] == [("4", 1.0), ("5", 0.0)]
+    assert one.group == two.group
+
+
+def shared(turns, number):
+    """A whole conversation of ShareGPT; all of them begin alike."""
+    said = [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]]
+    said += [[{"from": "human", "value": f"{number}?"}, {"from": "gpt", "value": "4"}] for _ in range(turns - 1)]
+    return {"id": f"c{number}", "conversations": [each for turn in said for each in turn], "score": number % 2}
+
+
+def test_finished_conversations_that_begin_alike_are_not_joined(tmp_path):
+    whole = [shared(1, 0), shared(2, 1), *(shared(3, number) for number in range(2, 8))]
+    whole[2:] = [{**each, "conversations": each["conversations"][2:]} for each in whole[2:]]
+    path = tmp_path / "whole.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in whole))
+    assert not read_found(path).of("session"), "one of seven goes on another by chance"
+    path.write_text("".join(json.dumps(shared(turns, number)) + "\n" for number in range(4) for turns in (1, 2, 3)))
+    assert read_found(path).of("session")[0].path == "prefix", "logged turn by turn"
+
+
+def read_found(path):
+    return candidates.find([json.loads(line) for line in path.read_text().splitlines()])

@@ -17,6 +17,7 @@ import tracegrad as tg
 from peak import PEAK
 from tracegrad.cli import main
 from tracegrad.score.cache import Cache
+from tracegrad.score.recorded import _given, _parted
 
 
 def trace(number, **more):
@@ -256,3 +257,34 @@ def test_an_error_of_the_input_is_not_one_of_the_temporary_file_which_is_closed(
         tg.score.Spool(parts())
     assert not isinstance(raised.value, tg.TracegradError)
     assert opened[0].closed
+
+
+def test_a_function_gets_the_prompt_and_the_columns_of_a_record_of_texts():
+    seen = []
+
+    def right(prompts, completions, gold, **columns):
+        seen.append((prompts, sorted(columns)))
+        return [float(said == want) for said, want in zip(completions, gold, strict=True)]
+
+    rows = [{"prompt": "2+2=", "completion": text, "gold": "4", "step": 1, "reward": 7, "group": "g"} for text in "45"]
+    found = tg.score(tg.read(rows), [asynchronous(right)], texts=True)
+    assert [found.rows[at][0] for at in (0, 1)] == [1.0, 0.0]
+    [(prompts, columns)] = seen
+    assert prompts == ["2+2=", "2+2="]
+    assert "step" in columns
+    assert "reward" not in columns, "scoring writes it: it would be asked anew each time"
+
+
+def asynchronous(function):
+    async def right(prompts, completions, gold, **columns):
+        return function(prompts, completions, gold, **columns)
+
+    return right
+
+
+def test_metadata_counts_over_the_record_and_a_judge_is_shown_the_prompt():
+    [one] = tg.read([{**trace(0), "want": "of the record", "step": 3}])
+    assert _given([one], False)["columns"]["want"] == [0]
+    assert _given([one], False)["columns"]["step"] == [3]
+    [text] = tg.read([{"prompt": "2+2=", "completion": "4"}])
+    assert [each["content"] for part in _parted(text) for each in part] == ["2+2=", "4"]

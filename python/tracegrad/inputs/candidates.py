@@ -298,11 +298,18 @@ class _Calls:
     """How the calls of the first records hang together."""
 
     def __init__(self, groups: bool, sessions: bool) -> None:
-        self.calls = self.joined = 0
+        self.calls = self._joined = self._whole = self._whole_joined = 0
         self.prompts: Counter[bytes] = Counter()
         self._groups, self._sessions = groups, sessions
         self._ends: set[bytes] = set()
         self._of_keys: dict[str, dict[str, set[bytes]]] = {}
+
+    @property
+    def joined(self) -> int:
+        """Records that go on an earlier one. Of finished conversations some begin as another one does; where they were
+        logged call by call, most of those that were answered before do.
+        """
+        return self._joined + (self._whole_joined if 2 * self._whole_joined >= self._whole else 0)
 
     def add(self, record: Any, made: Sequence[Any]) -> None:
         """Looks at the calls of what was made of one record; several answers have one prompt."""
@@ -329,7 +336,11 @@ class _Calls:
         _, end = prefixes(calls[-1])
         self.calls += 1
         goes_on = any(each in self._ends for each in before)
-        self.joined += goes_on
+        if "request" in record or "response" in record:
+            self._joined += goes_on
+        elif any(map(_is_answer, calls[0].get("request", {}).get("messages", ()))):
+            self._whole += 1
+            self._whole_joined += goes_on
         if end is not None:
             self._ends.add(end)
         if "request" not in record:
@@ -349,6 +360,10 @@ class _Calls:
             return None
         self.prompts[prompt.encode()] += times
         return prompt.encode()
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:

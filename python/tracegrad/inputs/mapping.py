@@ -141,7 +141,7 @@ def add(raw: bytes, header: Mapping[str, Any]) -> bytes:
     return head + (b"" if head.endswith(b"{") else b", ") + tail
 
 
-_PROMPTS = ("prompt", "input", "question", "query", "instruction")
+PROMPTS = ("prompt", "input", "question", "query", "instruction")
 """Where a record holds the text of a prompt that its trace has neither as messages nor as ids."""
 
 
@@ -157,7 +157,7 @@ def prompt_of(trace: Trace) -> str | None:
         said = first.prompt_token_ids.tobytes()
     else:
         record = loads(trace.record)
-        text = next((record[key] for key in _PROMPTS if record.get(key)), None) if isinstance(record, dict) else None
+        text = next((record[key] for key in PROMPTS if record.get(key)), None) if isinstance(record, dict) else None
         if text is None:
             return None
         said = json.dumps(text, sort_keys=True).encode()

@@ -18,7 +18,7 @@ import numpy as np
 
 from tracegrad import _core
 from tracegrad.aside import Failure
-from tracegrad.inputs.mapping import add
+from tracegrad.inputs.mapping import PROMPTS, add, loads
 from tracegrad.score.cache import Cache, key_of, source_of
 from tracegrad.score.functions import Rewards
 from tracegrad.score.judge import Judge
@@ -28,6 +28,20 @@ from tracegrad.trace import Trace, Traces
 Told = Callable[[int, int], None]
 PART = 128
 """Traces that are written at once."""
+_GIVEN = (
+    "prompts",
+    "completions",
+    "prompt",
+    "completion",
+    "completion_ids",
+    "trainer_state",
+    "log_metric",
+    "log_extra",
+)
+"""Names of arguments that functions get otherwise than as columns."""
+_SAMPLED = ("token_ids", "prompt_token_ids", "logprobs", "tokens", "generation", "reward", "rewards")
+_OF_RECORD = ("messages", "calls", "request", "response", "choices", "tools", "metadata", "text", *_SAMPLED)
+"""Keys of a record that are no columns: what was said and sampled, and the rewards, which scoring writes itself."""
 
 
 @dataclass
@@ -107,7 +121,8 @@ def recorded(
 
     Args:
         traces: what is scored, in memory or on the disk; those without a group are alone.
-        functions: `(prompts, completions, **columns) -> list[float | None]`; keys of `metadata` are columns.
+        functions: `(prompts, completions, **columns) -> list[float | None]`; columns are the keys of a record and
+            of its `metadata`.
         weights: of the functions, 1 by default.
         cache: file of what was scored before; a group is scored again where it, a function's file or a weight changed.
         texts: give prompts and completions as texts, not as messages.
@@ -200,7 +215,7 @@ async def _judged(
     judge = Judge(counted, **given)
 
     async def one(members: list[int]) -> None:
-        said = [traces[index].messages for index in members]
+        said = [[*prompt, *rest] for prompt, rest in (_parted(traces[index]) for index in members)]
         key = key_of("judge", model, given, said)
         answer = known.get(key)
         if answer is None:
@@ -262,30 +277,36 @@ def _given(members: list[Trace], texts: bool) -> dict[str, Any]:
     if texts:
         prompts = [_text(each, "user") for each in prompts]
         completions = [_text(each, "assistant") for each in completions]
-    told = [trace.metadata for trace in members]
-    tables = [each if isinstance(each, dict) else {} for each in told]
-    kept = (
-        "prompts",
-        "completions",
-        "prompt",
-        "completion",
-        "completion_ids",
-        "trainer_state",
-        "log_metric",
-        "log_extra",
-    )
-    names = [name for name in tables[0] if name not in kept and all(name in each for each in tables)]
+    tables = [_columns(trace) for trace in members]
+    names = [name for name in tables[0] if name not in _GIVEN and all(name in each for each in tables)]
     columns = {name: [each[name] for each in tables] for name in names}
     return {"prompts": list(prompts), "completions": list(completions), "columns": columns}
 
 
+def _columns(trace: Trace) -> dict[str, Any]:
+    """What a record says beside its messages, and what its `metadata` says, which counts over it."""
+    record, told = loads(trace.record), trace.metadata
+    beside = record if isinstance(record, dict) else {}
+    kept = {name: value for name, value in beside.items() if name not in _OF_RECORD and value is not None}
+    return {**kept, **(told if isinstance(told, dict) else {})}
+
+
 def _parted(trace: Trace) -> tuple[list[Any], list[Any]]:
-    """The messages before the first sampled turn, and the others."""
+    """The messages before the first sampled turn, and the others; a prompt that is text is what a user said."""
     messages = trace.messages
     sampled = {turn.message for turn in trace.generations}
     order = trace.core.conversation(trace.index)
     at = next((at for at, number in enumerate(order) if number in sampled), len(messages))
+    if not at and (prompt := _prompt(trace)) is not None:
+        return [{"role": "user", "content": prompt}], messages
     return messages[:at], messages[at:]
+
+
+def _prompt(trace: Trace) -> str | None:
+    """The prompt of a record of texts."""
+    record = loads(trace.record)
+    told = [record.get(key) for key in PROMPTS] if isinstance(record, dict) else []
+    return next((each for each in told if isinstance(each, str) and each), None)
 
 
 def _text(messages: Sequence[Mapping[str, Any]], role: str) -> str:

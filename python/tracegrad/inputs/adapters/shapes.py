@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad.inputs.adapters import langchain
+from tracegrad.inputs.adapters import langchain, samples
 from tracegrad.inputs.adapters.chunks import is_list
 from tracegrad.inputs.adapters.loggers import opened
 from tracegrad.inputs.adapters.pairs import PROMPTS
@@ -25,11 +25,11 @@ _NOT_KEPT = ("messages", "calls", "choices", "request", "response", "prompt_toke
 
 @dataclass
 class _Found:
-    """What stands in a record; each with the top key it stands under."""
+    """What stands in a record; each with the top key it stands under, answers with what stands beside them."""
 
     talks: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
     responses: list[tuple[str, Any]] = field(default_factory=list)
-    answers: list[tuple[str, Any]] = field(default_factory=list)
+    answers: list[tuple[str, Any, Mapping[str, Any]]] = field(default_factory=list)
     lists: list[tuple[str, list[Any]]] = field(default_factory=list)
     looked: int = 0
 
@@ -48,7 +48,8 @@ def of_record(record: Any) -> list[dict[str, Any]] | None:
 def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
     """One trace of a call, or of the calls of one conversation as a list, with what else the record says."""
     if (one := _call(found)) is not None:
-        return [{**_beside(record, one[0]), "request": one[1], "response": one[2]}]
+        made = {**_beside(record, one[0]), "request": one[1], "response": one[2]}
+        return samples.of_choices(made) or [made]
     if (steps := _steps(found)) is None:
         return None
     key, rows, calls = steps
@@ -87,14 +88,23 @@ def _call(found: _Found) -> tuple[set[str], dict[str, Any], Any] | None:
     if len(found.talks) != 1:
         return None
     key, parent, talk = found.talks[0]
+    used = {key}
     if len(found.responses) == 1:
         under, response = found.responses[0]
     elif not found.responses and len(found.answers) == 1 and _role(talk[-1]) != "assistant":
-        under, said = found.answers[0]
-        response = langchain.of_message(message(said), None)
+        under, said, beside = found.answers[0]
+        response = langchain.of_message(message(said), _sampled(beside))
+        if _is_choice(beside):
+            used.add("usage")  # Of all choices of the response that it was taken out of.
     else:
         return None
-    return {key, under}, {**_parameters(parent), "messages": [message(each) for each in talk]}, response
+    return {*used, under}, {**_parameters(parent), "messages": [message(each) for each in talk]}, response
+
+
+def _sampled(beside: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside an answer and says how it was sampled, as in a choice that was taken out of its response."""
+    kinds = {"logprobs": Mapping, "finish_reason": str, "token_ids": list}
+    return {key: beside[key] for key, kind in kinds.items() if isinstance(beside.get(key), kind)}
 
 
 def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def _talk(found: _Found) -> tuple[str, list[Any]] | None:
     talks = [(key, talk) for key, talk in talks if not _asks(key, talk)]
     if len(talks) != 1 or found.responses:
         return None
-    return talks[0] if all(said == talks[0][1][-1] for _, said in found.answers) else None
+    return talks[0] if all(said == talks[0][1][-1] for _, said, _ in found.answers) else None
 
 
 def _asks(key: str, messages: list[Any]) -> bool:
@@ -158,13 +168,15 @@ def _into(found: _Found, key: str, value: Any, parent: Mapping[str, Any], depth:
         for each in value.values():
             _into(found, key, each, value, depth + 1)
         if _is_message(value) and _role(value) == "assistant" and len(found.responses) == before:
-            found.answers.append((key, value))
+            found.answers.append((key, value, parent))
     elif isinstance(value, list) and value:
         if all(map(_is_message, value)):
             if len(value) == 1 and _role(value[0]) == "assistant":
-                found.answers.append((key, value[0]))
+                found.answers.append((key, value[0], parent))
             else:
                 found.talks.append((key, parent, value))
+        elif all(map(_is_choice, value)):
+            found.responses.append((key, {"choices": value}))
         elif isinstance(value[0], Mapping):
             found.lists.append((key, value))
         elif len(value) == 1:
@@ -177,6 +189,11 @@ def _is_response(value: Any) -> bool:
     if not isinstance(value, Mapping) or not isinstance(choices := value.get("choices"), list) or not choices:
         return False
     return all(isinstance(each, Mapping) and isinstance(each.get("message"), Mapping) for each in choices)
+
+
+def _is_choice(value: Any) -> bool:
+    said = value.get("message") if isinstance(value, Mapping) else None
+    return _is_message(said) and _role(said) == "assistant"
 
 
 def _is_message(value: Any) -> bool:
