@@ -283,6 +283,19 @@ def test_usage_of_several_choices_is_no_sign_of_lost_chunks(tmp_path):
     assert names(diagnosed(spoiled(more), tmp_path)) == {}
 
 
+def test_usage_of_choices_that_were_asked_for_and_lie_elsewhere_is_no_sign_of_lost_chunks(tmp_path):
+    def alone(asked):
+        def more(record):
+            for call in record.get("calls", ()):
+                call["request"]["n"] = asked
+                call["response"]["usage"]["completion_tokens"] *= 4
+
+        return more
+
+    assert "lost_chunks" not in names(diagnosed(spoiled(alone(4)), tmp_path))
+    assert names(diagnosed(spoiled(alone(1)), tmp_path))["lost_chunks"] == "WRONG"
+
+
 def test_hidden_reasoning_is_found_where_usage_tells_of_it(tmp_path):
     def think(record):
         for response in responses(record):

@@ -22,6 +22,7 @@ from tracegrad.trace import Traces
 Array = NDArray[Any]
 USED = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"completion_tokens", b"output_tokens"))
 THOUGHT = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"reasoning_tokens", b"thoughtsTokenCount"))
+SEVERAL = re.compile(rb'"n"\s*:\s*(?:[2-9]|[1-9]\d+)\s*[,}]')
 TEXT_TIERS = 4  # from this tier on ids are canonical, not recorded
 
 
@@ -119,13 +120,14 @@ class Look:
     def usage(self) -> tuple[Array, Array]:
         """[G] completion tokens by the record's own usage, and reasoning tokens among them; -1 where not told.
 
-        Only where a record tells usage once for each generation, and no response has several choices: usage counts all.
+        Only where a record tells usage once for each generation, and no response has several choices, or was asked for
+        several and lost the others: usage counts all.
         """
         used, thought = (np.full(self.generations, -1, np.int64) for _ in range(2))
         for index in range(len(self.traces)):
             start, end = self.first_generation[index : index + 2]
             record = self.traces.core.record(index)
-            if record.count(b'"finish_reason"') > end - start:
+            if record.count(b'"finish_reason"') > end - start or SEVERAL.search(record):
                 continue
             for patterns, column in ((USED, used), (THOUGHT, thought)):
                 told = next(filter(None, (pattern.findall(record) for pattern in patterns)), [])
