@@ -415,6 +415,16 @@ def joined(port: int, ranks: int, rank: int) -> None:
     dist.init_process_group("gloo")
 
 
+CRASHED = 139
+"""What `main` returns where a process ended by a segmentation fault: a thread of torch's gloo has been seen to."""
+
+
+def code_of(children: list[int]) -> int:
+    """Waits for processes; 0 where all ended well."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return CRASHED if -signal.SIGSEGV in codes else int(any(codes))
+
+
 def forked(ranks: int, main: Callable[..., None], *arguments: Any) -> list[int]:
     """Process ids of a group that shares this process's imports."""
     with socket.socket() as free:
@@ -446,20 +456,17 @@ def main(out: Path) -> int:
     torch.set_num_threads(1)
     if (out / "failing").exists():
         children = [child for each in (failing_main, raising_main) for child in forked(2, each, out)]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        return int(any(codes))
+        return code_of(children)
     if (out / "asked").exists():  # a pipe of drawn cases
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in drawn_children(out)]
-        return int(any(codes))
+        return code_of(drawn_children(out))
     for children in (
         lambda: forked(1, lambda *_: alone_main(out)),
         lambda: forked(2, rank_main, out),
         lambda: forked(4, rank_main, out),
         lambda: forked(1, lambda *_: after_main(out)),
     ):
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children()]
-        if any(codes):
-            return 1
+        if code := code_of(children()):
+            return code
     return 0
 
 

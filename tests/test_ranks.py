@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ import tracegrad
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import OBJECTIVES  # noqa: E402
+from ranks import CRASHED, OBJECTIVES  # noqa: E402
 
 HERE = Path(__file__).parent
 BOUND = {"float64": 1e-6, "float32": 1e-5}
@@ -181,24 +182,46 @@ def test_an_error_that_one_rank_meets_alone_ends_all_with_its_words(failing):
 # --- drawn cases ---
 
 
+class Group:
+    """Three processes that are asked for the gradient of one case after the other."""
+
+    def __init__(self, out):
+        for name in ("asked", "answers"):
+            os.mkfifo(out / name)
+        self.process = subprocess.Popen([sys.executable, HERE / "ranks.py", out], stderr=subprocess.PIPE, env=told())
+        self.asked, self.answers = (out / "asked").open("w"), (out / "answers").open()
+
+    def ask(self, case):
+        """The answer, "" where they have ended."""
+        self.asked.write(json.dumps(case) + "\n")
+        self.asked.flush()
+        return self.answers.readline()
+
+    def end(self):
+        """How they ended, and what they said."""
+        with contextlib.suppress(BrokenPipeError):
+            self.asked.close()
+        self.answers.close()
+        said = self.process.communicate(timeout=60)[1].decode()
+        return self.process.returncode, said
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """Asks a group of three processes, started once, for the gradient of a case."""
-    out = tmp_path_factory.mktemp("drawn")
-    for name in ("asked", "answers"):
-        os.mkfifo(out / name)
-    with subprocess.Popen([sys.executable, HERE / "ranks.py", out], stderr=subprocess.PIPE, env=told()) as group:
-        with (out / "asked").open("w") as asked, (out / "answers").open() as answers:
+    """Asks a group of three processes, started once, for the gradient of a case; a group that gloo ends is replaced."""
+    groups = [Group(tmp_path_factory.mktemp("drawn"))]
 
-            def ask(case):
-                asked.write(json.dumps(case) + "\n")
-                asked.flush()
-                answer = answers.readline()
-                assert answer, group.stderr.read().decode()[-4000:]
-                return json.loads(answer)
+    def ask(case):
+        answer = groups[-1].ask(case)
+        if not answer:
+            code, said = groups[-1].end()
+            assert (code, len(groups)) == (CRASHED, 1), said[-4000:]
+            groups.append(Group(tmp_path_factory.mktemp("drawn")))
+            answer = groups[-1].ask(case)
+        return json.loads(answer)
 
-            yield ask
-        assert group.wait(timeout=60) == 0
+    yield ask
+    assert groups[-1].end()[0] == 0
 
 
 CASES = st.fixed_dictionaries(
