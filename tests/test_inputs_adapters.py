@@ -11,7 +11,7 @@ import pytest
 
 import tracegrad as tg
 from tracegrad.errors import FormatError
-from tracegrad.inputs import candidates
+from tracegrad.inputs import candidates, first_calls
 from tracegrad.inputs.adapters import adapt, fitting, shapes, table
 
 USER, SAID = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -340,8 +340,8 @@ def test_messages_that_only_ask_are_no_trace():
 
 def test_many_answers_are_looked_at_once_for_what_they_share(monkeypatch):
     prompts, values = [], []
-    prompt_of, add = candidates.prompt_of, candidates._Column.add
-    monkeypatch.setattr(candidates, "prompt_of", lambda trace: prompts.append(trace) or prompt_of(trace))
+    prompt_of, add = first_calls.prompt_of, candidates._Column.add
+    monkeypatch.setattr(first_calls, "prompt_of", lambda trace: prompts.append(trace) or prompt_of(trace))
     monkeypatch.setattr(candidates._Column, "add", lambda *told: values.append(told[1]) or add(*told))
     record = {"prompt": "q" * 1000, "completions": ["y" * 1000] * 500, "rewards": [1, 0] * 250, "meta": {"score": 0.5}}
     tracemalloc.start()
@@ -359,7 +359,7 @@ def test_many_answers_are_looked_at_once_for_what_they_share(monkeypatch):
 
 def test_a_session_alone_needs_no_trace_of_each_record(monkeypatch):
     rows = [{"messages": [USER, {**SAID, "content": str(at)}], "score": at} for at in range(4)]
-    monkeypatch.setattr(candidates, "prompt_of", lambda trace: pytest.fail("a prompt is only for groups"))
+    monkeypatch.setattr(first_calls, "prompt_of", lambda trace: pytest.fail("a prompt is only for groups"))
     assert not candidates.find(rows, wanted=["session"]).found
 
 

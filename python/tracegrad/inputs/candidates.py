@@ -5,7 +5,6 @@ Only the first records are looked at. `doctor`, `train` and `init` print what is
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 import shlex
@@ -18,11 +17,10 @@ from tracegrad.config import Map
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import paths, sources
 from tracegrad.inputs.adapters import adapt, is_chunk
-from tracegrad.inputs.calls import calls_of, prefixes
-from tracegrad.inputs.mapping import Unfit, loads, prompt_of
+from tracegrad.inputs.first_calls import SESSION, Calls, counted, outside
+from tracegrad.inputs.mapping import Unfit, loads
 from tracegrad.inputs.places import expand
 from tracegrad.inputs.sessions import _time
-from tracegrad.trace import Trace
 
 RECORDS, BYTES = 2000, 1 << 26
 FIELDS = ("reward", "group", "session")
@@ -37,7 +35,6 @@ _REWARD = re.compile(
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid", re.I
 )
-_SESSION = re.compile(r"session|conversation|thread|dialog|chat_?id|trace_?id|rollout|episode|run_?id|parent", re.I)
 _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
 _NEVER = re.compile(
@@ -45,13 +42,6 @@ _NEVER = re.compile(
     r"\bn$|version|port|status_code|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
     re.I,
 )
-_INSIDE = ("messages", "request", "response", "choices", "calls", "tools", "logprobs", "usage", "delta", "generation")
-
-
-def _text(value: Any) -> str:
-    """A value as it is counted: its text, or the hash of a long one."""
-    text = str(value)
-    return text if len(text) <= 200 else hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 @dataclass
@@ -69,7 +59,7 @@ class _Column:
         self.count += times
         self.kinds[paths.kind(value)] += times
         if len(self.values) < RECORDS:
-            self.values[_text(value)] += times
+            self.values[counted(value)] += times
         if (found := paths.verdict(value)) is not None and abs(found) < 1e300:
             self.numbers += times
             self.low, self.high = min(self.low, found), max(self.high, found)
@@ -151,7 +141,7 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     columns: dict[str, _Column] = {}
     beside: dict[str, _Column] = {}
     linked: dict[str, set[str]] = {}
-    calls = _Calls("group" in wanted, "session" in wanted)
+    calls = Calls("group" in wanted, "session" in wanted)
     count = silent = 0
     for record in _first(source):
         made = _made(record)
@@ -175,14 +165,9 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     return Candidates(count, tuple(sorted(kept, key=lambda each: -each.rank)), calls.joined + found_beside)
 
 
-def _outside(part: dict[str, Any]) -> dict[str, Any]:
-    """A record without what was said in it."""
-    return {key: value for key, value in part.items() if key not in _INSIDE}
-
-
 def _count(columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str]) -> None:
     """Counts what stands at the paths of a record, or of a part of it."""
-    outer = _outside(part)
+    outer = outside(part)
     for path, value in itertools.islice(paths.leaves(outer), paths.MOST_WALKED):
         if value is not None and ("reward" in wanted or _may_be(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times)
@@ -196,8 +181,8 @@ def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     told = [(path, value) for path, value in itertools.islice(paths.leaves(record), paths.MOST_WALKED)]
     if any(_REWARD.search(path) and paths.verdict(value) is not None for path, value in told):
         for path, value in told:
-            if value is not None and _SESSION.search(path.rpartition(".")[2]):
-                linked.setdefault(path, set()).add(_text(value))
+            if value is not None and SESSION.search(path.rpartition(".")[2]):
+                linked.setdefault(path, set()).add(counted(value))
 
 
 def _beside(
@@ -233,7 +218,7 @@ def _beside(
 def _may_be(path: str, wanted: Sequence[str]) -> bool:
     """Whether the name of a path may be that of a group, or of a session or the order in it."""
     last = path.rpartition(".")[2]
-    session = "session" in wanted and (_SESSION.search(last) or _ORDER.search(last))
+    session = "session" in wanted and (SESSION.search(last) or _ORDER.search(last))
     return bool(session or ("group" in wanted and _GROUP.search(last)))
 
 
@@ -294,78 +279,6 @@ def _first(source: Any) -> Iterator[Any]:
         return  # what cannot be read is said by whoever reads it
 
 
-class _Calls:
-    """How the calls of the first records hang together."""
-
-    def __init__(self, groups: bool, sessions: bool) -> None:
-        self.calls = self._joined = self._whole = self._whole_joined = 0
-        self.prompts: Counter[bytes] = Counter()
-        self._groups, self._sessions = groups, sessions
-        self._ends: set[bytes] = set()
-        self._of_keys: dict[str, dict[str, set[bytes]]] = {}
-
-    @property
-    def joined(self) -> int:
-        """Records that go on an earlier one. Of finished conversations some begin as another one does; where they were
-        logged call by call, most of those that were answered before do.
-        """
-        return self._joined + (self._whole_joined if 2 * self._whole_joined >= self._whole else 0)
-
-    def add(self, record: Any, made: Sequence[Any]) -> None:
-        """Looks at the calls of what was made of one record; several answers have one prompt."""
-        told = [self._add(each) for each in made]
-        prompt = next((each for each in told if each), None)
-        if (untold := sum(each is None for each in told)) and self._groups:
-            prompt = self._prompt(made[0], untold)
-        if self._sessions and prompt:
-            outer = {**(record if isinstance(record, dict) else {}), **made[0]}
-            for path, value in itertools.islice(paths.leaves(_outside(outer)), paths.MOST_WALKED):
-                if value is not None and _SESSION.search(path.rpartition(".")[2]):
-                    self._of_keys.setdefault(path, {}).setdefault(_text(value), set()).add(prompt)
-
-    def names_prompts(self, path: str) -> bool:
-        """Whether each value of a key has one prompt: what shares it was drawn anew, and is no conversation."""
-        seen = self._of_keys.get(path, {})
-        return bool(seen) and not self.joined and all(len(prompts) == 1 for prompts in seen.values())
-
-    def _add(self, record: Any) -> bytes | None:
-        """Looks at one; the prompt of a call that says its own, empty where it goes on another, else None."""
-        if not (calls := calls_of(record)):
-            return None
-        before, _ = prefixes(calls[0])
-        _, end = prefixes(calls[-1])
-        self.calls += 1
-        goes_on = any(each in self._ends for each in before)
-        if "request" in record or "response" in record:
-            self._joined += goes_on
-        elif any(map(_is_answer, calls[0].get("request", {}).get("messages", ()))):
-            self._whole += 1
-            self._whole_joined += goes_on
-        if end is not None:
-            self._ends.add(end)
-        if "request" not in record:
-            return None
-        if not before or goes_on:
-            return b""
-        self.prompts[before[-1]] += 1
-        return before[-1]
-
-    def _prompt(self, record: Any, times: int) -> bytes | None:
-        """Looks at what came before the first sampled turn of a record that is no single call."""
-        try:
-            prompt = prompt_of(Trace.from_dict(record))
-        except (TracegradError, IndexError):
-            return None
-        if prompt is None:
-            return None
-        self.prompts[prompt.encode()] += times
-        return prompt.encode()
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
-
-
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
     for path, column in columns.items():
         if path.endswith("\0"):
@@ -388,7 +301,7 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
         yield Candidate("reward", path, why, (2 * hint + bounded + 0.5) * column.count / count)
 
 
-def _groups(columns: dict[str, _Column], count: int, calls: _Calls) -> Iterator[Candidate]:
+def _groups(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:
     shared = {prompt: times for prompt, times in calls.prompts.items() if times > 1}
     if shared:
         many = sum(shared.values())
@@ -403,7 +316,7 @@ def _groups(columns: dict[str, _Column], count: int, calls: _Calls) -> Iterator[
         yield Candidate("group", path, why, 2 * column.count / count)
 
 
-def _sessions(columns: dict[str, _Column], count: int, calls: _Calls) -> Iterator[Candidate]:
+def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:
     if calls.joined:
         why = f"{calls.joined:,} of {calls.calls:,} calls go on an earlier one"
         yield Candidate("session", "prefix", why, 1.0)
@@ -412,7 +325,7 @@ def _sessions(columns: dict[str, _Column], count: int, calls: _Calls) -> Iterato
         last, distinct = path.rpartition(".")[2], len(column.values)
         few = 1 < distinct <= column.count / 1.2 and column.count <= MOST_CALLS * distinct
         sure = bool(_SESSION_NAME.search(last))
-        if not (calls.calls and few and _SESSION.search(last) and (sure or calls.joined)) or calls.names_prompts(path):
+        if not (calls.calls and few and SESSION.search(last) and (sure or calls.joined)) or calls.names_prompts(path):
             continue
         why = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values'
         yield Candidate("session", path, why, (2 if sure else 1.2) * column.count / count, order)
