@@ -6,6 +6,7 @@ the pipes `asked` and `answers`, three processes answer drawn cases, a line of J
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -416,7 +417,7 @@ def joined(port: int, ranks: int, rank: int) -> None:
 
 
 CRASHED = 139
-"""What `main` returns where a process ended by a segmentation fault: a thread of torch's gloo has been seen to."""
+"""What `main` returns where a process ended by a segmentation fault."""
 
 
 def code_of(children: list[int]) -> int:
@@ -471,4 +472,5 @@ def main(out: Path) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     sys.exit(main(Path(sys.argv[1])))
