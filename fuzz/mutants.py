@@ -39,6 +39,7 @@ KEPT = ("docs", "examples", "fuzz", "tests", "python", "pyproject.toml", "README
 SECONDS = 600.0
 """After so many a mutant's tests are stopped, and it counts as found."""
 
+Place = tuple[int, int]
 Row = tuple[str, str, str, int, int]  # job, file, kind of change, row, column
 
 
@@ -60,14 +61,19 @@ def spread(rows: Iterable[Any], kind: Any, sample: int, seed: int) -> list[Any]:
     return [kinds[name][at] for at in range(turns) for name in names if at < len(kinds[name])][:sample]
 
 
-def unread(path: Path) -> Iterator[tuple[int, int]]:
-    """First and last lines of what changes nothing that runs: annotations and docstrings."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
-            if each is not None:
-                yield each.lineno, each.end_lineno or each.lineno
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.end_lineno or node.lineno
+def unread(source: str) -> Iterator[tuple[Place, Place]]:
+    """Where annotations and docstrings begin and end, as (row, column): a change there changes nothing that runs.
+
+    >>> list(unread("low: int = 1"))
+    [((1, 5), (1, 8))]
+    """
+    for node in ast.walk(ast.parse(source)):
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        for each in (getattr(node, "annotation", None), getattr(node, "returns", None), node if is_text else None):
+            if isinstance(each, ast.expr | ast.stmt):
+                yield (each.lineno, each.col_offset), (each.end_lineno or 0, each.end_col_offset or 0)
 
 
 def copied(into: Path) -> Path:
@@ -116,10 +122,9 @@ def _keep_sample(session: Path, tree: Path, sample: int, seed: int) -> None:
     columns = "job_id, module_path, operator_name, start_pos_row, start_pos_col"
     with sqlite3.connect(session) as store:
         rows: list[Row] = store.execute(f"select {columns} from mutation_specs").fetchall()
-        lines: dict[str, set[int]] = {}
-        for path in {row[1] for row in rows}:
-            lines[path] = {line for first, last in unread(tree / path) for line in range(first, last + 1)}
-        read = sorted((row for row in rows if row[3] not in lines[row[1]]), key=lambda row: row[1:])
+        ranges = {path: list(unread((tree / path).read_text())) for path in {row[1] for row in rows}}
+        read = [row for row in rows if not any(first <= row[3:] < last for first, last in ranges[row[1]])]
+        read.sort(key=lambda row: row[1:])
         kept = {row[0] for row in spread(read, lambda row: row[2], sample, seed)}
         left = [(row[0],) for row in rows if row[0] not in kept]
         for table in ("mutation_specs", "work_items"):
