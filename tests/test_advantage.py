@@ -288,3 +288,10 @@ def test_advantages_by_their_mean_size():
     for wrong in ({"weights": [1.0]}, {"weights": [1.0, -1.0]}, {"weights": [1.0, NAN]}, {"balance": 1.5}):
         with pytest.raises(ArgumentError):
             by_mean_size([1.0, 2.0], **wrong)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 0), (4, 2, 2)])
+def test_several_rewards_are_a_table_and_nothing_else(shape):
+    for use in (lambda: weighted_sum(np.ones(shape)), lambda: normalize_then_sum(np.ones(shape), [0, 0, 1, 1])):
+        with pytest.raises(ArgumentError, match="Several rewards are a table"):
+            use()
