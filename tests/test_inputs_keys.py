@@ -78,3 +78,17 @@ def test_calls_and_conversations_are_not_parsed_in_python(tmp_path, monkeypatch)
         path = tmp_path / "traces.jsonl"
         path.write_text(json.dumps(record) + "\n")
         assert len(tg.read(path)) == 1
+
+
+def test_records_that_were_looked_at_first_are_counted_once_and_come_in_whole_batches(tmp_path):
+    path = tmp_path / "traces.jsonl"
+    lines = [json.dumps({"id": str(number), "messages": TALK}) for number in range(40)]
+    path.write_text("\n".join(lines) + "\n")
+    stream = tg.stream(path, batch=15)
+    assert [[int(trace.id) for trace in part] for part in stream] == [
+        list(range(15)),
+        list(range(15, 30)),
+        list(range(30, 40)),
+    ]
+    report = stream.read_report
+    assert (report.records, report.traces, report.bytes) == (40, 40, sum(map(len, lines)))
