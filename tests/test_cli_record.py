@@ -20,6 +20,7 @@ from shop_files import folder, played, server  # noqa: F401
 from stand_in import Scripted, Served, always, free_port, until
 from tracegrad.cli import main
 from tracegrad.errors import TracegradError
+from tracegrad.online.collector import Collector
 from tracegrad.online.signal import Signal
 from tracegrad.rollout.proxy import Proxy
 
@@ -188,6 +189,21 @@ def test_what_cannot_be_recorded_is_said(record, capsys):
     assert "in a row have failed" in said("more.py:failing", "--play.failures", "2")
     assert "oldest trajectory under way" in said("more.py:slow", "--out", "p", "--play.patience", "0.3")
     assert "lists no model" in said("shop_clerk.py:agent", "--out", "q", "--server", "http://127.0.0.1:9")
+
+
+def test_failures_that_end_with_the_tasks_are_said(record, capsys, monkeypatch):
+    """Who waits hears that all is played before the task that played the last group has raised what stops the run."""
+    plays = Collector._group
+
+    async def group(collector, number, task):
+        try:
+            await plays(collector, number, task)
+        except TracegradError:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(Collector, "_group", group)
+    assert record("more.py:failing", "--play.failures", "2") == 1
+    assert "in a row have failed" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch(folder, server):

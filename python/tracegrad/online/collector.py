@@ -114,8 +114,11 @@ class Collector:
 
     @property
     def over(self) -> bool:
-        """Whether all tasks are played."""
-        return self.exhausted and self.counts.finished == self.counts.begun
+        """Whether all tasks are played; raises `failing`, which is known before the last group counts as finished."""
+        ended = self.exhausted and self.counts.finished == self.counts.begun
+        if ended and self.failing is not None:
+            raise self.failing
+        return ended
 
     @property
     def file(self) -> Path:
