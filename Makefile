@@ -31,7 +31,7 @@ online: $(VENV)/online .venv-vllm/ready  ## play against vLLM on this CPU, train
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
-	$(TWO) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
+	$(TWO) $(BIN)/python tests/again.py -n 2 --dist loadfile -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
 	$(BIN)/python -m pytest --doctest-modules --ignore-glob "*/sync/worker.py" --pyargs tracegrad
 
 check: $(VENV)/dev  ## formats, lints, types
@@ -65,7 +65,7 @@ test-wheel:  ## installs the wheel of `make wheel` without Rust, on Python 3.10 
 	$(PYTHON) .ci/test_wheel.py dist
 
 test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "vllm and not nightly" --vllm-python .venv-vllm/bin/python -s $(wildcard tests/test_*with_vllm*.py)
+	OMP_WAIT_POLICY=passive $(BIN)/python tests/again.py -m "vllm and not nightly" --vllm-python .venv-vllm/bin/python -s $(wildcard tests/test_*with_vllm*.py)
 
 test-debug: $(VENV)/dev  ## the tests without torch on a core with debug assertions and overflow checks
 	CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS=true CARGO_PROFILE_RELEASE_LTO=off \
@@ -77,7 +77,7 @@ test-debug: $(VENV)/dev  ## the tests without torch on a core with debug asserti
 
 parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL and ART (Python 3.12)
 	.venv-peers/bin/python -c "import $(PEERS)"
-	$(TWO) .venv-peers/bin/python -m pytest -n 2 --dist loadfile tests/parity
+	$(TWO) .venv-peers/bin/python tests/again.py -n 2 --dist loadfile tests/parity
 
 parity-templates: $(VENV)/dev  ## every chat template beside transformers, into PARITY.md
 	$(BIN)/python tests/parity_templates.py PARITY.md
