@@ -20,7 +20,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo online test test-debug check fuzz mutants bench bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs site clean
+.PHONY: demo online test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs site clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -43,6 +43,9 @@ check: $(VENV)/dev  ## formats, lints, types
 
 bench:  ## throughput of the core's rooms, and of the ratio beside its peers
 	cargo bench
+
+bench-counts:  ## instructions, allocations and peak memory of each stage beside benches/results/counts.json (needs valgrind)
+	$(PYTHON) benches/counts.py
 
 bench-step: $(VENV)/bench  ## forward and backward of a GRPO step on CPU, beside TRL, Liger and full logits
 	OMP_WAIT_POLICY=passive $(BIN)/python benches/step_cpu.py --out benches/results/step_cpu.json

@@ -13,32 +13,7 @@ use tracegrad_core::template::Template;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// ChatML with tools, thoughts and tool calls, of the shape that Qwen's templates have.
-const CHATML: &str = r##"{%- if tools %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
-    {{- "# Tools\n\nYou may call one or more functions.\n\n<tools>" }}
-    {%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
-    {{- "\n</tools><|im_end|>\n" }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.content is string %}{%- set content = message.content %}{%- else %}{%- set content = '' %}{%- endif %}
-    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
-        {{- '<|im_start|>' + message.role + '\n' + content }}
-        {%- for tool_call in message.tool_calls or [] %}
-            {%- set call = tool_call.function %}
-            {{- '\n<tool_call>\n{"name": "' ~ call.name ~ '", "arguments": ' ~ call.arguments | tojson ~ '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == "tool" %}
-        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"##;
+const CHATML: &str = include_str!("chatml.jinja");
 
 fn conversation() -> (Vec<Value>, Arc<Value>) {
     let paragraph =

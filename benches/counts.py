@@ -1,0 +1,122 @@
+"""Instructions, allocations and peak memory of each stage of the data road, on a fixed workload: `make bench-counts`.
+
+    python benches/counts.py                   # beside benches/results/counts.json; fails where a stage has grown
+    python benches/counts.py --write           # renews the file
+    python benches/counts.py --only align      # stages whose name holds this
+
+Counts do not depend on what else a machine does: instructions are valgrind's (callgrind), of a process that runs the
+stage less those of one that only prepares it; allocations and peak bytes are counted by the bench's own allocator. One
+thread. Between machines they differ by which vector instructions a library chooses, by less than what is allowed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "benches" / "results" / "counts.json"
+GROWN = 0.05
+"""By so much a stage may grow beside the file; a change that costs more renews it in the same commit."""
+SMALL = {"instructions": 0, "allocations": 64, "peak": 65_536}
+"""Differences below these are none, whatever their share."""
+
+Row = dict[str, Any]
+
+
+def built() -> str:
+    """The bench's binary."""
+    command = ["cargo", "bench", "--quiet", "-p", "tracegrad-core", "--bench", "counts", "--no-run"]
+    told = subprocess.run([*command, "--message-format", "json"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    found = [json.loads(line) for line in told.stdout.splitlines() if line.startswith(b"{")]
+    [binary] = [each["executable"] for each in found if each.get("executable")]
+    return binary
+
+
+def instructions(command: list[str]) -> int:
+    """Of a whole process, all its threads."""
+    valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *command]
+    done = subprocess.run(valgrind, env=alone(), capture_output=True, text=True, check=False)
+    collected = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode or collected is None:
+        sys.exit(f"{' '.join(valgrind)} failed:\n{done.stderr}")
+    return int(collected[1])
+
+
+def alone() -> dict[str, str]:
+    """An environment in which nothing is spread over threads."""
+    return {**os.environ, "RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}
+
+
+def measured(only: str) -> dict[str, Row]:
+    """A row for each stage, by its name."""
+    binary = built()
+    with tempfile.TemporaryDirectory() as folder:
+        names = subprocess.run([binary, "make", folder], env=alone(), capture_output=True, text=True, check=True)
+        rows = {}
+        for name in [name for name in names.stdout.splitlines() if only in name]:
+            run = [binary, "run", folder, name]
+            found = json.loads(subprocess.run([*run, "1"], env=alone(), capture_output=True, check=True).stdout)
+            rows[name] = {**found, "instructions": instructions([*run, "1"]) - instructions([*run, "0"])}
+            print(line(name, rows[name]), flush=True)
+    return rows
+
+
+def line(name: str, row: Row) -> str:
+    """A stage in a line.
+
+    >>> line("align", {"unit": "token", "units": 100, "instructions": 52_300, "allocations": 52, "peak": 2_000_000})
+    'align                        523.00 instructions    0.520 allocations     20000.0 peak bytes a token'
+    """
+    per = {key: row[key] / row["units"] for key in ("instructions", "allocations", "peak")}
+    return (
+        f"{name:22} {per['instructions']:12,.2f} instructions {per['allocations']:8,.3f} allocations "
+        f"{per['peak']:11.1f} peak bytes a {row['unit']}"
+    )
+
+
+def grown(before: Row, now: Row) -> list[str]:
+    """What has grown, in words.
+
+    >>> row = {"instructions": 1_000, "allocations": 100, "peak": 1_000_000}
+    >>> grown(row, {"instructions": 1_051, "allocations": 160, "peak": 1_040_000})
+    ['instructions 1,000 -> 1,051 (+5.1 %)']
+    >>> grown(row, {"instructions": 1_050, "allocations": 165, "peak": 900_000})
+    ['allocations 100 -> 165 (+65.0 %)']
+    """
+    return [
+        f"{key} {before[key]:,} -> {now[key]:,} (+{now[key] / before[key] - 1:.1%})".replace("%", " %")
+        for key, small in SMALL.items()
+        if now[key] > before[key] * (1 + GROWN) and now[key] - before[key] > small
+    ]
+
+
+def main() -> int:
+    """The exit code: 1 where a stage has grown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="stages whose name holds this")
+    parser.add_argument("--write", action="store_true", help="renew benches/results/counts.json")
+    told = parser.parse_args()
+    if shutil.which("valgrind") is None:
+        sys.exit("valgrind is not installed, which counts the instructions. Install it by your system's packages.")
+    rows, before = measured(told.only), json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if told.write:
+        KEPT.write_text(json.dumps({**(before if told.only else {}), **rows}, indent=1) + "\n")
+        return 0
+    wrong = [f"{name}: {each}" for name, row in rows.items() for each in grown(before[name], row)]
+    print(*wrong, sep="\n")
+    if wrong:
+        print("Make it cheaper, or renew the file in the same commit by python benches/counts.py --write and say why.")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+//! One stage of the data road on a fixed workload, once: `counts make FOLDER` writes the workload, `counts run FOLDER
+//! STAGE 0` prepares a stage and `counts run FOLDER STAGE 1` runs it too, and prints units, allocations and peak bytes.
+//! `benches/counts.py` (`make bench-counts`) calls it: what lies between the two runs' instructions is the stage's.
+
+#[path = "counts/workload.rs"]
+mod workload;
+
+use serde_json::{Map, Value, json};
+use std::alloc::{GlobalAlloc, Layout};
+use std::hint::black_box;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use tracegrad_core::align::{self, align};
+use tracegrad_core::pack::{self, Branches, Cost, Demand, TooLong, Whole};
+use tracegrad_core::ratio::{
+    Agg, Alone, AnyGate, Gate, Level, Missing, Over, Per, Plan, Ratio, Reduction, Shape, Stat, Terms, Weight, When,
+    correct_into,
+};
+use tracegrad_core::read::{Options, Reader};
+use tracegrad_core::trace::Trace;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+/// The allocator of the extension, with what is asked of it counted.
+struct Counted;
+
+#[global_allocator]
+static ALLOCATOR: Counted = Counted;
+
+// SAFETY: every call goes on to mimalloc as it came.
+unsafe impl GlobalAlloc for Counted {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Relaxed);
+        PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        unsafe { mimalloc::MiMalloc.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        unsafe { mimalloc::MiMalloc.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Relaxed);
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        PEAK.fetch_max(LIVE.fetch_add(size, Relaxed) + size, Relaxed);
+        unsafe { mimalloc::MiMalloc.realloc(pointer, layout, size) }
+    }
+}
+
+/// What is measured; gives the units of work that were done.
+type Stage = Box<dyn FnOnce() -> usize>;
+/// A stage's name, what its units are, and how it is prepared.
+type Named = (String, &'static str, Box<dyn FnOnce() -> Stage>);
+
+fn read(file: &Path) -> Vec<Arc<Trace>> {
+    let reader = Reader::open(file, Options::default()).expect("it opens");
+    reader.map(|trace| Arc::new(trace.expect("a good record"))).collect()
+}
+
+fn reading(file: &Path) -> Stage {
+    let file = file.to_owned();
+    Box::new(move || {
+        black_box(read(&file));
+        std::fs::metadata(&file).expect("it is there").len() as usize
+    })
+}
+
+fn aligning(file: &Path) -> Stage {
+    let (traces, tokenizer) = (read(file), workload::tokenizer());
+    Box::new(move || align(&traces, &tokenizer, align::Options::default()).expect("they align").ids.len())
+}
+
+/// A conversation of six turns, rendered for its last prompt: the first time, or after the prompts of all turns before.
+fn rendering(again: bool) -> Stage {
+    let tokenizer = workload::tokenizer();
+    let text = "The clerk looked at the list, counted the crates twice and wrote 42 on the slip: naïve, but exact. ";
+    let roles = ["user", "assistant"];
+    let message = |at: usize| json!({"role": roles[at % 2], "content": format!("{at} {}", text.repeat(16))});
+    let messages: Vec<Value> = (0..13).map(message).collect();
+    let prompt = move |count: usize| {
+        let template = tokenizer.template().expect("it has one");
+        let messages: Vec<&Value> = messages[..count].iter().collect();
+        black_box(template.render(&messages, None, true, &Map::new()).expect("it renders"));
+    };
+    if again {
+        (1..13).step_by(2).for_each(&prompt);
+    }
+    Box::new(move || {
+        prompt(13);
+        1
+    })
+}
+
+fn correcting(gated: bool) -> Stage {
+    const SIZE: usize = 1 << 18;
+    let noise = |seed: usize| ((seed.wrapping_mul(2_654_435_761) >> 7) % 1000) as f32 / 1000.0;
+    let rollout: Vec<f32> = (0..SIZE).map(|t| if t % 97 == 0 { f32::NAN } else { -3.0 * noise(t) }).collect();
+    let old: Vec<f32> = (0..SIZE).map(|t| (-3.0 * noise(t) + noise(t + 1) - 0.5).min(0.0)).collect();
+    let trace: Vec<i64> = (0..SIZE).map(|t| (t / 512) as i64).collect();
+    let (mut weight, mut keep) = (vec![1.0; SIZE], vec![true; SIZE]);
+    Box::new(move || {
+        let shape = Shape::Clamp(0.0, 2.0);
+        let tis =
+            Weight { ratio: Ratio::MISMATCH, level: Level::TOKEN, shape, when: When::Always, normalize: false };
+        let level = Level { over: Over::Trace, agg: Agg::Mean, ..Level::TOKEN };
+        let (stat, when, scope) = (Stat::Ratio, When::Always, Over::Trace);
+        let gate = AnyGate::Gate(Gate { ratio: Ratio::MISMATCH, stat, level, low: 0.9, high: 1.1, when, scope });
+        let reductions = vec![Reduction { per: Per::Token, mean: true, norm: 1.0, kept: false }];
+        let gates = if gated { vec![gate] } else { vec![] };
+        let plan = Plan { gates, weights: vec![tis], missing: Missing::Mask, reductions };
+        let terms = Terms::of(Some(&old), Some(&rollout), &trace);
+        black_box(correct_into(&terms, &plan, &Alone, &mut weight, &mut keep).expect("the step is well formed"));
+        SIZE
+    })
+}
+
+/// Rows of 8,192 tokens of the agents' branches, repeated.
+fn packing(file: &Path) -> Stage {
+    let aligned = align(&read(file), &workload::tokenizer(), align::Options::default()).expect("they align");
+    Box::new(move || {
+        let (ids, cu_seqlens, trace, trainable) =
+            (&aligned.ids, &aligned.cu_seqlens, &aligned.trace, &aligned.trainable);
+        let branches = Branches { cu_seqlens, trace, ids, trainable, names: &[] };
+        let measured = pack::measure(branches, 32_768, Whole::Branch, TooLong::Refuse).expect("they fit");
+        let (length, terms, step) = (&measured.length, &measured.terms, &vec![0; trace.len()]);
+        let cost = Cost { token: 2.2e10, pair: 2.1e6, term: 2.3e9 };
+        let (ranks, token_budget, whole_traces, least_gain) = (1, 32_768, false, None);
+        let demand =
+            Demand { ids, cu_seqlens, length, terms, trace, step, ranks, token_budget, whole_traces, cost, least_gain };
+        let placed = pack::place(demand).expect("they are consistent");
+        let step: Vec<i32> = placed.row.iter().map(|&row| if row < 0 { -1 } else { 0 }).collect();
+        let shared: Vec<bool> = placed.gain.iter().map(|gain| gain.shared).collect();
+        let (row, order, rows) = (&placed.row, &placed.order, &placed.rows);
+        let plan = pack::Plan { length, step: &step, row, order, rows, shared: &shared };
+        let inv_temperature = &aligned.inv_temperature;
+        let tokens = pack::Tokens { ids, trainable, inv_temperature, cu_seqlens };
+        black_box(pack::lay(tokens, plan, 1).expect("they are consistent"));
+        ids.len()
+    })
+}
+
+fn stages(folder: &Path) -> Vec<Named> {
+    let file = |name: &str| folder.join(format!("{name}.jsonl"));
+    let mut all: Vec<Named> = Vec::new();
+    let text = file("text");
+    all.push(("read text".to_owned(), "byte", Box::new(move || reading(&text))));
+    for shape in &workload::SHAPES {
+        for layout in workload::LAYOUTS {
+            let name = format!("{}-{layout}", shape.name);
+            let (one, other) = (file(&name), file(&name));
+            if shape.name == "agents" {
+                all.push((format!("read {name}"), "byte", Box::new(move || reading(&one))));
+            }
+            all.push((format!("align {name}"), "token", Box::new(move || aligning(&other))));
+        }
+    }
+    all.push(("render first".to_owned(), "prompt", Box::new(|| rendering(false))));
+    all.push(("render next turn".to_owned(), "prompt", Box::new(|| rendering(true))));
+    all.push(("correct token".to_owned(), "term", Box::new(|| correcting(false))));
+    all.push(("correct trace gate".to_owned(), "term", Box::new(|| correcting(true))));
+    let agents = file("agents-names");
+    all.push(("pack".to_owned(), "token", Box::new(move || packing(&agents))));
+    all
+}
+
+fn main() {
+    let told: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    match told.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["make", folder] => {
+            workload::make(Path::new(folder));
+            for (name, _, _) in stages(Path::new(folder)) {
+                println!("{name}");
+            }
+        }
+        ["run", folder, name, runs] => {
+            let (_, unit, prepare) =
+                stages(Path::new(folder)).into_iter().find(|stage| stage.0 == name).expect("`counts make` names it");
+            let stage = prepare();
+            if runs == "0" {
+                return;
+            }
+            let (allocations, live) = (ALLOCATIONS.load(Relaxed), LIVE.load(Relaxed));
+            PEAK.store(live, Relaxed);
+            let units = stage();
+            let (allocations, peak) = (ALLOCATIONS.load(Relaxed) - allocations, PEAK.load(Relaxed) - live);
+            println!("{}", json!({"unit": unit, "units": units, "allocations": allocations, "peak": peak}));
+        }
+        // `cargo bench` runs all benches, this one without arguments.
+        _ => println!("counts: see benches/counts.py"),
+    }
+}
