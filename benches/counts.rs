@@ -104,8 +104,7 @@ fn correcting(gated: bool) -> Stage {
     let (mut weight, mut keep) = (vec![1.0; SIZE], vec![true; SIZE]);
     Box::new(move || {
         let shape = Shape::Clamp(0.0, 2.0);
-        let tis =
-            Weight { ratio: Ratio::MISMATCH, level: Level::TOKEN, shape, when: When::Always, normalize: false };
+        let tis = Weight { ratio: Ratio::MISMATCH, level: Level::TOKEN, shape, when: When::Always, normalize: false };
         let level = Level { over: Over::Trace, agg: Agg::Mean, ..Level::TOKEN };
         let (stat, when, scope) = (Stat::Ratio, When::Always, Over::Trace);
         let gate = AnyGate::Gate(Gate { ratio: Ratio::MISMATCH, stat, level, low: 0.9, high: 1.1, when, scope });

@@ -92,7 +92,8 @@ fn record(shape: &Shape, index: usize, layout: &str, tokenizer: &Tokenizer) -> V
         messages.push(json!({"role": role, "content": given.text(shape.given), "tool_call_id": format!("c{turn}")}));
         let answer = drawn.text(shape.sampled);
         let thought = if shape.thoughts == 0 { String::new() } else { drawn.text(shape.thoughts) };
-        let text = if thought.is_empty() { answer.clone() } else { format!("<think>\n{thought}\n</think>\n\n{answer}") };
+        let text =
+            if thought.is_empty() { answer.clone() } else { format!("<think>\n{thought}\n</think>\n\n{answer}") };
         let (mut choice, ids) = choice(&text, layout, tokenizer, &mut drawn);
         let request = json!({"model": "clerk", "messages": messages, "tools": tools});
         let mut response = json!({"object": "chat.completion", "model": "clerk"});
