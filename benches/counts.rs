@@ -74,24 +74,26 @@ fn aligning(file: &Path) -> Stage {
     Box::new(move || align(&traces, &tokenizer, align::Options::default()).expect("they align").ids.len())
 }
 
-/// A conversation of six turns, rendered for its last prompt: the first time, or after the prompts of all turns before.
+/// Conversations of six turns, each rendered for its last prompt: the first time, or after the prompts of all turns
+/// before. Many, as loading a tokenizer takes some 200,000 instructions more or less from run to run.
 fn rendering(again: bool) -> Stage {
+    const MANY: usize = 64;
     let tokenizer = workload::tokenizer();
     let text = "The clerk looked at the list, counted the crates twice and wrote 42 on the slip: naïve, but exact. ";
     let roles = ["user", "assistant"];
-    let message = |at: usize| json!({"role": roles[at % 2], "content": format!("{at} {}", text.repeat(16))});
-    let messages: Vec<Value> = (0..13).map(message).collect();
-    let prompt = move |count: usize| {
+    let message = |number: usize, turn: usize| json!({"role": roles[turn % 2], "content": format!("{number} {turn} {}", text.repeat(16))});
+    let all: Vec<Vec<Value>> = (0..MANY).map(|number| (0..13).map(|turn| message(number, turn)).collect()).collect();
+    let prompt = move |messages: &[Value]| {
         let template = tokenizer.template().expect("it has one");
-        let messages: Vec<&Value> = messages[..count].iter().collect();
+        let messages: Vec<&Value> = messages.iter().collect();
         black_box(template.render(&messages, None, true, &Map::new()).expect("it renders"));
     };
     if again {
-        (1..13).step_by(2).for_each(&prompt);
+        all.iter().for_each(|messages| (1..13).step_by(2).for_each(|count| prompt(&messages[..count])));
     }
     Box::new(move || {
-        prompt(13);
-        1
+        all.iter().for_each(|messages| prompt(messages));
+        MANY
     })
 }
 
@@ -117,10 +119,11 @@ fn correcting(gated: bool) -> Stage {
     })
 }
 
-/// Rows of 8,192 tokens of the agents' branches, repeated.
+/// Rows of the agents' branches, many times over.
 fn packing(file: &Path) -> Stage {
+    const MANY: usize = 64;
     let aligned = align(&read(file), &workload::tokenizer(), align::Options::default()).expect("they align");
-    Box::new(move || {
+    let once = move || {
         let (ids, cu_seqlens, trace, trainable) =
             (&aligned.ids, &aligned.cu_seqlens, &aligned.trace, &aligned.trainable);
         let branches = Branches { cu_seqlens, trace, ids, trainable, names: &[] };
@@ -139,7 +142,8 @@ fn packing(file: &Path) -> Stage {
         let tokens = pack::Tokens { ids, trainable, inv_temperature, cu_seqlens };
         black_box(pack::lay(tokens, plan, 1).expect("they are consistent"));
         ids.len()
-    })
+    };
+    Box::new(move || (0..MANY).map(|_| once()).sum())
 }
 
 fn stages(folder: &Path) -> Vec<Named> {
