@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = {
     "advantage": ["advantage", "advantage_terms", "ragged"],
     "algebra": ["algebra", "idle", "every_field", "objective", "teeth_objective", "own_loss"],
-    "batch": ["batch", "moving", "sharing", "ragged"],
+    "batch": ["batch", "cost", "moving", "sharing", "ragged"],
     "correction": ["correction", "correction_parts", "correction_step", "conventions", "twins"],
     "learner": ["learner", "teeth_learner", "loop", "loop_options", "rates", "checkpoint", "adapted"],
     "objective": ["objective", "objective_presets", "teeth_objective", "every_objective", "every_field", "idle"],

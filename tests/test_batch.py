@@ -245,6 +245,45 @@ def test_logprobs_come_back_in_the_order_of_the_step():
         step.with_logprobs(ref=np.zeros(5))
 
 
+def test_lag_counts_versions_behind_the_policy_that_is_trained():
+    [step] = pack(SMALL, np.ones(4), token_budget=8)
+    step = replace(step, version=np.array([3, 3, 5, 0, -1, 2], np.int32))
+    assert step.lag(5).tolist() == [2, 2, 0, 5, -1, 3]
+    assert step.lag(7).tolist() == [4, 4, 2, 7, -1, 5]
+    assert step.lag(None).tolist() == [-1] * 6
+    with pytest.raises(ArgumentError, match="version is 4, and a term was sampled by version 5"):
+        step.lag(4)
+
+
+def test_imbalance_is_the_busiest_rank_over_the_mean():
+    [step] = pack(SMALL, np.ones(4), token_budget=8)
+    assert replace(step, load=np.array([5.0, 2.0, 3.0, 2.0])).imbalance == 5 / 3
+    assert replace(step, load=np.array([0.25, 0.75])).imbalance == 1.5
+    assert replace(step, load=np.zeros(3)).imbalance == 1.0
+
+
+@pytest.mark.parametrize(
+    ("dropped", "weightless", "idle"),
+    [
+        (False, False, [True, True, False, True]),
+        (True, False, [False, True, False, True]),
+        (False, True, [True, False, False, False]),
+        (True, True, [False, False, False, False]),
+    ],
+)
+def test_a_term_is_idle_where_nothing_else_looks_at_it(dropped, weightless, idle):
+    [step] = pack(sequences([5], [[1, 2, 3, 4]]), [1.0], token_budget=8)
+    step = replace(step, advantages=np.array([1.0, 1.0, 1.0, 0.0]))  # the first is dropped, the second without weight
+    corrected = Corrected(np.array([2.0, 0.0, 1.0, 1.0]), np.array([False, True, True, True]), np.ones(4), {})
+    assert step.idle(SimpleNamespace(dropped=dropped, weightless=weightless), corrected).tolist() == idle
+
+
+def test_padding_is_no_token_of_a_row():
+    # One branch of 5 and one of 2, in rows of 5; both are padded to 6.
+    [step] = pack(sequences([5, 2], [[1, 4], [1]]), np.ones(2), token_budget=5, pad_to_multiple_of=6)
+    assert [(len(batch.ids), batch.tokens) for batch in step.batches] == [(6, 5), (6, 2)]
+
+
 def test_terms_are_gathered_from_the_step_for_one_batch():
     torch = pytest.importorskip("torch")
     [step] = pack(SMALL, [1.0, -1.0, 0.0, 0.5], token_budget=8)
@@ -285,6 +324,7 @@ def test_as_many_terms_as_traces_are_told_apart_by_a_word():
         ({"token_budget": 0}, "token_budget is 0"),
         ({"step_groups": 0}, "step_groups is 0"),
         ({"ranks": 2, "rank": 2}, "rank is 2 of 2"),
+        ({"ranks": 2, "rank": 5}, "rank is 5 of 2"),
         ({"too_long": "cut"}, "too_long is 'cut'"),
         ({"advantages": np.zeros(5)}, "4 traces and 6 terms"),
         ({"advantages": [0, np.nan, 0, 0]}, "trace '1': the advantage of a trained token is nan"),
