@@ -11,10 +11,14 @@ torch = pytest.importorskip("torch")
 
 from tracegrad import policy  # noqa: E402
 from tracegrad.algebra import (  # noqa: E402
+    Adapt,
+    Clamp,
     Clip,
     Entropy,
     Gamma,
     Gate,
+    Identity,
+    Inverse,
     Level,
     Objective,
     Penalty,
@@ -24,6 +28,7 @@ from tracegrad.algebra import (  # noqa: E402
     Shift,
     TopEntropy,
     Weight,
+    Window,
 )
 from tracegrad.batch import Batch  # noqa: E402
 from tracegrad.objective import Terms, evaluate  # noqa: E402
@@ -37,6 +42,29 @@ def terms(**given):
     shape = known["advantages"].shape
     known.setdefault("scale", torch.ones(shape, dtype=torch.float64))
     return Terms(**known, **({"keep": torch.tensor(given["keep"])} if "keep" in given else {}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (Clamp(0.5, 2.0), [0.5, 0.5, 1.0, 2.0, 2.0]),
+        (Window(0.5, 2.0), [0.0, 0.5, 1.0, 2.0, 0.0]),
+        (Window(0.5, 2.0, strict=True), [0.0, 0.0, 1.0, 0.0, 0.0]),
+        (Inverse(2.0), [2.0, 2.0, 1.0, 0.5, 0.25]),
+        (Identity(), [0.25, 0.5, 1.0, 2.0, 4.0]),
+    ],
+)
+def test_shapes_of_tensors_at_and_around_their_bounds(shape, expected):
+    ratios = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+    # log2 and exp2 would be exact; exp(log(x)) is x for these in float64.
+    assert ratios.log().exp().tolist() == ratios.tolist()
+    assert shape.of(ratios.log()).tolist() == expected
+
+
+def test_an_entropy_bonus_says_all_that_it_does():
+    assert str(Entropy(0.01, gated=False)) == "0.01 * entropy"
+    bonus = Entropy(0.0, gated=True, reduce=Reduce("token"), adapt=Adapt(target=0.3))
+    assert str(bonus) == "0 * entropy [kept terms only, scale 1 / terms, adapting to 0.3 nats]"
 
 
 def test_a_shift_is_centred_on_the_terms_that_count_and_have_both_logprobs():
