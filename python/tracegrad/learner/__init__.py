@@ -1,4 +1,12 @@
-"""Training from recorded sequences: one step, the loop around it, and checkpoints to resume from exactly."""
+"""Training from recorded sequences: one step, the loop around it, and checkpoints to resume from exactly.
+
+In come `Sequences` and `Options`, or single steps from anywhere; out go trained parameters, checkpoints, and a row of
+metrics for each step. Its files, each using those before it alone: `rates`, `plan` (functions of counts alone);
+`ranks`, `memory`, `parallel` (one model on several ranks); `model`, `adapters`, `adapted`; `progress`, `state`,
+`weights`; `compared`, `filters`, `reward_kl`, `value`, `feed` (which traces, with which advantage, in which steps);
+`settle`, `setup`, `forecast`; `idle`, `entropy`, `step`, `record`, `row`, `checkpoint`, `run` (one step at a time, no
+data set); `ahead`, `interrupt`, `keeper`, `epochs`, `loop` (a file as one source of steps).
+"""
 
 from tracegrad.learner.adapted import merge_adapters
 from tracegrad.learner.loop import train
