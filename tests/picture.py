@@ -32,7 +32,7 @@ ABOVE = (
 )
 UNDER = "rust/core: reads, aligns, computes detached weights, packs. rust/py hands arrays over."
 STYLE = """<style>
-path{fill:none;stroke:#8a96a3} rect{fill:#f2f4f7;stroke:#5b6773} rect.walk{fill:#dcebff;stroke:#2463b0}
+text{font:13px sans-serif} path{fill:none;stroke:#8a96a3} rect{fill:#f2f4f7;stroke:#5b6773} rect.walk{fill:#dcebff;stroke:#2463b0}
 text{text-anchor:middle;fill:#1b2229} .step{fill:#2463b0;font-weight:bold} .note{text-anchor:start;fill:#5b6773}
 circle{fill:#b3541e} .ground{fill:#fff;stroke:none}
 </style>"""
@@ -143,7 +143,7 @@ def drawn() -> str:
     width, height = f"{right + 10:g}", f"{end + 14:g}"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
             STYLE,
             f'<rect class="ground" width="{width}" height="{height}"/>',
             f'<text class="note" x="10" y="20">{ABOVE}</text>',
