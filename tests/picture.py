@@ -32,7 +32,8 @@ ABOVE = (
 )
 UNDER = "rust/core: reads, aligns, computes detached weights, packs. rust/py hands arrays over."
 STYLE = """<style>
-text{font:13px sans-serif} path{fill:none;stroke:#8a96a3} rect{fill:#f2f4f7;stroke:#5b6773} rect.walk{fill:#dcebff;stroke:#2463b0}
+text{font:13px sans-serif}
+path{fill:none;stroke:#8a96a3} rect{fill:#f2f4f7;stroke:#5b6773} rect.walk{fill:#dcebff;stroke:#2463b0}
 text{text-anchor:middle;fill:#1b2229} .step{fill:#2463b0;font-weight:bold} .note{text-anchor:start;fill:#5b6773}
 circle{fill:#b3541e} .ground{fill:#fff;stroke:none}
 </style>"""
