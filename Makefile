@@ -115,7 +115,6 @@ docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python -m tracegrad.doctor docs/doctor.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
-	OMP_WAIT_POLICY=passive $(BIN)/python benches/forecast.py --page docs/scaling.md
 
 house: $(VENV)/dev  ## the picture of the rooms in DESIGN.md, from the imports
 	$(BIN)/python tests/picture.py docs/house.svg

@@ -49,8 +49,8 @@ def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():
     assert value.ess_fraction == pytest.approx(0.8)
     assert value.recorded == 0.5
     # Parts w (r - value) / sum w: 3 * 0.25 / 4 = 0.1875 and 1 * -0.75 / 4 = -0.1875;
-    # se = sqrt(2/1 * 2 * 0.1875^2) = 0.375; t(0.975, 1) = 12.7062.
-    assert value.high - value.value == pytest.approx(12.7062 * 0.375, rel=1e-5)
+    # se = sqrt(2/1 * 2 * 0.1875^2) = 0.375; 95 % of a normal distribution lie within 1.96 of them.
+    assert value.high - value.value == pytest.approx(1.959964 * 0.375, rel=1e-6)
     assert not value.known
 
 

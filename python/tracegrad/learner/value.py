@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 SUM_LIMIT = 20.0
 """A trace's summed log-ratio is clamped to plus or minus this many nats before exp, and counted."""
+NORMAL_95 = 1.959964
+"""The standard errors that reach to either end of a 95 % interval of a normal distribution."""
 MIN_ESS = 10.0
 """Below this many effective traces value is called unknown: its interval is then itself a guess from a handful."""
 
@@ -76,7 +77,7 @@ def estimate(
 
     w_r = exp(clamp(sum over the terms of trace r of logprob - rollout logprob)), value = sum w r / sum w,
     se^2 = G / (G - 1) * sum over groups of (sum over its traces of w (r - value))^2 / (sum w)^2, and the interval is
-    value +- t(0.975, G - 1) se. Groups, not traces, are the independent draws: traces of one group share their prompt.
+    value +- 1.96 se. Groups, not traces, are the independent draws: traces of one group share their prompt.
 
     Args:
         logprobs, rollout: [M] nats, NaN in rollout where not known: such a trace is left out and not guessed.
@@ -182,21 +183,4 @@ def _half_width(parts: NDArray[np.float64]) -> float:
     groups = len(parts)
     if groups < 2:
         return math.nan
-    return _t_quantile(groups - 1) * math.sqrt(groups / (groups - 1) * float(parts @ parts))
-
-
-def _t_quantile(freedom: int, level: float = 0.975) -> float:
-    """Student's t quantile: Hill 1970, CACM algorithm 396, exact at 1 and 2 degrees of freedom."""
-    if freedom == 1:
-        return math.tan(math.pi * (level - 0.5))
-    if freedom == 2:
-        return (2 * level - 1) * math.sqrt(2 / (4 * level * (1 - level)))
-    z = NormalDist().inv_cdf(level)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+    return NORMAL_95 * math.sqrt(groups / (groups - 1) * float(parts @ parts))
