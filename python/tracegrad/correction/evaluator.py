@@ -115,10 +115,10 @@ def correct(
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
     weights, gates = arrays.instances(weights, "weights", Weight), arrays.instances(gates, "gates", AnyGate)
-    told: Reduce = arrays.instance(
+    reduction: Reduce = arrays.instance(
         Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
     )
-    wanted: list[Reduce] = list(dict.fromkeys([told, *arrays.instances(reductions, "reductions", Reduce)]))
+    wanted: list[Reduce] = list(dict.fromkeys([reduction, *arrays.instances(reductions, "reductions", Reduce)]))
     arrays.one_of(missing, "missing", get_args(Missing))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
@@ -154,7 +154,9 @@ def correct(
     )
     by_reduction = {each: layout.back(scale) for each, scale in zip(wanted, scales, strict=True)}
     ratios = old is not None and rollout is not None
-    return Corrected(layout.back(weight), layout.back(keep), by_reduction[told], _metrics(stats, ratios), by_reduction)
+    return Corrected(
+        layout.back(weight), layout.back(keep), by_reduction[reduction], _metrics(stats, ratios), by_reduction
+    )
 
 
 def _bounded_exp(log_ratio: float) -> float:
@@ -169,7 +171,7 @@ def _counts(totals: Totals) -> tuple[int, ...]:
 def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
     """Means over their named denominators; docs/metrics.md has the table."""
     terms, known = max(stats["terms"], 1.0), max(stats["known"], 1.0)
-    found = {
+    metrics = {
         "terms": stats["terms"],
         "missing": stats["terms"] - stats["known"],
         "frac_missing": (stats["terms"] - stats["known"]) / terms,
@@ -177,11 +179,11 @@ def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
         "masked_fraction": stats["gated"] / terms,
     }
     if not ratios or not stats["known"]:
-        return found
+        return metrics
     weighted = max(stats["weighted"], 1.0)
     kish = stats["weight"] * stats["weight"] / stats["weight_squared"] if stats["weight_squared"] > 0 else 0.0
     low, high = -stats["minus_log_ratio_min"], stats["log_ratio_max"]
-    return found | {
+    return metrics | {
         "ratio_mean": stats["ratio"] / known,
         "ratio_min": _bounded_exp(low),
         "ratio_max": _bounded_exp(high),

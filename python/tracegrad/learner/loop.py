@@ -156,19 +156,19 @@ class _Loop:
     def start(self, resume: bool) -> list[dict[str, Any]]:
         """Makes the folder, takes up a checkpoint, and opens metrics.jsonl; returns the rows it keeps."""
         out, first = self.driven.out, self.driven.ranks.first
-        found = checkpoint.list_checkpoints(out)
-        if found and not resume:
+        checkpoints = checkpoint.list_checkpoints(out)
+        if checkpoints and not resume:
             raise ArgumentError(
-                f"{out} holds a run, its newest checkpoint is {found[-1].name}. A new run would overwrite it. "
+                f"{out} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would overwrite it. "
                 "Go on with --resume, or give another --out."
             )
         progress = self.driven.restore(fingerprint=self.fingerprint)
         if progress is not None:
-            self.epochs.restore(found[-1], progress)
+            self.epochs.restore(checkpoints[-1], progress)
             if "best" in progress.logprobs:
                 self.best = np.full(self.feed.sequences.tokens, np.nan, np.float32)
                 self.best[self.feed.sequences.terms] = progress.logprobs["best"]
-            terms = checkpoint.read_terms(found[-1], self.driven.ranks)
+            terms = checkpoint.read_terms(checkpoints[-1], self.driven.ranks)
             last = self.plan.epochs - 1
             self.terms = [term for term in terms if self.plan.epoch_of(term.step - 1) == last]
         self.driven.begin()
@@ -259,16 +259,16 @@ class _Loop:
         if self.held is None:
             return {}
         with self.driven.watch("value"):
-            found = self.epochs.measured([self.held], "policy")
-        assert found is not None
+            logprobs = self.epochs.measured([self.held], "policy")
+        assert logprobs is not None
         s, rewards = self.feed.sequences, self.feed.rewards
-        terms = np.flatnonzero(~np.isnan(found))
-        theta, trace = found[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
+        terms = np.flatnonzero(~np.isnan(logprobs))
+        theta, trace = logprobs[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
         given = (np.asarray(s.rollout_logprobs)[terms], trace, rewards, s.group)
         value: Value = estimate(theta, *given)
         if self.driven.config.stop.worse and value.known:
             change, half = (1.0, 0.0) if self.best is None else difference(theta, self.best[terms], *given)
             self.worse = change + half < 0
-            self.best = found if change > 0 else self.best
+            self.best = logprobs if change > 0 else self.best
         good, bad = good_and_bad(theta, trace, rewards, s.group)
         return {**value.row(), "logprob_good": good, "logprob_bad": bad}

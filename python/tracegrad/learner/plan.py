@@ -1,4 +1,4 @@
-"""When what happens: which steps refresh `old`, measure value, write a checkpoint. A function of counts alone.
+"""At which steps a run refreshes `old`, measures off-policy value and writes checkpoints: functions of step counts.
 
 Nothing here is state, so a run that resumes at step n does what the uninterrupted one does from step n. No torch, no
 arrays. Called by the loop.

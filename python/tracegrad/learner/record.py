@@ -1,4 +1,4 @@
-"""What a run leaves in memory for its caller: the outcome, and per-term arrays for the report."""
+"""What `train` returns: the outcome of a run, and per-term arrays for the report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_terms(path: Path) -> list[TermRecord]:
     ends = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else [0]
     parts = [slice(start, stop) for start, stop in pairwise(ends)]
     return [
-        TermRecord(int(steps[here.start]), **{name: arrays[name][here].copy() for name in _COLUMNS}) for here in parts
+        TermRecord(int(steps[part.start]), **{name: arrays[name][part].copy() for name in _COLUMNS}) for part in parts
     ]
 
 

@@ -119,8 +119,8 @@ def difference(
     >>> round(change, 2), change + half < 0
     (-0.35, False)
     """
-    found = [_weighted(*_usable(theta, rollout, trace, rewards, group)) for theta in (logprobs, before)]
-    (now, _, parts), (then, _, others) = found
+    estimates = [_weighted(*_usable(theta, rollout, trace, rewards, group)) for theta in (logprobs, before)]
+    (now, _, parts), (then, _, others) = estimates
     return now - then, _half_width(parts - others)
 
 

@@ -1,5 +1,8 @@
 """What the learner measures itself: the rows of its own names, and `Tally`, sums with their denominators.
 
+These rows have no formula over sums: `learner.row.tally` and `row_of` compute them from the arrays of a step,
+`learner.run.update` adds step, rate and time, `learner.off_policy_value` all that begins with off_policy_value,
+`learner.loop` epoch and held-out logprobs, `learner.reward_kl` what begins with reward_kl.
 Ratios, rewards and gradients are measured by `offpolicy` and `rewards`. Called by the learner, usable by any training
 loop.
 """
