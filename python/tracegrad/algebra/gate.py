@@ -5,8 +5,8 @@ same formulas. Nothing here carries a gradient, and nothing waits for the device
 
 To add a statistic: its formula in `ratio.KINDS`, its name in `Stat` and its words in `Gate` here; the same in Rust in
 `ratio/plan.rs`, `ratio/stat.rs` and, by name, `rust/py/src/ratio.rs`; bounds in tests/test_twins.py, which holds both
-evaluators equal. examples/extending/gate.patch is one. A gate of another shape is a class below `AnyGate`: with theta in
-its ratio `keeps` is all it needs.
+evaluators equal. examples/extending/gate.patch is one. A gate of another shape is a class below `AnyGate`: with theta
+in its ratio `keeps` is all it needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The whole objective: a surrogate, what weighs and drops its terms, what is added to it, and how it is reduced.
 
-It asks its parts what they read, what they depend on and what they refuse. `tracegrad.correction` evaluates what is known before the step,
-`tracegrad.objective` sums what its parts evaluate of the rest.
+It asks its parts what they read, what they depend on and what they refuse. `tracegrad.correction` evaluates what is
+known before the step, `tracegrad.objective` sums what its parts evaluate of the rest.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Objective:
 
     @property
     def per_microbatch(self) -> tuple[str, ...]:
-        """Parts whose value depends on the micro-batch, so that the gradient depends on how a step was cut; mostly none."""
+        """Parts that look at a micro-batch, so that the gradient depends on how a step was cut; mostly none."""
         whole = [self.surrogate] if self.surrogate.locality == "batch" else []
         return tuple(map(str, [*whole, *(part for part in self.parts if part.microbatch)]))
 
