@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from tracegrad.learner.value import held_out
+from tracegrad.learner.off_policy_value import held_out
 from tracegrad.sequence import Sequences
 
 VOCABULARY = 48

@@ -19,9 +19,9 @@ from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner import filters
 from tracegrad.learner.compared import compared, reward_column
+from tracegrad.learner.off_policy_value import held_out
 from tracegrad.learner.plan import Plan
 from tracegrad.learner.reward_kl import needs_of
-from tracegrad.learner.value import held_out
 from tracegrad.sequence import Sequences
 
 _T6 = TIERS.index("T6")
@@ -236,7 +236,7 @@ def check_effective(config: Config, objective: Objective) -> None:
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
         "stop.below_ess": (config.data.holdout == 0, unmeasured),
         "stop.worse": (config.data.holdout == 0, unmeasured),
-        "train.value_per_epoch": (config.data.holdout == 0, unmeasured),
+        "train.off_policy_value_per_epoch": (config.data.holdout == 0, unmeasured),
         "advantage.ddof": (advantage.scale == "none", "advantage.scale is none"),
         "advantage.scale": (not scalable, f"advantage.baseline is {advantage.baseline}"),
         "advantage.singleton": (advantage.baseline == "none", "advantage.baseline is none"),

@@ -26,13 +26,13 @@ from tracegrad.learner.epochs import Epochs
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.keeper import Keeper
+from tracegrad.learner.off_policy_value import MIN_ESS, OffPolicyValue, difference, estimate, good_and_bad
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.run import Run
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_vocabulary
 from tracegrad.learner.step import Outcome
-from tracegrad.learner.value import MIN_ESS, Value, difference, estimate, good_and_bad
 from tracegrad.metrics import dashboards
 from tracegrad.sequence import Sequences
 
@@ -229,7 +229,7 @@ class _Loop:
             if plan.measures_value(driven.taken) and not stops():
                 row.update(self.value_row())
             log(row)
-            small = 0 < row.get("value_ess_fraction", 1.0) < driven.config.stop.below_ess
+            small = 0 < row.get("off_policy_value_ess_fraction", 1.0) < driven.config.stop.below_ess
             if small or self.worse:
                 self.save()
                 return "ess" if small else "worse"
@@ -255,7 +255,7 @@ class _Loop:
             self.terms.append(TermRecord.of(taken, step, outcome))
 
     def value_row(self) -> dict[str, float]:
-        """Value and its company under their metrics' names; empty without held-out traces."""
+        """Off-policy value and its company under their metrics' names; empty without held-out traces."""
         if self.held is None:
             return {}
         with self.driven.watch("value"):
@@ -265,7 +265,7 @@ class _Loop:
         terms = np.flatnonzero(~np.isnan(logprobs))
         theta, trace = logprobs[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
         given = (np.asarray(s.rollout_logprobs)[terms], trace, rewards, s.group)
-        value: Value = estimate(theta, *given)
+        value: OffPolicyValue = estimate(theta, *given)
         if self.driven.config.stop.worse and value.known:
             change, half = (1.0, 0.0) if self.best is None else difference(theta, self.best[terms], *given)
             self.worse = change + half < 0

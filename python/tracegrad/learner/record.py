@@ -109,5 +109,5 @@ class Trained:
     @property
     def best(self) -> int:
         """The step after which value was highest, among those at which it was known; 0 where it never was."""
-        known = [row for row in self.rows if row.get("value_known")]
-        return max(known, key=lambda row: row["value"])["step"] if known else 0
+        known = [row for row in self.rows if row.get("off_policy_value_known")]
+        return max(known, key=lambda row: row["off_policy_value"])["step"] if known else 0

@@ -21,7 +21,7 @@ MIN_ESS = 10.0
 
 
 @dataclass(frozen=True)
-class Value:
+class OffPolicyValue:
     """An estimate of the policy's reward, in the rewards' unit.
 
     Args:
@@ -54,15 +54,15 @@ class Value:
     def row(self) -> dict[str, float]:
         """The estimate under its metrics' names."""
         return {
-            "value": self.value,
-            "value_low": self.low,
-            "value_high": self.high,
-            "value_recorded": self.recorded,
-            "value_ess": self.ess,
-            "value_ess_fraction": self.ess_fraction,
-            "value_known": int(self.known),
-            "value_traces": self.traces,
-            "value_clamped": self.clamped,
+            "off_policy_value": self.value,
+            "off_policy_value_low": self.low,
+            "off_policy_value_high": self.high,
+            "off_policy_value_recorded": self.recorded,
+            "off_policy_value_ess": self.ess,
+            "off_policy_value_ess_fraction": self.ess_fraction,
+            "off_policy_value_known": int(self.known),
+            "off_policy_value_traces": self.traces,
+            "off_policy_value_clamped": self.clamped,
         }
 
 
@@ -72,7 +72,7 @@ def estimate(
     trace: NDArray[np.integer],
     rewards: NDArray[np.float32],
     group: NDArray[np.integer],
-) -> Value:
+) -> OffPolicyValue:
     """Self-normalised importance-weighted reward, interval by the delta method over groups.
 
     w_r = exp(clamp(sum over the terms of trace r of logprob - rollout logprob)), value = sum w r / sum w,
@@ -93,12 +93,12 @@ def estimate(
     """
     total, reward, cluster = _usable(logprobs, rollout, trace, rewards, group)
     if len(total) == 0:
-        return Value(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
+        return OffPolicyValue(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
     clamped = int((np.abs(total) > SUM_LIMIT).sum())
     value, weight, parts = _weighted(total, reward, cluster)
     half = _half_width(parts)
     ess = float(weight.sum() ** 2 / (weight @ weight))
-    return Value(value, value - half, value + half, float(reward.mean()), ess, len(total), clamped)
+    return OffPolicyValue(value, value - half, value + half, float(reward.mean()), ess, len(total), clamped)
 
 
 def difference(
@@ -109,7 +109,7 @@ def difference(
     rewards: NDArray[np.float32],
     group: NDArray[np.integer],
 ) -> tuple[float, float]:
-    """Value under `logprobs` less value under `before`, and half of its 95 % interval, NaN for a single group.
+    """OffPolicyValue under `logprobs` less value under `before`, and half of its 95 % interval, NaN for a single group.
 
     Both are of the same groups, so what they share cancels: the interval is far narrower than that of either.
 
@@ -142,7 +142,7 @@ def _usable(
 def _weighted(
     total: NDArray[np.float64], reward: NDArray[np.float64], cluster: NDArray[np.intp]
 ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-    """Value, the weights of the traces up to a factor, and what each group adds to the deviation."""
+    """OffPolicyValue, the weights of the traces up to a factor, and what each group adds to the deviation."""
     bounded = np.clip(total, -SUM_LIMIT, SUM_LIMIT)
     weight = np.exp(bounded - bounded.max())  # the common factor cancels in every ratio below
     value = float(weight @ reward / weight.sum())
