@@ -20,7 +20,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo online test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs site clean
+.PHONY: demo online test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs house site clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -118,7 +118,9 @@ docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python -m tracegrad.doctor docs/doctor.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
-	OMP_WAIT_POLICY=passive $(BIN)/python benches/forecast.py --page docs/scaling.md
+
+house: $(VENV)/dev  ## the picture of the rooms in DESIGN.md, from the imports
+	$(BIN)/python tests/picture.py docs/house.svg
 
 site: $(VENV)/dev  ## the pages of docs/ and of the public names in out/site, warnings being errors, links looked at
 	$(BIN)/python .ci/site/build.py out/site

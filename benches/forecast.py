@@ -1,6 +1,6 @@
 """What `tracegrad train --dry-run` predicts beside a real run, on CPU: steps, tokens, peak memory, time of a step.
 
-    python benches/forecast.py --page docs/scaling.md     # --tiny sees that it runs
+    python benches/forecast.py     # --tiny sees that it runs
 
 A Qwen3 with random weights and 24 traces of random tokens in four groups over one prompt each, under each setting of
 `train.memory`. The peak is counted: what torch allocates while the run goes on, over the parameters. The time is the
@@ -99,16 +99,11 @@ def line(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", type=Path, help="a page whose table is replaced")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     table = [HEADER, "|---" * 8 + "|", *(line(compared(each, options.tiny)) for each in ("speed", "balanced", "low"))]
     print("\n".join(table))
-    if options.page:
-        before, rest = options.page.read_text().split(HEADER)
-        after = rest.split("\n\n", 1)[1]
-        options.page.write_text(before + "\n".join(table) + "\n\n" + after)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def run(name: str, seed: int, sequences: tg.Sequences, prompts: int) -> dict:
         done = learner.train(sequences, model, **told, sinks=(), say=lambda _: None)
         places = list_checkpoints(Path(folder))
         after = [rollout.success(*rollout.load(place), prompts, seed)[0] for place in places]
-    names = ("step", "value", "value_low", "value_high", "value_ess")
-    value = [{key: row[key] for key in names} for row in done.rows if "value" in row]
+    names = ("step", "off_policy_value", "off_policy_value_low", "off_policy_value_high", "off_policy_value_ess")
+    value = [{key: row[key] for key in names} for row in done.rows if "off_policy_value" in row]
     return {"arm": name, "seed": seed, "after": after, "value": value, "cpu_s": round(time.process_time() - cpu, 1)}
 
 

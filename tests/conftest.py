@@ -31,6 +31,16 @@ def example():
 
 
 @pytest.fixture(scope="session")
+def group(example, tmp_path_factory):
+    """A file of one group of the example, in which rewards differ."""
+    import tracegrad
+
+    path = tmp_path_factory.mktemp("traces") / "traces.jsonl"
+    tracegrad.write(tracegrad.read(example / "traces.jsonl.zst", limit=8), path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def served(request, example, tmp_path_factory):
     """The one vLLM of all tests that are marked so, with the bundled model and weights that can be pushed; its URL.
 

@@ -152,8 +152,14 @@ def test_a_run_says_what_it_was_made_of(tmp_path, capsys):
 def test_value_is_no_longer_known_only_where_it_was():
     from tracegrad.cli.train import _value_line
 
-    known = {"value": 0.5, "value_known": 1, "value_ess": 9.0, "value_traces": 9, "value_recorded": 0.4}
-    lost = {**known, "value_known": 0}
+    known = {
+        "off_policy_value": 0.5,
+        "off_policy_value_known": 1,
+        "off_policy_value_ess": 9.0,
+        "off_policy_value_traces": 9,
+        "off_policy_value_recorded": 0.4,
+    }
+    lost = {**known, "off_policy_value_known": 0}
     assert _value_line([known, lost])[0].startswith("value    no longer known")
     assert _value_line([lost, lost])[0].startswith("value    not known")
 

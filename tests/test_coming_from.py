@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import tracegrad as tg
 from tracegrad import presets, recipes
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
@@ -123,14 +122,6 @@ def test_what_is_no_config_is_refused():
 
 def arguments(example, traces, out, *more):
     return ["train", str(traces), "--model", str(example / "model"), "--out", str(out), *more]
-
-
-@pytest.fixture(scope="module")
-def group(example, tmp_path_factory):
-    """A file of one group of the example, in which rewards differ."""
-    path = tmp_path_factory.mktemp("traces") / "traces.jsonl"
-    tg.write(tg.read(example / "traces.jsonl.zst", limit=8), path)
-    return path
 
 
 @pytest.mark.parametrize("peer", FROM)

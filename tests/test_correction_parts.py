@@ -334,8 +334,6 @@ class TestShapes:
         plain = correct(**STEP, weights=[Weight(MISMATCH, level)])
         normal = correct(**STEP, weights=[Weight(MISMATCH, level, normalize=True)])
         np.testing.assert_allclose(normal.weight, plain.weight / mean, rtol=1e-14)
-        assert normal.metrics["weight_mean"] == pytest.approx(normal.weight.mean(), rel=1e-14)
-        assert normal.metrics["ess"] == pytest.approx(plain.metrics["ess"], rel=1e-12)
 
 
 class TestPairsOfPolicies:
@@ -361,7 +359,6 @@ class TestPairsOfPolicies:
         assert found.keep.tolist() == [True, False, True, False, True]
         # old/ref: 0.2, 0, 0 | 0.5 | -0.2
         np.testing.assert_allclose(np.log(found.weight), [0.3, 0.5, -0.3, 1.5, -0.4], atol=1e-14)
-        assert found.metrics["kl_rollout_old_k1"] == pytest.approx(-0.14)
 
     def test_a_term_whose_recorded_logprob_is_missing_is_known_to_no_ratio(self):
         rollout = STEP_ROLLOUT.copy()

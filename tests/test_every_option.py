@@ -34,10 +34,10 @@ from tracegrad.codes import LOGPROB_KINDS  # noqa: E402
 from tracegrad.errors import ArgumentError, TracegradError  # noqa: E402
 from tracegrad.learner.checkpoint import list_checkpoints  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
+from tracegrad.learner.off_policy_value import held_out  # noqa: E402
 from tracegrad.learner.plan import Plan  # noqa: E402
 from tracegrad.learner.setup import device_of  # noqa: E402
 from tracegrad.learner.step import measure  # noqa: E402
-from tracegrad.learner.value import held_out  # noqa: E402
 from tracegrad.metrics import Stopwatch  # noqa: E402
 from watched import GROUPS, SIZE, told, traces, watched  # noqa: E402
 
@@ -316,8 +316,8 @@ def dtype(run: Any) -> None:
     assert {step.precision for step in run.steps} == {torch.bfloat16}
 
 
-def value_per_epoch(run: Any) -> None:
-    assert [row["step"] for row in run.done.rows if "value" in row] == [0, 3, 6]
+def off_policy_value_per_epoch(run: Any) -> None:
+    assert [row["step"] for row in run.done.rows if "off_policy_value" in row] == [0, 3, 6]
 
 
 def log_to(run: Any) -> None:
@@ -453,7 +453,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.missing": ("cadence", missing),
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
-    "train.value_per_epoch": ("cadence", value_per_epoch),
+    "train.off_policy_value_per_epoch": ("cadence", off_policy_value_per_epoch),
     "stop.below_ess": ("drifting", stop_below_ess),
     "stop.worse": ("spoiling", stop_worse),
     "train.log_to": ("cadence", log_to),

@@ -86,6 +86,23 @@ def test_an_objective_of_ones_own_is_named_on_a_command_line(page, tmp_path):
         presets.find(f"{tmp_path}/absent.py:SQUARED")
 
 
+@pytest.mark.parametrize("name", ["gate", "format"])
+def test_the_patches_are_of_the_tree_as_it_is(name):
+    told = (ROOT / "examples" / "extending" / f"{name}.patch").read_text()
+    subprocess.run(["patch", "-p1", "--fuzz=0", "-s", "--dry-run"], input=told, text=True, cwd=ROOT, check=True)
+
+
+def test_every_form_has_a_heading_in_the_format_page():
+    page = (ROOT / "docs" / "trace-format.md").read_text()
+    named = {
+        name
+        for path in (ROOT / "rust" / "core" / "src" / "format" / "recorders").glob("*.rs")
+        for name in re.findall(r'Form \{ name: "(\w+)"', path.read_text())
+    }
+    assert {"tau_bench", "slime", "rllm"} <= named
+    assert {name for name in named if f"`{name}`" not in "".join(re.findall(r"(?m)^#+ .*$", page))} == set()
+
+
 @pytest.mark.nightly
 def test_a_gate_and_a_format_are_patches_that_build_and_run(tmp_path):
     skipped = shutil.ignore_patterns("target", ".*", "out", "*.so", "__pycache__")

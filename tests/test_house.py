@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import picture
 from file_imports import circles, python_imports, rust_imports
 
-HOUSE = Path(__file__).parent.parent / "python" / "tracegrad"
+ROOT = Path(__file__).parent.parent
+HOUSE = ROOT / "python" / "tracegrad"
+PYTHON = python_imports(HOUSE)
+RUST_CORE = rust_imports(ROOT / "rust" / "core" / "src")
 FLOORS = [
     {"_alone", "_core", "errors"},
     {"arrays", "codes", "dotted", "notebook"},
@@ -44,6 +48,16 @@ def imported_rooms(path: Path) -> set[str]:
     return found
 
 
+def order_of(path: Path) -> list[str]:
+    """The names in backquotes that follow the words below in the first lines of a file, up to the full stop."""
+    if path.suffix == ".py":
+        first = ast.get_docstring(ast.parse(path.read_text())) or ""
+    else:
+        first = "\n".join(line[3:].strip() for line in path.read_text().splitlines() if line.startswith("//!"))
+    told = " ".join(first.split()).partition("each using those before it alone:")[2]
+    return re.findall(r"`([a-z]\w*)`", told.partition(".")[0])
+
+
 def floor(name: str) -> int:
     return next(level for level, names in enumerate(FLOORS) if name in names)
 
@@ -68,40 +82,62 @@ def test_no_two_rooms_import_each_other():
 
 
 def test_no_file_of_python_is_in_a_circle_of_imports():
-    found = circles(python_imports(HOUSE))
+    found = circles(PYTHON)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("crate", ["core", "py"])
 def test_no_file_of_rust_is_in_a_circle_of_imports(crate):
-    found = circles(rust_imports(HOUSE.parent.parent / "rust" / crate / "src"))
+    found = circles(rust_imports(ROOT / "rust" / crate / "src"))
     assert not found, "\n".join(found)
 
 
-def test_the_order_of_files_that_a_mod_rs_begins_with_is_one_of_their_imports():
-    root = HOUSE.parent.parent / "rust" / "core" / "src"
-    imports = rust_imports(root)
-    stated = {path.parent: order for path in root.rglob("mod.rs") if (order := order_of(path))}
-    assert {path for path in root.iterdir() if path.is_dir()} <= stated.keys()
-    for room, order in stated.items():
-        files = {path.stem for path in room.glob("*.rs")} | {path.parent.name for path in room.glob("*/mod.rs")}
-        assert sorted(order) == sorted(files - {"mod", "tests"}), room
-        place = {name: at for at, name in enumerate(order)}
-        inside = {file: place.get(entry(root / file, room), -1) for file in imports}
-        for file in (file for file, at in inside.items() if at >= 0):
-            later = [other for other in imports[file] if inside[other] > inside[file]]
-            assert not later, f"{file} uses {later}, which stands behind it in the first lines of {room.name}/mod.rs"
+# A table in their mod.rs is the order of these.
+TABLES = {"recorders", "servers", "kits"}
+ROOMS_OF_RUST = [
+    path.parent
+    for path in sorted((ROOT / "rust" / "core" / "src").rglob("mod.rs"))
+    if path.parent.name not in TABLES or order_of(path)
+]
+ROOMS_OF_PYTHON = [path.parent for path in sorted(HOUSE.rglob("__init__.py")) if path.parent != HOUSE]
 
 
-def entry(path: Path, room: Path) -> str:
+@pytest.mark.parametrize("folder", ROOMS_OF_RUST + ROOMS_OF_PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_order_of_files_that_a_room_begins_with_is_one_of_their_imports(folder):
+    first, *_ = [path for path in (folder / "mod.rs", folder / "__init__.py") if path.exists()]
+    files = {path.stem for path in folder.glob(f"*{first.suffix}")} - {"mod", "tests", "__init__", "__main__"}
+    order = order_of(first)
+    assert sorted(order) == sorted(files | {path.parent.name for path in folder.glob(f"*/{first.name}")})
+    imports = RUST_CORE if first.suffix == ".rs" else PYTHON
+    top = ROOT / "rust" / "core" / "src" if first.suffix == ".rs" else HOUSE
+    place = {name: at for at, name in enumerate(order)}
+    inside = {file: place.get(entry(top / file, folder), -1) for file in imports}
+    for file in (file for file, at in inside.items() if at >= 0):
+        later = [other for other in imports[file] if inside[other] > inside[file]]
+        assert not later, f"{file} uses {later}, which stands behind it in the first lines of {first.relative_to(ROOT)}"
+
+
+def entry(path: Path, folder: Path) -> str:
     """The file or folder of a room that holds a path; "" for paths elsewhere."""
-    return path.relative_to(room).parts[0].removesuffix(".rs") if room in path.parents else ""
+    return path.relative_to(folder).parts[0].partition(".")[0] if folder in path.parents else ""
 
 
-def order_of(path: Path) -> list[str]:
-    """The names in backquotes that follow the words below in the first lines of a file, up to the full stop."""
-    first = " ".join(line[3:].strip() for line in path.read_text().splitlines() if line.startswith("//!"))
-    return re.findall(r"`([a-z]\w*)`", first.partition("each using those before it alone:")[2].partition(".")[0])
+def test_the_picture_of_the_house_is_what_make_house_draws():
+    """Where this fails: make house."""
+    assert (ROOT / "docs" / "house.svg").read_text() == picture.drawn()
+
+
+def test_the_picture_has_every_room_and_each_line_that_no_two_others_say():
+    graph = {"a": {"b", "c", "d"}, "b": {"c", "d"}, "c": {"d"}, "d": set(), "e": {"d"}}
+    assert picture.lines(graph) == {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set(), "e": {"d"}}
+    assert [sorted(row) for row in picture.floors(graph)] == [["a", "e"], ["b"], ["c"], ["d"]]
+    through = {"a/x.py": {"file.py"}, "file.py": {"b/y.py"}, "b/y.py": set(), "b/z.py": {"b/y.py"}}
+    assert picture.uses(through, {"a", "b"}) == {"a": {"b"}, "b": set()}
+    assert set(picture.STEPS) <= {folder.name for folder in ROOMS_OF_PYTHON} | {"sequence"}
+    texts = set(re.findall(r"<text [^>]*>(\w+)<", picture.drawn()))
+    assert {
+        f.name for f in ROOMS_OF_PYTHON + ROOMS_OF_RUST if f.parent in (HOUSE, HOUSE.parents[1] / "rust/core/src")
+    } <= texts
 
 
 def test_a_circle_of_rust_files_is_found_and_named(tmp_path):
@@ -157,12 +193,11 @@ def test_the_array_rooms_take_arrays_alone():
 
 
 def test_no_module_is_longer_than_500_lines():
-    root = HOUSE.parent.parent
     files = [
         *SOURCES,
-        *(root / "rust").rglob("*.rs"),
-        *(root / "tests").rglob("*.py"),
-        *(root / "examples").rglob("*.py"),
+        *(ROOT / "rust").rglob("*.rs"),
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
     ]
     assert not [(path.name, lines) for path in files if (lines := len(path.read_text().splitlines())) > 500]
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from trl import GRPOConfig, GRPOTrainer
 
 import tracegrad as tg
-from tiny import sampled, tiny_model
+from tiny import ONE_STEP, sampled, tiny_model
 from tracegrad import presets
 from tracegrad.algebra import Clamp, Clip, Entropy, Gate, Level, Ratio, Reduce, Weight, with_beta, with_kl
 from tracegrad.errors import ArgumentError
@@ -58,18 +58,10 @@ def tokenizer(example):
 
 def config(folder, traces, accumulate=1, kind=GRPOConfig, **changes):
     defaults = {
+        **ONE_STEP,
         "per_device_train_batch_size": traces // accumulate,
         "gradient_accumulation_steps": accumulate,
         "learning_rate": LR,
-        "max_steps": 1,
-        "max_grad_norm": 0.0,
-        "report_to": [],
-        "save_strategy": "no",
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "logging_steps": 1,
     }
     extra = {"num_generations": GROUP} if kind is GRPOConfig else {}
     return kind(str(folder), **(defaults | extra | changes))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tracegrad.learner.interrupt import Interrupt
+from tracegrad.learner.off_policy_value import SUM_LIMIT, difference, estimate, good_and_bad, held_out
 from tracegrad.learner.plan import Plan
-from tracegrad.learner.value import SUM_LIMIT, difference, estimate, good_and_bad, held_out
 
 
 def test_each_epoch_has_a_seed_of_its_own_and_the_run_seed_changes_all():
@@ -29,7 +29,7 @@ def test_old_is_refreshed_each_epoch_unless_told_otherwise():
 
 
 def test_value_is_measured_before_the_first_step_and_at_each_epochs_end():
-    plan = Plan(10, epochs=2, value_per_epoch=4)
+    plan = Plan(10, epochs=2, off_policy_value_per_epoch=4)
     measured = [taken for taken in range(plan.total + 1) if plan.measures_value(taken)]
     assert measured == [0, 3, 5, 8, 10, 13, 15, 18, 20]
 
@@ -49,8 +49,8 @@ def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():
     assert value.ess_fraction == pytest.approx(0.8)
     assert value.recorded == 0.5
     # Parts w (r - value) / sum w: 3 * 0.25 / 4 = 0.1875 and 1 * -0.75 / 4 = -0.1875;
-    # se = sqrt(2/1 * 2 * 0.1875^2) = 0.375; t(0.975, 1) = 12.7062.
-    assert value.high - value.value == pytest.approx(12.7062 * 0.375, rel=1e-5)
+    # se = sqrt(2/1 * 2 * 0.1875^2) = 0.375; 95 % of a normal distribution lie within 1.96 of them.
+    assert value.high - value.value == pytest.approx(1.959964 * 0.375, rel=1e-6)
     assert not value.known
 
 

@@ -126,10 +126,12 @@ def test_training_makes_the_better_samples_likelier_and_value_rise(traces, tmp_p
         sampled(tiny_model(), groups=40, size=6), tmp_path, train__epochs=3, data__holdout=0.2, optimizer__lr=5e-3
     )
     first, last = done.rows[0], done.rows[-1]
-    assert first["value"] == pytest.approx(first["value_recorded"], abs=1e-4)  # theta is the policy that was recorded
-    assert last["value"] > first["value"] + 0.01
+    assert first["off_policy_value"] == pytest.approx(
+        first["off_policy_value_recorded"], abs=1e-4
+    )  # theta is the policy that was recorded
+    assert last["off_policy_value"] > first["off_policy_value"] + 0.01
     assert last["logprob_good"] - last["logprob_bad"] > first["logprob_good"] - first["logprob_bad"]
-    assert last["value_ess_fraction"] < first["value_ess_fraction"] == pytest.approx(1, abs=1e-4)
+    assert last["off_policy_value_ess_fraction"] < first["off_policy_value_ess_fraction"] == pytest.approx(1, abs=1e-4)
 
 
 def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
@@ -166,7 +168,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(traces, tmp_path, st
     assert again.seconds["train"] >= cut.seconds.get("train", 0)  # what the process before spent is in it
     for one, other in zip(whole.terms, again.terms, strict=True):  # of the last epoch, for the report
         assert all(np.array_equal(vars(one)[name], value) for name, value in vars(other).items())
-    shared = [name for name in whole.rows[0] if not name.startswith("value")]
+    shared = [name for name in whole.rows[0] if not name.startswith("off_policy_value")]
     for one, other in zip(without_times(whole.rows), without_times(again.rows), strict=True):
         assert {k: one[k] for k in shared} == {k: other[k] for k in shared}
     assert without_times(metrics.read_rows(tmp_path / "whole" / "metrics.jsonl"))[-1] == without_times(again.rows)[-1]
@@ -190,7 +192,7 @@ def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(tr
     )
     assert done.stopped == "ess"
     assert done.step < done.total
-    assert done.rows[-1]["value_ess_fraction"] < 0.9 <= done.rows[-2]["value_ess_fraction"]
+    assert done.rows[-1]["off_policy_value_ess_fraction"] < 0.9 <= done.rows[-2]["off_policy_value_ess_fraction"]
     assert done.checkpoint.name == f"step-{done.step:08d}"
 
 
@@ -201,7 +203,7 @@ def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(tra
     done, _ = run(other, tmp_path / "a", stop__worse=True, **how)
     assert (on.stopped, done.stopped) == ("done", "worse")
     assert done.best < done.step < done.total
-    assert done.rows[-1]["value"] < done.rows[done.best]["value"]
+    assert done.rows[-1]["off_policy_value"] < done.rows[done.best]["off_policy_value"]
     assert done.checkpoint.name == f"step-{done.step:08d}"
     run(other, tmp_path / "b", stop__worse=True, sinks=[SignalAfter(done.step - 1)], **how)
     again, _ = run(other, tmp_path / "b", resume=True, stop__worse=True, **how)

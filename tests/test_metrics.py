@@ -15,7 +15,14 @@ from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.metrics import Rows, Sums, peers
 from tracegrad.metrics.__main__ import TABLES
 
-ROW = {"step": 1, "loss": 0.5, "value": 0.4, "value_low": 0.3, "value_high": 0.5, "value_known": 1}
+ROW = {
+    "step": 1,
+    "loss": 0.5,
+    "off_policy_value": 0.4,
+    "off_policy_value_low": 0.3,
+    "off_policy_value_high": 0.5,
+    "off_policy_value_known": 1,
+}
 
 
 def test_the_names_peers_use_are_there_with_their_ratio():
@@ -194,8 +201,10 @@ def test_where_there_is_no_terminal_progress_comes_in_lines():
 
 
 def test_where_the_effective_sample_is_too_small_the_line_says_so():
-    assert "value not known" in metrics.progress_line({**ROW, "value_known": 0})
-    assert "value not known" in metrics.progress_line({"value": 0.1, "value_known": 0})  # one group: no interval
+    assert "value not known" in metrics.progress_line({**ROW, "off_policy_value_known": 0})
+    assert "value not known" in metrics.progress_line(
+        {"off_policy_value": 0.1, "off_policy_value_known": 0}
+    )  # one group: no interval
 
 
 @pytest.mark.parametrize(("first", "said"), [(1, "value no longer known"), (0, "value not known")])
@@ -203,8 +212,8 @@ def test_a_value_is_no_longer_known_only_where_it_was(first, said):
     pytest.importorskip("tqdm")
     stream = io.StringIO()
     progress = metrics.Progress(2, stream=stream)
-    progress.log({**ROW, "step": 1, "value_known": first})
-    progress.log({**ROW, "step": 2, "value_known": 0})
+    progress.log({**ROW, "step": 1, "off_policy_value_known": first})
+    progress.log({**ROW, "step": 2, "off_policy_value_known": 0})
     progress.close()
     assert said in stream.getvalue()
 

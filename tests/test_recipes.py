@@ -128,14 +128,6 @@ def test_the_command_line_says_a_recipe_and_what_was_told_otherwise(capsys, tmp_
     assert "no recipe is called 'GSPPO'" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def group(example, tmp_path_factory):
-    """A file of one group of the example, in which rewards differ."""
-    path = tmp_path_factory.mktemp("traces") / "traces.jsonl"
-    tg.write(tg.read(example / "traces.jsonl.zst", limit=8), path)
-    return path
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_takes_a_step_on_the_example(example, group, tmp_path, capsys, name):
     pytest.importorskip("transformers")

@@ -408,9 +408,15 @@ def test_many_steps_are_thinned_to_means_and_the_last_stays():
 
 def test_the_interval_of_value_is_drawn_where_it_is_known():
     rows = [
-        {"step": 1, "value": 0.4, "value_low": 0.3, "value_high": 0.5, "value_recorded": 0.4},
-        {"step": 2, "value": 0.5, "value_low": math.nan, "value_high": math.nan},
-        {"step": 3, "value": 0.6, "value_low": 0.4, "value_high": 0.9},
+        {
+            "step": 1,
+            "off_policy_value": 0.4,
+            "off_policy_value_low": 0.3,
+            "off_policy_value_high": 0.5,
+            "off_policy_value_recorded": 0.4,
+        },
+        {"step": 2, "off_policy_value": 0.5, "off_policy_value_low": math.nan, "off_policy_value_high": math.nan},
+        {"step": 3, "off_policy_value": 0.6, "off_policy_value_low": 0.4, "off_policy_value_high": 0.9},
     ]
     drawn = curves(rows)
     assert drawn.count('class="band s0"') == 1

@@ -34,7 +34,7 @@ def test_options_and_figures_are_those_of_the_run(tmp_path):
     rows = [
         {"step": 0, "eval_reward": 0.25, "eval_low": 0.2, "eval_high": 0.3},
         {"step": 1, "loss": 0.5, "terms": 1000},
-        {"step": 2, "loss": 0.5, "terms": 500, "value": 0.5, "value_low": None},
+        {"step": 2, "loss": 0.5, "terms": 500, "off_policy_value": 0.5, "off_policy_value_low": None},
         {"step": 2, "eval_reward": 0.75, "eval_low": 0.7, "eval_high": 0.8},
     ]
     told = card(tmp_path, config=Config(train=Train(seed=7)), rows=rows, data=["3 traces"])

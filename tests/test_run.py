@@ -53,7 +53,7 @@ def assert_same(one, other):
 
 
 def without(row, names=frozenset()):
-    return {k: v for k, v in row.items() if k not in OF_THE_LOOP | names and not k.startswith("value")}
+    return {k: v for k, v in row.items() if k not in OF_THE_LOOP | names and not k.startswith("off_policy_value")}
 
 
 def known(row):

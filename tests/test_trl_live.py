@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import tracegrad as tg
+from tiny import ONE_STEP
 from tracegrad import presets
 from tracegrad.algebra import Clamp, Gate, Level, Objective, Ratio, Reduce, Weight, with_beta
 from tracegrad.errors import ArgumentError
@@ -48,15 +49,7 @@ def reward(completion_ids, **_):
 
 def config(folder, accumulate=1, **changes):
     fixed: dict[str, Any] = {
-        "report_to": [],
-        "save_strategy": "no",
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "max_steps": 1,
-        "max_grad_norm": 0.0,
+        **ONE_STEP,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
         "seed": 7,

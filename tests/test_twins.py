@@ -45,6 +45,7 @@ BOUNDS = {
     "dprob": (-0.05, 0.06),
     "binary_kl": (-0.01, 0.01),
 }
+assert BOUNDS.keys() == set(STATS), "each statistic of a gate has bounds here at which some terms fall and some stay"
 SHAPES = [
     Identity(),
     Clamp(0.5, 2.0),

@@ -9,11 +9,23 @@ import numpy as np
 import torch
 import transformers
 
-from tracegrad.learner.value import held_out
+from tracegrad.learner.off_policy_value import held_out
 from tracegrad.sequence import Sequences
 
 VOCABULARY = 48
 PROMPT = 4
+ONE_STEP: dict[str, Any] = {
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "report_to": [],
+    "save_strategy": "no",
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
+"""Arguments of a trainer of transformers or TRL: one step on the CPU, nothing written."""
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> Any:

@@ -79,7 +79,7 @@ def stage(folder: Path) -> None:
     _write(pages / "index.md", start.replace("](docs/", "]("), ROOT)
     for page in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ABOUT)]:
         _write(pages / page.name, page.read_text(encoding="utf-8"), page.parent)
-    for picture in (ROOT / "docs").glob("*.png"):
+    for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")):
         shutil.copy(picture, pages)
     made = api()
     for name, text in made.items():

@@ -56,7 +56,7 @@ def with_rewards(sequences: tg.Sequences, kind: str, seed: int) -> tg.Sequences:
 def configure(way: Way, path: Path, seed: int, epochs: int) -> Config:
     """The demo's options, with this way's baseline."""
     changes = [("train.seed", seed), ("train.epochs", epochs), ("checkpoint.keep", epochs)]
-    changes += [("advantage.baseline", way.baseline), ("train.value_per_epoch", 1)]
+    changes += [("advantage.baseline", way.baseline), ("train.off_policy_value_per_epoch", 1)]
     return load(path, changes)
 
 

@@ -197,14 +197,14 @@ def _told(chosen: Config, objective: Objective, model: str | Path, source: str, 
 
 def _summary(chosen: Config, account: Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
     kept = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
-    value = next((row for row in reversed(done.rows) if "value" in row), {})
+    value = next((row for row in reversed(done.rows) if "off_policy_value" in row), {})
     return {
         **{name: value for name, value in account.as_dict().items() if name in kept},
         "seed": chosen.train.seed,
         "steps": done.step,
         "steps_planned": done.total,
         "stopped": done.stopped,
-        "value": {name: value[name] for name in value if name.startswith("value")},
+        "off_policy_value": {name: value[name] for name in value if name.startswith("off_policy_value")},
         "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
         "checkpoint": str(done.checkpoint),
         "device_idle": done.idle,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tracegrad.algebra import Clamp, Gate, Level, Ratio, Reduce, Weight, Window
+from tracegrad.recipes.verl_options import REJECTIONS
 
 OLD, MISMATCH = Ratio("theta", "old"), Ratio("old", "rollout")
 IS_LEVELS = {"token": Level(), "sequence": Level("trace", "sum")}
@@ -14,20 +15,8 @@ RS_LEVELS = {
     "seq_mean": Level("trace", "mean"),
     "seq_max": Level("trace", "max"),
 }
-# Thresholds at which some terms or rows of `padded.hard` fall and some stay.
-THRESHOLDS = {
-    "token_k1": "0.6_1.2",
-    "token_k2": 0.02,
-    "token_k3": 0.02,
-    "seq_sum_k1": "0.5_3.0",
-    "seq_sum_k2": 0.5,
-    "seq_sum_k3": 0.5,
-    "seq_mean_k1": "0.95_1.02",
-    "seq_mean_k2": 0.01,
-    "seq_mean_k3": 0.01,
-    "seq_max_k2": 0.06,
-    "seq_max_k3": 0.06,
-}
+# At these some terms or rows of `padded.hard` fall and some stay.
+THRESHOLDS = {option: threshold for option, threshold in REJECTIONS.items() if "," not in option}
 REDUCTIONS = {
     "token-mean": Reduce("token"),
     "token-sum": Reduce("constant", norm=1.0),

@@ -1,7 +1,10 @@
 """Advantages: what a reward says in comparison with others, as arrays in and arrays out.
 
-Per trace [R] or per term [M], float32, computed in float64; groups by id, ragged; NaN is a reward that is not known: it
-stands outside every baseline and its advantage is 0. numpy alone, no tokens, no model.
+In come rewards, group ids and, for rewards of turns or terms, the lengths of traces; out go advantages per trace [R]
+or per term [M], float32, computed in float64. Groups are ragged, by id. NaN is a reward that is not known: it stands
+outside every baseline and its advantage is 0. numpy alone, no tokens, no model. Its files, each using those before it
+alone: `groups`, `scale`, `runs`; `outcome`, `several` (one number per trace); `divergence`, `tokens`, `turns`,
+`token_baseline`.
 
     GRPO, Dr. GRPO          group_mean(rewards, groups, scale="std", ddof=1) and without scale
     RLOO, OPO, GPG          rloo, opo, gpg

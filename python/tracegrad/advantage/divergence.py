@@ -87,12 +87,12 @@ def kl_in_reward(
         )
     held = gap.clip(-_LIMIT, _LIMIT)
     estimates = {"k1": gap, "abs": np.abs(gap), "k2": gap**2 / 2, "k3": np.expm1(-held) + held}
-    found = estimates[kind] if cap is None else estimates[kind].clip(-cap, cap)
+    estimate = estimates[kind] if cap is None else estimates[kind].clip(-cap, cap)
     count = np.bincount(owner, minlength=len(reward))
-    total = np.bincount(owner, found, len(reward))
+    total = np.bincount(owner, estimate, len(reward))
     alive = count > 0
     mean = float((total[alive] / count[alive]).mean()) if alive.any() else 0.0
-    return Penalised(reward - coef * total, 0.0 - coef * found, mean)
+    return Penalised(reward - coef * total, 0.0 - coef * estimate, mean)
 
 
 @dataclass(frozen=True)

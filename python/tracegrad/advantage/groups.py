@@ -1,4 +1,4 @@
-"""Groups by id: which rewards stand beside which, how many there are, and which groups teach nothing.
+"""Groups by id: members, sizes, and which groups have no spread of rewards, so that their advantages are 0.
 
 Everything ragged is summed here, by `np.bincount` over the groups. No baseline is chosen here; `outcome`, `several` and
 `tokens` choose them.

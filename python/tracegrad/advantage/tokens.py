@@ -124,8 +124,8 @@ def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np
     """
     baseline = arrays.real(greedy, "greedy")
     refuse_infinite(baseline)
-    found = returns(rewards, trace, gamma=1.0) - baseline[rows(trace, len(baseline))]
-    return np.nan_to_num(found, nan=0.0).astype(np.float32)
+    advantages = returns(rewards, trace, gamma=1.0) - baseline[rows(trace, len(baseline))]
+    return np.nan_to_num(advantages, nan=0.0).astype(np.float32)
 
 
 def gae(rewards: ArrayLike, values: ArrayLike, trace: ArrayLike, *, gamma: float, lam: float) -> Gae:

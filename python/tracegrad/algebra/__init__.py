@@ -1,9 +1,15 @@
 """What a loss can say: ratios, levels, gates, weights, a surrogate, penalties and a reduction, as frozen values.
 
-Each stands once: its fields, its formula in words, and beside them the same in tensor methods, without an import of
-torch. `correction` has the core evaluate what is detached, `objective` sums the rest. Presets are values of
-`Objective`; `override` changes their fields by name; a loss of your own is a `Surrogate` or a function
-(docs/extending.md).
+In come the fields that a user chose; out goes an `Objective`, whose parts evaluate themselves on a `View` of the
+terms: each formula stands once, beside its fields and its words, in tensor methods without an import of torch.
+`correction` has the core evaluate what is detached, `objective` sums the rest. Presets are values of `Objective`;
+`override` changes fields by name; a loss of your own is a `Surrogate` or a function (docs/extending.md).
+
+A *term* is one trained sampling event: one token that the policy drew in one trace.
+
+Its files, each using those before it alone: `refuse`, `spell`; `ratio` (policies, statistics, levels), `reduce`;
+`whole`, `view`, `part` (what parts see and say of themselves); `shape`, `weight`; `gate`, `selector` (what drops
+terms); `surrogate`, `penalty`; `idle`; `loss` (the objective as a whole); `override`.
 """
 
 from tracegrad.algebra.gate import AnyGate, Budget, Gate

@@ -2,13 +2,18 @@
 
 Gates that do not see the policy being trained the core evaluates once per step; the others are evaluated here, by the
 same formulas. Nothing here carries a gradient, and nothing waits for the device but the draw of `DropCovariance`.
+
+To add a statistic: its formula in `ratio.KINDS`, its name in `Stat` and its words in `Gate` here; the same in Rust in
+`ratio/plan.rs`, `ratio/stat.rs` and, by name, `rust/py/src/ratio.rs`; bounds in tests/test_twins.py, which holds both
+evaluators equal. examples/extending/gate.patch is one. A gate of another shape is a class below `AnyGate`: with theta
+in its ratio `keeps` is all it needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tracegrad.algebra.part import Part
 from tracegrad.algebra.ratio import HOLDS, INFINITY, KINDS, OVER, TOKEN, Level, Ratio, When, bounded, check_reach, holds
@@ -18,7 +23,7 @@ from tracegrad.errors import ArgumentError
 
 Stat = Literal["ratio", "k1", "k2", "k3", "abs", "square", "dprob", "binary_kl"]
 
-STATS = ("ratio", "k1", "k2", "k3", "abs", "square", "dprob", "binary_kl")
+STATS: tuple[str, ...] = get_args(Stat)
 _NEVER_NEGATIVE = ("k2", "k3", "abs", "square")
 _KL_EPSILON = 1e-8  # verl's, where a probability is 1
 

@@ -1,6 +1,7 @@
-"""Which terms an objective cannot feel: why those without advantage, weight or place behind a gate may still matter.
+"""Why terms with zero advantage, zero weight or a closed gate may still change the gradient.
 
-Reasons in words, derived from the parts of the objective; "" where there is none. No arrays. Read by `Objective.needs`.
+Each function gives one reason in words, derived from the parts of the objective, or "": then such terms may be left out
+of the forward pass. No arrays. Read by `Objective.needs`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from tracegrad.algebra.whole import Whole
 
 
 def why_zero_advantage(objective: Whole) -> str:
-    """Why a trace whose every advantage is 0 matters to the gradient of a step, itself or through other traces.
+    """Why a trace whose advantages are all 0 may change the gradient of a step, by its own terms or those of others.
 
-    Without a reason its surrogate is -0 * something, and nothing counts over more than its own trace but the integer
-    totals, which are known without it.
+    Without a reason its surrogate is 0 times something, and other traces depend on it by integer totals alone, which
+    are known without its forward pass.
     """
     return next(chain(_beyond_advantage(objective), _statistics(objective)), "")
 
 
 def why_dropped(objective: Whole) -> str:
-    """Why the logprob of a term that a detached gate or a missing logprob dropped matters."""
+    """Why the logprob of a dropped term (closed detached gate, missing logprob) may change the gradient."""
     kl = (f"the penalty '{penalty}'" for penalty in objective.penalties if not penalty.gated)
     bonus = ("the entropy bonus" for part in [objective.entropy] if part is not None and not part.gated)
     over = (f"{part} runs over dropped terms too" for part in chain(kl, bonus))
@@ -29,12 +30,12 @@ def why_dropped(objective: Whole) -> str:
 
 
 def why_weightless(objective: Whole) -> str:
-    """Why the logprob of a term with weight 0 or advantage 0 matters."""
+    """Why the logprob of a term with weight 0 or advantage 0 may change the gradient."""
     return next(chain(_beyond_advantage(objective), _trained_levels(objective)), "")
 
 
 def _beyond_advantage(objective: Whole) -> Iterator[str]:
-    """What gives a term a gradient, or others one through it, whatever its advantage."""
+    """Parts through which a term with advantage 0 has a gradient, or changes that of others."""
     if not objective.surrogate.times_advantage:
         yield f"the surrogate {objective.surrogate} has a gradient where the advantage is 0"
     for shift in objective.shifts:
@@ -52,7 +53,7 @@ def _of_microbatch(objective: Whole) -> Iterator[str]:
 
 
 def _trained_levels(objective: Whole) -> Iterator[str]:
-    """Ratios of the policy being trained that a term shares with others."""
+    """Ratios of the policy being trained that are aggregated over several terms."""
     if objective.surrogate.locality != "term":
         yield f"the surrogate {objective.surrogate} looks at a {objective.surrogate.locality}, its terms together"
     for ratio, level in objective.ratios():
@@ -61,7 +62,7 @@ def _trained_levels(objective: Whole) -> Iterator[str]:
 
 
 def _statistics(objective: Whole) -> Iterator[str]:
-    """What is counted over other traces too, and is not an integer known before."""
+    """Statistics over several traces that are not integers known before the step."""
     for reduce in objective.reductions:
         if reduce.denominator == "kept":
             yield f"the denominator of '{reduce}' counts the terms that its gates keep"

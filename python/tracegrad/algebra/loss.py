@@ -1,7 +1,7 @@
 """The whole objective: a surrogate, what weighs and drops its terms, what is added to it, and how it is reduced.
 
-It asks its parts what they take, reach and refuse. `tracegrad.correction` evaluates what is known before the step,
-`tracegrad.objective` sums what its parts evaluate of the rest.
+It asks its parts what they read, what they depend on and what they refuse. `tracegrad.correction` evaluates what is
+known before the step, `tracegrad.objective` sums what its parts evaluate of the rest.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Objective:
 
     @property
     def _added(self) -> tuple[Penalty | Entropy, ...]:
-        """What has a reduction of its own."""
+        """Penalties and the entropy bonus, which may have a reduction of their own."""
         return (*self.penalties, *([self.entropy] if self.entropy else []))
 
     @property
@@ -185,7 +185,7 @@ class Objective:
 
     @property
     def per_microbatch(self) -> tuple[str, ...]:
-        """The parts that see one micro-batch, so that the gradient depends on how the step was cut; mostly none."""
+        """Parts that look at a micro-batch, so that the gradient depends on how a step was cut; mostly none."""
         whole = [self.surrogate] if self.surrogate.locality == "batch" else []
         return tuple(map(str, [*whole, *(part for part in self.parts if part.microbatch)]))
 
@@ -296,7 +296,7 @@ class Objective:
         return notebook.text(str(self))
 
     def _spoken_ratio(self) -> str:
-        """What r is."""
+        """The ratio r in words, for the printed formula."""
         if self.level == TOKEN:
             return str(self.ratio)
         through = "" if self.level.grad == "through" else ", gradient through the token's own"

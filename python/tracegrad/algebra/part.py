@@ -1,6 +1,7 @@
-"""What every gate, weight, penalty and shift says of itself, with the defaults of one that looks at its own term alone.
+"""`Part`, the common base of gates, weights, penalties and shifts.
 
-The objective asks its parts: no list of types stands anywhere. Which of them the core evaluates, `core` says.
+An objective asks its parts what they read and need; its code has no list of their types. The defaults are those of a
+part that reads its own term alone. `core` gives the plain values from which the Rust core evaluates a detached part.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ class Part:
 
     @property
     def microbatch(self) -> bool:
-        """True for a statistic of the terms evaluated together, which a field of it, or of a field, says aloud."""
+        """True where a field, or a field of a field, is "microbatch": a statistic of the terms evaluated together."""
         return any("microbatch" in (value, getattr(value, "scope", None)) for value in vars(self).values())
 
     @property
     def reach(self) -> str:
-        """Why other traces count in it, more than by an integer that is known before; "" where they do not."""
+        """Why its value depends on other traces, by more than integers known before the step; "" where it does not."""
         return ""
 
     def ratios(self) -> Sequence[tuple[Ratio, Level]]:
-        """What it takes, at which levels: its field `ratio` at its field `level`."""
+        """The ratios that it reads, each with its level: by default its field `ratio` at its field `level`."""
         ratio = getattr(self, "ratio", None)
         return [] if ratio is None else [(ratio, getattr(self, "level", TOKEN))]
 
     def check(self, objective: Whole) -> None:
-        """Refuses an objective in which it has no effect or another one than it says."""
+        """Raises for an objective in which it would have no effect, or another effect than its fields say."""
 
     def core(self) -> tuple[Any, ...]:
-        """Its plain form for the core."""
+        """Its fields as plain numbers, strings and tuples, from which the Rust core evaluates it."""
         raise NotImplementedError
 
 
 def core_of(name: str, part: Any) -> Any:
-    """The plain form of what is known before the step; a type derived from one that the core knows is refused.
+    """`part.core()` of a detached part; raises for a class of your own, whose formula the core does not know.
 
     Raises:
         ArgumentError: for a type of your own.

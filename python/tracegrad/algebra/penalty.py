@@ -81,12 +81,12 @@ class Penalty(Part):
     def check(self, objective: Whole) -> None:
         no_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
 
-    def at(self, view: View, here: Any) -> Any:
-        """The estimate at each term of `here` with its ratio and cap, before `coef`; 0 elsewhere."""
-        here = here & view.has(self.ratio)
+    def at(self, view: View, mask: Any) -> Any:
+        """The estimate at each term in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
+        mask = mask & view.has(self.ratio)
         if self.where is not None:
-            here = self.where.of(view, here)
-        log_ratio = view.between(self.ratio, here)
+            mask = self.where.of(view, mask)
+        log_ratio = view.between(self.ratio, mask)
         value = KINDS[self.kind](-log_ratio if self.kind == "k3" else log_ratio)
         if self.cap is not None:
             value = value.clamp(-self.cap, self.cap)
@@ -95,8 +95,8 @@ class Penalty(Part):
             value = k2 - k2.detach() + value.detach()
         if self.importance is not None:
             log_factor, known = view.at(self.importance, self.importance_level)
-            value = value * log_factor.exp().where(here & known, 1)
-        return value.where(here, 0)
+            value = value * log_factor.exp().where(mask & known, 1)
+        return value.where(mask, 0)
 
     def __str__(self) -> str:
         kind = f"{self.kind}+" if self.straight_through else self.kind
@@ -158,9 +158,9 @@ class Entropy:
         no_effect(self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt")
 
     def __str__(self) -> str:
-        told = ["kept terms only"] * self.gated + ([f"scale {self.reduce}"] if self.reduce else [])
-        told += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
-        return f"{self.coef:g} * entropy" + (f" [{', '.join(told)}]" if told else "")
+        notes = ["kept terms only"] * self.gated + ([f"scale {self.reduce}"] if self.reduce else [])
+        notes += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
+        return f"{self.coef:g} * entropy" + (f" [{', '.join(notes)}]" if notes else "")
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ class Shift(Part):
 
     def of(self, view: View) -> Any:
         """What is taken out of the advantage of each kept term."""
-        here = view.keep & view.has(self.ratio)
-        log_ratio = view.between(self.ratio, here).detach()
+        charged = view.keep & view.has(self.ratio)
+        log_ratio = view.between(self.ratio, charged).detach()
         if self.center is not None:
-            log_ratio = (log_ratio - log_ratio.sum() / here.sum().clamp(min=1)).where(here, 0)
+            log_ratio = (log_ratio - log_ratio.sum() / charged.sum().clamp(min=1)).where(charged, 0)
         return self.coef * log_ratio
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def bounded(log_ratio: Any) -> Any:
-    """Held within the limit beyond which nothing is exponentiated."""
+    """The log-ratio clamped to +-LOG_RATIO_LIMIT, as it is before every `exp`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -88,7 +88,7 @@ class Ratio:
 
     @property
     def recorded(self) -> bool:
-        """True where it has a value only at terms whose recorded logprob is known."""
+        """True where it names rollout, so that it has no value at terms whose recorded logprob is missing."""
         return "rollout" in self or "proximal" in self
 
     def core(self) -> tuple[str, str]:
@@ -211,8 +211,8 @@ def _running(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
         before = running.roll(step).where(same, neutral)
         running = running + before if agg == "prefix_sum" else running.minimum(before)
         step *= 2
-    found = running.new_empty(len(running)).scatter(0, order, running)
-    return found if agg == "prefix_sum" else found.masked_fill(found.isinf(), math.nan)
+    in_order = running.new_empty(len(running)).scatter(0, order, running)
+    return in_order if agg == "prefix_sum" else in_order.masked_fill(in_order.isinf(), math.nan)
 
 
 def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:

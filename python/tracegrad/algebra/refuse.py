@@ -1,6 +1,6 @@
-"""Refusals that the types of the algebra share: a name off the list, an option without effect, the wrong convention.
+"""Checks of fields that the types of the algebra share: valid names, effective options, bounds in the right convention.
 
-No type is defined here; each raises ArgumentError with the field by its name.
+Each raises ArgumentError, which names the field. No type is defined here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def one_of(name: str, value: object, valid: tuple[object, ...]) -> None:
 
 
 def kind_of(name: str, value: object, kind: type) -> None:
-    """Refuses what is none of a kind, so that no evaluator knows its formula."""
+    """Refuses a value of another type: no evaluator knows its formula."""
     if not isinstance(value, kind):
         raise ArgumentError(
             f"{name} is a {type(value).__name__}, and no evaluator knows its formula. Another would be computed in its "
@@ -22,8 +22,8 @@ def kind_of(name: str, value: object, kind: type) -> None:
         )
 
 
-def no_effect(found: bool, name: str, why: str) -> None:
-    if found:
+def no_effect(idle: bool, name: str, why: str) -> None:
+    if idle:
         raise ArgumentError(f"{name} has no effect here: {why}. Leave it out.")
 
 

@@ -83,10 +83,11 @@ class DropCovariance(AnyGate):
             raise ArgumentError("DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate.")
 
     def keeps(self, view: View, keep: Any) -> Any:
-        here = keep & view.counted
-        found = _covariance(view, here, self.scaled)
-        candidates = ((found > self.low) & (found < self.high) & ~view.clipped).reshape(-1).nonzero().squeeze(-1)
-        wanted = max(int(self.share * int(here.sum())), 1)
+        counted = keep & view.counted
+        covariance = _covariance(view, counted, self.scaled)
+        between = (covariance > self.low) & (covariance < self.high) & ~view.clipped
+        candidates = between.reshape(-1).nonzero().squeeze(-1)
+        wanted = max(int(self.share * int(counted.sum())), 1)
         fallen = keep.reshape(-1) & False
         if len(candidates):
             fallen[candidates[view.permutation(len(candidates))[:wanted].to(candidates.device)]] = True
@@ -116,14 +117,14 @@ class TopCovariance(Part):
     def __post_init__(self) -> None:
         _check(self)
 
-    def of(self, view: View, here: Any) -> Any:
-        """The selected terms of `here`, at least one where there are any."""
-        found = _covariance(view.detached(), here, self.scaled).reshape(-1)
-        count = here.sum()
+    def of(self, view: View, mask: Any) -> Any:
+        """The selected terms in `mask`, at least one where there are any."""
+        covariance = _covariance(view.detached(), mask, self.scaled).reshape(-1)
+        count = mask.sum()
         wanted = (self.share * count.double()).long().clamp(min=1).minimum(count)
-        order = found.argsort(descending=True)
+        order = covariance.argsort(descending=True)
         rank = order.new_ones(len(order)).cumsum(0) - 1
-        return (here.reshape(-1) & False).scatter(0, order, rank < wanted).reshape(here.shape)
+        return (mask.reshape(-1) & False).scatter(0, order, rank < wanted).reshape(mask.shape)
 
     def __str__(self) -> str:
         return f"on the {self.share:g} of the micro-batch's terms with the highest {_named(self.scaled)}"
@@ -133,13 +134,13 @@ def _named(scaled: bool) -> str:
     return "cov(scale A, logp)" if scaled else "cov(A, logp)"
 
 
-def _covariance(view: View, here: Any, scaled: bool) -> Any:
-    """(A - mean A)(logp - mean logp) of each term of `here`, minus infinity elsewhere."""
-    advantages, logprobs = view.given("advantages", here), view.log("theta", here)
+def _covariance(view: View, mask: Any, scaled: bool) -> Any:
+    """(A - mean A)(logp - mean logp) of each term in `mask`, minus infinity elsewhere."""
+    advantages, logprobs = view.given("advantages", mask), view.log("theta", mask)
     advantages = advantages * view.scale(None) if scaled else advantages
-    count = here.sum().clamp(min=1)
-    found = (advantages - advantages.sum() / count) * (logprobs - logprobs.sum() / count)
-    return found.where(here, -INFINITY)
+    count = mask.sum().clamp(min=1)
+    covariance = (advantages - advantages.sum() / count) * (logprobs - logprobs.sum() / count)
+    return covariance.where(mask, -INFINITY)
 
 
 def _check(part: TopEntropy | DropCovariance | TopCovariance) -> None:

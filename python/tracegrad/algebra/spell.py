@@ -1,4 +1,4 @@
-"""An objective as the Python expression that makes it, numbers told and other defaults left out, and back.
+"""Prints an objective as the Python expression that builds it, and reads such an expression back.
 
 For documents, for copying, and for configs that hold an objective without a name. Nothing of a text is executed.
 """
@@ -27,14 +27,14 @@ def spell(value: Any) -> str:
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if not is_dataclass(value):
         return f'"{value}"' if isinstance(value, str) else repr(value).replace("inf", "1e999")
-    told, skipped = [], False
+    arguments, skipped = [], False
     for field in fields(value):
         given = getattr(value, field.name)
         if field.default is not MISSING and given == field.default and not isinstance(given, float):
             skipped = True
             continue
-        told.append(f"{field.name}={spell(given)}" if skipped else spell(given))
-    return f"{type(value).__name__}({', '.join(told)})"
+        arguments.append(f"{field.name}={spell(given)}" if skipped else spell(given))
+    return f"{type(value).__name__}({', '.join(arguments)})"
 
 
 def unspell(text: str, classes: Mapping[str, Any]) -> Any:

@@ -232,10 +232,10 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
     def clipped(self, view: View) -> Any:
         a, r, (low, high) = view.advantages, view.ratio, self.bounds
         above = high if self.delta is None else min(self.delta, high)
-        found = ((a > 0) & (r > above)) | ((a < 0) & (r < low))
+        outside = ((a > 0) & (r > above)) | ((a < 0) & (r < low))
         for bound in (self.dual, None if self.delta is None else max(self.delta, high)):
-            found = found if bound is None else found | ((a < 0) & (r > bound))
-        return found
+            outside = outside if bound is None else outside | ((a < 0) & (r > bound))
+        return outside
 
     def __str__(self) -> str:
         r = f"min(r, {self.delta:g})" if self.delta is not None else "r"

@@ -108,29 +108,29 @@ class View:
         Raises:
             ArgumentError: if the terms have none.
         """
-        found = self.arrays[name]
-        if found is None:
+        values = self.arrays[name]
+        if values is None:
             raise ArgumentError(
                 f"the objective needs {name} of every term, and the terms have none. Pass Terms({name}=...)."
             )
-        return found
+        return values
 
-    def given(self, name: str, here: Any) -> Any:
-        """An array in the dtype of the logprobs, 0 where `here` is False."""
-        return self.array(name).where(here, 0).to(self._theta.dtype)
+    def given(self, name: str, mask: Any) -> Any:
+        """An array in the dtype of the logprobs, 0 where `mask` is False."""
+        return self.array(name).where(mask, 0).to(self._theta.dtype)
 
-    def log(self, policy: str, here: Any) -> Any:
-        """The logprob under a policy, 0 without a gradient where `here` is False."""
+    def log(self, policy: str, mask: Any) -> Any:
+        """The logprob under a policy, 0 without a gradient where `mask` is False."""
         if policy == "theta":
-            return self._theta.where(here, 0)
+            return self._theta.where(mask, 0)
         if policy != "proximal":
-            return self.given(policy, here)
-        rollout, theta = self.log("rollout", here), self.log("theta", here).detach()
-        return rollout + self.given("alpha", here) * (theta - rollout)
+            return self.given(policy, mask)
+        rollout, theta = self.log("rollout", mask), self.log("theta", mask).detach()
+        return rollout + self.given("alpha", mask) * (theta - rollout)
 
-    def between(self, ratio: Ratio, here: Any) -> Any:
-        """log num - log den, 0 without a gradient where `here` is False."""
-        return self.log(ratio.num, here) - self.log(ratio.den, here)
+    def between(self, ratio: Ratio, mask: Any) -> Any:
+        """log num - log den, 0 without a gradient where `mask` is False."""
+        return self.log(ratio.num, mask) - self.log(ratio.den, mask)
 
     def has(self, ratio: Ratio) -> Any:
         """Where a ratio has a value."""
@@ -153,8 +153,8 @@ class View:
             log_ratio = (log_ratio + factor.log()).where(has, 0)
         inside = has & self.present
         level_log = level.of(log_ratio, self, inside & keep if keep is not None and level.terms == "kept" else inside)
-        here = has & ~level_log.isnan()
-        return bounded(level_log.where(here, 0)), here
+        known = has & ~level_log.isnan()
+        return bounded(level_log.where(known, 0)), known
 
     def scale(self, reduce: Reduce | None) -> Any:
         """The scale of a reduction, the objective's where None.
@@ -174,9 +174,9 @@ class View:
         """The same with logprobs and entropy that carry no gradient."""
         entropy = None if self._entropy is None else self._entropy.detach()
         marks = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}
-        found = View(self.objective, self.arrays, self._theta.detach(), entropy, **marks)
-        found._segments, found.advantages = self._segments, self.advantages
-        return found
+        view = View(self.objective, self.arrays, self._theta.detach(), entropy, **marks)
+        view._segments, view.advantages = self._segments, self.advantages
+        return view
 
     def segments(self, over: str) -> Any:
         """[terms] dense index of the turn, trace, group or batch of each term, flat."""

@@ -80,10 +80,10 @@ class Weight(Part):
 
     def factor(self, view: View, keep: Any, absorbed: Any) -> Any:
         """shape(w) at each term, 1 where the ratio has no value or the condition does not hold."""
-        level, here = view.at(self.ratio, self.level, absorbed if self.absorbs else None, keep)
+        level, applies = view.at(self.ratio, self.level, absorbed if self.absorbs else None, keep)
         if self.when != "always":
-            here = here & holds(self.when, view.given("advantages", view.counted))
-        return self.shape.of(level.where(here, 0)).where(here, 1)
+            applies = applies & holds(self.when, view.given("advantages", view.counted))
+        return self.shape.of(level.where(applies, 0)).where(applies, 1)
 
     def __str__(self) -> str:
         log = f"log {self.ratio}{' * the weights above' if self.absorbs else ''}"

@@ -1,4 +1,4 @@
-"""An objective as its parts see it, so that no part needs to import what it is a part of."""
+"""`Whole`: what an objective tells its parts, as a protocol, so that no part imports the module of the objective."""
 
 from __future__ import annotations
 

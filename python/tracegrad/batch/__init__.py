@@ -1,7 +1,8 @@
 """Sequences become optimizer steps: packed rows of at most a token budget, and the per-term arrays of each step.
 
-`packing` makes them (placement and layout are computed in Rust), `step` is what they are, `cost` predicts what they
-cost, `ahead` brings them to a device. No model, no ratios: `policy` reads a batch, `correction` a step.
+In come `Sequences` and advantages; out go `Step`s of `Batch`es. Placement and layout are computed in Rust. No model,
+no ratios: `policy` reads a batch, `correction` a step. Its files, each using those before it alone: `cost` (what a
+pass costs), `moving`, `step` (what steps and batches are), `packing` (makes them), `ahead` (brings them to a device).
 """
 
 from tracegrad.batch.ahead import prefetch

@@ -1,4 +1,4 @@
-"""Batches on their way to a device, ahead of the work that needs them. torch is imported on use."""
+"""Copies the next batch to the device while the current one is worked on. torch is imported on use."""
 
 from __future__ import annotations
 

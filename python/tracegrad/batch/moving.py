@@ -1,4 +1,4 @@
-"""The one way an array moves to a device. torch is imported on use. Called by `Batch.to` and the learner."""
+"""Moves arrays to a device. torch is imported on use. Called by `Batch.to` and the learner."""
 
 from __future__ import annotations
 

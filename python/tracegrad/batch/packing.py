@@ -109,8 +109,8 @@ def pack(
     plan = (length, mine, placed.row, placed.order, rows, placed.shared)
     layout = _Layout(*_core.pack_lay(*columns, *plan, int(pad_to_multiple_of)))
     idle |= masked & (groups.terms == 0)
-    found = _Found(groups, placed, layout, _losses(sequences, groups, lost, over), _skipped(groups, idle))
-    return [_step(sequences, found, per_token, share_prefixes, index) for index in range(len(rows))]
+    packed = _Found(groups, placed, layout, _losses(sequences, groups, lost, over), _skipped(groups, idle))
+    return [_step(sequences, packed, per_token, share_prefixes, index) for index in range(len(rows))]
 
 
 MOST = (1 << 31) - 1
@@ -200,9 +200,9 @@ def advantages_by_token(
     elif per != "trace" and given.shape == terms.shape:
         out[terms] = given
     else:
-        told = f"per={per!r} and there" if per else "there"
+        where = f"per={per!r} and there" if per else "there"
         raise ArgumentError(
-            f"advantages has shape {given.shape}, but {told} are {sequences.traces} traces and {len(terms)} terms. "
+            f"advantages has shape {given.shape}, but {where} are {sequences.traces} traces and {len(terms)} terms. "
             "Pass one per trace, or one per trainable token."
         )
     bad = terms[~np.isfinite(out[terms])]
@@ -276,10 +276,10 @@ def _skipped(groups: _Groups, idle: NDArray[np.bool_]) -> list[Skipped]:
     return [Skipped(int(count), int(lost)) for count, lost in zip(traces, terms, strict=True)]
 
 
-def _step(sequences: Sequences, found: _Found, advantages: Floats, asked: bool, index: int) -> Step:
-    groups, placed, layout = found.groups, found.placed, found.layout
-    here = slice(layout.cu_terms[index], layout.cu_terms[index + 1])
-    origin, branch = layout.origin[here], layout.branch[here]
+def _step(sequences: Sequences, packed: _Found, advantages: Floats, asked: bool, index: int) -> Step:
+    groups, placed, layout = packed.groups, packed.placed, packed.layout
+    terms = slice(layout.cu_terms[index], layout.cu_terms[index + 1])
+    origin, branch = layout.origin[terms], layout.branch[terms]
     trace = np.take(_contiguous(sequences.trace, np.int32), branch)
     # `take` by a native index is three times as fast as a subscript.
     owner = trace.astype(np.intp)
@@ -304,8 +304,8 @@ def _step(sequences: Sequences, found: _Found, advantages: Floats, asked: bool, 
         group_terms=np.take(groups.group_terms, owner),
         group_traces=np.take(groups.group_traces, owner),
         totals=groups.totals[index],
-        too_long=found.losses[index],
-        skipped=found.skipped[index],
+        too_long=packed.losses[index],
+        skipped=packed.skipped[index],
         sharing=sharing if asked else None,
         load=placed.load.reshape(len(groups.totals), -1)[index],
         tier=np.take(sequences.tier, origin),

@@ -70,10 +70,10 @@ class Sharing:
     needed: bool = False
 
     def __str__(self) -> str:
-        told = f"{self.tree_tokens} of {self.tokens} tokens, predicted FLOP ratio {self.flop_ratio:.2f}"
+        gain = f"{self.tree_tokens} of {self.tokens} tokens, predicted FLOP ratio {self.flop_ratio:.2f}"
         if self.needed:
-            return f"prefixes shared, as a trace fits a row only so: {told}"
-        return f"prefixes shared: {told}" if self.shared else f"prefixes not shared, too little to gain: {told}"
+            return f"prefixes shared, as a trace fits a row only so: {gain}"
+        return f"prefixes shared: {gain}" if self.shared else f"prefixes not shared, too little to gain: {gain}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -319,10 +319,10 @@ class Step:
             out[batch.term] = part
         return out
 
-    def _check(self, name: str, found: list[int], needed: list[int]) -> None:
-        if found != needed:
+    def _check(self, name: str, lengths: list[int], needed: list[int]) -> None:
+        if lengths != needed:
             raise ArgumentError(
-                f"{name} has {found} entries but the step has {needed}. Each term needs its own logprob. "
+                f"{name} has {lengths} entries but the step has {needed}. Each term needs its own logprob. "
                 "Pass one array per batch, each of the batch's terms, or one array in the step's order."
             )
 

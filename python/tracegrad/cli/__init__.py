@@ -1,7 +1,10 @@
 """The command line: `tracegrad init`, `train`, `merge`, `prepare`, `doctor`, `online`, `replay`, `record`, `proxy`.
 
-A file for each family of verbs; here they are put together, and errors become exit codes: 0, 1 for an error of ours in
-one line, 2 for usage, 128 + signal; `doctor` gives 1 where training would be wrong. No torch until a verb needs it.
+In come arguments; out go printed lines, files and an exit code: 0, 1 for an error of ours in one line, 2 for usage,
+128 + signal; `doctor` gives 1 where training would be wrong. Each family of verbs is a file; here they are put
+together. No torch until a verb needs it. Its files, each using those before it alone: `output`, `words` (flags,
+lines), `key`, `named`, `runfile`, `recipe` (what verbs share); `files`, `init`, `merge`, `score`, `train`, `view`,
+`online`, `record` (the verbs).
 """
 
 from __future__ import annotations

@@ -170,12 +170,13 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
 
 def _value_line(rows: list[dict[str, Any]]) -> list[str]:
     """What is known of the policy's reward at the end."""
-    last = next((row for row in reversed(rows) if row.get("value") is not None), None)
+    last = next((row for row in reversed(rows) if row.get("off_policy_value") is not None), None)
     if last is None:
         return []
-    sample = f"effective sample {last['value_ess']:.0f} of {last['value_traces']} held-out traces"
-    if not last["value_known"]:
-        was = any(row.get("value_known") for row in rows)
+    sample = f"effective sample {last['off_policy_value_ess']:.0f} of {last['off_policy_value_traces']} held-out traces"
+    if not last["off_policy_value_known"]:
+        was = any(row.get("off_policy_value_known") for row in rows)
         return [f"value    {'no longer' if was else 'not'} known: {sample}"]
-    span = f"{last['value_low']:.3f} to {last['value_high']:.3f}"
-    return [f"value    {last['value_recorded']:.3f} as recorded, {last['value']:.3f} now ({span}, {sample})"]
+    span = f"{last['off_policy_value_low']:.3f} to {last['off_policy_value_high']:.3f}"
+    recorded, now = last["off_policy_value_recorded"], last["off_policy_value"]
+    return [f"value    {recorded:.3f} as recorded, {now:.3f} now ({span}, {sample})"]

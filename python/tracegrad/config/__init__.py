@@ -1,4 +1,8 @@
-"""What a run can be told: frozen dataclasses, then a TOML file, then `--a.b value`."""
+"""What a run can be told: frozen dataclasses, then a TOML file, then `--a.b value`.
+
+In come names and values as text or TOML; out goes an `Options`, or an error with the nearest valid name. Its files,
+each using those before it alone: `mapping`, `options`, `reading`.
+"""
 
 from tracegrad.config.mapping import Map
 from tracegrad.config.options import (

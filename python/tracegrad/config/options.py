@@ -173,7 +173,7 @@ class Train:
     """auto: cuda where there is one, else cpu; or any torch device."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the forward pass. auto: bf16 autocast on cuda, fp32 on cpu. Parameters and optimizer stay fp32."""
-    value_per_epoch: int = 4
+    off_policy_value_per_epoch: int = 4
     """Measurements of value in an epoch, the one at its end included; there is always one before the first step."""
     log_to: str = ""
     """Dashboards that get the rows of metrics.jsonl as well, with commas between: tensorboard, wandb, trackio."""
@@ -194,7 +194,12 @@ class Train:
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "it must not be negative")
         unknown = [name for name in split_names(self.log_to) if name not in DASHBOARDS]
         _require(not unknown, "train.log_to", self.log_to, f"no dashboard but {', '.join(DASHBOARDS)} is known")
-        _require(self.value_per_epoch > 0, "train.value_per_epoch", self.value_per_epoch, "it must be at least 1")
+        _require(
+            self.off_policy_value_per_epoch > 0,
+            "train.off_policy_value_per_epoch",
+            self.off_policy_value_per_epoch,
+            "it must be at least 1",
+        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core, arrays
-from tracegrad.algebra import LOG_RATIO_LIMIT, AnyGate, Missing, Reduce, Weight
+from tracegrad.algebra import AnyGate, Missing, Reduce, Weight
 from tracegrad.algebra.part import core_of
 from tracegrad.correction.layout import Layout
 from tracegrad.errors import ArgumentError
@@ -42,7 +42,8 @@ class Corrected:
         weight: float, detached; 0 where masked as missing, 1 where neutral.
         keep: bool, whether the term trains.
         scale: float, 1 over the reduction's denominators; a read-only view of one number where all are equal.
-        metrics: names to numbers, see docs/metrics.md.
+        metrics: what was dropped, missing and truncated (docs/metrics.md); of the ratios themselves, their KL and
+            effective sample `tracegrad.metrics.OffPolicy.of(old, rollout, trace=..., weight=..., keep=...)` tells.
         scales: the same for `reduce` and every reduction of `reductions`.
     """
 
@@ -115,10 +116,10 @@ def correct(
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
     weights, gates = arrays.instances(weights, "weights", Weight), arrays.instances(gates, "gates", AnyGate)
-    told: Reduce = arrays.instance(
+    reduction: Reduce = arrays.instance(
         Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
     )
-    wanted: list[Reduce] = list(dict.fromkeys([told, *arrays.instances(reductions, "reductions", Reduce)]))
+    wanted: list[Reduce] = list(dict.fromkeys([reduction, *arrays.instances(reductions, "reductions", Reduce)]))
     arrays.one_of(missing, "missing", get_args(Missing))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
@@ -154,11 +155,9 @@ def correct(
     )
     by_reduction = {each: layout.back(scale) for each, scale in zip(wanted, scales, strict=True)}
     ratios = old is not None and rollout is not None
-    return Corrected(layout.back(weight), layout.back(keep), by_reduction[told], _metrics(stats, ratios), by_reduction)
-
-
-def _bounded_exp(log_ratio: float) -> float:
-    return math.exp(min(max(log_ratio, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT))
+    return Corrected(
+        layout.back(weight), layout.back(keep), by_reduction[reduction], _metrics(stats, ratios), by_reduction
+    )
 
 
 def _counts(totals: Totals) -> tuple[int, ...]:
@@ -167,32 +166,16 @@ def _counts(totals: Totals) -> tuple[int, ...]:
 
 
 def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
-    """Means over their named denominators; docs/metrics.md has the table."""
-    terms, known = max(stats["terms"], 1.0), max(stats["known"], 1.0)
-    found = {
+    """What the correction did, and nothing of the ratios themselves: `metrics.OffPolicy` describes those."""
+    terms = max(stats["terms"], 1.0)
+    metrics = {
         "terms": stats["terms"],
         "missing": stats["terms"] - stats["known"],
         "frac_missing": (stats["terms"] - stats["known"]) / terms,
         "kept": stats["kept"],
         "masked_fraction": stats["gated"] / terms,
     }
-    if not ratios or not stats["known"]:
-        return found
-    weighted = max(stats["weighted"], 1.0)
-    kish = stats["weight"] * stats["weight"] / stats["weight_squared"] if stats["weight_squared"] > 0 else 0.0
-    low, high = -stats["minus_log_ratio_min"], stats["log_ratio_max"]
-    return found | {
-        "ratio_mean": stats["ratio"] / known,
-        "ratio_min": _bounded_exp(low),
-        "ratio_max": _bounded_exp(high),
-        "weight_mean": stats["weight"] / weighted,
-        "ess": kish / weighted,
-        "ess_count": kish,
-        "truncated_fraction": stats["truncated"] / known,
-        "clamped": stats["clamped"],
-        "clamped_levels": stats["clamped_levels"],
-        "kl_rollout_old_k1": -stats["log_ratio"] / known,
-        "kl_rollout_old_k3": stats["k3"] / known,
-        "logprob_abs_diff_mean": stats["log_ratio_abs"] / known,
-        "logprob_abs_diff_max": max(high, -low),
-    }
+    if ratios and stats["known"]:
+        metrics["truncated_fraction"] = stats["truncated"] / stats["known"]
+        metrics |= {"clamped": stats["clamped"], "clamped_levels": stats["clamped_levels"]}
+    return metrics

@@ -1,4 +1,4 @@
-"""Arrays of any trainer as the core takes them, and back: flat or padded, numpy or torch, by position or by row.
+"""Converts a trainer's arrays to the flat ones that the core takes, and back: padded or flat, numpy or torch.
 
 Nothing is copied that is contiguous and of a type that the core reads. torch is touched only where tensors are passed.
 """

@@ -1,8 +1,9 @@
 """tracegrad inside other people's trainers. Each module is thin, and only `integrations/x` imports x, on use.
 
-`trl`, `verl`, `skyrl`, `art` (back again: `art_groups`), `transformers` and `vllm` are for those; `padded` is what
-those that pad share, `gives` what a trainer gives an objective. Here is `peer`, which finds them. docs/trainers.md says
-what each does, and with which versions it was run.
+In come another trainer's own objects; out go ours, or the other way round. Here is `peer`, which finds them.
+docs/trainers.md says what each does, and with which versions it was run. Its files, each using those before it alone:
+`gives` (what an objective takes, what a trainer gives), `padded` (for trainers that pad); `vllm`, `transformers`,
+`art`, `art_groups`, `verl`, `skyrl`; `trl_step`, `trl_live`, `trl`.
 """
 
 from __future__ import annotations

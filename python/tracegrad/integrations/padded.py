@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tracegrad.algebra import Missing, Objective
 from tracegrad.batch import Totals, advantages_by_token
-from tracegrad.correction import AllReduce, correct
+from tracegrad.correction import AllReduce, Corrected, correct
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics import Rows
+from tracegrad.metrics import OffPolicy, Rows
 from tracegrad.metrics.peers import as_trl_loss
 from tracegrad.metrics.table import Measured
 from tracegrad.objective import PerTerm, Terms
@@ -194,7 +194,17 @@ def step_terms(
         scales = {reduce: _moved(scale[here], device) for reduce, scale in found.scales.items()}
         terms.append(Terms(**{name: _moved(each, device) for name, each in arrays.items()}, scales=scales))
         start = here.stop
-    return terms, found.metrics
+    return terms, {**found.metrics, **_of_ratios(old, rollout, whole["trace"], found, all_reduce)}
+
+
+def _of_ratios(
+    old: Any, rollout: Any, trace: Any, found: Corrected, all_reduce: AllReduce | None
+) -> Mapping[str, float]:
+    """How far the two policies of a step are apart, where both are there; the names of docs/metrics.md."""
+    if old is None or rollout is None:
+        return {}
+    apart = OffPolicy.of(old, rollout, trace=trace, weight=found.weight, keep=found.keep)
+    return (apart.all_reduce(all_reduce) if all_reduce else apart).named()
 
 
 def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> Measured:

@@ -1,17 +1,26 @@
-"""Training from recorded sequences: one step, the loop around it, and checkpoints to resume from exactly."""
+"""Training from recorded sequences: one step, the loop around it, and checkpoints to resume from exactly.
+
+In come `Sequences` and `Options`, or single steps from anywhere; out go trained parameters, checkpoints, and a row of
+metrics for each step. Its files, each using those before it alone: `rates`, `plan` (functions of counts alone);
+`ranks`, `memory`, `parallel` (one model on several ranks); `model`, `adapters`, `adapted`; `progress`, `state`,
+`weights`; `compared`, `filters`, `reward_kl`, `off_policy_value`, `feed` (which traces, with which advantage, in
+which steps); `settle`, `setup`, `forecast`; `idle`, `entropy`, `step`, `record`, `row`, `checkpoint`, `run` (one step
+at a time, no data set); `ahead`, `interrupt`, `keeper`, `epochs`, `loop` (a file as one source of steps).
+"""
 
 from tracegrad.learner.adapted import merge_adapters
 from tracegrad.learner.loop import train
 from tracegrad.learner.memory import Memory
+from tracegrad.learner.off_policy_value import OffPolicyValue, estimate
 from tracegrad.learner.parallel import Placed, Policy, prepare
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.run import Run
 from tracegrad.learner.step import Outcome, measure, optimizer_step
-from tracegrad.learner.value import Value, estimate
 
 __all__ = [
     "Memory",
+    "OffPolicyValue",
     "Outcome",
     "Placed",
     "Policy",
@@ -19,7 +28,6 @@ __all__ = [
     "Run",
     "TermRecord",
     "Trained",
-    "Value",
     "estimate",
     "measure",
     "merge_adapters",

@@ -65,11 +65,11 @@ class Adapted:
             return None
         try:
             said = json.loads(read_text(path / CONFIG, _LIMIT))
-            told = _options(said)
+            options = _options(said)
             shapes = _shapes(path / WEIGHTS)
             ranks = {shape[0] for name, shape in shapes.items() if ".lora_A." in name}
-            if ranks != {told["r"]}:
-                raise ValueError(f"its rank is {told['r']!r:.20}, and {WEIGHTS} has {sorted(ranks)[:3]}")
+            if ranks != {options["r"]}:
+                raise ValueError(f"its rank is {options['r']!r:.20}, and {WEIGHTS} has {sorted(ranks)[:3]}")
             named = said["base_model_name_or_path"]
             if base is None and not (isinstance(named, str) and named):
                 raise ValueError("it does not name the model that the adapters are of")
@@ -78,14 +78,14 @@ class Adapted:
                 f"{path / CONFIG}: {first_line(error)[:300]}. The adapters beside it cannot be put on a model. Give a "
                 "checkpoint of a run with train.lora_rank, or merge them with what made them."
             ) from error
-        found = cls(path, base or Path(named), told)
-        if not (found.base / "config.json").is_file():
+        adapted = cls(path, base or Path(named), options)
+        if not (adapted.base / "config.json").is_file():
             raise ReadError(
-                f"{path}: its adapters are of the model {str(found.base)[:200]!r}, and no folder with a config.json is "
-                "there. Without it they are no policy. Put it there, or say where it is: tracegrad merge "
+                f"{path}: its adapters are of the model {str(adapted.base)[:200]!r}, and no folder with a config.json "
+                "is there. Without it they are no policy. Put it there, or say where it is: tracegrad merge "
                 f"{path} --base DIR --out DIR makes whole weights."
             )
-        return found
+        return adapted
 
     def load(self) -> Any:
         """The model with the adapters on it, which alone are trained.
@@ -101,10 +101,10 @@ class Adapted:
             with quiet():
                 model = peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
                 state = load_file(self.path / WEIGHTS)
-                here = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-                for name in sorted(here.keys() ^ state.keys()):
-                    raise ValueError(f"{name[:120]} is in {'the model' if name in here else 'the file'} alone")
-                for name, value in here.items():
+                current = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+                for name in sorted(current.keys() ^ state.keys()):
+                    raise ValueError(f"{name[:120]} is in {'the model' if name in current else 'the file'} alone")
+                for name, value in current.items():
                     if value.shape != state[name].shape:
                         raise ValueError(f"{name} is {tuple(state[name].shape)}, the model takes {tuple(value.shape)}")
                 peft.set_peft_model_state_dict(model, state)
@@ -150,15 +150,15 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         TracegradError: if they are not finite, or the folder cannot be written.
     """
     checkpoint, out = Path(checkpoint), Path(out)
-    found = Adapted.read(checkpoint, Path(base) if base is not None else None)
-    if found is None:
+    adapted = Adapted.read(checkpoint, Path(base) if base is not None else None)
+    if adapted is None:
         raise ArgumentError(
             f"{checkpoint}: no {CONFIG} there. Its weights are whole, or none: there is nothing to merge. Give a "
             "checkpoint of a run with train.lora_rank."
         )
     if out.exists():
         raise ArgumentError(f"{out} is there. Merged weights would be mixed with what it holds. Give another --out.")
-    model = found.load()
+    model = adapted.load()
     try:
         merged = model.merge_and_unload(safe_merge=True)
     except ValueError as error:
@@ -173,7 +173,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         with quiet():
             merged.save_pretrained(staged)
         for name in TOKENIZER_FILES:
-            source = next((each / name for each in (checkpoint, found.base) if (each / name).is_file()), None)
+            source = next((each / name for each in (checkpoint, adapted.base) if (each / name).is_file()), None)
             if source is not None and not (staged / name).exists():
                 shutil.copyfile(source, staged / name)
         for path in [*staged.iterdir(), staged]:
@@ -195,14 +195,14 @@ def _options(said: Any) -> dict[str, Any]:
     for name, value in said.items():
         if name not in _READ and name not in _ABOUT and value not in (None, False, [], {}, *_HARMLESS.get(name, ())):
             raise ValueError(f"{name[:60]!r} is set, which is not read here")
-    told = {name: said[name] for name in _READ if said.get(name) is not None}
+    options = {name: said[name] for name in _READ if said.get(name) is not None}
     for name in ("target_modules", "modules_to_save"):
-        listed = told.get(name, [])
+        listed = options.get(name, [])
         if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
             raise ValueError(f"{name} is no list of names")
-    if type(told.get("r")) is not int or type(told.get("init_lora_weights", True)) is not bool:
+    if type(options.get("r")) is not int or type(options.get("init_lora_weights", True)) is not bool:
         raise ValueError("its r is no whole number, or its init_lora_weights neither true nor false")
-    return told
+    return options
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:

@@ -31,8 +31,8 @@ def with_adapters(model: Any, rank: int) -> Any:
             f"train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. Leave it "
             "out to go on with them, or merge them first: tracegrad merge CHECKPOINT --out DIR."
         )
-    told = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, told)
+    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, lora)
     name_base(adapted)
     return adapted
 

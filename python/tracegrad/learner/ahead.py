@@ -1,4 +1,4 @@
-"""The next step is made ready in a thread while the device works on the one before. Called by the loop."""
+"""Prepares the next step in a background thread while the device works on the current one. Called by the loop."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Ahead(Generic[Made]):
         coming, self._coming = self._coming, None
         if coming is None:
             return self._make(number, False)
-        found = coming[1].result()
-        return found if coming[0] == number else self._make(number, False)
+        made = coming[1].result()
+        return made if coming[0] == number else self._make(number, False)
 
     def close(self) -> None:
         """Waits for what is being made and lets the thread go."""

@@ -109,8 +109,8 @@ def _finish(out: Path, staged: Path, final: Path, progress: Progress, keep: int)
 
 def list_checkpoints(out: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    found = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARK).is_file())
-    return sorted((path for path in found if step_of(path.name) >= 0), key=lambda path: step_of(path.name))
+    whole = (path for path in (out / FOLDER).glob("step-*") if (path / "resume" / MARK).is_file())
+    return sorted((path for path in whole if step_of(path.name) >= 0), key=lambda path: step_of(path.name))
 
 
 @contextmanager
@@ -177,10 +177,10 @@ def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArra
         ReadError: if it does not know it of these.
     """
     with _damaged(path):
-        found = progress.logprobs[name]
-        if len(found) != terms:
-            raise ValueError(f"it has {name} logprobs of {len(found):,} terms, and the traces have {terms:,}")
-        return found
+        logprobs = progress.logprobs[name]
+        if len(logprobs) != terms:
+            raise ValueError(f"it has {name} logprobs of {len(logprobs):,} terms, and the traces have {terms:,}")
+        return logprobs
 
 
 def read_terms(path: Path, ranks: Ranks) -> list[TermRecord]:

@@ -1,4 +1,4 @@
-"""Which rewards a run trains on, and the advantages of its traces by `[advantage]`: compared with one another.
+"""Advantages of a run's traces: rewards of a group compared by the estimator that `[advantage]` names.
 
 No torch, no steps. Called by the feed, and by what takes a divergence out of the rewards first.
 """
@@ -50,24 +50,24 @@ def compared(
     Raises:
         ArgumentError: for a group of one trace, where `advantage.singleton` refuses it.
     """
-    told, reward, group = config.advantage, rewards[used], sequences.group[used]
-    if told.baseline == "none":
+    options, reward, group = config.advantage, rewards[used], sequences.group[used]
+    if options.baseline == "none":
         return np.nan_to_num(reward, nan=0.0)
-    if told.singleton == "refuse" and told.baseline != "batch_mean":
+    if options.singleton == "refuse" and options.baseline != "batch_mean":
         _refuse_lone(reward, group, sequences, used)
-    if told.baseline == "rloo":
-        return advantage.rloo(reward, group, singleton=told.singleton)
-    if told.baseline == "max_rl":
-        return advantage.max_rl(reward, group, singleton=told.singleton)
-    if told.baseline == "a_star":
-        return advantage.a_star(reward, group, beta=_A_STAR, singleton=told.singleton)
-    if told.baseline == "opo":
+    if options.baseline == "rloo":
+        return advantage.rloo(reward, group, singleton=options.singleton)
+    if options.baseline == "max_rl":
+        return advantage.max_rl(reward, group, singleton=options.singleton)
+    if options.baseline == "a_star":
+        return advantage.a_star(reward, group, beta=_A_STAR, singleton=options.singleton)
+    if options.baseline == "opo":
         owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
         lengths = np.bincount(owner[sequences.trainable], minlength=sequences.traces)
-        return advantage.opo(reward, lengths[used], group, singleton=told.singleton)
-    groups = np.zeros_like(group) if told.baseline == "batch_mean" else group
-    ddof = None if told.scale == "none" else told.ddof
-    return advantage.group_mean(reward, groups, scale=told.scale, ddof=ddof, singleton=told.singleton)
+        return advantage.opo(reward, lengths[used], group, singleton=options.singleton)
+    groups = np.zeros_like(group) if options.baseline == "batch_mean" else group
+    ddof = None if options.scale == "none" else options.ddof
+    return advantage.group_mean(reward, groups, scale=options.scale, ddof=ddof, singleton=options.singleton)
 
 
 def _refuse_lone(

@@ -1,4 +1,4 @@
-"""The entropy coefficient that seeks a target: its memory between steps, which a checkpoint keeps.
+"""The adaptive entropy coefficient: its value between steps, which a checkpoint keeps.
 
 No torch. Called by the loop, or by any trainer that has an objective with `Entropy(adapt=...)`.
 """
@@ -69,9 +69,9 @@ class Control:
         sums = np.array([np.asarray(entropy, np.float64)[counted].sum(), np.count_nonzero(counted)])
         total, terms = sums if all_reduce is None else all_reduce(sums, "sum")
         self.last = float(total / max(terms, 1))
-        told = bonus.adapt
-        up = self.last <= told.target
-        self.coef = min(self.coef + told.delta, told.high) if up else max(self.coef - told.delta, told.low)
+        adapt = bonus.adapt
+        up = self.last <= adapt.target
+        self.coef = min(self.coef + adapt.delta, adapt.high) if up else max(self.coef - adapt.delta, adapt.low)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""

@@ -72,21 +72,24 @@ class Epochs:
 
         It is not where something must be measured in between.
         """
-        found, following = self._ahead.take(index), index + 1
+        ready, following = self._ahead.take(index), index + 1
         if following < self.plan.total and not any(self._due(following)):
             self._ahead.announce(following)
-        return found
+        return ready
 
     def measured(
         self, steps: list[Step], of: Literal["policy", "reference"], stops: Callable[[], bool] | None = None
     ) -> Floats | None:
         """[T] logprobs of the terms of the steps on all ranks, NaN elsewhere; None where the run was to stop first."""
-        found, here = np.zeros(self.feed.sequences.tokens, np.float32), np.zeros(self.feed.sequences.tokens, bool)
+        logprobs, measured = (
+            np.zeros(self.feed.sequences.tokens, np.float32),
+            np.zeros(self.feed.sequences.tokens, bool),
+        )
         for step in steps:
             if stops is not None and stops():
                 return None
-            found[step.origin], here[step.origin] = self.run.measure(step, of=of), True
-        return self.run.ranks.merge(found, here)
+            logprobs[step.origin], measured[step.origin] = self.run.measure(step, of=of), True
+        return self.run.ranks.merge(logprobs, measured)
 
     def logprobs(self) -> dict[str, Floats]:
         """What is known, by term, as a checkpoint keeps it."""
@@ -126,10 +129,10 @@ class Epochs:
         """Measures `known[name]` for the terms of a window."""
         steps = [self.packed(index) for index in window]
         with self.run.watch(name):
-            found = self.measured(steps, of, stops)
-        if found is not None:
-            self.known[name][:] = np.where(np.isnan(found), self.known[name], found)
-        return found is not None
+            logprobs = self.measured(steps, of, stops)
+        if logprobs is not None:
+            self.known[name][:] = np.where(np.isnan(logprobs), self.known[name], logprobs)
+        return logprobs is not None
 
     def _charge(self, first: int) -> None:
         """Takes KL out of the rewards of the batch that begins with a step, where a run is to."""

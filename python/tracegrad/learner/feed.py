@@ -19,9 +19,9 @@ from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner import filters
 from tracegrad.learner.compared import compared, reward_column
+from tracegrad.learner.off_policy_value import held_out
 from tracegrad.learner.plan import Plan
 from tracegrad.learner.reward_kl import needs_of
-from tracegrad.learner.value import held_out
 from tracegrad.sequence import Sequences
 
 _T6 = TIERS.index("T6")
@@ -104,8 +104,8 @@ class Feed:
                 f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
                 "Give traces whose rewards differ within a group, or set advantage.baseline."
             )
-        found = cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank, shape, bucket)
-        even = int((~held & ~found.taken).sum())
+        feed = cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank, shape, bucket)
+        even = int((~held & ~feed.taken).sum())
         if even == int((~held).sum()):
             raise NothingToLearn(
                 "in no group do rewards differ, and filter.even_groups leaves all of them out. There is nothing to "
@@ -113,10 +113,10 @@ class Feed:
             )
         if even:
             notes.append(f"{even} traces of groups in which all rewards are equal are left out: filter.even_groups.")
-        masks, nothing = filters.check_masked(rewards, sequences, found.taken, config.filter)
+        masks, nothing = filters.check_masked(rewards, sequences, feed.taken, config.filter)
         if nothing:
             raise NothingToLearn(nothing)
-        return replace(found, notes=(*notes, *masks))
+        return replace(feed, notes=(*notes, *masks))
 
     @property
     def trained(self) -> NDArray[np.bool_]:
@@ -145,10 +145,10 @@ class Feed:
 
     def sharing(self) -> Sharing:
         """What `pack.share_prefixes` would do to the first step: for a dry run."""
-        told = replace(self.config, pack=replace(self.config.pack, share_prefixes=True))
-        found = replace(self, config=told).steps(0)[0].sharing
-        assert found is not None
-        return found
+        shared = replace(self.config, pack=replace(self.config.pack, share_prefixes=True))
+        sharing = replace(self, config=shared).steps(0)[0].sharing
+        assert sharing is not None
+        return sharing
 
     @property
     def newest(self) -> int | None:
@@ -156,8 +156,8 @@ class Feed:
 
         The version that the trained policy is of by this count is not known, as a file does not say it.
         """
-        found = int(np.max(self.sequences.version, initial=-1))
-        return None if found < 0 else found
+        version = int(np.max(self.sequences.version, initial=-1))
+        return None if version < 0 else version
 
     def plan(self, steps: int) -> Plan:
         """When what happens, in epochs of so many steps: as many in each, however the groups are shuffled."""
@@ -214,11 +214,11 @@ def check_effective(config: Config, objective: Objective) -> None:
     Raises:
         ArgumentError: with the option and what makes it idle.
     """
-    needs, told, kl = needs_of(objective, config), config.advantage, config.reward_kl
+    needs, advantage, kl = needs_of(objective, config), config.advantage, config.reward_kl
     unmeasured = "data.holdout is 0, so value is not measured"
     no_own_reference = "train.ref_model is the reference" if needs.ref else "this objective takes no reference"
     looked_at = [why for why in (needs.zero_advantage, needs.dropped, needs.weightless) if why]
-    scalable = told.baseline in ("group_mean", "batch_mean")
+    scalable = advantage.baseline in ("group_mean", "batch_mean")
     even = config.filter.even_groups or config.filter.mask_even
     if kl.coef:
         looked_at = ["with reward_kl.coef the advantages are known after two forward passes"] * 3
@@ -236,10 +236,10 @@ def check_effective(config: Config, objective: Objective) -> None:
         "train.missing": (not needs.rollout, "this objective takes no rollout logprobs"),
         "stop.below_ess": (config.data.holdout == 0, unmeasured),
         "stop.worse": (config.data.holdout == 0, unmeasured),
-        "train.value_per_epoch": (config.data.holdout == 0, unmeasured),
-        "advantage.ddof": (told.scale == "none", "advantage.scale is none"),
-        "advantage.scale": (not scalable, f"advantage.baseline is {told.baseline}"),
-        "advantage.singleton": (told.baseline == "none", "advantage.baseline is none"),
+        "train.off_policy_value_per_epoch": (config.data.holdout == 0, unmeasured),
+        "advantage.ddof": (advantage.scale == "none", "advantage.scale is none"),
+        "advantage.scale": (not scalable, f"advantage.baseline is {advantage.baseline}"),
+        "advantage.singleton": (advantage.baseline == "none", "advantage.baseline is none"),
     }
     values, known = as_dict(config), options()
     for name, (without_effect, why) in idle.items():
@@ -304,19 +304,19 @@ def _check_kinds(s: Sequences, measured: NDArray[np.int32], *, explicit: bool) -
 
 def _each_update(objective: Objective, config: Config) -> bool:
     """Whether `old` is measured before each update: nothing else is told, and there is one pass."""
-    needs, told = needs_of(objective, config), config.train
-    return needs.old and not needs.proximal and told.epochs == 1 and not told.updates_per_old
+    needs, train = needs_of(objective, config), config.train
+    return needs.old and not needs.proximal and train.epochs == 1 and not train.updates_per_old
 
 
 def _of_old(objective: Objective, config: Config, groups: int) -> list[str]:
     """How long an `old` stays where nobody said it, and what that stands on."""
-    needs, told = needs_of(objective, config), config.train
-    if not needs.old or needs.proximal or told.updates_per_old or groups <= config.pack.step_groups:
+    needs, train = needs_of(objective, config), config.train
+    if not needs.old or needs.proximal or train.updates_per_old or groups <= config.pack.step_groups:
         return []
     which = "--train.updates_per_old says otherwise; figures of the bundled example, docs/choosing.md."
-    if told.epochs == 1:
+    if train.epochs == 1:
         return [f"old is measured before each update, as there is one pass: 92 against 82 % with one for all. {which}"]
-    return [f"old stays for an epoch, as there are {told.epochs} passes: after four, 91 against 50 %. {which}"]
+    return [f"old stays for an epoch, as there are {train.epochs} passes: after four, 91 against 50 %. {which}"]
 
 
 def _notes(s: Sequences, measured: NDArray[np.int32], foreign: int) -> list[str]:

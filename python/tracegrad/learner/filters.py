@@ -19,18 +19,18 @@ Floats, Flags = NDArray[np.float32], NDArray[np.bool_]
 
 def with_terms(sequences: Sequences) -> Flags:
     """[R] bool: traces with a trainable term."""
-    found = np.zeros(sequences.traces, bool)
-    found[np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[sequences.trainable]] = True
-    return found
+    has_terms = np.zeros(sequences.traces, bool)
+    has_terms[np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[sequences.trainable]] = True
+    return has_terms
 
 
-def settled(rewards: Floats, sequences: Sequences, told: Filter) -> Floats:
+def settled(rewards: Floats, sequences: Sequences, options: Filter) -> Floats:
     """[R] rewards as they are compared: 0 for what was cut off, where that is asked; what is not known stays NaN.
 
     Raises:
         ArgumentError: if a trace with a reward and a term does not say how it ended.
     """
-    if not told.zero_truncated:
+    if not options.zero_truncated:
         return rewards
     known = np.isfinite(rewards)
     _refuse_unsaid(sequences, known & with_terms(sequences), "filter.zero_truncated", "would keep their reward")
@@ -49,29 +49,29 @@ def left_out(rewards: Floats, group: NDArray[np.int32], config: Config) -> Flags
     return ~(spread > config.filter.tolerance) & ~lone
 
 
-def masked(rewards: Floats, sequences: Sequences, told: Filter) -> Flags:
+def masked(rewards: Floats, sequences: Sequences, options: Filter) -> Flags:
     """[R] bool: what was cut off; and groups of several traces with terms left in which these have equal rewards."""
-    cut = (sequences.ending == CUT) & told.truncated
-    if not told.mask_even:
+    cut = (sequences.ending == CUT) & options.truncated
+    if not options.mask_even:
         return cut
     live = np.isfinite(rewards) & ~cut & with_terms(sequences)
     spread, count = _spread(rewards, sequences.group, live)
-    return cut | ((count > 1) & ~(spread > told.tolerance))
+    return cut | ((count > 1) & ~(spread > options.tolerance))
 
 
-def check_masked(rewards: Floats, sequences: Sequences, taken: Flags, told: Filter) -> tuple[list[str], str]:
+def check_masked(rewards: Floats, sequences: Sequences, taken: Flags, options: Filter) -> tuple[list[str], str]:
     """What is masked of the traces that a run takes, in words; and why nothing is left to train, "" where some is.
 
     Raises:
         ArgumentError: if a trace with a term does not say how it ended, and that decides.
     """
-    if not (told.truncated or told.mask_even):
+    if not (options.truncated or options.mask_even):
         return [], ""
     of = taken & with_terms(sequences)
-    if told.truncated:
+    if options.truncated:
         _refuse_unsaid(sequences, of, "filter.truncated", "would be trained on")
-    hidden = taken & masked(rewards, sequences, told)
-    short = hidden & (sequences.ending == CUT) & told.truncated
+    hidden = taken & masked(rewards, sequences, options)
+    short = hidden & (sequences.ending == CUT) & options.truncated
     cut, even, said = int(short.sum()), int((hidden & ~short).sum()), []
     if cut:
         said.append(f"{cut} of {int(of.sum())} traces were cut off and are masked: filter.truncated.")

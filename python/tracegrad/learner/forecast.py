@@ -114,9 +114,9 @@ def _empty(model: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        told = AutoConfig.from_pretrained(model, local_files_only=True)
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(told)
+            return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise ReadError(
             f"{model}: no causal language model can be built from its config.json: {first_line(error)}. Memory and "

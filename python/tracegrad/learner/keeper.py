@@ -1,4 +1,4 @@
-"""Keeps per-term arrays of a run beside it, in a thread, while the next step is already under way.
+"""Writes the per-term arrays of each step into the folder of the run, in a background thread.
 
 Here is the choice of what is kept and why each term fell; the files are `tracegrad.terms`. Called by the loops.
 """
@@ -96,11 +96,11 @@ class Keeper:
             self.problem = f"{self.folder}: {error.strerror}. What the steps made of their tokens is not kept."
 
     def _work(self) -> None:
-        while (told := self._queue.get()) is not None:
+        while (job := self._queue.get()) is not None:
             if self.problem:
                 continue
             try:
-                self._write(*told)
+                self._write(*job)
             except (TracegradError, OSError) as error:
                 self.problem = f"{error} What the steps made of their tokens is kept no further."
 
@@ -184,7 +184,7 @@ def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple
 
 def _kept(packed: Step, objective: Objective, plan: dict[str, Any]) -> NDArray[np.bool_]:
     needs = objective.needs
-    found = correct(
+    corrected = correct(
         packed.old_logprobs if needs.old else None,
         packed.rollout_logprobs if needs.rollout else None,
         ref=packed.ref_logprobs if needs.ref else None,
@@ -198,4 +198,4 @@ def _kept(packed: Step, objective: Objective, plan: dict[str, Any]) -> NDArray[n
         group_traces=packed.group_traces,
         missing="mask",
     )
-    return np.asarray(found.keep, bool)
+    return np.asarray(corrected.keep, bool)

@@ -26,13 +26,13 @@ from tracegrad.learner.epochs import Epochs
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.keeper import Keeper
+from tracegrad.learner.off_policy_value import MIN_ESS, OffPolicyValue, difference, estimate, good_and_bad
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.run import Run
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_vocabulary
 from tracegrad.learner.step import Outcome
-from tracegrad.learner.value import MIN_ESS, Value, difference, estimate, good_and_bad
 from tracegrad.metrics import dashboards
 from tracegrad.sequence import Sequences
 
@@ -156,19 +156,19 @@ class _Loop:
     def start(self, resume: bool) -> list[dict[str, Any]]:
         """Makes the folder, takes up a checkpoint, and opens metrics.jsonl; returns the rows it keeps."""
         out, first = self.driven.out, self.driven.ranks.first
-        found = checkpoint.list_checkpoints(out)
-        if found and not resume:
+        checkpoints = checkpoint.list_checkpoints(out)
+        if checkpoints and not resume:
             raise ArgumentError(
-                f"{out} holds a run, its newest checkpoint is {found[-1].name}. A new run would overwrite it. "
+                f"{out} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would overwrite it. "
                 "Go on with --resume, or give another --out."
             )
         progress = self.driven.restore(fingerprint=self.fingerprint)
         if progress is not None:
-            self.epochs.restore(found[-1], progress)
+            self.epochs.restore(checkpoints[-1], progress)
             if "best" in progress.logprobs:
                 self.best = np.full(self.feed.sequences.tokens, np.nan, np.float32)
                 self.best[self.feed.sequences.terms] = progress.logprobs["best"]
-            terms = checkpoint.read_terms(found[-1], self.driven.ranks)
+            terms = checkpoint.read_terms(checkpoints[-1], self.driven.ranks)
             last = self.plan.epochs - 1
             self.terms = [term for term in terms if self.plan.epoch_of(term.step - 1) == last]
         self.driven.begin()
@@ -229,7 +229,7 @@ class _Loop:
             if plan.measures_value(driven.taken) and not stops():
                 row.update(self.value_row())
             log(row)
-            small = 0 < row.get("value_ess_fraction", 1.0) < driven.config.stop.below_ess
+            small = 0 < row.get("off_policy_value_ess_fraction", 1.0) < driven.config.stop.below_ess
             if small or self.worse:
                 self.save()
                 return "ess" if small else "worse"
@@ -255,20 +255,20 @@ class _Loop:
             self.terms.append(TermRecord.of(taken, step, outcome))
 
     def value_row(self) -> dict[str, float]:
-        """Value and its company under their metrics' names; empty without held-out traces."""
+        """Off-policy value and its company under their metrics' names; empty without held-out traces."""
         if self.held is None:
             return {}
         with self.driven.watch("value"):
-            found = self.epochs.measured([self.held], "policy")
-        assert found is not None
+            logprobs = self.epochs.measured([self.held], "policy")
+        assert logprobs is not None
         s, rewards = self.feed.sequences, self.feed.rewards
-        terms = np.flatnonzero(~np.isnan(found))
-        theta, trace = found[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
+        terms = np.flatnonzero(~np.isnan(logprobs))
+        theta, trace = logprobs[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
         given = (np.asarray(s.rollout_logprobs)[terms], trace, rewards, s.group)
-        value: Value = estimate(theta, *given)
+        value: OffPolicyValue = estimate(theta, *given)
         if self.driven.config.stop.worse and value.known:
             change, half = (1.0, 0.0) if self.best is None else difference(theta, self.best[terms], *given)
             self.worse = change + half < 0
-            self.best = found if change > 0 else self.best
+            self.best = logprobs if change > 0 else self.best
         good, bad = good_and_bad(theta, trace, rewards, s.group)
         return {**value.row(), "logprob_good": good, "logprob_bad": bad}

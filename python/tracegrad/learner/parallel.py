@@ -220,20 +220,20 @@ def auto_mode(ranks: Ranks) -> Mode:
     return "fsdp" if torch.cuda.is_available() else "ddp"
 
 
-def device_named(told: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     """The device of this rank: "auto" is CUDA where there is one; CUDA without a number is the one of the local rank.
 
     Raises:
         ArgumentError: where several ranks of a machine would share one numbered device.
     """
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if told == "auto" else told)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type != "cuda":
         return device
     if device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     elif (beside := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
         raise ArgumentError(
-            f"train.device is {told!r}, and {beside} processes run on this machine. All of them would take that one "
+            f"train.device is {name!r}, and {beside} processes run on this machine. All of them would take that one "
             "device. Set train.device cuda, or leave it out: each takes the device of its local rank."
         )
     torch.cuda.set_device(device)
@@ -258,11 +258,11 @@ def _fsdp(
     low = precision != torch.float32
     policy = Policy(model)
     mixed = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
-    told = {"mesh": init_device_mesh(device.type, (ranks.world,)), "mp_policy": mixed}
+    options = {"mesh": init_device_mesh(device.type, (ranks.world,)), "mp_policy": mixed}
     frozen = not any(parameter.requires_grad for parameter in model.parameters())  # no backward pass to keep them for
     for layer in layers_of(model):
-        fully_shard(layer, reshard_after_forward=memory.reshard or frozen, **told)
-    fully_shard(policy, reshard_after_forward=frozen, **told)
+        fully_shard(layer, reshard_after_forward=memory.reshard or frozen, **options)
+    fully_shard(policy, reshard_after_forward=frozen, **options)
     for module in _sharded(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -300,8 +300,8 @@ def _batch_loss(
     """As `policy.batch_loss`, the loss apart: wrappers find the tensor whose backward pass they wait for in a tuple."""
     with _cast(batch, precision, one_pass):
         forward = _forward(model, one_pass)
-        found = batch_loss(model, batch, terms, objective, forward=forward, chunk_bytes=chunk_bytes)
-    return found.loss, found
+        loss = batch_loss(model, batch, terms, objective, forward=forward, chunk_bytes=chunk_bytes)
+    return loss.loss, loss
 
 
 def _cast(batch: Batch, precision: torch.dtype, one_pass: bool) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""When what happens: which steps refresh `old`, measure value, write a checkpoint. A function of counts alone.
+"""At which steps a run refreshes `old`, measures off-policy value and writes checkpoints: functions of step counts.
 
 Nothing here is state, so a run that resumes at step n does what the uninterrupted one does from step n. No torch, no
 arrays. Called by the loop.
@@ -19,7 +19,7 @@ class Plan:
 
     Args:
         steps_per_epoch: optimizer steps in an epoch.
-        epochs, seed, updates_per_old, value_per_epoch, checkpoint_every, ref_every: as in the config.
+        epochs, seed, updates_per_old, off_policy_value_per_epoch, checkpoint_every, ref_every: as in the config.
 
     >>> plan = Plan(steps_per_epoch=3, epochs=2)
     >>> plan.total, plan.epoch_of(4), plan.window(4)
@@ -30,7 +30,7 @@ class Plan:
     epochs: int = 1
     seed: int = 0
     updates_per_old: int = 0
-    value_per_epoch: int = 4
+    off_policy_value_per_epoch: int = 4
     checkpoint_every: int = 0
     ref_every: int = 0
 
@@ -40,7 +40,7 @@ class Plan:
         train = config.train
         cadence = (
             train.updates_per_old or int(each_update),
-            train.value_per_epoch,
+            train.off_policy_value_per_epoch,
             config.checkpoint.every,
             train.ref_every,
         )
@@ -81,7 +81,7 @@ class Plan:
 
     def measures_value(self, taken: int) -> bool:
         """Whether value is measured after `taken` steps: before the first, and evenly within each epoch."""
-        per_epoch, parts = self.steps_per_epoch, min(self.value_per_epoch, self.steps_per_epoch)
+        per_epoch, parts = self.steps_per_epoch, min(self.off_policy_value_per_epoch, self.steps_per_epoch)
         place = taken % per_epoch
         return place == 0 or (place * parts) // per_epoch > ((place - 1) * parts) // per_epoch
 

@@ -1,4 +1,4 @@
-"""What a run knows beside its parameters and optimizer, as a checkpoint keeps it; nothing of it is believed unread.
+"""What a checkpoint holds beside parameters and optimizer: counts, controllers, random states. Checked when read.
 
 Here are `Progress`, its files, and the random states of a process. Folders are `checkpoint`'s, tensors of the model
 `state`'s.
@@ -67,7 +67,7 @@ def save(folder: Path, progress: Progress) -> None:
     """Writes what is known, and last of all the mark of a whole checkpoint: sizes and checksums of what is there."""
     arrays = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in progress.logprobs.items()}
     save_file(arrays, folder / _LOGPROBS)
-    files = {name: [found.bytes, f"{found.crc32:08x}"] for name, found in _measured(folder, _files(folder)).items()}
+    files = {name: [file.bytes, f"{file.crc32:08x}"] for name, file in _measured(folder, _files(folder)).items()}
     said = {
         "format": FORMAT,
         "step": progress.step,
@@ -115,12 +115,12 @@ def verify(folder: Path) -> None:
         ReadError: if it is of another format.
         ValueError: with the file that is missing, too many or not as it was; OSError if one cannot be read.
     """
-    told = _told(folder)["files"]
-    found = _measured(folder, _files(folder))
-    for name in sorted(told.keys() ^ found.keys()):
-        raise ValueError(f"{name[:80]!r} is {'missing' if name in told else 'not of this checkpoint'}")
-    for name, here in found.items():
-        if told[name] != [here.bytes, f"{here.crc32:08x}"]:
+    expected = _told(folder)["files"]
+    measured = _measured(folder, _files(folder))
+    for name in sorted(expected.keys() ^ measured.keys()):
+        raise ValueError(f"{name[:80]!r} is {'missing' if name in expected else 'not of this checkpoint'}")
+    for name, file in measured.items():
+        if expected[name] != [file.bytes, f"{file.crc32:08x}"]:
             raise ValueError(f"{name!r} is not as it was written, by its length or checksum")
 
 
@@ -180,8 +180,8 @@ def _told(folder: Path) -> dict[str, Any]:
 
 def _files(folder: Path) -> list[str]:
     """Whatever lies below the folder but the mark and the card: files, and links, which are none of ours."""
-    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) not in (MARK, CARD))
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) not in (MARK, CARD))
 
 
 def _measured(folder: Path, names: Iterable[str]) -> dict[str, Written]:
@@ -199,8 +199,8 @@ def _numbers(said: Any) -> dict[str, float]:
 
 def step_of(name: str) -> int:
     """The step that a checkpoint's folder is named for; -1 where it is no such name."""
-    found = re.fullmatch(r"step-(\d{8,15})", name)
-    return int(found[1]) if found else -1
+    match = re.fullmatch(r"step-(\d{8,15})", name)
+    return int(match[1]) if match else -1
 
 
 CARD = "README.md"

@@ -74,9 +74,9 @@ class Ranks:
         if _kept and _kept[0] is dist.group.WORLD:
             return _kept[1]
         groups = [dist.new_group(backend="gloo", timeout=_TIMEOUT) for _ in range(2)]
-        found = cls(dist.get_world_size(), dist.get_rank(), *groups)
-        _kept[:] = [dist.group.WORLD, found]
-        return found
+        ranks = cls(dist.get_world_size(), dist.get_rank(), *groups)
+        _kept[:] = [dist.group.WORLD, ranks]
+        return ranks
 
     @property
     def alone(self) -> bool:
@@ -96,17 +96,17 @@ class Ranks:
         """The same for the thread that prepares the next step."""
         return self._reduced(array, op, self.beside)
 
-    def merge(self, values: NDArray[np.float32], here: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """One array of parts that ranks hold: [N] float32, each entry from the rank with `here`, NaN where none has it.
+    def merge(self, values: NDArray[np.float32], held: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """One array of parts that ranks hold: [N] float32, each entry from the rank with `held`, NaN where none has it.
 
         Exact: every entry is one number plus zeros.
         """
         if self.alone:
-            return np.where(here, values, np.float32(np.nan))
-        both = torch.from_numpy(np.stack([np.where(here, values, 0.0), here]).astype(np.float32))
+            return np.where(held, values, np.float32(np.nan))
+        both = torch.from_numpy(np.stack([np.where(held, values, 0.0), held]).astype(np.float32))
         dist.all_reduce(both, group=self.group)
-        found, counted = both.numpy()
-        return np.where(counted > 0, found, np.float32(np.nan))
+        total, counted = both.numpy()
+        return np.where(counted > 0, total, np.float32(np.nan))
 
     def sum(self, value: float) -> float:
         """The sum over ranks."""
@@ -120,25 +120,25 @@ class Ranks:
         """The value of every rank, in order, on the first rank; elsewhere this rank's alone."""
         if self.alone:
             return [value]
-        found: list[Any] | None = [None] * self.world if self.first else None
-        dist.gather_object(value, found, group=self.group)
-        return found if found is not None else [value]
+        values: list[Any] | None = [None] * self.world if self.first else None
+        dist.gather_object(value, values, group=self.group)
+        return values if values is not None else [value]
 
     def shared(self, value: Any) -> Any:
         """The first rank's value, on every rank."""
         if self.alone:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, 0, group=self.group)
-        return found[0]
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=self.group)
+        return values[0]
 
     def joined(self, values: NDArray[Any]) -> NDArray[Any]:
         """[n] of every rank behind one another, in order, on every rank."""
         if self.alone:
             return values
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, values, group=self.group)
-        return np.concatenate(found)
+        parts: list[Any] = [None] * self.world
+        dist.all_gather_object(parts, values, group=self.group)
+        return np.concatenate(parts)
 
     def leave_word(self, word: str) -> None:
         """Says something that other ranks may look for whenever they like: no collective call."""

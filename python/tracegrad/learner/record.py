@@ -1,4 +1,4 @@
-"""What a run leaves in memory for its caller: the outcome, and per-term arrays for the report."""
+"""What `train` returns: the outcome of a run, and per-term arrays for the report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_terms(path: Path) -> list[TermRecord]:
     ends = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else [0]
     parts = [slice(start, stop) for start, stop in pairwise(ends)]
     return [
-        TermRecord(int(steps[here.start]), **{name: arrays[name][here].copy() for name in _COLUMNS}) for here in parts
+        TermRecord(int(steps[part.start]), **{name: arrays[name][part].copy() for name in _COLUMNS}) for part in parts
     ]
 
 
@@ -109,5 +109,5 @@ class Trained:
     @property
     def best(self) -> int:
         """The step after which value was highest, among those at which it was known; 0 where it never was."""
-        known = [row for row in self.rows if row.get("value_known")]
-        return max(known, key=lambda row: row["value"])["step"] if known else 0
+        known = [row for row in self.rows if row.get("off_policy_value_known")]
+        return max(known, key=lambda row: row["off_policy_value"])["step"] if known else 0

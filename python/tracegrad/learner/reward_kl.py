@@ -1,4 +1,4 @@
-"""KL in the reward of a run: what traces pay for having left the reference, and the advantages of what they keep.
+"""KL in the reward of a run: each trace's reward less coef * KL(old, ref), and the advantages of what is left.
 
 A batch is the steps between two measurements of `old`, as verl and SkyRL have it: when both policies are known of all
 its terms, its rewards are charged and compared, before its first update. No torch. Called by `Epochs`.
@@ -60,18 +60,18 @@ class Charge:
             traces: how many count in its steps.
             old, ref: [T] logprobs of the terms of all its traces, of every rank; NaN elsewhere.
         """
-        told, s = self.config.reward_kl, self.sequences
+        options, s = self.config.reward_kl, self.sequences
         origin = np.flatnonzero(~np.isnan(old))
         trace = np.repeat(s.trace, np.diff(s.cu_seqlens))[origin]
         self.coef = self.following
-        how = {"coef": self.coef, "kind": told.kind, "cap": told.cap or None}
-        found = kl_in_reward(self.rewards, old[origin], ref[origin], trace, **how)
-        here = ~self.held & np.isin(s.group, s.group[trace])
+        how = {"coef": self.coef, "kind": options.kind, "cap": options.cap or None}
+        charged = kl_in_reward(self.rewards, old[origin], ref[origin], trace, **how)
+        compared_traces = ~self.held & np.isin(s.group, s.group[trace])
         self.advantages[:] = 0
-        self.advantages[here] = compared(found.rewards, s, here, self.config)
-        self.kl = found.kl * len(np.unique(trace)) / max(traces, 1)
-        if told.target:
-            after = AdaptiveKl(self.coef, told.target, told.horizon).after(self.kl, traces)
+        self.advantages[compared_traces] = compared(charged.rewards, s, compared_traces, self.config)
+        self.kl = charged.kl * len(np.unique(trace)) / max(traces, 1)
+        if options.target:
+            after = AdaptiveKl(self.coef, options.target, options.horizon).after(self.kl, traces)
             self.following = max(after.coef, 0.0)
 
     def row(self) -> dict[str, float]:

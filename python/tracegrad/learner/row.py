@@ -60,8 +60,8 @@ def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Reward
     group = np.full(len(rewards), -np.inf)
     group[step.trace] = step.group
     group = ranks.all_reduce(group, "max")
-    here = np.isfinite(group)
-    return Rewards.of(rewards[here], group[here].astype(np.int64))
+    has_terms = np.isfinite(group)
+    return Rewards.of(rewards[has_terms], group[has_terms].astype(np.int64))
 
 
 def tally(
@@ -79,31 +79,31 @@ def tally(
         first: this rank alone adds what the step knows of all ranks.
         version: as in `row_of`.
     """
-    found = Tally()
+    sums = Tally()
     terms, seen = len(step), ~np.isnan(outcome.logprobs)
     computed = int(np.count_nonzero(seen))
     keep = outcome.keep & seen
-    found.add("entropy", outcome.entropy[seen].sum(dtype=np.float64), computed)
+    sums.add("entropy", outcome.entropy[seen].sum(dtype=np.float64), computed)
     known = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
-    found.add("frac_old_logprobs_valid", known, terms)
-    found.add("frac_old_logprobs_valid_all", known, tokens)
+    sums.add("frac_old_logprobs_valid", known, terms)
+    sums.add("frac_old_logprobs_valid_all", known, tokens)
     if objective.ratio is not None:
         ratio = outcome.ratio[keep].astype(np.float64)
-        found.add("ratio_mean", ratio.sum(), len(ratio))
-        found.maximum("ratio_max", ratio.max(initial=-math.inf))
+        sums.add("ratio_mean", ratio.sum(), len(ratio))
+        sums.maximum("ratio_max", ratio.max(initial=-math.inf))
         if objective.surrogate.clips:
-            found.add("clip_fraction", (outcome.clipped & keep).sum(), computed)
+            sums.add("clip_fraction", (outcome.clipped & keep).sum(), computed)
         if objective.surrogate.bounds is not None:
             low, high = objective.surrogate.bounds
-            found.add("clip_fraction_any", ((ratio < low) | (ratio > high)).sum(), computed)
+            sums.add("clip_fraction_any", ((ratio < low) | (ratio > high)).sum(), computed)
     if version is not None:
         lag = step.lag(version)
-        found.add("lag_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
-        found.maximum("lag_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
+        sums.add("lag_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
+        sums.maximum("lag_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
     one = np.unique(step.trace, return_index=True)[1]
     skipped = step.skipped.traces if first else 0
-    found.add("frac_zero_advantage", (step.advantages[one] == 0).sum() + skipped, len(one) + skipped)
-    return found
+    sums.add("frac_zero_advantage", (step.advantages[one] == 0).sum() + skipped, len(one) + skipped)
+    return sums
 
 
 def off_policy(step: Step, outcome: Outcome, version: int | None = None) -> OffPolicy:

@@ -171,9 +171,9 @@ class Run:
         model = self.reference if of == "reference" and self.reference is not None else self.target
         check_step(step, model.model)
         with adapters_off(self.model) if own else nullcontext():
-            found = step.with_logprobs(old=measure(model, step.batches, self.precision)).old_logprobs
-        assert found is not None
-        return np.asarray(found, np.float32)
+            logprobs = step.with_logprobs(old=measure(model, step.batches, self.precision)).old_logprobs
+        assert logprobs is not None
+        return np.asarray(logprobs, np.float32)
 
     def correct(self, step: Step, *, beside: bool = False) -> Corrected:
         """All of a step that does not depend on the policy being trained.
@@ -290,13 +290,13 @@ class Run:
             ReadError: if the checkpoint is damaged.
             ArgumentError: if it is of a run that was told otherwise.
         """
-        found = checkpoint.list_checkpoints(self.out)
-        if not found:
+        checkpoints = checkpoint.list_checkpoints(self.out)
+        if not checkpoints:
             return None
-        before = checkpoint.read_progress(found[-1])
-        check_same(found[-1], before, self.told(), fingerprint)
-        check_rates(found[-1], self.config.schedule, self.steps, before.config.get("schedule.steps"), before.step)
-        progress = checkpoint.restore(found[-1], self.model, self.optimizer, self.ranks)
+        before = checkpoint.read_progress(checkpoints[-1])
+        check_same(checkpoints[-1], before, self.told(), fingerprint)
+        check_rates(checkpoints[-1], self.config.schedule, self.steps, before.config.get("schedule.steps"), before.step)
+        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks)
         self.taken, self.version = progress.step, None if progress.version < 0 else progress.version
         self.control.restore(progress.control)
         self._proximal = int(progress.control["proximal"]) if "proximal" in progress.control else None
@@ -313,10 +313,10 @@ class Run:
         """
         if not self._begun:
             in_all(self.config.schedule, self.steps)
-            if found := checkpoint.list_checkpoints(self.out):
+            if checkpoints := checkpoint.list_checkpoints(self.out):
                 raise ArgumentError(
-                    f"{self.out} holds a run, its newest checkpoint is {found[-1].name}. A new run would overwrite it. "
-                    "Go on with restore() before the first step, or give another out."
+                    f"{self.out} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would "
+                    "overwrite it. Go on with restore() before the first step, or give another out."
                 )
             self._begin()
 
@@ -339,16 +339,16 @@ class Run:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            told = f"step {self.taken + 1}: {out_of_memory(error, self.config)}"
-            self.ranks.tell(told)
-            raise TracegradError(told) from error
+            reason = f"step {self.taken + 1}: {out_of_memory(error, self.config)}"
+            self.ranks.tell(reason)
+            raise TracegradError(reason) from error
         except (TracegradError, OtherRankFailed):  # all ranks have it
             raise
         except Exception as error:
             if not (ends or isinstance(error, RuntimeError)):
                 raise
-            if told := self.ranks.heard():
-                raise TracegradError(f"{told} This rank stops with it.") from error
+            if reason := self.ranks.heard():
+                raise TracegradError(f"{reason} This rank stops with it.") from error
             if ends:
                 self.ranks.tell(f"step {self.taken + 1}: {type(error).__name__}: {error}"[:2000])
             raise

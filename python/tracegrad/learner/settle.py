@@ -1,4 +1,4 @@
-"""How the rows of a run can be passed through its model, found out by all ranks together before they need it.
+"""Before the first step, all ranks together try which ways of running a packed row give the model's own numbers.
 
 The comparison itself is `policy.roads`. Called by the loop, and by the step where ranks share each layer.
 """

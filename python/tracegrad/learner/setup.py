@@ -1,4 +1,4 @@
-"""What a run needs before its first step: the model in its place, the optimizer, and proof that things fit together.
+"""What a run needs before its first step: the model on its device, the optimizer, and checks that they fit the data.
 
 Called by the run and the loop.
 """
@@ -31,7 +31,7 @@ from tracegrad.policy.model import media_ids
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
-    *(f"train.{name}" for name in ("epochs", "value_per_epoch", "log_to", "memory")),
+    *(f"train.{name}" for name in ("epochs", "off_policy_value_per_epoch", "log_to", "memory")),
     "checkpoint.",
     "stop.",
     "parallel.",
@@ -54,12 +54,12 @@ Optimizers = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.opti
 
 def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW as the config says; vectors (norms, biases) are not decayed."""
-    told = config.optimizer
+    options = config.optimizer
     how: dict[str, Any] = {"foreach": Memory.of(config.train.memory).foreach}
     if how["foreach"] is None and next(model.parameters()).is_cuda:
         how = {"fused": True}
-    kind = {"betas": (told.beta1, told.beta2), "eps": told.eps, **how}
-    return torch.optim.AdamW(groups_of(model, told.weight_decay), lr=told.lr, **kind)
+    kind = {"betas": (options.beta1, options.beta2), "eps": options.eps, **how}
+    return torch.optim.AdamW(groups_of(model, options.weight_decay), lr=options.lr, **kind)
 
 
 def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -117,13 +117,13 @@ def device_of(config: Config) -> torch.device:
     Raises:
         ArgumentError: if torch cannot use the device.
     """
-    told = config.train.device
+    name = config.train.device
     try:
-        device = device_named(told)
+        device = device_named(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
-            f"train.device is {told!r}: {str(error).splitlines()[0]}. The model cannot go there. Leave it out for auto."
+            f"train.device is {name!r}: {str(error).splitlines()[0]}. The model cannot go there. Leave it out for auto."
         ) from error
     return device
 
@@ -195,9 +195,9 @@ class Prepared:
         ranks = self.target.ranks
         where = "one process" if ranks.alone else f"{ranks.world} ranks ({self.target.mode})"
         dtype = "bf16" if self.precision == torch.bfloat16 else "fp32"
-        told = config.train.memory
+        memory = config.train.memory
         does = self.target.memory.sentence(self.target.mode == "fsdp")
-        return f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {told}: {does}."
+        return f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {memory}: {does}."
 
 
 def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, Prepared]:
@@ -251,8 +251,8 @@ def other_model(reference: Any, objective: Objective, config: Config, policy: Pr
 
 def starts_as_reference(model: Any, objective: Objective, config: Config) -> bool:
     """Whether the model as it is now is the reference, and trains into something else that cannot be undone."""
-    told = config.train
-    elsewhere = told.ref_model or told.ref_every or told.lora_rank or has_adapters(model)
+    train = config.train
+    elsewhere = train.ref_model or train.ref_every or train.lora_rank or has_adapters(model)
     return objective.needs.ref and not elsewhere
 
 
@@ -279,11 +279,11 @@ def check_vocabulary(sequences: Sequences, model: Any) -> None:
     """
     size = embeddings_of(model)
     for place in (int(sequences.ids.argmax()), int(sequences.ids.argmin())) if sequences.tokens else ():
-        found = int(sequences.ids[place])
-        if not 0 <= found < size:
+        token = int(sequences.ids[place])
+        if not 0 <= token < size:
             branch = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
             trace = int(sequences.trace[branch])
-            raise _foreign(f"trace '{sequences.trace_name(trace)}'", found, size)
+            raise _foreign(f"trace '{sequences.trace_name(trace)}'", token, size)
 
 
 def check_step(step: Step, model: Any) -> None:
@@ -294,9 +294,9 @@ def check_step(step: Step, model: Any) -> None:
     """
     size = embeddings_of(model)
     for row, batch in enumerate(step.batches):
-        for found in (int(np.max(batch.ids, initial=0)), int(np.min(batch.ids, initial=0))):
-            if not 0 <= found < size:
-                raise _foreign(f"row {row} of the step", found, size)
+        for token in (int(np.max(batch.ids, initial=0)), int(np.min(batch.ids, initial=0))):
+            if not 0 <= token < size:
+                raise _foreign(f"row {row} of the step", token, size)
 
 
 def embeddings_of(model: Any) -> int:
@@ -305,9 +305,9 @@ def embeddings_of(model: Any) -> int:
     return min(table.weight.shape[0] for table in tables if getattr(table, "weight", None) is not None)
 
 
-def _foreign(where: str, found: int, size: int) -> ArgumentError:
+def _foreign(where: str, token: int, size: int) -> ArgumentError:
     return ArgumentError(
-        f"{where}: token id {found} stands in it, and the model has {size} embeddings. They are of another tokenizer. "
+        f"{where}: token id {token} stands in it, and the model has {size} embeddings. They are of another tokenizer. "
         "Align with the tokenizer of the model that is trained."
     )
 

@@ -1,4 +1,4 @@
-"""Trained parameters and optimizer of any number of ranks as safetensors, by torch.distributed.checkpoint.
+"""Reads and writes trained parameters and optimizer state as safetensors, for any number of ranks.
 
 Each rank writes what it holds, and any number of ranks reads it back. No pickle, no folders made or renamed: that is
 `checkpoint`'s. An optimizer's state is kept by the names of its parameters.
@@ -65,10 +65,10 @@ def read(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="pt"):
                 pass  # its header fits its length: what reads it next believes it
-        found = storage.read_metadata().state_dict_metadata
+        stored = storage.read_metadata().state_dict_metadata
         rest = json.loads(read_text(folder / _REST, _LIMIT))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        wanted = _templates(folder, found, trained)
+        wanted = _templates(folder, stored, trained)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _collective(load, wanted, storage_reader=storage, ranks=ranks)
@@ -104,9 +104,9 @@ def _collective(call: Any, state: dict[str, Any], *, ranks: Ranks, **storage: An
         call(state, process_group=ranks.group, **storage)
 
 
-def _templates(folder: Path, found: Mapping[str, Any], trained: Mapping[str, Tensor]) -> dict[str, Any]:
+def _templates(folder: Path, metadata: Mapping[str, Any], trained: Mapping[str, Tensor]) -> dict[str, Any]:
     """Tensors to read into: the parameters themselves, and zeros for the optimizer's, sharded as their parameters."""
-    stored = {name.removeprefix("param:"): told for name, told in found.items() if name.startswith("param:")}
+    stored = {name.removeprefix("param:"): tensor for name, tensor in metadata.items() if name.startswith("param:")}
     apart = sorted(set(stored) ^ set(trained)) or [
         n for n, p in trained.items() if stored[n].size != p.shape or stored[n].properties.dtype != p.dtype
     ]
@@ -116,13 +116,13 @@ def _templates(folder: Path, found: Mapping[str, Any], trained: Mapping[str, Ten
             "shape or type. The run cannot go on from it. Resume with the --model and options that the run began with."
         )
     out: dict[str, Any] = {f"param:{name}": p.detach() for name, p in trained.items()}
-    for name, told in found.items():
+    for name, tensor in metadata.items():
         if not name.startswith("param:"):
-            owner, dtype = trained[name.partition(":")[2]], told.properties.dtype
-            like = owner.shape == told.size
+            owner, dtype = trained[name.partition(":")[2]], tensor.properties.dtype
+            like = owner.shape == tensor.size
             if name.startswith(_MOMENTS) and not like:
                 raise ValueError(f"{name[:120]} is not of the shape of its parameter")
-            out[name] = torch.zeros_like(owner, dtype=dtype) if like else torch.zeros(told.size, dtype=dtype)
+            out[name] = torch.zeros_like(owner, dtype=dtype) if like else torch.zeros(tensor.size, dtype=dtype)
             out[name] = out[name].detach()
     return out
 

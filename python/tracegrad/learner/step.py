@@ -194,9 +194,9 @@ def measure(model: Any, batches: Sequence[Batch], precision: torch.dtype = torch
     target = placed(model)
     settle_batches(target, batches)
     with torch.no_grad():
-        found = [target.forward(batch.to(target.device), precision)[0] for batch in batches]
+        logprobs = [target.forward(batch.to(target.device), precision)[0] for batch in batches]
     target.rest()
-    return [each.cpu().numpy() for each in found]
+    return [each.cpu().numpy() for each in logprobs]
 
 
 def _update(target: Placed, optimizer: torch.optim.Optimizer, grad_clip: float) -> float:

@@ -1,4 +1,4 @@
-"""Parameters as a server takes them: whole where they are sharded, adapters merged or alone.
+"""Gathers parameters for inference servers: sharded ones made whole, LoRA adapters merged or on their own.
 
 Here is `whole_weights`. Files are `checkpoint`'s. peft is imported on use. Called by `Run.weights`.
 """

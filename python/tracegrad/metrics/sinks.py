@@ -129,7 +129,7 @@ class Progress:
     def log(self, row: Row) -> None:
         """Shows the row; a value that was measured earlier stays on the line."""
         self._last.update({k: v for k, v in row.items() if v is not None})
-        self._known |= bool(row.get("value_known"))
+        self._known |= bool(row.get("off_policy_value_known"))
         line = progress_line(self._last, was_known=self._known)
         self._bar.set_description_str(line, refresh=False)
         self._bar.update(row["step"] - self._step)
@@ -147,22 +147,24 @@ class Progress:
 def progress_line(row: Row, was_known: bool = False) -> str:
     """What the live line says of a row; `was_known`: the value was known at some step before.
 
-    >>> value = {"value": 0.41, "value_low": 0.33, "value_high": 0.49, "value_ess_fraction": 0.8, "value_known": 1}
+    >>> value = {"": 0.41, "_low": 0.33, "_high": 0.49, "_ess_fraction": 0.8, "_known": 1}
+    >>> value = {f"off_policy_value{end}": number for end, number in value.items()}
     >>> progress_line({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01, "tokens_per_s": 12345.6})
     'loss -0.0123  value 0.410 (0.330-0.490)  ratio 1.002  clip 1.0%  ESS 80%  12,346 tok/s'
     """
     parts = []
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4f}")
-    if "value" in row:
-        known = row["value_known"] and f"{row['value']:.3f} ({row['value_low']:.3f}-{row['value_high']:.3f})"
+    if "off_policy_value" in row:
+        value, low, high = (row.get(f"off_policy_value{end}", 0.0) for end in ("", "_low", "_high"))
+        known = row["off_policy_value_known"] and f"{value:.3f} ({low:.3f}-{high:.3f})"
         parts.append(f"value {known or ('no longer known' if was_known else 'not known')}")
     if "ratio_mean" in row:
         parts.append(f"ratio {row['ratio_mean']:.3f}")
     if "clip_fraction" in row:
         parts.append(f"clip {row['clip_fraction']:.1%}")
-    if "value_ess_fraction" in row:
-        parts.append(f"ESS {row['value_ess_fraction']:.0%}")
+    if "off_policy_value_ess_fraction" in row:
+        parts.append(f"ESS {row['off_policy_value_ess_fraction']:.0%}")
     if "tokens_per_s" in row:
         parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
     return "  ".join(parts)

@@ -1,5 +1,8 @@
 """What the learner measures itself: the rows of its own names, and `Tally`, sums with their denominators.
 
+These rows have no formula over sums: `learner.row.tally` and `row_of` compute them from the arrays of a step,
+`learner.run.update` adds step, rate and time, `learner.off_policy_value` all that begins with off_policy_value,
+`learner.loop` epoch and held-out logprobs, `learner.reward_kl` what begins with reward_kl.
 Ratios, rewards and gradients are measured by `offpolicy` and `rewards`. Called by the learner, usable by any training
 loop.
 """
@@ -77,24 +80,56 @@ TRAINING: tuple[Metric, ...] = (
         "Terms with a ratio outside the clip range, whatever the sign of the advantage: ART's clip_fraction.",
     ),
     Metric(
-        "value",
+        "off_policy_value",
         "reward",
         "theta / rollout, product over the trace",
         "weights of held-out traces",
         "Self-normalised importance-weighted reward on the held-out groups: sum w r / sum w.",
     ),
-    Metric("value_low", "reward", "as value", "", "Lower end of value's 95 % interval (delta method over groups)."),
-    Metric("value_high", "reward", "as value", "", "Upper end of value's 95 % interval."),
-    Metric("value_recorded", "reward", "", "held-out traces", "Mean recorded reward of the same held-out traces."),
     Metric(
-        "value_ess", "traces", "as value", "", "Kish effective sample size of the held-out traces: (sum w)^2 / sum w^2."
+        "off_policy_value_low",
+        "reward",
+        "as off_policy_value",
+        "",
+        "Lower end of value's 95 % interval (delta method over groups).",
+    ),
+    Metric("off_policy_value_high", "reward", "as off_policy_value", "", "Upper end of value's 95 % interval."),
+    Metric(
+        "off_policy_value_recorded",
+        "reward",
+        "",
+        "held-out traces",
+        "Mean recorded reward of the same held-out traces.",
     ),
     Metric(
-        "value_ess_fraction", "share", "as value", "held-out traces", "value_ess / held-out traces with known ratios."
+        "off_policy_value_ess",
+        "traces",
+        "as off_policy_value",
+        "",
+        "Kish effective sample size of the held-out traces: (sum w)^2 / sum w^2.",
     ),
-    Metric("value_known", "0 or 1", "as value", "", "1 while value_ess is large enough for value to mean something."),
-    Metric("value_traces", "traces", "", "", "Held-out traces all of whose terms have a rollout logprob."),
-    Metric("value_clamped", "traces", "as value", "", "Held-out traces whose summed log-ratio was clamped."),
+    Metric(
+        "off_policy_value_ess_fraction",
+        "share",
+        "as off_policy_value",
+        "held-out traces",
+        "off_policy_value_ess / held-out traces with known ratios.",
+    ),
+    Metric(
+        "off_policy_value_known",
+        "0 or 1",
+        "as off_policy_value",
+        "",
+        "1 while off_policy_value_ess is large enough for value to mean something.",
+    ),
+    Metric("off_policy_value_traces", "traces", "", "", "Held-out traces all of whose terms have a rollout logprob."),
+    Metric(
+        "off_policy_value_clamped",
+        "traces",
+        "as off_policy_value",
+        "",
+        "Held-out traces whose summed log-ratio was clamped.",
+    ),
     Metric(
         "logprob_good", "nats", "", "terms", "Mean logprob of held-out traces with a reward above their group's mean."
     ),

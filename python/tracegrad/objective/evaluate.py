@@ -145,9 +145,9 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
         view.advantages = view.advantages - shift.of(view)
     value = objective.surrogate.loss(view)
     if getattr(value, "shape", None) != view.keep.shape:
-        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ArgumentError(
-            f"the loss of {objective.surrogate} is {found} and the terms are {tuple(view.keep.shape)}. It would count "
+            f"the loss of {objective.surrogate} is {shape} and the terms are {tuple(view.keep.shape)}. It would count "
             "for other terms than its own. Return one value for each term."
         )
     keep, still = view.keep, view.detached()
@@ -165,8 +165,8 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
         bonus = view.entropy.where(keep if objective.entropy.gated else view.counted, 0)
         loss = loss - objective.entropy.coef * (view.scale(objective.entropy.reduce) * bonus).sum()
     ratio = torch.ones_like(weight) if objective.ratio is None else view.ratio.detach()
-    told = (value.detach().where(keep, 0), ratio, view.clipped & view.keep, penalty.detach(), weight.where(keep, 1))
-    return Loss(loss, PerTerm(*told, keep=keep))
+    per_term = (value.detach().where(keep, 0), ratio, view.clipped & view.keep, penalty.detach(), weight.where(keep, 1))
+    return Loss(loss, PerTerm(*per_term, keep=keep))
 
 
 def _tensor(value: Any) -> Tensor:

@@ -49,9 +49,14 @@ def terms_of(
     known = {"rollout": rollout if needs.rollout else None, "ref": ref if needs.ref else None}
     ids = {"advantages": advantages, "trace": trace, "turn": turn, "group": group}
     how: Any = {"mask": mask, "totals": totals, "missing": missing, "all_reduce": all_reduce}
-    found = correct(old, **known, **ids, **objective.plan, **how)
-    half: Any = {"weight": found.weight, "keep": found.keep, "scale": found.scale, "scales": found.scales}
-    return Terms(old=old if needs.old else None, alpha=alpha, **known, **ids, **half), found
+    corrected = correct(old, **known, **ids, **objective.plan, **how)
+    half: Any = {
+        "weight": corrected.weight,
+        "keep": corrected.keep,
+        "scale": corrected.scale,
+        "scales": corrected.scales,
+    }
+    return Terms(old=old if needs.old else None, alpha=alpha, **known, **ids, **half), corrected
 
 
 def padded_loss(

@@ -1,7 +1,9 @@
 """Logprobs of a model's own tokens and the loss over them: the packed forward, and the head without logits.
 
-`forward` runs unmodified causal LMs on packed rows, `masks` says who sees whom, `model` what a model is made of, `loss`
-is the fused road from hidden states to a gradient. `learner` calls these, any trainer may call `token_logprobs`.
+In comes a `Batch`; out go logprobs, or a loss with its gradient. Unmodified causal LMs of transformers; `learner`
+calls this, any trainer may call `token_logprobs`. Its files, each using those before it alone: `masks` (who sees
+whom), `model` (what a model is made of); `run`, `roads` (ways through a row, tried before trusted); `blocks`,
+`forward`; `loss` (the fused road from hidden states to a gradient).
 """
 
 from tracegrad.kernels.head import token_logprobs

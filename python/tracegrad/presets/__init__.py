@@ -1,8 +1,9 @@
 """The field's methods as values of `tracegrad.algebra.Objective`, one file per family.
 
-A preset is taken as it is, or with fields changed by name: `override(DAPO, "surrogate.high", "0.3")`. On a command
-line its name is an attribute here, or `file.py:NAME` or `module:NAME` for a value of your own, or its code as text.
-There is no registry.
+In comes nothing; out go values. A preset is taken as it is, or with fields changed by name: `override(DAPO,
+"surrogate.high", "0.3")`. On a command line its name is an attribute here, or `file.py:NAME` or `module:NAME` for a
+value of your own, or its code as text. There is no registry. Its files, each using those before it alone: `grpo`,
+`mismatch`, `trace_level`, `weighted_gradient`, `offline`, `peers`, `trust_region`.
 """
 
 from __future__ import annotations

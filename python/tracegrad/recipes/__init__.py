@@ -1,7 +1,10 @@
 """Recipes: what a paper or a peer's config fixes of a run, the objective and what belongs to it, as values.
 
-A preset is the loss alone; a recipe is the preset with its advantages and whatever else its source says.
-`tracegrad train --recipe DAPO` begins with one. There is no registry.
+In comes a name, a config of TRL, verl, SkyRL or ART, or measured traces; out goes a `Recipe`. A preset is the loss
+alone; a recipe is the preset with its advantages and whatever else its source says. `tracegrad train --recipe DAPO`
+begins with one. There is no registry. Its files, each using those before it alone: `recipe`, `papers`; `for_data` (by
+what is measured); `peer`, `rates`, `art`, `trl`, `skyrl`, `verl_options`, `verl`, `elsewhere` (configs of others);
+`describe`, `coming` (the pages that list them).
 """
 
 from __future__ import annotations

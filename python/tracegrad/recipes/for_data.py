@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import arrays, presets
-from tracegrad.algebra import Ratio, Weight
 from tracegrad.codes import LOGPROB_KINDS
-from tracegrad.correction import correct
 from tracegrad.errors import ArgumentError
+from tracegrad.metrics import OffPolicy
 from tracegrad.recipes.papers import DAPO, OAPL
 from tracegrad.recipes.recipe import Options, Recipe
 from tracegrad.sequence import Sequences
@@ -165,10 +164,10 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
             )
         now = (now if len(now) == len(terms) else now[terms])[known]
         apart = now - rollout[known]
-        plain = correct(now, rollout[known].astype(np.float64), trace=owner[known], weights=[_PLAIN]).metrics
         ratio = np.exp(np.clip(apart, -20.0, 20.0))
         outside = float(np.mean((ratio < LOW) | (ratio > HIGH)))
-        found |= {"kl": -float(apart.mean()), "outside": outside, "ess": plain["ess"]}
+        plain = OffPolicy.of(now, rollout[known], trace=owner[known]).named()
+        found |= {"kl": plain["kl_rollout_old_k1"], "outside": outside, "ess": plain["mismatch_ess"]}
     return Measured(**found)
 
 
@@ -279,9 +278,6 @@ def _of_known(m: Measured) -> Advice:
     )
     reason += "one are left out."
     return _advice("DAPO", reason, decided, m, replace(DAPO, missing="mask"))
-
-
-_PLAIN = Weight(Ratio("old", "rollout"))
 
 
 def _hot(sequences: Sequences, traces: NDArray[Any]) -> bool:

@@ -56,7 +56,7 @@ OPTIONS: Mapping[str, Any] = {
     f"{A}ppo_mini_batch_size": 256,
     "data.train_batch_size": 0,
 }
-_REJECTIONS = {
+REJECTIONS = {
     "token_k1": "0.6_1.2",
     "token_k2": 0.02,
     "token_k3": 0.02,
@@ -95,7 +95,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     f"{C}rollout_is": ("token", "sequence"),
     f"{C}rollout_is_threshold": (3.0, "0.5_5.0"),
     f"{C}rollout_is_batch_normalize": (True,),
-    f"{C}rollout_rs": tuple(_REJECTIONS),
+    f"{C}rollout_rs": tuple(REJECTIONS),
     f"{C}bypass_mode": (True,),
     f"{C}loss_type": ("reinforce",),
     f"{G}adv_estimator": ("grpo", "rloo", "opo"),
@@ -131,7 +131,7 @@ BESIDE: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     **{(f"{A}kl_loss_type", kind): _KL for kind in ("kl", "abs", "mse", "k1+", "abs+", "k3+")},
     **{(f"{C}rollout_is_threshold", value): _TOKEN_IS for value in (3.0, "0.5_5.0")},
     (f"{C}rollout_is_batch_normalize", True): _TOKEN_IS,
-    **{(f"{C}rollout_rs", name): {f"{C}rollout_rs_threshold": value} for name, value in _REJECTIONS.items()},
+    **{(f"{C}rollout_rs", name): {f"{C}rollout_rs_threshold": value} for name, value in REJECTIONS.items()},
     (f"{C}loss_type", "reinforce"): {f"{C}bypass_mode": True, f"{C}rollout_is": "sequence"},
     (f"{G}norm_adv_by_std_in_grpo", False): {f"{G}adv_estimator": "grpo"},
     **{(f"{G}kl_penalty", kind): _CHARGED for kind in ("abs", "mse", "low_var_kl")},

@@ -17,7 +17,7 @@ from tracegrad.errors import TracegradError, shown
 
 NAME = "README.md"
 _BLOCK = "~~~~~~~~"
-_SPELT = {"value": "value", "eval": "evaluation"}
+_SPELT = {"off_policy_value": "value", "eval": "evaluation"}
 
 
 def write_card(
@@ -74,12 +74,13 @@ def write_card(
 def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What came of a run: steps, terms, the value or the evaluations, and how far the policy has moved.
 
-    >>> figures([{"step": 0, "value": 0.4, "value_low": 0.3, "value_high": 0.5}, {"step": 1, "loss": 0.1, "terms": 9}])
+    >>> before = {"step": 0, "off_policy_value": 0.4, "off_policy_value_low": 0.3, "off_policy_value_high": 0.5}
+    >>> figures([before, {"step": 1, "loss": 0.1, "terms": 9}])
     ['steps           1', 'terms           9', 'value, step 0   0.400 (0.300 to 0.500)']
     """
     steps = [row for row in rows if row.get("loss") is not None]
     found = [("steps", f"{len(steps)}"), ("terms", f"{sum(row.get('terms') or 0 for row in steps):,}")]
-    for kind, name in (("value", "value"), ("eval", "eval_reward")):
+    for kind, name in (("off_policy_value", "off_policy_value"), ("eval", "eval_reward")):
         told = [row for row in rows if row.get(name) is not None]
         for row in [*told[:1], *told[1:][-1:]]:
             span = [row.get(f"{kind}_{end}") for end in ("low", "high")]

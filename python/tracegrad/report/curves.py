@@ -47,10 +47,10 @@ PANELS = (
     Panel("loss", ("loss",), "what was minimised"),
     Panel(
         "value",
-        ("value",),
+        ("off_policy_value",),
         "importance-weighted reward on held-out groups, 95 % interval; dashed: as recorded",
-        ("value_low", "value_high"),
-        "value_recorded",
+        ("off_policy_value_low", "off_policy_value_high"),
+        "off_policy_value_recorded",
     ),
     Panel(
         "ratio mean", ("ratio_mean",), "ratio inside the surrogate; dashed: 1, the policy it was taken from", level=1.0
@@ -58,7 +58,7 @@ PANELS = (
     Panel("clip fraction", ("clip_fraction",), "share of terms whose gradient the clip removed", floor=0.0),
     Panel(
         "effective sample size",
-        ("value_ess_fraction", "ess"),
+        ("off_policy_value_ess_fraction", "ess"),
         "share of samples that still count: held-out traces, weighted terms",
         floor=0.0,
     ),

@@ -1,7 +1,10 @@
 """Trajectories played against a served policy and recorded exactly: contracts, tools, environments, a proxy.
 
-No trainer and no torch here. A contract is `async (task, policy) -> float | dict | None`; `play` runs one and gives a
-record that `tracegrad.read` takes.
+In come a contract (`async (task, policy) -> float | dict | None`), a task and servers; out goes a record that
+`tracegrad.read` takes. `play` plays one. No trainer and no torch here. Its files, each using those before it alone:
+`session`, `policy` (the calls of one trajectory); `jsons`, `http`, `server`, `keeper`, `launch`, `engine`, `inside`
+(who answers); `schema`, `tools`, `environment`; `verifiers_worker`, `verifiers`; `tokens`, `play`, `adapters`;
+`exchange`, `passing`, `journal`, `proxy` (any program, recorded).
 """
 
 from tracegrad.rollout.adapters import one_turn, with_tools

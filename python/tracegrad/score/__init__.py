@@ -1,7 +1,8 @@
 """Rewards of trajectories that were played or recorded: functions in TRL's convention, and a judge of whole groups.
 
-What cannot be scored is NaN and counted, never 0. Nothing here plays or trains. The room itself may be called:
-`tg.score(traces, functions)` is `tg.score.recorded`.
+In come traces or trajectories; out go rewards. What cannot be scored is NaN and counted, never 0. Nothing here plays
+or trains. The room itself may be called: `tg.score(traces, functions)` is `tg.score.recorded`. Its files, each using
+those before it alone: `functions`; `verdict`, `judge`; `cache`, `spool`, `recorded`.
 """
 
 import sys

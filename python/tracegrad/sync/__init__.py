@@ -1,6 +1,9 @@
 """New weights reach the servers here: pushed, repaired or refused; what they answer afterwards is `online`'s to prove.
 
-Imports no torch and no client: it is handed the servers (`rollout.server.Servers`) by who joins the two.
+In come trained parameters and the servers (`rollout.server.Servers`, handed in by who joins the two); out go servers
+of a new version, or which were left out and why. What they answer afterwards is `online`'s to prove. Imports no torch
+and no client. Its files, each using those before it alone: `arguments`, `worker` (what vLLM loads); `push` (what all
+ways share), `guard`, `weights`; `file`, `lora`, `nccl` (three ways); `canary`.
 """
 
 from tracegrad.sync.arguments import engine_arguments, vllm_arguments

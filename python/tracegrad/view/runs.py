@@ -116,8 +116,10 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
     if all(isinstance(each, Mapping) and "success" in each and len(each.get("ci95", ())) == 2 for each in told):
         spans = [f"{percent(each['success'])} [{' to '.join(percent(end) for end in each['ci95'])}]" for each in told]
         return f"success {' → '.join(spans)}"
-    for key in ("eval_reward", "value"):
-        low, high = ("eval_low", "eval_high") if key == "eval_reward" else ("value_low", "value_high")
+    for key in ("eval_reward", "off_policy_value"):
+        low, high = (
+            ("eval_low", "eval_high") if key == "eval_reward" else ("off_policy_value_low", "off_policy_value_high")
+        )
         last = next((row for row in reversed(rows) if isinstance(row.get(key), (int, float))), None)
         if last is not None:
             span = f" [{number(last[low])}, {number(last[high])}]" if _known(last, low, high) else ""

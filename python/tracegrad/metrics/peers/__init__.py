@@ -1,7 +1,8 @@
 """Peers' metrics under the peers' own names, by the peers' own definitions: for dashboards that already exist.
 
 Each function gives `Measured`: sums of a part of a step, added over parts and ranks, then named. Nothing here imports a
-peer; tests/parity/test_*_metrics.py run them beside theirs.
+peer; tests/parity/test_*_metrics.py run them beside theirs. Its files, each
+using those before it alone: `art`, `nemo`, `skyrl`, `trl`, `verl_rows`, `verl`.
 """
 
 from tracegrad.metrics.peers.art import ART, as_art

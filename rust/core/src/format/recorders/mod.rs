@@ -1,6 +1,8 @@
 //! Dumps of whole trajectories by trainers and recorders: one small file each, all read into a header and a body.
 //!
-//! A file fills in the `contract`, mostly by what stands in `kits`, and has a line in the table below.
+//! A file fills in the `contract`, mostly by what stands in `kits`, and has a line in the table below. Begin with one that
+//! is alike: `tau_bench` (messages, text only), `rllm` (turns with ids and logprobs), `areal` (columns of one row with a
+//! mask). Its form is described in docs/trace-format.md, and its records stand in tests/golden (`more_dumps.py`).
 
 mod agent_lightning;
 mod areal;

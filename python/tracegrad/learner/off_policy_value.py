@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 SUM_LIMIT = 20.0
 """A trace's summed log-ratio is clamped to plus or minus this many nats before exp, and counted."""
+NORMAL_95 = 1.959964
+"""The standard errors that reach to either end of a 95 % interval of a normal distribution."""
 MIN_ESS = 10.0
 """Below this many effective traces value is called unknown: its interval is then itself a guess from a handful."""
 
 
 @dataclass(frozen=True)
-class Value:
+class OffPolicyValue:
     """An estimate of the policy's reward, in the rewards' unit.
 
     Args:
@@ -53,15 +54,15 @@ class Value:
     def row(self) -> dict[str, float]:
         """The estimate under its metrics' names."""
         return {
-            "value": self.value,
-            "value_low": self.low,
-            "value_high": self.high,
-            "value_recorded": self.recorded,
-            "value_ess": self.ess,
-            "value_ess_fraction": self.ess_fraction,
-            "value_known": int(self.known),
-            "value_traces": self.traces,
-            "value_clamped": self.clamped,
+            "off_policy_value": self.value,
+            "off_policy_value_low": self.low,
+            "off_policy_value_high": self.high,
+            "off_policy_value_recorded": self.recorded,
+            "off_policy_value_ess": self.ess,
+            "off_policy_value_ess_fraction": self.ess_fraction,
+            "off_policy_value_known": int(self.known),
+            "off_policy_value_traces": self.traces,
+            "off_policy_value_clamped": self.clamped,
         }
 
 
@@ -71,12 +72,12 @@ def estimate(
     trace: NDArray[np.integer],
     rewards: NDArray[np.float32],
     group: NDArray[np.integer],
-) -> Value:
+) -> OffPolicyValue:
     """Self-normalised importance-weighted reward, interval by the delta method over groups.
 
     w_r = exp(clamp(sum over the terms of trace r of logprob - rollout logprob)), value = sum w r / sum w,
     se^2 = G / (G - 1) * sum over groups of (sum over its traces of w (r - value))^2 / (sum w)^2, and the interval is
-    value +- t(0.975, G - 1) se. Groups, not traces, are the independent draws: traces of one group share their prompt.
+    value +- 1.96 se. Groups, not traces, are the independent draws: traces of one group share their prompt.
 
     Args:
         logprobs, rollout: [M] nats, NaN in rollout where not known: such a trace is left out and not guessed.
@@ -92,12 +93,12 @@ def estimate(
     """
     total, reward, cluster = _usable(logprobs, rollout, trace, rewards, group)
     if len(total) == 0:
-        return Value(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
+        return OffPolicyValue(math.nan, math.nan, math.nan, math.nan, 0.0, 0, 0)
     clamped = int((np.abs(total) > SUM_LIMIT).sum())
     value, weight, parts = _weighted(total, reward, cluster)
     half = _half_width(parts)
     ess = float(weight.sum() ** 2 / (weight @ weight))
-    return Value(value, value - half, value + half, float(reward.mean()), ess, len(total), clamped)
+    return OffPolicyValue(value, value - half, value + half, float(reward.mean()), ess, len(total), clamped)
 
 
 def difference(
@@ -108,7 +109,7 @@ def difference(
     rewards: NDArray[np.float32],
     group: NDArray[np.integer],
 ) -> tuple[float, float]:
-    """Value under `logprobs` less value under `before`, and half of its 95 % interval, NaN for a single group.
+    """OffPolicyValue under `logprobs` less value under `before`, and half of its 95 % interval, NaN for a single group.
 
     Both are of the same groups, so what they share cancels: the interval is far narrower than that of either.
 
@@ -118,8 +119,8 @@ def difference(
     >>> round(change, 2), change + half < 0
     (-0.35, False)
     """
-    found = [_weighted(*_usable(theta, rollout, trace, rewards, group)) for theta in (logprobs, before)]
-    (now, _, parts), (then, _, others) = found
+    estimates = [_weighted(*_usable(theta, rollout, trace, rewards, group)) for theta in (logprobs, before)]
+    (now, _, parts), (then, _, others) = estimates
     return now - then, _half_width(parts - others)
 
 
@@ -141,7 +142,7 @@ def _usable(
 def _weighted(
     total: NDArray[np.float64], reward: NDArray[np.float64], cluster: NDArray[np.intp]
 ) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-    """Value, the weights of the traces up to a factor, and what each group adds to the deviation."""
+    """OffPolicyValue, the weights of the traces up to a factor, and what each group adds to the deviation."""
     bounded = np.clip(total, -SUM_LIMIT, SUM_LIMIT)
     weight = np.exp(bounded - bounded.max())  # the common factor cancels in every ratio below
     value = float(weight @ reward / weight.sum())
@@ -182,21 +183,4 @@ def _half_width(parts: NDArray[np.float64]) -> float:
     groups = len(parts)
     if groups < 2:
         return math.nan
-    return _t_quantile(groups - 1) * math.sqrt(groups / (groups - 1) * float(parts @ parts))
-
-
-def _t_quantile(freedom: int, level: float = 0.975) -> float:
-    """Student's t quantile: Hill 1970, CACM algorithm 396, exact at 1 and 2 degrees of freedom."""
-    if freedom == 1:
-        return math.tan(math.pi * (level - 0.5))
-    if freedom == 2:
-        return (2 * level - 1) * math.sqrt(2 / (4 * level * (1 - level)))
-    z = NormalDist().inv_cdf(level)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+    return NORMAL_95 * math.sqrt(groups / (groups - 1) * float(parts @ parts))
