@@ -16,7 +16,7 @@ pub(super) struct Cursor<'a> {
     depth: u8,
     /// The last string that had escapes, without them, and whatever was there before.
     scratch: Vec<u8>,
-    /// The prompt ids before, and what was written of them between the brackets.
+    /// (source text between the brackets, ids) of the previous `prompt_token_ids`.
     pub prompt: (&'a [u8], Vec<u32>),
 }
 
@@ -116,6 +116,33 @@ impl<'a> Cursor<'a> {
         self.depth -= 1;
     }
 
+    /// Steps through a list; `item` reads each of its values.
+    #[inline]
+    pub fn list(&mut self, mut item: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            item(self)?;
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
+    }
+
+    /// Steps through an object; `member` reads the value of each key.
+    #[inline]
+    pub fn members(&mut self, mut member: impl FnMut(&mut Self, Cow<'a, str>) -> Option<()>) -> Option<()> {
+        self.open(b'{')?;
+        let mut more = !self.closes(b'}');
+        while more {
+            let key = self.key()?;
+            member(self, key)?;
+            more = self.continues(b'}')?;
+        }
+        self.close();
+        Some(())
+    }
+
     /// A key and its colon.
     #[inline]
     pub fn key(&mut self) -> Option<Cow<'a, str>> {
@@ -212,37 +239,13 @@ impl<'a> Cursor<'a> {
     pub fn skip(&mut self) -> Option<()> {
         match self.peek() {
             b'"' => self.skip_string()?,
-            b'{' => {
-                self.open(b'{')?;
-                let mut more = !self.closes(b'}');
-                while more {
-                    self.key()?;
-                    self.skip()?;
-                    more = self.continues(b'}')?;
-                }
-                self.close();
-            }
-            b'[' => {
-                self.open(b'[')?;
-                let mut more = !self.closes(b']');
-                while more {
-                    self.skip()?;
-                    more = self.continues(b']')?;
-                }
-                self.close();
-            }
+            b'{' => self.members(|cursor, _| cursor.skip())?,
+            b'[' => self.list(Self::skip)?,
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
             _ => self.skip_number()?,
         }
         Some(())
-    }
-
-    /// The text of the next value.
-    pub fn skipped(&mut self) -> Option<&'a str> {
-        let start = self.place();
-        self.skip()?;
-        self.since(start)
     }
 }

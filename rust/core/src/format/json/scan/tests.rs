@@ -1,14 +1,14 @@
-use super::super::diagnose;
+use super::super::generic::read;
 use super::super::object::{Kind, Node};
 use super::cursor::Cursor;
-use super::record;
+use super::object;
 use crate::format::detect::is_sign;
 use proptest::prelude::*;
 use serde_json::json;
 
 /// What the generic parser makes of a text, for comparison.
 fn generic(text: &str) -> Option<String> {
-    match diagnose::generic(text, Kind::Record(is_sign)).ok()? {
+    match read(text, Kind::Record(is_sign)).ok()? {
         Node::Object(object) => Some(format!("{object:?}")),
         _ => None,
     }
@@ -16,7 +16,7 @@ fn generic(text: &str) -> Option<String> {
 
 /// Checks the law; whether the scanner knew the text.
 fn same(text: &str) -> bool {
-    let scanned = record(text, is_sign).map(|object| format!("{object:?}"));
+    let scanned = object(text, Kind::Record(is_sign)).map(|object| format!("{object:?}"));
     if let Some(scanned) = &scanned {
         assert_eq!(Some(scanned), generic(text).as_ref(), "{text}");
     }
