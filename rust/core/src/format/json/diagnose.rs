@@ -1,5 +1,6 @@
 //! From bytes to an `Object`, and from a fault below to a located rejection that a reader of the file understands.
 
+use super::numbers::BARE;
 use super::object::{Kind, Node, Object, describe};
 use super::raw::{Fault, Members, Read, members, members_into};
 use super::{generic, scan};
@@ -20,16 +21,20 @@ pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
         return Ok(object);
     }
     check_depth(text)?;
-    let node = generic::read(text, kind).or_else(|fault| match quote_literals(text) {
-        Cow::Borrowed(_) => Err(explain(text, &fault)),
-        // Python's `json` writes NaN and Infinity bare: they are read as the same words in quotes.
-        Cow::Owned(quoted) => generic::read(&quoted, kind).map_err(|fault| explain(&quoted, &fault)),
-    })?;
-    match node {
+    match slowly(text, kind)? {
         Node::Object(object) => Ok(*object),
         Node::List(_) => Err(not_an_object("a list")),
         Node::Other(value) => Err(not_an_object(describe(&value))),
     }
+}
+
+/// Parses a record without the scanner.
+pub(super) fn slowly(text: &str, kind: Kind) -> Decoded<Node> {
+    generic::read(text, kind).or_else(|fault| match quote_literals(text) {
+        Cow::Borrowed(_) => Err(explain(text, &fault)),
+        // Python's `json` writes NaN and Infinity bare: they are read as the same words in quotes.
+        Cow::Owned(quoted) => generic::read(&quoted, kind).map_err(|fault| explain(&quoted, &fault)),
+    })
 }
 
 /// Parses what stands in a record where an object of some kind is expected.
@@ -103,7 +108,7 @@ fn quote_literals(text: &str) -> Cow<'_, str> {
             at = string_end(bytes, at);
             continue;
         }
-        let word = ["NaN", "Infinity", "-Infinity"].iter().find(|word| bytes[at..].starts_with(word.as_bytes()));
+        let word = BARE.iter().find(|word| bytes[at..].starts_with(word.as_bytes()));
         let Some(word) = word else {
             at += 1;
             continue;

@@ -46,6 +46,9 @@ impl Reading {
     }
 }
 
+/// Numbers that JSON cannot say, as Python's `json` writes them: bare, without quotes.
+pub const BARE: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
+
 /// What the word for a number that JSON cannot say stands for.
 pub fn spelled(word: &str) -> Option<f64> {
     match word {

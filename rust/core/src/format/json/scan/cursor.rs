@@ -1,11 +1,12 @@
-//! A place in JSON text, and the steps from one token to the next.
+//! A position in JSON text that moves token by token.
 //!
-//! Every step either consumes valid JSON or gives up; no step guesses.
+//! Every step consumes valid JSON or returns `None`; nothing is guessed.
 
 use super::text::{plain_end, unescape};
+use crate::format::json::numbers::BARE;
 use std::borrow::Cow;
 
-/// Nesting that is followed; deeper records go to the generic parser, which has the documented limit.
+/// Levels of nesting that are read here; deeper records go to `generic`, which has the documented limit.
 const DEPTH: u8 = 64;
 
 /// A place in the text of a record.
@@ -14,20 +15,22 @@ pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
     depth: u8,
-    /// The last string that had escapes, without them, and whatever was there before.
+    /// Whether a number was a bare word (`NaN`), so that the text is not JSON.
+    pub bare: bool,
+    /// Buffer for the last string that had escapes, unescaped; longer than that string.
     scratch: Vec<u8>,
     /// (source text between the brackets, ids) of the previous `prompt_token_ids`.
     pub prompt: (&'a [u8], Vec<u32>),
 }
 
-/// A place to come back to.
+/// A position and its depth, to rewind to.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place(usize, u8);
 
 impl<'a> Cursor<'a> {
     pub fn new(text: &'a str) -> Self {
         let bytes = text.as_bytes();
-        Self { text, bytes, at: 0, depth: 0, scratch: Vec::new(), prompt: (&[], Vec::new()) }
+        Self { text, bytes, at: 0, depth: 0, bare: false, scratch: Vec::new(), prompt: (&[], Vec::new()) }
     }
 
     pub fn place(&self) -> Place {
@@ -186,6 +189,15 @@ impl<'a> Cursor<'a> {
         self.unquoted().map(str::to_owned)
     }
 
+    /// Steps over the bare word that stands at `start` in place of a number, which reads as the same word in quotes.
+    #[cold]
+    pub fn bare(&mut self, start: Place) -> Option<&'static str> {
+        self.rewind(start);
+        let word = BARE.into_iter().find(|word| self.word(word.as_bytes()).is_some())?;
+        self.bare = true;
+        Some(word)
+    }
+
     /// What a string says.
     #[inline]
     pub fn unquoted(&mut self) -> Option<&str> {
@@ -244,7 +256,10 @@ impl<'a> Cursor<'a> {
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            _ => self.skip_number()?,
+            _ => {
+                let start = self.place();
+                return self.skip_number().or_else(|| self.bare(start).map(|_| ()));
+            }
         }
         Some(())
     }

@@ -7,7 +7,7 @@ use super::cursor::{Cursor, Place};
 use super::number::{eight_digits, leading_digits};
 use super::text::word_at;
 use crate::format::json::listed::{Columns, Lists, Opened, Text};
-use crate::format::json::numbers::Reading;
+use crate::format::json::numbers::{Reading, spelled};
 use crate::trace::Tokens;
 
 /// The value of a key of an entry.
@@ -231,7 +231,9 @@ impl<'a> Cursor<'a> {
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| Reading::Missing);
         }
-        self.single().map(Reading::of)
+        let start = self.place();
+        let number = self.single().or_else(|| self.bare(start).and_then(spelled));
+        number.map(Reading::of)
     }
 
     #[inline]
