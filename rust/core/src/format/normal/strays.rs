@@ -1,4 +1,4 @@
-//! Token lists that client libraries and servers put beside a chat completion's own keys.
+//! Token lists that client libraries and servers store under keys of their own, beside OpenAI's.
 //!
 //! LiteLLM moves what it does not know to `provider_specific_fields`, the OpenAI SDK to `model_extra`; SGLang has ids in `sglext` and
 //! weight versions in `metadata`. Called by `message`.
