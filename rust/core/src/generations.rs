@@ -1,12 +1,13 @@
-//! A table of what was made before, bounded in bytes: what was used of late, and what was used before that.
+//! Two-generation cache with a byte bound (approximate LRU).
 //!
-//! When the younger part is full it becomes the older one, whose entries are forgotten unless they are asked for again.
-//! Called by the memo of `tokenizer` and the renders of `template`; locks and keys are theirs.
+//! New entries go to the young table. When that is full it becomes the old one, and what the old one held is dropped; an
+//! entry that is read there moves back to the young table. Called by `tokenizer::memo` and `template::renders`, which bring
+//! the locks and compare the keys.
 
 use hashbrown::HashTable;
 use std::mem;
 
-/// Values by hash; `fits` of the caller tells equal keys from equal hashes.
+/// Values by the hash of their keys; the caller's `fits` says whether a value with that hash has the key.
 #[derive(Debug)]
 pub(crate) struct Generations<T> {
     young: HashTable<Entry<T>>,
@@ -23,24 +24,24 @@ struct Entry<T> {
 }
 
 impl<T> Generations<T> {
-    /// An empty table, each of whose two parts holds at most `limit` bytes.
+    /// An empty cache, each of whose two tables holds at most `limit` bytes.
     pub fn new(limit: usize) -> Self {
         Self { young: HashTable::new(), old: HashTable::new(), bytes: 0, limit }
     }
 
-    /// What `read` takes of the value that was put under `hash` and fits; the value counts as used of late.
+    /// What `read` returns for the value with this hash that fits, which counts as recently used.
     pub fn read<R>(&mut self, hash: u64, fits: impl Fn(&T) -> bool, read: impl FnOnce(&T) -> R) -> Option<R> {
         let fits = |entry: &Entry<T>| entry.hash == hash && fits(&entry.value);
         if let Some(entry) = self.young.find(hash, fits) {
             return Some(read(&entry.value));
         }
         let (entry, _) = self.old.find_entry(hash, fits).ok()?.remove();
-        let found = read(&entry.value);
+        let result = read(&entry.value);
         self.insert(entry);
-        Some(found)
+        Some(result)
     }
 
-    /// Remembers a value that takes `bytes`.
+    /// Adds a value that takes `bytes`.
     pub fn put(&mut self, hash: u64, bytes: usize, value: T) {
         self.insert(Entry { hash, bytes, value });
     }

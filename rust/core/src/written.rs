@@ -1,7 +1,7 @@
-//! JSON values as bytes: what differs in anything has other bytes.
+//! JSON values as bytes for cache keys: different values have different bytes.
 //!
-//! Every part is led by its kind and its length, so that no text can stand for another value. Called by the renders that
-//! are remembered and by the histories of call logs, whose keys are made of it.
+//! Every part begins with its kind and its length, so that no text can look like another value. Called by
+//! `template::renders` and by the histories of call logs.
 
 use crate::stop;
 use serde_json::{Map, Number, Value};

@@ -19,6 +19,7 @@ mod ratio;
 mod reader;
 mod template;
 mod tokenizer;
+mod trace_files;
 mod traces;
 
 /// Traces are many small values that live and die together: what the system's allocator does slowest.
@@ -30,6 +31,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     load_numpy(module.py())?;
     errors::register(module)?;
     traces::register(module)?;
+    trace_files::register(module)?;
     module.add_class::<reader::PyTraceReader>()?;
     template::register(module)?;
     tokenizer::register(module)?;

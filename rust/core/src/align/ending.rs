@@ -1,4 +1,4 @@
-//! How a trace came to its end: its policy stopped, or was stopped before it had.
+//! How a trace ended: the policy stopped by itself, or was cut off (a limit of length, an abort, a filter).
 
 use super::branch::Branch;
 use crate::trace::{Generation, Stop, Trace};
@@ -7,7 +7,7 @@ use crate::trace::{Generation, Stop, Trace};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Ending {
-    /// Neither said nor shown.
+    /// The record does not say, and no stop token shows it.
     Unknown = 0,
     /// The policy stopped: by its stop token, by a stop string, to call a tool.
     Whole = 1,

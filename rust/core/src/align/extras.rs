@@ -1,4 +1,4 @@
-//! Integers that came with the tokens (routed experts, sampling masks), gathered into columns beside the ids.
+//! Per-token integers other than ids (routed experts, sampling masks), as columns beside the ids.
 //!
 //! A branch keeps which rows of which generation belong to which of its tokens; the numbers themselves are copied once,
 //! into the column of the whole set.

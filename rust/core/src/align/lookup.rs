@@ -1,23 +1,22 @@
-//! The ids of byte strings that were met of late: a token's bytes to its id without a search.
+//! Direct-mapped cache from the bytes of a token to its id, in front of the tokenizer's own table.
 //!
-//! A table of one place for each hash of up to sixteen bytes; what it does not hold is asked of the tokenizer. One for
-//! each worker of `align`.
+//! Holds strings of at most sixteen bytes; two with the same hash evict each other. Each worker of `align` has one.
 
 use crate::tokenizer::Tokenizer;
 
-/// Places, a power of two.
+/// Slots, a power of two.
 const PLACES: usize = 1 << 13;
-/// Bytes of the longest string that is held.
+/// Bytes of the longest string that is cached.
 const LONGEST: usize = 16;
 
-/// Ids by bytes.
+/// The cache.
 #[derive(Debug, Default)]
 pub struct Lookup {
-    /// None before the first question.
+    /// Empty until the first lookup.
     places: Vec<Place>,
 }
 
-/// Bytes with their number, and their id. No bytes: nothing is held.
+/// A cached string as two words with its length, and its id. An empty slot has length 0.
 #[derive(Debug, Clone, Copy, Default)]
 struct Place {
     low: u64,
@@ -48,7 +47,7 @@ impl Lookup {
     }
 }
 
-/// The bytes as two numbers, zeros behind them.
+/// The bytes as two little-endian words, padded with zeros.
 #[inline]
 fn words(data: &[u8], start: usize, length: usize) -> (u64, u64) {
     let bytes = if let Some(bytes) = data[start..].first_chunk::<LONGEST>() {

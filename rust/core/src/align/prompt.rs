@@ -1,6 +1,6 @@
 //! The text that was not sampled: a rendered context, its ids, and which of them are content.
 //!
-//! `Text` is ids with sources; `Scaffold` renders with one tokenizer and holds what is asked of a template once.
+//! `Text` is ids with sources; `Scaffold` renders with one tokenizer and caches what is constant for its template.
 //! Sampled tokens are not handled here.
 
 use super::source;

@@ -1,7 +1,7 @@
 //! The last whole prompt that was encoded, so that the next one only has to be encoded from where it differs.
 //!
-//! Prompts of a group are alike, and each turn's prompt begins with the one before. The ids up to an added token do not
-//! depend on what stands behind it, where the tokenizer cuts texts there. One for each worker of `align`.
+//! Prompts of a group are alike, and each turn's prompt begins with the one before. Where the tokenizer cuts texts at added
+//! tokens, the ids up to one do not depend on the text behind it. Each worker of `align` has one.
 
 use super::prompt::{Scaffold, Text, sources};
 use super::spelling::is_special;

@@ -1,4 +1,5 @@
-//! What the token lists of a trace show of how its recorder writes tokens; looked for once, where it matters.
+//! How the recorder of a trace writes tokens (special tokens hidden, leading spaces kept): inferred from all its token
+//! lists when first asked.
 
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Pieces, Trace};

@@ -1,4 +1,4 @@
-//! The sampled tokens of one generation, as far as they can be known.
+//! The sampled tokens of one generation: ids, which of them are known, and logprobs.
 
 use crate::drift::{Finding, Reason};
 use crate::tokenizer::Tokenizer;

@@ -166,10 +166,8 @@ impl<'a> Loom<'a, '_> {
         if generation.tokens.is_empty() || foreign {
             self.woven.recorded += if foreign { 0 } else { ids.len() as u64 };
         }
-        let trained = match level {
-            tier::COUNT | tier::ASSUMED => self.options.assume_canonical,
-            _ => self.options.text_only,
-        };
+        let options = self.options;
+        let trained = if level == tier::TEXT_ONLY { options.text_only } else { options.assume_canonical };
         if !logprobs.is_empty() && (level == tier::TEXT_ONLY || !trained) {
             let detail = format!("{} logprobs without tokens, the text has {} tokens", logprobs.len(), ids.len());
             self.find(Reason::CountMismatch, turn, -1, logprobs.len(), detail);

@@ -1,4 +1,4 @@
-//! Ids as bytes, and bytes as an error shows them.
+//! Token ids to bytes, and bytes as error messages print them.
 
 use crate::tokenizer::Tokenizer;
 
@@ -9,7 +9,7 @@ pub fn spells(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     ids.iter().filter_map(|&id| tokenizer.token_bytes(id)).all(&mut goes_on) && rest.is_empty()
 }
 
-/// Whether `id` is a special token; most ids are told by two comparisons.
+/// Whether `id` is a special token; two comparisons decide for most ids.
 pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
     let special = tokenizer.special_ids();
     let within = special.first().is_some_and(|first| *first <= id) && special.last().is_some_and(|last| id <= *last);

@@ -1,4 +1,4 @@
-//! Refusals that all steps of packing share.
+//! Checks of arguments that all steps of packing share.
 
 use crate::{Error, Kind, Result};
 

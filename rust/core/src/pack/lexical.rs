@@ -1,4 +1,4 @@
-//! Branches in the order of their ids, and how many tokens neighbours begin with alike.
+//! Branches in lexicographic order of their ids, with the length of the prefix that neighbours share.
 
 use crate::stop;
 /// Chunk in which two branches are compared: a memory comparison each.

@@ -1,4 +1,4 @@
-//! Which rank takes which trace, so that all take about as long.
+//! Load balance: which rank takes which trace, by cost.
 
 use super::lexical::RunningMin;
 use crate::stop::{now_and_then, sort_by_key};

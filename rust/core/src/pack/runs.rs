@@ -1,4 +1,4 @@
-//! Flags as the runs in which they are set, so that what belongs to them is copied run by run.
+//! A bool mask as runs of true, so that the arrays beside it are copied run by run.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Buffers that start with a cache line, so that no vector of theirs lies on two.
+//! Buffers aligned to a cache line, so that no SIMD load or store crosses two lines.
 
 use std::ops::{Deref, DerefMut};
 
@@ -16,7 +16,7 @@ pub(super) struct Aligned<F> {
 }
 
 impl<F: Real> Aligned<F> {
-    /// Makes room for exactly `len` numbers; what stands there is not specified.
+    /// Sets the length to `len`; the values are unspecified.
     pub fn resize(&mut self, len: usize) {
         if self.start + len > self.space.len() {
             self.space = vec![F::ZERO; len + LINE];

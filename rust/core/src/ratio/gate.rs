@@ -1,4 +1,4 @@
-//! What drops terms, and the levels that gates and weights share.
+//! Gates, which drop terms by bounds on a statistic, and the levels that gates and weights share.
 
 use super::block::Block;
 use super::exchange::Op;

@@ -1,4 +1,4 @@
-//! One number of each segment, or of each term's past in it, in f64.
+//! Aggregates per segment (token, turn, trace), or over the terms before each term in its segment, in float64.
 
 use super::lanes::{map, maximum, ones, wide_sum};
 use super::plan::Agg;

@@ -1,4 +1,4 @@
-//! Numbers that several steps take as given.
+//! Constants that several steps share.
 
 /// Log-ratios are clamped to plus or minus this many nats before they are exponentiated.
 pub const LOG_RATIO_LIMIT: f64 = 20.0;

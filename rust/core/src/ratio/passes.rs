@@ -1,4 +1,4 @@
-//! The loops that every step runs, over vectors: old/rollout with its statistics, and the weights with theirs.
+//! Vectorised loops of the common case: log-ratios old/rollout with their statistics, and weights with theirs.
 //!
 //! Each keeps its constants and sums in registers, which is why there are several.
 

@@ -1,4 +1,4 @@
-//! Statistics of single terms, and what a shape makes of a ratio. NaN stands for a term that is not known.
+//! Statistics of single terms (ratio, k1, k2, k3, ...) and the shapes of a ratio. NaN is a term whose logprob is missing.
 
 use super::lanes::{map, map2};
 use super::limits::LOG_RATIO_LIMIT;

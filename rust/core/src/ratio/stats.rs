@@ -1,4 +1,4 @@
-//! What a step's ratios look like: sums and maxima, so that ranks and blocks merge exactly.
+//! Statistics of a step's ratios as sums and maxima, so that blocks and ranks merge exactly.
 
 use super::exchange::{Exchange, Op};
 use crate::error::Result;

@@ -1,4 +1,4 @@
-//! Weights: levels of log-ratios through a shape.
+//! Importance weights: log-ratios aggregated at a level, then shaped (clamped, windowed, ...).
 
 use super::block::Block;
 use super::gate::{Found, beyond};

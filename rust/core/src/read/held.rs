@@ -1,6 +1,6 @@
-//! The bytes of a stream that are held while a record is cut out of them.
+//! The read buffer of a stream, from which records are cut.
 //!
-//! Room is made once and not cleared again, and never twice for a long record. What the bytes say is not looked at here.
+//! Its memory is allocated once and grows to one long record at most; it is not zeroed again. The bytes are not interpreted.
 
 use std::io::{self, Read};
 use std::ops::Deref;

@@ -3,13 +3,14 @@
 //! Memory is bounded by a chunk of records, which are parsed in parallel and given back in order, and by the longest record:
 //! a longer one is never held whole. What a record means is decided in `format`.
 //!
-//! Its files, each using those before it alone: `waiting`, `source`, `held`, `events`, `split` (bytes to records);
+//! Its files, each using those before it alone: `waiting`, `source`, `held`, `events`, `nesting`, `split` (bytes to records);
 //! `report`, `quarantine`, `outcome`, `plain`; `reader`, `cut`, `frames`; `write`.
 
 mod cut;
 mod events;
 mod frames;
 mod held;
+mod nesting;
 mod outcome;
 mod plain;
 mod quarantine;

@@ -1,4 +1,4 @@
-//! Records by what decoding them gave.
+//! Decoded records: traces, and rejections with their bytes.
 
 use super::report::Report;
 use super::split::Piece;

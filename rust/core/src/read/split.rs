@@ -5,6 +5,7 @@
 
 use super::events;
 use super::held::{BLOCK, Held};
+use super::nesting::{Layout, Nesting};
 use crate::format::{Reason, Rejection, reject};
 use crate::stop;
 use std::io::{self, Read};
@@ -27,27 +28,6 @@ impl Piece {
             Self::Overlong { bytes, .. } | Self::Broken { bytes, .. } => bytes.len(),
         }
     }
-}
-
-/// How records are told apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Layout {
-    /// Not looked at yet.
-    Unknown,
-    /// One a line.
-    Lines,
-    /// Elements of one array; whether a comma must come first, and whether the array has ended.
-    Array { comma_due: bool, closed: bool },
-    /// Objects over several lines, one after another.
-    Objects,
-}
-
-/// Where a scan through one JSON value stands.
-#[derive(Debug, Clone, Copy, Default)]
-struct Nesting {
-    depth: u32,
-    in_string: bool,
-    escaped: bool,
 }
 
 const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
@@ -388,47 +368,6 @@ fn without_comma(line: &[u8]) -> &[u8] {
     match line.trim_ascii_end().strip_suffix(b",").map(<[u8]>::trim_ascii_end) {
         Some(record) if record.ends_with(b"}") => record,
         _ => line,
-    }
-}
-
-impl Layout {
-    /// The layout of records whose first bytes these are.
-    fn of(bytes: &[u8]) -> Self {
-        match bytes {
-            [b'[', ..] => Self::Array { comma_due: false, closed: false },
-            [b'{', b'\n' | b'\r', ..] => Self::Objects,
-            _ => Self::Lines,
-        }
-    }
-}
-
-impl Nesting {
-    /// Whether a value without brackets ends before this byte.
-    fn ends_before(self, byte: u8) -> bool {
-        self.depth == 0 && !self.in_string && matches!(byte, b',' | b']' | b' ' | b'\t' | b'\r' | b'\n')
-    }
-
-    /// Takes one byte; whether it closes a value in brackets.
-    fn ends_with(&mut self, byte: u8) -> bool {
-        if self.in_string {
-            let escaped = std::mem::take(&mut self.escaped);
-            match byte {
-                b'"' if !escaped => self.in_string = false,
-                b'\\' => self.escaped = !escaped,
-                _ => {}
-            }
-            return false;
-        }
-        match byte {
-            b'"' => self.in_string = true,
-            b'{' | b'[' => self.depth += 1,
-            b'}' | b']' => {
-                self.depth = self.depth.saturating_sub(1);
-                return self.depth == 0;
-            }
-            _ => {}
-        }
-        false
     }
 }
 

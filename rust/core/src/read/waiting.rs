@@ -1,4 +1,4 @@
-//! Pipes and terminals, which may let a reader wait for ever: the wait ends where the work must stop.
+//! Reads of pipes and terminals, which may block for ever: the wait ends when the caller stops the work.
 
 use crate::stop;
 use std::fs::{self, File};

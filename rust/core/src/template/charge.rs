@@ -1,4 +1,4 @@
-//! What an operation reads is taken off a render's budget before it runs: one wrapper around all that a template can call.
+//! Charges a render's budget for what an operation reads before it runs: one wrapper around every filter, test and function.
 //!
 //! How much there is, and when the clock is looked at, is left to `limits`. Called by `environment`, `filters`,
 //! `operators` and `methods`.

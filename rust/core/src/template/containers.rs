@@ -1,4 +1,4 @@
-//! Containers of a template's values: maps of few keys, and those that remember their JSON and carry marks.
+//! Maps and lists as template values: small maps, and containers that keep their JSON text and carry provenance marks.
 
 use minijinja::value::{DynObject, Enumerator, Object, ObjectRepr, Value, ValueKind};
 use std::sync::{Arc, OnceLock};

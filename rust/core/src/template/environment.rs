@@ -9,9 +9,9 @@ use super::filters;
 use super::json::{Style, dumps, python_str};
 use super::limits::{self, Size};
 use super::methods;
-use super::operators;
 use super::predicates;
 use super::scan::GENERATION_FILTER;
+use super::{comparisons, operators, slices};
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Object, Value, from_args};
@@ -77,12 +77,12 @@ fn add_operators(paid: &mut Paid<'_>) {
     paid.filter("__multiply", Reads::Strings, operators::multiply);
     paid.filter("__modulo", Reads::Strings, operators::modulo);
     paid.direct("__in", Reads::Strings, |_, values| {
-        from_args(values).and_then(|(item, container)| operators::contains(item, container)).map(Value::from)
+        from_args(values).and_then(|(item, container)| comparisons::contains(item, container)).map(Value::from)
     });
-    paid.direct("__compare", Reads::Strings, |_, values| operators::compare(values).map(Value::from));
+    paid.direct("__compare", Reads::Strings, |_, values| comparisons::compare(values).map(Value::from));
     paid.filter("__each", Reads::Strings, operators::each);
     paid.direct("__slice", Reads::Strings, |_, values| {
-        from_args(values).and_then(|(value, start, stop, step)| operators::slice(value, start, stop, step))
+        from_args(values).and_then(|(value, start, stop, step)| slices::slice(value, start, stop, step))
     });
     paid.filter("__sized", Reads::Strings, operators::sized);
     paid.direct("__item", Reads::Strings, |_, values| {

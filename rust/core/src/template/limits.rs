@@ -1,4 +1,4 @@
-//! What a render may spend: steps, bytes and, for what neither bounds, time.
+//! The budget of a render: steps, bytes and, for what neither bounds, processor time.
 //!
 //! Steps and bytes are counted, so that a template fails on every machine or on none. Time is looked at only by renders
 //! that have done more than any conversation makes them, and is that of the processor: a busy machine takes none of it.

@@ -3,7 +3,7 @@
 //! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
 //! by `tokenizer`, `align` and the Python border. Its files, each using those before it alone: `tokens`, `bounds`,
 //! `limits`, `rewrite`, `scan` (the source, before the engine sees it); `generator`, `charge`, `containers`, `json`,
-//! `operators`, `rendered`, `marks`, `methods`, `filters`, `predicates`, `clock`, `environment` (what the engine is given);
+//! `operators`, `comparisons`, `slices`, `rendered`, `marks`, `methods`, `filters`, `predicates`, `clock`, `environment` (what the engine is given);
 //! `value`, `conversation`, `renders`, `schemas`, `provenance`; here the render, and on it `marking`.
 //!
 //! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
@@ -13,6 +13,7 @@
 mod bounds;
 mod charge;
 mod clock;
+mod comparisons;
 mod containers;
 mod conversation;
 mod environment;
@@ -31,6 +32,7 @@ mod renders;
 mod rewrite;
 mod scan;
 mod schemas;
+mod slices;
 mod tokens;
 mod value;
 

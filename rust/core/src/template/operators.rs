@@ -3,17 +3,16 @@
 //! What raises in Python is an error here. `rewrite` puts these in the place of the engine's own; called through
 //! `environment` as filters.
 
-use super::charge::{self, compared, hashed, walk};
+use super::charge::{self, hashed, walk};
 use super::json::{float_of, python_repr, python_str};
 use super::limits::{self, work};
 use minijinja::formatting::{FormatStyle, format};
-use minijinja::value::{DynObject, Tuple, Value, ValueKind};
+use minijinja::value::{Tuple, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::borrow::Cow;
-use std::cmp::Ordering;
 
 /// An error for what Python's operators do not take.
-fn refused(operator: &str, left: &Value, right: &Value) -> Error {
+pub(super) fn refused(operator: &str, left: &Value, right: &Value) -> Error {
     let kinds = format!("{operator} does not take {} and {}", left.kind(), right.kind());
     Error::new(ErrorKind::InvalidOperation, kinds)
 }
@@ -28,7 +27,7 @@ pub(super) fn add(values: &[Value]) -> Result<Value, Error> {
 }
 
 /// The first value and those that an operator applies to it.
-fn operands(values: &[Value]) -> Result<(&Value, &[Value]), Error> {
+pub(super) fn operands(values: &[Value]) -> Result<(&Value, &[Value]), Error> {
     values.split_first().ok_or_else(|| Error::from(ErrorKind::MissingArgument))
 }
 
@@ -94,17 +93,17 @@ fn markup(text: &str) -> String {
 }
 
 /// A list or a tuple of `items`, as `model` is.
-fn like(model: &Value, items: Vec<Value>) -> Value {
+pub(super) fn like(model: &Value, items: Vec<Value>) -> Value {
     if model.is_tuple() { Value::from(Tuple::from(items)) } else { Value::from(items) }
 }
 
 /// An integer or a truth value.
-fn whole(value: &Value) -> Option<i128> {
+pub(super) fn whole(value: &Value) -> Option<i128> {
     let integer = matches!(value.kind(), ValueKind::Number | ValueKind::Bool) && float_of(value).is_none();
     integer.then(|| i128::try_from(value.clone()).ok()).flatten()
 }
 
-fn floats(operator: &str, left: &Value, right: &Value) -> Result<(f64, f64), Error> {
+pub(super) fn floats(operator: &str, left: &Value, right: &Value) -> Result<(f64, f64), Error> {
     let float = |value: &Value| float_of(value).or_else(|| whole(value).map(|integer| integer as f64));
     float(left).zip(float(right)).ok_or_else(|| refused(operator, left, right))
 }
@@ -271,96 +270,6 @@ pub(super) fn allow_format(style: FormatStyle, pattern: &str, arguments: &[Value
     limits::make(bytes)
 }
 
-/// `a in b`.
-pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
-    let fails = || refused("in", item, container);
-    match container.kind() {
-        ValueKind::Undefined => Ok(false),
-        ValueKind::String => {
-            let text = container.as_str().unwrap_or_default();
-            work(1 + text.len() / 16)?;
-            item.as_str().map(|item| text.contains(item)).ok_or_else(fails)
-        }
-        ValueKind::Map
-            if matches!(item.kind(), ValueKind::Map) || item.kind() == ValueKind::Seq && !item.is_tuple() =>
-        {
-            Err(fails())
-        }
-        ValueKind::Map => {
-            hashed(item)?;
-            Ok(container.as_object().and_then(|object: &DynObject| object.get_value(item)).is_some())
-        }
-        ValueKind::Seq | ValueKind::Iterable => {
-            for other in container.try_iter()? {
-                if equal(item, &other)? {
-                    return Ok(true);
-                }
-            }
-            Ok(false)
-        }
-        _ => Err(fails()),
-    }
-}
-
-/// `a == b`.
-pub(super) fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
-    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
-        work(1 + a.len().min(b.len()) / 64)?;
-        return Ok(a == b);
-    }
-    compared(left)?;
-    compared(right)?;
-    Ok(left == right)
-}
-
-/// `a < b`, `a < b <= c` and the like, `!=` and `in` among them: operators and operands by turns.
-pub(super) fn compare(values: &[Value]) -> Result<bool, Error> {
-    let (mut left, rest) = operands(values)?;
-    for pair in rest.chunks_exact(2) {
-        let (operator, right) = (pair[0].as_str().unwrap_or_default(), &pair[1]);
-        let holds = match operator {
-            "==" => equal(left, right)?,
-            "!=" => !equal(left, right)?,
-            "in" => contains(left, right)?,
-            "not in" => !contains(left, right)?,
-            _ => {
-                let order = order(operator, left, right)?;
-                match operator {
-                    "<" => order == Some(Ordering::Less),
-                    ">" => order == Some(Ordering::Greater),
-                    "<=" => matches!(order, Some(Ordering::Less | Ordering::Equal)),
-                    _ => matches!(order, Some(Ordering::Greater | Ordering::Equal)),
-                }
-            }
-        };
-        if !holds {
-            return Ok(false);
-        }
-        left = right;
-    }
-    Ok(true)
-}
-
-/// How two values of a kind that Python orders stand; `None` beside NaN.
-fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>, Error> {
-    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
-        work(1 + a.len().min(b.len()) / 64)?;
-        return Ok(Some(a.cmp(b)));
-    }
-    if left.kind() == ValueKind::Seq && right.kind() == ValueKind::Seq && left.is_tuple() == right.is_tuple() {
-        for (a, b) in left.try_iter()?.zip(right.try_iter()?) {
-            if !equal(&a, &b)? {
-                return order(operator, &a, &b);
-            }
-        }
-        return Ok(left.len().partial_cmp(&right.len()));
-    }
-    match (whole(left), whole(right)) {
-        (Some(a), Some(b)) => Ok(Some(a.cmp(&b))),
-        _ => floats(operator, left, right).map(|(a, b)| a.partial_cmp(&b)),
-    }
-}
-
 /// Whether `value % by` is `remainder`, for the tests odd, even and divisibleby.
 pub(super) fn leaves(value: &Value, by: &Value, remainder: i128) -> Result<bool, Error> {
     Ok(whole(&modulo(value, by)?) == Some(remainder))
@@ -406,86 +315,4 @@ pub(super) fn sized(value: Value) -> Result<Value, Error> {
 pub(super) fn splat(value: Value) -> Result<Value, Error> {
     limits::make_items(value.as_str().map_or_else(|| charge::items(&value), str::len))?;
     Ok(value)
-}
-
-/// `value[start:stop:step]`.
-pub(super) fn slice(value: &Value, start: &Value, stop: &Value, step: &Value) -> Result<Value, Error> {
-    let bound = |value: &Value| -> Result<Option<i128>, Error> {
-        if value.is_none() {
-            return Ok(None);
-        }
-        whole(value).map(Some).ok_or_else(|| refused("a slice", value, value))
-    };
-    let (start, stop, step) = (bound(start)?, bound(stop)?, bound(step)?.unwrap_or(1));
-    if step == 0 {
-        return Err(Error::new(ErrorKind::InvalidOperation, "slice step cannot be zero"));
-    }
-    match value.kind() {
-        ValueKind::String => {
-            let text = value.as_str().unwrap_or_default();
-            limits::make(text.len())?;
-            let cut = cut_text(text, start, stop, step);
-            Ok(if value.is_safe() { Value::from_safe_string(cut) } else { Value::from(cut) })
-        }
-        ValueKind::Seq => {
-            let length = value.len().unwrap_or(0);
-            limits::make_items(length)?;
-            let picked = Positions::new(length, start, stop, step);
-            let items = picked.filter_map(|at| value.get_item_by_index(at).ok()).collect();
-            Ok(like(value, items))
-        }
-        ValueKind::Iterable if value.len().is_some() => {
-            let items: Vec<Value> = value.try_iter()?.collect();
-            limits::make_items(items.len())?;
-            Ok(Value::from(
-                Positions::new(items.len(), start, stop, step).map(|at| items[at].clone()).collect::<Vec<_>>(),
-            ))
-        }
-        ValueKind::Undefined => Err(Error::new(ErrorKind::UndefinedError, "of what is undefined there are no slices")),
-        // Jinja looks for an attribute of that name, and finds none.
-        _ => Ok(Value::UNDEFINED),
-    }
-}
-
-fn cut_text(text: &str, start: Option<i128>, stop: Option<i128>, step: i128) -> String {
-    let ascii = text.is_ascii();
-    let count = if ascii { text.len() } else { text.chars().count() };
-    let mut positions = Positions::new(count, start, stop, step);
-    if step == 1 {
-        let (Some(first), Ok(last)) = (positions.next(), usize::try_from(positions.stop)) else { return String::new() };
-        let byte = |at: usize| {
-            if ascii { at } else { text.char_indices().nth(at).map_or(text.len(), |(byte, _)| byte) }
-        };
-        return text[byte(first)..byte(last)].to_owned();
-    }
-    let chars: Vec<char> = text.chars().collect();
-    positions.map(|at| chars[at]).collect()
-}
-
-/// The positions of a Python slice.
-struct Positions {
-    at: i128,
-    stop: i128,
-    step: i128,
-}
-
-impl Positions {
-    fn new(count: usize, start: Option<i128>, stop: Option<i128>, step: i128) -> Self {
-        let count = count as i128;
-        let (low, high) = if step > 0 { (0, count) } else { (-1, count - 1) };
-        let place = |bound: i128| (if bound < 0 { bound.saturating_add(count) } else { bound }).clamp(low, high);
-        let (first, last) = if step > 0 { (low, high) } else { (high, low) };
-        Self { at: start.map_or(first, place), stop: stop.map_or(last, place), step }
-    }
-}
-
-impl Iterator for Positions {
-    type Item = usize;
-
-    fn next(&mut self) -> Option<usize> {
-        let inside = if self.step > 0 { self.at < self.stop } else { self.at > self.stop };
-        let at = inside.then(|| usize::try_from(self.at).ok()).flatten()?;
-        self.at = self.at.saturating_add(self.step);
-        Some(at)
-    }
 }

@@ -5,7 +5,7 @@
 use super::charge::{Paid, Reads, items};
 use super::generator::Generator;
 use super::limits::work;
-use super::operators;
+use super::{comparisons, operators};
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, tests};
 
@@ -54,21 +54,21 @@ fn iterable(value: &Value) -> Result<bool, Error> {
 }
 
 fn add_comparisons(paid: &mut Paid<'_>) {
-    paid.test("in", Reads::Strings, |value: &Value, container: &Value| operators::contains(value, container));
+    paid.test("in", Reads::Strings, |value: &Value, container: &Value| comparisons::contains(value, container));
     paid.test("sameas", Reads::All, tests::is_sameas);
     for name in ["==", "eq", "equalto"] {
-        paid.test(name, Reads::Strings, |value: &Value, other: &Value| operators::equal(value, other));
+        paid.test(name, Reads::Strings, |value: &Value, other: &Value| comparisons::equal(value, other));
     }
     for name in ["!=", "ne"] {
         paid.test(name, Reads::Strings, |value: &Value, other: &Value| {
-            operators::equal(value, other).map(|same| !same)
+            comparisons::equal(value, other).map(|same| !same)
         });
     }
     let names = [("<", "lt", "lessthan"), (">", "gt", "greaterthan"), ("<=", "le", "<="), (">=", "ge", ">=")];
     for (operator, short, long) in names {
         for name in [operator, short, long] {
             paid.test(name, Reads::Strings, move |value: &Value, other: &Value| {
-                operators::compare(&[value.clone(), Value::from(operator), other.clone()])
+                comparisons::compare(&[value.clone(), Value::from(operator), other.clone()])
             });
         }
     }

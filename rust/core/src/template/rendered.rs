@@ -1,4 +1,4 @@
-//! Rendered text, and what in it is content of which message.
+//! Rendered text with provenance spans: which bytes are content, and of which message.
 
 use std::sync::Arc;
 

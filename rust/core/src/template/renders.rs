@@ -1,6 +1,6 @@
-//! Renders made before: the prompt that a group of traces shares is rendered once.
+//! Cache of rendered prompts, so that the prompt that a group of traces shares is rendered once.
 //!
-//! Keyed by everything a render depends on, written end to end, and bounded in bytes. Called by `Template::render`.
+//! The key is the bytes of everything a render depends on; the size is bounded in bytes. Called by `Template::render`.
 
 use super::rendered::Rendered;
 use crate::generations::Generations;
@@ -11,9 +11,9 @@ use serde_json::{Map, Value as Json};
 use std::hash::BuildHasher;
 use std::sync::{Arc, Mutex};
 
-/// Parts with a lock each.
+/// Shards of the cache, each with a lock of its own.
 const SHARDS: usize = 8;
-/// Bytes of one generation of one part; two generations are kept, 32 MiB in all.
+/// Bytes of one generation of one shard; two generations are kept, 32 MiB in all.
 const GENERATION_BYTES: usize = 2 << 20;
 
 /// What a render depends on, beside its template.
@@ -47,7 +47,7 @@ struct Entry {
 }
 
 impl Renders {
-    /// What `asked` gave before, or what `make` gives now.
+    /// The cached render of `asked`, or that of `make`, which is then cached.
     pub fn get<E>(&self, asked: Asked<'_>, make: impl FnOnce() -> Result<Rendered, E>) -> Result<Rendered, E> {
         let key = asked.key();
         let hash = self.state.hash_one(&*key);
@@ -70,7 +70,7 @@ impl Renders {
 }
 
 impl Asked<'_> {
-    /// All of it in bytes; what differs in anything that a render can show has other bytes.
+    /// The cache key: two requests whose renders could differ have different keys.
     fn key(&self) -> Vec<u8> {
         let mut key = Vec::with_capacity(1 << 14);
         key.push(u8::from(self.add_generation_prompt));

@@ -3,9 +3,11 @@
 //! What Python and the engine take differently, and what makes values without bounds, is left to `operators`. Syntax is
 //! only read here: names, literals and calls stay as they are written. Called by `scan`.
 
+mod reader;
 pub(super) mod statements;
 
-use super::tokens::{Token, is_constant, token_at};
+use super::tokens::{Token, is_constant};
+use reader::Reader;
 
 /// Depth of nested expressions, as the engine's parser has it.
 const DEPTH: usize = 150;
@@ -20,71 +22,7 @@ pub(super) fn expression(inside: &str) -> Option<String> {
     reader.ended().then_some(text)
 }
 
-struct Reader<'a> {
-    source: &'a str,
-    /// Behind `next`.
-    at: usize,
-    next: Token<'a>,
-    depth: usize,
-}
-
 impl<'a> Reader<'a> {
-    fn new(source: &'a str) -> Self {
-        let mut reader = Self { source, at: 0, next: Token::End, depth: 0 };
-        reader.take();
-        reader
-    }
-
-    fn ended(&self) -> bool {
-        self.next == Token::End && self.at == self.source.len()
-    }
-
-    /// The next token, and moves on.
-    fn take(&mut self) -> Token<'a> {
-        let (next, end) = token_at(self.source, self.at);
-        self.at = end;
-        std::mem::replace(&mut self.next, next)
-    }
-
-    fn eat(&mut self, token: Token<'_>) -> bool {
-        let found = self.next == token;
-        if found {
-            self.take();
-        }
-        found
-    }
-
-    fn sign(&mut self, sign: &str) -> bool {
-        self.eat(Token::Sign(sign))
-    }
-
-    fn word(&mut self, word: &str) -> bool {
-        self.eat(Token::Name(word))
-    }
-
-    fn name(&mut self) -> Option<&'a str> {
-        let Token::Name(name) = self.next else { return None };
-        self.take();
-        Some(name)
-    }
-
-    /// Those of `words` that stand here.
-    fn flags(&mut self, words: &[&str]) -> String {
-        words.iter().filter(|word| self.word(word)).flat_map(|word| [" ", word]).collect()
-    }
-
-    /// Everything as it is written up to one of `ends`, which stays.
-    fn until(&mut self, ends: &[Token<'_>]) -> String {
-        let mut text = String::new();
-        while self.next != Token::End && !ends.contains(&self.next) {
-            if let Token::Name(part) | Token::Literal(part) | Token::Sign(part) = self.take() {
-                text.push_str(part);
-                text.push(' ');
-            }
-        }
-        text
-    }
-
     /// `a` or `a, b`.
     fn list(&mut self) -> Option<String> {
         let first = self.value()?;

@@ -1,6 +1,6 @@
-//! Tool schemas as template values, made once: agents repeat the same ones call after call.
+//! Cache of tool schemas as template values: agents repeat the same schemas in every call.
 //!
-//! Found by the `Arc` that holds them, else by comparing them; bounded. Called by `Template`.
+//! Looked up by the `Arc` that holds them, else by comparing the values; bounded. Called by `Template`.
 
 use super::marks::{Alphabet, Marker, Tag, Used};
 use super::{renders, value};

@@ -1,4 +1,4 @@
-//! What one call into a tokenizer's programs may take: time and bytes, in proportion to its text.
+//! The budget of one call into a tokenizer's normalisers and patterns: time and bytes, in proportion to the text.
 //!
 //! Called by `guard` and `pattern`, which look at it, and around each call by `reference`, `encoder` and `load`.
 

@@ -1,6 +1,6 @@
-//! Ids of texts seen before: prompts of a group and the turns of a trace repeat one another.
+//! Cache of encoded texts: prompts of a group and the turns of a trace repeat one another.
 //!
-//! Keyed by the text's bytes, compared whole, bounded in bytes, and divided so that threads seldom meet. Called by
+//! The key is the whole text; the size is bounded in bytes, and shards keep threads from waiting for one another. Called by
 //! `encoder`.
 
 use crate::generations::Generations;

@@ -1,17 +1,14 @@
-//! From bytes to an `Object`, and from serde's complaint to a located rejection that a reader of the file understands.
-//!
-//! The second, slower pass with a path runs only for records that failed.
+//! From bytes to an `Object`, and from a fault below to a located rejection that a reader of the file understands.
 
-use super::numbers::ID_COMPLAINT;
+use super::numbers::BARE;
 use super::object::{Kind, Node, Object, describe};
-use super::scan;
+use super::raw::{Fault, Members, Read, members, members_into};
+use super::{generic, scan};
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
-use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::IgnoredAny;
 use serde_json::Value;
 use serde_json::error::Category;
 use std::borrow::Cow;
-use std::fmt;
 
 /// Levels of nesting that `serde_json` goes into.
 const DEPTH: usize = 127;
@@ -19,34 +16,41 @@ const DEPTH: usize = 127;
 /// Parses the bytes of a record; `is_sign` says which keys may be a producer's.
 pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
     let text = utf8(record)?;
-    if let Some(object) = scan::record(text, is_sign) {
+    let kind = Kind::Record(is_sign);
+    if let Some(object) = scan::object(text, kind) {
         return Ok(object);
     }
     check_depth(text)?;
-    let node = match generic(text, Kind::Record(is_sign)) {
-        Ok(node) => node,
-        Err(error) => parse_again(text, is_sign, &error)?,
-    };
-    match node {
+    match slowly(text, kind)? {
         Node::Object(object) => Ok(*object),
         Node::List(_) => Err(not_an_object("a list")),
         Node::Other(value) => Err(not_an_object(describe(&value))),
     }
 }
 
-/// What the generic parser makes of a text.
-pub(super) fn generic(text: &str, kind: Kind) -> serde_json::Result<Node> {
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    let node = kind.deserialize(&mut deserializer)?;
-    deserializer.end().map(|()| node)
+/// Parses a record without the scanner.
+pub(super) fn slowly(text: &str, kind: Kind) -> Decoded<Node> {
+    generic::read(text, kind).or_else(|fault| match quote_literals(text) {
+        Cow::Borrowed(_) => Err(explain(text, &fault)),
+        // Python's `json` writes NaN and Infinity bare: they are read as the same words in quotes.
+        Cow::Owned(quoted) => generic::read(&quoted, kind).map_err(|fault| explain(&quoted, &fault)),
+    })
+}
+
+/// Parses what stands in a record where an object of some kind is expected.
+pub fn node(text: &str, kind: Kind) -> Read<'_, Node> {
+    match scan::object(text, kind) {
+        Some(object) => Ok(Node::Object(Box::new(object))),
+        None => generic::read(text, kind),
+    }
 }
 
 /// Parses an object of some kind that stands in a record.
 pub fn object(text: &str, kind: Kind) -> Decoded<Object> {
-    match kind.deserialize(&mut serde_json::Deserializer::from_str(text)) {
+    match node(text, kind) {
         Ok(Node::Object(object)) => Ok(*object),
         Ok(_) => Err(not_a_trace("not an object")),
-        Err(error) => Err(explain(text, &error)),
+        Err(fault) => Err(explain(text, &fault)),
     }
 }
 
@@ -65,14 +69,6 @@ pub fn text(record: &[u8]) -> Decoded<Cow<'_, str>> {
     check_depth(text)?;
     let is_json = serde_json::from_str::<IgnoredAny>(text).is_ok();
     Ok(if is_json { Cow::Borrowed(text) } else { quote_literals(text) })
-}
-
-/// Python's `json` writes NaN and Infinity bare: they are read as the same words in quotes.
-fn parse_again(text: &str, is_sign: fn(&str) -> bool, error: &serde_json::Error) -> Decoded<Node> {
-    match quote_literals(text) {
-        Cow::Borrowed(_) => Err(explain(text, error)),
-        Cow::Owned(quoted) => generic(&quoted, Kind::Record(is_sign)).map_err(|error| explain(&quoted, &error)),
-    }
 }
 
 /// Refuses what is nested deeper than the parser goes, also in values that nothing here reads.
@@ -112,7 +108,7 @@ fn quote_literals(text: &str) -> Cow<'_, str> {
             at = string_end(bytes, at);
             continue;
         }
-        let word = ["NaN", "Infinity", "-Infinity"].iter().find(|word| bytes[at..].starts_with(word.as_bytes()));
+        let word = BARE.iter().find(|word| bytes[at..].starts_with(word.as_bytes()));
         let Some(word) = word else {
             at += 1;
             continue;
@@ -159,13 +155,17 @@ fn not_utf8(record: &[u8], offset: usize) -> Rejection {
     rejection.why("JSON is UTF-8, and a guess would change the text the tokens stand for").cure(cure)
 }
 
-/// Turns serde's complaint into ours: what, at which path, why, cure.
-fn explain(text: &str, error: &serde_json::Error) -> Rejection {
-    let complaint = error.to_string();
-    let complaint = complaint.split(" at line ").next().unwrap_or_default().to_owned();
-    let byte = byte_offset(text, error);
-    let rejection = match error.classify() {
-        Category::Data => wrong_type(text, &complaint),
+/// Turns a fault into a rejection: what, at which path, why, cure.
+fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
+    let complaint = fault.complaint();
+    let byte = byte_offset(text, fault);
+    let rejection = match fault.error.classify() {
+        Category::Data => {
+            let place = if fault.path().is_empty() { String::new() } else { format!("{}: ", fault.path()) };
+            reject(fault.reason(), format!("{place}{complaint}"))
+                .why("The token lists of a record must be what they are named for")
+                .cure("See docs/trace-format.md for the accepted forms")
+        }
         _ if complaint.contains("recursion limit") => too_deep(byte),
         _ if complaint.contains("surrogate") || complaint.contains("end of hex escape") => {
             reject(Reason::LoneSurrogate, format!("a lone surrogate escape before byte {byte}"))
@@ -187,88 +187,27 @@ fn of_trace(rejection: Rejection, text: &str) -> Rejection {
     rejection.at(&crate::Location { trace: id_before_failure(text), ..Default::default() })
 }
 
-fn wrong_type(text: &str, complaint: &str) -> Rejection {
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    let mut track = serde_path_to_error::Track::new();
-    let located = serde_path_to_error::Deserializer::new(&mut deserializer, &mut track);
-    let path = match Kind::Record(|_| false).deserialize(located) {
-        Ok(_) => String::new(),
-        Err(_) => format!("{}: ", track.path()),
-    };
-    let reason = if complaint.starts_with(ID_COMPLAINT) { Reason::IdOutOfRange } else { Reason::WrongType };
-    reject(reason, format!("{path}{complaint}"))
-        .why("The token lists of a record must be what they are named for")
-        .cure("See docs/trace-format.md for the accepted forms")
-}
-
-/// Byte offset of an error; serde counts lines and columns.
-fn byte_offset(text: &str, error: &serde_json::Error) -> usize {
-    let before: usize = text.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum();
-    before + error.column()
+/// Byte offset of a fault in `text`; serde counts lines and columns of the value.
+fn byte_offset(text: &str, fault: &Fault<'_>) -> usize {
+    let start = fault.text.as_ptr().addr().saturating_sub(text.as_ptr().addr());
+    let lines = fault.text.split_inclusive('\n').take(fault.error.line().saturating_sub(1));
+    start + lines.map(str::len).sum::<usize>() + fault.error.column()
 }
 
 /// The record's id, if it stands before the place where parsing fails.
 fn id_before_failure(text: &str) -> Option<String> {
-    let mut found = None;
-    let _ = serde_json::Deserializer::from_str(text).deserialize_map(IdSeeker(&mut found));
-    found
-}
-
-/// Looks for `id` on the first level and keeps it, whatever happens after.
-struct IdSeeker<'a>(&'a mut Option<String>);
-
-impl<'de> Visitor<'de> for IdSeeker<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(key) = map.next_key::<Cow<'_, str>>()? {
-            if key == "id" {
-                *self.0 = match map.next_value::<Value>()? {
-                    Value::String(id) => Some(id),
-                    Value::Number(id) => Some(id.to_string()),
-                    _ => None,
-                };
-            } else {
-                map.next_value::<IgnoredAny>()?;
-            }
-        }
-        Ok(())
+    let mut before = Members::new();
+    let _ = members_into(text, &mut before);
+    let (_, id) = before.iter().rev().find(|(key, _)| key == "id")?;
+    match serde_json::from_str(id.get()).ok()? {
+        Value::String(id) => Some(id),
+        Value::Number(id) => Some(id.to_string()),
+        _ => None,
     }
 }
 
 /// The keys of a record, for an error that says what was found instead.
 pub fn keys(record: &[u8]) -> Vec<String> {
-    serde_json::from_slice::<Keys>(record).map(|keys| keys.0).unwrap_or_default()
-}
-
-/// The keys of an object.
-struct Keys(Vec<String>);
-
-impl<'de> Deserialize<'de> for Keys {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(KeysVisitor)
-    }
-}
-
-/// Visits an object for its keys.
-struct KeysVisitor;
-
-impl<'de> Visitor<'de> for KeysVisitor {
-    type Value = Keys;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
-        let mut keys = Vec::new();
-        while let Some((key, IgnoredAny)) = map.next_entry::<String, IgnoredAny>()? {
-            keys.push(key);
-        }
-        Ok(Keys(keys))
-    }
+    let text = std::str::from_utf8(record).unwrap_or_default();
+    members(text).map(|members| members.into_iter().map(|(key, _)| key.into_owned()).collect()).unwrap_or_default()
 }

@@ -1,6 +1,6 @@
 //! The fields that every form shares: id, group, rewards, model, tools, and how the tokens were sampled.
 //!
-//! Typed getters that say what stood there instead.
+//! Typed getters, whose errors say what was found instead.
 
 use super::numbers::{MAX_ID, spelled};
 use super::object::describe;

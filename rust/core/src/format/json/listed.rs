@@ -1,10 +1,9 @@
 //! The columns of a token list while it is being read, and texts that are names of ids.
 //!
-//! Both parsers fill them: `logprobs` and the scanner. Nothing here parses JSON.
+//! Both readers fill them, `logprobs` and the scanner, and so do those of servers' own lists. Nothing here parses JSON.
 
-use super::numbers::{ID_COMPLAINT, Id, MAX_ID, Reading};
+use super::numbers::{ID_COMPLAINT, MAX_ID, Reading};
 use crate::trace::{Pieces, Tokens};
-use serde::de;
 
 /// Prefix of vLLM's placeholder texts (`return_tokens_as_token_ids`).
 const PLACEHOLDER: &str = "token_id:";
@@ -16,8 +15,8 @@ const RESERVED: usize = 512;
 #[derive(Default)]
 pub struct Columns {
     values: Vec<f32>,
-    missing: u32,
-    invalid: u32,
+    /// How many numbers are missing or invalid; its columns stay empty.
+    counted: Tokens,
     pub texts: Pieces,
     pub bytes: Pieces,
     pub ids: Vec<u32>,
@@ -25,8 +24,6 @@ pub struct Columns {
     without_id: usize,
     /// The ids that the texts name, as long as each names one: then no text is kept.
     names: Option<Vec<u32>>,
-    /// Text and bytes of the entry that the generic parser is at.
-    pub scratch: [Vec<u8>; 2],
 }
 
 /// What an entry says of its token's text.
@@ -74,7 +71,7 @@ impl Columns {
     }
 
     /// Ends an entry whose pieces stand in the columns.
-    pub fn close(&mut self, reading: Reading, text: Text, bytes: bool, id: Option<Id>) {
+    pub fn close(&mut self, reading: Reading, text: Text, bytes: bool, id: Option<u32>) {
         self.number(reading, id);
         self.bytes.close(bytes);
         if let (Text::Names(id), Some(names)) = (text, &mut self.names) {
@@ -95,30 +92,20 @@ impl Columns {
     }
 
     /// The number of an entry, and its id.
-    fn number(&mut self, reading: Reading, id: Option<Id>) {
-        let value = match reading {
-            Reading::Known(value) => value,
-            Reading::Missing => {
-                self.missing += 1;
-                f32::NAN
-            }
-            Reading::Invalid => {
-                self.invalid += 1;
-                f32::NAN
-            }
-        };
+    fn number(&mut self, reading: Reading, id: Option<u32>) {
+        let value = self.counted.take(reading);
         self.values.push(value);
         match id {
-            Some(Id(id)) => self.ids.push(id),
+            Some(id) => self.ids.push(id),
             None => self.without_id += 1,
         }
     }
 
-    /// One entry of a list, from the scratch buffers.
-    pub fn entry(&mut self, reading: Reading, text: bool, bytes: bool, id: Option<Id>) {
+    /// Appends one entry.
+    pub fn push(&mut self, id: Option<u32>, reading: Reading, text: Option<&[u8]>, bytes: Option<&[u8]>) {
         self.number(reading, id);
-        self.texts.push(text.then_some(self.scratch[0].as_slice()));
-        self.bytes.push(bytes.then_some(self.scratch[1].as_slice()));
+        self.texts.push(text);
+        self.bytes.push(bytes);
     }
 
     /// Entries so far.
@@ -148,8 +135,9 @@ impl Columns {
     }
 
     /// Takes the numbers of a list beside `tokens`, and its texts and bytes if its entries were objects that had them.
-    pub fn take_values(&mut self, list: Self) {
-        (self.values, self.missing, self.invalid) = (list.values, list.missing, list.invalid);
+    pub fn take_values(&mut self, mut list: Self) {
+        list.spell();
+        (self.values, self.counted) = (list.values, list.counted);
         if any_known(&list.texts) {
             self.texts = list.texts;
         }
@@ -173,27 +161,51 @@ impl Columns {
         }
     }
 
-    /// The tokens; `None` where there are none.
-    pub fn finish<E: de::Error>(mut self) -> Result<Option<Tokens>, E> {
+    /// The tokens; a column of ids with holes is none.
+    pub fn into_tokens(mut self) -> Tokens {
         if memchr::memmem::find(&self.bytes.data, PLACEHOLDER.as_bytes()).is_some() {
             self.spell();
         }
         self.fit();
-        let listed = self.values.len().max(self.texts.len()).max(self.ids.len());
-        if listed == 0 {
-            return Ok(None);
-        }
         let names = self.names.filter(|names| !names.is_empty());
-        let mut tokens = Tokens {
+        Tokens {
             ids: (self.without_id == 0 && !self.ids.is_empty()).then_some(self.ids).or(names),
             bytes: Some(self.bytes).filter(any_known),
             texts: Some(self.texts).filter(any_known),
             logprobs: (!self.values.is_empty()).then_some(self.values),
-            missing: self.missing,
-            invalid: self.invalid,
-        };
-        take_placeholders(&mut tokens).map_err(E::custom)?;
+            ..self.counted
+        }
+    }
+
+    /// The tokens, with ids for texts that name them; `None` where there are none.
+    fn finish(self) -> Result<Option<Tokens>, String> {
+        if self.values.len().max(self.texts.len()).max(self.ids.len()) == 0 {
+            return Ok(None);
+        }
+        let mut tokens = self.into_tokens();
+        take_placeholders(&mut tokens)?;
         Ok(Some(tokens))
+    }
+}
+
+/// The token lists of one `logprobs` value: as many as it has forms.
+#[derive(Default)]
+pub struct Lists {
+    pub content: Columns,
+    pub refusal: Columns,
+    /// Lists side by side: `tokens`, `token_logprobs`.
+    pub flat: Columns,
+}
+
+impl Lists {
+    /// The tokens of the first list that has any.
+    pub fn finish(self) -> Result<Option<Tokens>, String> {
+        for columns in [self.content, self.refusal, self.flat] {
+            if let Some(tokens) = columns.finish()? {
+                return Ok(Some(tokens));
+            }
+        }
+        Ok(None)
     }
 }
 

@@ -2,302 +2,115 @@
 //!
 //! `{"content": [{token, logprob, bytes}]}`, the same under `refusal`, a bare list of such entries or of numbers,
 //! `{"tokens", "logprobs"}`, `{"values"}`, the legacy `{"tokens", "token_logprobs"}`, and `token_id:N` in place of text.
-//! Nothing here looks at the message beside them.
+//! Here is what the scanner gives up: numbers in words, text that UTF-8 cannot say, and whatever is wrong.
 
-use super::listed::Columns;
-use super::numbers::{ByteList, Id, Ids, Reading, TokenText};
+use super::listed::{Columns, Lists};
+use super::numbers::{Id, Reading, TokenText};
+use super::raw::{Fault, Read, Shape, bytes, each, ids, members, parse};
 use crate::trace::{Pieces, Tokens};
-use serde::de::{self, Deserialize, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use std::fmt;
+use serde::de;
+use serde_json::value::RawValue;
 
-/// The tokens of a `logprobs` value; `None` where it says that there are none.
-#[derive(Debug, Default)]
-pub struct Logprobs(pub Option<Tokens>);
-
-impl<'de> Deserialize<'de> for Logprobs {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(LogprobsVisitor)
+/// The tokens of a `logprobs` value, one value at a time; `None` where it says that there are none.
+pub fn read(raw: &RawValue) -> Read<'_, Option<Tokens>> {
+    let mut lists = Lists::default();
+    match Shape::of(raw) {
+        Shape::Null => {}
+        Shape::List => entries(raw, &mut lists.content)?,
+        Shape::Object => of_object(raw, &mut lists)?,
+        _ => return Err(Fault::expected(raw, FORMS)),
     }
+    lists.finish().map_err(|what| Fault::saying(raw, what))
 }
 
-/// Visits a whole `logprobs` value.
-struct LogprobsVisitor;
-
-impl<'de> Visitor<'de> for LogprobsVisitor {
-    type Value = Logprobs;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("logprobs (null, a list, or an object with content, refusal, tokens, values or token_logprobs)")
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<Logprobs, E> {
-        Ok(Logprobs(None))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, items: A) -> Result<Logprobs, A::Error> {
-        let mut columns = Columns::default();
-        EntryList(&mut columns).visit_seq(items)?;
-        columns.finish().map(Logprobs)
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Logprobs, A::Error> {
-        let (mut content, mut refusal, mut flat) = (Columns::default(), Columns::default(), Columns::default());
-        let (mut recognised, mut stranger) = (false, None);
-        while let Some(key) = map.next_key::<String>()? {
-            match key.as_str() {
-                "content" => read_entries(&mut map, &mut content)?,
-                "refusal" => read_entries(&mut map, &mut refusal)?,
-                "logprobs" | "token_logprobs" | "values" => {
-                    let mut values = Columns::default();
-                    read_entries(&mut map, &mut values)?;
-                    flat.take_values(values);
-                }
-                "tokens" => {
-                    let TokenList { texts, ids } = map.next_value()?;
-                    flat.texts = texts;
-                    if !ids.is_empty() {
-                        flat.ids = ids;
-                    }
-                }
-                "token_ids" => flat.ids = map.next_value::<Option<Ids>>()?.unwrap_or_default().0,
-                _ => {
-                    map.next_value::<IgnoredAny>()?;
-                    stranger.get_or_insert(key);
-                    continue;
-                }
-            }
-            recognised = true;
-        }
-        if let (false, Some(key)) = (recognised, stranger) {
-            return Err(de::Error::unknown_field(&key, KEYS));
-        }
-        for columns in [content, refusal, flat] {
-            if let Some(tokens) = columns.finish()? {
-                return Ok(Logprobs(Some(tokens)));
-            }
-        }
-        Ok(Logprobs(None))
-    }
-}
+const FORMS: &str = "logprobs (null, a list, or an object with content, refusal, tokens, values or token_logprobs)";
 
 /// Keys of a `logprobs` object that are read.
 const KEYS: &[&str] = &["content", "refusal", "tokens", "token_ids", "logprobs", "token_logprobs", "values"];
 
-fn read_entries<'de, A: MapAccess<'de>>(map: &mut A, columns: &mut Columns) -> Result<(), A::Error> {
+fn of_object<'a>(raw: &'a RawValue, lists: &mut Lists) -> Read<'a, ()> {
+    let members = members(raw.get())?;
+    for (key, value) in &members {
+        member(key, value, lists).map_err(|fault| fault.under(key))?;
+    }
+    match members.first() {
+        Some((key, _)) if !members.iter().any(|(key, _)| KEYS.contains(&key.as_ref())) => {
+            Err(Fault::saying(raw, <serde_json::Error as de::Error>::unknown_field(key, KEYS)))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn member<'a>(key: &str, raw: &'a RawValue, lists: &mut Lists) -> Read<'a, ()> {
+    match key {
+        "content" => entries(raw, &mut lists.content),
+        "refusal" => entries(raw, &mut lists.refusal),
+        "logprobs" | "token_logprobs" | "values" => {
+            let mut values = Columns::default();
+            entries(raw, &mut values)?;
+            lists.flat.take_values(values);
+            Ok(())
+        }
+        "tokens" => tokens(raw, &mut lists.flat),
+        "token_ids" => {
+            lists.flat.ids = if Shape::of(raw) == Shape::Null { Vec::new() } else { ids(raw)? };
+            Ok(())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A list of entries, or null.
+fn entries<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
     *columns = Columns::default();
-    map.next_value_seed(EntryList(columns))
-}
-
-/// A list of entries (objects or numbers), or null.
-struct EntryList<'a>(&'a mut Columns);
-
-impl<'de> DeserializeSeed<'de> for EntryList<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_any(self)
+    if Shape::of(raw) == Shape::Null {
+        return Ok(());
     }
-}
-
-impl<'de> Visitor<'de> for EntryList<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of logprobs or null")
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<(), E> {
-        Ok(())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<(), A::Error> {
-        while items.next_element_seed(Entry(self.0))?.is_some() {}
-        Ok(())
-    }
+    each(raw, "a list of logprobs or null", |item| entry(item, columns))
 }
 
 /// One entry: `{"token", "logprob", "bytes"}` or a bare number.
-struct Entry<'a>(&'a mut Columns);
-
-impl<'de> DeserializeSeed<'de> for Entry<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Entry<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a logprob: a number, null or an object with `logprob`")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let columns = self.0;
-        let (mut reading, mut text, mut bytes, mut id) = (Reading::Missing, false, false, None);
-        while let Some(key) = map.next_key()? {
-            match key {
-                EntryKey::Token => text = map.next_value_seed(TokenText(&mut columns.scratch[0]))?,
-                EntryKey::Bytes => bytes = map.next_value_seed(ByteList(&mut columns.scratch[1]))?,
-                EntryKey::Logprob => reading = map.next_value()?,
-                EntryKey::TokenId => id = map.next_value()?,
-                EntryKey::Other => {
-                    map.next_value::<IgnoredAny>()?;
-                }
+fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
+    let (mut reading, mut text, mut spelled, mut id) = (Reading::Missing, TokenText(None), None, None);
+    if Shape::of(raw) != Shape::Object {
+        reading = parse(raw.get())?;
+    } else {
+        for (key, value) in members(raw.get())? {
+            match key.as_ref() {
+                "token" => parse(value.get()).map(|found| text = found),
+                "bytes" => bytes(value).map(|found| spelled = found),
+                "logprob" => parse(value.get()).map(|found| reading = found),
+                "token_id" => parse::<Option<Id>>(value.get()).map(|found| id = found),
+                _ => Ok(()),
             }
+            .map_err(|fault| fault.under(&key))?;
         }
-        columns.entry(reading, text, bytes, id);
-        Ok(())
     }
-
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<(), E> {
-        self.bare(de::value::F64Deserializer::<E>::new(value))
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<(), E> {
-        self.bare(de::value::I64Deserializer::<E>::new(value))
-    }
-
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<(), E> {
-        self.bare(de::value::U64Deserializer::<E>::new(value))
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<(), E> {
-        self.bare(de::value::UnitDeserializer::<E>::new())
-    }
-
-    fn visit_str<E: de::Error>(self, value: &str) -> Result<(), E> {
-        self.bare(de::value::StrDeserializer::<E>::new(value))
-    }
-}
-
-impl Entry<'_> {
-    fn bare<'de, D: Deserializer<'de>>(self, number: D) -> Result<(), D::Error> {
-        let reading = Reading::deserialize(number)?;
-        self.0.entry(reading, false, false, None);
-        Ok(())
-    }
-}
-
-/// Keys of one entry, told apart without allocating.
-enum EntryKey {
-    Token,
-    Bytes,
-    Logprob,
-    TokenId,
-    Other,
-}
-
-impl<'de> Deserialize<'de> for EntryKey {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_identifier(EntryKeyVisitor)
-    }
-}
-
-/// Visits a key of an entry.
-struct EntryKeyVisitor;
-
-impl Visitor<'_> for EntryKeyVisitor {
-    type Value = EntryKey;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a key")
-    }
-
-    fn visit_str<E: de::Error>(self, key: &str) -> Result<EntryKey, E> {
-        Ok(match key {
-            "token" => EntryKey::Token,
-            "bytes" => EntryKey::Bytes,
-            "logprob" => EntryKey::Logprob,
-            "token_id" => EntryKey::TokenId,
-            _ => EntryKey::Other,
-        })
-    }
+    columns.push(id.map(|Id(id)| id), reading, text.0.as_deref(), spelled.as_deref());
+    Ok(())
 }
 
 /// A `tokens` list: texts, or ids where it holds integers.
-#[derive(Default)]
-struct TokenList {
-    texts: Pieces,
-    ids: Vec<u32>,
-}
-
-impl<'de> Deserialize<'de> for TokenList {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(TokenListVisitor)
-    }
-}
-
-/// Visits a `tokens` list.
-struct TokenListVisitor;
-
-impl<'de> Visitor<'de> for TokenListVisitor {
-    type Value = TokenList;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of token texts or a list of token ids")
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<TokenList, E> {
-        Ok(TokenList::default())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<TokenList, A::Error> {
-        let mut list = TokenList::default();
-        while let Some(token) = items.next_element()? {
-            match token {
-                ListedToken::Text(text) => list.texts.push(text.as_deref().map(str::as_bytes)),
-                ListedToken::Id(Id(id)) => list.ids.push(id),
+fn tokens<'a>(raw: &'a RawValue, flat: &mut Columns) -> Read<'a, ()> {
+    let (mut texts, mut ids) = (Pieces::default(), Vec::new());
+    if Shape::of(raw) != Shape::Null {
+        each(raw, "a list of token texts or a list of token ids", |item| {
+            match Shape::of(item) {
+                Shape::Number => ids.push(parse::<Id>(item.get())?.0),
+                Shape::Text | Shape::Null => {
+                    texts.push(parse::<Option<String>>(item.get())?.as_deref().map(str::as_bytes))
+                }
+                _ => return Err(Fault::expected(item, "a token: its text or its id")),
             }
-        }
-        if !list.ids.is_empty() && !list.texts.is_empty() {
-            return Err(de::Error::custom("tokens mixes texts and ids"));
-        }
-        Ok(list)
+            Ok(())
+        })?;
     }
-}
-
-/// A token in a `tokens` list.
-enum ListedToken {
-    Text(Option<String>),
-    Id(Id),
-}
-
-impl<'de> Deserialize<'de> for ListedToken {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ListedTokenVisitor)
+    if !ids.is_empty() && !texts.is_empty() {
+        return Err(Fault::saying(raw, "tokens mixes texts and ids"));
     }
-}
-
-/// Visits a token of a `tokens` list.
-struct ListedTokenVisitor;
-
-impl Visitor<'_> for ListedTokenVisitor {
-    type Value = ListedToken;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a token: its text or its id")
+    flat.texts = texts;
+    if !ids.is_empty() {
+        flat.ids = ids;
     }
-
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<ListedToken, E> {
-        Ok(ListedToken::Text(Some(text.to_owned())))
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<ListedToken, E> {
-        Ok(ListedToken::Text(None))
-    }
-
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<ListedToken, E> {
-        Id::deserialize(de::value::U64Deserializer::new(value)).map(ListedToken::Id)
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<ListedToken, E> {
-        Id::deserialize(de::value::I64Deserializer::new(value)).map(ListedToken::Id)
-    }
-
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<ListedToken, E> {
-        Id::deserialize(de::value::F64Deserializer::new(value)).map(ListedToken::Id)
-    }
+    Ok(())
 }

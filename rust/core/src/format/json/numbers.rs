@@ -1,9 +1,9 @@
-//! Numbers as recorders write them: logprobs with their many ways of saying "none", token ids, byte lists.
+//! Numbers as recorders write them: logprobs with their many ways of saying "none", token ids, texts of tokens.
 //!
-//! Typed serde visitors, so that a token costs no `serde_json::Value`. Called by `logprobs` and `object`.
+//! Types for serde, which readers of other forms use in structs of their own; what is refused says what was expected.
 
-use crate::trace::{Pieces, Tokens};
-use serde::de::{self, Deserialize, DeserializeSeed, Deserializer, SeqAccess, Unexpected, Visitor};
+use crate::trace::Tokens;
+use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
 use std::fmt;
 
 /// Largest token id: ids are int32 at the border.
@@ -46,6 +46,9 @@ impl Reading {
     }
 }
 
+/// Numbers that JSON cannot say, as Python's `json` writes them: bare, without quotes.
+pub const BARE: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
+
 /// What the word for a number that JSON cannot say stands for.
 pub fn spelled(word: &str) -> Option<f64> {
     match word {
@@ -68,40 +71,106 @@ impl Tokens {
     }
 }
 
-impl<'de> Deserialize<'de> for Reading {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ReadingVisitor)
+/// What stands where a number is expected: any JSON value, of a list or an object only that it is one.
+#[derive(Debug)]
+pub enum Scalar {
+    Null,
+    Bool(bool),
+    Negative(i64),
+    Integer(u64),
+    Real(f64),
+    Text(String),
+    List,
+    Object,
+}
+
+impl Scalar {
+    /// Its value as float64, where it is a number.
+    pub fn number(&self) -> Option<f64> {
+        match *self {
+            Self::Negative(value) => Some(value as f64),
+            Self::Integer(value) => Some(value as f64),
+            Self::Real(value) => Some(value),
+            _ => None,
+        }
+    }
+
+    /// serde's error for a value of another type than `wanted`.
+    pub fn refused<E: de::Error>(&self, wanted: &str) -> E {
+        let unexpected = match self {
+            Self::Null => Unexpected::Unit,
+            Self::Bool(flag) => Unexpected::Bool(*flag),
+            Self::Negative(value) => Unexpected::Signed(*value),
+            Self::Integer(value) => Unexpected::Unsigned(*value),
+            Self::Real(value) => Unexpected::Float(*value),
+            Self::Text(text) => Unexpected::Str(text),
+            Self::List => Unexpected::Seq,
+            Self::Object => Unexpected::Map,
+        };
+        E::invalid_type(unexpected, &wanted)
     }
 }
 
-/// Visits one logprob.
-struct ReadingVisitor;
+impl<'de> Deserialize<'de> for Scalar {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ScalarVisitor)
+    }
+}
 
-impl Visitor<'_> for ReadingVisitor {
-    type Value = Reading;
+/// Visits any JSON value.
+struct ScalarVisitor;
+
+impl<'de> Visitor<'de> for ScalarVisitor {
+    type Value = Scalar;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a logprob (a number or null)")
+        f.write_str("a JSON value")
     }
 
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Reading, E> {
-        Ok(Reading::of(value))
+    fn visit_unit<E>(self) -> Result<Scalar, E> {
+        Ok(Scalar::Null)
     }
 
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Reading, E> {
-        Ok(Reading::of(value as f64))
+    fn visit_bool<E>(self, flag: bool) -> Result<Scalar, E> {
+        Ok(Scalar::Bool(flag))
     }
 
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Reading, E> {
-        Ok(Reading::of(value as f64))
+    fn visit_i64<E>(self, value: i64) -> Result<Scalar, E> {
+        Ok(u64::try_from(value).map_or(Scalar::Negative(value), Scalar::Integer))
     }
 
-    fn visit_unit<E: de::Error>(self) -> Result<Reading, E> {
-        Ok(Reading::Missing)
+    fn visit_u64<E>(self, value: u64) -> Result<Scalar, E> {
+        Ok(Scalar::Integer(value))
     }
 
-    fn visit_str<E: de::Error>(self, value: &str) -> Result<Reading, E> {
-        spelled(value).map(Reading::of).ok_or_else(|| E::invalid_type(Unexpected::Str(value), &self))
+    fn visit_f64<E>(self, value: f64) -> Result<Scalar, E> {
+        Ok(Scalar::Real(value))
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Scalar, E> {
+        Ok(Scalar::Text(text.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Scalar, A::Error> {
+        while items.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Scalar::List)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Scalar, A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Scalar::Object)
+    }
+}
+
+impl<'de> Deserialize<'de> for Reading {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Scalar::deserialize(deserializer)?;
+        let number = match &value {
+            Scalar::Null => return Ok(Self::Missing),
+            Scalar::Text(word) => spelled(word),
+            number => number.number(),
+        };
+        number.map(Self::of).ok_or_else(|| value.refused("a logprob (a number or null)"))
     }
 }
 
@@ -111,187 +180,68 @@ pub struct Id(pub u32);
 
 impl<'de> Deserialize<'de> for Id {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(IdVisitor)
-    }
-}
-
-/// Visits one token id.
-struct IdVisitor;
-
-impl Visitor<'_> for IdVisitor {
-    type Value = Id;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a token id (an integer from 0 to 2147483647)")
-    }
-
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Id, E> {
-        if value > MAX_ID {
-            return Err(E::custom(format_args!("{ID_COMPLAINT}{value} is beyond 2147483647")));
+        let refused = |what: fmt::Arguments<'_>| Err(de::Error::custom(format_args!("{ID_COMPLAINT}{what}")));
+        match Scalar::deserialize(deserializer)? {
+            Scalar::Integer(value) if value <= MAX_ID => Ok(Self(value as u32)),
+            // Together's SDK types ids as floats.
+            Scalar::Real(value) if value.fract() == 0.0 && (0.0..=MAX_ID as f64).contains(&value) => {
+                Ok(Self(value as u32))
+            }
+            Scalar::Integer(value) => refused(format_args!("{value} is beyond {MAX_ID}")),
+            Scalar::Negative(value) => refused(format_args!("{value} is negative")),
+            Scalar::Real(value) => refused(format_args!("{value} is not an integer from 0 to {MAX_ID}")),
+            other => Err(other.refused("a token id (an integer from 0 to 2147483647)")),
         }
-        Ok(Id(value as u32))
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Id, E> {
-        u64::try_from(value)
-            .map_err(|_| E::custom(format_args!("{ID_COMPLAINT}{value} is negative")))
-            .and_then(|value| self.visit_u64(value))
-    }
-
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Id, E> {
-        // Together's SDK types ids as floats.
-        if value.fract() == 0.0 && (0.0..=MAX_ID as f64).contains(&value) {
-            return Ok(Id(value as u32));
-        }
-        Err(E::custom(format_args!("{ID_COMPLAINT}{value} is not an integer from 0 to 2147483647")))
     }
 }
 
-/// A list of token ids.
-#[derive(Debug, Default)]
-pub struct Ids(pub Vec<u32>);
-
-impl<'de> Deserialize<'de> for Ids {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_seq(IdsVisitor)
+impl Id {
+    /// Token ids as plain numbers.
+    pub fn plain(ids: Vec<Self>) -> Vec<u32> {
+        ids.into_iter().map(|Self(id)| id).collect()
     }
 }
 
-/// Visits a list of token ids.
-struct IdsVisitor;
-
-impl<'de> Visitor<'de> for IdsVisitor {
-    type Value = Ids;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of token ids")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Ids, A::Error> {
-        let mut ids = Vec::new();
-        while let Some(Id(id)) = items.next_element()? {
-            ids.push(id);
-        }
-        Ok(Ids(ids))
-    }
-}
-
-/// A token's bytes, written into a buffer that is reused; false for `null`.
-pub struct ByteList<'a>(pub &'a mut Vec<u8>);
-
-impl<'de> DeserializeSeed<'de> for ByteList<'_> {
-    type Value = bool;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for ByteList<'_> {
-    type Value = bool;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a list of bytes (integers from 0 to 255) or null")
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<bool, E> {
-        Ok(false)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<bool, A::Error> {
-        self.0.clear();
-        while let Some(byte) = items.next_element::<u8>()? {
-            self.0.push(byte);
-        }
-        Ok(true)
-    }
-}
-
-/// A token's text as bytes, written into a buffer that is reused; false for `null` and for text that UTF-8 cannot say.
+/// A token's text as bytes; `None` for `null` and for text that UTF-8 cannot say.
 ///
 /// A lone surrogate escape (half of a character, cut by a recorder that counts UTF-16 units) makes a text unknown and
 /// not wrong.
-pub struct TokenText<'a>(pub &'a mut Vec<u8>);
+#[derive(Debug, Default)]
+pub struct TokenText(pub Option<Vec<u8>>);
 
-impl<'de> DeserializeSeed<'de> for TokenText<'_> {
-    type Value = bool;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
-        deserializer.deserialize_option(self)
+impl<'de> Deserialize<'de> for TokenText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_option(TokenTextVisitor)
     }
 }
 
-impl<'de> Visitor<'de> for TokenText<'_> {
-    type Value = bool;
+/// Visits the text of a token.
+struct TokenTextVisitor;
+
+impl<'de> Visitor<'de> for TokenTextVisitor {
+    type Value = TokenText;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the text of a token (a string or null)")
     }
 
-    fn visit_none<E: de::Error>(self) -> Result<bool, E> {
-        Ok(false)
+    fn visit_none<E>(self) -> Result<TokenText, E> {
+        Ok(TokenText(None))
     }
 
-    fn visit_unit<E: de::Error>(self) -> Result<bool, E> {
-        Ok(false)
+    fn visit_unit<E>(self) -> Result<TokenText, E> {
+        Ok(TokenText(None))
     }
 
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<TokenText, D::Error> {
         deserializer.deserialize_bytes(self)
     }
 
-    fn visit_bytes<E: de::Error>(self, value: &[u8]) -> Result<bool, E> {
-        self.0.clear();
-        self.0.extend_from_slice(value);
-        Ok(std::str::from_utf8(value).is_ok())
+    fn visit_bytes<E>(self, value: &[u8]) -> Result<TokenText, E> {
+        Ok(TokenText(std::str::from_utf8(value).is_ok().then(|| value.to_owned())))
     }
 
-    fn visit_str<E: de::Error>(self, value: &str) -> Result<bool, E> {
-        self.visit_bytes(value.as_bytes())
-    }
-}
-
-/// A list of byte lists or of texts, `null` where one is unknown.
-pub enum PieceList {
-    /// `[[72, 105], null]`
-    Bytes,
-    /// `["Hi", null]`
-    Texts,
-}
-
-impl<'de> DeserializeSeed<'de> for PieceList {
-    type Value = Option<Pieces>;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Option<Pieces>, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for PieceList {
-    type Value = Option<Pieces>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Bytes => "a list of byte lists or null",
-            Self::Texts => "a list of token texts or null",
-        })
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<Option<Pieces>, E> {
-        Ok(None)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Option<Pieces>, A::Error> {
-        let (mut pieces, mut scratch) = (Pieces::default(), Vec::new());
-        loop {
-            let known = match self {
-                Self::Bytes => items.next_element_seed(ByteList(&mut scratch))?,
-                Self::Texts => items.next_element_seed(TokenText(&mut scratch))?,
-            };
-            match known {
-                Some(known) => pieces.push(known.then_some(scratch.as_slice())),
-                None => return Ok(Some(pieces)),
-            }
-        }
+    fn visit_str<E>(self, value: &str) -> Result<TokenText, E> {
+        Ok(TokenText(Some(value.as_bytes().to_owned())))
     }
 }

@@ -1,17 +1,13 @@
 //! A record as JSON objects whose token lists are typed and whose other values are kept as they are.
 //!
-//! One visitor for records, messages, choices, requests and responses: the kind of the object says which keys carry
-//! numbers, which hold further objects, and which are of no use here. Meaning is given to them by the format files.
+//! The kind of an object (record, message, choice, request, response) says which keys carry numbers, which hold further
+//! objects, and which are of no use here. `scan` and `generic` read it; meaning is given to it by the format files.
 
 use super::listed::take_placeholders;
-use super::logprobs::Logprobs;
-use super::numbers::{Ids, PieceList};
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use crate::media;
 use crate::trace::{Pieces, Schemas, Tokens};
-use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
-use std::fmt;
 
 /// What an object is, by where it stands.
 #[derive(Debug, Clone, Copy)]
@@ -274,84 +270,5 @@ pub fn describe(value: &Value) -> &'static str {
         Value::String(_) => "a string",
         Value::Array(_) => "a list",
         Value::Object(_) => "an object",
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for Kind {
-    type Value = Node;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Node, D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Kind {
-    type Value = Node;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON value")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Node, A::Error> {
-        let mut object = Box::<Object>::default();
-        while let Some(key) = map.next_key::<String>()? {
-            let numbers = &mut object.numbers;
-            match self.slot(&key) {
-                Slot::Logprobs => numbers.logprobs = map.next_value::<Logprobs>()?.0.map(Box::new),
-                Slot::TokenIds => numbers.token_ids = map.next_value::<Option<Ids>>()?.map(|ids| ids.0),
-                Slot::PromptIds => numbers.prompt_token_ids = map.next_value::<Option<Ids>>()?.map(|ids| ids.0),
-                Slot::Texts => numbers.texts = map.next_value_seed(PieceList::Texts)?.map(Box::new),
-                Slot::Bytes => numbers.bytes = map.next_value_seed(PieceList::Bytes)?.map(Box::new),
-                Slot::Nested(name, kind) => {
-                    let node = map.next_value_seed(kind)?;
-                    object.put(name, node);
-                }
-                Slot::Tools => object.tools = Some(Schemas::new(map.next_value()?)),
-                Slot::Keep => {
-                    let value = map.next_value()?;
-                    object.fields.insert(key, value);
-                }
-                Slot::Sign => {
-                    map.next_value::<IgnoredAny>()?;
-                    object.signed = true;
-                }
-                Slot::Skip => {
-                    map.next_value::<IgnoredAny>()?;
-                }
-            }
-        }
-        Ok(Node::Object(object))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Node, A::Error> {
-        let mut nodes = Vec::new();
-        while let Some(node) = items.next_element_seed(self)? {
-            nodes.push(node);
-        }
-        Ok(Node::List(nodes))
-    }
-
-    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Node, E> {
-        Ok(Node::Other(value.into()))
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Node, E> {
-        Ok(Node::Other(value.into()))
-    }
-
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Node, E> {
-        Ok(Node::Other(value.into()))
-    }
-
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Node, E> {
-        Ok(Node::Other(value.into()))
-    }
-
-    fn visit_str<E: de::Error>(self, value: &str) -> Result<Node, E> {
-        Ok(Node::Other(value.into()))
-    }
-
-    fn visit_unit<E: de::Error>(self) -> Result<Node, E> {
-        Ok(Node::Other(Value::Null))
     }
 }

@@ -4,57 +4,19 @@
 //! reader asks for costs one scan and nothing else. Complaints name the key.
 
 use super::fields::{Fields, count_of, name_of, number_of};
-use super::logprobs::Logprobs;
-use super::numbers::{ID_COMPLAINT, Ids};
-use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+pub use super::raw::Shape;
+use super::raw::{Fault, Members, Read, ids, members, parse};
+use super::{logprobs, scan};
+use crate::format::rejection::{Decoded, Rejection, not_a_trace, reject};
 use crate::trace::Tokens;
 use serde::Deserialize;
-use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 use serde_json::value::RawValue;
-use std::borrow::Cow;
-use std::fmt;
 
 /// An object's keys with the JSON text of their values, borrowed from the record.
 #[derive(Debug, Clone, Default)]
 pub struct Outline<'a> {
-    entries: Vec<(Cow<'a, str>, &'a RawValue)>,
-}
-
-/// What a JSON value is, told by its first character.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shape {
-    Object,
-    List,
-    Text,
-    Number,
-    Bool,
-    Null,
-}
-
-impl Shape {
-    /// The shape of a value.
-    pub fn of(raw: &RawValue) -> Self {
-        match raw.get().as_bytes().first() {
-            Some(b'{') => Self::Object,
-            Some(b'[') => Self::List,
-            Some(b'"') => Self::Text,
-            Some(b't' | b'f') => Self::Bool,
-            Some(b'n') | None => Self::Null,
-            Some(_) => Self::Number,
-        }
-    }
-
-    fn article(self) -> &'static str {
-        match self {
-            Self::Object => "an object",
-            Self::List => "a list",
-            Self::Text => "a string",
-            Self::Number => "a number",
-            Self::Bool => "a boolean",
-            Self::Null => "null",
-        }
-    }
+    members: Members<'a>,
 }
 
 impl<'a> Outline<'a> {
@@ -68,12 +30,12 @@ impl<'a> Outline<'a> {
 
     /// The keys of the JSON object `text`.
     pub fn parse(text: &'a str) -> Decoded<Self> {
-        serde_json::from_str(text).map_err(|error| complaint(&error))
+        Ok(Self { members: members(text).map_err(|fault| complaint(&fault))? })
     }
 
     /// The value of a key; null is nothing. Of duplicate keys the last one counts.
     pub fn get(&self, key: &str) -> Option<&'a RawValue> {
-        let entry = self.entries.iter().rev().find(|(name, _)| name == key);
+        let entry = self.members.iter().rev().find(|(name, _)| name == key);
         entry.map(|(_, raw)| *raw).filter(|raw| Shape::of(raw) != Shape::Null)
     }
 
@@ -84,7 +46,7 @@ impl<'a> Outline<'a> {
 
     /// Whether a key stands there at all, null included.
     pub fn names(&self, key: &str) -> bool {
-        self.entries.iter().any(|(name, _)| name == key)
+        self.members.iter().any(|(name, _)| name == key)
     }
 
     /// Whether a key has a value of this shape.
@@ -94,7 +56,7 @@ impl<'a> Outline<'a> {
 
     /// The keys, in order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
-        self.entries.iter().map(|(name, _)| name.as_ref())
+        self.members.iter().map(|(name, _)| name.as_ref())
     }
 
     /// The object under a key.
@@ -115,8 +77,13 @@ impl<'a> Outline<'a> {
 
     /// The value of a key as `T`.
     pub fn typed<T: Deserialize<'a>>(&self, key: &str) -> Decoded<Option<T>> {
+        self.read(key, |raw| parse(raw.get()))
+    }
+
+    /// The value of a key by a reader of its own.
+    fn read<T>(&self, key: &str, read: impl FnOnce(&'a RawValue) -> Read<'a, T>) -> Decoded<Option<T>> {
         let Some(raw) = self.get(key) else { return Ok(None) };
-        serde_json::from_str(raw.get()).map(Some).map_err(|error| complaint(&error).inside(format!("`{key}`")))
+        read(raw).map(Some).map_err(|fault| complaint(&fault).inside(format!("`{key}`")))
     }
 
     /// The value of a key as it is; null is nothing.
@@ -151,20 +118,20 @@ impl<'a> Outline<'a> {
 
     /// A list of token ids.
     pub fn ids(&self, key: &str) -> Decoded<Option<Vec<u32>>> {
-        Ok(self.typed::<Ids>(key)?.map(|ids| ids.0))
+        self.read(key, |raw| scan::ids(raw.get()).map_or_else(|| ids(raw), Ok))
     }
 
     /// Logprobs in any form that a `logprobs` value has.
     pub fn logprobs(&self, key: &str) -> Decoded<Option<Tokens>> {
-        Ok(self.typed::<Logprobs>(key)?.and_then(|logprobs| logprobs.0))
+        self.read(key, |raw| logprobs_in(raw.get())).map(Option::flatten)
     }
 
     /// All keys but some, as values.
     pub fn fields_without(&self, dropped: &[&str]) -> Decoded<Fields> {
         let mut fields = Fields::new();
-        for (name, raw) in &self.entries {
+        for (name, raw) in &self.members {
             if !dropped.contains(&name.as_ref()) {
-                let value = serde_json::from_str(raw.get()).map_err(|error| complaint(&error).inside(name))?;
+                let value = parse(raw.get()).map_err(|fault| complaint(&fault).inside(name))?;
                 fields.insert(name.clone().into_owned(), value);
             }
         }
@@ -172,65 +139,14 @@ impl<'a> Outline<'a> {
     }
 }
 
-/// serde's complaint without its line and column, which count within one value.
-fn complaint(error: &serde_json::Error) -> Rejection {
-    let text = error.to_string();
-    let what = text.split(" at line ").next().unwrap_or_default();
-    let reason = if what.starts_with(ID_COMPLAINT) { Reason::IdOutOfRange } else { Reason::WrongType };
-    reject(reason, what)
+/// A `logprobs` value of any form, by the scanner where it knows it.
+pub fn logprobs_in(text: &str) -> Read<'_, Option<Tokens>> {
+    scan::logprobs(text).map_or_else(|| logprobs::read(parse(text)?), Ok)
+}
+
+/// A fault within one value as a rejection of the record.
+fn complaint(fault: &Fault<'_>) -> Rejection {
+    reject(fault.reason(), fault.complaint())
         .why("The values of a record must be what they are named for")
         .cure("See docs/trace-format.md for the accepted forms")
-}
-
-impl<'de: 'a, 'a> Deserialize<'de> for Outline<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(OutlineVisitor).map(|entries| Self { entries })
-    }
-}
-
-/// Visits an object without reading its values.
-struct OutlineVisitor;
-
-impl<'de> Visitor<'de> for OutlineVisitor {
-    type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut entries = Vec::new();
-        while let Some(key) = map.next_key::<Key<'de>>()? {
-            entries.push((key.0, map.next_value()?));
-        }
-        Ok(entries)
-    }
-}
-
-/// A key, borrowed where it has no escape.
-struct Key<'a>(Cow<'a, str>);
-
-impl<'de: 'a, 'a> Deserialize<'de> for Key<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_str(KeyVisitor).map(Self)
-    }
-}
-
-/// Visits a key.
-struct KeyVisitor;
-
-impl<'de> Visitor<'de> for KeyVisitor {
-    type Value = Cow<'de, str>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a key")
-    }
-
-    fn visit_borrowed_str<E>(self, key: &'de str) -> Result<Self::Value, E> {
-        Ok(Cow::Borrowed(key))
-    }
-
-    fn visit_str<E>(self, key: &str) -> Result<Self::Value, E> {
-        Ok(Cow::Owned(key.to_owned()))
-    }
 }

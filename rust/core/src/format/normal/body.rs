@@ -1,4 +1,4 @@
-//! What the format files hand to `mod`: the parts of a trace that differ between forms.
+//! What every format's reader returns: messages, generations and the fields that differ between formats.
 
 use crate::format::json::fields::Fields;
 use crate::format::rejection::{Decoded, Reason, reject};

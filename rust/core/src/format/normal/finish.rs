@@ -1,4 +1,4 @@
-//! Finish reasons by their common names.
+//! Finish reasons of all servers, mapped to OpenAI's names.
 //!
 //! `stop`, `length`, `tool_calls`, `content_filter` and `abort` are what alignment asks about; a server's own name for one
 //! of them becomes it, any other stays as it is. The record keeps what was written.

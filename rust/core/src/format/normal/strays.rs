@@ -1,11 +1,11 @@
-//! Token lists that client libraries and servers put beside a chat completion's own keys.
+//! Token lists that client libraries and servers store under keys of their own, beside OpenAI's.
 //!
 //! LiteLLM moves what it does not know to `provider_specific_fields`, the OpenAI SDK to `model_extra`; SGLang has ids in `sglext` and
 //! weight versions in `metadata`. Called by `message`.
 
 use super::extras;
 use crate::format::json::fields::{Fields, get};
-use crate::format::json::numbers::Ids;
+use crate::format::json::numbers::Id;
 use crate::format::json::object::Numbers;
 use crate::format::rejection::{Decoded, Reason, not_a_trace, reject};
 use crate::trace::Generation;
@@ -14,7 +14,7 @@ use serde_json::Value;
 
 fn ids(value: Option<&Value>) -> Decoded<Option<Vec<u32>>> {
     let Some(value) = value.filter(|value| value.is_array()) else { return Ok(None) };
-    Ids::deserialize(value).map(|ids| Some(ids.0)).map_err(|error| {
+    Vec::<Id>::deserialize(value).map(|ids| Some(Id::plain(ids))).map_err(|error| {
         if error.to_string().starts_with(crate::format::json::numbers::ID_COMPLAINT) {
             return reject(Reason::IdOutOfRange, error.to_string())
                 .why("No vocabulary has it")

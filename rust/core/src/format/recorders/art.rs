@@ -7,13 +7,13 @@ use super::contract::Dump;
 use super::kits::columns::{Columns, numbers_of};
 use super::kits::talk::Talk;
 use crate::format::form::Form;
+use crate::format::json::diagnose;
 use crate::format::json::fields::{Header, Sampling};
 use crate::format::json::object::{Kind, Node};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::Body;
 use crate::format::normal::message::Entry;
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
-use serde::de::DeserializeSeed;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
@@ -67,11 +67,10 @@ fn history(record: &Outline<'_>, talk: &mut Talk, sampling: &Sampling) -> Decode
 
 /// A message, a choice or a whole response.
 fn entry(raw: &RawValue, sampling: &Sampling) -> Decoded<Entry> {
-    let mut deserializer = serde_json::Deserializer::from_str(raw.get());
-    match Kind::Item.deserialize(&mut deserializer) {
+    match diagnose::node(raw.get(), Kind::Item) {
         Ok(Node::Object(object)) => Entry::read(*object, sampling),
         Ok(_) => Err(not_a_trace("it is not an object")),
-        Err(error) => Err(not_a_trace(error.to_string().split(" at line ").next().unwrap_or_default())),
+        Err(fault) => Err(not_a_trace(fault.complaint())),
     }
 }
 

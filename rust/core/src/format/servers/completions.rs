@@ -5,7 +5,7 @@
 //! run past it: those tokens stay and are noted. vLLM adds `token_ids` and `prompt_token_ids`.
 
 use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
-use super::kits::listing::tokens_from;
+use super::kits::cut::tokens_from;
 use crate::drift;
 use crate::format::form::Form;
 use crate::format::json::object::Numbers;

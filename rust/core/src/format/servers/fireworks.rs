@@ -6,9 +6,9 @@
 
 use super::completions;
 use super::contract::{Asked, PLAIN, Server, finish_under, spoken};
-use super::kits::listing::{BytesOf, Listing, TextOf};
 use crate::format::form::Form;
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::listed::Columns;
+use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::json::object::Numbers;
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::{Request, chat_request};
@@ -33,9 +33,8 @@ pub(super) const SERVER: Server = Server {
 struct Listed {
     token_id: Option<Id>,
     #[serde(default)]
-    token: TextOf,
-    #[serde(default)]
-    bytes: BytesOf,
+    token: TokenText,
+    bytes: Option<Vec<u8>>,
     logprob: Option<Reading>,
     sampling_logprob: Option<Reading>,
 }
@@ -75,13 +74,13 @@ fn tokens(raw: &Outline<'_>, choice: &Outline<'_>) -> Decoded<(Option<Tokens>, L
         return Ok((choice.logprobs("logprobs")?, LogprobKind::Raw));
     };
     let processed = !listed.is_empty() && listed.iter().all(|entry| entry.sampling_logprob.is_some());
-    let mut listing = Listing::default();
+    let mut listing = Columns::default();
     for entry in listed {
         let reading = if processed { entry.sampling_logprob } else { entry.logprob };
-        let (id, text, bytes) = (entry.token_id.map(|id| id.0), entry.token.0, entry.bytes.0);
+        let (id, text, bytes) = (entry.token_id.map(|id| id.0), entry.token.0, entry.bytes);
         listing.push(id, reading.unwrap_or(Reading::Missing), text.as_deref(), bytes.as_deref());
     }
-    Ok((Some(listing.finish()), if processed { LogprobKind::Processed } else { LogprobKind::Raw }))
+    Ok((Some(listing.into_tokens()), if processed { LogprobKind::Processed } else { LogprobKind::Raw }))
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {

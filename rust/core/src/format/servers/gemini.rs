@@ -4,11 +4,11 @@
 //! tokenizer. What the numbers are of is not documented.
 
 use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of};
-use super::kits::listing::{Listing, TextOf};
 use super::kits::said;
 use crate::format::form::Form;
 use crate::format::json::fields::{Fields, schemas};
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::listed::Columns;
+use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::Request;
 use crate::format::normal::message::Entry;
@@ -62,7 +62,7 @@ fn get<'v>(value: &'v Value, camel: &str) -> Option<&'v Value> {
 #[derive(Deserialize)]
 struct Chosen {
     #[serde(default)]
-    token: TextOf,
+    token: TokenText,
     #[serde(alias = "token_id", rename = "tokenId")]
     id: Option<Id>,
     #[serde(alias = "log_probability", rename = "logProbability")]
@@ -84,12 +84,12 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 fn tokens(candidate: &Outline<'_>) -> Decoded<Tokens> {
     let result = candidate.object(key(candidate, "logprobsResult"))?.unwrap_or_default();
     let chosen: Vec<Chosen> = result.typed(key(&result, "chosenCandidates"))?.unwrap_or_default();
-    let mut listing = Listing::default();
+    let mut listing = Columns::default();
     for token in chosen {
         let reading = token.logprob.unwrap_or(Reading::Missing);
         listing.push(token.id.map(|id| id.0), reading, token.token.0.as_deref(), None);
     }
-    Ok(listing.finish())
+    Ok(listing.into_tokens())
 }
 
 /// The messages that a content stands for: its text and calls as one, each function response as a tool message.

@@ -6,11 +6,11 @@
 //! token is.
 
 use super::contract::{Asked, Server, sampling_of, spoken};
-use super::kits::listing::{BytesOf, Listing, TextOf};
 use crate::drift;
 use crate::format::form::Form;
 use crate::format::json::fields::Sampling;
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::listed::Columns;
+use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::Request;
 use crate::format::normal::finish;
@@ -42,14 +42,13 @@ fn knows(response: &Outline<'_>) -> bool {
 struct Listed {
     id: Option<Id>,
     #[serde(default)]
-    token: TextOf,
-    #[serde(default)]
-    bytes: BytesOf,
+    token: TokenText,
+    bytes: Option<Vec<u8>>,
     logprob: Option<Reading>,
     prob: Option<f64>,
     /// Old form: the sampled text; at the top level of a response of one token, the candidate's.
     #[serde(default, alias = "tok_str")]
-    content: TextOf,
+    content: TokenText,
     probs: Option<Vec<Candidate>>,
 }
 
@@ -57,7 +56,7 @@ struct Listed {
 #[derive(Deserialize)]
 struct Candidate {
     #[serde(default)]
-    tok_str: TextOf,
+    tok_str: TokenText,
     prob: f64,
 }
 
@@ -79,16 +78,16 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let text = response.text("content")?.unwrap_or_default();
     let key = if response.has("completion_probabilities") { "completion_probabilities" } else { "probs" };
     let listed = response.typed::<Vec<Listed>>(key)?.unwrap_or_default();
-    let (mut listing, mut probabilities) = (Listing::default(), 0);
+    let (mut listing, mut probabilities) = (Columns::default(), 0);
     for entry in &listed {
         let (reading, probability) = entry.reading();
         probabilities += u32::from(probability);
         let shown = entry.token.0.as_deref().or(entry.content.0.as_deref());
-        listing.push(entry.id.map(|id| id.0), reading, shown, entry.bytes.0.as_deref());
+        listing.push(entry.id.map(|id| id.0), reading, shown, entry.bytes.as_deref());
     }
     let kind = if probabilities > 0 { LogprobKind::Processed } else { LogprobKind::Raw };
     let mut generation = asked.generation(kind);
-    generation.tokens = listing.finish();
+    generation.tokens = listing.into_tokens();
     if generation.tokens.ids.is_none() {
         let count = generation.tokens.len();
         generation.tokens.ids =

@@ -6,10 +6,10 @@
 //! of the engine that the object does not name.
 
 use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
-use super::kits::listing::{Listing, TextOf};
 use crate::drift;
 use crate::format::form::Form;
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::listed::Columns;
+use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::{Request, chat_request};
 use crate::format::normal::extras::{routed_experts, sampling_mask, version_spans};
@@ -82,7 +82,7 @@ enum Listed {
     Named {
         logprob: Reading,
         #[serde(default)]
-        decoded_token: TextOf,
+        decoded_token: TokenText,
     },
     Bare(Reading),
 }
@@ -124,12 +124,12 @@ fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>
 
 /// The sampled tokens of a list of `{id: entry}`.
 fn of_steps(steps: &[&RawValue], ids: &[u32]) -> Decoded<Tokens> {
-    let mut listing = Listing::default();
+    let mut listing = Columns::default();
     for (at, (step, &id)) in steps.iter().zip(ids).enumerate() {
         let (reading, text) = step_of(step, id, at)?;
         listing.push(Some(id), reading, text.as_deref(), None);
     }
-    Ok(listing.finish())
+    Ok(listing.into_tokens())
 }
 
 /// What a step says of the token that was sampled.
@@ -152,13 +152,13 @@ struct Flat {
     token_ids: Vec<Id>,
     logprobs: Vec<Reading>,
     #[serde(default)]
-    decoded_tokens: Vec<TextOf>,
+    decoded_tokens: Vec<TokenText>,
 }
 
 impl Flat {
     /// The first entry of each step that is of the sampled token; it may stand there twice.
     fn of(&self, ids: &[u32]) -> Tokens {
-        let mut listing = Listing::default();
+        let mut listing = Columns::default();
         for (&id, (&start, &end)) in ids.iter().zip(self.start_indices.iter().zip(&self.end_indices)) {
             let step = self.token_ids.get(start..end).unwrap_or_default();
             let found = step.iter().position(|listed| listed.0 == id).map(|offset| start + offset);
@@ -166,7 +166,7 @@ impl Flat {
             let text = found.and_then(|at| self.decoded_tokens.get(at)).and_then(|text| text.0.as_deref());
             listing.push(Some(id), reading, text, None);
         }
-        Tokens { ids: Some(ids.to_vec()), ..listing.finish() }
+        Tokens { ids: Some(ids.to_vec()), ..listing.into_tokens() }
     }
 }
 

@@ -5,12 +5,12 @@
 //! are one assistant message. What the numbers are of is not documented.
 
 use super::contract::{Asked, PLAIN, Server, sampling_of};
-use super::kits::listing::{BytesOf, Listing, TextOf};
 use super::kits::said;
 use crate::drift;
 use crate::format::form::Form;
 use crate::format::json::fields::schemas;
-use crate::format::json::numbers::Reading;
+use crate::format::json::listed::Columns;
+use crate::format::json::numbers::{Reading, TokenText};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::Request;
 use crate::format::normal::finish;
@@ -36,15 +36,14 @@ pub(super) const SERVER: Server = Server {
 #[derive(Deserialize)]
 struct Listed {
     #[serde(default)]
-    token: TextOf,
-    #[serde(default)]
-    bytes: BytesOf,
+    token: TokenText,
+    bytes: Option<Vec<u8>>,
     logprob: Reading,
 }
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);
-    let (mut listing, mut silent) = (Listing::default(), 0);
+    let (mut listing, mut silent) = (Columns::default(), 0);
     let mut turn = Turn::default();
     for item in response.objects("output")? {
         let value = Value::Object(item.fields_without(&["content"])?);
@@ -54,7 +53,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         let contents = parts.iter().map(|part| part.fields_without(&["logprobs"]).map(Value::Object));
         turn.take(&value, &contents.collect::<Decoded<Vec<_>>>()?);
     }
-    generation.tokens = listing.finish();
+    generation.tokens = listing.into_tokens();
     generation.finish_reason = finished(response, &turn)?;
     note_silence(response, &mut generation, silent)?;
     let own = sampling_of(response, "temperature", "top_p")?;
@@ -64,11 +63,11 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 }
 
 /// Adds the tokens of an item's text parts; false where it has none.
-fn listing_of(parts: &[Outline<'_>], listing: &mut Listing) -> Decoded<bool> {
+fn listing_of(parts: &[Outline<'_>], listing: &mut Columns) -> Decoded<bool> {
     let mut listed = false;
     for part in parts {
         for token in part.typed::<Vec<Listed>>("logprobs")?.unwrap_or_default() {
-            listing.push(None, token.logprob, token.token.0.as_deref(), token.bytes.0.as_deref());
+            listing.push(None, token.logprob, token.token.0.as_deref(), token.bytes.as_deref());
             listed = true;
         }
     }

@@ -5,10 +5,10 @@
 //! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
 use super::contract::{Asked, PLAIN, Server, sampling_of, spoken};
-use super::kits::listing::{Listing, TextOf};
 use crate::drift;
 use crate::format::form::Form;
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::listed::Columns;
+use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::Request;
 use crate::format::normal::extras::{raw_experts, sampling_mask, version, version_spans};
@@ -32,22 +32,22 @@ pub(super) const SERVER: Server = Server {
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Listed {
-    Triple(Reading, Id, TextOf),
+    Triple(Reading, Id, TokenText),
     Pair(Reading, Id),
     Named {
         #[serde(alias = "id")]
         token_id: Id,
         logprob: Reading,
         #[serde(default)]
-        text: TextOf,
+        text: TokenText,
     },
 }
 
 impl Listed {
-    fn parts(self) -> (Reading, u32, TextOf) {
+    fn parts(self) -> (Reading, u32, TokenText) {
         match self {
             Self::Triple(reading, Id(id), text) => (reading, id, text),
-            Self::Pair(reading, Id(id)) => (reading, id, TextOf(None)),
+            Self::Pair(reading, Id(id)) => (reading, id, TokenText(None)),
             Self::Named { token_id: Id(id), logprob, text } => (logprob, id, text),
         }
     }
@@ -98,11 +98,11 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
 }
 
 fn listed_tokens(listed: Vec<Listed>) -> Tokens {
-    let mut listing = Listing::default();
+    let mut listing = Columns::default();
     for (reading, id, text) in listed.into_iter().map(Listed::parts) {
         listing.push(Some(id), reading, text.0.as_deref(), None);
     }
-    listing.finish()
+    listing.into_tokens()
 }
 
 /// The prompt's ids, where its logprobs were asked for from the first token on.

@@ -5,9 +5,9 @@
 //! prompt's ids where they were asked for.
 
 use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken};
-use super::kits::listing::{Listing, TextOf};
 use crate::format::form::Form;
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::listed::Columns;
+use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::Request;
 use crate::format::normal::message::Entry;
@@ -30,7 +30,7 @@ pub(super) const SERVER: Server = Server {
 struct Token {
     id: Id,
     #[serde(default)]
-    text: TextOf,
+    text: TokenText,
     logprob: Option<Reading>,
 }
 
@@ -47,11 +47,11 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         }
     };
     let mut generation = asked.generation(LogprobKind::Processed);
-    let mut listing = Listing::default();
+    let mut listing = Columns::default();
     for token in details.typed::<Vec<Token>>("tokens")?.unwrap_or_default() {
         listing.push(Some(token.id.0), token.logprob.unwrap_or(Reading::Missing), token.text.0.as_deref(), None);
     }
-    generation.tokens = listing.finish();
+    generation.tokens = listing.into_tokens();
     let prefill = details.typed::<Vec<Token>>("prefill")?.unwrap_or_default();
     if !prefill.is_empty() {
         generation.prompt = Prompt::Ids(prefill.into_iter().map(|token| token.id.0).collect());

@@ -3,7 +3,7 @@
 //! Called through `rewrite`.
 
 use super::super::tokens::{Token, is_constant};
-use super::Reader;
+use super::reader::Reader;
 
 /// The inside of `{% %}` rewritten; `None` for what cannot be read, and for statements that transformers does not know.
 pub(in crate::template) fn statement(inside: &str) -> Option<String> {

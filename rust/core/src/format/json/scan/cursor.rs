@@ -1,11 +1,12 @@
-//! A place in JSON text, and the steps from one token to the next.
+//! A position in JSON text that moves token by token.
 //!
-//! Every step either consumes valid JSON or gives up; no step guesses.
+//! Every step consumes valid JSON or returns `None`; nothing is guessed.
 
 use super::text::{plain_end, unescape};
+use crate::format::json::numbers::BARE;
 use std::borrow::Cow;
 
-/// Nesting that is followed; deeper records go to the generic parser, which has the documented limit.
+/// Levels of nesting that are read here; deeper records go to `generic`, which has the documented limit.
 const DEPTH: u8 = 64;
 
 /// A place in the text of a record.
@@ -14,20 +15,22 @@ pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
     depth: u8,
-    /// The last string that had escapes, without them, and whatever was there before.
+    /// Whether a number was a bare word (`NaN`), so that the text is not JSON.
+    pub bare: bool,
+    /// Buffer for the last string that had escapes, unescaped; longer than that string.
     scratch: Vec<u8>,
-    /// The prompt ids before, and what was written of them between the brackets.
+    /// (source text between the brackets, ids) of the previous `prompt_token_ids`.
     pub prompt: (&'a [u8], Vec<u32>),
 }
 
-/// A place to come back to.
+/// A position and its depth, to rewind to.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place(usize, u8);
 
 impl<'a> Cursor<'a> {
     pub fn new(text: &'a str) -> Self {
         let bytes = text.as_bytes();
-        Self { text, bytes, at: 0, depth: 0, scratch: Vec::new(), prompt: (&[], Vec::new()) }
+        Self { text, bytes, at: 0, depth: 0, bare: false, scratch: Vec::new(), prompt: (&[], Vec::new()) }
     }
 
     pub fn place(&self) -> Place {
@@ -116,6 +119,33 @@ impl<'a> Cursor<'a> {
         self.depth -= 1;
     }
 
+    /// Steps through a list; `item` reads each of its values.
+    #[inline]
+    pub fn list(&mut self, mut item: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            item(self)?;
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
+    }
+
+    /// Steps through an object; `member` reads the value of each key.
+    #[inline]
+    pub fn members(&mut self, mut member: impl FnMut(&mut Self, Cow<'a, str>) -> Option<()>) -> Option<()> {
+        self.open(b'{')?;
+        let mut more = !self.closes(b'}');
+        while more {
+            let key = self.key()?;
+            member(self, key)?;
+            more = self.continues(b'}')?;
+        }
+        self.close();
+        Some(())
+    }
+
     /// A key and its colon.
     #[inline]
     pub fn key(&mut self) -> Option<Cow<'a, str>> {
@@ -157,6 +187,15 @@ impl<'a> Cursor<'a> {
     /// A string.
     pub fn string(&mut self) -> Option<String> {
         self.unquoted().map(str::to_owned)
+    }
+
+    /// Steps over the bare word that stands at `start` in place of a number, which reads as the same word in quotes.
+    #[cold]
+    pub fn bare(&mut self, start: Place) -> Option<&'static str> {
+        self.rewind(start);
+        let word = BARE.into_iter().find(|word| self.word(word.as_bytes()).is_some())?;
+        self.bare = true;
+        Some(word)
     }
 
     /// What a string says.
@@ -212,37 +251,16 @@ impl<'a> Cursor<'a> {
     pub fn skip(&mut self) -> Option<()> {
         match self.peek() {
             b'"' => self.skip_string()?,
-            b'{' => {
-                self.open(b'{')?;
-                let mut more = !self.closes(b'}');
-                while more {
-                    self.key()?;
-                    self.skip()?;
-                    more = self.continues(b'}')?;
-                }
-                self.close();
-            }
-            b'[' => {
-                self.open(b'[')?;
-                let mut more = !self.closes(b']');
-                while more {
-                    self.skip()?;
-                    more = self.continues(b']')?;
-                }
-                self.close();
-            }
+            b'{' => self.members(|cursor, _| cursor.skip())?,
+            b'[' => self.list(Self::skip)?,
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            _ => self.skip_number()?,
+            _ => {
+                let start = self.place();
+                return self.skip_number().or_else(|| self.bare(start).map(|_| ()));
+            }
         }
         Some(())
-    }
-
-    /// The text of the next value.
-    pub fn skipped(&mut self) -> Option<&'a str> {
-        let start = self.place();
-        self.skip()?;
-        self.since(start)
     }
 }

@@ -6,9 +6,9 @@
 use super::cursor::{Cursor, Place};
 use super::number::{eight_digits, leading_digits};
 use super::text::word_at;
-use crate::format::json::listed::{Columns, Opened, Text};
-use crate::format::json::logprobs::Logprobs;
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::listed::{Columns, Lists, Opened, Text};
+use crate::format::json::numbers::{Reading, spelled};
+use crate::trace::Tokens;
 
 /// The value of a key of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +68,7 @@ struct Read {
     reading: Reading,
     text: Text,
     bytes: bool,
-    id: Option<Id>,
+    id: Option<u32>,
 }
 
 impl Default for Read {
@@ -81,32 +81,41 @@ impl Default for Read {
 const FIELDS: usize = 8;
 
 impl<'a> Cursor<'a> {
-    /// A `logprobs` value of the chat completions API, or a bare list of entries.
-    pub fn known_logprobs(&mut self) -> Option<Logprobs> {
+    /// A `logprobs` value.
+    #[allow(clippy::option_option, reason = "no tokens is a value, and what is not known is none")]
+    pub fn logprobs(&mut self) -> Option<Option<Tokens>> {
+        let mut lists = Lists::default();
         match self.peek() {
-            b'n' => return self.word(b"null").map(|()| Logprobs(None)),
-            b'[' => {
-                let mut columns = Columns::default();
-                self.entries(&mut columns)?;
-                return finished(columns);
-            }
-            _ => {}
+            b'n' => self.null()?,
+            b'[' => self.entries(&mut lists.content)?,
+            _ => self.lists(&mut lists)?,
         }
-        let (mut content, mut refusal) = (Columns::default(), Columns::default());
-        self.open(b'{')?;
-        let mut more = true;
-        while more {
-            let key = self.key()?;
+        // What is refused is for the reader that says why.
+        lists.finish().ok()
+    }
+
+    fn lists(&mut self, lists: &mut Lists) -> Option<()> {
+        let (mut known, mut strange) = (false, false);
+        self.members(|cursor, key| {
             match key.as_ref() {
-                "content" => self.entries(&mut content)?,
-                "refusal" => self.entries(&mut refusal)?,
-                _ => return None,
+                "content" => cursor.entries(&mut lists.content)?,
+                "refusal" => cursor.entries(&mut lists.refusal)?,
+                "logprobs" | "token_logprobs" | "values" => {
+                    let mut values = Columns::default();
+                    cursor.entries(&mut values)?;
+                    lists.flat.take_values(values);
+                }
+                "tokens" => lists.flat.texts = cursor.unless_null(Self::texts)?.unwrap_or_default(),
+                "token_ids" => lists.flat.ids = cursor.unless_null(Self::ids)?.unwrap_or_default(),
+                _ => {
+                    strange = true;
+                    return cursor.skip();
+                }
             }
-            more = self.continues(b'}')?;
-        }
-        self.close();
-        let found = finished(content)?;
-        if found.0.is_some() { Some(found) } else { finished(refusal) }
+            known = true;
+            Some(())
+        })?;
+        (known || !strange).then_some(())
     }
 
     /// A list of entries, or null.
@@ -115,27 +124,23 @@ impl<'a> Cursor<'a> {
         if self.peek() == b'n' {
             return self.word(b"null");
         }
-        self.open(b'[')?;
         let mut habit = Habit::default();
-        let mut more = !self.closes(b']');
-        while more {
-            let (start, opened) = (self.place(), columns.open());
-            let read = if let Some(read) = self.as_before(&habit, opened, columns) {
+        self.list(|cursor| {
+            let (start, opened) = (cursor.place(), columns.open());
+            let read = if let Some(read) = cursor.as_before(&habit, opened, columns) {
                 read
             } else {
-                self.rewind(start);
+                cursor.rewind(start);
                 columns.clear_text(opened);
                 columns.clear_bytes(opened);
-                self.entry(&mut habit, opened, columns)?
+                cursor.entry(&mut habit, opened, columns)?
             };
             columns.close(read.reading, read.text, read.bytes, read.id);
             if columns.len() == 1 {
-                columns.reserve(self.rest().len() / self.since(start)?.len().max(1));
+                columns.reserve(cursor.rest().len() / cursor.since(start)?.len().max(1));
             }
-            more = self.continues(b']')?;
-        }
-        self.close();
-        Some(())
+            Some(())
+        })
     }
 
     /// An entry that is written like the one before.
@@ -215,7 +220,7 @@ impl<'a> Cursor<'a> {
                 read.bytes = self.byte_list(&mut columns.bytes.data)?;
             }
             Field::TokenId if self.null().is_some() => read.id = None,
-            Field::TokenId => read.id = Some(Id(self.id()?)),
+            Field::TokenId => read.id = Some(self.id()?),
             Field::Other => self.skip()?,
         }
         Some(())
@@ -226,7 +231,9 @@ impl<'a> Cursor<'a> {
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| Reading::Missing);
         }
-        self.single().map(Reading::of)
+        let start = self.place();
+        let number = self.single().or_else(|| self.bare(start).and_then(spelled));
+        number.map(Reading::of)
     }
 
     #[inline]
@@ -237,9 +244,15 @@ impl<'a> Cursor<'a> {
         if let Some(id) = columns.takes_names().then(|| self.name()).flatten() {
             return Some(Text::Names(id));
         }
+        self.spelled(&mut columns.texts.data).map(|()| Text::Spelled)
+    }
+
+    /// Appends what a string says.
+    #[inline]
+    pub fn spelled(&mut self, to: &mut Vec<u8>) -> Option<()> {
         let text = self.unquoted()?;
-        columns.texts.data.extend_from_slice(text.as_bytes());
-        Some(Text::Spelled)
+        to.extend_from_slice(text.as_bytes());
+        Some(())
     }
 
     /// The id of a text `"token_id:N"`, written as vLLM does.
@@ -258,17 +271,11 @@ impl<'a> Cursor<'a> {
     }
 
     #[inline]
-    fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
+    pub fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| false);
         }
-        self.open(b'[')?;
-        let mut more = !self.closes(b']');
-        while more {
-            bytes.push(self.byte()?);
-            more = self.continues(b']')?;
-        }
-        self.close();
+        self.list(|cursor| cursor.byte().map(|byte| bytes.push(byte)))?;
         Some(true)
     }
 
@@ -294,24 +301,14 @@ impl<'a> Cursor<'a> {
 
     /// Steps over a list of objects that are written like the entry, as far as it is read.
     fn others(&mut self, habit: &Habit<'a>) -> Option<()> {
-        self.open(b'[')?;
-        let mut more = !self.closes(b']');
-        while more {
+        self.list(|cursor| {
             for (before, field) in &habit.fields {
                 if *field != Field::Other {
-                    self.expect(before)?;
-                    self.skip()?;
+                    cursor.expect(before)?;
+                    cursor.skip()?;
                 }
             }
-            self.word(b"}")?;
-            more = self.continues(b']')?;
-        }
-        self.close();
-        Some(())
+            cursor.word(b"}")
+        })
     }
-}
-
-/// The tokens of the columns; gives up where they are refused, so that the generic parser says why.
-fn finished(columns: Columns) -> Option<Logprobs> {
-    columns.finish::<serde_json::Error>().ok().map(Logprobs)
 }

@@ -1,8 +1,8 @@
-//! The fast road into a record: a scanner of the layouts that producers write, in front of the generic parser.
+//! The fast road into a record: a scanner of the layouts that producers write.
 //!
-//! It gives the same `Object` as the generic parser or gives up (`None`) at the first byte it does not know: odd escapes,
-//! bare NaN, deep nesting, values of another type. Then the generic parser reads the record again and says what is wrong.
-//! The law `Some(x) == generic(x)` is fuzzed in the tests. The files, each using those before it alone: `text`, `cursor`,
+//! It gives the same as `generic` or gives up (`None`) at the first byte it does not know: odd escapes, deep
+//! nesting, values of another type. Then `generic` reads the record again and says what is wrong. The law
+//! `Some(x) == slowly(x)` is fuzzed in the tests. The files, each using those before it alone: `text`, `cursor`,
 //! `number`, `value`, `tools`, `entries`.
 
 mod cursor;
@@ -14,72 +14,81 @@ mod text;
 mod tools;
 mod value;
 
-use crate::format::json::logprobs::Logprobs;
-use crate::format::json::numbers::PieceList;
 use crate::format::json::object::{Kind, Node, Object, Slot};
-use crate::trace::Pieces;
+use crate::trace::{Pieces, Tokens};
 use cursor::Cursor;
-use serde::Deserialize;
-use serde::de::DeserializeSeed;
 use serde_json::Map;
+use std::borrow::Cow;
 use value::FEW;
 
-/// The record as an object, or `None` where the generic parser has to look.
-pub(super) fn record(text: &str, is_sign: fn(&str) -> bool) -> Option<Object> {
-    let mut cursor = Cursor::new(text);
-    cursor.blank();
-    let object = cursor.object(Kind::Record(is_sign))?;
-    cursor.blank();
-    cursor.at_end().then_some(*object)
+/// The object of some kind that is written as `text`, or `None` where `generic` has to look.
+pub(super) fn object(text: &str, kind: Kind) -> Option<Object> {
+    whole(text, |cursor| cursor.object(kind)).map(|object| *object)
+}
+
+/// A list of token ids.
+pub(super) fn ids(text: &str) -> Option<Vec<u32>> {
+    whole(text, Cursor::ids)
+}
+
+/// A `logprobs` value.
+pub(super) fn logprobs(text: &str) -> Option<Option<Tokens>> {
+    whole(text, Cursor::logprobs)
 }
 
 /// Whether a text is JSON; false where the generic parser has to look.
 pub(super) fn is_json(text: &str) -> bool {
+    whole(text, |cursor| cursor.skip().filter(|()| !cursor.bare)).is_some()
+}
+
+/// The value of a whole text.
+fn whole<'a, T>(text: &'a str, read: impl FnOnce(&mut Cursor<'a>) -> Option<T>) -> Option<T> {
     let mut cursor = Cursor::new(text);
     cursor.blank();
-    let skipped = cursor.skip();
+    let value = read(&mut cursor)?;
     cursor.blank();
-    skipped.is_some() && cursor.at_end()
+    cursor.at_end().then_some(value)
 }
 
 impl<'a> Cursor<'a> {
     /// An object whose keys mean what `kind` says.
     fn object(&mut self, kind: Kind) -> Option<Box<Object>> {
         let mut object = Box::<Object>::default();
-        self.open(b'{')?;
-        let mut more = !self.closes(b'}');
-        while more {
-            let key = self.key()?;
-            match kind.slot(&key) {
-                Slot::Logprobs => object.numbers.logprobs = self.logprobs()?.0.map(Box::new),
-                Slot::TokenIds if self.null().is_some() => object.numbers.token_ids = None,
-                Slot::TokenIds => object.numbers.token_ids = Some(self.ids()?),
-                Slot::PromptIds if self.null().is_some() => object.numbers.prompt_token_ids = None,
-                Slot::PromptIds => object.numbers.prompt_token_ids = Some(self.prompt_ids()?),
-                Slot::Texts => object.numbers.texts = self.pieces(PieceList::Texts)?,
-                Slot::Bytes => object.numbers.bytes = self.pieces(PieceList::Bytes)?,
-                Slot::Nested(name, kind) => {
-                    let node = self.node(kind)?;
-                    object.put(name, node);
-                }
-                Slot::Tools => object.tools = Some(self.tools()?),
-                Slot::Keep => {
-                    let value = self.value()?;
-                    if object.fields.is_empty() {
-                        object.fields = Map::with_capacity(FEW);
-                    }
-                    object.fields.insert(key.into_owned(), value);
-                }
-                Slot::Sign => {
-                    self.skip()?;
-                    object.signed = true;
-                }
-                Slot::Skip => self.skip()?,
-            }
-            more = self.continues(b'}')?;
-        }
-        self.close();
+        self.members(|cursor, key| cursor.member(&mut object, kind, key))?;
         Some(object)
+    }
+
+    #[inline]
+    fn member(&mut self, object: &mut Object, kind: Kind, key: Cow<'a, str>) -> Option<()> {
+        let numbers = &mut object.numbers;
+        match kind.slot(&key) {
+            Slot::Logprobs => numbers.logprobs = self.logprobs()?.map(Box::new),
+            Slot::TokenIds => numbers.token_ids = self.unless_null(Self::ids)?,
+            Slot::PromptIds => numbers.prompt_token_ids = self.unless_null(Self::prompt_ids)?,
+            Slot::Texts => numbers.texts = self.unless_null(Self::texts)?.map(Box::new),
+            Slot::Bytes => numbers.bytes = self.unless_null(Self::byte_lists)?.map(Box::new),
+            Slot::Nested(name, kind) => object.put(name, self.node(kind)?),
+            Slot::Tools => object.tools = Some(self.tools()?),
+            Slot::Keep => {
+                let value = self.value()?;
+                if object.fields.is_empty() {
+                    object.fields = Map::with_capacity(FEW);
+                }
+                object.fields.insert(key.into_owned(), value);
+            }
+            Slot::Sign => {
+                self.skip()?;
+                object.signed = true;
+            }
+            Slot::Skip => self.skip()?,
+        }
+        Some(())
+    }
+
+    #[allow(clippy::option_option, reason = "null is no list, and what is not known is neither")]
+    #[inline]
+    fn unless_null<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
+        if self.null().is_some() { Some(None) } else { read(self).map(Some) }
     }
 
     fn node(&mut self, kind: Kind) -> Option<Node> {
@@ -87,13 +96,7 @@ impl<'a> Cursor<'a> {
             b'{' => self.object(kind).map(Node::Object),
             b'[' => {
                 let mut nodes = Vec::new();
-                self.open(b'[')?;
-                let mut more = !self.closes(b']');
-                while more {
-                    nodes.push(self.node(kind)?);
-                    more = self.continues(b']')?;
-                }
-                self.close();
+                self.list(|cursor| cursor.node(kind).map(|node| nodes.push(node)))?;
                 Some(Node::List(nodes))
             }
             _ => self.value().map(Node::Other),
@@ -137,25 +140,25 @@ impl<'a> Cursor<'a> {
         Some(ids)
     }
 
-    fn logprobs(&mut self) -> Option<Logprobs> {
-        let start = self.place();
-        self.known_logprobs().or_else(|| {
-            self.rewind(start);
-            self.generic(|json| Logprobs::deserialize(json))
-        })
+    /// `["Hi", null]`: texts of tokens, null where one is unknown.
+    fn texts(&mut self) -> Option<Pieces> {
+        let mut pieces = Pieces::default();
+        self.list(|cursor| {
+            let known = cursor.unless_null(|cursor| cursor.spelled(&mut pieces.data))?.is_some();
+            pieces.close(known);
+            Some(())
+        })?;
+        Some(pieces)
     }
 
-    #[allow(clippy::option_option, reason = "null is no list, and what is not known is neither")]
-    fn pieces(&mut self, list: PieceList) -> Option<Option<Box<Pieces>>> {
-        self.generic(|json| list.deserialize(json)).map(|pieces| pieces.map(Box::new))
-    }
-
-    /// Reads the next value by the generic parser.
-    fn generic<T>(
-        &mut self,
-        read: impl FnOnce(&mut serde_json::Deserializer<serde_json::de::StrRead<'a>>) -> serde_json::Result<T>,
-    ) -> Option<T> {
-        let text = self.skipped()?;
-        read(&mut serde_json::Deserializer::from_str(text)).ok()
+    /// `[[72, 105], null]`: bytes of tokens, null where they are unknown.
+    fn byte_lists(&mut self) -> Option<Pieces> {
+        let mut pieces = Pieces::default();
+        self.list(|cursor| {
+            let known = cursor.byte_list(&mut pieces.data)?;
+            pieces.close(known);
+            Some(())
+        })?;
+        Some(pieces)
     }
 }

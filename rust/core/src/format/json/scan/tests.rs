@@ -1,14 +1,14 @@
-use super::super::diagnose;
+use super::super::diagnose::slowly;
 use super::super::object::{Kind, Node};
 use super::cursor::Cursor;
-use super::record;
+use super::{is_json, object};
 use crate::format::detect::is_sign;
 use proptest::prelude::*;
 use serde_json::json;
 
 /// What the generic parser makes of a text, for comparison.
 fn generic(text: &str) -> Option<String> {
-    match diagnose::generic(text, Kind::Record(is_sign)).ok()? {
+    match slowly(text, Kind::Record(is_sign)).ok()? {
         Node::Object(object) => Some(format!("{object:?}")),
         _ => None,
     }
@@ -16,7 +16,7 @@ fn generic(text: &str) -> Option<String> {
 
 /// Checks the law; whether the scanner knew the text.
 fn same(text: &str) -> bool {
-    let scanned = record(text, is_sign).map(|object| format!("{object:?}"));
+    let scanned = object(text, Kind::Record(is_sign)).map(|object| format!("{object:?}"));
     if let Some(scanned) = &scanned {
         assert_eq!(Some(scanned), generic(text).as_ref(), "{text}");
     }
@@ -85,7 +85,6 @@ fn what_it_does_not_know_it_leaves_to_the_generic_parser() {
         "[]",
         "5",
         "{} {}",
-        "{\"a\": NaN}",
         "{\"a\": 01}",
         "{\"a\": 1.}",
         "{\"a\": .5}",
@@ -108,18 +107,55 @@ fn what_it_does_not_know_it_leaves_to_the_generic_parser() {
 }
 
 #[test]
-fn other_forms_of_logprobs_come_through_the_generic_parser_and_stay_on_the_road() {
+fn bare_words_for_numbers_are_the_words_in_quotes_and_no_json() {
+    for word in ["NaN", "Infinity", "-Infinity"] {
+        let record = format!(
+            r#"{{"reward":{word},"a":[{word},{{"b": {word} }}],"messages":[{{"role":"assistant","x":{word},"logprobs":
+            {{"content":[{{"token":"a","logprob":{word},"top_logprobs":[{{"logprob":{word}}}]}},{{"token":"a","logprob":-1}}]}}}}]}}"#
+        );
+        assert!(same(&record), "{record}");
+        assert!(!is_json(&record) && is_json(&record.replace(word, "0")), "{record}");
+        for broken in ["NaNx", "nan", "Infinit", "--Infinity", "- Infinity", "+Infinity", "NaN NaN", "1NaN"] {
+            assert!(!same(&record.replacen(word, broken, 1)), "{broken}");
+        }
+        assert!(!same(&format!(r#"{{"messages":[{{"role":"assistant","token_ids":[{word}]}}]}}"#)));
+        assert!(!same(&format!(r#"{{{word}: 1}}"#)));
+    }
+}
+
+#[test]
+fn every_form_of_logprobs_is_known_and_what_is_refused_is_left() {
+    let record = |logprobs: &serde_json::Value| {
+        json!({"messages": [{"role": "assistant", "content": "x", "logprobs": logprobs,
+            "generation": {"tokens": ["a", null], "bytes": [[1], null]}}]})
+    };
     for logprobs in [
         json!({"tokens": ["a", "b"], "token_logprobs": [-0.5, null]}),
+        json!({"tokens": ["a", null], "token_logprobs": [-0.5, -1], "text_offset": [0, 1], "top_logprobs": null}),
+        json!({"tokens": null, "token_ids": [5, 6], "logprobs": [-0.5, -1]}),
+        json!({"tokens": ["token_id:5"], "token_ids": null, "values": [-0.5]}),
+        json!({"tokens": ["a"], "values": [{"token": "token_id:5", "logprob": -0.5, "bytes": [98]}]}),
+        json!({"values": [{"token": "token_id:5", "logprob": -0.5}, {"token": "b", "logprob": -1}], "tokens": ["a", "b"]}),
+        json!({"values": [{"token": "token_id:5", "logprob": -0.5}]}),
+        json!({"values": [-0.5], "content": [{"token": "a", "logprob": -2}]}),
         json!({"values": [-0.5]}),
+        json!({}),
         json!({"content": null, "refusal": [{"token": "I", "logprob": -0.01, "bytes": [73]}]}),
         json!([-0.5, -1]),
         json!([{"logprob": -0.5}]),
         json!(null),
     ] {
-        let record = json!({"messages": [{"role": "assistant", "content": "x", "logprobs": logprobs,
-            "generation": {"tokens": ["a", null], "bytes": [[1], null]}}]});
-        assert!(same(&record.to_string()), "{record}");
+        assert!(same(&record(&logprobs).to_string()), "{logprobs}");
+    }
+    for logprobs in [
+        json!({"top_logprobs": [], "text_offset": []}),
+        json!({"tokens": [5], "values": [-0.5]}),
+        json!({"tokens": ["a", 5]}),
+        json!({"content": {}}),
+        json!({"tokens": ["token_id:3000000000"]}),
+        json!("x"),
+    ] {
+        assert!(!same(&record(&logprobs).to_string()), "{logprobs}");
     }
 }
 

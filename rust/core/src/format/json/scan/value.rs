@@ -14,33 +14,32 @@ impl Cursor<'_> {
             b'{' => Value::Object(self.map()?),
             b'[' => {
                 let mut items = Vec::new();
-                self.open(b'[')?;
-                let mut more = !self.closes(b']');
-                while more {
-                    items.push(self.value()?);
-                    more = self.continues(b']')?;
-                }
-                self.close();
+                self.list(|cursor| cursor.value().map(|item| items.push(item)))?;
                 Value::Array(items)
             }
             b't' => self.word(b"true").map(|()| Value::Bool(true))?,
             b'f' => self.word(b"false").map(|()| Value::Bool(false))?,
             b'n' => self.word(b"null").map(|()| Value::Null)?,
-            _ => Value::Number(self.number_value()?),
+            _ => {
+                let start = self.place();
+                match self.number_value() {
+                    Some(number) => Value::Number(number),
+                    None => self.bare(start)?.into(),
+                }
+            }
         })
     }
 
     fn map(&mut self) -> Option<Map<String, Value>> {
-        self.open(b'{')?;
-        let mut more = !self.closes(b'}');
-        let mut map = if more { Map::with_capacity(FEW) } else { Map::new() };
-        while more {
-            let key = self.key()?;
-            let value = self.value()?;
+        let mut map = Map::new();
+        self.members(|cursor, key| {
+            let value = cursor.value()?;
+            if map.is_empty() {
+                map = Map::with_capacity(FEW);
+            }
             map.insert(key.into_owned(), value);
-            more = self.continues(b'}')?;
-        }
-        self.close();
+            Some(())
+        })?;
         Some(map)
     }
 }

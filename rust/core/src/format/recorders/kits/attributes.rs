@@ -8,8 +8,8 @@ use super::literal;
 use super::openai::tools;
 use super::talk::{message, sampled};
 use crate::format::json::fields::{Fields, Header, Sampling, number_of};
-use crate::format::json::logprobs::Logprobs;
 use crate::format::json::numbers::MAX_ID;
+use crate::format::json::outline::logprobs_in;
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::{Call, Request};
 use crate::format::normal::message::Entry;
@@ -211,16 +211,11 @@ fn no_ids(name: &str) -> crate::format::rejection::Rejection {
 }
 
 fn logprobs_of(text: &str) -> Decoded<Tokens> {
-    match serde_json::from_str::<Logprobs>(text) {
-        Ok(logprobs) => Ok(logprobs.0.unwrap_or_default()),
-        Err(error) => {
-            let complaint = error.to_string();
-            let what = complaint.split(" at line ").next().unwrap_or_default().to_owned();
-            Err(reject(Reason::WrongType, format!("`logprobs.content`: {what}"))
-                .why("Which logprob belongs to which token cannot be known")
-                .cure("Record the entries as the server sent them"))
-        }
-    }
+    logprobs_in(text).map(Option::unwrap_or_default).map_err(|fault| {
+        reject(Reason::WrongType, format!("`logprobs.content`: {}", fault.complaint()))
+            .why("Which logprob belongs to which token cannot be known")
+            .cure("Record the entries as the server sent them")
+    })
 }
 
 /// OTLP's typed values as plain ones.

@@ -4,13 +4,12 @@
 //! several rows is refused: a trace is one record.
 
 use crate::format::json::fields::{Fields, Header, number_of};
-use crate::format::json::numbers::{Id, Reading};
+use crate::format::json::numbers::{Id, Reading, Scalar};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Schemas, Tokens};
-use serde::de::{self, Deserialize, Deserializer, Visitor};
+use serde::de::{self, Deserialize, Deserializer};
 use serde_json::Value;
-use std::fmt;
 
 /// The columns of a row.
 pub struct Columns<'o, 'a>(pub &'o Outline<'a>);
@@ -18,7 +17,7 @@ pub struct Columns<'o, 'a>(pub &'o Outline<'a>);
 impl<'a> Columns<'_, 'a> {
     /// A column of token ids.
     pub fn ids(&self, key: &str) -> Decoded<Option<Vec<u32>>> {
-        Ok(self.of::<Id>(key)?.map(|ids| ids.into_iter().map(|Id(id)| id).collect()))
+        Ok(self.of(key)?.map(Id::plain))
     }
 
     /// A column of 0 and 1, also written as booleans or as 0.0 and 1.0.
@@ -152,37 +151,15 @@ struct Bit(bool);
 
 impl<'de> Deserialize<'de> for Bit {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(BitVisitor)
-    }
-}
-
-/// Visits one entry of a mask.
-struct BitVisitor;
-
-impl Visitor<'_> for BitVisitor {
-    type Value = Bit;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an entry of a mask (0, 1 or a boolean)")
-    }
-
-    fn visit_bool<E: de::Error>(self, bit: bool) -> Result<Bit, E> {
-        Ok(Bit(bit))
-    }
-
-    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Bit, E> {
-        self.visit_f64(value as f64)
-    }
-
-    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Bit, E> {
-        self.visit_f64(value as f64)
-    }
-
-    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Bit, E> {
-        if value == 0.0 || value == 1.0 {
-            return Ok(Bit(value == 1.0));
+        let value = Scalar::deserialize(deserializer)?;
+        match (&value, value.number()) {
+            (Scalar::Bool(bit), _) => Ok(Self(*bit)),
+            (_, Some(number)) if number == 0.0 || number == 1.0 => Ok(Self(number == 1.0)),
+            (_, Some(number)) => {
+                Err(de::Error::custom(format_args!("an entry of a mask is {number}, neither 0 nor 1")))
+            }
+            _ => Err(value.refused("an entry of a mask (0, 1 or a boolean)")),
         }
-        Err(E::custom(format_args!("an entry of a mask is {value}, neither 0 nor 1")))
     }
 }
 

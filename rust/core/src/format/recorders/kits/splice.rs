@@ -1,9 +1,9 @@
-//! Parts of a record put together as another JSON text, unread.
+//! Builds a JSON object from raw values of a record, without parsing them.
 
 use crate::format::json::outline::Outline;
 use serde_json::value::RawValue;
 
-/// An object of these parts.
+/// The text of an object with these members.
 pub fn splice(parts: &[(&str, &RawValue)]) -> String {
     let length: usize = parts.iter().map(|(key, raw)| key.len() + raw.get().len() + 4).sum();
     let mut text = String::with_capacity(length + 2);

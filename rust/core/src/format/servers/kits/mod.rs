@@ -1,5 +1,5 @@
-//! What several servers share: token lists read entry by entry (`listing`), and messages from the parts that other APIs
-//! have (`said`). Neither uses the other.
+//! What several servers share: token lists cut in two (`cut`), and messages from the parts that other APIs have (`said`).
+//! Neither uses the other.
 
-pub(super) mod listing;
+pub(super) mod cut;
 pub(super) mod said;

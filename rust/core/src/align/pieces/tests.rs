@@ -1,0 +1,42 @@
+use super::*;
+use proptest::prelude::*;
+use std::path::Path;
+use std::sync::LazyLock;
+
+static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
+    Tokenizer::from_dir(&folder).unwrap()
+});
+
+fn piece() -> impl Strategy<Value = Option<Vec<u8>>> {
+    let spelled = |id: u32| TOKENIZER.token_bytes(id % TOKENIZER.vocab_size()).map(<[u8]>::to_vec);
+    let odd: [&[u8]; 8] = [b"", br"\x41", b"bytes:", "Ġthe".as_bytes(), "\u{FFFD}".as_bytes(), b"\xC3", b"zqzq", b"\0"];
+    prop_oneof![
+        12 => any::<u32>().prop_map(spelled),
+        1 => (0..odd.len()).prop_map(move |at| Some(odd[at].to_vec())),
+        1 => (0..TOKENIZER.special_ids().len()).prop_map(move |at| spelled(TOKENIZER.special_ids()[at])),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn tokens_that_show_themselves_are_seen_alike_one_by_one(
+        pieces in proptest::collection::vec(piece(), 0..12), is_text in any::<bool>(),
+    ) {
+        let mut listed = Pieces::default();
+        for piece in &pieces {
+            listed.push(piece.as_deref());
+        }
+        let tokens = if is_text {
+            Tokens { texts: Some(listed), ..Tokens::default() }
+        } else {
+            Tokens { bytes: Some(listed), ..Tokens::default() }
+        };
+        let see = |index| see(&tokens, index, false, &TOKENIZER, &mut 0);
+        let seen: Vec<_> = (0..pieces.len()).map(see).collect();
+        if let Some(ids) = all_by_own_bytes(&tokens, pieces.len(), &TOKENIZER, &mut Lookup::default()) {
+            let expected: Vec<_> = ids.into_iter().map(|id| Ok(Seen::Id(id))).collect();
+            prop_assert_eq!(seen, expected);
+        }
+    }
+}

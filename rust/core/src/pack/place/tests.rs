@@ -1,0 +1,154 @@
+use super::*;
+use proptest::prelude::*;
+use std::collections::HashMap;
+
+const TOKENS: Cost = Cost { token: 1.0, pair: 0.0, term: 0.0 };
+
+/// Branches of the given ids, placed with the given changes to a demand of one rank and one step.
+fn placed(texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut Demand<'_>)) -> Result<Placed> {
+    placed_in(&vec![0; trace.last().map_or(0, |&last| last as usize + 1)], texts, trace, change)
+}
+
+fn placed_in(step: &[i32], texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut Demand<'_>)) -> Result<Placed> {
+    let ids: Vec<i32> = texts.concat();
+    let mut cu = vec![0];
+    cu.extend(texts.iter().scan(0, |end, text| {
+        *end += text.len() as i64;
+        Some(*end)
+    }));
+    let length: Vec<i32> = texts.iter().map(|text| text.len() as i32).collect();
+    let mut demand = Demand {
+        ids: &ids,
+        cu_seqlens: &cu,
+        length: &length,
+        terms: &length,
+        trace,
+        step,
+        ranks: 1,
+        token_budget: 10,
+        whole_traces: false,
+        cost: TOKENS,
+        least_gain: None,
+    };
+    change(&mut demand);
+    place(demand)
+}
+
+fn of_lengths(lengths: &[usize]) -> Vec<Vec<i32>> {
+    lengths.iter().map(|&length| vec![0; length]).collect()
+}
+
+#[test]
+fn rows_are_filled_longest_first_by_best_fit() {
+    // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
+    let placed = placed(&of_lengths(&[3, 6, 4, 5, 2]), &[0, 1, 2, 3, 4], |_| ()).unwrap();
+    assert_eq!(placed.row, [1, 0, 0, 1, 1]);
+    assert_eq!(placed.rows, [2]);
+}
+
+#[test]
+fn branches_of_a_trace_lie_in_one_row_when_it_is_taken_whole() {
+    let whole = |demand: &mut Demand<'_>| (demand.token_budget, demand.whole_traces) = (9, true);
+    let placed = placed(&of_lengths(&[3, 6, 4, 5]), &[0, 0, 1, 1], whole).unwrap();
+    assert_eq!(placed.row, [0, 0, 1, 1]);
+}
+
+#[test]
+fn ranks_get_the_costliest_traces_in_turn() {
+    // Trace totals 9, 2, 8, 3: rank 0 gets 9 then 2 (loads 9, 8 -> 3 goes to rank 1 -> 11; 2 to rank 0 -> 11).
+    let texts = of_lengths(&[9, 2, 4, 4, 3]);
+    let placed = placed(&texts, &[0, 1, 2, 2, 3], |demand| demand.ranks = 2).unwrap();
+    assert_eq!(placed.rank, [0, 0, 1, 1, 1]);
+    assert_eq!(placed.rows, [2, 2]);
+    assert_eq!(placed.load, [11.0, 11.0]);
+}
+
+#[test]
+fn traces_without_a_step_or_a_length_lie_nowhere() {
+    let change = |demand: &mut Demand<'_>| (demand.length, demand.step) = (&[3, 0, 4], &[1, 0, -1]);
+    let placed = placed(&of_lengths(&[3, 2, 4]), &[0, 1, 2], change).unwrap();
+    assert_eq!(placed.rank, [0, -1, -1]);
+    assert_eq!(placed.rows, [0, 1]);
+}
+
+// Two groups of two branches, 6 of 8 tokens alike.
+fn two_groups() -> Vec<Vec<i32>> {
+    let branch = |stem: i32, tail: i32| [vec![stem; 6], vec![tail; 2]].concat();
+    vec![branch(5, 1), branch(3, 1), branch(5, 2), branch(3, 2)]
+}
+
+#[test]
+fn branches_that_share_a_prefix_lie_in_one_row_that_counts_it_once() {
+    let sharing = |demand: &mut Demand<'_>| demand.least_gain = Some(1.05);
+    let out = placed(&two_groups(), &[0, 1, 2, 3], sharing).unwrap();
+    assert_eq!((out.row, out.rows), (vec![1, 0, 1, 0], vec![2])); // rows of 10, filled by groups of 6 + 2 + 2
+    assert_eq!(out.order, [2, 0, 3, 1]);
+    let gain = Gain { shared: true, needed: false, tokens: 32, tree_tokens: 20, ratio: 32.0 / 20.0 };
+    assert_eq!(out.gain, [gain]);
+    assert_eq!(placed(&two_groups(), &[0, 1, 2, 3], |_| ()).unwrap().rows, [4]);
+}
+
+#[test]
+fn a_step_that_gains_too_little_shares_nothing_and_says_what_it_would_have_gained() {
+    let plain = placed(&two_groups(), &[0, 1, 2, 3], |_| ()).unwrap();
+    let out = placed(&two_groups(), &[0, 1, 2, 3], |demand| demand.least_gain = Some(1.6)).unwrap();
+    assert_eq!(out.row, plain.row);
+    assert_eq!((out.gain[0].shared, out.gain[0].ratio), (false, 1.6));
+}
+
+#[test]
+fn a_trace_that_fits_a_row_only_as_a_tree_is_shared_whatever_the_gain() {
+    let change = |demand: &mut Demand<'_>| (demand.whole_traces, demand.least_gain) = (true, Some(100.0));
+    let texts = vec![vec![1, 2, 3, 4, 5, 6], vec![1, 2, 3, 4, 7, 8]];
+    let out = placed(&texts, &[0, 0], change).unwrap();
+    assert!(out.gain[0].needed && out.gain[0].shared);
+    assert_eq!(out.rows, [1]);
+    let plain = placed(&texts, &[0, 0], |demand| demand.whole_traces = true);
+    assert!(plain.unwrap_err().to_string().contains("has 12 tokens"));
+}
+
+proptest! {
+    #[test]
+    fn every_branch_lies_in_one_row_within_the_budget(
+        texts in prop::collection::vec((0usize..3, prop::collection::vec(0i32..2, 1..20), any::<bool>()), 1..60),
+        ranks in 1usize..4, whole in any::<bool>(), share in any::<bool>(),
+    ) {
+        let mut trace: Vec<i32> = Vec::new();
+        for (_, _, fresh) in &texts {
+            trace.push(trace.last().map_or(0, |&last| last + i32::from(*fresh)));
+        }
+        let texts: Vec<Vec<i32>> =
+            texts.iter().map(|(stem, tail, _)| [vec![*stem as i32; 20 * stem], tail.clone()].concat()).collect();
+        let traces = *trace.last().unwrap() as usize + 1;
+        let step: Vec<i32> = (0..traces as i32).map(|trace| trace / 5).collect();
+        let budget = if whole { 60 * 60 } else { 64 };
+        let out = placed_in(&step, &texts, &trace, |demand| {
+            (demand.ranks, demand.whole_traces, demand.token_budget) = (ranks, whole, budget);
+            demand.least_gain = share.then_some(0.0);
+        }).unwrap();
+        let mut rows: HashMap<_, Vec<usize>> = HashMap::new();
+        let mut home = HashMap::new();
+        for branch in 0..texts.len() {
+            let (step, rank, row) = (step[trace[branch] as usize], out.rank[branch], out.row[branch]);
+            prop_assert!(row < out.rows[step as usize * ranks + rank as usize]);
+            rows.entry((step, rank, row)).or_default().push(branch);
+            let place = (rank, if whole { row } else { 0 });
+            prop_assert_eq!(*home.entry(trace[branch]).or_insert(place), place);
+        }
+        let mut tokens = 0;
+        for branches in rows.values_mut() {
+            branches.sort_by_key(|&branch| out.order[branch]);
+            let mut size = texts[branches[0]].len();
+            for pair in branches.windows(2) {
+                let (a, b) = (&texts[pair[0]], &texts[pair[1]]);
+                prop_assert!(!share || a <= b);
+                size += b.len() - if share { common(a, b) } else { 0 };
+            }
+            prop_assert!(size <= budget);
+            tokens += size;
+        }
+        if share {
+            prop_assert_eq!(out.gain.iter().map(|gain| gain.tree_tokens).sum::<u64>(), tokens as u64);
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! How the records of a file are told apart, and where one value without line breaks around it ends.
+
+/// How records are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Layout {
+    /// Not looked at yet.
+    Unknown,
+    /// One a line.
+    Lines,
+    /// Elements of one array; whether a comma must come first, and whether the array has ended.
+    Array { comma_due: bool, closed: bool },
+    /// Objects over several lines, one after another.
+    Objects,
+}
+
+/// Where a scan through one JSON value stands.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Nesting {
+    pub depth: u32,
+    in_string: bool,
+    escaped: bool,
+}
+
+impl Layout {
+    /// The layout of records whose first bytes these are.
+    pub fn of(bytes: &[u8]) -> Self {
+        match bytes {
+            [b'[', ..] => Self::Array { comma_due: false, closed: false },
+            [b'{', b'\n' | b'\r', ..] => Self::Objects,
+            _ => Self::Lines,
+        }
+    }
+}
+
+impl Nesting {
+    /// Whether a value without brackets ends before this byte.
+    pub fn ends_before(self, byte: u8) -> bool {
+        self.depth == 0 && !self.in_string && matches!(byte, b',' | b']' | b' ' | b'\t' | b'\r' | b'\n')
+    }
+
+    /// Takes one byte; whether it closes a value in brackets.
+    pub fn ends_with(&mut self, byte: u8) -> bool {
+        if self.in_string {
+            let escaped = std::mem::take(&mut self.escaped);
+            match byte {
+                b'"' if !escaped => self.in_string = false,
+                b'\\' => self.escaped = !escaped,
+                _ => {}
+            }
+            return false;
+        }
+        match byte {
+            b'"' => self.in_string = true,
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => {
+                self.depth = self.depth.saturating_sub(1);
+                return self.depth == 0;
+            }
+            _ => {}
+        }
+        false
+    }
+}

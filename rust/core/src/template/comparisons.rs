@@ -1,0 +1,101 @@
+//! Python's comparisons over template values: `in`, equality, order, and chains of them.
+//!
+//! What raises in Python is an error here, and what is walked is counted. `rewrite` puts these in the place of the engine's
+//! own; called through `environment` as filters.
+
+use super::charge::{compared, hashed};
+use super::limits::work;
+use super::operators::{floats, operands, refused, whole};
+use minijinja::Error;
+use minijinja::value::{DynObject, Value, ValueKind};
+use std::cmp::Ordering;
+
+/// `a in b`.
+pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
+    let fails = || refused("in", item, container);
+    match container.kind() {
+        ValueKind::Undefined => Ok(false),
+        ValueKind::String => {
+            let text = container.as_str().unwrap_or_default();
+            work(1 + text.len() / 16)?;
+            item.as_str().map(|item| text.contains(item)).ok_or_else(fails)
+        }
+        ValueKind::Map
+            if matches!(item.kind(), ValueKind::Map) || item.kind() == ValueKind::Seq && !item.is_tuple() =>
+        {
+            Err(fails())
+        }
+        ValueKind::Map => {
+            hashed(item)?;
+            Ok(container.as_object().and_then(|object: &DynObject| object.get_value(item)).is_some())
+        }
+        ValueKind::Seq | ValueKind::Iterable => {
+            for other in container.try_iter()? {
+                if equal(item, &other)? {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        }
+        _ => Err(fails()),
+    }
+}
+
+/// `a == b`.
+pub(super) fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
+    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
+        work(1 + a.len().min(b.len()) / 64)?;
+        return Ok(a == b);
+    }
+    compared(left)?;
+    compared(right)?;
+    Ok(left == right)
+}
+
+/// `a < b`, `a < b <= c` and the like, `!=` and `in` among them: operators and operands by turns.
+pub(super) fn compare(values: &[Value]) -> Result<bool, Error> {
+    let (mut left, rest) = operands(values)?;
+    for pair in rest.chunks_exact(2) {
+        let (operator, right) = (pair[0].as_str().unwrap_or_default(), &pair[1]);
+        let holds = match operator {
+            "==" => equal(left, right)?,
+            "!=" => !equal(left, right)?,
+            "in" => contains(left, right)?,
+            "not in" => !contains(left, right)?,
+            _ => {
+                let order = order(operator, left, right)?;
+                match operator {
+                    "<" => order == Some(Ordering::Less),
+                    ">" => order == Some(Ordering::Greater),
+                    "<=" => matches!(order, Some(Ordering::Less | Ordering::Equal)),
+                    _ => matches!(order, Some(Ordering::Greater | Ordering::Equal)),
+                }
+            }
+        };
+        if !holds {
+            return Ok(false);
+        }
+        left = right;
+    }
+    Ok(true)
+}
+
+/// How two values of a kind that Python orders stand; `None` beside NaN.
+fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>, Error> {
+    if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
+        work(1 + a.len().min(b.len()) / 64)?;
+        return Ok(Some(a.cmp(b)));
+    }
+    if left.kind() == ValueKind::Seq && right.kind() == ValueKind::Seq && left.is_tuple() == right.is_tuple() {
+        for (a, b) in left.try_iter()?.zip(right.try_iter()?) {
+            if !equal(&a, &b)? {
+                return order(operator, &a, &b);
+            }
+        }
+        return Ok(left.len().partial_cmp(&right.len()));
+    }
+    match (whole(left), whole(right)) {
+        (Some(a), Some(b)) => Ok(Some(a.cmp(&b))),
+        _ => floats(operator, left, right).map(|(a, b)| a.partial_cmp(&b)),
+    }
+}
