@@ -102,7 +102,7 @@ class Account:
         """The account for a terminal."""
         bad = f", {self.read.bad:,} bad records left out" if self.read.bad else ""
         out = [
-            f"read     {self.traces:,} traces in {self.groups:,} groups from {self.source}{bad}",
+            f"read     {self.traces:,} traces in {self.groups:,} group{'s' * (self.groups != 1)} from {self.source}{bad}",
             *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
             *self.mapped,
             *self.found,

@@ -34,6 +34,24 @@ def bad_records(whole: Whole) -> Hits:
 
 
 @check(
+    "choices of a response that are not read",
+    "choices",
+    costs=0.0,
+    wrong=0.01,
+    hurts="Of several choices the first is read. One reward stands beside them: it may be that of another, and what the "
+    "others said is lost.",
+    cure='Name the one that was used, "choice": 2 counted from 0; or write one reward for each of them as a list beside '
+    "the response: then each is a trace.",
+)
+def unused_choices(whole: Whole) -> Hits:
+    """Sees responses of several choices of which the record does not say which one was used.
+
+    Threshold: any choice; wrong from 1 % of the choices.
+    """
+    return Hits(whole.read.unused_choices, whole.read.unused_choices + whole.turns)
+
+
+@check(
     "no token can be trained",
     "traces",
     wrong=0.0,
@@ -133,6 +151,23 @@ def lone_traces(whole: Whole) -> Hits:
         return Hits(0, found.groups)
     first, name, _ = min((whole.rewards.first[int(each)] for each in found.singleton_ids), key=lambda each: each[2])
     return Hits(found.singletons, found.groups, first, f"group '{name}'" if name else "the record names no group")
+
+
+@check(
+    "equal answers with unlike rewards",
+    "traces",
+    note=0.0,
+    costs=0.05,
+    hurts="The same words are praised and blamed: what one trace teaches the other takes back, and the baseline of their "
+    "group is moved for nothing.",
+    cure="Drop pairs whose two sides are equal. Of a judge, ask more often and take the mean.",
+)
+def unlike_rewards(whole: Whole) -> Hits:
+    """Sees traces of a group that say, token for token, what an earlier one of it says, and have another reward.
+
+    Threshold: any trace is a note; it costs from 5 % of the traces.
+    """
+    return Hits(whole.alike.count, whole.traces, whole.alike.first, whole.alike.found)
 
 
 @check(

@@ -131,7 +131,8 @@ def overlong(look: Look) -> Hits:
     costs=0.0,
     wrong=1.0,
     hurts="Without a reward there is no advantage: such a trace trains nothing, and its group has a baseline of fewer.",
-    cure="Say where the records hold it: --map.reward PATH. What may be meant stands at the end.",
+    cure="Say where the records hold it: --map.reward PATH; what seems to be meant is listed as `found`. Else score them: "
+    "tracegrad score.",
     hides=("equal_rewards",),
 )
 def no_rewards(look: Look) -> Hits:
@@ -167,6 +168,25 @@ def contaminated(look: Look) -> Hits:
     at = np.flatnonzero(np.isin(prompt_hashes(look.traces), held))
     first = look.trace_at(int(at[0])) if len(at) else None
     return Hits(len(at), len(look.traces), first, f"{len(held):,} prompts are held out" if len(at) else "")
+
+
+@check(
+    "conversations that end before an answer",
+    "traces",
+    note=0.0,
+    costs=0.05,
+    hurts="What was sampled last is not where they end: a reward for the answer that would follow is given to an earlier "
+    "one.",
+    cure="Trajectories that were cut off: leave them. Else the answer was recorded apart: put it behind the messages, or "
+    'write {"request": {"messages": [...]}, "response": {...}}.',
+)
+def unanswered(look: Look) -> Hits:
+    """Sees traces whose last message was not sampled, though one before it was.
+
+    Threshold: any trace is a note, as a limit of turns leaves such ones; it costs from 5 % of traces.
+    """
+    at = look.traces.core.open()
+    return Hits(len(at), len(look.traces), look.trace_at(at[0]) if at else None)
 
 
 def prompt_hashes(traces: Traces) -> NDArray[np.uint64]:

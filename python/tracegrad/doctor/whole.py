@@ -138,6 +138,34 @@ class Rewards:
 
 
 @dataclass
+class Alike:
+    """Traces of a group that are, token for token, an earlier one of it, with another reward."""
+
+    seen: dict[int, float] = field(default_factory=dict)
+    count: int = 0
+    first: Place | None = None
+    found: str = ""
+
+    def add(self, look: Look) -> None:
+        """Looks each trace of a named group up by its group and its ids, then remembers its reward."""
+        sequences = look.sequences
+        starts = np.searchsorted(sequences.trace, np.arange(sequences.traces + 1))
+        known = ~np.isnan(sequences.rewards)
+        for at, row in enumerate(look.rows):
+            group = look.traces.core.group(int(row))
+            if group is None or not known[at].any():
+                continue
+            reward = float(sequences.rewards[at, known[at].argmax()])
+            ids = sequences.ids[slice(*sequences.cu_seqlens[starts[at : at + 2]])]
+            before = self.seen.setdefault(hash((group, ids.tobytes())), reward)
+            if before != reward:
+                self.count += 1
+                if self.first is None:
+                    self.first = look.trace_at(int(row))
+                    self.found = f"reward {reward:g}, and {before:g} of an equal one of group '{group}' before it"
+
+
+@dataclass
 class Versions:
     """Sampled tokens of each policy version, and where it first stands."""
 
@@ -258,6 +286,7 @@ class Whole:
     first_error: str = ""
     copies: Copies = field(default_factory=Copies)
     rewards: Rewards = field(default_factory=Rewards)
+    alike: Alike = field(default_factory=Alike)
     versions: Versions = field(default_factory=Versions)
     sample: Sample = field(default_factory=Sample)
     headless: Hits = field(default_factory=Hits)
@@ -288,7 +317,7 @@ class Whole:
         unknown = (look["logprob_kind"] == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
         self.unsaid += int(np.sum(unknown & (look["logprobs"] > 0)))
         self.few.add(look.traces)
-        for part in (self.copies, self.rewards, self.versions, self.sample):
+        for part in (self.copies, self.rewards, self.alike, self.versions, self.sample):
             part.add(look)
 
     @property

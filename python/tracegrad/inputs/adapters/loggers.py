@@ -10,8 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad import _core
+from tracegrad.errors import FormatError
 from tracegrad.inputs import paths
 from tracegrad.inputs.adapters.chunks import is_chunk
+from tracegrad.tables import to_json
+from tracegrad.trace import Traces
 
 REQUESTS = ("request", "requestbody", "kwargs", "inputs", "input", "params", "parameters", "body", "req", "payload")
 RESPONSES = (
@@ -45,9 +49,13 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
 def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
     """Under which keys request and response stand; an empty first one where messages stand beside the response."""
     named = {plain(str(key)): key for key in reversed(list(record))}
-    answered = next((named[key] for key in RESPONSES if key in named and _is_response(record[named[key]])), None)
+    there = [named[key] for key in RESPONSES if key in named]
+    answered = next((key for key in there if _is_response(record[key])), None)
     if answered is None:
-        return None
+        talk = record.get("messages")
+        asks = isinstance(talk, list) and talk and isinstance(talk[-1], Mapping) and talk[-1].get("role") != "assistant"
+        answered = next((key for key in there if asks and _is_read(record[key])), None)
+        return None if answered is None else ("", answered)
     others = [named[key] for key in REQUESTS if key in named and named[key] != answered]
     asked = next((key for key in others if _is_request(record[key])), None)
     if asked is None:
@@ -96,9 +104,22 @@ def _is_response(value: Any) -> bool:
     return isinstance(told, Mapping) and isinstance(told.get("choices"), list) and bool(told["choices"])
 
 
+def _is_read(value: Any) -> bool:
+    """Whether the core reads it as the response of another API."""
+    told = opened(value)
+    if not isinstance(told, (Mapping, list)) or not told:
+        return False
+    try:
+        call = {"request": {"messages": []}, "response": told}
+        core, _ = _core.Traces.decode([to_json(call)], "<record>", 1, "auto")
+    except FormatError:
+        return False
+    return any(trace.generations for trace in Traces(core))
+
+
 def _said(response: Any) -> Any:
     """The message of a response that is whole."""
-    first = response["choices"][0] if isinstance(response, Mapping) else None
+    first = response["choices"][0] if isinstance(response, Mapping) and "choices" in response else None
     return first.get("message") if isinstance(first, Mapping) else None
 
 
