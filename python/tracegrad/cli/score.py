@@ -82,7 +82,11 @@ def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     if told.json:
         tell({**_account(told, done, price), "next": following})
     else:
-        then = f"next     {following}" if following else "         no trace has a score: mend what failed, and type it again"
+        then = (
+            f"next     {following}"
+            if following
+            else "         no trace has a score: mend what failed, and type it again"
+        )
         say(*stream.lines(), *_lines(told, done, price, cache), then)
     return int(none)
 

@@ -34,24 +34,6 @@ def bad_records(whole: Whole) -> Hits:
 
 
 @check(
-    "choices of a response that are not read",
-    "choices",
-    costs=0.0,
-    wrong=0.01,
-    hurts="Of several choices the first is read. One reward stands beside them: it may be that of another, and what the "
-    "others said is lost.",
-    cure='Name the one that was used, "choice": 2 counted from 0; or write one reward for each of them as a list beside '
-    "the response: then each is a trace.",
-)
-def unused_choices(whole: Whole) -> Hits:
-    """Sees responses of several choices of which the record does not say which one was used.
-
-    Threshold: any choice; wrong from 1 % of the choices.
-    """
-    return Hits(whole.read.unused_choices, whole.read.unused_choices + whole.turns)
-
-
-@check(
     "no token can be trained",
     "traces",
     wrong=0.0,
@@ -154,16 +136,15 @@ def lone_traces(whole: Whole) -> Hits:
 
 
 @check(
-    "equal answers with unlike rewards",
+    "equal sides of a pair, with unlike rewards",
     "traces",
     note=0.0,
     costs=0.05,
-    hurts="The same words are praised and blamed: what one trace teaches the other takes back, and the baseline of their "
-    "group is moved for nothing.",
-    cure="Drop pairs whose two sides are equal. Of a judge, ask more often and take the mean.",
+    hurts="The same words are praised and blamed: what one side teaches the other takes back.",
+    cure="Drop pairs whose two sides are equal. Where a judge rated the same words twice, take the mean.",
 )
 def unlike_rewards(whole: Whole) -> Hits:
-    """Sees traces of a group that say, token for token, what an earlier one of it says, and have another reward.
+    """Sees traces that say, token for token, what an earlier one of their record says, and have another reward.
 
     Threshold: any trace is a note; it costs from 5 % of the traces.
     """

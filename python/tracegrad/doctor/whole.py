@@ -139,30 +139,33 @@ class Rewards:
 
 @dataclass
 class Alike:
-    """Traces of a group that are, token for token, an earlier one of it, with another reward."""
+    """Traces that are, token for token, an earlier one of their record, with another reward."""
 
-    seen: dict[int, float] = field(default_factory=dict)
+    seen: dict[bytes, float] = field(default_factory=dict)
+    place: tuple[str | None, int | None] = (None, None)
     count: int = 0
     first: Place | None = None
     found: str = ""
 
     def add(self, look: Look) -> None:
-        """Looks each trace of a named group up by its group and its ids, then remembers its reward."""
+        """Compares the traces of each record, which stand one behind the other."""
         sequences = look.sequences
         starts = np.searchsorted(sequences.trace, np.arange(sequences.traces + 1))
-        known = ~np.isnan(sequences.rewards)
         for at, row in enumerate(look.rows):
-            group = look.traces.core.group(int(row))
-            if group is None or not known[at].any():
+            place = look.traces.core.location(int(row))
+            if place != self.place:
+                self.place, self.seen = place, {}
+            known = ~np.isnan(sequences.rewards[at])
+            if not known.any():
                 continue
-            reward = float(sequences.rewards[at, known[at].argmax()])
+            reward = float(sequences.rewards[at, known.argmax()])
             ids = sequences.ids[slice(*sequences.cu_seqlens[starts[at : at + 2]])]
-            before = self.seen.setdefault(hash((group, ids.tobytes())), reward)
+            before = self.seen.setdefault(ids.tobytes(), reward)
             if before != reward:
                 self.count += 1
                 if self.first is None:
                     self.first = look.trace_at(int(row))
-                    self.found = f"reward {reward:g}, and {before:g} of an equal one of group '{group}' before it"
+                    self.found = f"reward {reward:g}, and {before:g} of an equal one of the same record"
 
 
 @dataclass

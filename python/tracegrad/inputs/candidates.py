@@ -262,20 +262,8 @@ def _objects(columns: dict[str, _Column], key: str, value: dict[str, Any], times
 
 def _first(source: Any) -> Iterator[Any]:
     """The first records, as Python has them."""
-    options = sources.Options(on_error="skip")
     held = count = 0
-    try:
-        named = isinstance(source, (str, list)) and all(isinstance(each, str) for each in source)
-        if named:
-            places = [
-                place for place in expand([source] if isinstance(source, str) else source) if place.kind != "stdin"
-            ]
-            opened: Iterator[Any] = map(lambda place: sources.of_place(place, options), places)
-        else:
-            opened = iter([sources.of_object(source, options)])
-    except TracegradError:
-        return
-    while (each := _next(opened)) is not None:
+    for each in _opened(source, sources.Options(on_error="skip")):
         with contextlib.suppress(TracegradError):  # what cannot be read is said by whoever reads it
             for part in each.records():
                 for _, raw in part:
@@ -285,13 +273,19 @@ def _first(source: Any) -> Iterator[Any]:
                         return
 
 
-def _next(opened: Iterator[Any]) -> Any:
-    """The next source that can be opened, None where there is none."""
-    while True:
-        try:
-            return next(opened, None)
-        except TracegradError:
-            continue
+def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:
+    """The sources of what is named, but those that cannot be opened."""
+    if not (isinstance(source, (str, list)) and all(isinstance(each, str) for each in source)):
+        with contextlib.suppress(TracegradError):
+            yield sources.of_object(source, options)
+        return
+    places = []
+    with contextlib.suppress(TracegradError):
+        places = expand([source] if isinstance(source, str) else source)
+    for place in places:
+        if place.kind != "stdin":
+            with contextlib.suppress(TracegradError):
+                yield sources.of_place(place, options)
 
 
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
@@ -326,7 +320,7 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
             continue
         said = ", ".join(f"{word[:30]!r} in {times:,}" for word, times in words.most_common())
         key, *more = path.split(".")
-        where = f'columns["{key}"], one for each text' + (f' (in it {".".join(more)})' if more else "")
+        where = f'columns["{key}"], one for each text' + (f" (in it {'.'.join(more)})" if more else "")
         yield (
             f'found    {column.count:,} of {count:,} records have words "{path}" ({said}), which are no numbers: a '
             f"function of score has them as {where}"

@@ -28,8 +28,8 @@ def samples(path: str) -> Iterator[bytes]:
             names = [each for each in log.infolist() if each.filename.startswith("samples/")]
             if not names and any(each.filename in _BEGUN for each in log.infolist()):
                 raise ReadError(
-                    f"{path}: there is no record in it: it is a log of inspect-ai whose run was cut off before its first "
-                    "sample was written. There are no traces to read. Run it again, or name the other logs."
+                    f"{path}: there is no record in it: it is a log of inspect-ai whose run was cut off before its "
+                    "first sample was written. There are no traces to read. Run it again, or name the other logs."
                 )
             if not names:
                 raise ReadError(

@@ -186,7 +186,7 @@ class InputStream(Iterator[Traces]):
         head = source.head()
         adapts = self._options.format == "auto" and adapters.needed(head, source.name)
         if not self._told.told() and not adapts:
-            yield from source.plain()
+            yield from self._plain(source, number)
             return
         gather = adapters.Gather()
         for part in source.records():
@@ -203,6 +203,21 @@ class InputStream(Iterator[Traces]):
             yield self._grouped(source.decode(made))
         if self._sessions is None:
             source.finish()
+
+    def _plain(self, source: Source, number: int) -> Iterator[Traces]:
+        """The traces of records as they are; those whose answer may stand beside them are looked at one by one."""
+        unused, left = 0, self._options.limit
+        left = None if left is None else left - self._done.traces
+        for part in source.plain():
+            now = source.report.unused_choices
+            odd = [*range(len(part))] if now > unused else part.core.open()
+            unused = now
+            if odd and self._options.format == "auto":
+                self._again = self._again or Again(self._adapted, lambda: self._decoder(number, "-again"))
+                part = self._again.traces(part, odd)
+                part = part if left is None else part[:left]
+            left = None if left is None else left - len(part)
+            yield part
 
     def _decoded(self, source: Source, made: list[tuple[int, bytes, Made]]) -> Iterator[Traces]:
         """The traces of what was made of a few records, and of which there is much: a few bytes at once."""

@@ -15,7 +15,7 @@ from tracegrad.errors import FormatError
 from tracegrad.inputs import paths
 from tracegrad.inputs.adapters.chunks import is_chunk
 from tracegrad.tables import to_json
-from tracegrad.trace import Traces
+from tracegrad.trace import Trace, Traces
 
 REQUESTS = ("request", "requestbody", "kwargs", "inputs", "input", "params", "parameters", "body", "req", "payload")
 RESPONSES = (
@@ -33,6 +33,8 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
     if (names := _names(record)) is None:
         return None
     asked, answered = names
+    if not asked and not _is_response(record[answered]):
+        return [_of_other(record, answered)]
     request = opened(record[asked]) if asked else {"messages": record["messages"]}
     response = opened(record[answered])
     if not asked:
@@ -54,7 +56,7 @@ def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
     if answered is None:
         talk = record.get("messages")
         asks = isinstance(talk, list) and talk and isinstance(talk[-1], Mapping) and talk[-1].get("role") != "assistant"
-        answered = next((key for key in there if asks and _is_read(record[key])), None)
+        answered = next((key for key in there if asks and _read({}, opened(record[key]))), None)
         return None if answered is None else ("", answered)
     others = [named[key] for key in REQUESTS if key in named and named[key] != answered]
     asked = next((key for key in others if _is_request(record[key])), None)
@@ -104,17 +106,29 @@ def _is_response(value: Any) -> bool:
     return isinstance(told, Mapping) and isinstance(told.get("choices"), list) and bool(told["choices"])
 
 
-def _is_read(value: Any) -> bool:
-    """Whether the core reads it as the response of another API."""
-    told = opened(value)
-    if not isinstance(told, (Mapping, list)) or not told:
-        return False
+def _of_other(record: Mapping[str, Any], answered: str) -> dict[str, Any]:
+    """Messages and the response of another API beside them: as a call, or with what it says behind the messages, where
+    that API asks by something else than messages.
+    """
+    kept = {key: value for key, value in record.items() if key not in (answered, "messages")}
+    talk, response = record["messages"], opened(record[answered])
+    sampling = {key: record[key] for key in ("temperature", "top_p") if record.get(key) is not None}
+    trace = _read({**sampling, "messages": talk}, response)
+    if trace is not None and len(trace.messages) == len(talk) + 1:
+        return {**kept, "request": {**sampling, "messages": talk}, "response": response}
+    given = [{**each, "sampled": False} if each.get("role") == "assistant" else each for each in talk]
+    return {**kept, "messages": [*given, *(trace.messages[-1:] if trace else [])]}
+
+
+def _read(request: Any, response: Any) -> Trace | None:
+    """What the core reads of a response of another API, with something sampled in it."""
+    if not isinstance(response, (Mapping, list)) or not response:
+        return None
     try:
-        call = {"request": {"messages": []}, "response": told}
-        core, _ = _core.Traces.decode([to_json(call)], "<record>", 1, "auto")
+        core, _ = _core.Traces.decode([to_json({"request": request, "response": response})], "<record>", 1, "auto")
     except FormatError:
-        return False
-    return any(trace.generations for trace in Traces(core))
+        return None
+    return next((trace for trace in Traces(core) if trace.generations), None)
 
 
 def _said(response: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad.inputs import paths
+from tracegrad.inputs.adapters import langchain
 from tracegrad.inputs.adapters.loggers import opened, plain
 
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs")
@@ -48,13 +49,14 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
 
 
 def _scores(record: Mapping[str, Any]) -> dict[str, float]:
-    """The rewards of the two sides: what each was rated, where both were, under one name with its side; else 1 and 0."""
+    """The rewards of the two sides: what both were rated, under a name with the side before or behind it; or 1 and 0."""
     named = {plain(str(key)): value for key, value in record.items()}
+    sides = ("chosen", "rejected")
     for name in _SCORES:
-        for keys in (("chosen" + name, "rejected" + name), (name + "chosen", name + "rejected")):
-            found = [paths.number(named.get(key)) for key in keys]
-            if None not in found and not any(isinstance(named[key], bool) for key in keys):
-                return dict(zip(("chosen", "rejected"), (each or 0.0 for each in found), strict=True))
+        told = [named.get(side + name, named.get(name + side)) for side in sides]
+        found = [None if isinstance(each, bool) else paths.number(each) for each in told]
+        if None not in found:
+            return {side: each or 0.0 for side, each in zip(sides, found, strict=True)}
     return {"chosen": 1.0, "rejected": 0.0}
 
 
@@ -68,7 +70,7 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     answered = next((name for name in ANSWERS if is_said(record.get(name)) and not _is_raw(record[name])), None)
     asked = _first(record, PROMPTS)
     if "messages" in record:
-        asked = "messages" if answered and asks(record["messages"], answered) else None
+        asked = "messages" if answered and record[answered] and asks(record["messages"], answered) else None
     if asked is None or answered is None:
         return None
     prompt = messages_of(record[asked], "user")
@@ -77,6 +79,7 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     if isinstance(system := record.get("system"), str) and system:
         prompt = [{"role": "system", "content": system}, *prompt]
     said = messages_of(record[answered], "assistant")
+    said = [{**each, "content": langchain.text_of(each["content"])} if "content" in each else each for each in said]
     used = (asked, answered, "system", "input" if asked == "instruction" else asked)
     rest = {key: value for key, value in record.items() if key not in used}
     if said and len(said) == 1:

@@ -153,8 +153,8 @@ def _are_ids(value: Any) -> bool:
 
 
 def is_of_each(key: str, value: Any, count: int) -> bool:
-    """Whether a value is a list of as many numbers, or words that are ones, or objects under a name of rewards that have
-    these; null stands for one that is not known.
+    """Whether a value is a list of as many numbers, or of words that are ones, or under a name of rewards of objects
+    that have these; null stands for one that is not known.
     """
     if not isinstance(value, list) or len(value) != count:
         return False
