@@ -95,6 +95,10 @@ CUT = {
         "meta": {"gold": SAID},
     },
     "with sampled tokens": {"messages": [USER, {**BEFORE[0], "token_ids": [7]}, USER], "answer": "4", "answers": ["4"]},
+    "with a response as Python shows it": {
+        "messages": [USER, *BEFORE],
+        "response": f"ChatCompletion(id='c', a={SAID})",
+    },
     "in a span": {"messages": [USER, *BEFORE], "span_id": "s", "parent_id": None, "trace_id": "t"},
     "beside a list of others": {"messages": [USER, *BEFORE], "shots": [{"messages": [USER, SAID]}]},
     "with a result that is no answer": {"messages": [USER, *BEFORE], "result": {"status": "max_turns"}, "output": ""},

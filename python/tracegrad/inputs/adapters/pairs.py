@@ -19,6 +19,7 @@ PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs")
 ANSWERS = ("response", "completion", "output", "answer", "generation", "response_text", "generated_text", "outputs")
 OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
 _WISHED = ("answer", "answers")
+_SHOWN = re.compile(r"[A-Z]\w*\(\s*\w+=")
 _TURNS = re.compile(r"\n\n(Human|Assistant):[ ]?")
 _SCORES = ("score", "rating", "reward", "grade", "quality", "points")
 
@@ -49,7 +50,7 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
 
 
 def _scores(record: Mapping[str, Any]) -> dict[str, float]:
-    """The rewards of the two sides: what both were rated, under a name with the side before or behind it; or 1 and 0."""
+    """The rewards of the two sides: what both were rated, by a name with the side before or behind it; or 1 and 0."""
     named = {plain(str(key)): value for key, value in record.items()}
     sides = ("chosen", "rejected")
     for name in _SCORES:
@@ -107,7 +108,9 @@ def asks(talk: Any, answer: str) -> bool:
 
 
 def _is_raw(value: Any) -> bool:
-    """Whether a text is a response, or the events of one, and no answer."""
+    """Whether a text is a response, the events of one, or how Python shows one, and no answer."""
+    if isinstance(value, str) and _SHOWN.match(value):
+        return True
     told = opened(value) if isinstance(value, str) else None
     return (isinstance(told, Mapping) and "choices" in told) or (isinstance(told, list) and value[:1] != "[")
 
