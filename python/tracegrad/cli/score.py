@@ -88,7 +88,7 @@ def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             else "         no trace has a score: mend what failed, and type it again"
         )
         say(*stream.lines(), *_lines(told, done, price, cache), then)
-    return int(none)
+    return 0
 
 
 def _following(out: Path, model: Path | None) -> str:
