@@ -46,8 +46,8 @@ class Traces:
     def plain(records: list[bytes], keys: list[bytes]) -> list[bool]:
         """Whether each record is read as it stands: all of it that was sampled, and none of the keys is in it."""
 
-    def open(self) -> list[int]:
-        """The traces whose conversation goes on behind what was sampled last."""
+    def open(self, names: list[str] | None = None) -> list[int]:
+        """The traces that go on behind what was sampled last; with names, where an answer may stand beside."""
 
     @staticmethod
     def compose(rows: list[list[Any]], name: str, first: int, format: str) -> tuple[Traces, dict[str, Any]]: ...

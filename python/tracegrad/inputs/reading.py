@@ -210,7 +210,7 @@ class InputStream(Iterator[Traces]):
         left = None if left is None else left - self._done.traces
         for part in source.plain():
             now = source.report.unused_choices
-            odd = [*range(len(part))] if now > unused else part.core.open()
+            odd = [*range(len(part))] if now > unused else part.core.open(adapters.ANSWERS)
             unused = now
             if odd and self._options.format == "auto":
                 self._again = self._again or Again(self._adapted, lambda: self._decoder(number, "-again"))

@@ -85,9 +85,10 @@ impl PyTraces {
         Ok((Self::new(traces, format), report_dict(py, &report)?))
     }
 
-    /// The traces whose conversation goes on behind what was sampled last, by their number.
-    fn open(&self) -> Vec<usize> {
-        open(&self.inner)
+    /// The traces whose conversation goes on behind what was sampled last; with names, where an answer may be beside.
+    #[pyo3(signature = (names=None))]
+    fn open(&self, names: Option<Vec<String>>) -> Vec<usize> {
+        open(&self.inner, names.as_deref())
     }
 
     /// Whether each record is read as it stands: all of it that was sampled, and no object in it has one of the keys.

@@ -4,6 +4,6 @@ A record goes to the first adapter that knows it; what none knows stays as it is
 """
 
 from tracegrad.inputs.adapters.chunks import Gather, is_chunk
-from tracegrad.inputs.adapters.table import Adapted, adapt, needed
+from tracegrad.inputs.adapters.table import ANSWERS, Adapted, adapt, needed
 
-__all__ = ["Adapted", "Gather", "adapt", "is_chunk", "needed"]
+__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "needed"]

@@ -178,6 +178,8 @@ def adapt(record: Any) -> list[dict[str, Any]] | None:
     return None if found is None else found.records
 
 
+ANSWERS = sorted({loggers.plain(each) for each in (*loggers.RESPONSES, *pairs.ANSWERS, *samples.ANSWERS)})
+"""Names under which an answer may stand, by their letters alone."""
 _KEYS = [key.encode() for each in ADAPTERS for key in each.keys]
 
 

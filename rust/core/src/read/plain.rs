@@ -7,6 +7,8 @@ use crate::error::{Error, Kind, Result};
 use crate::threads;
 use crate::trace::Trace;
 use aho_corasick::{AhoCorasick, MatchKind};
+use serde_json::value::RawValue;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// For each record whether it is read as it stands: something was sampled in it, of its choices none is left out, of a
@@ -37,17 +39,42 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
     Ok(threads::map(records, || (), |(), record| is_plain(record)))
 }
 
-/// The traces whose conversation goes on behind what was sampled last, by their number: their records are looked at.
+/// The traces whose conversation goes on behind what was sampled last, by their number.
+///
+/// With `names`, those alone beside whose messages an answer may stand: something under one of these names, which are
+/// lower case without `_` and `-`, or what may be a response or a message. Their records are to be looked at.
 ///
 /// ```
 /// # use tracegrad_core::read::{Options, open, read_all};
-/// let said = br#"{"messages": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}]}"#;
-/// let (traces, _) = read_all(said, "memory", Options::default())?;
-/// assert_eq!(open(&traces), [0]);
+/// let cut = br#"{"messages": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}], "id": "a"}"#;
+/// let answered = br#"{"messages": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "?"}], "Out_put": "5"}"#;
+/// let both = [&cut[..], b"\n", &answered[..]].concat();
+/// let (traces, _) = read_all(&both, "memory", Options::default())?;
+/// let traces: Vec<_> = traces.into_iter().collect();
+/// assert_eq!((open(&traces, None::<&[&str]>), open(&traces, Some(&["output"]))), (vec![0, 1], vec![1]));
 /// # Ok::<(), tracegrad_core::Error>(())
 /// ```
-pub fn open(traces: &[Arc<Trace>]) -> Vec<usize> {
-    (0..traces.len()).filter(|index| !traces[*index].generations.is_empty() && is_open(&traces[*index])).collect()
+pub fn open<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Vec<usize> {
+    let asked = |trace: &Trace| names.is_none_or(|names| may_answer(&trace.record, names));
+    let odd = |trace: &Trace| !trace.generations.is_empty() && is_open(trace) && asked(trace);
+    (0..traces.len()).filter(|index| odd(&traces[*index])).collect()
+}
+
+/// What a response or a message has in it, however it is called and written.
+const SAID: [&str; 4] = ["choices", "content", "tool_calls", "blocks"];
+
+/// Whether beside the messages of a record something stands that may be an answer.
+fn may_answer<N: AsRef<str>>(record: &[u8], names: &[N]) -> bool {
+    let Ok(values) = serde_json::from_slice::<HashMap<String, &RawValue>>(record) else { return true };
+    let named = |key: &str| {
+        let plain: String = key.chars().filter(|letter| !matches!(letter, '_' | '-')).collect();
+        names.iter().any(|name| plain.eq_ignore_ascii_case(name.as_ref()))
+    };
+    values.iter().any(|(key, value)| {
+        let text = value.get();
+        let holds = text.starts_with(['{', '[', '"']) && key != "messages" && key != "tools";
+        holds && (named(key) || SAID.iter().any(|word| text.contains(word)))
+    })
 }
 
 /// Whether what decoding a record gave is all that it says was sampled. A recorder's own form says so by itself.
