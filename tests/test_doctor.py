@@ -280,7 +280,7 @@ def test_usage_of_several_choices_is_no_sign_of_lost_chunks(tmp_path):
             response["usage"]["completion_tokens"] *= 2
             response["choices"].append({**copy.deepcopy(response["choices"][0]), "index": 1})
 
-    assert names(diagnosed(spoiled(more), tmp_path)) == {}
+    assert names(diagnosed(spoiled(more), tmp_path)) == {"unused_choices": "WRONG"}, "of the single calls"
 
 
 def test_usage_of_choices_that_were_asked_for_and_lie_elsewhere_is_no_sign_of_lost_chunks(tmp_path):
@@ -294,6 +294,22 @@ def test_usage_of_choices_that_were_asked_for_and_lie_elsewhere_is_no_sign_of_lo
 
     assert "lost_chunks" not in names(diagnosed(spoiled(alone(4)), tmp_path))
     assert names(diagnosed(spoiled(alone(1)), tmp_path))["lost_chunks"] == "WRONG"
+
+
+def test_an_n_that_is_no_request_s_hides_no_lost_chunks(tmp_path):
+    def noted(record):
+        record["metadata"] = {"n": 2}
+        for response in responses(record):
+            response["usage"]["completion_tokens"] *= 4
+
+    assert names(diagnosed(spoiled(noted), tmp_path))["lost_chunks"] == "WRONG"
+
+
+def test_conversations_that_end_before_an_answer_are_counted(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": [*talk, *talk[:1]] if at < 2 else talk, "reward": at % 2, "group": "g"} for at in range(50)]
+    assert names(diagnosed(rows, tmp_path))["unanswered"] == "NOTE"
+    assert "unanswered" not in names(diagnosed(rows[2:], tmp_path))
 
 
 def test_hidden_reasoning_is_found_where_usage_tells_of_it(tmp_path):

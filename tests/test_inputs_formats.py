@@ -113,7 +113,7 @@ def test_a_bad_sample_is_located(tmp_path, name):
 
 def test_text_forms():
     talk = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s", "id": 3}
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "id": "p", "score_chosen": 0.9}
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "id": "p", "score_chosen": 0.9, "rejected-score": "0.25"}
     full = {
         "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}],
@@ -123,7 +123,7 @@ def test_text_forms():
     said = [[(each["role"], each["content"]) for each in trace.messages] for trace in traces]
     assert said[0] == [("system", "s"), ("user", "a"), ("assistant", "b")]
     assert said[1:5] == [[("user", "a"), ("assistant", text)] for text in "bcbc"]
-    assert [trace.reward for trace in traces[1:5]] == pytest.approx([0.9, 0.0, 1.0, 0.0])
+    assert [trace.reward for trace in traces[1:5]] == pytest.approx([0.9, 0.25, 1.0, 0.0])
     assert traces[1].group == traces[2].group == traces[3].group
     assert [trace.id for trace in traces[1:3]] == ["p-chosen", "p-rejected"]
     assert said[5] == [("user", "add\n\n2+2"), ("assistant", "4")]

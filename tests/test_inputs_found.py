@@ -51,7 +51,7 @@ def test_candidates_are_named_by_type_coverage_and_spread():
     assert [(each.field, each.path) for each in found.found if each.field == "reward"] == [("reward", "metadata.score")]
     assert found.of("reward")[0].why == '16 of 16 records have a number "metadata.score" (0 to 1, 3 values)'
     assert {each.path for each in found.of("group")} == {"metadata.task", "prompt"}
-    assert "8 records begin with one of 4 prompts that others share" in [each.why for each in found.of("group")]
+    assert "8 conversations begin with one of 4 prompts that others share" in [each.why for each in found.of("group")]
     assert found.of("session")[0].flags() == ["--map.session", "session_id", "--map.order", "started"]
     assert found.of("session")[1].why == "8 of 16 calls go on an earlier one"
     assert not candidates.find(calls(), config.Map(reward="x", group="y", session="z")).found
@@ -169,7 +169,7 @@ def test_init_writes_a_config_that_trains_what_it_found(tmp_path, capsys):
         "session": "session_id",
         "order": "started",
     }
-    assert '# group = "prompt"  # 8 records begin' in out.read_text()
+    assert '# group = "prompt"  # 8 conversations begin' in out.read_text()
     assert main(["init", path, "--out", str(out)]) == 1
     assert "is there already" in capsys.readouterr().err
     assert main(["init", "-", "--out", str(tmp_path / "stdin.toml")]) == 1

@@ -43,7 +43,9 @@ def test_each_choice_takes_its_own_of_what_stands_beside_them():
     assert [each.messages[-1]["content"] for each in (one, two)] == ["4", "5"]
     assert tg.read([record], map={"reward": "scores"}).reward.tolist() == [3, 4]
     assert b"usage" not in one.record, "it counts the tokens of all choices"
-    assert len(tg.read([{"request": ASKED, "response": answered("4", "5")}])) == 1, "nothing tells them apart"
+    bare = tg.read([{"request": ASKED, "response": answered("4", "5")}])
+    assert [each.messages[-1]["content"] for each in bare] == ["4", "5"], "each was sampled"
+    assert bare.groups[0] == bare.groups[1] is not None
 
 
 def test_answers_of_a_prompt_are_a_group_with_rewards_of_their_own():
@@ -99,7 +101,7 @@ def test_traces_whose_prompt_is_text_are_grouped_by_it_and_those_without_one_are
     bare = tg.stream([{"messages": [{"role": "assistant", "content": "4"}]}] * 2, map={"group": "prompt"})
     assert tg.Traces.concatenate(list(bare)).groups == [None, None]
     assert "map      group: 2 traces have no prompt and are alone" in bare.lines()
-    assert candidates.find(dump).of("group")[0].why == "2 records begin with one of 1 prompts that others share"
+    assert candidates.find(dump).of("group")[0].why == "2 records begin with the same prompt"
 
 
 def test_streamed_calls_go_on_one_another():

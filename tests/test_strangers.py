@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import tracegrad as tg
 from tracegrad.cli import main
+from tracegrad.inputs import candidates
 
 FILES = Path(__file__).parent / "data" / "strangers"
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -62,6 +64,18 @@ THIRD = {
     "dspy_history.json.gz": ("12 traces in 4 groups", "reward is metric"),
     "smolagents_runs.jsonl.gz": ("8 traces in 2 groups", "reward is success"),
     "distilabel_dpo.jsonl.gz": ("convert  8 records of preference_pair",),
+}
+
+
+FOURTH = {
+    "triage_calls.jsonl.gz": (
+        "40 traces in 5 groups",
+        "convert  10 records of choices",
+        "per_choice_correct: true or false",
+    ),
+    "chat_sessions.json.gz": ("12 traces in 1 group from", "28 records are 12 conversations", "'down' is 0, 'up' is 1"),
+    "lc_threads.jsonl.gz": ("20 traces in 2 groups", "'resolved' is 1, 'escalated' is 0"),
+    "rated_pairs.jsonl.gz": ("48 traces in 12 groups", "convert  24 records of preference_pair"),
 }
 
 
@@ -130,6 +144,80 @@ def test_a_third_set_of_producers_goes_to_a_report_too(name, here, capsys):
     out = walk(name, capsys)
     for sign in THIRD[name]:
         assert sign in out
+
+
+@pytest.mark.parametrize("name", FOURTH)
+def test_a_fourth_set_of_producers_goes_to_a_report_too(name, here, capsys):
+    shutil.copy(FILES / "fourth" / name, here)
+    out = walk(name, capsys)
+    for sign in FOURTH[name]:
+        assert sign in out
+
+
+def test_the_thumb_of_a_session_is_given_to_the_answer_that_its_chunks_hold():
+    held = json.loads(gzip.decompress((FILES / "fourth" / "chat_sessions.json.gz").read_bytes()))
+    told = {"reward": "thumbs", "session": "session_id"}
+    traces = tg.read(FILES / "fourth" / "chat_sessions.json.gz", map=told)
+    last = {each["session_id"]: each for each in held}
+    assert len(traces) == len(last) == 12
+    for trace, (name, call) in zip(traces, last.items(), strict=True):
+        parts = [each["choices"][0]["delta"].get("content") or "" for each in call["chunks"] if each["choices"]]
+        assert trace.messages[trace.generations[-1].message]["content"] == "".join(parts)
+        assert len(trace.generations) == sum(each["session_id"] == name for each in held)
+        assert trace.reward == {"up": 1.0, "down": 0.0, None: None}[call["thumbs"]]
+
+
+def test_equal_sides_of_a_pair_are_remarked_and_ratings_are_their_rewards(here, capsys):
+    shutil.copy(FILES / "fourth" / "rated_pairs.jsonl.gz", here)
+    _, out, _ = typed(f"tracegrad doctor rated_pairs.jsonl.gz --model {MODEL}", capsys)
+    assert "equal sides of a pair, with unlike rewards: 4 of 48 traces" in out
+    rows = [json.loads(line) for line in gzip.decompress(Path("rated_pairs.jsonl.gz").read_bytes()).splitlines()]
+    assert sum(each["chosen"] == each["rejected"] for each in rows) == 4
+    rated = [each[f"{side}_rating"] for each in rows for side in ("chosen", "rejected")]
+    assert tg.read("rated_pairs.jsonl.gz").reward.tolist() == pytest.approx(rated)
+
+
+def test_a_log_without_a_sample_is_left_out_beside_others_and_alone_says_why(here, capsys):
+    shutil.copy(FILES / "fourth" / "cut_off.eval", here)
+    code, _, error = typed(f"tracegrad doctor cut_off.eval --model {MODEL}", capsys)
+    assert code == 1
+    assert "a log of inspect-ai whose run was cut off before its first sample" in error
+    shutil.copy(FILES / "inspect.eval", here)
+    stream = tg.stream(["cut_off.eval", "inspect.eval"])
+    assert sum(map(len, stream)) == 8
+    assert "1 files without a record of a call are left out, cut_off.eval first" in stream.lines()[0]
+    shutil.copy(FILES / "third" / "weather.eval", here)
+    found = candidates.find(["cut_off.eval", "weather.eval"]).of("reward")
+    assert found[0].path == "scores.graded.value.right", "what cannot be read does not hide the others"
+
+
+def test_words_that_are_no_verdict_are_named_for_a_function(here, capsys):
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    lines(here / "labels.jsonl", [{"messages": talk, "label": "so-so" if at % 3 else "fine"} for at in range(6)])
+    _, out, _ = typed(f"tracegrad doctor labels.jsonl --model {MODEL}", capsys)
+    assert "the command after `next` gives it what it lacks" in out
+    assert (
+        "found    6 of 6 records have words \"label\" ('so-so' in 4, 'fine' in 2), which are no numbers: a function of "
+        'score has them as columns["label"], one for each text'
+    ) in out
+    Path("mine.py").write_text(
+        "def right(prompts, completions, label, **columns):\n    return [float(each == 'fine') for each in label]\n"
+    )
+    code, out, error = typed(followed(out), capsys)
+    assert code == 0, error
+    assert [each.reward for each in tg.read("scored.jsonl")] == [1, 0, 0, 1, 0, 0]
+
+
+def test_a_function_that_fails_everywhere_is_not_asked_for_again_by_what_is_printed(here, capsys):
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    lines(here / "t.jsonl", [{"messages": talk, "group": "g"}] * 2)
+    Path("mine.py").write_text("def right(prompts, completions, **columns):\n    raise KeyError('gold')\n")
+    command = f"tracegrad score t.jsonl --reward mine.py:right --out scored.jsonl --model {MODEL}"
+    _, out, _ = typed(command, capsys)
+    assert "no trace has a score: mend what failed" in out
+    assert "\nnext " not in out
+    _, out, _ = typed(f"{command} --json", capsys)
+    assert json.loads(out)["next"] == ""
 
 
 def test_a_verdict_agrees_with_the_command_below_it(here, capsys):

@@ -44,7 +44,10 @@ class Traces:
     def decode(records: list[bytes], name: str, first: int, format: str) -> tuple[Traces, dict[str, Any]]: ...
     @staticmethod
     def plain(records: list[bytes], keys: list[bytes]) -> list[bool]:
-        """Whether each record is read as it stands: something was sampled in it, and none of the keys is in it."""
+        """Whether each record is read as it stands: all of it that was sampled, and none of the keys is in it."""
+
+    def open(self, names: list[str] | None = None) -> list[int]:
+        """The traces that go on behind what was sampled last; with names, where an answer may stand beside."""
 
     @staticmethod
     def compose(rows: list[list[Any]], name: str, first: int, format: str) -> tuple[Traces, dict[str, Any]]: ...

@@ -100,9 +100,10 @@ class Account:
 
     def lines(self) -> list[str]:
         """The account for a terminal."""
+        groups = f"{self.groups:,} group{'s' * (self.groups != 1)}"
         bad = f", {self.read.bad:,} bad records left out" if self.read.bad else ""
         out = [
-            f"read     {self.traces:,} traces in {self.groups:,} groups from {self.source}{bad}",
+            f"read     {self.traces:,} traces in {groups} from {self.source}{bad}",
             *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
             *self.mapped,
             *self.found,

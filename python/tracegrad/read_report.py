@@ -54,7 +54,7 @@ def summed(left: ReadReport, right: ReadReport) -> ReadReport:
     return replace(
         left,
         **counts,
-        formats=add(left.formats, right.formats),
+        formats={name: found for name, found in add(left.formats, right.formats).items() if found[0]},
         reasons=add(left.reasons, right.reasons),
         errors=(*left.errors, *right.errors)[:FIRST_ERRORS],
     )

@@ -308,6 +308,72 @@ def distilabel_dpo():
     pipeline.run(use_cache=False)["default"]["train"].to_json(str(OUT / "distilabel_dpo.jsonl"))
 
 
+def triage_calls():
+    """The fourth set: the openai client with n=4, and a verdict on each choice one level below."""
+    from openai import OpenAI
+
+    rows = []
+    for q in [*QUESTIONS, *QUESTIONS]:
+        asked = [{"role": "system", "content": "Answer in one line."}, {"role": "user", "content": q}]
+        request = {"model": "gpt-4o-mini", "temperature": 0.9, "n": 4, "logprobs": True, "messages": asked}
+        response = OpenAI().chat.completions.create(**request)
+        verdicts = [bool(right(q, each.message.content)) for each in response.choices]
+        told = {"evaluation": {"per_choice_correct": verdicts}, "ts": time.time()}
+        rows.append({"request": request, "response": response.model_dump(), **told})
+    lines("triage_calls.jsonl", rows)
+
+
+def chat_sessions():
+    """The fourth set: sessions call by call, answers as chunks beside all messages so far, a thumb on the last call."""
+    from openai import OpenAI
+
+    rows = []
+    for number, (q, answer) in enumerate([*QUESTIONS.items()] * 3):
+        asked = [{"role": "system", "content": "Answer in one line."}]
+        for turn, said in enumerate([q, "Are you sure?", "Shorter, please."][: 1 + number % 3]):
+            asked.append({"role": "user", "content": said})
+            told = {"stream": True, "stream_options": {"include_usage": True}}
+            chunks = [*OpenAI().chat.completions.create(model="gpt-4o-mini", messages=asked, **told)]
+            text = "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
+            kept = [each.model_dump(exclude_none=True) for each in chunks]
+            rows.append(
+                {"session_id": f"s{number}", "turn": turn, "messages": [*asked], "chunks": kept, "thumbs": None}
+            )
+            asked.append({"role": "assistant", "content": text})
+        rows[-1]["thumbs"] = "up" if answer in text else "down"
+    (OUT / "chat_sessions.json").write_text(json.dumps(rows, indent=2))
+
+
+def lc_threads():
+    """The fourth set: threads of LangChain's messages, whose outcome is a word."""
+    from langchain_core.messages import HumanMessage, messages_to_dict
+    from langchain_openai import ChatOpenAI
+
+    rows = []
+    for number, (q, answer) in enumerate([*QUESTIONS.items()] * 4):
+        talk = [HumanMessage(q)]
+        talk.append(ChatOpenAI(model="gpt-4.1-mini", temperature=0.8).invoke(talk))
+        outcome = "resolved" if answer in str(talk[-1].content) else "escalated"
+        rows.append({"thread_id": f"t{number}", "messages": messages_to_dict(talk), "outcome": outcome})
+    lines("lc_threads.jsonl", rows)
+
+
+def rated_pairs():
+    """The fourth set: pairs of messages with a rating of each side, by datasets."""
+    from datasets import Dataset
+    from openai import OpenAI
+
+    rows = []
+    for q in [*QUESTIONS] * 3:
+        asked = [{"role": "user", "content": q}]
+        made = OpenAI().chat.completions.create(model="m", messages=asked, n=2, temperature=1.0).choices
+        good, bad = sorted((each.message.content for each in made), key=lambda text: -right(q, text))
+        sides = {"chosen": good, "rejected": bad}
+        row = {"prompt": asked, **{key: [{"role": "assistant", "content": text}] for key, text in sides.items()}}
+        rows.append(row | {f"{key}_rating": 1.0 + 3 * right(q, text) for key, text in sides.items()})
+    Dataset.from_list(rows).to_json(str(OUT / "rated_pairs.jsonl"))
+
+
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
     for name in sys.argv[2:]:

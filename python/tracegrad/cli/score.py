@@ -77,11 +77,17 @@ def _score(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             done = asyncio.run(_judge(told, traces, common))
         common["told"].end()
         write(done.parts(), told.out)
-    account, following = _account(told, done, price), _following(told.out, told.model)
+    none = bool(done.counts) and done.unscored == len(done.source)
+    following = "" if none else _following(told.out, told.model)
     if told.json:
-        tell({**account, "next": following})
+        tell({**_account(told, done, price), "next": following})
     else:
-        say(*stream.lines(), *_lines(told, done, price, cache), f"next     {following}")
+        then = (
+            f"next     {following}"
+            if following
+            else "         no trace has a score: mend what failed, and type it again"
+        )
+        say(*stream.lines(), *_lines(told, done, price, cache), then)
     return 0
 
 

@@ -136,6 +136,22 @@ def lone_traces(whole: Whole) -> Hits:
 
 
 @check(
+    "equal sides of a pair, with unlike rewards",
+    "traces",
+    note=0.0,
+    costs=0.05,
+    hurts="The same words are praised and blamed: what one side teaches the other takes back.",
+    cure="Drop pairs whose two sides are equal. Where a judge rated the same words twice, take the mean.",
+)
+def unlike_rewards(whole: Whole) -> Hits:
+    """Sees traces that say, token for token, what an earlier one of their record says, and have another reward.
+
+    Threshold: any trace is a note; it costs from 5 % of the traces.
+    """
+    return Hits(whole.alike.count, whole.traces, whole.alike.first, whole.alike.found)
+
+
+@check(
     "duplicated generations",
     "traces",
     costs=0.0,

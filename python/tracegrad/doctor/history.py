@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import _core
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
 from tracegrad.trace import Trace, Traces
 
 CLOSER = b"</think>"
+_NUMBERED = re.compile(rb'"index"\s*:\s*[1-9]')
 REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
 
 
@@ -131,7 +134,8 @@ def overlong(look: Look) -> Hits:
     costs=0.0,
     wrong=1.0,
     hurts="Without a reward there is no advantage: such a trace trains nothing, and its group has a baseline of fewer.",
-    cure="Say where the records hold it: --map.reward PATH. What may be meant stands at the end.",
+    cure="Say where the records hold it: --map.reward PATH; what seems to be meant is listed as `found`. Else score "
+    "them: tracegrad score.",
     hides=("equal_rewards",),
 )
 def no_rewards(look: Look) -> Hits:
@@ -167,6 +171,50 @@ def contaminated(look: Look) -> Hits:
     at = np.flatnonzero(np.isin(prompt_hashes(look.traces), held))
     first = look.trace_at(int(at[0])) if len(at) else None
     return Hits(len(at), len(look.traces), first, f"{len(held):,} prompts are held out" if len(at) else "")
+
+
+@check(
+    "conversations that end before an answer",
+    "traces",
+    note=0.0,
+    costs=0.05,
+    hurts="What was sampled last is not where they end: a reward for the answer that would follow is given to an "
+    "earlier one.",
+    cure="Trajectories that were cut off: leave them. Else the answer was recorded apart: put it behind the messages, "
+    'or write {"request": {"messages": [...]}, "response": {...}}.',
+)
+def unanswered(look: Look) -> Hits:
+    """Sees traces whose last message was not sampled, though one before it was.
+
+    Threshold: any trace is a note, as a limit of turns leaves such ones; it costs from 5 % of traces.
+    """
+    at = look.traces.core.open()
+    return Hits(len(at), len(look.traces), look.trace_at(at[0]) if at else None)
+
+
+@check(
+    "choices of a response that are not read",
+    "choices",
+    costs=0.0,
+    wrong=0.01,
+    hurts="Of several choices the first is read. One reward stands beside them: it may be that of another, and what "
+    "the others said is lost.",
+    cure='Name the one that was used, "choice": 2 counted from 0; or write one reward for each of them as a list '
+    "beside the response: then each is a trace.",
+)
+def unused_choices(look: Look) -> Hits:
+    """Sees single calls whose response has several choices, of which the record does not say which one was used.
+
+    Threshold: any choice; wrong from 1 % of the choices. In a conversation of several calls the next one says it.
+    """
+    counts = np.diff(look.first_generation)
+    unused, first = 0, None
+    for at in np.flatnonzero(counts == 1):
+        record = look.traces.core.record(int(at))
+        if _NUMBERED.search(record):
+            left = _core.Traces.decode([record], "<record>", 1, look.traces.core.format)[1]["unused_choices"]
+            unused, first = unused + left, first or (look.trace_at(int(at)) if left else None)
+    return Hits(unused, unused + int(counts[counts == 1].sum()), first)
 
 
 def prompt_hashes(traces: Traces) -> NDArray[np.uint64]:

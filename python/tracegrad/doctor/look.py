@@ -6,7 +6,7 @@ G generations of R traces; no Python object per token. Made for each batch of a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from tracegrad.codes import LOGPROB_KINDS, SAMPLED
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.vocabulary import Vocabulary
+from tracegrad.inputs.mapping import loads
+from tracegrad.inputs.paths import DEEPEST
 from tracegrad.sequence import Sequences
 from tracegrad.trace import Traces
 
@@ -23,7 +25,30 @@ Array = NDArray[Any]
 USED = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"completion_tokens", b"output_tokens"))
 THOUGHT = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"reasoning_tokens", b"thoughtsTokenCount"))
 SEVERAL = re.compile(rb'"n"\s*:\s*(?:[2-9]|[1-9]\d+)\s*[,}]')
+OF_REQUEST = {"messages", "prompt", "model", "temperature", "top_p", "max_tokens", "logprobs", "stream", "seed"}
+"""Keys of which one stands beside the `n` of a request."""
 TEXT_TIERS = 4  # from this tier on ids are canonical, not recorded
+
+
+def _asked_for_several(record: bytes) -> bool:
+    """Whether a request in a record, or its parameters beside it, asks for several choices."""
+    return bool(SEVERAL.search(record)) and any(map(_is_several, _objects(loads(record))))
+
+
+def _is_several(told: dict[str, Any]) -> bool:
+    n = told.get("n")
+    return isinstance(n, int) and n > 1 and not OF_REQUEST.isdisjoint(told)
+
+
+def _objects(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The objects in a record, but those that were said."""
+    if isinstance(value, dict):
+        yield value
+        inside = [each for key, each in value.items() if key not in ("messages", "response", "tools")]
+    else:
+        inside = value if isinstance(value, list) else []
+    for each in inside if depth < DEEPEST else ():
+        yield from _objects(each, depth + 1)
 
 
 class Look:
@@ -127,7 +152,7 @@ class Look:
         for index in range(len(self.traces)):
             start, end = self.first_generation[index : index + 2]
             record = self.traces.core.record(index)
-            if record.count(b'"finish_reason"') > end - start or SEVERAL.search(record):
+            if record.count(b'"finish_reason"') > end - start or _asked_for_several(record):
                 continue
             for patterns, column in ((USED, used), (THOUGHT, thought)):
                 told = next(filter(None, (pattern.findall(record) for pattern in patterns)), [])

@@ -14,6 +14,7 @@ HEAD = {
     Severity.NOTE: "it can be trained on",
 }
 AROUND = "training on it as it stands would be wrong; the command after `next` goes around that"
+SCORED = "training on it as it stands would be wrong; the command after `next` gives it what it lacks"
 LONGEST, MOST_TYPED = 300, 1 << 17
 
 
@@ -41,9 +42,11 @@ def lines(diagnosis: Diagnosis) -> list[str]:
 
 def _verdict(diagnosis: Diagnosis) -> str:
     """What the worst finding means, and whether the command that is printed trains rightly for all that."""
-    wrong = diagnosis.severity == Severity.WRONG
-    goes_on = wrong and diagnosis.following.startswith("tracegrad train ")
-    return AROUND if goes_on else HEAD[diagnosis.severity or Severity.NOTE]
+    if diagnosis.severity == Severity.WRONG:
+        for verb, verdict in (("train", AROUND), ("score", SCORED)):
+            if diagnosis.following.startswith(f"tracegrad {verb} "):
+                return verdict
+    return HEAD[diagnosis.severity or Severity.NOTE]
 
 
 def _found(diagnosis: Diagnosis) -> list[str]:

@@ -138,6 +138,37 @@ class Rewards:
 
 
 @dataclass
+class Alike:
+    """Traces that are, token for token, an earlier one of their record, with another reward."""
+
+    seen: dict[bytes, float] = field(default_factory=dict)
+    place: tuple[str | None, int | None] = (None, None)
+    count: int = 0
+    first: Place | None = None
+    found: str = ""
+
+    def add(self, look: Look) -> None:
+        """Compares the traces of each record, which stand one behind the other."""
+        sequences = look.sequences
+        starts = np.searchsorted(sequences.trace, np.arange(sequences.traces + 1))
+        for at, row in enumerate(look.rows):
+            place = look.traces.core.location(int(row))
+            if place != self.place:
+                self.place, self.seen = place, {}
+            known = ~np.isnan(sequences.rewards[at])
+            if not known.any():
+                continue
+            reward = float(sequences.rewards[at, known.argmax()])
+            ids = sequences.ids[slice(*sequences.cu_seqlens[starts[at : at + 2]])]
+            before = self.seen.setdefault(ids.tobytes(), reward)
+            if before != reward:
+                self.count += 1
+                if self.first is None:
+                    self.first = look.trace_at(int(row))
+                    self.found = f"reward {reward:g}, and {before:g} of an equal one of the same record"
+
+
+@dataclass
 class Versions:
     """Sampled tokens of each policy version, and where it first stands."""
 
@@ -258,6 +289,7 @@ class Whole:
     first_error: str = ""
     copies: Copies = field(default_factory=Copies)
     rewards: Rewards = field(default_factory=Rewards)
+    alike: Alike = field(default_factory=Alike)
     versions: Versions = field(default_factory=Versions)
     sample: Sample = field(default_factory=Sample)
     headless: Hits = field(default_factory=Hits)
@@ -288,7 +320,7 @@ class Whole:
         unknown = (look["logprob_kind"] == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
         self.unsaid += int(np.sum(unknown & (look["logprobs"] > 0)))
         self.few.add(look.traces)
-        for part in (self.copies, self.rewards, self.versions, self.sample):
+        for part in (self.copies, self.rewards, self.alike, self.versions, self.sample):
             part.add(look)
 
     @property

@@ -5,6 +5,7 @@ Only the first records are looked at. `doctor`, `train` and `init` print what is
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shlex
@@ -25,13 +26,9 @@ from tracegrad.inputs.sessions import _time
 RECORDS, BYTES = 2000, 1 << 26
 FIELDS = ("reward", "group", "session")
 SHOWN = 3
+MOST_WORDS = 8
 MOST_CALLS = 64
 """Calls of a conversation, on the average, from which a key is rather that of a run."""
-_REWARD = re.compile(
-    r"reward|score|success|correct|pass(ed)?$|resolved|solved|rating|grade|feedback|thumb|label|accuracy|quality|\bvalue$|"
-    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$",
-    re.I,
-)
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid", re.I
 )
@@ -101,11 +98,13 @@ class Candidates:
         records: how many were looked at.
         found: what may be meant.
         joined: calls among them that go on an earlier one, or a key by which a reward beside the calls is theirs.
+        labels: words that are no numbers, as lines that say how a function may make them ones.
     """
 
     records: int
     found: tuple[Candidate, ...]
     joined: int = 0
+    labels: tuple[str, ...] = ()
 
     def of(self, name: str) -> list[Candidate]:
         """Those of one field."""
@@ -119,6 +118,8 @@ class Candidates:
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
         """The best few of each field."""
         shown = [each.line() for name in names for each in self.of(name)[:SHOWN]]
+        if "reward" in names and not self.of("reward"):
+            shown += self.labels[:SHOWN]
         if shown and self.records >= RECORDS:
             shown.append(f"         (in the first {self.records:,} records; nothing of it is taken unless it is told)")
         return shown
@@ -141,7 +142,7 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     columns: dict[str, _Column] = {}
     beside: dict[str, _Column] = {}
     linked: dict[str, set[str]] = {}
-    calls = Calls("group" in wanted, "session" in wanted)
+    calls = Calls("group" in wanted, "session" in wanted or bool(told.session))
     count = silent = 0
     for record in _first(source):
         made = _made(record)
@@ -159,10 +160,14 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
             break
     sessions = list(_sessions(columns, count, calls))
     told_beside = list(_beside(beside, silent, columns, linked, sessions))
-    found = [*_rewards(columns, count), *_groups(columns, count, calls), *sessions, *told_beside]
-    kept = [each for each in found if each.field in wanted]
     found_beside = sum(each.field == "session" for each in told_beside)
-    return Candidates(count, tuple(sorted(kept, key=lambda each: -each.rank)), calls.joined + found_beside)
+    joined = calls.joined + found_beside
+    keys = sorted((each for each in (*sessions, *told_beside) if each.field == "session"), key=lambda each: -each.rank)
+    by = told.session or (keys[0].path if keys and joined else "")
+    found = [*_rewards(columns, count), *_groups(columns, count, calls, by), *sessions, *told_beside]
+    kept = sorted((each for each in found if each.field in wanted), key=lambda each: -each.rank)
+    labels = tuple(_labels(columns, count)) if "reward" in wanted else ()
+    return Candidates(count, tuple(kept), joined, labels)
 
 
 def _count(columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str]) -> None:
@@ -172,14 +177,14 @@ def _count(columns: dict[str, _Column], part: dict[str, Any], times: int, wanted
         if value is not None and ("reward" in wanted or _may_be(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times)
     for key, value in outer.items():
-        if isinstance(value, dict) and _REWARD.search(key):
+        if isinstance(value, dict) and paths.REWARD.search(key):
             _objects(columns, key, value, times)
 
 
 def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     """Keeps the session keys of a record without a call that says a reward."""
     told = [(path, value) for path, value in itertools.islice(paths.leaves(record), paths.MOST_WALKED)]
-    if any(_REWARD.search(path) and paths.verdict(value) is not None for path, value in told):
+    if any(paths.REWARD.search(path) and paths.verdict(value) is not None for path, value in told):
         for path, value in told:
             if value is not None and SESSION.search(path.rpartition(".")[2]):
                 linked.setdefault(path, set()).add(counted(value))
@@ -197,7 +202,7 @@ def _beside(
     Where no session is found by which they are of calls, the key is one by which most of them are: not what leads to
     rows that say no reward, as the parent of a call may have one and the steps beside the call have none.
     """
-    rewards = [each for each in _rewards(beside, count) if _REWARD.search(each.path)]
+    rewards = [each for each in _rewards(beside, count) if paths.REWARD.search(each.path)]
     if not rewards:
         return
     both = [path for path in linked if path in columns and path in beside and len(linked[path]) > 1]
@@ -257,26 +262,30 @@ def _objects(columns: dict[str, _Column], key: str, value: dict[str, Any], times
 
 def _first(source: Any) -> Iterator[Any]:
     """The first records, as Python has them."""
-    options = sources.Options(on_error="skip")
     held = count = 0
-    try:
-        named = isinstance(source, (str, list)) and all(isinstance(each, str) for each in source)
-        if named:
-            places = [
-                place for place in expand([source] if isinstance(source, str) else source) if place.kind != "stdin"
-            ]
-            opened: Iterator[Any] = (sources.of_place(place, options) for place in places)
-        else:
-            opened = iter([sources.of_object(source, options)])
-        for each in opened:
+    for each in _opened(source, sources.Options(on_error="skip")):
+        with contextlib.suppress(TracegradError):  # what cannot be read is said by whoever reads it
             for part in each.records():
                 for _, raw in part:
                     yield loads(raw)
                     held, count = held + len(raw), count + 1
                     if count >= RECORDS or held >= BYTES:
                         return
-    except TracegradError:
-        return  # what cannot be read is said by whoever reads it
+
+
+def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:
+    """The sources of what is named, but those that cannot be opened."""
+    if not (isinstance(source, (str, list)) and all(isinstance(each, str) for each in source)):
+        with contextlib.suppress(TracegradError):
+            yield sources.of_object(source, options)
+        return
+    places = []
+    with contextlib.suppress(TracegradError):
+        places = expand([source] if isinstance(source, str) else source)
+    for place in places:
+        if place.kind != "stdin":
+            with contextlib.suppress(TracegradError):
+                yield sources.of_place(place, options)
 
 
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
@@ -285,10 +294,10 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
             why = f'{column.count:,} of {count:,} records have an object "{path[:-1]}" of numbers'
             yield Candidate("reward", path[:-1], why, 2.5 * column.count / count)
             continue
-        hint, last = bool(_REWARD.search(path)), path.rpartition(".")[2]
+        hint, last = bool(paths.REWARD.search(path)), path.rpartition(".")[2]
         if column.numbers < column.count or column.numbers * 10 < count or column.low == column.high:
             continue
-        if (_NEVER.search(last) and not _REWARD.search(last)) or (
+        if (_NEVER.search(last) and not paths.REWARD.search(last)) or (
             not hint and not -1 <= column.low <= column.high <= 1
         ):
             continue
@@ -301,12 +310,33 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
         yield Candidate("reward", path, why, (2 * hint + bounded + 0.5) * column.count / count)
 
 
-def _groups(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:
-    shared = {prompt: times for prompt, times in calls.prompts.items() if times > 1}
+def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
+    """Words under the name of a reward, of which a few come again and again: no number, but a verdict."""
+    for path, column in columns.items():
+        words = column.values
+        if path.endswith("\0") or not paths.REWARD.search(path.rpartition(".")[2]) or column.numbers == column.count:
+            continue
+        if column.kinds["a text"] < column.count or not 1 < len(words) <= MOST_WORDS or column.count < 2 * len(words):
+            continue
+        said = ", ".join(f"{word[:30]!r} in {times:,}" for word, times in words.most_common())
+        key, *more = path.split(".")
+        where = f'columns["{key}"], one for each text' + (f" (in it {'.'.join(more)})" if more else "")
+        yield (
+            f'found    {column.count:,} of {count:,} records have words "{path}" ({said}), which are no numbers: a '
+            f"function of score has them as {where}"
+        )
+
+
+def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str) -> Iterator[Candidate]:
+    of_keys = calls.prompts_by(session)
+    by_key, prompts = bool(of_keys), of_keys or calls.prompts
+    shared = {prompt: times for prompt, times in prompts.items() if times > 1}
     if shared:
-        many = sum(shared.values())
-        why = f"{many:,} records begin with one of {len(shared):,} prompts that others share"
-        yield Candidate("group", "prompt", why, 1.5 * many / max(sum(calls.prompts.values()), 1))
+        many, one = sum(shared.values()), len(shared) == 1
+        what = "conversations" if by_key else "records"
+        begin = "the same prompt" if one else f"one of {len(shared):,} prompts that others share"
+        why = f"{many:,} {what} begin with {begin}"
+        yield Candidate("group", "prompt", why, 1.5 * many / max(sum(prompts.values()), 1))
     for path, column in columns.items():
         distinct, last = len(column.values), path.rpartition(".")[2]
         names = sum(column.kinds[kind] for kind in ("a text", "a number as text", "a number"))
@@ -326,6 +356,8 @@ def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator
         few = 1 < distinct <= column.count / 1.2 and column.count <= MOST_CALLS * distinct
         sure = bool(_SESSION_NAME.search(last))
         if not (calls.calls and few and SESSION.search(last) and (sure or calls.joined)) or calls.names_prompts(path):
+            continue
+        if not calls.joins(path, column.values):
             continue
         why = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values'
         yield Candidate("session", path, why, (2 if sure else 1.2) * column.count / count, order)

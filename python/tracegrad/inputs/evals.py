@@ -13,6 +13,8 @@ from tracegrad.inputs.options import CHUNK_BYTES
 MOST_BYTES = 1 << 30
 ZSTD = 93
 _LOCAL_HEADER = 30
+_BEGUN = ("header.json", "_journal/start.json")
+"""What inspect-ai writes beside the samples."""
 
 
 def samples(path: str) -> Iterator[bytes]:
@@ -24,6 +26,11 @@ def samples(path: str) -> Iterator[bytes]:
     try:
         with zipfile.ZipFile(path) as log:
             names = [each for each in log.infolist() if each.filename.startswith("samples/")]
+            if not names and any(each.filename in _BEGUN for each in log.infolist()):
+                raise ReadError(
+                    f"{path}: there is no record in it: it is a log of inspect-ai whose run was cut off before its "
+                    "first sample was written. There are no traces to read. Run it again, or name the other logs."
+                )
             if not names:
                 raise ReadError(
                     f"{path}: it is a zip without samples/. Only logs of inspect-ai are read so. Unpack it, and name "

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tracegrad.errors import TracegradError
@@ -41,7 +41,8 @@ class Calls:
         self.prompts: Counter[bytes] = Counter()
         self._groups, self._sessions = groups, sessions
         self._ends: set[bytes] = set()
-        self._of_keys: dict[str, dict[str, set[bytes]]] = {}
+        self._of_keys: dict[str, dict[str, dict[bytes, int]]] = {}
+        self._whole_of_keys: dict[str, set[str]] = {}
 
     @property
     def joined(self) -> int:
@@ -58,16 +59,33 @@ class Calls:
         prompt = next((each for each in told if each), None)
         if (untold := sum(each is None for each in told)) and self._groups:
             prompt = self._prompt(made[0], untold)
-        if self._sessions and prompt:
+        if self._sessions:
+            whole = any(calls_of(each) is None for each in made)
             outer = {**(record if isinstance(record, dict) else {}), **made[0]}
             for path, value in itertools.islice(paths.leaves(outside(outer)), paths.MOST_WALKED):
                 if value is not None and SESSION.search(path.rpartition(".")[2]):
-                    self._of_keys.setdefault(path, {}).setdefault(counted(value), set()).add(prompt)
+                    self._seen(path, counted(value), prompt, whole)
+
+    def _seen(self, path: str, value: str, prompt: bytes | None, whole: bool) -> None:
+        """Counts a value of a key: the prompts that it has in their order, and whether it is of what is no call."""
+        prompts = self._of_keys.setdefault(path, {}).setdefault(value, {})
+        if prompt:
+            prompts[prompt] = prompts.get(prompt, 0) + 1
+        if whole:
+            self._whole_of_keys.setdefault(path, set()).add(value)
 
     def names_prompts(self, path: str) -> bool:
         """Whether each value of a key has one prompt: what shares it was drawn anew, and is no conversation."""
-        seen = self._of_keys.get(path, {})
+        seen = {value: prompts for value, prompts in self._of_keys.get(path, {}).items() if prompts}
         return bool(seen) and not self.joined and all(len(prompts) == 1 for prompts in seen.values())
+
+    def joins(self, path: str, times: Mapping[str, int]) -> bool:
+        """Whether what shares a value of a key are single calls, as no other records are joined."""
+        return not any(times.get(value, 0) > 1 for value in self._whole_of_keys.get(path, ()))
+
+    def prompts_by(self, path: str) -> Counter[bytes]:
+        """How many conversations begin with each prompt, where those of one value of a key are one."""
+        return Counter(next(iter(prompts)) for prompts in self._of_keys.get(path, {}).values() if prompts)
 
     def _add(self, record: Any) -> bytes | None:
         """Looks at one; the prompt of a call that says its own, empty where it goes on another, else None."""

@@ -11,6 +11,12 @@ from typing import Any
 
 DEEPEST = 8
 MOST_WALKED = 4096
+REWARD = re.compile(
+    r"reward|score|success|correct|pass(ed)?$|resolved|solved|rating|grade|feedback|thumb|label|accuracy|quality|\bvalue$|"
+    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$",
+    re.I,
+)
+"""Names under which rewards stand."""
 _VERSION = re.compile(r"[vV]?(\d{1,18})")
 
 
@@ -86,8 +92,10 @@ def number(value: Any) -> float | None:
 
 
 _VERDICTS = {
-    1.0: "up thumbs_up thumbsup pass passed correct right good yes success succeeded positive accepted win liked",
-    0.0: "down thumbs_down thumbsdown fail failed incorrect wrong bad no failure negative rejected lose disliked",
+    1.0: "up thumbs_up thumbsup pass passed correct right good yes success succeeded positive accepted win liked "
+    "resolved solved",
+    0.0: "down thumbs_down thumbsdown fail failed incorrect wrong bad no failure negative rejected lose disliked "
+    "unresolved unsolved escalated",
 }
 VERDICTS = {word: number for number, words in _VERDICTS.items() for word in words.split()}
 """Words that say good or bad, as people's feedback and checks have them."""

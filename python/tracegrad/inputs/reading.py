@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from tracegrad import _core
 from tracegrad.config import Map
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.inputs import adapters, sources
+from tracegrad.inputs.again import Again
 from tracegrad.inputs.mapping import Mapper, Unfit, add, loads, prompt_of
 from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
 from tracegrad.inputs.places import Place, expand
@@ -106,6 +108,7 @@ class InputStream(Iterator[Traces]):
         self._mapper = Mapper(told)
         self._adapted = adapters.Adapted()
         self._sessions: Sessions | None = None
+        self._again: Again | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._places, self._given = _told(source)
         kept = [place for place in self._places if not _is_empty(place)] or self._places[:1]
@@ -139,7 +142,10 @@ class InputStream(Iterator[Traces]):
     @property
     def read_report(self) -> ReadReport:
         """Counts of what was read so far."""
-        return self._done if self._source is None else summed(self._done, self._source.report)
+        if self._source is None:
+            return self._done
+        again = [self._again.report] if self._again else []
+        return reduce(summed, [self._done, self._source.report, *again])
 
     def lines(self) -> list[str]:
         """What was mapped, joined and converted, for a terminal."""
@@ -163,7 +169,7 @@ class InputStream(Iterator[Traces]):
                 bare.append(error)
             self._taken += self._source.taken
             self._done = self.read_report
-            self._source = None
+            self._source = self._again = None
             if self._options.limit is not None and self._done.traces >= self._options.limit:
                 break
         if bare and len(bare) == len(self._places):
@@ -180,7 +186,7 @@ class InputStream(Iterator[Traces]):
         head = source.head()
         adapts = self._options.format == "auto" and adapters.needed(head, source.name)
         if not self._told.told() and not adapts:
-            yield from source.plain()
+            yield from self._plain(source, number)
             return
         gather = adapters.Gather()
         for part in source.records():
@@ -197,6 +203,21 @@ class InputStream(Iterator[Traces]):
             yield self._grouped(source.decode(made))
         if self._sessions is None:
             source.finish()
+
+    def _plain(self, source: Source, number: int) -> Iterator[Traces]:
+        """The traces of records as they are; those whose answer may stand beside them are looked at one by one."""
+        unused, left = 0, self._options.limit
+        left = None if left is None else left - self._done.traces
+        for part in source.plain():
+            now = source.report.unused_choices
+            odd = [*range(len(part))] if now > unused else part.core.open(adapters.ANSWERS)
+            unused = now
+            if odd and self._options.format == "auto":
+                self._again = self._again or Again(self._adapted, lambda: self._decoder(number, "-again"))
+                part = self._again.traces(part, odd)
+                part = part if left is None else part[:left]
+            left = None if left is None else left - len(part)
+            yield part
 
     def _decoded(self, source: Source, made: list[tuple[int, bytes, Made]]) -> Iterator[Traces]:
         """The traces of what was made of a few records, and of which there is much: a few bytes at once."""
@@ -260,24 +281,27 @@ class InputStream(Iterator[Traces]):
 
     def _joined(self, sessions: Sessions) -> Iterator[Traces]:
         """The conversations, decoded as if they stood where their first calls do."""
-        with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as empty:
-            decoders: dict[int, Any] = {}
-            made = 0
-            for joined in sessions.joined():
-                if joined.place not in decoders:
-                    name = self._places[joined.place].path if self._places else "<records>"
-                    options = replace(self._options, quarantine=self._aside(joined.place, "-joined"))
-                    decoders[joined.place] = sources.decoder(empty.name, name, options)
-                row = (joined.line, joined.origin, joined.made)
-                core = decoders[joined.place].decode([row])
-                made += len(core)
-                yield self._grouped(Traces(core))
-                if self._options.limit is not None and made >= self._options.limit:
-                    break
-            for decoder in decoders.values():
-                report = ReadReport(**decoder.report())
-                self._done = summed(self._done, replace(report, bytes=0))
+        decoders: dict[int, Any] = {}
+        made = 0
+        for joined in sessions.joined():
+            if joined.place not in decoders:
+                decoders[joined.place] = self._decoder(joined.place, "-joined")
+            row = (joined.line, joined.origin, joined.made)
+            core = decoders[joined.place].decode([row])
+            made += len(core)
+            yield self._grouped(Traces(core))
+            if self._options.limit is not None and made >= self._options.limit:
+                break
+        for decoder in decoders.values():
+            report = ReadReport(**decoder.report())
+            self._done = summed(self._done, replace(report, bytes=0))
         sessions.close()
+
+    def _decoder(self, number: int, end: str) -> Any:
+        """What decodes records of a place that were made of others; bad ones go aside under a name of their own."""
+        name = self._places[number].path if self._places else "<records>"
+        with tempfile.NamedTemporaryFile(prefix="tracegrad-empty-") as empty:
+            return sources.decoder(empty.name, name, replace(self._options, quarantine=self._aside(number, end)))
 
     def _grouped(self, traces: Traces) -> Traces:
         """With groups by their prompts, where that is told."""

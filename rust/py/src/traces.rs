@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracegrad_core::drift::NAMES;
 use tracegrad_core::format::forms;
-use tracegrad_core::read::{Report, decode_all, plain};
+use tracegrad_core::read::{Report, decode_all, open, plain};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
 use tracegrad_core::{Error, Kind, stop};
 
@@ -84,7 +84,13 @@ impl PyTraces {
         Ok((Self::new(traces, format), report_dict(py, &report)?))
     }
 
-    /// Whether each record is read as it stands: something was sampled in it, and no object in it has one of the keys.
+    /// The traces whose conversation goes on behind what was sampled last; with names, where an answer may be beside.
+    #[pyo3(signature = (names=None))]
+    fn open(&self, names: Option<Vec<String>>) -> Vec<usize> {
+        open(&self.inner, names.as_deref())
+    }
+
+    /// Whether each record is read as it stands: all of it that was sampled, and no object in it has one of the keys.
     #[staticmethod]
     fn plain(py: Python<'_>, records: Vec<PyBackedBytes>, keys: Vec<PyBackedBytes>) -> PyResult<Vec<bool>> {
         let records = records.iter().map(|bytes| (**bytes).into()).collect();

@@ -7,6 +7,6 @@ which they are asked).
 """
 
 from tracegrad.inputs.adapters.chunks import Gather, is_chunk
-from tracegrad.inputs.adapters.table import Adapted, adapt, needed
+from tracegrad.inputs.adapters.table import ANSWERS, Adapted, adapt, needed
 
-__all__ = ["Adapted", "Gather", "adapt", "is_chunk", "needed"]
+__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "needed"]

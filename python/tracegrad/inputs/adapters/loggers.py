@@ -10,8 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad import _core
+from tracegrad.errors import FormatError
 from tracegrad.inputs import paths
 from tracegrad.inputs.adapters.chunks import is_chunk
+from tracegrad.tables import to_json
+from tracegrad.trace import Trace, Traces
 
 REQUESTS = ("request", "requestbody", "kwargs", "inputs", "input", "params", "parameters", "body", "req", "payload")
 RESPONSES = (
@@ -29,6 +33,8 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
     if (names := _names(record)) is None:
         return None
     asked, answered = names
+    if not asked and not _is_response(record[answered]):
+        return [_of_other(record, answered)]
     request = opened(record[asked]) if asked else {"messages": record["messages"]}
     response = opened(record[answered])
     if not asked:
@@ -45,9 +51,13 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
 def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
     """Under which keys request and response stand; an empty first one where messages stand beside the response."""
     named = {plain(str(key)): key for key in reversed(list(record))}
-    answered = next((named[key] for key in RESPONSES if key in named and _is_response(record[named[key]])), None)
+    there = [named[key] for key in RESPONSES if key in named]
+    answered = next((key for key in there if _is_response(record[key])), None)
     if answered is None:
-        return None
+        talk = record.get("messages")
+        asks = isinstance(talk, list) and talk and isinstance(talk[-1], Mapping) and talk[-1].get("role") != "assistant"
+        answered = next((key for key in there if asks and _read({}, opened(record[key]))), None)
+        return None if answered is None else ("", answered)
     others = [named[key] for key in REQUESTS if key in named and named[key] != answered]
     asked = next((key for key in others if _is_request(record[key])), None)
     if asked is None:
@@ -96,9 +106,34 @@ def _is_response(value: Any) -> bool:
     return isinstance(told, Mapping) and isinstance(told.get("choices"), list) and bool(told["choices"])
 
 
+def _of_other(record: Mapping[str, Any], answered: str) -> dict[str, Any]:
+    """Messages and the response of another API beside them: as a call, or with what it says behind the messages, where
+    that API asks by something else than messages.
+    """
+    kept = {key: value for key, value in record.items() if key not in (answered, "messages")}
+    talk, response = record["messages"], opened(record[answered])
+    sampling = {key: record[key] for key in ("temperature", "top_p") if record.get(key) is not None}
+    trace = _read({**sampling, "messages": talk}, response)
+    if trace is not None and len(trace.messages) == len(talk) + 1:
+        return {**kept, "request": {**sampling, "messages": talk}, "response": response}
+    given = [{**each, "sampled": False} if each.get("role") == "assistant" else each for each in talk]
+    return {**kept, "messages": [*given, *(trace.messages[-1:] if trace else [])]}
+
+
+def _read(request: Any, response: Any) -> Trace | None:
+    """What the core reads of a response of another API, with something sampled in it."""
+    if not isinstance(response, (Mapping, list)) or not response:
+        return None
+    try:
+        core, _ = _core.Traces.decode([to_json({"request": request, "response": response})], "<record>", 1, "auto")
+    except FormatError:
+        return None
+    return next((trace for trace in Traces(core) if trace.generations), None)
+
+
 def _said(response: Any) -> Any:
     """The message of a response that is whole."""
-    first = response["choices"][0] if isinstance(response, Mapping) else None
+    first = response["choices"][0] if isinstance(response, Mapping) and "choices" in response else None
     return first.get("message") if isinstance(first, Mapping) else None
 
 

@@ -11,11 +11,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import paths
+from tracegrad.inputs.adapters import langchain
+from tracegrad.inputs.adapters.loggers import opened, plain
+
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs")
 ANSWERS = ("response", "completion", "output", "answer", "generation", "response_text", "generated_text", "outputs")
 OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
+_WISHED = ("answer", "answers")
+_SHOWN = re.compile(r"[A-Z]\w*\(\s*\w+=")
 _TURNS = re.compile(r"\n\n(Human|Assistant):[ ]?")
-_SCORES = {"chosen": ("score_chosen", "chosen_score"), "rejected": ("score_rejected", "rejected_score")}
+_SCORES = ("score", "rating", "reward", "grade", "quality", "points")
 
 
 def of_preference(record: Any) -> list[dict[str, Any]] | None:
@@ -33,22 +39,39 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
         prompt = [{"role": "system", "content": system}, *prompt]
     group = group_of(record, prompt)
     rest = {key: value for key, value in record.items() if key not in ("prompt", "chosen", "rejected", "system", "id")}
-    made = []
-    for side, default in (("chosen", 1.0), ("rejected", 0.0)):
+    made, told = [], _scores(record)
+    for side in ("chosen", "rejected"):
         said = sides[side]
         said = said[len(prompt) :] if said[: len(prompt)] == prompt else said
-        told = next((record[key] for key in _SCORES[side] if isinstance(record.get(key), (int, float))), default)
         name = {"id": f"{record['id']}-{side}"} if isinstance(record.get("id"), (str, int)) else {}
         messages = [*given(prompt), *said]
-        made.append({**rest, **name, "group": group, "reward": told, "messages": messages})
+        made.append({**rest, **name, "group": group, "reward": told[side], "messages": messages})
     return made
 
 
+def _scores(record: Mapping[str, Any]) -> dict[str, float]:
+    """The rewards of the two sides: what both were rated, by a name with the side before or behind it; or 1 and 0."""
+    named = {plain(str(key)): value for key, value in record.items()}
+    sides = ("chosen", "rejected")
+    for name in _SCORES:
+        told = [named.get(side + name, named.get(name + side)) for side in sides]
+        found = [None if isinstance(each, bool) else paths.number(each) for each in told]
+        if None not in found:
+            return {side: each or 0.0 for side, each in zip(sides, found, strict=True)}
+    return {"chosen": 1.0, "rejected": 0.0}
+
+
 def of_answered(record: Any) -> list[dict[str, Any]] | None:
-    """One trace: what was given, and the answer as the sampled turn; None where a record is not a prompt with it."""
-    if not isinstance(record, Mapping) or "messages" in record:
+    """One trace: what was given, and the answer as the sampled turn; None where a record is not a prompt with it.
+
+    Messages are the prompt where an answer must follow them, and no prompt of another name counts then.
+    """
+    if not isinstance(record, Mapping):
         return None
-    asked, answered = _first(record, PROMPTS), _first(record, ANSWERS)
+    answered = next((name for name in ANSWERS if is_said(record.get(name)) and not _is_raw(record[name])), None)
+    asked = _first(record, PROMPTS)
+    if "messages" in record:
+        asked = "messages" if answered and record[answered] and asks(record["messages"], answered) else None
     if asked is None or answered is None:
         return None
     prompt = messages_of(record[asked], "user")
@@ -57,6 +80,7 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     if isinstance(system := record.get("system"), str) and system:
         prompt = [{"role": "system", "content": system}, *prompt]
     said = messages_of(record[answered], "assistant")
+    said = [{**each, "content": langchain.text_of(each["content"])} if "content" in each else each for each in said]
     used = (asked, answered, "system", "input" if asked == "instruction" else asked)
     rest = {key: value for key, value in record.items() if key not in used}
     if said and len(said) == 1:
@@ -69,6 +93,26 @@ def group_of(record: Mapping[str, Any], prompt: Any) -> Any:
     named = next((record[key] for key in ("group", "prompt_id") if record.get(key) is not None), None)
     text = json.dumps(prompt, sort_keys=True, default=str).encode()
     return f"prompt-{hashlib.sha256(text).hexdigest()[:16]}" if named is None else named
+
+
+def asks(talk: Any, answer: str) -> bool:
+    """Whether messages are what the text under a key is the answer to: they end with the user, or with a tool.
+
+    Not those that say themselves which tokens were sampled; and after a tool `answer` is what the task asks for.
+    """
+    if not isinstance(talk, list) or not is_said(talk) or talk[-1]["role"] == "assistant":
+        return False
+    if talk[-1]["role"] != "user" and answer in _WISHED:
+        return False
+    return not any(key in each for each in talk for key in (*OF_ANSWER, "generation"))
+
+
+def _is_raw(value: Any) -> bool:
+    """Whether a text is a response, the events of one, or how Python shows one, and no answer."""
+    if isinstance(value, str) and _SHOWN.match(value):
+        return True
+    told = opened(value) if isinstance(value, str) else None
+    return (isinstance(told, Mapping) and "choices" in told) or (isinstance(told, list) and value[:1] != "[")
 
 
 def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:

@@ -1,4 +1,4 @@
-"""One prompt with several answers: lists of answers and rewards, or the choices of one response with a reward each.
+"""One prompt with several answers: lists of answers, and of rewards and whatever else stands beside them.
 
 Each answer is a trace of one group. Of a list beside the answers that is as long as they are, each takes its own value.
 """
@@ -15,47 +15,8 @@ ANSWERS = ("completions", "responses", "outputs", "answers", "generations", "sam
 _TEXTS = ("text", "content", "completion", "response", "output", "answer", "generation")
 
 
-def _is_choices(record: Any) -> bool:
-    """Whether a record is a call of several choices, with a number for each of them beside it."""
-    if not isinstance(record, Mapping) or "choice" in record or not isinstance(record.get("request"), Mapping):
-        return False
-    choices = _choices(record)
-    return len(choices) > 1 and any(_is_of_each(value, len(choices)) for value in record.values())
-
-
-def of_choices(record: Any) -> list[dict[str, Any]] | None:
-    """One call for each choice of a call of several, with a number for each of them beside it; None of others.
-
-    Raises:
-        Unfit: if what stands beside them fits no choice, or they share too much.
-    """
-    if not _is_choices(record):
-        return None
-    choices = _choices(record)
-    # Its usage counts all of them.
-    whole = {key: value for key, value in record["response"].items() if key not in ("usage", "choices")}
-    rows = _rows(record, len(choices), ("request", "response"), (record["request"], whole))
-    group = pairs.group_of(record, record["request"].get("messages", []))
-    made = []
-    for (row, of_answer), choice in zip(rows, choices, strict=True):
-        name = {"id": f"{whole['id']}-{len(made)}"} if isinstance(whole.get("id"), (str, int)) else {}
-        prompt_ids = {key: of_answer.pop(key) for key in ("prompt_token_ids",) if key in of_answer}
-        choice = {**of_answer, **choice} if isinstance(choice, Mapping) else choice
-        response = {**prompt_ids, **whole, **name, "choices": [choice]}
-        made.append({"group": group, **row, "request": record["request"], "response": response})
-    return made
-
-
-def _choices(record: Mapping[str, Any]) -> list[Any]:
-    response = record.get("response")
-    choices = response.get("choices") if isinstance(response, Mapping) else None
-    return choices if isinstance(choices, list) else []
-
-
 def _is_samples(record: Any) -> bool:
-    if not isinstance(record, Mapping) or (asked := _asked(record)) is None:
-        return False
-    return (asked == "messages" or "messages" not in record) and bool(_of(record))
+    return isinstance(record, Mapping) and bool(_of(record)) and _asked(record) is not None
 
 
 def of_samples(record: Any) -> list[dict[str, Any]] | None:
@@ -70,10 +31,10 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
     prompt = pairs.messages_of(record[asked], "user")
     if isinstance(system := record.get("system"), str) and system:
         prompt = [{"role": "system", "content": system}, *prompt]
-    rows = _rows(record, len(record[answers]), (asked, answers, "system"), prompt)
+    told = rows(record, len(record[answers]), (asked, answers, "system"), prompt)
     group, given = pairs.group_of(record, prompt), pairs.given(prompt)
     made = []
-    for (row, of_answer), answer in zip(rows, record[answers], strict=True):
+    for (row, of_answer), answer in zip(told, record[answers], strict=True):
         own, text = {}, answer
         if isinstance(answer, Mapping) and "role" not in answer:
             key = next(name for name in _TEXTS if pairs.is_said(answer.get(name)))
@@ -86,10 +47,10 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
 
 
 def _asked(record: Mapping[str, Any]) -> str | None:
-    named = next((name for name in (*pairs.PROMPTS, "prompts") if pairs.is_said(record.get(name))), None)
-    talk = record.get("messages")
-    asks = pairs.is_said(talk) and isinstance(talk, list) and talk[-1]["role"] != "assistant"
-    return "messages" if asks else named
+    """The key of the prompt: messages where there are any, and they end before an answer."""
+    if "messages" in record:
+        return "messages" if pairs.asks(record["messages"], _of(record)) else None
+    return next((name for name in (*pairs.PROMPTS, "prompts") if pairs.is_said(record.get(name))), None)
 
 
 def _of(record: Mapping[str, Any]) -> str:
@@ -107,7 +68,7 @@ def _are_sampled(record: Mapping[str, Any], choices: list[Any]) -> bool:
     """Whether choices are what a model gave, and not those of a question: they are objects, or each has a reward."""
     rewards = (record.get(key) for key in ("reward", "rewards", "score", "scores"))
     are_objects = all(isinstance(each, Mapping) for each in choices)
-    return are_objects or any(_is_of_each(each, len(choices)) for each in rewards)
+    return are_objects or any(is_of_each("reward", each, len(choices)) for each in rewards)
 
 
 def _is_answer(value: Any) -> bool:
@@ -116,7 +77,7 @@ def _is_answer(value: Any) -> bool:
     return pairs.is_said(value)
 
 
-def _rows(
+def rows(
     record: Mapping[str, Any], count: int, used: tuple[str, ...], given: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What the record says of each answer, and what of it goes on the answer: its own values of lists, and all else.
@@ -127,17 +88,32 @@ def _rows(
     """
     of_answers = _of_answers(record, count)
     rest = {key: value for key, value in record.items() if key not in used and key not in pairs.OF_ANSWER}
-    lists = {key for key, value in rest.items() if _is_of_each(value, count) or _are_names(key, value, count)}
+    lists = {key for key, value in rest.items() if is_of_each(key, value, count) or _are_names(key, value, count)}
     for key in ("reward", "rewards"):
         if isinstance(rest.get(key), list) and key not in lists:
             raise fitting.unequal(key, rest[key], count)
     fitting.bounded(count, (given, {key: value for key, value in rest.items() if key not in lists}))
-    rows = []
+    told = []
     for at in range(count):
-        row = {key: value[at] if key in lists else value for key, value in rest.items()}
+        row = {key: value[at] if key in lists else part(value, at, count) for key, value in rest.items()}
         name = {"id": f"{row['id']}-{at}"} if isinstance(row.get("id"), (str, int)) and "id" not in lists else {}
-        rows.append((_rewarded({**row, **name}), of_answers[at]))
-    return rows
+        told.append((_rewarded({**row, **name}), of_answers[at]))
+    return told
+
+
+def part(value: Any, at: int, count: int, depth: int = 0) -> Any:
+    """An object with, of lists in it that have one value for each of so many answers, the value of one.
+
+    >>> part({"by": "x", "right": [True, False]}, 1, 2)
+    {'by': 'x', 'right': False}
+    """
+    if not isinstance(value, Mapping) or depth == paths.DEEPEST:
+        return value
+    made = {
+        key: each[at] if is_of_each(key, each, count) else part(each, at, count, depth + 1)
+        for key, each in value.items()
+    }
+    return made if any(made[key] is not each for key, each in value.items()) else value
 
 
 def _of_answers(record: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -176,12 +152,20 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, int) for each in value)
 
 
-def _is_of_each(value: Any, count: int) -> bool:
-    """Whether a value is a list of as many numbers; null stands for one that is not known."""
+def is_of_each(key: str, value: Any, count: int) -> bool:
+    """Whether a value is a list of as many numbers, or of words that are ones, or under a name of rewards of objects
+    that have these; null stands for one that is not known.
+    """
     if not isinstance(value, list) or len(value) != count:
         return False
     known = [each for each in value if each is not None]
-    return bool(known) and all(paths.number(each) is not None for each in known)
+    if paths.REWARD.search(str(key)) and all(isinstance(each, Mapping) for each in known):
+        return bool(known) and all(any(map(_is_verdict, each.values())) for each in known)
+    return bool(known) and all(map(_is_verdict, known))
+
+
+def _is_verdict(value: Any) -> bool:
+    return paths.verdict(value) is not None
 
 
 def _are_names(key: str, value: Any, count: int) -> bool:

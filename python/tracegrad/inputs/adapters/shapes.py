@@ -6,11 +6,12 @@ what is ambiguous (two conversations, no prompt to a response) is none. Asked on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad.inputs.adapters import langchain, samples
+from tracegrad.inputs.adapters import langchain
 from tracegrad.inputs.adapters.chunks import is_list
 from tracegrad.inputs.adapters.loggers import opened
 from tracegrad.inputs.adapters.pairs import PROMPTS
@@ -20,6 +21,8 @@ ROLES = {"tool-call": "assistant", "tool-response": "user"}
 """Roles of smolagents, as it sends them."""
 _SAID = {"content", "tool_calls", "blocks"}
 _PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens")
+_WISHED = re.compile(r"expect|reference|ideal|gold|target|ground|truth|label|example", re.I)
+"""Names under which stands what should have been said."""
 _NOT_KEPT = ("messages", "calls", "choices", "request", "response", "prompt_token_ids")
 
 
@@ -48,8 +51,7 @@ def of_record(record: Any) -> list[dict[str, Any]] | None:
 def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
     """One trace of a call, or of the calls of one conversation as a list, with what else the record says."""
     if (one := _call(found)) is not None:
-        made = {**_beside(record, one[0]), "request": one[1], "response": one[2]}
-        return samples.of_choices(made) or [made]
+        return [{**_beside(record, one[0]), "request": one[1], "response": one[2]}]
     if (steps := _steps(found)) is None:
         return None
     key, rows, calls = steps
@@ -151,7 +153,8 @@ def _asks(key: str, messages: list[Any]) -> bool:
 def _look(record: Mapping[str, Any]) -> _Found:
     found = _Found()
     for key, value in record.items():
-        _into(found, str(key), value, record, 1)
+        if not _WISHED.search(str(key)):
+            _into(found, str(key), value, record, 1)
     return found
 
 
@@ -165,8 +168,9 @@ def _into(found: _Found, key: str, value: Any, parent: Mapping[str, Any], depth:
         found.responses.append((key, value))
     elif isinstance(value, Mapping):
         before = len(found.responses)
-        for each in value.values():
-            _into(found, key, each, value, depth + 1)
+        for name, each in value.items():
+            if not _WISHED.search(str(name)):
+                _into(found, key, each, value, depth + 1)
         if _is_message(value) and _role(value) == "assistant" and len(found.responses) == before:
             found.answers.append((key, value, parent))
     elif isinstance(value, list) and value:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tracegrad import _core
 from tracegrad.errors import FormatError, ReadError
 from tracegrad.inputs.adapters import (
+    choices,
     chunks,
     fitting,
     inspect_ai,
@@ -32,17 +33,17 @@ from tracegrad.trace import Traces
 class Adapter(NamedTuple):
     """Its name, and what makes records of one: none where it holds no call, None where it does not know it.
 
-    A `weak` one goes by keys that others use too: it is asked only for what the core does not read. A `late` one is not
-    even asked for a record that plainly is in a form of the core, as it looks into all of it. One of its `keys`
-    stands in each record that it knows and that the core would read too: without them the core's reading stands, and
-    the record is not parsed here. `talks` is its name where it made messages, and no call.
+    A `weak` one goes by keys that others use too: it is asked only for what the core does not read; of these, one that
+    finds an answer `beside` messages also for messages that the core reads and that do not end with what was sampled.
+    One of its `keys` stands in each record that it knows and that the core would read too: without them the core's
+    reading stands, and the record is not parsed here. `talks` is its name where it made messages, and no call.
     """
 
     name: str
     adapt: Callable[[Any], list[dict[str, Any]] | None]
     keys: tuple[str, ...] = ()
     weak: bool = False
-    late: bool = False
+    beside: bool = False
     talks: str = ""
 
 
@@ -85,58 +86,83 @@ ADAPTERS = (
     Adapter("preference_pair", pairs.of_preference, ("rejected",)),
     Adapter("kept_responses", kept.of_talk, ("extra",)),
     Adapter("chunk_list", chunks.of_list),
-    Adapter("choices", samples.of_choices),
-    Adapter("logged_call", loggers.of_call, weak=True),
-    Adapter("prompt_response", pairs.of_answered, weak=True),
-    Adapter("prompt_samples", samples.of_samples, weak=True),
-    Adapter("nested_call", shapes.of_record, weak=True, late=True, talks="renamed_messages"),
-    Adapter("span", spans.of_span, weak=True, late=True),
-    Adapter("export", _of_export, weak=True, late=True),
+    Adapter("choices", choices.of_call),
+    Adapter("logged_call", loggers.of_call, weak=True, beside=True),
+    Adapter("prompt_response", pairs.of_answered, weak=True, beside=True),
+    Adapter("prompt_samples", samples.of_samples, weak=True, beside=True),
+    Adapter("nested_call", shapes.of_record, weak=True, beside=True, talks="renamed_messages"),
+    Adapter("span", spans.of_span, weak=True),
+    Adapter("export", _of_export, weak=True),
 )
 
 
 def made_of(record: Any) -> Made | None:
-    """What the first adapter that knows a record makes of it; None where none does, or where the core's reading stands.
+    """What the first adapter that knows a record makes of it, each choice of a response a record of its own; None where
+    none knows it, or where the core's reading stands.
 
     Raises:
         Unfit: if a value of it is none that its form has there.
     """
     with fitting.fitting("any form"):
-        plain = _is_plain(record)
+        standing = None
         for each in ADAPTERS:
-            if plain and each.late:
+            if each.weak and standing is None:
+                standing = _standing(record)
+            if standing == STANDS:
+                break
+            if standing == OPEN and not each.beside:
                 continue
-            try:
-                with fitting.fitting(each.name):
-                    made = each.adapt(record)
-            except Unfit:
-                if each.weak and _core_reads(record):
-                    return None
-                raise
+            with fitting.fitting(each.name):
+                made = each.adapt(record)
             if made is not None:
                 of_talk = each.talks and made and "messages" in made[0]
-                return None if each.weak and _core_reads(record) else Made(each.talks if of_talk else each.name, made)
-        return None
+                parts = [part for one in made for part in choices.of_made(one) or [one]]
+                return Made(each.talks if of_talk else each.name, parts)
+        made = None if standing != STANDS or _is_plain(record) else choices.of_response(record)
+        return None if made is None else Made("choices", made)
+
+
+STANDS, OPEN, UNREAD = "stands", "open", "unread"
+
+
+def _standing(record: Any) -> str:
+    """Whether the core's reading of a record stands, as `_core.Traces.plain` has it: OPEN where it reads messages that
+    go on behind what was sampled last, so that the answer may stand beside them; UNREAD where nothing sampled is read.
+    """
+    if _is_plain(record):
+        return STANDS
+    try:
+        core, report = _core.Traces.decode([to_json(record)], "<record>", 1, "auto")
+    except FormatError:
+        return UNREAD
+    if not any(trace.generations for trace in Traces(core)):
+        return UNREAD
+    return OPEN if core.open() and "chat" in report["formats"] else STANDS
 
 
 def _is_plain(record: Any) -> bool:
-    """Whether a record has the keys of the core's commonest forms, with an answer."""
+    """Whether a record has the keys of the core's commonest forms, and what was sampled last where they end: then it
+    stands, without a look at what the core makes of it.
+    """
     if not isinstance(record, Mapping):
         return False
     talk, response = record.get("messages"), record.get("response")
-    if isinstance(talk, list) and talk and response is None:
-        return isinstance(talk[-1], Mapping) and talk[-1].get("role") == "assistant"
-    called = isinstance(record.get("request"), Mapping) and isinstance(response, Mapping) and "choices" in response
-    return called or isinstance(record.get("calls"), list)
+    if isinstance(talk, list) and talk and response is None and "calls" not in record:
+        return _was_sampled(talk[-1])
+    if isinstance(record.get("request"), Mapping) and isinstance(response, Mapping) and "choices" in response:
+        return isinstance(response["choices"], list) and len(response["choices"]) == 1
+    return isinstance(record.get("calls"), list)
+
+
+def _was_sampled(message: Any) -> bool:
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return False
+    return message.get("sampled", True) and message.get("trainable", True) and message.get("weight", 1) != 0
 
 
 def _core_reads(record: Any) -> bool:
     """Whether the core reads a record, with something that was sampled in it."""
-    try:
-        core, _ = _core.Traces.decode([to_json(record)], "<record>", 1, "auto")
-    except FormatError:
-        return False
-    return any(trace.generations for trace in Traces(core))
+    return _standing(record) != UNREAD
 
 
 def adapt(record: Any) -> list[dict[str, Any]] | None:
@@ -152,6 +178,8 @@ def adapt(record: Any) -> list[dict[str, Any]] | None:
     return None if found is None else found.records
 
 
+ANSWERS = sorted({loggers.plain(each) for each in (*loggers.RESPONSES, *pairs.ANSWERS, *samples.ANSWERS)})
+"""Names under which an answer may stand, by their letters alone."""
 _KEYS = [key.encode() for each in ADAPTERS for key in each.keys]
 
 

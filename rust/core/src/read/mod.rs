@@ -26,7 +26,7 @@ mod write;
 pub use cut::{Cut, Made};
 pub use frames::{Frame, Frames};
 pub use outcome::decode_all;
-pub use plain::plain;
+pub use plain::{open, plain};
 pub use reader::{OnError, Options, Reader, read_all};
 pub use report::Report;
 pub use write::Writer;

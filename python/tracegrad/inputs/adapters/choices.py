@@ -1,0 +1,117 @@
+"""A response of several choices: a record for each of them, which is a trace, all of one group.
+
+Of a list beside them that is as long as they are, each takes its own value, wherever it stands. Where a reward stands
+beside them as one value, whose it is cannot be known: the record stays as it is, and the choices that the core leaves
+out are counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tracegrad import _core
+from tracegrad.errors import FormatError
+from tracegrad.inputs import paths
+from tracegrad.inputs.adapters import pairs, samples
+from tracegrad.tables import to_json
+
+_SAID = ("request", "response", "messages", "choices", "tools", "usage")
+
+
+def of_call(record: Any) -> list[dict[str, Any]] | None:
+    """As `of_response`, of a request beside a response that has several choices; None of others."""
+    if not isinstance(record, Mapping) or not isinstance(record.get("request"), Mapping):
+        return None
+    return of_response(record) if len(_choices(record.get("response"))) > 1 else None
+
+
+def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """As `of_response`, of a record that an adapter made: only a response of choices, or of chunks, may be several."""
+    response = record.get("response")
+    several = len(_choices(response)) > 1 or (isinstance(response, list) and any(map(_is_further, response)))
+    return of_response(record) if several else None
+
+
+def _is_further(chunk: Any) -> bool:
+    """Whether a chunk of a stream is of another choice than the first."""
+    held = chunk.get("choices") if isinstance(chunk, Mapping) else None
+    return isinstance(held, list) and any(isinstance(each, Mapping) and each.get("index") for each in held)
+
+
+def of_response(record: Any) -> list[dict[str, Any]] | None:
+    """One record for each choice of a record that the core reads as one call; None where it leaves no choice out, or
+    where whose reward it is cannot be known.
+
+    Raises:
+        Unfit: if what stands beside them fits no choice, or they share too much.
+    """
+    if not isinstance(record, Mapping) or "calls" in record or "choice" in record:
+        return None
+    response, request = record.get("response"), record.get("request")
+    known = isinstance(request, Mapping) and len(_choices(response)) > 1
+    count = len(_choices(response)) if known else 1 + _unused(record)
+    outer = {key: value for key, value in record.items() if key not in _SAID}
+    if count == 1 or not _tells_apart(outer, count):
+        return None
+    asked = request.get("messages") if isinstance(request, Mapping) else record.get("messages")
+    group = pairs.group_of(record, record.get("prompt_token_ids", []) if asked is None else asked)
+    if isinstance(response, Mapping) and len(_choices(response)) == count:
+        return _of_choices(record, response, count, group)
+    if len(_choices(record)) == count:
+        told = samples.rows(record, count, ("choices", "usage"), {})
+        return [
+            {"group": group, **row, **of_answer, "choices": [choice]}
+            for (row, of_answer), choice in zip(told, record["choices"], strict=True)
+        ]
+    # Of a stream, or of another API, which says itself which choice is which.
+    told = samples.rows(record, count, ("response", "usage"), response)
+    made = [{"group": group, **row, **of_answer, "choice": at} for at, (row, of_answer) in enumerate(told)]
+    return [{**each, **({} if response is None else {"response": response})} for each in made]
+
+
+def _of_choices(record: Mapping[str, Any], response: Mapping[str, Any], count: int, group: Any) -> list[dict[str, Any]]:
+    # Its usage counts all of them.
+    whole = {key: value for key, value in response.items() if key not in ("usage", "choices")}
+    kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
+    made = []
+    told = samples.rows(record, count, _SAID, (kept, whole))
+    for (row, of_answer), choice in zip(told, _choices(response), strict=True):
+        name = {"id": f"{whole['id']}-{len(made)}"} if isinstance(whole.get("id"), (str, int)) else {}
+        prompt_ids = {key: of_answer.pop(key) for key in ("prompt_token_ids",) if key in of_answer}
+        choice = {**of_answer, **choice} if isinstance(choice, Mapping) else choice
+        made.append({"group": group, **row, **kept, "response": {**prompt_ids, **whole, **name, "choices": [choice]}})
+    return made
+
+
+def _choices(value: Any) -> list[Any]:
+    found = value.get("choices") if isinstance(value, Mapping) else None
+    return found if isinstance(found, list) else []
+
+
+def _unused(record: Mapping[str, Any]) -> int:
+    """How many choices of a record of one call the core leaves out."""
+    bare = {key: value for key, value in record.items() if key not in ("reward", "rewards")}
+    try:
+        core, report = _core.Traces.decode([to_json(bare)], "<record>", 1, "auto")
+    except FormatError:
+        return 0
+    return report["unused_choices"] if len(core) == report["generations"] == 1 else 0
+
+
+def _tells_apart(outer: Mapping[str, Any], count: int) -> bool:
+    """Whether each choice has a reward of its own, or there is none beside them at all."""
+    if any(paths.REWARD.search(key) for key in _of_each(outer, count)):
+        return True
+    leaves = itertools.islice(paths.leaves(outer), paths.MOST_WALKED)
+    return not any(paths.REWARD.search(path) and paths.verdict(value) is not None for path, value in leaves)
+
+
+def _of_each(value: Mapping[str, Any], count: int, path: str = "", depth: int = 0) -> Iterator[str]:
+    """The paths of lists that have one value for each choice."""
+    for key, each in value.items():
+        if samples.is_of_each(key, each, count):
+            yield f"{path}{key}"
+        elif isinstance(each, Mapping) and depth < paths.DEEPEST:
+            yield from _of_each(each, count, f"{path}{key}.", depth + 1)
