@@ -218,13 +218,13 @@ CADENCE = {
     "train__updates_per_old": 2,
     "train__missing": "neutral",
     "train__dtype": "bf16",
-    "train__value_per_epoch": 1,
+    "train__off_policy_value_per_epoch": 1,
     "train__log_to": "tensorboard",
     "train__memory": "balanced",
     "checkpoint__every": 2,
     "checkpoint__keep": 3,
 }
-SPOILING = {"train__epochs": 9, "train__value_per_epoch": 99, "data__holdout": 0.3, "stop__worse": True}
+SPOILING = {"train__epochs": 9, "train__off_policy_value_per_epoch": 99, "data__holdout": 0.3, "stop__worse": True}
 SPOILING |= {"optimizer__lr": 3e-3, "pack__step_groups": 6}
 RUNS: dict[str, Callable[[Path], Any]] = {
     "cadence": lambda out: watched(traces(), out, **CADENCE),

@@ -188,7 +188,12 @@ def test_a_finished_run_can_be_given_more_epochs(traces, tmp_path):
 
 def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(traces, tmp_path):
     done, _ = run(
-        traces, tmp_path, stop__below_ess=0.9, optimizer__lr=0.05, data__holdout=0.3, train__value_per_epoch=99
+        traces,
+        tmp_path,
+        stop__below_ess=0.9,
+        optimizer__lr=0.05,
+        data__holdout=0.3,
+        train__off_policy_value_per_epoch=99,
     )
     assert done.stopped == "ess"
     assert done.step < done.total
@@ -198,7 +203,12 @@ def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(tr
 
 def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(traces, tmp_path):
     other = spoilt()
-    how = {"objective": presets.DAPO_DIRECT, "data__holdout": 0.3, "train__value_per_epoch": 99, "train__epochs": 9}
+    how = {
+        "objective": presets.DAPO_DIRECT,
+        "data__holdout": 0.3,
+        "train__off_policy_value_per_epoch": 99,
+        "train__epochs": 9,
+    }
     on, _ = run(other, tmp_path / "on", **how)
     done, _ = run(other, tmp_path / "a", stop__worse=True, **how)
     assert (on.stopped, done.stopped) == ("done", "worse")

@@ -313,8 +313,7 @@ class Sequences:
         found = store.load(Path(directory), verify)
         columns: dict[str, Any] = dict(found.columns)
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
-        columns |= found.names
-        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
+        return cls(**columns, **found.names, extras=found.extras, drift=Drift(**drift, **found.drift))
 
 
 def align(
@@ -385,7 +384,8 @@ def align(
     )
     names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
-    extras = {name: _extra(*parts) for name, parts in found.pop("extras").items()}
+    parts = found.pop("extras").items()
+    extras = {name: of.reshape(-1, *shape) if shape else Ragged(at, of) for name, (shape, at, of) in parts}
     return Sequences(**found, **names, drift=drift, extras=extras)
 
 
@@ -398,7 +398,3 @@ def _check_mode(mode: str, merge: str, strict: bool, of_splice: bool) -> None:
         raise ArgumentError(
             "lenient, text_only and assume_canonical have no effect in align mode. Leave them out, or splice."
         )
-
-
-def _extra(shape: list[int], offsets: Array, values: Array) -> Array | Ragged:
-    return values.reshape(-1, *shape) if shape else Ragged(offsets, values)

@@ -9,7 +9,7 @@ A *term* is one trained sampling event: one token that the policy drew in one tr
 
 Its files, each using those before it alone: `refuse`, `spell`; `ratio` (policies, statistics, levels), `reduce`;
 `whole`, `view`, `part` (what parts see and say of themselves); `shape`, `weight`; `gate`, `selector` (what drops
-terms); `surrogate`, `penalty`; `idle`; `loss` (the objective as a whole); `override`.
+terms); `surrogate`, `trace_clip`, `penalty`; `idle`; `loss` (the objective as a whole); `override`.
 """
 
 from tracegrad.algebra.gate import AnyGate, Budget, Gate
@@ -24,14 +24,13 @@ from tracegrad.algebra.surrogate import (
     Clip,
     CrossEntropy,
     Function,
-    FutureClip,
-    GeoClip,
     Importance,
     PolicyGradient,
     Regress,
     Sigmoid,
     Surrogate,
 )
+from tracegrad.algebra.trace_clip import FutureClip, GeoClip
 from tracegrad.algebra.view import View
 from tracegrad.algebra.weight import Weight
 
