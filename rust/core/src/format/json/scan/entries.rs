@@ -82,7 +82,6 @@ const FIELDS: usize = 8;
 
 impl<'a> Cursor<'a> {
     /// A `logprobs` value.
-    #[allow(clippy::option_option, reason = "no tokens is a value, and what is not known is none")]
     pub fn logprobs(&mut self) -> Option<Option<Tokens>> {
         let mut lists = Lists::default();
         match self.peek() {
