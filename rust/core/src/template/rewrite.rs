@@ -22,7 +22,7 @@ pub(super) fn expression(inside: &str) -> Option<String> {
     reader.ended().then_some(text)
 }
 
-impl<'a> Reader<'a> {
+impl Reader<'_> {
     /// `a` or `a, b`.
     fn list(&mut self) -> Option<String> {
         let first = self.value()?;

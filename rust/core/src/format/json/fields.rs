@@ -59,22 +59,22 @@ pub fn number(fields: &Fields, key: &str) -> Decoded<Option<f64>> {
 
 /// `value` as a finite number; null and NaN are none.
 pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
-    let found = match value {
+    let number = match value {
         Value::Null => return Ok(None),
         Value::Bool(flag) => f64::from(u8::from(*flag)),
         Value::Number(number) => number.as_f64().unwrap_or(f64::NAN),
         Value::String(word) => spelled(word).ok_or_else(|| wrong(key, value, "a number"))?,
         other => return Err(wrong(key, other, "a number")),
     };
-    if found.is_infinite() || (found as f32).is_infinite() {
-        return Err(not_finite(key, found));
+    if number.is_infinite() || (number as f32).is_infinite() {
+        return Err(not_finite(key, number));
     }
-    Ok(Some(found).filter(|number| !number.is_nan()))
+    Ok(Some(number).filter(|number| !number.is_nan()))
 }
 
 /// The error for a number that float32 cannot hold, or that a sum of the record's numbers made so.
-pub fn not_finite(key: &str, found: f64) -> Rejection {
-    reject(Reason::WrongType, format!("`{key}` is {found}, not a finite float32"))
+pub fn not_finite(key: &str, number: f64) -> Rejection {
+    reject(Reason::WrongType, format!("`{key}` is {number}, not a finite float32"))
         .why("It would spread over every trace it is averaged with")
         .cure("Write null where there is none")
 }
@@ -101,14 +101,14 @@ pub fn count(fields: &Fields, key: &str) -> Decoded<Option<i32>> {
 
 /// `value` as an integer of at least 0 that fits an i32.
 pub fn count_of(key: &str, value: &Value) -> Decoded<Option<i32>> {
-    let found = match value {
+    let number = match value {
         Value::Null => return Ok(None),
         Value::Number(number) => number.as_u64(),
         Value::String(digits) => digits.parse().ok(),
         _ => None,
     };
-    match found.and_then(|found| i32::try_from(found).ok()) {
-        Some(found) => Ok(Some(found)),
+    match number.and_then(|number| i32::try_from(number).ok()) {
+        Some(number) => Ok(Some(number)),
         None => Err(reject(Reason::WrongType, format!("`{key}` is {value}, not an integer from 0 to 2147483647"))
             .why("It counts or names by number")
             .cure("Write a whole number, or null where it is not known")),
@@ -237,8 +237,8 @@ fn rewards(fields: &Fields) -> Decoded<Vec<(String, f32)>> {
     mapping(fields, "rewards")?
         .iter()
         .map(|(name, value)| {
-            let found = number_of(name, value).map_err(|rejection| rejection.inside("rewards"))?;
-            Ok((name.clone(), found.map_or(f32::NAN, |reward| reward as f32)))
+            let reward = number_of(name, value).map_err(|rejection| rejection.inside("rewards"))?;
+            Ok((name.clone(), reward.map_or(f32::NAN, |reward| reward as f32)))
         })
         .collect()
 }

@@ -72,9 +72,7 @@ fn entries<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
 /// One entry: `{"token", "logprob", "bytes"}` or a bare number.
 fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
     let (mut reading, mut text, mut spelled, mut id) = (Reading::Missing, TokenText(None), None, None);
-    if Shape::of(raw) != Shape::Object {
-        reading = parse(raw.get())?;
-    } else {
+    if Shape::of(raw) == Shape::Object {
         for (key, value) in members(raw.get())? {
             match key.as_ref() {
                 "token" => parse(value.get()).map(|found| text = found),
@@ -85,6 +83,8 @@ fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
             }
             .map_err(|fault| fault.under(&key))?;
         }
+    } else {
+        reading = parse(raw.get())?;
     }
     columns.push(id.map(|Id(id)| id), reading, text.0.as_deref(), spelled.as_deref());
     Ok(())
@@ -98,7 +98,7 @@ fn tokens<'a>(raw: &'a RawValue, flat: &mut Columns) -> Read<'a, ()> {
             match Shape::of(item) {
                 Shape::Number => ids.push(parse::<Id>(item.get())?.0),
                 Shape::Text | Shape::Null => {
-                    texts.push(parse::<Option<String>>(item.get())?.as_deref().map(str::as_bytes))
+                    texts.push(parse::<Option<String>>(item.get())?.as_deref().map(str::as_bytes));
                 }
                 _ => return Err(Fault::expected(item, "a token: its text or its id")),
             }

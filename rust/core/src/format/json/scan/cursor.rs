@@ -189,11 +189,12 @@ impl<'a> Cursor<'a> {
         self.unquoted().map(str::to_owned)
     }
 
-    /// Steps over the bare word that stands at `start` in place of a number, which reads as the same word in quotes.
+    /// Steps over a bare word in place of a number, which reads as the same word in quotes; a minus is already passed.
     #[cold]
-    pub fn bare(&mut self, start: Place) -> Option<&'static str> {
-        self.rewind(start);
-        let word = BARE.into_iter().find(|word| self.word(word.as_bytes()).is_some())?;
+    pub fn bare(&mut self) -> Option<&'static str> {
+        let signed = self.bytes.get(..self.at).is_some_and(|before| before.ends_with(b"-"));
+        let words = BARE.into_iter().filter(|word| word.starts_with('-') == signed);
+        let word = words.into_iter().find(|word| self.word(word.trim_start_matches('-').as_bytes()).is_some())?;
         self.bare = true;
         Some(word)
     }
@@ -251,15 +252,29 @@ impl<'a> Cursor<'a> {
     pub fn skip(&mut self) -> Option<()> {
         match self.peek() {
             b'"' => self.skip_string()?,
-            b'{' => self.members(|cursor, _| cursor.skip())?,
-            b'[' => self.list(Self::skip)?,
+            b'{' => {
+                self.open(b'{')?;
+                let mut more = !self.closes(b'}');
+                while more {
+                    self.key()?;
+                    self.skip()?;
+                    more = self.continues(b'}')?;
+                }
+                self.close();
+            }
+            b'[' => {
+                self.open(b'[')?;
+                let mut more = !self.closes(b']');
+                while more {
+                    self.skip()?;
+                    more = self.continues(b']')?;
+                }
+                self.close();
+            }
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            _ => {
-                let start = self.place();
-                return self.skip_number().or_else(|| self.bare(start).map(|_| ()));
-            }
+            _ => return self.skip_number().or_else(|| self.bare().map(|_| ())),
         }
         Some(())
     }

@@ -57,7 +57,7 @@ impl<'a> Expected<'a> {
         let other = words
             .iter()
             .zip(expected)
-            .fold(0, |other, (found, (word, mask))| other | ((u64::from_le_bytes(*found) ^ word) & mask));
+            .fold(0, |other, (actual, (word, mask))| other | ((u64::from_le_bytes(*actual) ^ word) & mask));
         other == 0 && (self.text.len() <= 8 * WORDS || rest.starts_with(self.text))
     }
 }
@@ -82,7 +82,6 @@ const FIELDS: usize = 8;
 
 impl<'a> Cursor<'a> {
     /// A `logprobs` value.
-    #[allow(clippy::option_option, reason = "no tokens is a value, and what is not known is none")]
     pub fn logprobs(&mut self) -> Option<Option<Tokens>> {
         let mut lists = Lists::default();
         match self.peek() {
@@ -125,22 +124,26 @@ impl<'a> Cursor<'a> {
             return self.word(b"null");
         }
         let mut habit = Habit::default();
-        self.list(|cursor| {
-            let (start, opened) = (cursor.place(), columns.open());
-            let read = if let Some(read) = cursor.as_before(&habit, opened, columns) {
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            let (start, opened) = (self.place(), columns.open());
+            let read = if let Some(read) = self.as_before(&habit, opened, columns) {
                 read
             } else {
-                cursor.rewind(start);
+                self.rewind(start);
                 columns.clear_text(opened);
                 columns.clear_bytes(opened);
-                cursor.entry(&mut habit, opened, columns)?
+                self.entry(&mut habit, opened, columns)?
             };
             columns.close(read.reading, read.text, read.bytes, read.id);
             if columns.len() == 1 {
-                columns.reserve(cursor.rest().len() / cursor.since(start)?.len().max(1));
+                columns.reserve(self.rest().len() / self.since(start)?.len().max(1));
             }
-            Some(())
-        })
+            more = self.continues(b']')?;
+        }
+        self.close();
+        Some(())
     }
 
     /// An entry that is written like the one before.
@@ -231,9 +234,7 @@ impl<'a> Cursor<'a> {
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| Reading::Missing);
         }
-        let start = self.place();
-        let number = self.single().or_else(|| self.bare(start).and_then(spelled));
-        number.map(Reading::of)
+        self.single().or_else(|| self.bare().and_then(spelled)).map(Reading::of)
     }
 
     #[inline]
@@ -275,7 +276,13 @@ impl<'a> Cursor<'a> {
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| false);
         }
-        self.list(|cursor| cursor.byte().map(|byte| bytes.push(byte)))?;
+        self.open(b'[')?;
+        let mut more = !self.closes(b']');
+        while more {
+            bytes.push(self.byte()?);
+            more = self.continues(b']')?;
+        }
+        self.close();
         Some(true)
     }
 
@@ -294,9 +301,9 @@ impl<'a> Cursor<'a> {
     /// Steps over a list of one object that has the values so far.
     #[inline]
     fn again(&mut self, start: Place, behind: Place) -> Option<()> {
-        let said = self.between(start, behind).filter(|said| !said.is_empty())?.as_bytes();
-        let rest = self.rest().strip_prefix(b"[")?.strip_prefix(said)?;
-        rest.starts_with(b"}]").then(|| self.advance(said.len() + 3))
+        let listed = self.between(start, behind).filter(|listed| !listed.is_empty())?.as_bytes();
+        let rest = self.rest().strip_prefix(b"[")?.strip_prefix(listed)?;
+        rest.starts_with(b"}]").then(|| self.advance(listed.len() + 3))
     }
 
     /// Steps over a list of objects that are written like the entry, as far as it is read.

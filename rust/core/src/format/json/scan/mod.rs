@@ -5,6 +5,8 @@
 //! `Some(x) == slowly(x)` is fuzzed in the tests. The files, each using those before it alone: `text`, `cursor`,
 //! `number`, `value`, `tools`, `entries`.
 
+#![allow(clippy::option_option, reason = "null is a value, and what is not known is none")]
+
 mod cursor;
 mod entries;
 mod number;
@@ -85,7 +87,6 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    #[allow(clippy::option_option, reason = "null is no list, and what is not known is neither")]
     #[inline]
     fn unless_null<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
         if self.null().is_some() { Some(None) } else { read(self).map(Some) }

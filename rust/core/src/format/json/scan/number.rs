@@ -76,15 +76,15 @@ impl Cursor<'_> {
         let rest = self.rest();
         let mut length = 0;
         while let Some(word) = word_at(rest, length) {
-            let here = leading_digits(word);
-            if here == 8 {
+            let run = leading_digits(word);
+            if run == 8 {
                 *digits = digits.wrapping_mul(TENS[8]).wrapping_add(eight_digits(word));
                 length += 8;
                 continue;
             }
-            if here > 0 {
-                *digits = digits.wrapping_mul(TENS[here]).wrapping_add(eight_digits(word << (64 - 8 * here)));
-                length += here;
+            if run > 0 {
+                *digits = digits.wrapping_mul(TENS[run]).wrapping_add(eight_digits(word << (64 - 8 * run)));
+                length += run;
             }
             self.advance(length);
             return (length > 0).then_some(length);

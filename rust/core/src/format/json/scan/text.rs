@@ -9,9 +9,9 @@ const LANE: usize = 16;
 #[inline]
 pub(super) fn plain_end(bytes: &[u8], mut at: usize) -> usize {
     while let Some(lane) = lane_at(bytes, at) {
-        let found = marks(lane);
-        if found != 0 {
-            return at + found.trailing_zeros() as usize;
+        let mask = marks(lane);
+        if mask != 0 {
+            return at + mask.trailing_zeros() as usize;
         }
         at += LANE;
     }
@@ -53,11 +53,11 @@ pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, out: &mut Vec<
         if let Some(lane) = lane_at(bytes, at) {
             // Written whole; what is behind a mark is written over.
             out[to..to + LANE].copy_from_slice(lane);
-            let found = marks(lane);
-            let plain = (found.trailing_zeros() as usize).min(LANE);
+            let mask = marks(lane);
+            let plain = (mask.trailing_zeros() as usize).min(LANE);
             at += plain;
             to += plain;
-            if found == 0 {
+            if mask == 0 {
                 continue;
             }
         }
@@ -79,11 +79,11 @@ pub(super) fn unescape(bytes: &[u8], start: usize, escape: usize, out: &mut Vec<
             let character = unicode(bytes, &mut at)?;
             to += character.encode_utf8(&mut out[to..to + 4]).len();
         } else {
-            let said = SAID[second as usize];
-            if said == 0 {
+            let byte = UNESCAPED[second as usize];
+            if byte == 0 {
                 return None;
             }
-            out[to] = said;
+            out[to] = byte;
             to += 1;
         }
     }
@@ -98,17 +98,17 @@ fn make_room(out: &mut Vec<u8>, to: usize) {
 }
 
 /// What the second byte of an escape stands for, 0 where it is none: looked up, as no branch foretells it.
-const SAID: [u8; 256] = {
-    let mut said = [0; 256];
-    said[b'"' as usize] = b'"';
-    said[b'\\' as usize] = b'\\';
-    said[b'/' as usize] = b'/';
-    said[b'b' as usize] = 8;
-    said[b'f' as usize] = 12;
-    said[b'n' as usize] = b'\n';
-    said[b'r' as usize] = b'\r';
-    said[b't' as usize] = b'\t';
-    said
+const UNESCAPED: [u8; 256] = {
+    let mut table = [0; 256];
+    table[b'"' as usize] = b'"';
+    table[b'\\' as usize] = b'\\';
+    table[b'/' as usize] = b'/';
+    table[b'b' as usize] = 8;
+    table[b'f' as usize] = 12;
+    table[b'n' as usize] = b'\n';
+    table[b'r' as usize] = b'\r';
+    table[b't' as usize] = b'\t';
+    table
 };
 
 /// The character of a `\u` escape, or of a surrogate pair of them, whose digits stand at `at`.

@@ -20,13 +20,10 @@ impl Cursor<'_> {
             b't' => self.word(b"true").map(|()| Value::Bool(true))?,
             b'f' => self.word(b"false").map(|()| Value::Bool(false))?,
             b'n' => self.word(b"null").map(|()| Value::Null)?,
-            _ => {
-                let start = self.place();
-                match self.number_value() {
-                    Some(number) => Value::Number(number),
-                    None => self.bare(start)?.into(),
-                }
-            }
+            _ => match self.number_value() {
+                Some(number) => Value::Number(number),
+                None => self.bare()?.into(),
+            },
         })
     }
 
