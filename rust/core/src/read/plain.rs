@@ -80,7 +80,7 @@ fn may_answer<N: AsRef<str>>(record: &[u8], names: &[N]) -> bool {
 /// Whether what decoding a record gave is all that it says was sampled. A recorder's own form says so by itself.
 fn stands(traces: &[Arc<Trace>], report: &Report) -> bool {
     let is_list = report.forms.keys().any(|form| form.name == "chat");
-    let is_whole = |trace: &Trace| !trace.generations.is_empty() && !(is_list && is_open(trace));
+    let is_whole = |trace: &Trace| !(trace.generations.is_empty() || is_list && is_open(trace));
     report.unused_choices == 0 && traces.iter().any(|trace| is_whole(trace))
 }
 
