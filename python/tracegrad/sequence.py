@@ -311,9 +311,9 @@ class Sequences:
             FormatError: if the files are not what `save` writes, or not those of the manifest.
         """
         found = store.load(Path(directory), verify)
-        columns: dict[str, Any] = dict(found.columns)
+        columns: dict[str, Any] = {**found.columns, **found.names}
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
-        return cls(**columns, **found.names, extras=found.extras, drift=Drift(**drift, **found.drift))
+        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
 
 
 def align(
