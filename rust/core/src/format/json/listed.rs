@@ -71,6 +71,7 @@ impl Columns {
     }
 
     /// Ends an entry whose pieces stand in the columns.
+    #[inline]
     pub fn close(&mut self, reading: Reading, text: Text, bytes: bool, id: Option<u32>) {
         self.number(reading, id);
         self.bytes.close(bytes);
@@ -92,6 +93,7 @@ impl Columns {
     }
 
     /// The number of an entry, and its id.
+    #[inline]
     fn number(&mut self, reading: Reading, id: Option<u32>) {
         let value = self.counted.take(reading);
         self.values.push(value);

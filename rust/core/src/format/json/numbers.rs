@@ -61,6 +61,7 @@ pub fn spelled(word: &str) -> Option<f64> {
 
 impl Tokens {
     /// A reading as its number, NaN where there is none, which is counted.
+    #[inline]
     pub fn take(&mut self, reading: Reading) -> f32 {
         match reading {
             Reading::Known(value) => return value,
