@@ -89,10 +89,16 @@ fn rendering(again: bool) -> Stage {
         black_box(template.render(&messages, None, true, &Map::new()).expect("it renders"));
     };
     if again {
-        all.iter().for_each(|messages| (1..13).step_by(2).for_each(|count| prompt(&messages[..count])));
+        for messages in &all {
+            for count in (1..13).step_by(2) {
+                prompt(&messages[..count]);
+            }
+        }
     }
     Box::new(move || {
-        all.iter().for_each(|messages| prompt(messages));
+        for messages in &all {
+            prompt(messages);
+        }
         MANY
     })
 }

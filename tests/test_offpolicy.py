@@ -293,3 +293,11 @@ def test_what_does_not_fit_is_refused():
     a = OffPolicy.of([-1.0], [-1.0], trace=[0])
     with pytest.raises(ArgumentError, match="not measured alike"):
         a + OffPolicy.of([-1.0], [-1.0], trace=[0], weight=[1.0])
+
+
+def test_where_gates_drop_every_term_nothing_is_said_of_effective_samples():
+    old, rollout = [-1.0, -2.0], [-1.5, -1.0]
+    none = OffPolicy.of(old, rollout, trace=[0, 1], keep=[False, False], weight=[1.0, 1.0]).named()
+    assert not {"ess", "ess_count"} & set(none)
+    one = OffPolicy.of(old, rollout, trace=[0, 1], keep=[True, False], weight=[0.5, 1.0]).named()
+    assert (one["ess"], one["ess_count"]) == (1.0, 1.0)
