@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -81,13 +82,30 @@ def test_litellm_by_its_callback_and_its_payload():
 def test_an_inspect_log_gives_samples_by_their_epochs_with_scores():
     stream = tg.stream(GOLDEN / "inspect.eval")
     traces = tg.Traces.concatenate(list(stream))
-    assert [trace.id for trace in traces] == ["lamp-1", "lamp-2", "vase-1", "vase-2"]
-    assert [trace.group for trace in traces] == ["lamp", "lamp", "vase", "vase"]
+    assert [re.sub("-[0-9a-f]{8}-", " ", trace.id, count=1)[:6] for trace in traces] == [
+        "lamp 1",
+        "lamp 2",
+        "vase 1",
+        "vase 2",
+    ]
+    assert len({trace.id for trace in traces}) == 4
+    assert [trace.group[:5] for trace in traces] == ["lamp-", "lamp-", "vase-", "vase-"]
+    assert len({trace.group for trace in traces}) == 2
     assert [trace.reward for trace in traces] == [1.0, 1.0, 0.0, 0.0]
     assert traces[0].rewards == {"match": 1.0}
     asks_and_answers(traces[0], temperature=1.0)
     whole = {"eval": {}, "samples": [json.loads(each) for each in evals.samples(str(GOLDEN / "inspect.eval"))]}
     assert [trace.id for trace in tg.read([whole])] == [trace.id for trace in traces]
+
+
+def test_samples_of_several_tasks_that_have_one_number_are_of_several_groups():
+    sample = {"id": 1, "epoch": 1, "output": {}, "scores": {}, "input": "Translate: Haus"}
+    sample["messages"] = [{"role": "user", "content": "Translate: Haus"}, {"role": "assistant", "content": "house"}]
+    again = {**sample, "uuid": "b"}
+    traces = tg.read([{**sample, "uuid": "a"}, again, {**sample, "input": "Capital of Peru?"}, {**sample, "epoch": 2}])
+    groups = [trace.group for trace in traces]
+    assert groups[0] == groups[1] == groups[3] != groups[2]
+    assert len({trace.id for trace in traces}) == 4
 
 
 def test_a_zip_that_is_no_log_and_a_log_that_was_cut_are_refused(tmp_path):

@@ -180,3 +180,20 @@ def test_init_writes_a_config_that_trains_what_it_found(tmp_path, capsys):
     assert ("reward", "score") in [(each["field"], each["path"]) for each in found]
     told = config.load(tmp_path / "text.toml")
     assert (told.data.text_only, told.objective.preset) == (True, "TOPR_POSITIVE")
+
+
+def test_which_answer_it_is_and_whether_the_call_failed_are_no_rewards():
+    rows = []
+    for number in range(4):
+        gains = [{"choice": at, "gain": (number + at) % 3} for at in range(3)]
+        response = {"choices": [{**said(f"e{at + 2}"), "index": at} for at in range(3)]}
+        row = {"request": {"messages": [user(f"{number}. move?")]}, "response": response, "grades": gains}
+        rows.append({**row, "status": ["success", "failure"][number % 2], "scores": [0, 1, 2]})
+    found = candidates.find(rows, wanted=["reward"])
+    assert [each.path for each in found.of("reward")] == ["grades.gain", "grades"]
+    first_is_best = [{**row, "scores": [1, 0, 0]} for row in rows]
+    assert {each.path for each in candidates.find(first_is_best, wanted=["reward"]).found} == {
+        "grades.gain",
+        "grades",
+        "scores",
+    }

@@ -36,7 +36,7 @@ _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
 _NEVER = re.compile(
     r"token|latency|duration|cost|price|usage|max_|min_|temperature|top_[pk]|seed|created|timestamp|time|penalty|index|"
-    r"\bn$|version|port|status_code|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
+    r"\bn$|version|port|^status(_code)?$|^state$|_reason$|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
     re.I,
 )
 
@@ -51,9 +51,12 @@ class _Column:
     low: float = float("inf")
     high: float = float("-inf")
     numbers: int = 0
+    places: int = 0
+    """How often it was the place of its answer among the answers of a record."""
 
-    def add(self, value: Any, times: int = 1) -> None:
+    def add(self, value: Any, times: int = 1, place: int | None = None) -> None:
         self.count += times
+        self.places += place is not None and type(value) is int and value == place
         self.kinds[paths.kind(value)] += times
         if len(self.values) < RECORDS:
             self.values[counted(value)] += times
@@ -154,8 +157,8 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
             continue
         count += len(made)
         calls.add(record, made)
-        for times, part in _parts(record, made):
-            _count(columns, part, times, wanted)
+        for times, place, part in _parts(record, made):
+            _count(columns, part, times, wanted, place)
         if count >= RECORDS:
             break
     sessions = list(_sessions(columns, count, calls))
@@ -170,12 +173,14 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     return Candidates(count, tuple(kept), joined, labels)
 
 
-def _count(columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str]) -> None:
+def _count(
+    columns: dict[str, _Column], part: dict[str, Any], times: int, wanted: Sequence[str], place: int | None = None
+) -> None:
     """Counts what stands at the paths of a record, or of a part of it."""
     outer = outside(part)
     for path, value in itertools.islice(paths.leaves(outer), paths.MOST_WALKED):
         if value is not None and ("reward" in wanted or _may_be(path, wanted)):
-            columns.setdefault(path, _Column()).add(value, times)
+            columns.setdefault(path, _Column()).add(value, times, place)
     for key, value in outer.items():
         if isinstance(value, dict) and paths.REWARD.search(key):
             _objects(columns, key, value, times)
@@ -240,18 +245,20 @@ def _made(record: Any) -> list[dict[str, Any]] | None:
     return made
 
 
-def _parts(record: Any, made: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What is made of a record, with what the record says beside: what all share once, with how many they are."""
+def _parts(record: Any, made: list[dict[str, Any]]) -> Iterator[tuple[int, int | None, dict[str, Any]]]:
+    """What is made of a record, with what the record says beside: what all share once, with how many they are, then
+    what each has of its own, with its place among them.
+    """
     outer = record if isinstance(record, dict) else {}
     if made:
         first = {**outer, **made[0]}
         shared = {
             key: value for key, value in first.items() if all(each.get(key, outer.get(key)) is value for each in made)
         }
-        yield len(made), shared
+        yield len(made), None, shared
         beside = {key: value for key, value in outer.items() if key not in shared}
-        for each in made:
-            yield 1, {key: value for key, value in {**beside, **each}.items() if key not in shared}
+        for place, each in enumerate(made):
+            yield 1, place, {key: value for key, value in {**beside, **each}.items() if key not in shared}
 
 
 def _objects(columns: dict[str, _Column], key: str, value: dict[str, Any], times: int) -> None:
@@ -296,6 +303,8 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
             continue
         hint, last = bool(paths.REWARD.search(path)), path.rpartition(".")[2]
         if column.numbers < column.count or column.numbers * 10 < count or column.low == column.high:
+            continue
+        if column.places == column.count and (column.high > 1 or not paths.REWARD.search(last)):  # an answer's number
             continue
         if (_NEVER.search(last) and not paths.REWARD.search(last)) or (
             not hint and not -1 <= column.low <= column.high <= 1

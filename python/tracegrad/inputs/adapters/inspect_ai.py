@@ -6,6 +6,7 @@ P, N as inspect's `value_to_float` reads them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -30,9 +31,12 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
     if not (isinstance(record, Mapping) and all(sign in record for sign in _SIGNS)):
         return None
     attachments = _table(record.get("attachments"))
+    asked = json.dumps(record["input"], sort_keys=True).encode()
+    # Samples of several tasks are all numbered from 1: only what is asked tells which of them are one group.
+    group = f"{record.get('id')}-{hashlib.sha256(asked).hexdigest()[:8]}"
     head: dict[str, Any] = {
-        "id": f"{record.get('id')}-{record.get('epoch')}",
-        "group": str(record.get("id")),
+        "id": "-".join([group, *(str(record[key]) for key in ("epoch", "uuid") if record.get(key) is not None)]),
+        "group": group,
         **_rewards(record.get("scores")),
         "metadata": record.get("metadata") or {},
     }
