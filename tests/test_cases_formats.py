@@ -179,6 +179,7 @@ def test_case_63_a_refusals_tokens_are_the_generation():
     record = chat({"content": None, "refusal": [entry("I"), entry(" can't")]}, content=None)
     record["response"]["choices"][0]["message"]["refusal"] = "I can't"
     assert generation_of(record).tokens == 2
+    assert tg.Trace.from_dict(record).messages[-1]["content"] == "I can't"
 
 
 def test_case_64_probabilities_become_logprobs_with_a_note():

@@ -71,7 +71,7 @@ def openai_chat() -> None:
     records: list[Any] = [{"request": request, "response": response("Hi there!", None)}]
     truths = [truth("call", message="Hi there!", **said)]
     records.append({"request": request, "response": response(None, "Hi there!")})
-    truths.append(truth("call", message=None, **said))
+    truths.append(truth("call", message="Hi there!", **said))
     plain = [{"role": "assistant", "content": "Hi", "logprobs": {"content": [{"logprob": -0.5}]}}]
     records.append({"messages": [*ASKED, *plain]})
     truths.append(truth("chat", ids=None, text=None, message="Hi", logprobs=[-0.5], finish_reason=None))

@@ -164,9 +164,19 @@ pub fn message_of(mut fields: Fields) -> Decoded<Message> {
     check_content(&fields)?;
     let reward = number(&fields, "reward")?.map(|reward| reward as f32);
     if role(&fields) == Some("assistant") {
+        say_refusal(&mut fields);
         fields.retain(|key, value| key == "content" || !(value.is_null() || (key == "tool_calls" && is_empty(value))));
     }
     Ok(Message { value: Value::Object(fields), reward })
+}
+
+/// A refusal is what the policy said, and templates know of `content` alone: it becomes that where there is no other.
+fn say_refusal(fields: &mut Fields) {
+    let called = present(fields, "tool_calls").is_some_and(|calls| !is_empty(calls));
+    let refused = get(fields, "refusal").filter(|refusal| refusal.as_str().is_some_and(|text| !text.is_empty()));
+    if let (None, false, Some(refusal)) = (present(fields, "content"), called, refused.cloned()) {
+        fields.insert("content".to_owned(), refusal);
+    }
 }
 
 fn is_empty(value: &Value) -> bool {

@@ -30,6 +30,21 @@ fn a_call_log_becomes_a_pool_and_paths() {
 }
 
 #[test]
+fn a_refusal_is_what_was_said_where_there_is_no_other_content() {
+    let said = |content: Value, calls: Value| {
+        let message = json!({"role": "assistant", "content": content, "refusal": "I can't", "tool_calls": calls});
+        let response = json!({"choices": [{"message": message, "token_ids": [1]}]});
+        let trace = read_json(&json!({"request": {"messages": []}, "response": response})).unwrap();
+        trace.messages.last().unwrap().value["content"].clone()
+    };
+    assert_eq!(said(Value::Null, json!([])), "I can't");
+    assert_eq!(said(Value::Null, Value::Null), "I can't");
+    assert_eq!(said(json!("Well."), Value::Null), "Well.");
+    let call = json!([{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
+    assert_eq!(said(Value::Null, call), Value::Null);
+}
+
+#[test]
 fn the_same_words_said_twice_are_two_generations() {
     let (ask, ok) = (json!({"role": "user", "content": "go on"}), json!({"role": "assistant", "content": "ok"}));
     let calls = json!([
