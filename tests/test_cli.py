@@ -134,7 +134,7 @@ def test_a_run_leaves_what_it_says(example, forty, tmp_path, capsys):
     assert "value" in said.err
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["traces"], summary["groups"], summary["seed"], summary["steps"]) == (40, 5, 0, 4)
-    assert {"tokens", "tiers", "drift", "value"} <= summary.keys()
+    assert {"tokens", "tiers", "drift", "off_policy_value"} <= summary.keys()
     assert {"read", "align", "train", "old", "checkpoint"} <= summary["seconds"].keys()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

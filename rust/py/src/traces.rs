@@ -86,8 +86,8 @@ impl PyTraces {
 
     /// The traces whose conversation goes on behind what was sampled last; with names, where an answer may be beside.
     #[pyo3(signature = (names=None))]
-    fn open(&self, names: Option<Vec<String>>) -> Vec<usize> {
-        open(&self.inner, names.as_deref())
+    fn open(&self, py: Python<'_>, names: Option<Vec<String>>) -> PyResult<Vec<usize>> {
+        detached(py, Kind::Fault, "reading records", || Ok(open(&self.inner, names.as_deref())))
     }
 
     /// Whether each record is read as it stands: all of it that was sampled, and no object in it has one of the keys.
