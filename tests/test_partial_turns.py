@@ -78,15 +78,21 @@ def test_a_call_whose_text_is_listed_takes_nothing_away(tokenizer, tmp_path):
     assert trained([conversation(first)], tokenizer, tmp_path) == [7, 8]
 
 
-def test_a_left_out_trace_before_it_moves_no_mask(tokenizer, tmp_path):
+def test_a_trace_that_is_left_out_moves_no_mask(tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in MODEL.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    template = tmp_path / "model" / "chat_template.jinja"
+    refuse = "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+    template.write_text(refuse + template.read_text())
     path = tmp_path / "traces.jsonl"
-    odd = {"messages": [{"role": "nobody", "content": 3}, {"role": "assistant", "content": "b"}]}
-    records = [conversation(answer()), conversation(answer(**CALLING)), odd, conversation(answer(**CALLING))]
+    odd = call(answer(), [{"role": "user", "content": "no"}])
+    records = [odd, conversation(answer(**CALLING)), call(answer())]
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    sequences = tg.align(tg.read(path, on_error="skip"), tokenizer, on_error="skip")
+    sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(tmp_path / "model"), on_error="skip")
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-    last = sequences.traces - 1
-    assert [int(sequences.trainable[owner == at].sum()) for at in (0, 1, last)] == [16, 8, 8]
+    assert sequences.drift.left_out == (0,)
+    assert [int(sequences.trainable[owner == at].sum()) for at in (0, 1)] == [8, 8]
 
 
 def diagnosed(records, tmp_path, **told):
@@ -120,6 +126,16 @@ def aborted():
         entry = {"token": each, "logprob": -0.5, "bytes": list(each.encode())}
         chunks.append({"choices": [{"index": 0, "delta": {"content": each}, "logprobs": {"content": [entry]}}]})
     return chunks[1:]
+
+
+def test_an_aborted_stream_is_trained_as_far_as_it_goes(tokenizer, tmp_path):
+    assert trained([call(aborted())], tokenizer, tmp_path) == [2, 0]
+
+
+def test_a_gap_is_told_once(tmp_path):
+    _, names = diagnosed(scored([answer(PIECES[:2] + PIECES[4:])] + [answer()] * 19), tmp_path)
+    assert "lost_chunks" not in names
+    assert names["broken_turns"].hits.found == "the listed tokens spell 9 of the message's 12 bytes"
 
 
 @pytest.mark.parametrize(("broken", "severity"), [(1, "COSTS"), (9, "COSTS"), (10, "WRONG")])

@@ -274,8 +274,8 @@ def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> 
     if len(foreign) and not dropped:
         raise ArgumentError(
             f"{len(foreign)} of {s.traces} traces, '{s.trace_name(foreign[0])}' first, hold text without logprobs, or "
-            "of another model or tokenizer (T6): it has no logprobs of this policy, and a ratio of 1 would be invented. "
-            f"Train on it with {TEXT_TRAINS}; or leave such turns out with --on-error skip."
+            "of another model or tokenizer (T6): it has no logprobs of this policy, and a ratio of 1 would be "
+            f"invented. Train on it with {TEXT_TRAINS}; or leave such turns out with --on-error skip."
         )
     known = s.trainable & ~np.isnan(s.rollout_logprobs)
     if not known.any():
