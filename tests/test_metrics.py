@@ -200,6 +200,11 @@ def test_where_there_is_no_terminal_progress_comes_in_lines():
     assert stream.getvalue() == "step 2/2  loss 0.5000  value 0.400 (0.300-0.500)\n"  # within 10 s, the last alone
 
 
+def test_where_no_trace_has_a_ratio_no_effective_sample_is_told():
+    assert "ESS" not in metrics.progress_line({**ROW, "off_policy_value_ess_fraction": 0.0})
+    assert "ESS 4%" in metrics.progress_line({**ROW, "off_policy_value_ess_fraction": 0.04})
+
+
 def test_where_the_effective_sample_is_too_small_the_line_says_so():
     assert "value not known" in metrics.progress_line({**ROW, "off_policy_value_known": 0})
     assert "value not known" in metrics.progress_line(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core, notebook
+from tracegrad.codes import SAMPLED, TIERS
+from tracegrad.tokenizer import Tokenizer
+
+REFORMATTED, INCOMPLETE = 13, 28  # R13, R28
+GAP = "the listed tokens spell"
+"""How the detail of an R28 begins where tokens lack a part of the message; the others are streams without an end."""
+SPELLED = [TIERS.index(name) for name in ("T2", "T3")]
+"""Tiers of tokens that are recorded as texts or bytes: a server may list those of the content alone."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,3 +83,54 @@ def no_drift() -> Drift:
     """A `Drift` without rows."""
     empty = np.zeros(0, np.int32)
     return Drift(np.zeros(0, np.uint8), empty, empty, empty, empty, ())
+
+
+def said(traces: _core.Traces, index: int) -> list[dict[str, Any]]:
+    """The message of each turn of a trace."""
+    messages = traces.messages(index)
+    return [messages[each["message"]] for each in traces.generations(index)]
+
+
+def without_call(message: Mapping[str, Any], text: str) -> bool:
+    """Whether a turn called a tool and its tokens, which spell `text`, hold no call: a name is not in it."""
+    called = [call.get("function") or call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    names = [call.get("name") for call in called if isinstance(call, dict)]
+    return any(isinstance(name, str) and name not in text for name in names)
+
+
+def untrained(
+    traces: _core.Traces, tokenizer: Tokenizer, drift: Drift, found: Mapping[str, NDArray[Any]]
+) -> NDArray[np.bool_]:
+    """[T] bool: tokens that stand behind others than those they were sampled after, because the record lists a part.
+
+    A turn with a gap and all behind it in its branch; what is behind a turn whose call is not listed, not the turn.
+
+    Args:
+        traces: as they were aligned.
+        tokenizer: of the model.
+        drift: of the alignment, which knows where to look.
+        found: its arrays: ids, turn, source, tier, trace, cu_seqlens.
+    """
+    out = np.zeros(len(found["ids"]), bool)
+    looked = np.flatnonzero(np.isin(drift.reason, (REFORMATTED, INCOMPLETE)) & (drift.turn >= 0))
+    if not len(looked):
+        return out
+    cu, rows = found["cu_seqlens"], np.delete(np.arange(len(traces)), drift.left_out)
+    messages: tuple[int, list[dict[str, Any]]] = (-1, [])
+    for at in looked:
+        row, turn, gap = int(drift.trace[at]), int(drift.turn[at]), drift.reason[at] == INCOMPLETE
+        if gap and not drift.detail[at].startswith(GAP):
+            continue
+        for branch in range(*np.searchsorted(found["trace"], (row, row + 1))):
+            here = slice(int(cu[branch]), int(cu[branch + 1]))
+            own = np.flatnonzero((found["source"][here] == SAMPLED) & (found["turn"][here] == turn)) + cu[branch]
+            behind = slice(int(own[0] if gap else own[-1] + 1), here.stop) if len(own) else slice(0, 0)
+            if not (found["source"][behind] == SAMPLED).any():
+                continue
+            if not gap and not np.isin(found["tier"][own], SPELLED).all():
+                continue
+            if not gap and messages[0] != row:
+                messages = row, said(traces, int(rows[row]))
+            if gap or without_call(messages[1][turn], tokenizer.decode(found["ids"][own].tolist())):
+                out[behind] = True
+    return out

@@ -27,7 +27,7 @@ from tracegrad.codes import (
     TIER_TEXT,
     TIERS,
 )
-from tracegrad.drift import Drift, no_drift
+from tracegrad.drift import Drift, no_drift, untrained
 from tracegrad.errors import ArgumentError
 from tracegrad.ragged import Ragged
 from tracegrad.tokenizer import Tokenizer
@@ -348,7 +348,8 @@ def align(
         on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
 
     Returns:
-        Sequences; `drift` says where records and template differ.
+        Sequences; `drift` says where records and template differ. Spliced, a turn with a gap in its tokens is not
+        trained, nor what stands behind it or behind a turn whose tool call is not among its tokens.
 
     Raises:
         AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
@@ -362,8 +363,9 @@ def align(
     arrays.one_of(on_error, "on_error", ("raise", "skip"))
     arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
     _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
+    core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
     found = _core.align_traces(
-        traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core,
+        core,
         tokenizer._core,
         lenient=lenient,
         text_only=text_only,
@@ -382,6 +384,8 @@ def align(
         errors=tuple(found.pop("errors")),
         left_out=tuple(found.pop("left_out")),
     )
+    if mode == "splice":
+        found["trainable"] = found["trainable"] & ~untrained(core, tokenizer, drift, found)
     names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
     parts = found.pop("extras").items()

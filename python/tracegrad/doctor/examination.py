@@ -34,6 +34,8 @@ OF_BATCHES: tuple[Check, ...] = (
     tokens.media,
     numbers.count_mismatch,
     tokens.lost_chunks,
+    tokens.broken_turns,
+    tokens.unlisted_calls,
     tokens.hidden_reasoning,
     numbers.filled_logprobs,
     numbers.raw_at_temperature,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tracegrad.codes import LOGPROB_KINDS, SAMPLED
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.vocabulary import Vocabulary
+from tracegrad.drift import SPELLED, said, without_call
 from tracegrad.inputs.mapping import loads
 from tracegrad.inputs.paths import DEEPEST
 from tracegrad.sequence import Sequences
@@ -133,6 +134,19 @@ class Look:
         text = self.sequences.tier[self.own] >= TEXT_TIERS
         canonical = np.bincount(self.own_generation[text], minlength=self.generations) > 0
         return (self.held > 0) & (self.held >= self["tokens"]) & ~canonical
+
+    @cached_property
+    def unlisted(self) -> Array:
+        """[G] bool: a tool was called, and tokens that are recorded as texts spell the words and not the call."""
+        out, own = np.zeros(self.generations, bool), self.own_generation
+        cu = np.searchsorted(own, np.arange(self.generations + 1))
+        ids, tier = self.sequences.ids[self.own], self.sequences.tier[self.own]
+        for g in np.flatnonzero((self.finish == "tool_calls") & self.known):
+            at = slice(cu[g], cu[g + 1])
+            if np.isin(tier[at], SPELLED).all():
+                message = said(self.traces.core, int(self.trace[g]))[int(self.turn[g])]
+                out[g] = without_call(message, self.vocabulary.tokenizer.decode(ids[at].tolist()))
+        return out
 
     @cached_property
     def last_id(self) -> Array:

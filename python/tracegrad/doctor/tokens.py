@@ -126,36 +126,76 @@ def truncated(look: Look) -> Hits:
 
 
 @check(
-    "turns whose token list lost a part of the stream",
+    "turns whose token list lacks a part of what was said",
     "turns",
     costs=0.0,
-    wrong=0.01,
-    hurts="What follows a lost chunk stands after tokens it was not sampled after: its ratio is of another text.",
-    cure="Join all chunks of a choice by index, those with an empty delta too; record the assembled response.",
+    wrong=0.1,
+    hurts="What follows a lost piece stands after tokens it was not sampled after: its ratio is of another text. "
+    "Nothing leaves these turns out.",
+    cure="Record ids and logprobs of the whole response, of a stream those of every chunk, with an empty delta too.",
 )
 def lost_chunks(look: Look) -> Hits:
-    """Sees turns whose tokens spell fewer bytes than the message has, or that list fewer than usage counts; and R28.
+    """Sees turns whose tokens spell fewer bytes than the message has, or that list fewer than usage counts, and that
+    no other finding explains: a broken stream, a call that is not listed, hidden reasoning.
 
     Threshold: one byte less than the content (a server only ever cuts content, never adds), or more than 2 tokens and
-    2 % less than usage.completion_tokens: servers were seen to count 0 to 2 more than they list. Wrong from 1 %.
+    2 % less than usage.completion_tokens: servers were seen to count 0 to 2 more than they list. Wrong from 10 %,
+    where it is the recorder's habit.
     """
-    size = look.vocabulary.spelled
-    spelled = np.bincount(look.own_generation, size(look.sequences.ids[look.own]), minlength=look.generations)
-    spelled -= np.where(_ends(look), size(look.last_id), 0)
+    spelled = _spelled(look)
     short = look.known & (spelled < look["content_bytes"])
     used, thought = look.usage
-    fewer = _fewer(look, used) & (thought <= 0)
-    found = look.drift(28)
-    short[list(found)] = True
+    fewer = _fewer(look, used) & (thought <= 0) & ~look.unlisted
+    explained = np.zeros(look.generations, bool)
+    explained[list(look.drift(28))] = True
 
     def say(g: int) -> str:
-        if g in found:
-            return found[g][1]
         if short[g]:
             return f"tokens spell {int(spelled[g])} bytes of a content of {int(look['content_bytes'][g])}"
         return f"{int(look['tokens'][g])} tokens listed where usage counts {int(used[g])}"
 
-    return look.hits(short | fewer, None, say)
+    return look.hits((short | fewer) & ~explained, None, say)
+
+
+@check(
+    "turns that were recorded in part",
+    "turns",
+    costs=0.0,
+    wrong=0.5,
+    hurts="A turn that breaks off is trained as far as it goes. One with a gap is not trained, nor is what stands "
+    "behind it in its trace: it was sampled after other tokens.",
+    cure="Record the whole response; of a stream every chunk, with an empty delta too, up to its finish reason.",
+)
+def broken_turns(look: Look) -> Hits:
+    """Sees streams that end without their end, or within a chunk, and token lists that spell a part of the message
+    (R28).
+
+    Threshold: any turn; wrong from half of them, as the others are left as they are.
+    """
+    return look.drift_hits(28)
+
+
+@check(
+    "tool calls that the token list does not hold",
+    "turns",
+    costs=0.0,
+    hurts="The words before the call are trained, the choice to call and its arguments are not. In a trace that goes "
+    "on, what stands behind is not trained: its history has no tokens of the call.",
+    cure="Record token ids (return_token_ids on vLLM and SGLang), or calls one by one, without --map.session: then "
+    "each has the whole history as its prompt.",
+)
+def unlisted_calls(look: Look) -> Hits:
+    """Sees turns with tool calls whose tokens, by their texts, spell the words and no call: its name is not there.
+
+    Threshold: any turn; what is trained is as it was sampled.
+    """
+    used, _ = look.usage
+
+    def say(g: int) -> str:
+        counted = f", usage counts {int(used[g])}" if used[g] >= 0 else ""
+        return f"{int(look['tokens'][g])} tokens listed, of the words and not of the call{counted}"
+
+    return look.hits(look.unlisted, None, say)
 
 
 @check(
@@ -225,6 +265,13 @@ def other_prompt(look: Look) -> Hits:
 def _ends(look: Look) -> NDArray[np.bool_]:
     """[G] whether the last id is a special token."""
     return look.vocabulary.is_special(look.last_id)
+
+
+def _spelled(look: Look) -> NDArray[np.int64]:
+    """[G] bytes that the ids in a branch spell, less an end."""
+    size = look.vocabulary.spelled
+    spelled = np.bincount(look.own_generation, size(look.sequences.ids[look.own]), minlength=look.generations)
+    return spelled - np.where(_ends(look), size(look.last_id), 0)
 
 
 def _fewer(look: Look, used: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -273,9 +273,9 @@ def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> 
     dropped = config.data.on_error != "raise" and not config.data.text_only
     if len(foreign) and not dropped:
         raise ArgumentError(
-            f"{len(foreign)} of {s.traces} traces, '{s.trace_name(foreign[0])}' first, are text of another model or "
-            "tokenizer (T6): they have no logprobs of this policy, and a ratio of 1 would be invented. Train on them "
-            f"with {TEXT_TRAINS}; or leave them out with --on-error skip."
+            f"{len(foreign)} of {s.traces} traces, '{s.trace_name(foreign[0])}' first, hold text without logprobs, or "
+            "of another model or tokenizer (T6): it has no logprobs of this policy, and a ratio of 1 would be "
+            f"invented. Train on it with {TEXT_TRAINS}; or leave such turns out with --on-error skip."
         )
     known = s.trainable & ~np.isnan(s.rollout_logprobs)
     if not known.any():
@@ -285,7 +285,7 @@ def check_ratios(sequences: Sequences, objective: Objective, config: Config) -> 
         )
     measured = np.unique(owner[known])
     _check_kinds(s, measured, explicit=config.data.logprob_kind == "unknown")
-    return _notes(s, measured, len(foreign))
+    return _notes(s, measured, foreign)
 
 
 def _check_kinds(s: Sequences, measured: NDArray[np.int32], *, explicit: bool) -> None:
@@ -319,7 +319,7 @@ def _of_old(objective: Objective, config: Config, groups: int) -> list[str]:
     return [f"old stays for an epoch, as there are {train.epochs} passes: after four, 91 against 50 %. {which}"]
 
 
-def _notes(s: Sequences, measured: NDArray[np.int32], foreign: int) -> list[str]:
+def _notes(s: Sequences, measured: NDArray[np.int32], foreign: NDArray[np.int32]) -> list[str]:
     notes = []
     raw = s.logprob_kind[measured] == LOGPROB_KINDS.index("raw")
     heat = s.temperature[measured]
@@ -332,6 +332,10 @@ def _notes(s: Sequences, measured: NDArray[np.int32], foreign: int) -> list[str]
     missing = int((s.trainable & np.isnan(s.rollout_logprobs)).sum())
     if missing:
         notes.append(f"{missing} of {int(s.trainable.sum())} trained tokens have no recorded logprob.")
-    if foreign:
-        notes.append(f"{foreign} traces are text of another model (T6) and are left out.")
+    if len(foreign):
+        empty = len(np.setdiff1d(foreign, np.repeat(s.trace, np.diff(s.cu_seqlens))[s.trainable]))
+        notes.append(
+            f"{len(foreign)} traces hold text without logprobs, or of another model (T6): such turns are left out, and "
+            f"{empty} traces that hold nothing else to train."
+        )
     return notes

@@ -163,7 +163,7 @@ def progress_line(row: Row, was_known: bool = False) -> str:
         parts.append(f"ratio {row['ratio_mean']:.3f}")
     if "clip_fraction" in row:
         parts.append(f"clip {row['clip_fraction']:.1%}")
-    if "off_policy_value_ess_fraction" in row:
+    if row.get("off_policy_value_ess_fraction"):  # 0 is of no trace with a ratio, not of a small sample
         parts.append(f"ESS {row['off_policy_value_ess_fraction']:.0%}")
     if "tokens_per_s" in row:
         parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
