@@ -84,6 +84,8 @@ def test_messages_and_prompts_without_an_answer_are_failed_calls_too(record, say
         ({"prompt": "a", "output": "b", "error": "its code does not run"}, "b"),
         ({"messages": [user("a"), said("b"), user("c")], "error": "out of turns"}, "c"),
         ({"messages": [user("a"), said("b")], "response": None, "error": "later"}, "b"),
+        ({"req": ASKED, "res": whole("b"), "status": 404}, "b"),
+        ({"input": {"messages": [user("a"), said("b")]}, "output": None}, "b"),
         ({"input": ASKED, "output": None, "final": said("b")}, "b"),
         ({"input": ASKED, "error": "out of turns", "conversation": [user("a"), said("b")]}, "b"),
         ({"question": "a", "error": "out of turns", "conversation": [user("a"), said("b")]}, "b"),
@@ -133,6 +135,12 @@ def test_failed_calls_hide_nothing_of_what_is_found_about_the_others():
     assert found.of("group")[0].why == "4 conversations begin with one of 2 prompts that others share"
 
 
+def test_what_failed_calls_alone_say_is_no_reward():
+    rows = [{**row, "eval": {"score": at} if row["status"] != 200 else {}} for at, row in enumerate(log()[:5])]
+    assert len({row["conversation_id"] for row in rows if row["status"] != 200}) == 2
+    assert not candidates.find(rows[:5], wanted=["reward"]).found
+
+
 @pytest.mark.parametrize("session", ["conversation_id", "prefix"])
 def test_a_failed_call_takes_no_good_call_of_its_session_along(session):
     stream = tg.stream(log(), map={"session": session, "reward": "eval.score"}, on_error="skip")
@@ -142,18 +150,29 @@ def test_a_failed_call_takes_no_good_call_of_its_session_along(session):
     assert [trace.reward for trace in traces] == [0, 0.25, 0.5, 0.75], "a failed call says nothing of its session"
     assert stream.read_report.bad == 3
     how = "go on one another" if session == "prefix" else "share conversation_id"
-    assert "         3 calls failed: no answer in them" in stream.lines()
-    assert f"map      session: 7 records are 4 conversations, whose calls {how}" in stream.lines()
+    assert stream.lines() == [
+        "convert  7 records of logged_call",
+        "         3 calls failed: no answer in them",
+        "map      reward is eval.score: a number in 7 of 7 records, 0 to 0.75",
+        f"map      session: 7 records are 4 conversations, whose calls {how}",
+    ]
 
 
 def test_what_is_no_call_or_is_refused_is_left_out_of_its_session_alone(tmp_path):
-    calls = [{"s": 1, "request": ASKED, "response": whole("b")}, {"s": 1, "request": LATER, "response": whole("d")}]
+    calls = [{"s": 1, "reward": 0, "request": ASKED, "response": whole("b")}]
+    calls.append({"s": 1, "reward": 1, "request": LATER, "response": whole("d")})
     odd = [{"s": 1, "tokens": [5]}, {"s": 1, "request": LATER, "response": {"choices": [{"index": 0, "message": 3}]}}]
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in (calls[0], *odd, calls[1])))
-    traces = tg.read(path, map={"session": "s"}, on_error="quarantine")
+    stream = tg.stream(path, map={"session": "s"}, on_error="quarantine")
+    [traces] = [part for part in stream if len(part)]
+    assert stream.lines()[1:] == ["         1 rewards of one conversation differ: its last one counts"]
+    report = stream.read_report
     assert [[message["content"] for message in trace.messages] for trace in traces] == [["a", "b", "c", "d"]]
-    assert traces.read_report.reasons == {"wrong_type": 2}
-    assert [error.split(":")[1] for error in traces.read_report.errors] == ["2", "3"]
+    assert report.reasons == {"wrong_type": 2}
+    assert [error.split(":")[1] for error in report.errors] == ["2", "3"]
     [aside] = tmp_path.glob("*.quarantine.raw")
     assert aside.read_text() == "".join(json.dumps(each) + "\n" for each in odd)
+    path.write_text("".join(json.dumps(each) + "\n" for each in (odd[1], odd[1])))
+    report = tg.read(path, map={"session": "s"}, on_error="skip").read_report
+    assert (report.traces, [error.split(":")[1] for error in report.errors]) == (0, ["1", "2"])

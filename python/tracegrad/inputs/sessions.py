@@ -158,10 +158,11 @@ class Sessions:
         joined = self._join(key, calls, beside)
         if len(calls) > 1 and not _is_read(joined.made):
             good, bad = _parted(calls, lambda entry, text: _is_read(add(text, entry.header)))
-            if good and bad:
-                yield from (Joined(entry.place, entry.line, text, add(text, entry.header)) for entry, text in bad)
-                self.unlike = unlike
-                joined = self._join(key, good, beside)
+            yield from (Joined(entry.place, entry.line, text, add(text, entry.header)) for entry, text in bad)
+            if not good:
+                return
+            self.unlike = unlike
+            joined = self._join(key, good, beside)
         yield joined
 
     def _join(self, key: str | None, parts: list[_Part], beside: list[Mapping[str, Any]]) -> Joined:
