@@ -26,6 +26,7 @@ def whole(text):
 
 ASKED = {"model": "m", "messages": [user("a")]}
 LATER = {"model": "m", "messages": [user("a"), said("b"), user("c")]}
+MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "b"}], "stop_reason": "end_turn"}
 ERROR = {"error": {"message": "Slow down", "type": "requests", "code": None}}
 
 
@@ -85,6 +86,7 @@ def test_messages_and_prompts_without_an_answer_are_failed_calls_too(record, say
         ({"messages": [user("a"), said("b"), user("c")], "error": "out of turns"}, "c"),
         ({"messages": [user("a"), said("b")], "response": None, "error": "later"}, "b"),
         ({"req": ASKED, "res": whole("b"), "status": 404}, "b"),
+        ({"messages": [user("a")], "output": MESSAGE, "status": 404}, "b"),
         ({"input": {"messages": [user("a"), said("b")]}, "output": None}, "b"),
         ({"input": ASKED, "output": None, "final": said("b")}, "b"),
         ({"input": ASKED, "error": "out of turns", "conversation": [user("a"), said("b")]}, "b"),
