@@ -26,7 +26,7 @@ def whole(text):
 
 ASKED = {"model": "m", "messages": [user("a")]}
 LATER = {"model": "m", "messages": [user("a"), said("b"), user("c")]}
-MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "b"}], "stop_reason": "end_turn"}
+MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "b"}], "stop_reason": "stop"}
 ERROR = {"error": {"message": "Slow down", "type": "requests", "code": None}}
 
 
