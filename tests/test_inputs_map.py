@@ -221,7 +221,7 @@ def test_rewards_of_one_conversation_that_differ_are_said_and_the_last_counts():
 def test_sessions_go_over_files_and_a_record_that_is_no_call_is_located(tmp_path):
     (tmp_path / "1.jsonl").write_text(json.dumps(A1) + "\n")
     (tmp_path / "2.jsonl").write_text(json.dumps(A2) + "\n" + json.dumps({"tokens": [5], "s": "one"}) + "\n")
-    with pytest.raises(FormatError, match=r"1\.jsonl:2: a record with the keys tokens, s among several of session"):
+    with pytest.raises(FormatError, match=r"2\.jsonl:2: a record with the keys tokens, s among several of session"):
         tg.read(tmp_path, map={"session": "s"})
     (tmp_path / "2.jsonl").write_text(json.dumps(A2) + "\n")
     [trace] = tg.read(tmp_path, map={"session": "s"})

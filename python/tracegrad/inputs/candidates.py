@@ -17,7 +17,7 @@ from typing import Any
 from tracegrad.config import Map
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import paths, sources
-from tracegrad.inputs.adapters import adapt, is_chunk
+from tracegrad.inputs.adapters import adapt, is_chunk, is_failed
 from tracegrad.inputs.first_calls import SESSION, Calls, counted, outside
 from tracegrad.inputs.mapping import Unfit, loads
 from tracegrad.inputs.places import expand
@@ -233,7 +233,7 @@ def _may_be(path: str, wanted: Sequence[str]) -> bool:
 
 
 def _made(record: Any) -> list[dict[str, Any]] | None:
-    """What a record is read as: itself, or what an adapter makes of it; None for a chunk or a bad record."""
+    """What a record is read as: itself, or what an adapter makes of it; None for a chunk, a bad or a failed one."""
     if is_chunk(record):
         return None
     try:
@@ -242,7 +242,7 @@ def _made(record: Any) -> list[dict[str, Any]] | None:
         return None  # whoever reads it says so
     if made is None:
         return [record] if isinstance(record, dict) else None
-    return made
+    return [each for each in made if not is_failed(each)] or (None if made else made)
 
 
 def _parts(record: Any, made: list[dict[str, Any]]) -> Iterator[tuple[int, int | None, dict[str, Any]]]:

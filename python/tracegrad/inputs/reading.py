@@ -252,7 +252,9 @@ class InputStream(Iterator[Traces]):
             return self._mapped(number, line, raw, raw, record, silent=True)
         origin = raw
         for text, each in found:
-            rows += self._mapped(number, line, origin, text, each, record)
+            # A failed call is refused where it stands, and says nothing of its conversation.
+            is_failed = adapters.is_failed(each)
+            rows += [(line, origin, text)] if is_failed else self._mapped(number, line, origin, text, each, record)
             # Its own bytes are held and counted once, but where each bad one of them is put aside with them.
             origin = raw if self._options.on_error == "quarantine" else b""
         return rows

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from tracegrad import _core
 from tracegrad.config import Map
+from tracegrad.errors import FormatError
 from tracegrad.inputs import paths
 from tracegrad.inputs.calls import calls_of, prefixes
 from tracegrad.inputs.mapping import Unfit, add, loads
@@ -37,6 +39,9 @@ class _Entry:
     before: tuple[bytes, ...] = ()
     end: bytes | None = None
     silent: bool = False
+
+
+_Part = tuple[_Entry, bytes]
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class Sessions:
                 continue
             self.sessions += 1
             beside = [entry.header for entry in entries if entry.silent]
-            yield self._join(key, sorted(calls, key=lambda entry: (entry.order, entry.offset)), beside)
+            yield from self._joined(key, sorted(calls, key=lambda entry: (entry.order, entry.offset)), beside)
 
     def close(self) -> None:
         """Lets go of the file."""
@@ -137,8 +142,31 @@ class Sessions:
                 ends.setdefault(entry.end, []).append(number)
         return sessions
 
-    def _join(self, key: str | None, entries: list[_Entry], beside: list[Mapping[str, Any]]) -> Joined:
-        texts = [self._text(entry) for entry in entries]
+    def _joined(self, key: str | None, entries: list[_Entry], beside: list[Mapping[str, Any]]) -> Iterator[Joined]:
+        """The calls of one session; one of several that is no call, or that the core refuses, is refused where it
+        stands, and takes none of the others along.
+        """
+        calls = [(entry, self._text(entry)) for entry in entries]
+        if len(calls) > 1:
+            calls, others = _parted(calls, lambda _, text: calls_of(loads(text)) is not None)
+            for entry, text in others:
+                keys = ", ".join(list(map(str, loads(text)))[:8]) or "none"
+                yield Joined(entry.place, entry.line, text, _no_call(keys, key))
+        if not calls:
+            return
+        unlike = self.unlike
+        joined = self._join(key, calls, beside)
+        if len(calls) > 1 and not _is_read(joined.made):
+            good, bad = _parted(calls, lambda entry, text: _is_read(add(text, entry.header)))
+            yield from (Joined(entry.place, entry.line, text, add(text, entry.header)) for entry, text in bad)
+            if not good:
+                return
+            self.unlike = unlike
+            joined = self._join(key, good, beside)
+        yield joined
+
+    def _join(self, key: str | None, parts: list[_Part], beside: list[Mapping[str, Any]]) -> Joined:
+        entries, texts = [entry for entry, _ in parts], [text for _, text in parts]
         first = entries[0]
         origin = b"\n".join(texts)
         if len(entries) == 1:
@@ -152,12 +180,8 @@ class Sessions:
         for text, entry in zip(texts, entries, strict=True):
             record = loads(text)
             told = {**record, **entry.header}
-            each = calls_of(record)
-            if each is None:
-                keys = ", ".join(list(map(str, record))[:8]) or "none"
-                return Joined(first.place, entry.line, origin, _no_call(keys, key))
             of_call = {name: told[name] for name in _OF_CALL if told.get(name) is not None}
-            calls += [{**of_call, **call} for call in each]
+            calls += [{**of_call, **call} for call in calls_of(record) or ()]
             head |= {name: told[name] for name in _OF_ALL if name not in head and told.get(name) is not None}
             if "id" in entry.header:
                 head["id"] = head["id"] if key is None else entry.header["id"]
@@ -184,6 +208,20 @@ class Sessions:
         if self.unlike:
             out.append(f"         {self.unlike:,} rewards of one conversation differ: its last one counts")
         return out
+
+
+def _parted(parts: list[_Part], is_good: Callable[[_Entry, bytes], bool]) -> tuple[list[_Part], list[_Part]]:
+    found = [is_good(*part) for part in parts]
+    good = [part for part, is_one in zip(parts, found, strict=True) if is_one]
+    return good, [part for part, is_one in zip(parts, found, strict=True) if not is_one]
+
+
+def _is_read(text: Made) -> bool:
+    """Whether the core reads a record."""
+    try:
+        return isinstance(text, bytes) and len(_core.Traces.decode([text], "<record>", 1, "auto")[0]) > 0
+    except FormatError:
+        return False
 
 
 def _no_call(keys: str, key: str | None) -> tuple[str, str, str]:

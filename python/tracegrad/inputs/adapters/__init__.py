@@ -2,11 +2,12 @@
 
 A record goes to the first adapter that knows it; what none knows stays as it is. What is left out is counted and
 said. Its files, each using those before it alone: `fitting`, `chunks`, `kept`; `langchain`, `loggers`, `pairs`,
-`sharegpt`, `spans`, `inspect_ai`, `nemo_gym`, `samples`, `choices`, `lm_eval`, `pydantic_ai`, `shapes`; `table` (the
-order in which they are asked).
+`sharegpt`, `spans`, `inspect_ai`, `nemo_gym`, `samples`, `choices`, `lm_eval`, `pydantic_ai`, `shapes`, `failed`;
+`table` (the order in which they are asked).
 """
 
 from tracegrad.inputs.adapters.chunks import Gather, is_chunk
+from tracegrad.inputs.adapters.failed import is_failed
 from tracegrad.inputs.adapters.table import ANSWERS, Adapted, adapt, needed
 
-__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "needed"]
+__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "is_failed", "needed"]

@@ -48,6 +48,11 @@ def of_record(record: Any) -> list[dict[str, Any]] | None:
     return _of_talk(record, found) if made is None else made
 
 
+def has_call(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds a call, or the calls of one conversation."""
+    return _of_call(record, _look(record)) is not None
+
+
 def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
     """One trace of a call, or of the calls of one conversation as a list, with what else the record says."""
     if (one := _call(found)) is not None:

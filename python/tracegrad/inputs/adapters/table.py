@@ -11,6 +11,7 @@ from tracegrad.errors import FormatError, ReadError
 from tracegrad.inputs.adapters import (
     choices,
     chunks,
+    failed,
     fitting,
     inspect_ai,
     kept,
@@ -87,12 +88,15 @@ ADAPTERS = (
     Adapter("kept_responses", kept.of_talk, ("extra",)),
     Adapter("chunk_list", chunks.of_list),
     Adapter("choices", choices.of_call),
+    Adapter(failed.NAME, failed.of_error, weak=True, beside=True),
     Adapter("logged_call", loggers.of_call, weak=True, beside=True),
     Adapter("prompt_response", pairs.of_answered, weak=True, beside=True),
     Adapter("prompt_samples", samples.of_samples, weak=True, beside=True),
+    Adapter(failed.NAME, failed.of_nothing, weak=True),
     Adapter("nested_call", shapes.of_record, weak=True, beside=True, talks="renamed_messages"),
     Adapter("span", spans.of_span, weak=True),
     Adapter("export", _of_export, weak=True),
+    Adapter(failed.NAME, failed.of_prompt, weak=True),
 )
 
 
@@ -223,11 +227,12 @@ def refuse_table(line: bytes, name: str) -> None:
 
 
 class Adapted:
-    """What became of records that adapters took: how many of each, and how many held no call."""
+    """What became of records that adapters took: how many of each, how many held no call, and how many calls failed."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.empty: Counter[str] = Counter()
+        self.failed = 0
 
     def adapt(self, record: Any, size: int, place: str) -> list[tuple[bytes, dict[str, Any]]] | None:
         """As `adapt`, counted, each with its JSON; several without an id are named by the place of their record.
@@ -251,14 +256,18 @@ class Adapted:
             left -= len(out[-1][0])
             if left < 0:
                 raise fitting.too_much(f"{len(found.records):,} traces")
-        self.counts[found.name] += 1
+        self.failed += sum(map(failed.is_failed, found.records))
+        self.counts[found.name] += found.name != failed.NAME
         self.empty[found.name] += not found.records
         return out
 
     def lines(self) -> list[str]:
         """The same for a terminal."""
         out = []
-        for name, count in self.counts.items():
+        for name, count in (+self.counts).items():
             left = f", {self.empty[name]:,} of them hold no call and are left out" if self.empty[name] else ""
             out.append(f"convert  {count:,} records of {name}{left}")
+        if self.failed:
+            calls = "1 call" if self.failed == 1 else f"{self.failed:,} calls"
+            out.append(f"         {calls} failed: no answer in {'it' if self.failed == 1 else 'them'}")
         return out
