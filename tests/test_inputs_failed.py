@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
 import tracegrad as tg
+from tracegrad.cli import main
 from tracegrad.errors import FormatError
 from tracegrad.inputs import candidates
 from tracegrad.inputs.adapters import adapt, is_failed
+
+MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
 
 
 def user(text):
@@ -178,3 +183,18 @@ def test_what_is_no_call_or_is_refused_is_left_out_of_its_session_alone(tmp_path
     path.write_text("".join(json.dumps(each) + "\n" for each in (odd[1], odd[1])))
     report = tg.read(path, map={"session": "s"}, on_error="skip").read_report
     assert (report.traces, [error.split(":")[1] for error in report.errors]) == (0, ["1", "2"])
+
+
+def test_the_command_that_scores_leaves_failed_calls_out(tmp_path, capsys, monkeypatch):
+    asked = {"temperature": 1.0, "messages": [user("2+2?")]}
+    rows = [{"request": asked, "response": whole(str(number))} for number in range(4)]
+    rows.append({"request": asked, "response": ERROR})
+    (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def right(prompts, completions, **columns):\n    return [1.0, 0.0, 0.0, 1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    main(["doctor", "calls.jsonl", "--model", str(MODEL)])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next ")]
+    _, _, verb, *told = shlex.split(line)
+    assert (verb, told[-2:]) == ("score", ["--on-error", "skip"])
+    assert main([verb, *told]) == 0
+    assert [trace.reward for trace in tg.read("scored.jsonl")] == [1.0, 0.0, 0.0, 1.0]

@@ -98,14 +98,30 @@ def test_an_inspect_log_gives_samples_by_their_epochs_with_scores():
     assert [trace.id for trace in tg.read([whole])] == [trace.id for trace in traces]
 
 
+def said_by_the_model(text):
+    return {"role": "assistant", "content": text}
+
+
 def test_samples_of_several_tasks_that_have_one_number_are_of_several_groups():
     sample = {"id": 1, "epoch": 1, "output": {}, "scores": {}, "input": "Translate: Haus"}
     sample["messages"] = [{"role": "user", "content": "Translate: Haus"}, {"role": "assistant", "content": "house"}]
-    again = {**sample, "uuid": "b"}
-    traces = tg.read([{**sample, "uuid": "a"}, again, {**sample, "input": "Capital of Peru?"}, {**sample, "epoch": 2}])
+    system = {"role": "system", "content": "You translate."}
+    told = [
+        {"uuid": "a"},
+        {"uuid": "b"},
+        {"epoch": 2},
+        {"input": "Capital of Peru?"},
+        {"scores": {"fluent": {"value": 1}}},
+    ]
+    told += [
+        {"messages": [system, *sample["messages"]]},
+        {"messages": [*sample["messages"][:1], said_by_the_model("home")]},
+    ]
+    traces = tg.read([{**sample, **each} for each in told])
     groups = [trace.group for trace in traces]
-    assert groups[0] == groups[1] == groups[3] != groups[2]
-    assert len({trace.id for trace in traces}) == 4
+    assert groups[0] == groups[1] == groups[2] == groups[6]
+    assert len(set(groups)) == 4
+    assert len({trace.id for trace in traces[:6]}) == 6
 
 
 def test_a_zip_that_is_no_log_and_a_log_that_was_cut_are_refused(tmp_path):

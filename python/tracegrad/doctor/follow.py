@@ -73,7 +73,8 @@ def command(
         return ""
     if "reward" in missing and "--map.reward" not in mapped:
         out = ["--reward", "mine.py:right", "--text", "--out", "scored.jsonl", "--model", str(model)]
-        return shlex.join(["tracegrad", "score", *named, *mapped, *out])
+        skip = ["--on-error", "skip"] if whole.read.bad else []
+        return shlex.join(["tracegrad", "score", *named, *mapped, *out, *skip])
     flags = [*mapped, *_which(whole), *(TEXT if text else ())]
     if "lone_traces" in wrong and "--map.group" not in mapped:
         flags += ["--advantage.baseline", "batch_mean"]

@@ -7,6 +7,7 @@ P, N as inspect's `value_to_float` reads them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -31,9 +32,7 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
     if not (isinstance(record, Mapping) and all(sign in record for sign in _SIGNS)):
         return None
     attachments = _table(record.get("attachments"))
-    asked = json.dumps(record["input"], sort_keys=True).encode()
-    # Samples of several tasks are all numbered from 1: only what is asked tells which of them are one group.
-    group = f"{record.get('id')}-{hashlib.sha256(asked).hexdigest()[:8]}"
+    group = _group(record)
     head: dict[str, Any] = {
         "id": "-".join([group, *(str(record[key]) for key in ("epoch", "uuid") if record.get(key) is not None)]),
         "group": group,
@@ -46,6 +45,16 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
         return [{**head, "calls": calls}]
     messages = [_message(each, attachments) for each in fitting.listed(record["messages"], "messages")]
     return [{**head, "messages": messages}] if any(each["role"] == "assistant" for each in messages) else []
+
+
+def _group(record: Mapping[str, Any]) -> str:
+    """The sample's id, and a hash of what was asked and by what it is scored: samples of all tasks count from 1."""
+    talk = record["messages"] if isinstance(record["messages"], list) else []
+    asked = itertools.takewhile(lambda each: isinstance(each, Mapping) and each.get("role") != "assistant", talk)
+    prompt = [(each.get("role"), each.get("content")) for each in asked]
+    tools = [each.get("tools") for each in _events(record)[:1]]
+    told = json.dumps([record["input"], prompt, tools, sorted(_table(record.get("scores")))], sort_keys=True)
+    return f"{record.get('id')}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 def _table(told: Any) -> Mapping[str, Any]:
