@@ -30,21 +30,26 @@ def test_its_examples():
 )
 def test_a_stage_that_has_grown_fails(tmp_path, monkeypatch, capsys, now, code, said):
     kept = tmp_path / "counts.json"
-    kept.write_text(json.dumps({"align": ROW, "pack": ROW}))
+    kept.write_text(json.dumps({"machine": "this", "stages": {"align": ROW, "pack": ROW}}))
+    monkeypatch.setattr(counts, "machine", lambda: "this")
     monkeypatch.setattr(counts, "KEPT", kept)
     monkeypatch.setattr(counts, "measured", lambda only: {"align": {**ROW, **now}})
     monkeypatch.setattr(counts.shutil, "which", lambda name: name)
     monkeypatch.setattr(sys, "argv", ["counts.py"])
     assert counts.main() == code
     assert capsys.readouterr().out.partition("\n")[0] == said
+    monkeypatch.setattr(counts, "machine", lambda: "another")
+    assert counts.main() == 0
+    assert ("this is another" in capsys.readouterr().out) == bool(code)
     monkeypatch.setattr(sys, "argv", ["counts.py", "--write", "--only", "align"])
     assert counts.main() == 0
-    assert json.loads(kept.read_text()) == {"align": {**ROW, **now}, "pack": ROW}
+    stages = {"align": {**ROW, **now}, "pack": ROW}
+    assert json.loads(kept.read_text()) == {"machine": "another", "stages": stages}
 
 
 def test_every_stage_has_its_row():
     source = (ROOT / "benches" / "counts.rs").read_text()
-    kept = json.loads(counts.KEPT.read_text())
+    kept = json.loads(counts.KEPT.read_text())["stages"]
     assert len(kept) == 21
     assert {name.split()[0] for name in kept} == {"read", "align", "render", "correct", "pack"}
     assert all(f'"{name.split()[0]}' in source for name in kept)
