@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benches"))
 
 import counts  # noqa: E402
 
-ROW = {"unit": "token", "units": 10, "instructions": 1_000_000, "allocations": 1_000, "peak": 2_000_000}
+ROW = {"unit": "token", "units": 10, "instructions": 20_000_000, "allocations": 1_000, "peak": 2_000_000}
 
 
 def test_its_examples():
@@ -23,7 +23,8 @@ def test_its_examples():
     ("now", "code", "said"),
     [
         ({}, 0, ""),
-        ({"instructions": 1_050_000, "allocations": 1_064, "peak": 2_100_000}, 0, ""),
+        ({"instructions": 21_000_000, "allocations": 1_064, "peak": 2_100_000}, 0, ""),
+        ({"instructions": 21_020_000}, 1, "align: instructions 20,000,000 -> 21,020,000 (+5.1 %)"),
         ({"allocations": 1_070}, 1, "align: allocations 1,000 -> 1,070 (+7.0 %)"),
         ({"peak": 2_110_000}, 1, "align: peak 2,000,000 -> 2,110,000 (+5.5 %)"),
     ],
