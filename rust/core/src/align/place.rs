@@ -23,7 +23,7 @@ impl Loom<'_, '_> {
     pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<Arc<str>>)> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
-                let rendered = self.scaffold.render(self.trace, &generation.context, true).ok();
+                let rendered = self.render(&generation.context, true).ok();
                 let (text, rendered) = self.classify(turn, generation, ids, rendered)?;
                 Ok((self.place_ids(turn, text), rendered.map(|rendered| rendered.text)))
             }
@@ -34,7 +34,7 @@ impl Loom<'_, '_> {
                 Ok((self.place_ids(turn, Text::given(&ids)), None))
             }
             Prompt::Rendered => {
-                let rendered = self.scaffold.render(self.trace, &generation.context, true)?;
+                let rendered = self.render(&generation.context, true)?;
                 self.note_date(turn);
                 let place = self.place_text(turn, generation, &rendered)?;
                 Ok((place, Some(rendered.text)))
@@ -162,7 +162,7 @@ impl Loom<'_, '_> {
         let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
         let shown = spell_all(window, self.tokenizer);
         let Some(day) = dates::find(&String::from_utf8_lossy(&shown)) else { return Ok(None) };
-        let dated = self.scaffold.render_on(self.trace, &generation.context, true, Some(&day))?;
+        let dated = self.scaffold.render_on(self.trace, &generation.context, &day)?;
         let closer = common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
         Ok(closer.then_some((day, dated)))
     }

@@ -5,10 +5,11 @@
 
 use super::source;
 use crate::error::Result;
-use crate::template::{Rendered, Span, Template};
+use crate::template::{Rendered, Session, Span, Template};
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
 use serde_json::{Map, Value, json};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Ids of unsampled text with the source of each.
@@ -76,27 +77,30 @@ impl<'a> Scaffold<'a> {
         Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
     }
 
-    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text.
-    pub fn render(&self, trace: &Trace, context: &[u32], add_generation_prompt: bool) -> Result<Rendered> {
-        self.render_on(trace, context, add_generation_prompt, None)
+    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text; `session` knows what was
+    /// rendered before.
+    pub fn render<'t>(
+        &self,
+        session: &mut Session<'t>,
+        trace: &'t Trace,
+        context: &[u32],
+        add_generation_prompt: bool,
+    ) -> Result<Rendered> {
+        let (kwargs, prefill) = kwargs(trace, add_generation_prompt, None);
+        let (messages, prompt) = (messages(trace, context), add_generation_prompt && !prefill);
+        let tools = trace.tools.as_ref();
+        let mut rendered = self.tokenizer.render_next(session, &messages, tools, prompt, &kwargs)?;
+        if prefill {
+            end_at_last_content(&mut rendered);
+        }
+        Ok(rendered)
     }
 
-    /// As `render`, on the day `date` (ISO) where the record pins none.
-    pub fn render_on(&self, trace: &Trace, context: &[u32], prompt: bool, date: Option<&str>) -> Result<Rendered> {
-        let message = |&index: &u32| &trace.messages[index as usize].value;
-        let messages: Vec<&Value> = context.iter().map(message).collect();
-        let pinned;
-        let kwargs = if trace.template_kwargs.contains_key(PREFILL) || date.is_some() {
-            let mut kwargs = trace.template_kwargs.clone();
-            kwargs.remove(PREFILL);
-            kwargs.extend(date.map(|date| ("strftime_now".to_owned(), Value::from(date))));
-            pinned = kwargs;
-            &pinned
-        } else {
-            &trace.template_kwargs
-        };
-        let prefill = prompt && trace.template_kwargs.get(PREFILL).is_some_and(|value| value == true);
-        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_ref(), prompt && !prefill, kwargs)?;
+    /// As `render`, of a prompt, on the day `date` (ISO) where the record pins none.
+    pub fn render_on(&self, trace: &Trace, context: &[u32], date: &str) -> Result<Rendered> {
+        let (kwargs, prefill) = kwargs(trace, true, Some(date));
+        let messages = messages(trace, context);
+        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_ref(), !prefill, &kwargs)?;
         if prefill {
             end_at_last_content(&mut rendered);
         }
@@ -111,14 +115,36 @@ impl<'a> Scaffold<'a> {
     }
 
     /// The body the template gives the message `index` after `context`: without prompt and closer.
-    pub fn body(&self, trace: &Trace, context: &[u32], index: u32, prompt: &str) -> Result<Option<String>> {
+    pub fn body<'t>(
+        &self,
+        session: &mut Session<'t>,
+        trace: &'t Trace,
+        (context, index): (&[u32], u32),
+        prompt: &str,
+    ) -> Result<Option<String>> {
         let mut whole = context.to_vec();
         whole.push(index);
-        let finished = self.render(trace, &whole, false)?.text;
+        let finished = self.render(session, trace, &whole, false)?.text;
         let Some(rest) = finished.strip_prefix(prompt) else { return Ok(None) };
         let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
         Ok(end.map(|end| rest[..end].to_owned()))
     }
+}
+
+fn messages<'t>(trace: &'t Trace, context: &[u32]) -> Vec<&'t Value> {
+    context.iter().map(|&index| &trace.messages[index as usize].value).collect()
+}
+
+/// Variables of the template, on the day `date`; whether the last message of a prompt is the beginning of the answer.
+fn kwargs<'t>(trace: &'t Trace, prompt: bool, date: Option<&str>) -> (Cow<'t, Map<String, Value>>, bool) {
+    let prefill = prompt && trace.template_kwargs.get(PREFILL).is_some_and(|value| value == true);
+    let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
+    if trace.template_kwargs.contains_key(PREFILL) || date.is_some() {
+        let kwargs = kwargs.to_mut();
+        kwargs.remove(PREFILL);
+        kwargs.extend(date.map(|date| ("strftime_now".to_owned(), Value::from(date))));
+    }
+    (kwargs, prefill)
 }
 
 /// Sources of the tokens of a text from byte `from` on, which end at `ends` behind that: given is what touches a span.

@@ -66,7 +66,7 @@ impl<'a> Loom<'a, '_> {
             if goes_on {
                 continue;
             }
-            let rendered = self.scaffold.render(self.trace, &whole, false);
+            let rendered = self.render(&whole, false);
             let rendered = rendered.map_err(|error| error.in_turn(turn).at(&self.trace.location))?;
             let text = self.scaffold.encode(&rendered, 0)?;
             let outside = self.tokenizer.first_outside(&text.ids).map(|at| text.ids[at]);
@@ -151,8 +151,8 @@ impl<'a> Loom<'a, '_> {
     }
 
     /// Where the rendered text shows the body of a generation.
-    fn span_of(&self, generation: &Generation, rendered: &Rendered) -> Result<Option<Span>> {
-        let prompt = self.scaffold.render(self.trace, &generation.context, true)?.text;
+    fn span_of(&mut self, generation: &Generation, rendered: &Rendered) -> Result<Option<Span>> {
+        let prompt = self.render(&generation.context, true)?.text;
         if !rendered.text.starts_with(&*prompt) {
             return Ok(None);
         }

@@ -186,13 +186,14 @@ impl<'a> Loom<'a, '_> {
     }
 
     /// The text that was sampled: as recorded, else as the template writes it, else the message's content.
-    fn body(&self, generation: &Generation, at: usize) -> Result<Option<String>> {
+    fn body(&mut self, generation: &Generation, at: usize) -> Result<Option<String>> {
         if generation.text.is_some() || self.trace.messages.is_empty() {
             return Ok(generation.text.clone());
         }
         let prompt = &self.woven.branches[at].prompt;
         if !prompt.is_empty() {
-            return self.scaffold.body(self.trace, &generation.context, generation.message, prompt);
+            let ([_, session], whole) = (&mut self.memory.sessions, (&*generation.context, generation.message));
+            return self.scaffold.body(session, self.trace, whole, prompt);
         }
         if matches!(generation.prompt, Prompt::Rendered) {
             return Ok(None);

@@ -15,7 +15,7 @@ use super::resolved::Resolved;
 use super::{duplicates, extras};
 use crate::drift::{Finding, Reason};
 use crate::error::Result;
-use crate::template::Rendered;
+use crate::template::{Rendered, Session};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Extra, Generation, LogprobKind, Prompt, Trace};
 use std::cell::OnceCell;
@@ -47,7 +47,9 @@ pub(super) enum Place {
 
 /// What a worker keeps from one trace to the next.
 #[derive(Debug, Default)]
-pub struct Memory {
+pub struct Memory<'a> {
+    /// The last conversation, as prompts and as finished text.
+    pub sessions: [Session<'a>; 2],
     /// The last whole prompt.
     pub prompts: Prompts,
     /// Ids of bytes.
@@ -60,7 +62,7 @@ pub fn weave<'a>(
     tokenizer: &'a Tokenizer,
     scaffold: &'a Scaffold<'a>,
     options: Options,
-    memory: &mut Memory,
+    memory: &mut Memory<'a>,
 ) -> Result<Woven<'a>> {
     let ends = vec![None; trace.generations.len()];
     let mut loom = Loom {
@@ -107,7 +109,7 @@ pub(super) struct Loom<'a, 'm> {
     pub recorder: Recorder<'a>,
     /// The messages that hold more than text.
     pub media: OnceCell<Vec<Part<'a>>>,
-    pub memory: &'m mut Memory,
+    pub memory: &'m mut Memory<'a>,
     pub woven: Woven<'a>,
 }
 
@@ -195,6 +197,12 @@ impl<'a> Loom<'a, '_> {
             self.ends[turn] = Some((at, branch.len()));
         }
         Ok(())
+    }
+
+    /// The messages `context` (indices) as a prompt, or as finished text.
+    pub fn render(&mut self, context: &[u32], add_generation_prompt: bool) -> Result<Rendered> {
+        let session = &mut self.memory.sessions[usize::from(!add_generation_prompt)];
+        self.scaffold.render(session, self.trace, context, add_generation_prompt)
     }
 
     /// Ids and sources of a whole prompt.

@@ -5,6 +5,7 @@
 use super::containers::{merged, record};
 use super::marks::{Marker, Used};
 use super::rendered::Field;
+use super::renders::same;
 use super::value::{contained, note, plain, size};
 use crate::error::{Error, Kind, Result};
 use crate::trace::value_of;
@@ -14,32 +15,58 @@ use serde_json::{Map, Value as Json};
 /// Names a message's reasoning is passed under; the first is the one that templates read.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// A message, and for each of its tool calls the object in its `arguments` string.
-type Normalised<'a> = (&'a Map<String, Json>, Vec<Option<Json>>);
+/// A message that was looked at.
+#[derive(Debug)]
+struct Checked<'a> {
+    given: &'a Json,
+    map: &'a Map<String, Json>,
+    /// For each tool call the object in its `arguments` string.
+    parsed: Vec<Option<Json>>,
+    has_null: bool,
+    used: Used,
+    /// Bytes of its strings, about.
+    bytes: usize,
+}
 
 /// Messages with their JSON-string arguments parsed, as HF servers do before they render.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Conversation<'a> {
-    messages: Vec<Normalised<'a>>,
-    /// Whether a message has a key with value null.
-    pub has_null: bool,
+    messages: Vec<Checked<'a>>,
 }
 
 impl<'a> Conversation<'a> {
     /// Checks that every message is an object with a role.
     pub fn new(messages: &[&'a Json]) -> Result<Self> {
-        let mut checked = Vec::with_capacity(messages.len());
-        let mut has_null = false;
-        for (index, message) in messages.iter().enumerate() {
-            let Json::Object(map) = message else {
+        let mut conversation = Self::default();
+        conversation.follow(messages)?;
+        Ok(conversation)
+    }
+
+    /// Becomes the conversation of `messages`, and returns how many of those that it began with stay.
+    pub fn follow(&mut self, messages: &[&'a Json]) -> Result<usize> {
+        let alike = |(checked, message): &(&Checked<'a>, &&'a Json)| {
+            std::ptr::eq(checked.given, **message) || same(checked.given, message)
+        };
+        let common = self.messages.iter().zip(messages).take_while(alike).count();
+        self.messages.truncate(common);
+        for (index, &given) in messages.iter().enumerate().skip(common) {
+            let Json::Object(map) = given else {
                 return Err(Error::new(Kind::Argument, format!("message {index} is not a JSON object"))
                     .why("A chat template reads role and content of each message")
                     .cure("Pass messages as a list of {\"role\": ..., \"content\": ...}"));
             };
-            has_null |= map.values().any(Json::is_null);
-            checked.push((map, parsed_arguments(map)));
+            let parsed = parsed_arguments(map);
+            let mut used = Used::default();
+            map.values().chain(parsed.iter().flatten()).for_each(|value| note(&mut used, value));
+            let (has_null, bytes) = (map.values().any(Json::is_null), map.values().map(size).sum());
+            self.messages.push(Checked { given, map, parsed, has_null, used, bytes });
         }
-        Ok(Self { messages: checked, has_null })
+        Ok(common)
+    }
+
+    /// Whether a message has a key with value null.
+    pub fn has_null(&self) -> bool {
+        self.messages.iter().any(|message| message.has_null)
     }
 
     /// Number of messages.
@@ -49,13 +76,13 @@ impl<'a> Conversation<'a> {
 
     /// Bytes of the messages' strings, about.
     pub fn bytes(&self) -> usize {
-        self.messages.iter().flat_map(|(map, _)| map.values()).map(size).sum()
+        self.messages.iter().map(|message| message.bytes).sum()
     }
 
     /// Strings of content and reasoning, in order.
     pub fn leaves(&self) -> Vec<(u32, Field, &str)> {
         let mut leaves = Vec::new();
-        for (index, (map, _)) in self.messages.iter().enumerate() {
+        for (index, Checked { map, .. }) in self.messages.iter().enumerate() {
             for (key, field) in
                 REASONING.map(|name| (name, Field::Reasoning)).into_iter().chain([("content", Field::Content)])
             {
@@ -75,25 +102,27 @@ impl<'a> Conversation<'a> {
 
     /// The noncharacters of all strings.
     pub fn used(&self) -> Used {
-        let mut used = Used::default();
-        for (map, parsed) in &self.messages {
-            map.values().for_each(|value| note(&mut used, value));
-            parsed.iter().flatten().for_each(|value| note(&mut used, value));
-        }
-        used
+        self.messages.iter().fold(Used::default(), |used, message| used.with(message.used))
     }
 
-    /// The messages as template values; `marks` says for which message and role there is a marker.
-    pub fn values<'s>(&'s self, keep_null: bool, mut marker: Option<(&mut Marker<'s, '_>, &Selection)>) -> Value {
-        let values = self.messages.iter().enumerate().map(|(index, (map, parsed))| {
-            let role = value_of(map, "role").and_then(Json::as_str).unwrap_or("");
-            let marker = marker.as_mut().and_then(|(marker, selection)| {
-                marker.inside = selection.inside(role);
-                selection.takes(index).then_some(&mut **marker)
-            });
-            message_value(map, parsed, keep_null, index as u32, marker)
+    /// A message as a template value; `marks` are a marker and what it is for.
+    pub fn value(&self, index: usize, keep_null: bool, marks: Option<(&mut Marker<'_>, &Selection)>) -> Value {
+        let Checked { map, parsed, .. } = &self.messages[index];
+        let role = value_of(map, "role").and_then(Json::as_str).unwrap_or("");
+        let marker = marks.and_then(|(marker, selection)| {
+            marker.inside = selection.inside(role);
+            selection.takes(index).then_some(marker)
         });
-        Value::from(values.collect::<Vec<_>>())
+        message_value(map, parsed, keep_null, index as u32, marker)
+    }
+
+    /// All messages as template values, as [`Conversation::value`].
+    pub fn values(&self, keep_null: bool, mut marks: Option<(&mut Marker<'_>, &Selection)>) -> Value {
+        let value = |index| {
+            let marks = marks.as_mut().map(|(marker, selection)| (&mut **marker, *selection));
+            self.value(index, keep_null, marks)
+        };
+        Value::from((0..self.len()).map(value).collect::<Vec<_>>())
     }
 }
 
@@ -150,7 +179,7 @@ fn message_value<'a>(
     parsed: &'a [Option<Json>],
     keep_null: bool,
     index: u32,
-    mut marker: Option<&mut Marker<'a, '_>>,
+    mut marker: Option<&mut Marker<'_>>,
 ) -> Value {
     let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 2);
     let reasoning = REASONING.iter().find_map(|name| value_of(map, name).filter(|value| !value.is_null()));
@@ -179,7 +208,7 @@ fn message_value<'a>(
 }
 
 /// A string, or a list of parts whose texts are enclosed.
-fn text_value<'a>(json: &'a Json, message: u32, field: Field, marker: &mut Option<&mut Marker<'a, '_>>) -> Value {
+fn text_value<'a>(json: &'a Json, message: u32, field: Field, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(marker) = marker else { return plain(json) };
     match json {
         Json::String(text) => Value::from(marker.leaf(text, message, field)),
@@ -190,7 +219,7 @@ fn text_value<'a>(json: &'a Json, message: u32, field: Field, marker: &mut Optio
     }
 }
 
-fn part_value<'a>(part: &'a Json, message: u32, field: Field, marker: &mut Marker<'a, '_>) -> Value {
+fn part_value<'a>(part: &'a Json, message: u32, field: Field, marker: &mut Marker<'_>) -> Value {
     match part {
         Json::String(text) => Value::from(marker.leaf(text, message, field)),
         Json::Object(map) => record(map.iter().map(|(key, value)| {
@@ -209,7 +238,7 @@ fn calls_value<'a>(
     json: &'a Json,
     parsed: &'a [Option<Json>],
     message: u32,
-    marker: &mut Option<&mut Marker<'a, '_>>,
+    marker: &mut Option<&mut Marker<'_>>,
 ) -> Value {
     let Json::Array(calls) = json else { return plain(json) };
     let calls: Vec<Value> = calls
@@ -224,7 +253,7 @@ fn call_value<'a>(
     call: &'a Json,
     arguments: Option<&'a Json>,
     message: u32,
-    marker: &mut Option<&mut Marker<'a, '_>>,
+    marker: &mut Option<&mut Marker<'_>>,
 ) -> Value {
     let Json::Object(map) = call else { return plain(call) };
     let mut pairs = Vec::with_capacity(map.len());
@@ -240,7 +269,7 @@ fn call_value<'a>(
     contained(record(pairs.into_iter()), message, marker)
 }
 
-fn argument_value<'a>(json: &'a Json, message: u32, marker: &mut Option<&mut Marker<'a, '_>>) -> Value {
+fn argument_value<'a>(json: &'a Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(present) = marker else { return plain(json) };
     match json {
         Json::String(text) => Value::from(present.leaf(text, message, Field::ToolCall)),

@@ -11,7 +11,7 @@ use super::limits::{self, Size};
 use super::methods;
 use super::predicates;
 use super::scan::GENERATION_FILTER;
-use super::{comparisons, operators, slices};
+use super::{comparisons, operators, slices, turns};
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Object, Value, from_args};
@@ -66,6 +66,14 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     paid.function("raise_exception", Reads::Strings, raise_exception);
     paid.function("strftime_now", Reads::Strings, strftime_now);
     paid.function("__load", Reads::Strings, no_loader);
+    paid.direct("__turns", Reads::Strings, |state, values| {
+        from_args(values).and_then(|(items, number)| turns::turns(state, items, number))
+    });
+    paid.function("__begins", Reads::Strings, |state: &State| turns::begins(state));
+    paid.function("__restores", Reads::Strings, turns::restores);
+    paid.function("__has", Reads::Strings, turns::has);
+    paid.function("__kept", Reads::Strings, turns::kept);
+    paid.function("__ended", Reads::Strings, |state: &State| turns::ended(state));
     env.add_template_owned(NAME, source).map_err(|error| failure(&error))?;
     Ok(env)
 }
@@ -103,6 +111,27 @@ pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> 
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
     limits::start(size);
     template.render(context).map_err(|error| failure(&error))
+}
+
+/// A text, and what its run had left.
+#[derive(Debug)]
+pub(super) struct Written {
+    pub text: String,
+    pub fuel_left: u64,
+    pub bytes_left: usize,
+}
+
+/// As [`render`], for a run that `turns` notes.
+pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Size) -> Result<Written> {
+    let wider = limits::widened(env, size);
+    let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
+    limits::start(size);
+    let mut text = turns::Text::default();
+    let captured = template.render_captured_to(context, &mut text).map_err(|error| failure(&error))?;
+    let fuel_left = captured.state().fuel_levels().map_or(u64::MAX, |(_, left)| left);
+    drop(captured);
+    let text = String::from_utf8(text.0).map_err(|_| failure(&JinjaError::from(ErrorKind::WriteFailure)))?;
+    Ok(Written { text, fuel_left, bytes_left: limits::left_bytes() })
 }
 
 /// Our error of the engine's.

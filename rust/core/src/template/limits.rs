@@ -55,6 +55,8 @@ struct Budget {
     /// Work until the clock is looked at.
     work: Cell<usize>,
     bytes: Cell<usize>,
+    /// Bytes that the run began with.
+    all_bytes: Cell<usize>,
     /// Bytes that one value may have.
     largest: Cell<usize>,
     time: Cell<Time>,
@@ -74,6 +76,7 @@ thread_local! {
         Budget {
             work: Cell::new(0),
             bytes: Cell::new(0),
+            all_bytes: Cell::new(0),
             largest: Cell::new(0),
             time: Cell::new(Time { deadline: Duration::MAX, runs: 0 }),
         }
@@ -159,7 +162,8 @@ pub(super) fn open() {
 pub(super) fn start(size: Size) {
     let piecemeal = size.bytes.saturating_mul(size.messages).min(PIECEMEAL_BYTES);
     BUDGET.with(|left| {
-        left.bytes.set(ALL_BYTES.saturating_add(size.bytes.saturating_mul(16)).saturating_add(piecemeal));
+        left.all_bytes.set(ALL_BYTES.saturating_add(size.bytes.saturating_mul(16)).saturating_add(piecemeal));
+        left.bytes.set(left.all_bytes.get());
         left.largest.set(LARGEST.saturating_add(size.bytes.saturating_mul(8)));
         let Time { deadline, runs } = left.time.get();
         let Some(runs) = runs.checked_sub(1) else { return };
@@ -191,6 +195,16 @@ pub(super) fn in_time() -> Result<(), Error> {
 /// Takes a printed value of `bytes` off the budget.
 pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     BUDGET.with(|left| left.spend(bytes))
+}
+
+/// Bytes that the run has spent.
+pub(super) fn spent_bytes() -> usize {
+    BUDGET.with(|left| left.all_bytes.get().saturating_sub(left.bytes.get()))
+}
+
+/// Bytes that the run may still spend.
+pub(super) fn left_bytes() -> usize {
+    BUDGET.with(|left| left.bytes.get())
 }
 
 /// Bytes that a value may have.

@@ -6,10 +6,11 @@
 use super::conversation::Selection;
 use super::environment::failure;
 use super::limits::{in_time, work};
-use super::marks::{self, Alphabet, Marker, Used};
+use super::marks::{self, Alphabet, Marker, Tag, Used};
 use super::provenance::{self, Found, disjoint};
 use super::rendered::Rendered;
 use super::schemas::Marked;
+use super::session::Slots;
 use super::{Call, Template};
 use crate::error::Result;
 use std::collections::HashSet;
@@ -24,7 +25,7 @@ const PASSED_PER_UNIT: usize = 4;
 
 /// What the marked renders of one call share.
 struct Marking<'a> {
-    call: &'a Call<'a>,
+    call: &'a Call<'a, 'a>,
     alphabet: Alphabet,
     schemas: Option<Marked>,
 }
@@ -34,11 +35,16 @@ impl Template {
     ///
     /// # Errors
     /// `Kind::Template` where the time of the call is over.
-    pub(super) fn with_provenance(&self, call: &Call<'_>, text: Arc<str>) -> Result<Rendered> {
-        self.with_spans(call, text).map_err(|error| failure(&error))
+    pub(super) fn with_provenance(&self, call: &Call<'_, '_>, slots: &mut Slots, text: Arc<str>) -> Result<Rendered> {
+        self.with_spans(call, slots, text).map_err(|error| failure(&error))
     }
 
-    fn with_spans(&self, call: &Call<'_>, text: Arc<str>) -> Result<Rendered, minijinja::Error> {
+    fn with_spans(
+        &self,
+        call: &Call<'_, '_>,
+        slots: &mut Slots,
+        text: Arc<str>,
+    ) -> Result<Rendered, minijinja::Error> {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
         let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
@@ -55,7 +61,7 @@ impl Template {
         });
         let marking = Marking { call, alphabet, schemas };
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
-            let (found, edges) = self.marked(&marking, &text, selection)?;
+            let (found, edges) = self.all_marked(&marking, slots, &text, selection)?;
             match found {
                 Some(found) if found.balanced => {
                     let Found { spans, generation, .. } = found;
@@ -70,14 +76,34 @@ impl Template {
         self.searched(call, text, found)
     }
 
-    /// What one marked render tells, if taking its marks out gives `text`; and whether it matters for any string that
-    /// marks stand inside or outside whitespace.
-    fn marked(
+    /// What a render with marks on all messages tells, if taking its marks out gives `text`; and whether it matters for
+    /// any string that marks stand inside or outside whitespace.
+    fn all_marked(
+        &self,
+        marking: &Marking<'_>,
+        slots: &mut Slots,
+        text: &str,
+        selection: Selection,
+    ) -> Result<(Option<Found>, bool), minijinja::Error> {
+        let Some(slot) = slots.marked(selection) else { return Ok((None, false)) };
+        let tags = marking.schemas.as_ref().map_or_else(Vec::new, |schemas| schemas.tags.clone());
+        let (values, edges, passed) = slot.marked(marking.call, (&marking.alphabet, tags), self.seams.as_ref(), selection);
+        work(passed / PASSED_PER_UNIT)?;
+        let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
+        let Ok(marked) = self.run_on(marking.call, slot, values, tools, Some(&marking.alphabet)) else {
+            // What was only too slow must not give other spans than on a faster machine.
+            return in_time().map(|()| (None, edges));
+        };
+        Ok((believed(&marked, &marking.alphabet, text, &slot.tags)?, edges))
+    }
+
+    /// What a render with marks on some of them tells.
+    fn some_marked(
         &self,
         marking: &Marking<'_>,
         text: &str,
         selection: Selection,
-    ) -> Result<(Option<Found>, bool), minijinja::Error> {
+    ) -> Result<Option<Found>, minijinja::Error> {
         let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
         let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
         let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
@@ -85,14 +111,9 @@ impl Template {
         work(marker.passed / PASSED_PER_UNIT)?;
         let tools = schemas.map(|schemas| schemas.value.clone());
         let Ok(marked) = self.run(marking.call, messages, tools, Some(&marking.alphabet)) else {
-            // What was only too slow must not give other spans than on a faster machine.
-            return in_time().map(|()| (None, marker.edges));
+            return in_time().map(|()| None);
         };
-        work(marked.len() / PASSED_PER_UNIT)?;
-        let most = marker.tags.len().saturating_mul(8).saturating_add(MARKS);
-        let stripped = marks::strip(&marked, &marking.alphabet, most).filter(|(plain, _)| plain == text);
-        let found = stripped.map(|(_, events)| provenance::read(text, &events, &marker.tags)).transpose()?;
-        Ok((found, marker.edges))
+        believed(&marked, &marking.alphabet, text, &marker.tags)
     }
 
     /// Marks on the schemas alone and on one message at a time, for templates that some mark disturbs.
@@ -104,7 +125,7 @@ impl Template {
             if all.spans.len() > MARKS {
                 break;
             }
-            if let Some(found) = self.marked(marking, text, selection)?.0 {
+            if let Some(found) = self.some_marked(marking, text, selection)? {
                 all.spans.extend(found.spans);
                 all.generation = found.generation;
             }
@@ -114,7 +135,7 @@ impl Template {
     }
 
     /// Completes `found` by searching for every string of a message that has no span.
-    fn searched(&self, call: &Call<'_>, text: Arc<str>, mut found: Found) -> Result<Rendered, minijinja::Error> {
+    fn searched(&self, call: &Call<'_, '_>, text: Arc<str>, mut found: Found) -> Result<Rendered, minijinja::Error> {
         let known: HashSet<_> = found.spans.iter().map(|span| (span.message, span.field)).collect();
         let mut missing = call.conversation.leaves();
         missing.retain(|(message, field, _)| !known.contains(&(*message, *field)));
@@ -123,4 +144,17 @@ impl Template {
         let generation = if self.has_generation { found.generation } else { Vec::new() };
         Ok(Rendered { text, spans: disjoint(found.spans), generation, exact_provenance: false })
     }
+}
+
+/// What the marks of a render say, if the text without them is `text`.
+fn believed(
+    marked: &str,
+    alphabet: &Alphabet,
+    text: &str,
+    tags: &[Tag],
+) -> Result<Option<Found>, minijinja::Error> {
+    work(marked.len() / PASSED_PER_UNIT)?;
+    let most = tags.len().saturating_mul(8).saturating_add(MARKS);
+    let stripped = marks::strip(marked, alphabet, most).filter(|(plain, _)| plain == text);
+    stripped.map(|(_, events)| provenance::read(text, &events, tags)).transpose()
 }

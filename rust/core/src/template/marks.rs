@@ -9,7 +9,7 @@ use aho_corasick::packed::Searcher;
 use aho_corasick::{AhoCorasick, Input};
 use memchr::memmem::Finder;
 use std::ops::Range;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 /// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters marks are made of.
 const LEAD: [u8; 2] = [0xEF, 0xB7];
@@ -105,29 +105,30 @@ impl Used {
 }
 
 /// A string of the conversation, or the part of it that one mark encloses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Leaf<'a> {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Leaf {
     /// Number of the string in its conversation.
     pub number: usize,
     /// The whole string.
-    pub text: &'a str,
+    pub text: Arc<str>,
 }
 
 /// What a mark stands for.
 #[derive(Debug, Clone)]
-pub(super) struct Tag<'a> {
+pub(super) struct Tag {
     pub message: u32,
     pub field: Field,
     /// The string and the enclosed range of it; `None` for a container and for what is not followed up.
-    pub leaf: Option<(Leaf<'a>, Range<usize>)>,
+    pub leaf: Option<(Leaf, Range<usize>)>,
 }
 
 /// Puts marks into strings and keeps the table of tags.
 #[derive(Debug)]
-pub(super) struct Marker<'a, 't> {
+pub(super) struct Marker<'t> {
     pub alphabet: Alphabet,
-    pub tags: Vec<Tag<'a>>,
-    pub leaves: Vec<(u32, Field, &'a str)>,
+    pub tags: Vec<Tag>,
+    /// Strings so far.
+    pub leaves: usize,
     /// Strings the template may test for or split at: marks stay out of them.
     seams: Option<&'t Seams>,
     /// Whether marks of this message stand inside the whitespace at the edges of a string.
@@ -138,10 +139,10 @@ pub(super) struct Marker<'a, 't> {
     pub passed: usize,
 }
 
-impl<'a, 't> Marker<'a, 't> {
+impl<'t> Marker<'t> {
     /// A marker that continues after `tags`.
-    pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag<'a>>) -> Self {
-        Self { alphabet, tags, leaves: Vec::new(), seams, inside: true, edges: false, passed: 0 }
+    pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag>) -> Self {
+        Self { alphabet, tags, leaves: 0, seams, inside: true, edges: false, passed: 0 }
     }
 
     /// The marks of a container that belongs to `message`.
@@ -166,25 +167,25 @@ impl<'a, 't> Marker<'a, 't> {
     }
 
     /// The string with every segment between seams enclosed.
-    pub fn leaf(&mut self, text: &'a str, message: u32, field: Field) -> String {
+    pub fn leaf(&mut self, text: &str, message: u32, field: Field) -> String {
         stop::before(text.len());
-        let leaf = Leaf { number: self.leaves.len(), text };
-        self.leaves.push((message, field, text));
+        let leaf = Leaf { number: self.leaves, text: text.into() };
+        self.leaves += 1;
         let mut out = String::with_capacity(text.len() + 32);
         let mut from = 0;
         let (seams, met) = self.seams.map_or_else(Default::default, |seams| seams.united(text));
         self.passed += text.len() + met;
         for seam in seams {
-            self.segment(&mut out, leaf, from..seam.start, message, field);
+            self.segment(&mut out, &leaf, from..seam.start, message, field);
             out.push_str(&text[seam.clone()]);
             from = seam.end;
         }
-        self.segment(&mut out, leaf, from..text.len(), message, field);
+        self.segment(&mut out, &leaf, from..text.len(), message, field);
         out
     }
 
-    fn segment(&mut self, out: &mut String, leaf: Leaf<'a>, whole: Range<usize>, message: u32, field: Field) {
-        let core = trimmed(leaf.text, whole.clone());
+    fn segment(&mut self, out: &mut String, leaf: &Leaf, whole: Range<usize>, message: u32, field: Field) {
+        let core = trimmed(&leaf.text, whole.clone());
         self.edges |= core != whole;
         let core = if self.inside { core } else { whole.clone() };
         out.push_str(&leaf.text[whole.start..core.start]);
@@ -194,7 +195,7 @@ impl<'a, 't> Marker<'a, 't> {
             out.push_str(&leaf.text[core.clone()]);
             out.push(self.alphabet.close);
             self.alphabet.number(out, self.tags.len());
-            self.tags.push(Tag { message, field, leaf: Some((leaf, core.clone())) });
+            self.tags.push(Tag { message, field, leaf: Some((leaf.clone(), core.clone())) });
         }
         out.push_str(&leaf.text[core.end..whole.end]);
     }

@@ -29,14 +29,18 @@ mod predicates;
 mod provenance;
 mod rendered;
 mod renders;
+mod resumable;
 mod rewrite;
 mod scan;
 mod schemas;
+mod session;
 mod slices;
 mod tokens;
+mod turns;
 mod value;
 
 pub use rendered::{Field, NO_MESSAGE, Rendered, Span};
+pub use session::Session;
 
 use crate::caught;
 use crate::error::{Error, Kind, Result};
@@ -48,15 +52,20 @@ use marks::{Alphabet, Seams, Used};
 use minijinja::Environment;
 use minijinja::value::Value;
 use renders::{Asked, Renders};
+use resumable::Resumable;
 use schemas::{ToolSets, Tools};
 use serde_json::{Map, Value as Json};
+use session::{Slot, Slots};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 /// What errors call a template.
 const WHAT: &str = "the chat template";
 /// Stack of the thread that compiles: several times what the deepest template within bounds takes.
 const STACK_BYTES: usize = 8 << 20;
+/// The number of the next template.
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 /// A compiled chat template.
 ///
@@ -85,17 +94,23 @@ pub struct Template {
     renders: Renders,
     /// Whether the template asks for none: written for messages whose null keys are kept.
     asks_for_none: bool,
+    /// Where a render may go on from an earlier one.
+    resumable: Option<Arc<Resumable>>,
+    /// No other template of this process has it.
+    number: u64,
     /// Whether the text may depend on when it is rendered.
     reads_clock: bool,
 }
 
 /// What the renders of one call share.
-struct Call<'a> {
-    conversation: &'a Conversation<'a>,
+struct Call<'c, 'a> {
+    conversation: &'c Conversation<'a>,
     tools: Option<Arc<Tools>>,
     context: Vec<(String, Value)>,
     keep_null: bool,
     size: Size,
+    /// Whether what a run does is noted, for a later one to go on from.
+    noted: bool,
 }
 
 impl Template {
@@ -133,6 +148,8 @@ impl Template {
             schemas: ToolSets::default(),
             renders: Renders::default(),
             asks_for_none: asks_for_none(source),
+            resumable: scanned.resumable.map(Arc::new),
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             reads_clock: source.contains("strftime_now"),
         })
     }
@@ -171,14 +188,61 @@ impl Template {
         let tools = self.tools(tools)?;
         let asked = Asked { messages, tools: tools.as_ref().map(|tools| tools.number), add_generation_prompt, kwargs };
         let render = || {
-            let conversation = Conversation::new(messages)?;
-            let (call, text) = self.plain(&conversation, tools, add_generation_prompt, kwargs)?;
-            self.with_provenance(&call, text.into())
+            let (conversation, mut slots) = (Conversation::new(messages)?, Slots::default());
+            let mut call = self.call(&conversation, tools, add_generation_prompt, kwargs)?;
+            let text = self.plain(&mut call, &mut slots)?;
+            self.with_provenance(&call, &mut slots, text.into())
         };
-        if self.reads_clock && !kwargs.contains_key("strftime_now") {
+        if self.is_dated(kwargs) {
             return render();
         }
         self.renders.get(asked, render)
+    }
+
+    /// Whether the text depends on when it is rendered.
+    fn is_dated(&self, kwargs: &Map<String, Json>) -> bool {
+        self.reads_clock && !kwargs.contains_key("strftime_now")
+    }
+
+    /// As [`Template::render`], for a conversation that is rendered turn by turn: what `session` knows of its messages is
+    /// not rendered again. The result is the same.
+    ///
+    /// # Errors
+    /// As for [`Template::render`].
+    pub fn render_next<'a>(
+        &self,
+        session: &mut Session<'a>,
+        messages: &[&'a Json],
+        tools: Option<&Arc<Json>>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Json>,
+    ) -> Result<Rendered> {
+        if self.resumable.is_none() || self.is_dated(kwargs) {
+            return self.render(messages, tools, add_generation_prompt, kwargs);
+        }
+        let rendered = caught(Kind::Template, WHAT, || {
+            let tools = self.tools(tools)?;
+            let number = tools.as_ref().map(|tools| tools.number);
+            let asked = Asked { messages: &[], tools: number, add_generation_prompt, kwargs };
+            let known = session.follow(self.number, asked.key(), messages)?;
+            if let Some(last) = &session.last {
+                return Ok(last.clone());
+            }
+            let render = || {
+                let mut call = self.call(&session.conversation, tools, add_generation_prompt, kwargs)?;
+                call.noted = true;
+                let text = self.plain(&mut call, &mut session.slots)?;
+                self.with_provenance(&call, &mut session.slots, text.into())
+            };
+            // The first prompt of a conversation may be that of others.
+            let rendered = if known > 1 { render()? } else { self.renders.get(Asked { messages, ..asked }, render)? };
+            session.last = Some(rendered.clone());
+            Ok(rendered)
+        });
+        if rendered.is_err() {
+            *session = Session::default();
+        }
+        rendered
     }
 
     /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
@@ -194,7 +258,8 @@ impl Template {
     ) -> Result<String> {
         caught(Kind::Template, WHAT, || {
             let conversation = Conversation::new(messages)?;
-            Ok(self.plain(&conversation, self.tools(tools)?, add_generation_prompt, kwargs)?.1)
+            let mut call = self.call(&conversation, self.tools(tools)?, add_generation_prompt, kwargs)?;
+            self.plain(&mut call, &mut Slots::default())
         })
     }
 
@@ -204,26 +269,33 @@ impl Template {
         tools.map(|tools| self.schemas.get(tools, &self.literals)).transpose()
     }
 
-    /// The render without marks, null keys left out, or kept where only that succeeds.
-    fn plain<'a>(
+    /// A call whose time begins.
+    fn call<'c, 'a>(
         &self,
-        conversation: &'a Conversation<'a>,
+        conversation: &'c Conversation<'a>,
         tools: Option<Arc<Tools>>,
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
-    ) -> Result<(Call<'a>, String)> {
+    ) -> Result<Call<'c, 'a>> {
         let bytes = conversation.bytes() + tools.as_ref().map_or(0, |tools| tools.bytes);
         let size = Size { messages: conversation.len(), bytes };
         let context = self.context(add_generation_prompt, kwargs)?;
         limits::open();
-        let mut call = Call { conversation, tools, context, keep_null: false, size };
-        match self.run(&call, conversation.values(false, None), None, None) {
-            Err(error) if conversation.has_null && self.asks_for_none => {
+        Ok(Call { conversation, tools, context, keep_null: false, size, noted: false })
+    }
+
+    /// The render without marks, null keys left out, or kept where only that succeeds.
+    fn plain(&self, call: &mut Call<'_, '_>, slots: &mut Slots) -> Result<String> {
+        let run = |call: &Call<'_, '_>, slot: &mut Slot| {
+            let values = slot.plain(call.conversation, call.keep_null);
+            self.run_on(call, slot, values, None, None)
+        };
+        match run(call, slots.plain(false)) {
+            Err(error) if call.conversation.has_null() && self.asks_for_none => {
                 call.keep_null = true;
-                let text = self.run(&call, conversation.values(true, None), None, None).map_err(|_| error)?;
-                Ok((call, text))
+                run(call, slots.plain(true)).map_err(|_| error)
             }
-            result => result.map(|text| (call, text)),
+            result => result,
         }
     }
 
@@ -255,18 +327,28 @@ impl Template {
     /// One render; `tools` stand in for the plain ones.
     fn run(
         &self,
-        call: &Call<'_>,
+        call: &Call<'_, '_>,
         messages: Value,
         tools: Option<Value>,
         alphabet: Option<&Alphabet>,
     ) -> Result<String> {
+        environment::render(&self.env, self.whole_context(call, messages, tools, alphabet), call.size)
+    }
+
+    /// All variables of a run.
+    fn whole_context(
+        &self,
+        call: &Call<'_, '_>,
+        messages: Value,
+        tools: Option<Value>,
+        alphabet: Option<&Alphabet>,
+    ) -> Value {
         let mut context = call.context.clone();
         let tools = tools.or_else(|| call.tools.as_ref().map(|tools| tools.plain.clone()));
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));
-        let context = containers::merged(context.iter().map(|(name, value)| (name.as_str(), value.clone())));
-        environment::render(&self.env, context, call.size)
+        containers::merged(context.iter().map(|(name, value)| (name.as_str(), value.clone())))
     }
 }
 

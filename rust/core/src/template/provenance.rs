@@ -25,18 +25,18 @@ pub(super) struct Found {
 
 /// A span with the part of the string it covers.
 #[derive(Debug, Clone)]
-struct Piece<'a> {
+struct Piece {
     range: Range<usize>,
     message: u32,
     field: Field,
-    leaf: Option<(Leaf<'a>, Range<usize>)>,
+    leaf: Option<(Leaf, Range<usize>)>,
 }
 
 /// Reads the marks of a render whose text, marks taken out, is `text`.
 ///
 /// # Errors
 /// Where there is no time for it.
-pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag<'_>]) -> Result<Found, Error> {
+pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag]) -> Result<Found, Error> {
     let mut found = Found { balanced: true, ..Found::default() };
     let mut pieces = Vec::new();
     let mut open: Vec<(usize, usize)> = Vec::new();
@@ -78,13 +78,13 @@ pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag<'_>]) -> R
     Ok(found)
 }
 
-fn piece<'a>(range: Range<usize>, tag: usize, tags: &[Tag<'a>]) -> Option<Piece<'a>> {
+fn piece(range: Range<usize>, tag: usize, tags: &[Tag]) -> Option<Piece> {
     let tag = tags.get(tag)?;
     Some(Piece { range, message: tag.message, field: tag.field, leaf: tag.leaf.clone() })
 }
 
 /// A string whose end the template dropped: it reaches as far as the text equals it.
-fn cut_at_end<'a>(text: &str, (tag, start): (usize, usize), tags: &[Tag<'a>]) -> Result<Option<Piece<'a>>, Error> {
+fn cut_at_end(text: &str, (tag, start): (usize, usize), tags: &[Tag]) -> Result<Option<Piece>, Error> {
     let Some((leaf, part)) = tags.get(tag).and_then(|tag| tag.leaf.clone()) else { return Ok(None) };
     let wanted = &leaf.text[part.clone()];
     let same = text.as_bytes()[start..].iter().zip(wanted.as_bytes()).take_while(|(a, b)| a == b).count();
@@ -95,7 +95,7 @@ fn cut_at_end<'a>(text: &str, (tag, start): (usize, usize), tags: &[Tag<'a>]) ->
 }
 
 /// A string whose start the template dropped.
-fn cut_at_start<'a>(text: &str, end: usize, tag: usize, tags: &[Tag<'a>]) -> Result<Option<Piece<'a>>, Error> {
+fn cut_at_start(text: &str, end: usize, tag: usize, tags: &[Tag]) -> Result<Option<Piece>, Error> {
     let Some((leaf, part)) = tags.get(tag).and_then(|tag| tag.leaf.clone()) else { return Ok(None) };
     let wanted = leaf.text.as_bytes()[part.clone()].iter().rev();
     let same = text.as_bytes()[..end].iter().rev().zip(wanted).take_while(|(a, b)| a == b).count();
@@ -117,13 +117,13 @@ fn floor(text: &str, mut length: usize) -> usize {
 }
 
 /// Pieces in order, those of one string joined where the text between them is the string's own, none overlapping.
-fn joined(text: &str, mut pieces: Vec<Piece<'_>>) -> Result<Vec<Span>, Error> {
+fn joined(text: &str, mut pieces: Vec<Piece>) -> Result<Vec<Span>, Error> {
     for piece in &mut pieces {
         work(EACH + piece.leaf.as_ref().map_or(0, |(leaf, _)| leaf.text.len()) / BYTES_PER_UNIT)?;
         widen(text, piece);
     }
     pieces.sort_by_key(|piece| (piece.range.start, std::cmp::Reverse(piece.range.end)));
-    let mut kept: Vec<Piece<'_>> = Vec::with_capacity(pieces.len());
+    let mut kept: Vec<Piece> = Vec::with_capacity(pieces.len());
     for mut next in pieces {
         if let Some(last) = kept.last_mut() {
             if join(text, last, &next) {
@@ -135,20 +135,20 @@ fn joined(text: &str, mut pieces: Vec<Piece<'_>>) -> Result<Vec<Span>, Error> {
             kept.push(next);
         }
     }
-    let span = |p: Piece<'_>| Span { start: p.range.start, end: p.range.end, message: p.message, field: p.field };
+    let span = |p: Piece| Span { start: p.range.start, end: p.range.end, message: p.message, field: p.field };
     Ok(kept.into_iter().map(span).collect())
 }
 
 /// Takes in a seam at the edge of the string (`<think>` before its first mark), never whitespace alone.
-fn widen(text: &str, piece: &mut Piece<'_>) {
+fn widen(text: &str, piece: &mut Piece) {
     let Some((leaf, part)) = &mut piece.leaf else { return };
-    let head = trimmed(leaf.text, 0..part.start);
+    let head = trimmed(&leaf.text, 0..part.start);
     let head = head.start..part.start;
     if !leaf.text[head.clone()].trim().is_empty() && text[..piece.range.start].ends_with(&leaf.text[head.clone()]) {
         piece.range.start -= head.len();
         part.start = head.start;
     }
-    let tail = part.end..trimmed(leaf.text, part.end..leaf.text.len()).end;
+    let tail = part.end..trimmed(&leaf.text, part.end..leaf.text.len()).end;
     if !leaf.text[tail.clone()].trim().is_empty() && text[piece.range.end..].starts_with(&leaf.text[tail.clone()]) {
         piece.range.end += tail.len();
         part.end = tail.end;
@@ -156,7 +156,7 @@ fn widen(text: &str, piece: &mut Piece<'_>) {
 }
 
 /// Extends `last` over `next` where both are of one string and nothing else stands between.
-fn join(text: &str, last: &mut Piece<'_>, next: &Piece<'_>) -> bool {
+fn join(text: &str, last: &mut Piece, next: &Piece) -> bool {
     let (Some((leaf, part)), Some((other, behind))) = (&mut last.leaf, &next.leaf) else { return false };
     if leaf.number != other.number || last.message != next.message || behind.end < part.end {
         return false;

@@ -71,7 +71,7 @@ impl Renders {
 
 impl Asked<'_> {
     /// The cache key: two requests whose renders could differ have different keys.
-    fn key(&self) -> Vec<u8> {
+    pub fn key(&self) -> Vec<u8> {
         let mut key = Vec::with_capacity(1 << 14);
         key.push(u8::from(self.add_generation_prompt));
         key.extend_from_slice(&self.tools.map_or(0, |number| number + 1).to_le_bytes());

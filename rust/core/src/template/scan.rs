@@ -5,6 +5,7 @@
 
 use super::bounds::{self, Bounds};
 use super::limits::FREE_TEXT;
+use super::resumable::{Resumable, Tag, resumable};
 use super::rewrite::expression;
 use super::rewrite::statements::statement;
 use super::tokens::literal_end;
@@ -22,6 +23,8 @@ pub(super) struct Scanned {
     pub literals: Vec<String>,
     /// Bytes of the longest text that is left outside tags.
     pub longest_text: usize,
+    /// Where a render may go on from an earlier one.
+    pub resumable: Option<Resumable>,
 }
 
 /// The filter that a generation block becomes.
@@ -34,6 +37,7 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
     }
     let mut out = Scanned { source: String::with_capacity(source.len() + 64), ..Scanned::default() };
     let mut bounds = Bounds::default();
+    let mut tags: Vec<Tag> = Vec::new();
     let mut rest = source;
     while let Some(start) = rest.find('{') {
         let (text, tag) = rest.split_at(start);
@@ -49,9 +53,17 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
         if let Some(why) = refused {
             return Err(beyond(&why, Some(line())));
         }
+        let from = out.source.len();
+        let mut tag = |source: &str| {
+            let is_statement = kept.starts_with("{%");
+            if is_statement || kept.starts_with("{{") {
+                tags.push(Tag { at: from..source.len(), inside: inside(kept).to_owned(), is_statement });
+            }
+        };
         if let Some(rewritten) = rewrite_generation(kept) {
             out.source.push_str(&rewritten);
             out.has_generation = true;
+            tag(&out.source);
             continue;
         }
         if let Some(rewritten) = rewrite_tag(kept) {
@@ -61,6 +73,7 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
         } else {
             out.source.push_str(kept);
         }
+        tag(&out.source);
         if kept.starts_with("{%") && block_name(kept) == "raw" {
             let (raw, behind) = after.split_at(raw_length(after));
             out.longest_text = out.longest_text.max(raw.len());
@@ -71,6 +84,7 @@ pub(super) fn scan(source: &str) -> Result<Scanned> {
     out.text(rest);
     out.literals.sort_unstable();
     out.literals.dedup();
+    out.resumable = resumable(&mut out.source, &tags);
     Ok(out)
 }
 

@@ -32,7 +32,7 @@ pub(super) struct Tools {
 #[derive(Debug, Clone)]
 pub(super) struct Marked {
     pub value: Value,
-    pub tags: Vec<Tag<'static>>,
+    pub tags: Vec<Tag>,
 }
 
 /// The sets of one template.

@@ -2,6 +2,7 @@
 
 use super::limits;
 use super::operators::{like, refused, whole};
+use super::turns::Messages;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
@@ -16,6 +17,11 @@ pub(super) fn slice(value: &Value, start: &Value, stop: &Value, step: &Value) ->
     let (start, stop, step) = (bound(start)?, bound(stop)?, bound(step)?.unwrap_or(1));
     if step == 0 {
         return Err(Error::new(ErrorKind::InvalidOperation, "slice step cannot be zero"));
+    }
+    if let (Some(start), None, 1) = (start.unwrap_or(0).try_into().ok(), stop, step)
+        && let Some(messages) = Messages::from(value, start)
+    {
+        return Ok(messages);
     }
     match value.kind() {
         ValueKind::String => {

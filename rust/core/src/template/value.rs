@@ -31,7 +31,7 @@ pub(super) fn plain(json: &Json) -> Value {
 /// Tool schemas: containers remember their JSON; with a marker every string and container is enclosed.
 ///
 /// Strings that templates compare with others stay as they are: types, names of required parameters, and `literals`.
-pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_, '_>>, literals: &[String]) -> Value {
+pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals: &[String]) -> Value {
     let inner = match json {
         Json::Array(items) => Value::from(items.iter().map(|item| tools(item, marker, literals)).collect::<Vec<_>>()),
         Json::Object(map) => {
@@ -56,7 +56,7 @@ pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_, '_>>, liter
 }
 
 /// A container of a message's tool calls, enclosed where there is a marker.
-pub(super) fn contained(inner: Value, message: u32, marker: &mut Option<&mut Marker<'_, '_>>) -> Value {
+pub(super) fn contained(inner: Value, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     match marker {
         Some(marker) => Tagged::value(inner, Some(marker.container(message, Field::ToolCall))),
         None => inner,

@@ -7,7 +7,7 @@ use super::outline::refused;
 use super::partial::Partial;
 use super::pieces::{Pieces, Spelling, glyphs_to_bytes};
 use crate::error::{Error, Kind, Result};
-use crate::template::{Rendered, Template};
+use crate::template::{Rendered, Session, Template};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -242,6 +242,22 @@ impl Tokenizer {
         kwargs: &Map<String, Value>,
     ) -> Result<Rendered> {
         self.template_for(tools.map(Arc::as_ref))?.render(messages, tools, add_generation_prompt, kwargs)
+    }
+
+    /// As [`Tokenizer::render`], for a conversation that is rendered turn by turn ([`Template::render_next`]).
+    ///
+    /// # Errors
+    /// As [`Tokenizer::render`].
+    pub fn render_next<'a>(
+        &self,
+        session: &mut Session<'a>,
+        messages: &[&'a Value],
+        tools: Option<&Arc<Value>>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Value>,
+    ) -> Result<Rendered> {
+        let template = self.template_for(tools.map(Arc::as_ref))?;
+        template.render_next(session, messages, tools, add_generation_prompt, kwargs)
     }
 
     /// The directory's name.
