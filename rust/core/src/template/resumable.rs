@@ -21,7 +21,7 @@ pub(super) struct Resumable {
     pub namespaces: Vec<String>,
     /// Other variables that are set outside loops.
     pub variables: Vec<String>,
-    /// Whether a macro may hold an earlier value of such a variable.
+    /// Whether a macro may hold an earlier value of such a variable: it is set again, and a macro takes it from outside.
     pub holds_earlier: bool,
 }
 
@@ -65,7 +65,9 @@ struct Reading {
     outer: Vec<(String, bool)>,
     /// Names that are bound elsewhere: in loops, by macros, by `with`.
     inner: BTreeSet<String>,
-    has_macro: bool,
+    /// Names of the macro that is open, and those that macros take from outside.
+    parameters: Vec<String>,
+    captured: BTreeSet<String>,
 }
 
 /// The names that make a loop depend on how many items it has.
@@ -135,6 +137,10 @@ impl Reading {
             return None;
         }
         self.loop_variables(&tokens)?;
+        if self.depth().1 {
+            let taken = names(&tokens).into_iter().filter(|name| !self.parameters.contains(name));
+            self.captured.extend(taken);
+        }
         if !tag.is_statement {
             return Some(());
         }
@@ -149,8 +155,8 @@ impl Reading {
             "if" => self.open.push(Open::If),
             "for" => self.begin(number, tokens),
             "macro" => {
-                self.has_macro = true;
                 self.inner.extend(names(tokens));
+                self.parameters.extend(names(tokens));
                 self.open.push(Open::Macro);
             }
             "with" => {
@@ -174,7 +180,13 @@ impl Reading {
                     self.loops[at].end = number;
                 }
             }
-            "endif" | "endmacro" | "endwith" | "endcall" | "endfilter" | "endautoescape" | "endgeneration" | "endset" => {
+            "endmacro" => {
+                self.open.pop()?;
+                if !self.depth().1 {
+                    self.parameters.clear();
+                }
+            }
+            "endif" | "endwith" | "endcall" | "endfilter" | "endautoescape" | "endgeneration" | "endset" => {
                 self.open.pop()?;
             }
             "continue" | "raw" | "endraw" => {}
@@ -272,7 +284,8 @@ impl Reading {
                 _ => return None,
             }
         }
-        let holds_earlier = self.has_macro && self.outer.len() > variables.len() + namespaces.len();
+        let again = |name: &String| self.outer.iter().filter(|(outer, _)| outer == name).count() > 1;
+        let holds_earlier = self.captured.iter().any(again);
         let (namespaces, variables) = (namespaces.into_iter().collect(), variables.into_iter().collect());
         Some(Resumable { looks_ahead: Vec::new(), attributes, namespaces, variables, holds_earlier })
     }

@@ -22,8 +22,12 @@ impl Draw {
         (0..self.below(6)).map(|_| PARTS[self.below(PARTS.len())]).collect()
     }
 
-    fn message(&mut self, at: usize) -> Value {
+    fn message(&mut self, at: usize, alternates: bool) -> Value {
         let text = self.text();
+        if alternates {
+            let role = if at % 2 == 0 { "user" } else { "assistant" };
+            return json!({"role": role, "content": text});
+        }
         match (at, self.below(10)) {
             (0, 0..5) => json!({"role": "system", "content": text}),
             (_, 0..3) => json!({"role": "user", "content": text}),
@@ -61,9 +65,9 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> (usize, usize) {
         }
         if draw.below(8) == 0 && !next.is_empty() {
             let at = draw.below(next.len());
-            next[at] = draw.message(at);
+            next[at] = draw.message(at, seed % 3 == 0);
         }
-        (0..1 + draw.below(3)).for_each(|_| next.push(draw.message(next.len())));
+        (0..1 + draw.below(3)).for_each(|_| next.push(draw.message(next.len(), seed % 3 == 0)));
         versions.push(next);
     }
     let mut session = Session::default();
@@ -91,10 +95,10 @@ const TEMPLATES: [(&str, bool); 22] = [
     ("{% for m in messages %}{{ m.role }}{{ messages|length }}{% endfor %}", false),
     ("{% for m in messages %}{{ m.role }}{{ messages[-1].role }}{% endfor %}", false),
     ("{% for m in messages %}{{ m.role }}{{ (messages[loop.index0 + 2] or {}).role }}{% endfor %}", true),
-    ("{% for m in messages %}{{ m.role }}{{ messages[loop.index0 - 1].content }}{% endfor %}", true),
+    ("{% for m in messages %}{{ m.role }}{{ messages[loop.index0 - 1].content }}{% endfor %}", false),
     ("{% set n = namespace(users=0, last='') %}{% for m in messages %}{% if m.role == 'user' %}{% set n.users = n.users + 1 %}{% endif %}{{ n.users }}{{ n.last }}{% set n.last = m.role %}{% endfor %}{{ n.users }}{{ n.last }}", true),
     ("{% set n = namespace(at=0) %}{% for m in messages[::-1] %}{% if m.role == 'user' and not n.at %}{% set n.at = messages|length - loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ m.role }}{% if loop.index0 > n.at %}{{ m.reasoning_content }}{% endif %}{% endfor %}", true),
-    ("{% set count = messages|length %}{% for m in messages %}{{ m.role }}{% if count > 3 %}long{% endif %}{% endfor %}", false),
+    ("{% set count = messages|length %}{% for m in messages %}{{ m.role }}{% if count > 3 %}long{% endif %}{% endfor %}", true),
     ("{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}S{{ messages[0].content }}{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}{{ m.role }}{{ m.content }}{% endfor %}", true),
     ("{% set n = namespace() %}{% for m in messages %}{% if m.role == 'tool' %}{% set n.tools = m.content %}{% endif %}{{ n.tools }}{{ m.role }}{% endfor %}{{ n.tools is defined }}", true),
     ("{% macro show(m) %}{% set c.value = c.value + 1 %}{{ c.value }}{{ m.content }}{% endmacro %}{% set c = namespace(value=0) %}{% for m in messages %}{{ show(m) }}{% endfor %}{{ c.value }}", true),
@@ -111,7 +115,7 @@ fn a_session_renders_what_a_render_of_its_own_does() {
     let mut wrong = Vec::new();
     for (source, goes_on) in TEMPLATES {
         let skipped: usize = (0..40).map(|seed| law(source, seed, &[]).0).sum();
-        wrong.extend(((skipped > 40) != goes_on).then(|| format!("{skipped}: {source}")));
+        wrong.extend(((skipped > 0) != goes_on).then(|| format!("{skipped}: {source}")));
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
@@ -141,6 +145,10 @@ fn real_templates_render_in_a_session_what_they_render_alone() {
         let all: Vec<(usize, usize)> = (0..12).map(|seed| law(&source, seed, &tokens)).collect();
         let went_on: usize = all.iter().map(|one| one.0).sum();
         println!("{went_on:5} of {:4} {}", all.iter().map(|one| one.1).sum::<usize>(), path.file_name().unwrap().display());
+        if went_on == 0 {
+            let t = Template::compile(&source, &tokens).unwrap();
+            println!("ZERO {} {:?}", path.file_name().unwrap().display(), t.resumable);
+        }
         skipped += went_on;
         renders += all.iter().map(|one| one.1).sum::<usize>();
         going_on += usize::from(went_on > 0);
