@@ -116,7 +116,7 @@ pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> 
 /// A text, and what its run had left.
 #[derive(Debug)]
 pub(super) struct Written {
-    pub text: String,
+    pub text: turns::Text,
     pub fuel_left: u64,
     pub bytes_left: usize,
 }
@@ -130,7 +130,6 @@ pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Siz
     let captured = template.render_captured_to(context, &mut text).map_err(|error| failure(&error))?;
     let fuel_left = captured.state().fuel_levels().map_or(u64::MAX, |(_, left)| left);
     drop(captured);
-    let text = String::from_utf8(text.0).map_err(|_| failure(&JinjaError::from(ErrorKind::WriteFailure)))?;
     Ok(Written { text, fuel_left, bytes_left: limits::left_bytes() })
 }
 

@@ -90,11 +90,14 @@ impl Template {
         let (values, edges, passed) = slot.marked(marking.call, (&marking.alphabet, tags), self.seams.as_ref(), selection);
         work(passed / PASSED_PER_UNIT)?;
         let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
+        let tags = std::mem::take(&mut slot.tags);
         let Ok(marked) = self.run_on(marking.call, slot, values, tools, Some(&marking.alphabet)) else {
             // What was only too slow must not give other spans than on a faster machine.
             return in_time().map(|()| (None, edges));
         };
-        Ok((believed(&marked, &marking.alphabet, text, &slot.tags)?, edges))
+        let found = believed(marked, &marking.alphabet, text, &tags)?;
+        slot.tags = tags;
+        Ok((found, edges))
     }
 
     /// What a render with marks on some of them tells.

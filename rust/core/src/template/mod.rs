@@ -191,7 +191,7 @@ impl Template {
             let (conversation, mut slots) = (Conversation::new(messages)?, Slots::default());
             let mut call = self.call(&conversation, tools, add_generation_prompt, kwargs)?;
             let text = self.plain(&mut call, &mut slots)?;
-            self.with_provenance(&call, &mut slots, text.into())
+            self.with_provenance(&call, &mut slots, text)
         };
         if self.is_dated(kwargs) {
             return render();
@@ -232,7 +232,7 @@ impl Template {
                 let mut call = self.call(&session.conversation, tools, add_generation_prompt, kwargs)?;
                 call.noted = true;
                 let text = self.plain(&mut call, &mut session.slots)?;
-                self.with_provenance(&call, &mut session.slots, text.into())
+                self.with_provenance(&call, &mut session.slots, text)
             };
             // The first prompt of a conversation may be that of others.
             let rendered = if known > 1 { render()? } else { self.renders.get(Asked { messages, ..asked }, render)? };
@@ -259,7 +259,7 @@ impl Template {
         caught(Kind::Template, WHAT, || {
             let conversation = Conversation::new(messages)?;
             let mut call = self.call(&conversation, self.tools(tools)?, add_generation_prompt, kwargs)?;
-            self.plain(&mut call, &mut Slots::default())
+            self.plain(&mut call, &mut Slots::default()).map(|text| text.to_string())
         })
     }
 
@@ -285,10 +285,10 @@ impl Template {
     }
 
     /// The render without marks, null keys left out, or kept where only that succeeds.
-    fn plain(&self, call: &mut Call<'_, '_>, slots: &mut Slots) -> Result<String> {
+    fn plain(&self, call: &mut Call<'_, '_>, slots: &mut Slots) -> Result<Arc<str>> {
         let run = |call: &Call<'_, '_>, slot: &mut Slot| {
             let values = slot.plain(call.conversation, call.keep_null);
-            self.run_on(call, slot, values, None, None)
+            self.run_on(call, slot, values, None, None).map(Arc::from)
         };
         match run(call, slots.plain(false)) {
             Err(error) if call.conversation.has_null() && self.asks_for_none => {

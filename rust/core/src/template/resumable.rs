@@ -65,6 +65,8 @@ struct Reading {
     outer: Vec<(String, bool)>,
     /// Names that are bound elsewhere: in loops, by macros, by `with`.
     inner: BTreeSet<String>,
+    /// Namespaces of one item or call, which are gone with it, and how many blocks are open where they are made.
+    local: Vec<(String, usize)>,
     /// Names of the macro that is open, and those that macros take from outside.
     parameters: Vec<String>,
     captured: BTreeSet<String>,
@@ -113,15 +115,15 @@ fn parts(tag: &str) -> Option<(&str, &str, &str)> {
 fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<String> {
     let (open, inside, close) = parts(tag)?;
     let inside = inside.replacen("|__each", &format!("|__turns({number})"), 1);
-    let mut text = format!("{open}{inside}%}}");
-    if !attributes.is_empty() {
-        text.push_str("{% if __restores() %}");
-        for (at, (name, attribute)) in attributes.iter().enumerate() {
-            text.push_str(&format!("{{% if __has({at}) %}}{{% set {name}.{attribute} = __kept({at}) %}}{{% endif %}}"));
-        }
-        text.push_str("{% endif %}");
+    let begins = format!("{open}{inside}%}}{{% if __begins()");
+    if attributes.is_empty() {
+        return Some(format!("{begins} {close}"));
     }
-    Some(format!("{text}{{% if __begins() {close}"))
+    let mut text = format!("{begins} %}}{{% if __restores() %}}");
+    for (at, (name, attribute)) in attributes.iter().enumerate() {
+        text.push_str(&format!("{{% if __has({at}) %}}{{% set {name}.{attribute} = __kept({at}) %}}{{% endif %}}"));
+    }
+    Some(format!("{text}{{% endif {close}"))
 }
 
 /// The end of a loop.
@@ -144,10 +146,11 @@ impl Reading {
         if !tag.is_statement {
             return Some(());
         }
-        match tokens.first()? {
-            Token::Name(word) => self.statement(number, word, &tokens[1..]),
-            _ => None,
-        }
+        let Token::Name(word) = tokens.first()? else { return None };
+        self.statement(number, word, &tokens[1..])?;
+        let open = self.open.len() - usize::from(matches!(*word, "else" | "elif"));
+        self.local.retain(|(_, blocks)| *blocks <= open);
+        Some(())
     }
 
     fn statement(&mut self, number: usize, word: &str, tokens: &[Token<'_>]) -> Option<()> {
@@ -226,14 +229,10 @@ impl Reading {
             let (Some(Token::Sign(".")), Some(Token::Name(attribute))) = (tokens.get(at + 1), tokens.get(at + 2)) else {
                 return None;
             };
-            let (depth, within_macro) = self.depth();
-            let Some(Open::Loop(candidate)) = self.open.iter().rev().find(|open| matches!(open, Open::Loop(_))) else {
-                return None;
-            };
-            if within_macro {
-                return None;
-            }
-            let Some(candidate) = candidate.filter(|_| depth == 1) else { continue };
+            // The loop of a caller is none of a macro's.
+            let inmost = self.open.iter().rev().find(|open| matches!(open, Open::Loop(_) | Open::Macro));
+            let Some(Open::Loop(candidate)) = inmost else { return None };
+            let Some(candidate) = candidate.filter(|_| self.depth() == (1, false)) else { continue };
             let candidate = &mut self.loops[candidate];
             candidate.looks_ahead |= OF_NEXT.contains(attribute);
             candidate.qualifies &= !OF_LENGTH.contains(attribute);
@@ -252,17 +251,18 @@ impl Reading {
             self.open.push(Open::Capture);
         }
         if let [Token::Name(name), Token::Sign("."), Token::Name(attribute)] = target {
-            self.assigned.insert(((*name).to_owned(), (*attribute).to_owned()));
+            if self.local.iter().all(|(local, _)| local != name) {
+                self.assigned.insert(((*name).to_owned(), (*attribute).to_owned()));
+            }
             return;
         }
         let value = tokens.get(end + 1..).unwrap_or_default();
         let is_namespace = matches!(value, [Token::Name("namespace"), Token::Sign("("), ..]);
         for name in names(target) {
-            if loops > 0 || within_macro {
-                // A namespace of one item is gone with it.
-                self.inner.insert(if is_namespace { format!("{name}()") } else { name });
-            } else {
-                self.outer.push((name, is_namespace));
+            match (loops > 0 || within_macro, is_namespace) {
+                (false, _) => self.outer.push((name, is_namespace)),
+                (true, true) => self.local.push((name, self.open.len())),
+                (true, false) => drop(self.inner.insert(name)),
             }
         }
     }
@@ -276,14 +276,10 @@ impl Reading {
         if !namespaces.is_disjoint(&variables) || namespaces.iter().any(|name| self.inner.contains(name)) {
             return None;
         }
-        let mut attributes = Vec::new();
-        for (name, attribute) in &self.assigned {
-            match (namespaces.contains(name), self.inner.contains(&format!("{name}()"))) {
-                (true, false) => attributes.push((name.clone(), attribute.clone())),
-                (false, true) if !self.inner.contains(name) && !variables.contains(name) => {}
-                _ => return None,
-            }
+        if self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {
+            return None;
         }
+        let attributes = self.assigned.iter().cloned().collect();
         let again = |name: &String| self.outer.iter().filter(|(outer, _)| outer == name).count() > 1;
         let holds_earlier = self.captured.iter().any(again);
         let (namespaces, variables) = (namespaces.into_iter().collect(), variables.into_iter().collect());

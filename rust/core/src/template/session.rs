@@ -8,7 +8,7 @@ use super::conversation::{Conversation, Selection};
 use super::environment::{self, Written};
 use super::marks::{Alphabet, Marker, Seams, Tag};
 use super::rendered::Rendered;
-use super::turns::{self, Ran};
+use super::turns::{self, Outcome, Ran};
 use super::{Call, Template};
 use crate::error::Result;
 use minijinja::value::Value;
@@ -130,56 +130,59 @@ impl Slot {
 }
 
 impl Template {
-    /// A run that goes on from the last one of its slot, as far as it can.
-    pub(super) fn run_on(
+    /// The text of a run that goes on from the last one of its slot, as far as it can; it stays in the slot.
+    pub(super) fn run_on<'s>(
         &self,
         call: &Call<'_, '_>,
-        slot: &mut Slot,
+        slot: &'s mut Slot,
         values: Arc<[Value]>,
         tools: Option<Value>,
         alphabet: Option<&Alphabet>,
-    ) -> Result<String> {
+    ) -> Result<&'s str> {
+        let common = std::mem::replace(&mut slot.common, values.len());
+        let earlier = slot.earlier.take();
         let Some(plan) = self.resumable.as_ref().filter(|_| call.noted) else {
             let context = self.whole_context(call, Value::from(values.to_vec()), tools, alphabet);
-            return environment::render(&self.env, context, call.size);
+            let text = environment::render(&self.env, context, call.size)?;
+            return Ok(&slot.earlier.insert(Earlier { ran: Vec::new(), text }).text);
         };
-        let common = slot.common;
-        let context = self.whole_context(call, turns::Messages::value(Arc::clone(&values)), tools, alphabet);
-        if let Some(earlier) = slot.earlier.take().filter(|_| common > 0) {
-            turns::begin(plan, Some(&earlier.ran), common, values.len());
-            let written = environment::render_noted(&self.env, context.clone(), call.size);
-            let outcome = turns::end();
-            // What fails on the way is told as a render of its own tells it.
-            if let Some(text) = written.ok().and_then(|written| joined(written, &earlier, &outcome)) {
-                slot.common = values.len();
-                slot.earlier = Some(Earlier { ran: outcome.ran, text: text.clone() });
-                return Ok(text);
+        let count = values.len();
+        let context = self.whole_context(call, turns::Messages::value(values), tools, alphabet);
+        let run = |context: Value, earlier: Option<&Earlier>| {
+            turns::begin(plan, earlier.map(|earlier| earlier.ran.as_slice()), common, count);
+            let written = environment::render_noted(&self.env, context, call.size);
+            (written, turns::end())
+        };
+        if let Some(earlier) = earlier.filter(|_| common > 0) {
+            // What fails on the way is told as a run of its own tells it.
+            if let (Ok(written), outcome) = run(context.clone(), Some(&earlier))
+                && let Some(earlier) = joined(&written, earlier, outcome)
+            {
+                return Ok(&slot.earlier.insert(earlier).text);
             }
         }
-        turns::begin(plan, None, 0, values.len());
-        let written = environment::render_noted(&self.env, context, call.size);
-        let outcome = turns::end();
-        let text = written?.text;
-        slot.common = values.len();
-        slot.earlier = Some(Earlier { ran: outcome.ran, text: text.clone() });
-        Ok(text)
+        let (written, outcome) = run(context, None);
+        let text = written?.text.written().map(str::to_owned).unwrap_or_default();
+        Ok(&slot.earlier.insert(Earlier { ran: outcome.ran, text }).text)
     }
 }
 
-/// The whole text of a run that went on from an earlier one; `None` where a run of its own could say otherwise.
-fn joined(written: Written, earlier: &Earlier, outcome: &turns::Outcome) -> Option<String> {
-    let Some((number, skipped)) = outcome.skipped else { return Some(written.text) };
+/// The run that went on from an earlier one, with its whole text; `None` where a run of its own could say otherwise.
+fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<Earlier> {
+    let text = written.text.written()?;
+    let Some((number, skipped)) = outcome.skipped else {
+        return Some(Earlier { ran: outcome.ran, text: text.to_owned() });
+    };
     let ran = earlier.ran.iter().find(|ran| ran.number == number)?;
     let (before, until) = (ran.before, ran.places.get(skipped)?.text);
     let within = outcome.fuel <= written.fuel_left && outcome.spent <= written.bytes_left;
-    let same = written.text.as_bytes().get(..before) == earlier.text.as_bytes().get(..before);
+    let same = text.as_bytes().get(..before) == earlier.text.as_bytes().get(..before);
     if !within || !same {
         return None;
     }
-    let mut text = String::with_capacity(until + written.text.len() - before);
-    text.push_str(earlier.text.get(..until)?);
-    text.push_str(written.text.get(before..)?);
-    Some(text)
+    earlier.text.truncate(until);
+    earlier.text.push_str(text.get(before..)?);
+    Some(Earlier { ran: outcome.ran, text: earlier.text })
 }
 
 #[cfg(test)]

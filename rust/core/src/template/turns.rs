@@ -100,7 +100,14 @@ pub(super) struct Outcome {
 
 /// The text of a run, whose length the run can ask for.
 #[derive(Debug, Default)]
-pub(super) struct Text(pub Vec<u8>);
+pub(super) struct Text(Vec<u8>);
+
+impl Text {
+    /// What was written.
+    pub fn written(&self) -> Option<&str> {
+        simdutf8::basic::from_utf8(&self.0).ok()
+    }
+}
 
 impl io::Write for Text {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -238,9 +245,9 @@ pub(super) fn turns(state: &mut State, items: Value, number: usize) -> Result<Va
     Ok(Value::from_object(Items { all: Arc::clone(&messages.all), first: messages.first }))
 }
 
-/// Whether attributes are put back here: the next item is the first that is not skipped.
+/// Whether attributes are put back here: the item that has begun is the first that is not skipped.
 pub(super) fn restores() -> bool {
-    RUN.with_borrow(|run| run.skips_now() == Some(run.items))
+    RUN.with_borrow(|run| run.skips_now().is_some_and(|skipped| skipped + 1 == run.items))
 }
 
 /// Whether attribute `at` had a value there.
@@ -268,28 +275,32 @@ impl Run {
 
     /// Notes where the loop stands.
     fn note(&mut self, state: &State) {
-        let Some(plan) = &self.plan else { return };
-        let fuel = state.fuel_levels().map_or(0, |(consumed, _)| consumed);
-        let spent = limits::spent_bytes();
-        let skipped = self.skips_now();
-        let Some(ran) = self.ran.last_mut() else { return };
-        if let Some(goal) = self.goal.as_ref().filter(|_| skipped == Some(self.items) && ran.places.is_empty())
-            && let Some(place) = goal.place()
-        {
-            ran.places = goal.ran.places[..goal.skip].to_vec();
-            self.shift = place.text - goal.ran.before;
-            self.fuel = place.fuel.saturating_sub(fuel);
-            self.spent = place.spent.saturating_sub(spent);
-            let seen = SEEN.get();
-            SEEN.set(Seen { all: seen.all || place.seen.all, read: seen.read.max(place.seen.read) });
-        }
-        let text = WRITTEN.get() + self.shift;
+        let (Some(plan), Some(ran)) = (&self.plan, self.ran.last_mut()) else { return };
+        let (fuel, spent) = counts(state);
         let kept = plan.attributes.iter().map(|(name, attribute)| {
             state.lookup(name).and_then(|namespace| namespace.get_attr(attribute).ok()).unwrap_or_default()
         });
-        let (fuel, spent) = (fuel + self.fuel, spent + self.spent);
+        let (text, fuel, spent) = (WRITTEN.get() + self.shift, fuel + self.fuel, spent + self.spent);
         ran.places.push(Place { text, kept: kept.collect(), seen: SEEN.get(), fuel, spent });
     }
+
+    /// Takes over what the earlier run noted up to the item that begins.
+    fn take_over(&mut self, state: &State) {
+        let (Some(goal), Some(ran)) = (&self.goal, self.ran.last_mut()) else { return };
+        let Some(place) = goal.place() else { return };
+        let (fuel, spent) = counts(state);
+        ran.places = goal.ran.places[..=goal.skip].to_vec();
+        self.shift = place.text - goal.ran.before;
+        self.fuel = place.fuel.saturating_sub(fuel);
+        self.spent = place.spent.saturating_sub(spent);
+        let seen = SEEN.get();
+        SEEN.set(Seen { all: seen.all || place.seen.all, read: seen.read.max(place.seen.read) });
+    }
+}
+
+/// Fuel and bytes that the run has spent.
+fn counts(state: &State) -> (u64, usize) {
+    (state.fuel_levels().map_or(0, |(consumed, _)| consumed), limits::spent_bytes())
 }
 
 /// Whether the item that begins is run; it is skipped where its text stands already.
@@ -298,12 +309,14 @@ pub(super) fn begins(state: &State) -> bool {
         if run.plan.is_none() || !run.inside {
             return true;
         }
-        let runs = run.skips_now().is_none_or(|skipped| run.items >= skipped);
-        if runs {
+        let skipped = run.skips_now();
+        if skipped == Some(run.items) {
+            run.take_over(state);
+        } else if skipped.is_none_or(|skipped| run.items > skipped) {
             run.note(state);
         }
         run.items += 1;
-        runs
+        skipped.is_none_or(|skipped| run.items > skipped)
     })
 }
 

@@ -142,13 +142,9 @@ fn real_templates_render_in_a_session_what_they_render_alone() {
     let (mut skipped, mut renders, mut going_on) = (0, 0, 0);
     for path in &found {
         let source = std::fs::read_to_string(path).unwrap();
-        let all: Vec<(usize, usize)> = (0..12).map(|seed| law(&source, seed, &tokens)).collect();
+        let all: Vec<(usize, usize)> = (0..4).map(|seed| law(&source, seed, &tokens)).collect();
         let went_on: usize = all.iter().map(|one| one.0).sum();
         println!("{went_on:5} of {:4} {}", all.iter().map(|one| one.1).sum::<usize>(), path.file_name().unwrap().display());
-        if went_on == 0 {
-            let t = Template::compile(&source, &tokens).unwrap();
-            println!("ZERO {} {:?}", path.file_name().unwrap().display(), t.resumable);
-        }
         skipped += went_on;
         renders += all.iter().map(|one| one.1).sum::<usize>();
         going_on += usize::from(went_on > 0);
