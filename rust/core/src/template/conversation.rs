@@ -174,9 +174,9 @@ fn parsed_arguments(map: &Map<String, Json>) -> Vec<Option<Json>> {
         .collect()
 }
 
-fn message_value<'a>(
-    map: &'a Map<String, Json>,
-    parsed: &'a [Option<Json>],
+fn message_value(
+    map: &Map<String, Json>,
+    parsed: &[Option<Json>],
     keep_null: bool,
     index: u32,
     mut marker: Option<&mut Marker<'_>>,
@@ -208,7 +208,7 @@ fn message_value<'a>(
 }
 
 /// A string, or a list of parts whose texts are enclosed.
-fn text_value<'a>(json: &'a Json, message: u32, field: Field, marker: &mut Option<&mut Marker<'_>>) -> Value {
+fn text_value(json: &Json, message: u32, field: Field, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(marker) = marker else { return plain(json) };
     match json {
         Json::String(text) => Value::from(marker.leaf(text, message, field)),
@@ -219,7 +219,7 @@ fn text_value<'a>(json: &'a Json, message: u32, field: Field, marker: &mut Optio
     }
 }
 
-fn part_value<'a>(part: &'a Json, message: u32, field: Field, marker: &mut Marker<'_>) -> Value {
+fn part_value(part: &Json, message: u32, field: Field, marker: &mut Marker<'_>) -> Value {
     match part {
         Json::String(text) => Value::from(marker.leaf(text, message, field)),
         Json::Object(map) => record(map.iter().map(|(key, value)| {
@@ -234,12 +234,7 @@ fn part_value<'a>(part: &'a Json, message: u32, field: Field, marker: &mut Marke
 }
 
 /// Tool calls with arguments as objects; with a marker, names and arguments are enclosed and ids are not.
-fn calls_value<'a>(
-    json: &'a Json,
-    parsed: &'a [Option<Json>],
-    message: u32,
-    marker: &mut Option<&mut Marker<'_>>,
-) -> Value {
+fn calls_value(json: &Json, parsed: &[Option<Json>], message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Json::Array(calls) = json else { return plain(json) };
     let calls: Vec<Value> = calls
         .iter()
@@ -249,12 +244,7 @@ fn calls_value<'a>(
     contained(Value::from(calls), message, marker)
 }
 
-fn call_value<'a>(
-    call: &'a Json,
-    arguments: Option<&'a Json>,
-    message: u32,
-    marker: &mut Option<&mut Marker<'_>>,
-) -> Value {
+fn call_value(call: &Json, arguments: Option<&Json>, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Json::Object(map) = call else { return plain(call) };
     let mut pairs = Vec::with_capacity(map.len());
     for (key, value) in map {
@@ -269,7 +259,7 @@ fn call_value<'a>(
     contained(record(pairs.into_iter()), message, marker)
 }
 
-fn argument_value<'a>(json: &'a Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
+fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(present) = marker else { return plain(json) };
     match json {
         Json::String(text) => Value::from(present.leaf(text, message, Field::ToolCall)),

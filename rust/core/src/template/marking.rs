@@ -39,12 +39,7 @@ impl Template {
         self.with_spans(call, slots, text).map_err(|error| failure(&error))
     }
 
-    fn with_spans(
-        &self,
-        call: &Call<'_, '_>,
-        slots: &mut Slots,
-        text: Arc<str>,
-    ) -> Result<Rendered, minijinja::Error> {
+    fn with_spans(&self, call: &Call<'_, '_>, slots: &mut Slots, text: Arc<str>) -> Result<Rendered, minijinja::Error> {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
         let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
@@ -87,7 +82,8 @@ impl Template {
     ) -> Result<(Option<Found>, bool), minijinja::Error> {
         let Some(slot) = slots.marked(selection) else { return Ok((None, false)) };
         let tags = marking.schemas.as_ref().map_or_else(Vec::new, |schemas| schemas.tags.clone());
-        let (values, edges, passed) = slot.marked(marking.call, (&marking.alphabet, tags), self.seams.as_ref(), selection);
+        let messages = (marking.call.conversation, marking.call.keep_null);
+        let (values, edges, passed) = slot.marked(messages, (&marking.alphabet, tags), self.seams.as_ref(), selection);
         work(passed / PASSED_PER_UNIT)?;
         let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
         let tags = std::mem::take(&mut slot.tags);
@@ -150,12 +146,7 @@ impl Template {
 }
 
 /// What the marks of a render say, if the text without them is `text`.
-fn believed(
-    marked: &str,
-    alphabet: &Alphabet,
-    text: &str,
-    tags: &[Tag],
-) -> Result<Option<Found>, minijinja::Error> {
+fn believed(marked: &str, alphabet: &Alphabet, text: &str, tags: &[Tag]) -> Result<Option<Found>, minijinja::Error> {
     work(marked.len() / PASSED_PER_UNIT)?;
     let most = tags.len().saturating_mul(8).saturating_add(MARKS);
     let stripped = marks::strip(marked, alphabet, most).filter(|(plain, _)| plain == text);

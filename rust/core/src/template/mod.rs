@@ -2,9 +2,9 @@
 //!
 //! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
 //! by `tokenizer`, `align` and the Python border. Its files, each using those before it alone: `tokens`, `bounds`,
-//! `limits`, `rewrite`, `scan` (the source, before the engine sees it); `generator`, `charge`, `containers`, `json`,
-//! `operators`, `comparisons`, `slices`, `rendered`, `marks`, `methods`, `filters`, `predicates`, `clock`, `environment` (what the engine is given);
-//! `value`, `conversation`, `renders`, `schemas`, `provenance`; here the render, and on it `marking`.
+//! `limits`, `rewrite`, `resumable`, `scan` (the source, before the engine sees it); `generator`, `charge`, `containers`, `json`,
+//! `operators`, `comparisons`, `turns`, `slices`, `rendered`, `marks`, `methods`, `filters`, `predicates`, `clock`, `environment` (what the engine is given);
+//! `value`, `renders`, `conversation`, `schemas`, `provenance`, `session`; here the render, and on it `resume`, `marking`.
 //!
 //! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
 //! template that asks for none and fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes
@@ -30,6 +30,7 @@ mod provenance;
 mod rendered;
 mod renders;
 mod resumable;
+mod resume;
 mod rewrite;
 mod scan;
 mod schemas;
@@ -332,19 +333,15 @@ impl Template {
         tools: Option<Value>,
         alphabet: Option<&Alphabet>,
     ) -> Result<String> {
-        environment::render(&self.env, self.whole_context(call, messages, tools, alphabet), call.size)
+        environment::render(&self.env, call.variables(messages, tools, alphabet), call.size)
     }
+}
 
+impl Call<'_, '_> {
     /// All variables of a run.
-    fn whole_context(
-        &self,
-        call: &Call<'_, '_>,
-        messages: Value,
-        tools: Option<Value>,
-        alphabet: Option<&Alphabet>,
-    ) -> Value {
-        let mut context = call.context.clone();
-        let tools = tools.or_else(|| call.tools.as_ref().map(|tools| tools.plain.clone()));
+    fn variables(&self, messages: Value, tools: Option<Value>, alphabet: Option<&Alphabet>) -> Value {
+        let mut context = self.context.clone();
+        let tools = tools.or_else(|| self.tools.as_ref().map(|tools| tools.plain.clone()));
         context.push(("messages".into(), messages));
         context.push(("tools".into(), tools.unwrap_or_else(|| Value::from(()))));
         context.extend(alphabet.map(|alphabet| (GENERATION_MARKS.into(), Value::from(alphabet.generation()))));

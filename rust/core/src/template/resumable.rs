@@ -119,11 +119,11 @@ fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<S
     if attributes.is_empty() {
         return Some(format!("{begins} {close}"));
     }
-    let mut text = format!("{begins} %}}{{% if __restores() %}}");
-    for (at, (name, attribute)) in attributes.iter().enumerate() {
-        text.push_str(&format!("{{% if __has({at}) %}}{{% set {name}.{attribute} = __kept({at}) %}}{{% endif %}}"));
-    }
-    Some(format!("{text}{{% endif {close}"))
+    let put = |(at, (name, attribute)): (usize, &(String, String))| {
+        format!("{{% if __has({at}) %}}{{% set {name}.{attribute} = __kept({at}) %}}{{% endif %}}")
+    };
+    let restored: String = attributes.iter().enumerate().map(put).collect();
+    Some(format!("{begins} %}}{{% if __restores() %}}{restored}{{% endif {close}"))
 }
 
 /// The end of a loop.
@@ -162,11 +162,7 @@ impl Reading {
                 self.parameters.extend(names(tokens));
                 self.open.push(Open::Macro);
             }
-            "with" => {
-                self.inner.extend(names(tokens));
-                self.open.push(Open::Capture);
-            }
-            "call" => {
+            "with" | "call" => {
                 self.inner.extend(names(tokens));
                 self.open.push(Open::Capture);
             }
@@ -226,7 +222,8 @@ impl Reading {
     /// `loop.attribute` wherever it stands; `loop` for itself could be asked anything.
     fn loop_variables(&mut self, tokens: &[Token<'_>]) -> Option<()> {
         for (at, _) in tokens.iter().enumerate().filter(|(_, token)| **token == Token::Name("loop")) {
-            let (Some(Token::Sign(".")), Some(Token::Name(attribute))) = (tokens.get(at + 1), tokens.get(at + 2)) else {
+            let (Some(Token::Sign(".")), Some(Token::Name(attribute))) = (tokens.get(at + 1), tokens.get(at + 2))
+            else {
                 return None;
             };
             // The loop of a caller is none of a macro's.

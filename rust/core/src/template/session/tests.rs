@@ -17,7 +17,18 @@ impl Draw {
 
     fn text(&mut self) -> String {
         const PARTS: [&str; 12] = [
-            "price", " of ", "two lamps\n", "<think>", "</think>", " ", "\n\n", "12 €", "<tool_call>", "", "naïve", "'\"",
+            "price",
+            " of ",
+            "two lamps\n",
+            "<think>",
+            "</think>",
+            " ",
+            "\n\n",
+            "12 €",
+            "<tool_call>",
+            "",
+            "naïve",
+            "'\"",
         ];
         (0..self.below(6)).map(|_| PARTS[self.below(PARTS.len())]).collect()
     }
@@ -25,7 +36,7 @@ impl Draw {
     fn message(&mut self, at: usize, alternates: bool) -> Value {
         let text = self.text();
         if alternates {
-            let role = if at % 2 == 0 { "user" } else { "assistant" };
+            let role = if at.is_multiple_of(2) { "user" } else { "assistant" };
             return json!({"role": role, "content": text});
         }
         match (at, self.below(10)) {
@@ -52,8 +63,11 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> (usize, usize) {
     let Ok(template) = Template::compile(source, tokens) else { return (0, 0) };
     let alone = Template::compile(source, tokens).unwrap();
     let mut draw = Draw(seed);
-    let tools = [None, Some(Arc::new(json!([{"type": "function", "function": {"name": "price", "description": "What it costs",
-        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}}}])))];
+    let tools = [
+        None,
+        Some(Arc::new(json!([{"type": "function", "function": {"name": "price", "description": "What it costs",
+        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}}}]))),
+    ];
     let tools = tools[draw.below(2)].clone();
     let kwargs = Map::from_iter([("strftime_now".to_owned(), json!("2025-03-07"))]);
     // Versions of the conversation, which all live as long as the session.
@@ -65,9 +79,9 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> (usize, usize) {
         }
         if draw.below(8) == 0 && !next.is_empty() {
             let at = draw.below(next.len());
-            next[at] = draw.message(at, seed % 3 == 0);
+            next[at] = draw.message(at, seed.is_multiple_of(3));
         }
-        (0..1 + draw.below(3)).for_each(|_| next.push(draw.message(next.len(), seed % 3 == 0)));
+        (0..=draw.below(3)).for_each(|_| next.push(draw.message(next.len(), seed.is_multiple_of(3))));
         versions.push(next);
     }
     let mut session = Session::default();
@@ -86,9 +100,15 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> (usize, usize) {
 
 /// Loops whose text for a message depends on what comes later, or on what came before.
 const TEMPLATES: [(&str, bool); 22] = [
-    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}", true),
+    (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+        true,
+    ),
     ("{%- for m in messages -%}\n  <{{ m.role }}>\n  {{- m.content }}\n {%- endfor -%}\n end", true),
-    ("{% for m in messages %}\n  {% if loop.first %}first{% endif %}{{ loop.index }}{{ m.content }}{{ (loop.previtem or {}).role }}\n{% endfor %}\ntail", true),
+    (
+        "{% for m in messages %}\n  {% if loop.first %}first{% endif %}{{ loop.index }}{{ m.content }}{{ (loop.previtem or {}).role }}\n{% endfor %}\ntail",
+        true,
+    ),
     ("{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}{% endfor %}", true),
     ("{% for m in messages %}{{ m.role }}{{ (loop.nextitem or {}).role }},{% endfor %}", true),
     ("{% for m in messages %}{{ m.role }}{{ loop.length }}{% endfor %}", false),
@@ -96,18 +116,51 @@ const TEMPLATES: [(&str, bool); 22] = [
     ("{% for m in messages %}{{ m.role }}{{ messages[-1].role }}{% endfor %}", false),
     ("{% for m in messages %}{{ m.role }}{{ (messages[loop.index0 + 2] or {}).role }}{% endfor %}", true),
     ("{% for m in messages %}{{ m.role }}{{ messages[loop.index0 - 1].content }}{% endfor %}", false),
-    ("{% set n = namespace(users=0, last='') %}{% for m in messages %}{% if m.role == 'user' %}{% set n.users = n.users + 1 %}{% endif %}{{ n.users }}{{ n.last }}{% set n.last = m.role %}{% endfor %}{{ n.users }}{{ n.last }}", true),
-    ("{% set n = namespace(at=0) %}{% for m in messages[::-1] %}{% if m.role == 'user' and not n.at %}{% set n.at = messages|length - loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ m.role }}{% if loop.index0 > n.at %}{{ m.reasoning_content }}{% endif %}{% endfor %}", true),
-    ("{% set count = messages|length %}{% for m in messages %}{{ m.role }}{% if count > 3 %}long{% endif %}{% endfor %}", true),
-    ("{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}S{{ messages[0].content }}{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}{{ m.role }}{{ m.content }}{% endfor %}", true),
-    ("{% set n = namespace() %}{% for m in messages %}{% if m.role == 'tool' %}{% set n.tools = m.content %}{% endif %}{{ n.tools }}{{ m.role }}{% endfor %}{{ n.tools is defined }}", true),
-    ("{% macro show(m) %}{% set c.value = c.value + 1 %}{{ c.value }}{{ m.content }}{% endmacro %}{% set c = namespace(value=0) %}{% for m in messages %}{{ show(m) }}{% endfor %}{{ c.value }}", true),
-    ("{% set n = namespace(a=0) %}{% set other = n %}{% for m in messages %}{% set other.a = other.a + 1 %}{{ n.a }}{% endfor %}", false),
+    (
+        "{% set n = namespace(users=0, last='') %}{% for m in messages %}{% if m.role == 'user' %}{% set n.users = n.users + 1 %}{% endif %}{{ n.users }}{{ n.last }}{% set n.last = m.role %}{% endfor %}{{ n.users }}{{ n.last }}",
+        true,
+    ),
+    (
+        "{% set n = namespace(at=0) %}{% for m in messages[::-1] %}{% if m.role == 'user' and not n.at %}{% set n.at = messages|length - loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ m.role }}{% if loop.index0 > n.at %}{{ m.reasoning_content }}{% endif %}{% endfor %}",
+        true,
+    ),
+    (
+        "{% set count = messages|length %}{% for m in messages %}{{ m.role }}{% if count > 3 %}long{% endif %}{% endfor %}",
+        true,
+    ),
+    (
+        "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}S{{ messages[0].content }}{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}{{ m.role }}{{ m.content }}{% endfor %}",
+        true,
+    ),
+    (
+        "{% set n = namespace() %}{% for m in messages %}{% if m.role == 'tool' %}{% set n.tools = m.content %}{% endif %}{{ n.tools }}{{ m.role }}{% endfor %}{{ n.tools is defined }}",
+        true,
+    ),
+    (
+        "{% macro show(m) %}{% set c.value = c.value + 1 %}{{ c.value }}{{ m.content }}{% endmacro %}{% set c = namespace(value=0) %}{% for m in messages %}{{ show(m) }}{% endfor %}{{ c.value }}",
+        true,
+    ),
+    (
+        "{% set n = namespace(a=0) %}{% set other = n %}{% for m in messages %}{% set other.a = other.a + 1 %}{{ n.a }}{% endfor %}",
+        false,
+    ),
     ("{% for m in messages %}{% if m.role == 'tool' %}{% break %}{% endif %}{{ m.role }}{% endfor %}.", false),
-    ("{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.role }}{% else %}none{% endfor %}.", false),
-    ("{% for m in messages %}{% if loop.changed(m.role) %}{{ m.role }}{% endif %}{{ loop.cycle('a', 'b') }}{% endfor %}", false),
-    ("{% set all %}{% for m in messages %}{{ m.role }}{% endfor %}{% endset %}{{ all|upper }}{% for m in messages %}{{ m.content|trim }}{% endfor %}", true),
-    ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% for k in m %}{{ k }}{{ loop.last }}{% endfor %}{% endfor %}{{ raise_exception('tool') if messages[-1].role == 'tool' }}", true),
+    (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.role }}{% else %}none{% endfor %}.",
+        false,
+    ),
+    (
+        "{% for m in messages %}{% if loop.changed(m.role) %}{{ m.role }}{% endif %}{{ loop.cycle('a', 'b') }}{% endfor %}",
+        false,
+    ),
+    (
+        "{% set all %}{% for m in messages %}{{ m.role }}{% endfor %}{% endset %}{{ all|upper }}{% for m in messages %}{{ m.content|trim }}{% endfor %}",
+        true,
+    ),
+    (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% for k in m %}{{ k }}{{ loop.last }}{% endfor %}{% endfor %}{{ raise_exception('tool') if messages[-1].role == 'tool' }}",
+        true,
+    ),
 ];
 
 #[test]
@@ -144,7 +197,11 @@ fn real_templates_render_in_a_session_what_they_render_alone() {
         let source = std::fs::read_to_string(path).unwrap();
         let all: Vec<(usize, usize)> = (0..4).map(|seed| law(&source, seed, &tokens)).collect();
         let went_on: usize = all.iter().map(|one| one.0).sum();
-        println!("{went_on:5} of {:4} {}", all.iter().map(|one| one.1).sum::<usize>(), path.file_name().unwrap().display());
+        println!(
+            "{went_on:5} of {:4} {}",
+            all.iter().map(|one| one.1).sum::<usize>(),
+            path.file_name().unwrap().display()
+        );
         skipped += went_on;
         renders += all.iter().map(|one| one.1).sum::<usize>();
         going_on += usize::from(went_on > 0);

@@ -1,0 +1,69 @@
+//! Runs of the template that go on from the last one of their conversation, as far as that is proven.
+//!
+//! A run skips what it wrote for earlier messages where `turns` can tell that it would write the same; its text is put
+//! together here. What cannot be told is run whole. Called by `Template` and by `marking`.
+
+use super::environment::{self, Written};
+use super::marks::Alphabet;
+use super::session::{Earlier, Slot};
+use super::turns::{self, Outcome};
+use super::{Call, Template};
+use crate::error::Result;
+use minijinja::value::Value;
+use std::sync::Arc;
+
+impl Template {
+    /// The text of a run that goes on from the last one of its slot, as far as it can; it stays in the slot.
+    pub(super) fn run_on<'s>(
+        &self,
+        call: &Call<'_, '_>,
+        slot: &'s mut Slot,
+        values: Arc<[Value]>,
+        tools: Option<Value>,
+        alphabet: Option<&Alphabet>,
+    ) -> Result<&'s str> {
+        let common = std::mem::replace(&mut slot.common, values.len());
+        let earlier = slot.earlier.take();
+        let Some(plan) = self.resumable.as_ref().filter(|_| call.noted) else {
+            let context = call.variables(Value::from(values.to_vec()), tools, alphabet);
+            let text = environment::render(&self.env, context, call.size)?;
+            return Ok(&slot.earlier.insert(Earlier { ran: Vec::new(), text }).text);
+        };
+        let count = values.len();
+        let context = call.variables(turns::Messages::value(values), tools, alphabet);
+        let run = |context: Value, earlier: Option<&Earlier>| {
+            turns::begin(plan, earlier.map(|earlier| earlier.ran.as_slice()), common, count);
+            let written = environment::render_noted(&self.env, context, call.size);
+            (written, turns::end())
+        };
+        if let Some(earlier) = earlier.filter(|_| common > 0) {
+            // What fails on the way is told as a run of its own tells it.
+            if let (Ok(written), outcome) = run(context.clone(), Some(&earlier))
+                && let Some(earlier) = joined(&written, earlier, outcome)
+            {
+                return Ok(&slot.earlier.insert(earlier).text);
+            }
+        }
+        let (written, outcome) = run(context, None);
+        let text = written?.text.written().map(str::to_owned).unwrap_or_default();
+        Ok(&slot.earlier.insert(Earlier { ran: outcome.ran, text }).text)
+    }
+}
+
+/// The run that went on from an earlier one, with its whole text; `None` where a run of its own could say otherwise.
+fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<Earlier> {
+    let text = written.text.written()?;
+    let Some((number, skipped)) = outcome.skipped else {
+        return Some(Earlier { ran: outcome.ran, text: text.to_owned() });
+    };
+    let ran = earlier.ran.iter().find(|ran| ran.number == number)?;
+    let (before, until) = (ran.before, ran.places.get(skipped)?.text);
+    let within = outcome.fuel <= written.fuel_left && outcome.spent <= written.bytes_left;
+    let same = text.as_bytes().get(..before) == earlier.text.as_bytes().get(..before);
+    if !within || !same {
+        return None;
+    }
+    earlier.text.truncate(until);
+    earlier.text.push_str(text.get(before..)?);
+    Some(Earlier { ran: outcome.ran, text: earlier.text })
+}
