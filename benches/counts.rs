@@ -18,6 +18,7 @@ use tracegrad_core::ratio::{
     correct_into,
 };
 use tracegrad_core::read::{Options, Reader};
+use tracegrad_core::template::Session;
 use tracegrad_core::trace::Trace;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
@@ -83,21 +84,24 @@ fn rendering(again: bool) -> Stage {
     let roles = ["user", "assistant"];
     let message = |number: usize, turn: usize| json!({"role": roles[turn % 2], "content": format!("{number} {turn} {}", text.repeat(16))});
     let all: Vec<Vec<Value>> = (0..MANY).map(|number| (0..13).map(|turn| message(number, turn)).collect()).collect();
-    let prompt = move |messages: &[Value]| {
+    // They live as long as the process, as the sessions that hold them do.
+    let all: &'static [Vec<Value>] = Box::leak(all.into_boxed_slice());
+    let prompt = move |session: &mut Session<'static>, messages: &'static [Value]| {
         let template = tokenizer.template().expect("it has one");
         let messages: Vec<&Value> = messages.iter().collect();
-        black_box(template.render(&messages, None, true, &Map::new()).expect("it renders"));
+        black_box(template.render_next(session, &messages, None, true, &Map::new()).expect("it renders"));
     };
+    let mut sessions: Vec<Session<'static>> = all.iter().map(|_| Session::default()).collect();
     if again {
-        for messages in &all {
+        for (session, messages) in sessions.iter_mut().zip(all) {
             for count in (1..13).step_by(2) {
-                prompt(&messages[..count]);
+                prompt(session, &messages[..count]);
             }
         }
     }
     Box::new(move || {
-        for messages in &all {
-            prompt(messages);
+        for (session, messages) in sessions.iter_mut().zip(all) {
+            prompt(session, messages);
         }
         MANY
     })
