@@ -109,14 +109,14 @@ class RowStream(Iterator[Traces]):
 
     def _of(self, batch: Any) -> Iterator[Traces]:
         parts: list[_core.Traces] = []
-        held = 0
+        waiting = 0
         for rows, size in _parts(batch, self._path):
             first = self.read_report.records + 1
             parts.append(self._read(rows, list(range(first, first + len(rows)))).core)
-            held += size
-            if held > BATCH_BYTES:
+            waiting += size
+            if waiting > BATCH_BYTES:
                 yield Traces(_core.Traces.concatenate(parts))
-                parts, held = [], 0
+                parts, waiting = [], 0
         yield Traces(_core.Traces.concatenate(parts))
 
     def __next__(self) -> Traces:

@@ -6,7 +6,9 @@ same formulas. Nothing here carries a gradient, and nothing waits for the device
 To add a statistic: its formula in `ratio.KINDS`, its name in `Stat` and its words in `Gate` here; the same in Rust in
 `ratio/plan.rs`, `ratio/stat.rs` and, by name, `rust/py/src/ratio.rs`; bounds in tests/test_twins.py, which holds both
 evaluators equal. examples/extending/gate.patch is one. A gate of another shape is a class below `AnyGate`: with theta
-in its ratio `keeps` is all it needs.
+in its ratio `keeps` is all it needs. Without theta it also needs a `core`, which gives the values of a kind that the
+core has: those of a `Gate` or a `Budget`. A new kind is a variant of `AnyGate` in `ratio/plan.rs`, its arm in
+`ratio/block.rs`, and a variant of `PlainGate` in `rust/py/src/ratio.rs`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ class AnyGate(Part):
     """What drops terms. One of your own is a frozen dataclass below this, with `keeps`."""
 
     def keeps(self, view: View, keep: Any) -> Any:
-        """`keep` without the terms that this gate drops; asked only of gates that are not detached."""
+        """`keep` without the terms that this gate drops; asked only of gates that are not detached.
+
+        A term whose logprob is missing is not dropped: look at those in `view.has(ratio) & view.present` alone.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no keeps(view, keep)")
 
 
@@ -50,12 +55,14 @@ class Gate(AnyGate):
         stat: one of the above.
         level: over which terms the statistic is taken; which of them, `over` says.
         low, high: bounds in the unit of `stat`; None is unbounded.
-        when: on which sign of the advantage it can drop a term.
+        when: on which sign of the advantage it can drop a term: "always", "A>0", "A>=0", "A<0" or "A<=0".
         scope: what falls with a term that fails: None is the level itself; "trace" with a token level is a veto.
         over: the statistic is of "all" terms whose logprobs are known, or of those "kept" by the gates before.
 
     >>> print(Gate(Ratio("old", "rollout"), low=1e-4, scope="trace"))
     drop the trace unless 0.0001 <= ratio(old/rollout) of each token
+    >>> print(Gate(Ratio("old", "rollout"), "abs", high=2.0, when="A<0"))
+    drop the token where A<0 unless abs(old/rollout) of each token <= 2
     """
 
     ratio: Ratio

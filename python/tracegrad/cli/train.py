@@ -31,7 +31,9 @@ def add_to(commands: Any) -> None:
     recipe.add_to(run)
     run.add_argument("--epochs", metavar="N", help="passes over the groups (default 1)")
     run.add_argument("--seed", metavar="N", help="of the order of groups and the held-out choice (default 0)")
-    run.add_argument("--stop-below-ess", metavar="F", help="stop when value's effective sample falls below this share")
+    run.add_argument(
+        "--stop-below-ess", metavar="F", help="stop when the off-policy value rests on a smaller share of the traces"
+    )
     run.add_argument("--log-to", metavar="NAMES", help="dashboards: tensorboard, wandb, trackio, with commas between")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
     run.add_argument("--print-config", action="store_true", help="print the resolved config and do nothing")
@@ -148,7 +150,7 @@ def _learn(
 def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[str]:
     reasons = {
         "done": f"trained  {done.step:,} steps",
-        "ess": f"stopped  after step {done.step:,} of {done.total:,}: value's effective sample is too small",
+        "ess": f"stopped  after step {done.step:,} of {done.total:,}: the off-policy value rests on too few traces",
         "worse": f"stopped  after step {done.step:,} of {done.total:,}: value was best after {done.best}",
         "signal": f"stopped  on request after step {done.step:,} of {done.total:,}; nothing is lost",
     }

@@ -174,7 +174,7 @@ class Train:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the forward pass. auto: bf16 autocast on cuda, fp32 on cpu. Parameters and optimizer stay fp32."""
     off_policy_value_per_epoch: int = 4
-    """Measurements of value in an epoch, the one at its end included; there is always one before the first step."""
+    """Measurements of the off-policy value in an epoch, its end included; one is always before the first step."""
     log_to: str = ""
     """Dashboards that get the rows of metrics.jsonl as well, with commas between: tensorboard, wandb, trackio."""
     memory: Literal["speed", "balanced", "low"] = "speed"

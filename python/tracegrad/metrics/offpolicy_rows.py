@@ -1,7 +1,8 @@
 """The rows that read `OffPolicy`: each comparison's names, what they are divided by, and their formulas over sums.
 
 A formula takes the sums of one comparison, each an array with an entry per cell, and gives an array of values. The
-sums are named and filled in `columns`, by the same names of comparisons. Called by `offpolicy` alone.
+sums are named and filled in `columns`, by the same names of comparisons.
+Called by `offpolicy` alone; tests/test_offpolicy.py holds the formulas.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ TRAINING: tuple[Metric, ...] = (
         "reward",
         "as off_policy_value",
         "",
-        "Lower end of value's 95 % interval (delta method over groups).",
+        "Lower end of its 95 % interval (delta method over groups).",
     ),
-    Metric("off_policy_value_high", "reward", "as off_policy_value", "", "Upper end of value's 95 % interval."),
+    Metric("off_policy_value_high", "reward", "as off_policy_value", "", "Upper end of its 95 % interval."),
     Metric(
         "off_policy_value_recorded",
         "reward",
@@ -120,7 +120,7 @@ TRAINING: tuple[Metric, ...] = (
         "0 or 1",
         "as off_policy_value",
         "",
-        "1 while off_policy_value_ess is large enough for value to mean something.",
+        "1 while off_policy_value_ess is large enough for off_policy_value to mean something.",
     ),
     Metric("off_policy_value_traces", "traces", "", "", "Held-out traces all of whose terms have a rollout logprob."),
     Metric(

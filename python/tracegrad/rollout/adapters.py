@@ -60,12 +60,12 @@ def with_tools(
 
     async def contract(task: Any, policy: Policy) -> Any:
         prompt = prompt_of(task)
-        held = shared or Tools(tools(task), seconds=seconds, run=run)  # type: ignore[operator]
+        opened = shared or Tools(tools(task), seconds=seconds, run=run)  # type: ignore[operator]
         try:
-            messages, _ = await converse(policy, prompt, held, turns, sampling)
+            messages, _ = await converse(policy, prompt, opened, turns, sampling)
         finally:
-            if held is not shared:
-                held.close()
+            if opened is not shared:
+                opened.close()
         return await scored(score, task, prompt, messages[len(prompt) :])
 
     return contract

@@ -144,15 +144,15 @@ def trl_environment(
     async def contract(task: Any, policy: Policy) -> Any:
         row = dict(task) if isinstance(task, Mapping) else {"prompt": task}
         world, thread = idle.pop() if idle else (None, Thread())
-        held: Tools | None = None
+        opened: Tools | None = None
         try:
             if world is None:
                 world = await _either(thread, make)
             seen = await _either(thread, lambda: world.reset(**row))
             prompt = _with(prompt_of(row) if row.get("prompt") else [{"role": "user", "content": ""}], seen)
             functions = [*tools, *public_methods(world)]
-            held = Tools(functions, seconds=seconds, run="order", text=str, thread=thread)
-            messages, _ = await converse(policy, prompt, held, turns, sampling)
+            opened = Tools(functions, seconds=seconds, run="order", text=str, thread=thread)
+            messages, _ = await converse(policy, prompt, opened, turns, sampling)
             if hasattr(world, "get_reward"):
                 found = {type(world).__name__: await _either(thread, world.get_reward)}
             else:

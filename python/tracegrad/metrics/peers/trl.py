@@ -172,8 +172,8 @@ def _outside(
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo":
         return np.zeros(ratio.shape, bool), ratio > high
-    held = ratio if delta is None else np.minimum(ratio, delta)
-    return held < 1 - epsilon, held > 1 + high
+    capped = ratio if delta is None else np.minimum(ratio, delta)
+    return capped < 1 - epsilon, capped > 1 + high
 
 
 def _clips(flags: np.ndarray, side: str, rows: Rows, sequence: bool) -> Sums:

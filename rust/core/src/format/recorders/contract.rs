@@ -9,7 +9,7 @@ use crate::format::rejection::Decoded;
 /// How one recorder writes a trajectory.
 pub struct Dump {
     pub form: Form,
-    /// Keys that make a record worth asking about.
+    /// Keys of the record, any one of which makes `knows` worth asking.
     pub signs: &'static [&'static str],
     /// Whether this is a record of it.
     pub knows: fn(&Outline<'_>) -> bool,
