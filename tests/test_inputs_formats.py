@@ -18,6 +18,10 @@ GOLDEN = Path(__file__).parent / "golden" / "inputs"
 LOGPROBS = [-0.25, -0.5, -0.75, -1.0]
 
 
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
 def read(name, **told):
     return tg.read(GOLDEN / name, **told)
 
@@ -172,3 +176,44 @@ def test_forms_that_the_core_reads_are_no_adapters_affair():
     assert len(records) > 15
     for record in records:
         assert adapt(record) is None, record
+
+
+def run(inputs, outputs, error=None):
+    return {"id": "r", "run_type": "llm", "inputs": inputs, "outputs": outputs, "error": error}
+
+
+def test_a_run_of_langsmith_that_failed_is_a_failed_call_also_where_langchain_left_an_empty_answer():
+    asked = {"messages": [[{"type": "human", "data": {"content": "A lamp?"}}]]}
+    empty = {"generations": [[{"text": "", "message": {"type": "ai", "data": {"content": ""}}}]]}
+    error = "BadRequest('400')Traceback (most recent call last):\n  File x"
+    records = [run(asked, empty, error), run(asked, None, "timeout"), run(asked, None)]
+    report = tg.read([*records, run(asked, {"output": said("3")})], on_error="skip").read_report
+    assert (report.traces, report.bad) == (1, 2)
+    assert [each.partition("failed: ")[2][:22] for each in report.errors] == ["BadRequest('400'). The", "timeout. There is no g"]
+
+
+def test_a_run_of_a_model_of_texts_is_a_call_whose_prompt_the_user_said():
+    info = {"finish_reason": "stop", "logprobs": None}
+    outputs = {"generations": [[{"text": "It costs 3.", "generation_info": info, "type": "Generation"}]]}
+    [trace] = tg.read([run({"prompts": ["A lamp?"]}, outputs)])
+    assert [(each["role"], each["content"]) for each in trace.messages] == [
+        ("user", "A lamp?"),
+        ("assistant", "It costs 3."),
+    ]
+    assert trace.generations[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("scores", "reward", "rewards"),
+    [
+        ({"right": "C", "style": {"brief": 0.5, "kind": "I"}}, 1, {"right": 1, "style.brief": 0.5, "style.kind": 0}),
+        ({"style": {"brief": 0.5, "kind": 1}, "right": "C"}, None, {"style.brief": 0.5, "style.kind": 1, "right": 1}),
+        ({"style": {"brief": 0.5}}, 0.5, {"style.brief": 0.5}),
+        ({"right": None}, None, {}),
+    ],
+)
+def test_scores_of_a_scorer_that_gives_several_are_rewards_by_their_names(scores, reward, rewards):
+    told = {name: {"value": value} for name, value in scores.items()}
+    messages = [{"role": "user", "content": "A lamp?"}, said("3")]
+    [trace] = tg.read([{"id": 1, "epoch": 1, "input": "A lamp?", "messages": messages, "output": {}, "scores": told}])
+    assert (trace.reward, {**trace.rewards}) == (reward, rewards)

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs.adapters import fitting
+
 ROLES = {
     "human": "user",
     "HumanMessage": "user",
@@ -60,17 +62,19 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
 
 
 def of_run(record: Any) -> list[dict[str, Any]] | None:
-    """One call of a run of LangSmith; none of a run that is no model's, or that failed; None where it is no run."""
+    """One call of a run of LangSmith, or what is refused as a failed one; none of a run that is no model's, or that has
+    not ended; None where it is no run.
+    """
     if not (isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record):
         return None
     inputs, outputs = record.get("inputs"), record.get("outputs")
-    if (
-        record["run_type"] not in ("llm", "chat_model")
-        or not isinstance(inputs, Mapping)
-        or not isinstance(outputs, Mapping)
-    ):
+    if record["run_type"] not in ("llm", "chat_model") or not isinstance(inputs, Mapping):
         return []
-    asked = inputs.get("messages")
+    if isinstance(error := record.get("error"), str) and error:
+        return [fitting.failed_call(record, error)]
+    if not isinstance(outputs, Mapping):
+        return []
+    asked = inputs.get("messages", inputs.get("prompts"))
     asked = asked[0] if isinstance(asked, list) and asked and isinstance(asked[0], list) else asked
     response = _response(outputs)
     if not isinstance(asked, list) or response is None:
@@ -97,7 +101,7 @@ def _response(outputs: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(first, Mapping) and "message" in first:
         return of_message(first["message"], first.get("generation_info"))
     if isinstance(first, Mapping) and isinstance(first.get("text"), str):
-        return {"choices": [{"index": 0, "message": {"role": "assistant", "content": first["text"]}}]}
+        return of_message({"role": "assistant", "content": first["text"]}, first.get("generation_info"))
     said = outputs.get("output", outputs.get("message"))
     if isinstance(outputs.get("messages"), list) and outputs["messages"]:
         said = outputs["messages"][-1]

@@ -88,15 +88,15 @@ ADAPTERS = (
     Adapter("kept_responses", kept.of_talk, ("extra",)),
     Adapter("chunk_list", chunks.of_list),
     Adapter("choices", choices.of_call),
-    Adapter(failed.NAME, failed.of_error, weak=True, beside=True),
+    Adapter(fitting.FAILED, failed.of_error, weak=True, beside=True),
     Adapter("logged_call", loggers.of_call, weak=True, beside=True),
     Adapter("prompt_response", pairs.of_answered, weak=True, beside=True),
     Adapter("prompt_samples", samples.of_samples, weak=True, beside=True),
-    Adapter(failed.NAME, failed.of_nothing, weak=True),
+    Adapter(fitting.FAILED, failed.of_nothing, weak=True),
     Adapter("nested_call", shapes.of_record, weak=True, beside=True, talks="renamed_messages"),
     Adapter("span", spans.of_span, weak=True),
     Adapter("export", _of_export, weak=True),
-    Adapter(failed.NAME, failed.of_prompt, weak=True),
+    Adapter(fitting.FAILED, failed.of_prompt, weak=True),
 )
 
 
@@ -256,8 +256,8 @@ class Adapted:
             left -= len(out[-1][0])
             if left < 0:
                 raise fitting.too_much(f"{len(found.records):,} traces")
-        self.failed += sum(map(failed.is_failed, found.records))
-        self.counts[found.name] += found.name != failed.NAME
+        self.failed += sum(map(fitting.is_failed, found.records))
+        self.counts[found.name] += found.name != fitting.FAILED
         self.empty[found.name] += not found.records
         return out
 
