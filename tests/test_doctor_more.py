@@ -311,3 +311,13 @@ def test_the_set_of_hashes_knows_what_stood_before(tmp_path):
             want.append(value in known)
             known.add(value)
         assert hashes.add(values).tolist() == want
+
+
+def test_the_choices_of_one_stream_are_no_copies(tmp_path):
+    chunks = [
+        {"id": "chatcmpl-12345678", "choices": [{"index": at, "delta": {"content": text}, "finish_reason": "stop"}]}
+        for at, text in enumerate("34")
+    ]
+    record = {"request": {"messages": [{"role": "user", "content": "A lamp?"}]}, "response": chunks, "rewards": [1, 0]}
+    assert "duplicated" not in names(diagnosed([record], tmp_path))
+    assert "duplicated" in names(diagnosed([record, record], tmp_path))

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.errors import ReadError
-from tracegrad.inputs import evals
+from tracegrad.errors import FormatError, ReadError
+from tracegrad.inputs import candidates, evals
 from tracegrad.inputs.adapters import adapt
 
 GOLDEN = Path(__file__).parent / "golden" / "inputs"
 LOGPROBS = [-0.25, -0.5, -0.75, -1.0]
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
 
 
 def read(name, **told):
@@ -172,3 +176,96 @@ def test_forms_that_the_core_reads_are_no_adapters_affair():
     assert len(records) > 15
     for record in records:
         assert adapt(record) is None, record
+
+
+def run(inputs, outputs, error=None):
+    return {"id": "r", "run_type": "llm", "inputs": inputs, "outputs": outputs, "error": error}
+
+
+def test_a_run_of_langsmith_that_failed_is_a_failed_call_also_where_langchain_left_an_empty_answer():
+    asked = {"messages": [[{"type": "human", "data": {"content": "A lamp?"}}]]}
+    empty = {"generations": [[{"text": "", "message": {"type": "ai", "data": {"content": ""}}}]]}
+    error = "BadRequest('400')Traceback (most recent call last):\n  File x"
+    records = [run(asked, empty, error), run(asked, None, "timeout"), run(asked, None)]
+    report = tg.read([*records, run(asked, {"output": said("3")})], on_error="skip").read_report
+    assert (report.traces, report.bad) == (1, 2)
+    assert [each.partition("failed: ")[2][:22] for each in report.errors] == [
+        "BadRequest('400'). The",
+        "timeout. There is no g",
+    ]
+
+
+def test_a_run_of_a_model_of_texts_is_a_call_whose_prompt_the_user_said():
+    info = {"finish_reason": "stop", "logprobs": None}
+    outputs = {"generations": [[{"text": "It costs 3.", "generation_info": info, "type": "Generation"}]]}
+    [trace] = tg.read([run({"prompts": ["A lamp?"]}, outputs)])
+    assert [(each["role"], each["content"]) for each in trace.messages] == [
+        ("user", "A lamp?"),
+        ("assistant", "It costs 3."),
+    ]
+    assert trace.generations[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("scores", "reward", "rewards"),
+    [
+        ({"right": "C", "style": {"brief": 0.5, "kind": "I"}}, 1, {"right": 1, "style.brief": 0.5, "style.kind": 0}),
+        ({"style": {"brief": 0.5, "kind": 1}, "right": "C"}, None, {"style.brief": 0.5, "style.kind": 1, "right": 1}),
+        ({"style": {"brief": 0.5}}, 0.5, {"style.brief": 0.5}),
+        ({"right": None}, None, {}),
+    ],
+)
+def test_scores_of_a_scorer_that_gives_several_are_rewards_by_their_names(scores, reward, rewards):
+    told = {name: {"value": value} for name, value in scores.items()}
+    messages = [{"role": "user", "content": "A lamp?"}, said("3")]
+    [trace] = tg.read([{"id": 1, "epoch": 1, "input": "A lamp?", "messages": messages, "output": {}, "scores": told}])
+    assert (trace.reward, {**trace.rewards}) == (reward, rewards)
+
+
+def root(number, inputs, outputs, **more):
+    return {
+        "id": f"r{number}",
+        "run_type": "chain",
+        "parent_run_id": None,
+        "inputs": inputs,
+        "outputs": outputs,
+        **more,
+    }
+
+
+def test_roots_of_langsmith_alone_are_conversations_and_beside_their_runs_they_are_not(tmp_path):
+    human, ai = {"type": "human", "content": "A lamp?"}, {"type": "ai", "content": "3"}
+    roots = [
+        root(0, {"messages": [human]}, {"messages": [{**human, "id": "given by the graph"}, ai]}),
+        root(1, {"messages": [human]}, {"messages": [ai]}),
+        root(2, {"question": "A lamp?"}, {"answer": "3"}),
+        root(3, {"messages": [human]}, {"output": ai}),
+        root(4, {"n": 1}, {"n": 2}),
+        root(5, {"messages": [human]}, None, error="TimeoutError()"),
+    ]
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps(roots))
+    traces = tg.read(path, on_error="skip")
+    assert [trace.id for trace in traces] == ["r0", "r1", "r2", "r3"]
+    for trace in traces:
+        assert [(each["role"], each["content"]) for each in trace.messages] == [("user", "A lamp?"), ("assistant", "3")]
+    assert traces.read_report.bad == 1
+    path.write_text(json.dumps([*roots[:2], {**run({"messages": [[human]]}, {"output": ai}), "parent_run_id": "r0"}]))
+    assert [trace.id for trace in tg.read(path)] == ["r"]
+
+
+def test_longer_names_that_say_whose_the_text_is():
+    [trace] = tg.read([{"user_query": "A lamp?", "model_output": "3", "best_answer": "4"}])
+    assert [each["content"] for each in trace.messages] == ["A lamp?", "3"]
+    with pytest.raises(FormatError, match="in no accepted form"):
+        tg.read([{"question": "A lamp?", "model_output": "3", "ai_response": "4"}])
+
+
+def test_what_says_that_more_is_worse_is_no_reward_and_words_are_told_as_numbers():
+    words = ["excellent", "fair", "poor"]
+    rows = [
+        {"question": "A?", "response": "3", "quality": word, "is_incorrect": at > 0} for at, word in enumerate(words)
+    ]
+    [found] = candidates.find(rows, wanted=["reward"]).found
+    assert found.path == "quality"
+    assert found.why.endswith("3 values, 'excellent' is 1, 'fair' is 0.5, 'poor' is 0)")

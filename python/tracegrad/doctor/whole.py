@@ -26,6 +26,8 @@ CHANCE = 15.0  # nats: a trace this improbable is not sampled twice
 LONG = 64  # tokens: text this long, without logprobs, is not sampled twice
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"((?:chatcmpl|cmpl|resp|gen|msg)[-_](?!tool[-_])[^"\\]{8,200})"')
 
+CHOICE = re.compile(rb'"choice"\s*:\s*(\d+)')
+
 
 class Hashes:
     """A set of 64-bit integers at 8 bytes each: sorted arrays, the last two joined while they are of like size."""
@@ -89,7 +91,8 @@ def _marks(look: Look) -> tuple[Array, Array, Array]:
         if core.id(index) not in ("", f"{file}:{line}"):
             found.append((index, 0, hash(record)))
         if b'"id"' in record and (answered := set(RESPONSE_ID.findall(record))):
-            found.append((index, 1, hash(tuple(sorted(answered)))))
+            # The choices of one stream have one id.
+            found.append((index, 1, hash((tuple(sorted(answered)), tuple(CHOICE.findall(record))))))
     found += _improbable(look)
     rows = np.array(sorted(found, key=lambda each: each[:2]), np.int64).reshape(-1, 3)
     return rows[:, 0], rows[:, 1], rows[:, 2]

@@ -17,7 +17,7 @@ from typing import Any
 from tracegrad.config import Map
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import paths, sources
-from tracegrad.inputs.adapters import adapt, is_chunk, is_failed
+from tracegrad.inputs.adapters import adapt, is_chunk, is_failed, only_roots
 from tracegrad.inputs.first_calls import SESSION, Calls, counted, outside
 from tracegrad.inputs.mapping import Unfit, loads
 from tracegrad.inputs.places import expand
@@ -147,8 +147,8 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     linked: dict[str, set[str]] = {}
     calls = Calls("group" in wanted, "session" in wanted or bool(told.session))
     count = silent = 0
-    for record in _first(source):
-        made = _made(record)
+    for record, roots in _first(source):
+        made = _made(record, roots)
         if made == [] and isinstance(record, dict):
             silent += 1
             _count(beside, record, 1, wanted)
@@ -232,12 +232,12 @@ def _may_be(path: str, wanted: Sequence[str]) -> bool:
     return bool(session or ("group" in wanted and _GROUP.search(last)))
 
 
-def _made(record: Any) -> list[dict[str, Any]] | None:
+def _made(record: Any, roots: bool) -> list[dict[str, Any]] | None:
     """What a record is read as: itself, or what an adapter makes of it; None for a chunk, a bad or a failed one."""
     if is_chunk(record):
         return None
     try:
-        made = adapt(record)
+        made = adapt(record, roots)
     except Unfit:
         return None  # whoever reads it says so
     if made is None:
@@ -267,14 +267,15 @@ def _objects(columns: dict[str, _Column], key: str, value: dict[str, Any], times
         columns.setdefault(f"{key}\0", _Column()).add(value, times)
 
 
-def _first(source: Any) -> Iterator[Any]:
-    """The first records, as Python has them."""
+def _first(source: Any) -> Iterator[tuple[Any, bool]]:
+    """The first records, as Python has them, and what `only_roots` says of their source."""
     held = count = 0
     for each in _opened(source, sources.Options(on_error="skip")):
         with contextlib.suppress(TracegradError):  # what cannot be read is said by whoever reads it
+            roots = only_roots(each.head())
             for part in each.records():
                 for _, raw in part:
-                    yield loads(raw)
+                    yield loads(raw), roots
                     held, count = held + len(raw), count + 1
                     if count >= RECORDS or held >= BYTES:
                         return
@@ -304,6 +305,8 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
         hint, last = bool(paths.REWARD.search(path)), path.rpartition(".")[2]
         if column.numbers < column.count or column.numbers * 10 < count or column.low == column.high:
             continue
+        if paths.AGAINST.search(last):
+            continue
         if column.places == column.count and (column.high > 1 or not paths.REWARD.search(last)):  # an answer's number
             continue
         if (_NEVER.search(last) and not paths.REWARD.search(last)) or (
@@ -313,10 +316,16 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
         kind = column.kinds.most_common(1)[0][0]
         why = (
             f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
-            f"{len(column.values):,} values)"
+            f"{len(column.values):,} values{_said(column)})"
         )
         bounded = column.low >= -1 and column.high <= 1
         yield Candidate("reward", path, why, (2 * hint + bounded + 0.5) * column.count / count)
+
+
+def _said(column: _Column) -> str:
+    """Which number each word of a column is."""
+    words = [word for word in column.values if paths.number(word) is None]
+    return "".join(f", {word!r} is {paths.verdict(word):g}" for word in words[:MOST_WORDS])
 
 
 def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:

@@ -13,10 +13,15 @@ DEEPEST = 8
 MOST_WALKED = 4096
 REWARD = re.compile(
     r"reward|score|success|correct|pass(ed)?$|resolved|solved|rating|grade|feedback|thumb|label|accuracy|quality|\bvalue$|"
-    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$",
+    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$|helpful|preference",
     re.I,
 )
 """Names under which rewards stand."""
+AGAINST = re.compile(
+    r"(^|_)((in|un)(correct|solved|resolved|success)|not_|fail|wrong|down|dislike|reject|error|bad(_|$)|toxic|halluc)",
+    re.I,
+)
+"""Beginnings of the words of names under which more is worse."""
 _VERSION = re.compile(r"[vV]?(\d{1,18})")
 
 
@@ -93,19 +98,21 @@ def number(value: Any) -> float | None:
 
 _VERDICTS = {
     1.0: "up thumbs_up thumbsup pass passed correct right good yes success succeeded positive accepted win liked "
-    "resolved solved",
+    "resolved solved excellent great perfect 👍 ✅",
     0.0: "down thumbs_down thumbsdown fail failed incorrect wrong bad no failure negative rejected lose disliked "
-    "unresolved unsolved escalated",
+    "unresolved unsolved escalated poor terrible awful 👎 ❌",
+    0.5: "partial partially partly partially_correct partly_correct partially_resolved neutral mixed tie "
+    "fair ok okay average acceptable",
 }
 VERDICTS = {word: number for number, words in _VERDICTS.items() for word in words.split()}
-"""Words that say good or bad, as people's feedback and checks have them."""
+"""Words that say good, partly so or bad, as people's feedback and checks have them."""
 
 
 def verdict(value: Any) -> float | None:
-    """As `number`, and 1 or 0 of a word that says good or bad.
+    """As `number`, and 1, 0.5 or 0 of a word that says good, partly so or bad.
 
-    >>> verdict("Thumbs-Up"), verdict("failed"), verdict("0.5"), verdict("maybe")
-    (1.0, 0.0, 0.5, None)
+    >>> verdict("Thumbs-Up"), verdict("partially correct"), verdict("failed"), verdict("0.7"), verdict("maybe")
+    (1.0, 0.5, 0.0, 0.7, None)
     """
     word = "_".join(value.strip().lower().replace("-", " ").split()) if isinstance(value, str) else None
     return number(value) if word is None else VERDICTS.get(word, number(value))

@@ -189,6 +189,7 @@ class InputStream(Iterator[Traces]):
             yield from self._plain(source, number)
             return
         gather = adapters.Gather()
+        self._adapted.roots = self._options.format == "auto" and adapters.only_roots(head)
         for part in source.records():
             made: list[tuple[int, bytes, Made]] = []
             for line, raw in part:

@@ -7,7 +7,7 @@ said. Its files, each using those before it alone: `fitting`, `chunks`, `kept`; 
 """
 
 from tracegrad.inputs.adapters.chunks import Gather, is_chunk
-from tracegrad.inputs.adapters.failed import is_failed
-from tracegrad.inputs.adapters.table import ANSWERS, Adapted, adapt, needed
+from tracegrad.inputs.adapters.fitting import is_failed
+from tracegrad.inputs.adapters.table import ANSWERS, Adapted, adapt, needed, only_roots
 
-__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "is_failed", "needed"]
+__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "is_failed", "needed", "only_roots"]

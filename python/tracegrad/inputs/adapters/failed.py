@@ -10,10 +10,10 @@ from typing import Any
 
 from tracegrad.inputs import paths
 from tracegrad.inputs.adapters import shapes
+from tracegrad.inputs.adapters.fitting import failed_call
 from tracegrad.inputs.adapters.loggers import REQUESTS, RESPONSES, opened, plain
 from tracegrad.inputs.adapters.pairs import ANSWERS, PROMPTS
 
-NAME = "failed_call"
 _STATUS = ("status", "statuscode", "httpstatus", "httpstatuscode", "responsestatus", "responsestatuscode")
 _ERRORS = ("error", "errorstr", "errormessage", "exception", "err")
 _ASKS = ("messages", "input", "prompt", "contents")
@@ -29,13 +29,13 @@ def of_error(record: Any) -> list[dict[str, Any]] | None:
     if any(_is_answer(value) for _, value in answers):
         return None
     if why := next((said for _, value in answers if (said := _error(value))), None):
-        return [_refused(record, why)]
+        return [failed_call(record, why)]
     # Messages alone, in which something was answered, may be of a run that failed later.
     if not answers and asked == "messages" and _has_answer(record[asked]):
         return None
     nothing = all(value in _EMPTY for _, value in answers)
     why = (nothing and _told(record)) or _status(record)
-    return [_refused(record, why)] if why and not _is_elsewhere(record, asked) else None
+    return [failed_call(record, why)] if why and not _is_elsewhere(record, asked) else None
 
 
 def of_nothing(record: Any) -> list[dict[str, Any]] | None:
@@ -54,11 +54,6 @@ def of_prompt(record: Any) -> list[dict[str, Any]] | None:
     return _without(record, asked) if _is_text(record[asked]) else None
 
 
-def is_failed(record: Mapping[str, Any]) -> bool:
-    """Whether a record was made here."""
-    return record.get("call_type") == NAME
-
-
 def _without(record: Mapping[str, Any], asked: str) -> list[dict[str, Any]] | None:
     answers = _answers(record, asked)
     if not answers or any(value not in _EMPTY and not isinstance(value, str) for _, value in answers):
@@ -67,23 +62,16 @@ def _without(record: Mapping[str, Any], asked: str) -> list[dict[str, Any]] | No
         return None
     said = next(((key, value) for key, value in answers if value not in _EMPTY), None)
     if said is not None:
-        return [_refused(record, f"`{said[0]}` is a text, which no server answers with: {said[1][:60]!r}")]
+        return [failed_call(record, f"`{said[0]}` is a text, which no server answers with: {said[1][:60]!r}")]
     key, value = answers[0]
     what = paths.kind(value) if value is None else "empty"
-    return [_refused(record, f"`{key}` is {what}, so there is no answer in it")]
+    return [failed_call(record, f"`{key}` is {what}, so there is no answer in it")]
 
 
 def _is_elsewhere(record: Mapping[str, Any], asked: str) -> bool:
     """Whether the answer, or a conversation, stands where its name does not say so."""
     rest = {key: value for key, value in record.items() if key != asked}
     return shapes.has_call(record) or shapes.of_record(rest) is not None
-
-
-def _refused(record: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """What the core reads as a failed call of a log, whose own words those of the error are."""
-    name = {"id": record["id"]} if isinstance(record.get("id"), str) else {}
-    told = {"call_type": NAME, "model_parameters": {}, "status": "failure", "error_str": why.rstrip(". ")}
-    return {**name, **told, "messages": [], "response": {}}
 
 
 def _asked(record: Mapping[str, Any]) -> str | None:

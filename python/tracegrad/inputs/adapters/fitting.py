@@ -5,7 +5,7 @@ What does not fit is refused by `Unfit`, which the reader makes a bad record wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from tracegrad.tables import to_json
 
 MOST_BYTES = 64 << 20
 """Bytes that may be made of one record, beside what it has itself."""
+FAILED = "failed_call"
 _WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _CURE = "Correct the record, or leave such ones out: --on-error skip"
 
@@ -62,6 +63,19 @@ def bounded(count: int, shared: Any) -> None:
     """
     if count > 1 and (size := len(to_json(shared))) * count > MOST_BYTES:
         raise too_much(f"{count:,} traces, each with the {size:,} bytes that they share")
+
+
+def failed_call(record: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """What the core reads as a failed call of a log, whose own words those of the error are."""
+    name = {"id": record["id"]} if isinstance(record.get("id"), str) else {}
+    why = why.partition("Traceback (most recent call last)")[0].rstrip(". \n")
+    told = {"call_type": FAILED, "model_parameters": {}, "status": "failure", "error_str": why}
+    return {**name, **told, "messages": [], "response": {}}
+
+
+def is_failed(record: Mapping[str, Any]) -> bool:
+    """Whether a record is what `failed_call` makes."""
+    return record.get("call_type") == FAILED
 
 
 def too_much(what: str) -> Unfit:

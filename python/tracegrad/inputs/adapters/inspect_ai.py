@@ -134,11 +134,17 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewards(scores: Any) -> dict[str, Any]:
-    """Scores by their names; the first is the reward."""
+    """Scores by their names, those of a scorer that gives several behind its own. The first is the reward, but where
+    it is one of several of a scorer, of which none is the total.
+    """
     found: dict[str, float] = {}
     for name, told in scores.items() if isinstance(scores, Mapping) else ():
         value = told.get("value") if isinstance(told, Mapping) else told
-        value = VALUES.get(value, value) if isinstance(value, str) else value
-        if isinstance(value, (bool, int, float)):
-            found[str(name)] = float(value)
-    return {"reward": next(iter(found.values())), "rewards": found} if found else {}
+        parts = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+        for key, each in parts.items():
+            each = VALUES.get(each, each) if isinstance(each, str) else each
+            if isinstance(each, (bool, int, float)):
+                found[str(key)] = float(each)
+    first = next(iter(found), "")
+    is_total = len(found) == 1 or first in _table(scores)
+    return {**({"reward": found[first]} if is_total else {}), "rewards": found} if found else {}

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs.adapters import fitting
+
 ROLES = {
     "human": "user",
     "HumanMessage": "user",
@@ -27,6 +29,8 @@ ROLES = {
 KEYS = ("lc", "additional_kwargs", "response_metadata")
 """One of them stands in each message that LangChain wrote."""
 _TALKS = ("messages", "input", "output", "history", "chat_history")
+_OF_MODEL = ("llm", "chat_model")
+_OF_RUN = ("inputs", "outputs", "events", "serialized")
 _PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens", "stop")
 
 
@@ -60,17 +64,19 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
 
 
 def of_run(record: Any) -> list[dict[str, Any]] | None:
-    """One call of a run of LangSmith; none of a run that is no model's, or that failed; None where it is no run."""
+    """One call of a run of LangSmith, or what is refused as a failed one; none of a run that is no model's, or that has
+    not ended; None where it is no run.
+    """
     if not (isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record):
         return None
     inputs, outputs = record.get("inputs"), record.get("outputs")
-    if (
-        record["run_type"] not in ("llm", "chat_model")
-        or not isinstance(inputs, Mapping)
-        or not isinstance(outputs, Mapping)
-    ):
+    if record["run_type"] not in _OF_MODEL or not isinstance(inputs, Mapping):
         return []
-    asked = inputs.get("messages")
+    if isinstance(error := record.get("error"), str) and error:
+        return [fitting.failed_call(record, error)]
+    if not isinstance(outputs, Mapping):
+        return []
+    asked = inputs.get("messages", inputs.get("prompts"))
     asked = asked[0] if isinstance(asked, list) and asked and isinstance(asked[0], list) else asked
     response = _response(outputs)
     if not isinstance(asked, list) or response is None:
@@ -78,8 +84,42 @@ def of_run(record: Any) -> list[dict[str, Any]] | None:
     extra = record.get("extra")
     invoked = extra.get("invocation_params") if isinstance(extra, Mapping) else None
     told = {**_parameters(invoked), **_parameters(inputs)}
-    kept = {key: value for key, value in record.items() if key not in ("inputs", "outputs", "events", "serialized")}
+    kept = {key: value for key, value in record.items() if key not in _OF_RUN}
     return [{**kept, "request": {**told, "messages": [message(each) for each in asked]}, "response": response}]
+
+
+def is_root(record: Any) -> bool:
+    """Whether a record is the first run of a trace of LangSmith, and no model's."""
+    is_run = isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record
+    return is_run and record["run_type"] not in _OF_MODEL and record.get("parent_run_id") is None
+
+
+def of_root(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What such a run was asked and answered, side by side; what is refused as a failed call of one that failed.
+
+    The messages of its outputs stand for those of its inputs where they begin with them, as a state of LangGraph does.
+    """
+    if isinstance(error := record.get("error"), str) and error:
+        return fitting.failed_call(record, error)
+    kept = {key: value for key, value in record.items() if key not in (*_OF_RUN, "run_type", "error")}
+    inputs, outputs = (_plain(record.get(key)) for key in ("inputs", "outputs"))
+    asked, said = (told.get("messages") for told in (inputs, outputs))
+    if isinstance(asked, list) and isinstance(said, list) and said[: len(asked)] != asked:
+        outputs["messages"] = [*asked, *said]
+    return {**kept, **inputs, **outputs}
+
+
+def _plain(told: Any) -> dict[str, Any]:
+    """An object with its messages as a chat template gets them."""
+    rows = told.items() if isinstance(told, Mapping) else ()
+    return {
+        key: [message(each) for each in value]
+        if _is_talk(value) and isinstance(value, list)
+        else message(value)
+        if is_message(value)
+        else value
+        for key, value in rows
+    }
 
 
 def _parameters(told: Any) -> dict[str, Any]:
@@ -97,7 +137,7 @@ def _response(outputs: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(first, Mapping) and "message" in first:
         return of_message(first["message"], first.get("generation_info"))
     if isinstance(first, Mapping) and isinstance(first.get("text"), str):
-        return {"choices": [{"index": 0, "message": {"role": "assistant", "content": first["text"]}}]}
+        return of_message({"role": "assistant", "content": first["text"]}, first.get("generation_info"))
     said = outputs.get("output", outputs.get("message"))
     if isinstance(outputs.get("messages"), list) and outputs["messages"]:
         said = outputs["messages"][-1]

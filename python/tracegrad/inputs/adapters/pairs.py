@@ -18,6 +18,10 @@ from tracegrad.inputs.adapters.loggers import opened, plain
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs")
 ANSWERS = ("response", "completion", "output", "answer", "generation", "response_text", "generated_text", "outputs")
 OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
+_OF_MODEL = re.compile(
+    r"(model|llm|ai|assistant|bot|agent|generated|predicted|sampled)(answer|response|completion|output|generation|reply)s?"
+)
+_OF_USER = re.compile(r"(user|human|customer)(prompt|question|query|input|message|request)")
 _WISHED = ("answer", "answers")
 _SHOWN = re.compile(r"[A-Z]\w*\(\s*\w+=")
 _TURNS = re.compile(r"\n\n(Human|Assistant):[ ]?")
@@ -68,8 +72,9 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     """
     if not isinstance(record, Mapping):
         return None
-    answered = next((name for name in ANSWERS if is_said(record.get(name)) and not _is_raw(record[name])), None)
-    asked = _first(record, PROMPTS)
+    raw = {key for key, value in record.items() if _is_raw(value)}
+    answered = _named({key: value for key, value in record.items() if key not in raw}, ANSWERS, _OF_MODEL)
+    asked = _named(record, PROMPTS, _OF_USER)
     if "messages" in record:
         asked = "messages" if answered and record[answered] and asks(record["messages"], answered) else None
     if asked is None or answered is None:
@@ -115,8 +120,11 @@ def _is_raw(value: Any) -> bool:
     return (isinstance(told, Mapping) and "choices" in told) or (isinstance(told, list) and value[:1] != "[")
 
 
-def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if is_said(record.get(name))), None)
+def _named(record: Mapping[str, Any], names: tuple[str, ...], longer: re.Pattern[str]) -> str | None:
+    """The first of these names under which something is said, or else the one longer name that says whose it is."""
+    found = next((name for name in names if is_said(record.get(name))), None)
+    others = [name for name in record if longer.fullmatch(plain(str(name))) and is_said(record[name])]
+    return others[0] if found is None and len(others) == 1 else found
 
 
 def is_said(value: Any) -> bool:

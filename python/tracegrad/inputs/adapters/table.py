@@ -88,16 +88,33 @@ ADAPTERS = (
     Adapter("kept_responses", kept.of_talk, ("extra",)),
     Adapter("chunk_list", chunks.of_list),
     Adapter("choices", choices.of_call),
-    Adapter(failed.NAME, failed.of_error, weak=True, beside=True),
+    Adapter(fitting.FAILED, failed.of_error, weak=True, beside=True),
     Adapter("logged_call", loggers.of_call, weak=True, beside=True),
     Adapter("prompt_response", pairs.of_answered, weak=True, beside=True),
     Adapter("prompt_samples", samples.of_samples, weak=True, beside=True),
-    Adapter(failed.NAME, failed.of_nothing, weak=True),
+    Adapter(fitting.FAILED, failed.of_nothing, weak=True),
     Adapter("nested_call", shapes.of_record, weak=True, beside=True, talks="renamed_messages"),
     Adapter("span", spans.of_span, weak=True),
     Adapter("export", _of_export, weak=True),
-    Adapter(failed.NAME, failed.of_prompt, weak=True),
+    Adapter(fitting.FAILED, failed.of_prompt, weak=True),
 )
+
+
+def only_roots(head: list[bytes]) -> bool:
+    """Whether the first records of a source are runs of LangSmith without those that they started: then what was said
+    stands in them alone.
+    """
+    return len(head) > 1 and all(langchain.is_root(loads(each)) for each in head)
+
+
+def _of_root(record: Any) -> Made | None:
+    """What is made of what a root run says, none where that is no conversation."""
+    if not langchain.is_root(record):
+        return None
+    said = langchain.of_root(record)
+    if (made := made_of(said)) is not None:
+        return Made("langsmith", made.records)
+    return Made("langsmith", [said] if fitting.is_failed(said) or _core_reads(said) else [])
 
 
 def made_of(record: Any) -> Made | None:
@@ -169,8 +186,11 @@ def _core_reads(record: Any) -> bool:
     return _standing(record) != UNREAD
 
 
-def adapt(record: Any) -> list[dict[str, Any]] | None:
+def adapt(record: Any, roots: bool = False) -> list[dict[str, Any]] | None:
     """Records in a form that the core reads; None where the record needs no adapter.
+
+    Args:
+        roots: whether `only_roots` says so of its source.
 
     Raises:
         Unfit: if nothing can be made of it.
@@ -178,7 +198,7 @@ def adapt(record: Any) -> list[dict[str, Any]] | None:
     >>> adapt({"prompt": "2+2?", "response": "4"})[0]["messages"][1]["content"]
     '4'
     """
-    found = made_of(record)
+    found = (_of_root(record) if roots else None) or made_of(record)
     return None if found is None else found.records
 
 
@@ -227,12 +247,16 @@ def refuse_table(line: bytes, name: str) -> None:
 
 
 class Adapted:
-    """What became of records that adapters took: how many of each, how many held no call, and how many calls failed."""
+    """What became of records that adapters took: how many of each, how many held no call, and how many calls failed.
+
+    `roots` is what `only_roots` says of the source that is read.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.empty: Counter[str] = Counter()
         self.failed = 0
+        self.roots = False
 
     def adapt(self, record: Any, size: int, place: str) -> list[tuple[bytes, dict[str, Any]]] | None:
         """As `adapt`, counted, each with its JSON; several without an id are named by the place of their record.
@@ -244,7 +268,7 @@ class Adapted:
         Raises:
             Unfit: if nothing can be made of it, or too much is.
         """
-        found = made_of(record)
+        found = (_of_root(record) if self.roots else None) or made_of(record)
         if found is None:
             return None
         out, left = [], fitting.MOST_BYTES + 4 * size
@@ -256,8 +280,8 @@ class Adapted:
             left -= len(out[-1][0])
             if left < 0:
                 raise fitting.too_much(f"{len(found.records):,} traces")
-        self.failed += sum(map(failed.is_failed, found.records))
-        self.counts[found.name] += found.name != failed.NAME
+        self.failed += sum(map(fitting.is_failed, found.records))
+        self.counts[found.name] += found.name != fitting.FAILED
         self.empty[found.name] += not found.records
         return out
 
