@@ -109,8 +109,9 @@ def pack(
     plan = (length, mine, placed.row, placed.order, rows, placed.shared)
     layout = _Layout(*_core.pack_lay(*columns, *plan, int(pad_to_multiple_of)))
     idle |= masked & (groups.terms == 0)
-    packed = _Found(groups, placed, layout, _losses(sequences, groups, lost, over), _skipped(groups, idle))
-    return [_step(sequences, packed, per_token, share_prefixes, index) for index in range(len(rows))]
+    by_term = _by_term(sequences, groups, layout, trace, per_token)
+    packed = _Found(groups, placed, layout, by_term, _losses(sequences, groups, lost, over), _skipped(groups, idle))
+    return [_step(packed, share_prefixes, index) for index in range(len(rows))]
 
 
 MOST = (1 << 31) - 1
@@ -168,6 +169,7 @@ class _Found(NamedTuple):
     groups: _Groups
     placed: _Placed
     layout: _Layout
+    by_term: dict[str, NDArray[Any]]
     losses: list[TooLong]
     skipped: list[Skipped]
 
@@ -276,13 +278,32 @@ def _skipped(groups: _Groups, idle: NDArray[np.bool_]) -> list[Skipped]:
     return [Skipped(int(count), int(lost)) for count, lost in zip(traces, terms, strict=True)]
 
 
-def _step(sequences: Sequences, packed: _Found, advantages: Floats, asked: bool, index: int) -> Step:
+def _by_term(
+    sequences: Sequences, groups: _Groups, layout: _Layout, trace: Ints, advantages: Floats
+) -> dict[str, NDArray[Any]]:
+    """Columns of all terms, by the name that they have in a `Step`."""
+    of_tokens = {
+        "turn": _contiguous(sequences.turn, np.int32),
+        "version": _contiguous(sequences.version, np.int32),
+        "rollout_logprobs": _contiguous(sequences.rollout_logprobs, np.float32),
+        "advantages": advantages,
+        "tier": _contiguous(sequences.tier, np.uint8),
+    }
+    of_branches = {
+        "trace": trace,
+        "group": _contiguous(sequences.group[trace], np.int32),
+        "trace_terms": groups.terms[trace],
+        "group_terms": groups.group_terms[trace],
+        "group_traces": groups.group_traces[trace],
+    }
+    found = _core.pack_gather(layout.origin, layout.branch, [*of_tokens.values()], [*of_branches.values()])
+    columns = dict(zip([*of_tokens, *of_branches], found, strict=True))
+    return {"origin": layout.origin, "branch": layout.branch, **columns}
+
+
+def _step(packed: _Found, asked: bool, index: int) -> Step:
     groups, placed, layout = packed.groups, packed.placed, packed.layout
     terms = slice(layout.cu_terms[index], layout.cu_terms[index + 1])
-    origin, branch = layout.origin[terms], layout.branch[terms]
-    trace = np.take(_contiguous(sequences.trace, np.int32), branch)
-    # `take` by a native index is three times as fast as a subscript.
-    owner = trace.astype(np.intp)
     sharing = Sharing(
         shared=bool(placed.shared[index]),
         tokens=int(placed.tokens[index]),
@@ -292,23 +313,12 @@ def _step(sequences: Sequences, packed: _Found, advantages: Floats, asked: bool,
     )
     return Step(
         batches=tuple(_batch(layout, row) for row in range(layout.cu_rows[index], layout.cu_rows[index + 1])),
-        origin=origin,
-        trace=trace,
-        branch=branch,
-        turn=np.take(sequences.turn, origin),
-        group=np.take(sequences.group, owner),
-        version=np.take(sequences.version, origin),
-        rollout_logprobs=np.take(sequences.rollout_logprobs, origin),
-        advantages=np.take(advantages, origin),
-        trace_terms=np.take(groups.terms, owner),
-        group_terms=np.take(groups.group_terms, owner),
-        group_traces=np.take(groups.group_traces, owner),
+        **{name: column[terms] for name, column in packed.by_term.items()},
         totals=groups.totals[index],
         too_long=packed.losses[index],
         skipped=packed.skipped[index],
         sharing=sharing if asked else None,
         load=placed.load.reshape(len(groups.totals), -1)[index],
-        tier=np.take(sequences.tier, origin),
     )
 
 

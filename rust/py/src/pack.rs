@@ -2,9 +2,9 @@
 
 use crate::border::detached;
 use crate::flags::Flags;
-use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
+use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
-use tracegrad_core::pack::{self, Branches, Cost, Demand, Plan, Tokens, TooLong, Whole};
+use tracegrad_core::pack::{self, Branches, Cost, Demand, Gather, Plan, Tokens, TooLong, Whole};
 use tracegrad_core::{Error, Kind};
 
 type Column<'py, T> = Bound<'py, PyArray1<T>>;
@@ -162,9 +162,68 @@ fn pack_lay<'py>(
     ])
 }
 
+/// A column of tokens or of branches.
+#[derive(FromPyObject)]
+enum Values<'py> {
+    Byte(PyReadonlyArray1<'py, u8>),
+    Narrow(PyReadonlyArray1<'py, i32>),
+    Wide(PyReadonlyArray1<'py, i64>),
+    Float(PyReadonlyArray1<'py, f32>),
+}
+
+/// Columns of the terms of a layout: those of their tokens, then those of their branches.
+#[pyfunction]
+#[pyo3(signature = (origin, branch, of_tokens, of_branches))]
+#[expect(clippy::needless_pass_by_value, reason = "a border of arrays")]
+fn pack_gather<'py>(
+    py: Python<'py>,
+    origin: PyReadonlyArray1<'py, i64>,
+    branch: PyReadonlyArray1<'py, i32>,
+    of_tokens: Vec<Values<'py>>,
+    of_branches: Vec<Values<'py>>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let (origin, branch) = (origin.as_slice()?, branch.as_slice()?);
+    let gather = detached(py, Kind::Fault, "packing", || Ok(Gather::of(origin, branch)))?;
+    let of_tokens = of_tokens.iter().map(|values| (values, true));
+    let all = of_tokens.chain(of_branches.iter().map(|values| (values, false)));
+    all.map(|(values, of_tokens)| match values {
+        Values::Byte(values) => gathered(py, &gather, values, origin.len(), of_tokens),
+        Values::Narrow(values) => gathered(py, &gather, values, origin.len(), of_tokens),
+        Values::Wide(values) => gathered(py, &gather, values, origin.len(), of_tokens),
+        Values::Float(values) => gathered(py, &gather, values, origin.len(), of_tokens),
+    })
+    .collect()
+}
+
+fn gathered<'py, T: Element + Copy + Default>(
+    py: Python<'py>,
+    gather: &Gather,
+    values: &PyReadonlyArray1<'py, T>,
+    terms: usize,
+    of_tokens: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let values = values.as_slice()?;
+    // numpy's own memory comes in large pages, which are filled several times as fast.
+    let out = PyArray1::<T>::zeros(py, terms, false);
+    {
+        let mut out = out.try_readwrite()?;
+        let out = out.as_slice_mut()?;
+        detached(py, Kind::Fault, "packing", || {
+            if of_tokens {
+                gather.of_tokens(values, out);
+            } else {
+                gather.of_branches(values, out);
+            }
+            Ok(())
+        })?;
+    }
+    Ok(out.into_any())
+}
+
 /// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pack_measure, module)?)?;
     module.add_function(wrap_pyfunction!(pack_place, module)?)?;
-    module.add_function(wrap_pyfunction!(pack_lay, module)?)
+    module.add_function(wrap_pyfunction!(pack_lay, module)?)?;
+    module.add_function(wrap_pyfunction!(pack_gather, module)?)
 }

@@ -8,7 +8,7 @@ use super::aligned::Aligned;
 use super::exchange::Exchange;
 use super::lanes::{count, map2, ones};
 use super::limits::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL, SHARE};
-use super::passes::{exponentiate, mismatch, weights};
+use super::passes::{exponentiate, mismatch};
 use super::plan::{AnyGate, Missing, Over, Plan, Policy, Ratio, When};
 use super::real::Real;
 use super::real::Vector;
@@ -148,13 +148,12 @@ pub(super) struct Block<'a, F> {
     /// The columns of the next block, as many terms as this one has.
     ahead: [&'a [F]; 2],
     pub work: &'a mut Work<F>,
-    weight: &'a mut [F],
+    pub weight: &'a mut [F],
     pub keep: &'a mut [bool],
     pub sums: &'a mut Sums,
     /// The ratio whose logarithm stands in `work`.
     at_hand: Option<Ratio>,
-    /// Terms that are known, and terms with keep 1 before any gate.
-    known: f64,
+    /// Terms with keep 1 before any gate.
     open: f64,
 }
 
@@ -174,8 +173,8 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
     let columns = Columns::of(terms, range.clone(), visible);
     let next = range.end..terms.len().min(range.end + range.len());
     let ahead = [terms.old, terms.rollout].map(|column| column.map_or(&[][..], |column| &column[next.clone()]));
-    let (at_hand, known, open, place) = (None, 0.0, 0.0, range.clone());
-    let mut block = Block { columns, context, range: place, ahead, work, weight, keep, sums, at_hand, known, open };
+    let (at_hand, open, place) = (None, 0.0, range.clone());
+    let mut block = Block { columns, context, range: place, ahead, work, weight, keep, sums, at_hand, open };
     if !block.open::<V>() {
         terms.check(range, context.plan.missing == Missing::Refuse)?;
     }
@@ -186,14 +185,21 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
             AnyGate::Budget(plan) => block.budget::<V>(plan)?,
         }
     }
-    if context.plan.weights.is_empty() {
-        block.work.weight.fill(F::ONE);
+    let unknown = if context.plan.missing == Missing::Mask { F::ZERO } else { F::ONE };
+    match &context.plan.weights[..] {
+        [weight] if weight.is_of_tokens() => block.weigh_tokens::<V>(weight, unknown),
+        weights => {
+            if weights.is_empty() {
+                block.work.weight.fill(F::ONE);
+            }
+            for (index, weight) in weights.iter().enumerate() {
+                check_if(is_long);
+                block.weigh::<V>(weight, index)?;
+            }
+            block.give(unknown);
+        }
     }
-    for (index, weight) in context.plan.weights.iter().enumerate() {
-        check_if(is_long);
-        block.weigh::<V>(weight, index)?;
-    }
-    block.close::<V>();
+    block.close(unknown);
     Ok(())
 }
 
@@ -236,15 +242,11 @@ impl<'a, F: Real> Block<'a, F> {
         let stats = &mut self.sums.stats;
         stats.terms += terms;
         stats.known += known;
-        (self.known, self.open) = (known, if missing == Missing::Mask { known } else { terms });
-        if old.is_some() && rollout.is_some() {
-            // A term that is not known was added with a ratio of 1.
-            stats.ratio -= size as f64 - known;
-        }
+        self.open = if missing == Missing::Mask { known } else { terms };
         sound & (missing != Missing::Refuse || terms == known)
     }
 
-    /// Brings old/rollout to hand and adds it to the statistics; false where a value is no logprob.
+    /// Brings old/rollout to hand and counts what is clamped; false where a value is no logprob.
     #[inline(always)]
     fn open_mismatch<V: Vector<Element = F>>(&mut self, old: &[F], rollout: &[F]) -> bool {
         self.at_hand = Some(Ratio::MISMATCH);
@@ -252,18 +254,9 @@ impl<'a, F: Real> Block<'a, F> {
         let found = mismatch::<V>(
             (old, rollout),
             (&mut work.log_ratio, &mut work.ratio),
-            &mut work.values,
             [self.ahead[0], self.ahead[1], &*self.weight],
         );
-        let ([log_ratio, log_ratio_abs], [ratio, k3]) = (found.logs, found.ratios);
-        let (low, high) = found.extremes;
-        stats.log_ratio += log_ratio;
-        stats.log_ratio_abs += log_ratio_abs;
-        stats.ratio += ratio;
-        stats.k3 += k3;
-        stats.log_ratio_max = stats.log_ratio_max.max(high);
-        stats.minus_log_ratio_min = stats.minus_log_ratio_min.max(-low);
-        if high.max(-low) > LOG_RATIO_LIMIT {
+        if found.farthest > LOG_RATIO_LIMIT {
             let limit = F::of(LOG_RATIO_LIMIT);
             stats.clamped += count(&work.log_ratio, |l| l.abs() > limit) as f64;
         }
@@ -311,30 +304,21 @@ impl<'a, F: Real> Block<'a, F> {
         self.columns.advantages.unwrap_or(&[]).iter().map(move |advantage| when.holds(advantage.wide()))
     }
 
-    /// Sets the weights of what is not known, and adds the weights to the statistics.
+    /// Gives out the product of the weights, `unknown` where a term is not known.
     #[inline(always)]
-    fn close<V: Vector<Element = F>>(&mut self) {
+    fn give(&mut self, unknown: F) {
+        for ((out, &weight), &known) in self.weight.iter_mut().zip(&self.work.weight).zip(&self.work.known) {
+            *out = if known { weight } else { unknown };
+        }
+    }
+
+    /// Sets the weights off the mask, and adds the block to the statistics.
+    #[inline(always)]
+    fn close(&mut self, unknown: F) {
         let (plan, work, stats) = (self.context.plan, &mut *self.work, &mut self.sums.stats);
-        if self.at_hand.is_none() {
-            for (l, &known) in work.log_ratio.iter_mut().zip(&work.known) {
-                *l = if known { F::ZERO } else { F::NAN };
-            }
-        }
-        let (mut kept, mut weighted, mut counted) = (self.open, self.known, &*work.log_ratio);
-        if !plan.gates.is_empty() {
-            for ((value, &l), &keep) in work.values.iter_mut().zip(&work.log_ratio).zip(&*self.keep) {
-                *value = if keep { l } else { F::NAN };
-            }
-            counted = &work.values;
-            (kept, weighted) = (ones(self.keep), count(counted, Real::is_known) as f64);
-        }
-        let unknown = if plan.missing == Missing::Mask { F::ZERO } else { F::ONE };
-        let [sum, squares] = weights::<V>([&work.weight, &work.log_ratio, counted], unknown, self.weight);
+        let kept = if plan.gates.is_empty() { self.open } else { ones(self.keep) };
         stats.kept += kept;
         stats.gated += self.open - kept;
-        stats.weighted += weighted;
-        stats.weight += sum;
-        stats.weight_squared += squares;
         if let Some(mask) = self.columns.mask.filter(|_| unknown != F::ZERO) {
             for (weight, &here) in self.weight.iter_mut().zip(mask) {
                 *weight = if here { *weight } else { F::ZERO };

@@ -1,6 +1,6 @@
 //! Gates, which drop terms by bounds on a statistic, and the levels that gates and weights share.
 
-use super::block::Block;
+use super::block::{Block, Work};
 use super::exchange::Op;
 use super::level::{Totals, prefix};
 use super::limits::LOG_RATIO_LIMIT;
@@ -24,22 +24,24 @@ pub(super) fn beyond(found: &Found) -> f64 {
 }
 
 impl<F: Real> Block<'_, F> {
-    /// Aggregates `work.values`, in which NaN is not counted; `work.factor` is overwritten.
+    /// Aggregates `work.values`, or the log-ratio where they are it; `work.factor` and the flags are overwritten.
     #[inline(always)]
-    pub fn aggregate(&mut self, local: Local<'_>, level: Level) -> Result<Found> {
-        let work = &mut *self.work;
+    pub fn aggregate(&mut self, local: Local<'_>, level: Level, of_log_ratio: bool) -> Result<Found> {
+        let Work { log_ratio, values, factor, known, flags, .. } = &mut *self.work;
+        let (mut values, mut counted) = (if of_log_ratio { log_ratio } else { values }, known);
         if level.kept {
-            for (value, &keep) in work.values.iter_mut().zip(&*self.keep) {
-                *value = if keep { *value } else { F::NAN };
+            for ((factor, &value), &keep) in factor.iter_mut().zip(&*values).zip(&*self.keep) {
+                *factor = if keep { value } else { F::NAN };
             }
+            for ((flag, &known), &keep) in flags.iter_mut().zip(&*counted).zip(&*self.keep) {
+                *flag = known & keep;
+            }
+            (values, counted) = (factor, flags);
         }
         if level.agg.is_prefix() {
-            return Ok(Found::Terms(prefix(local, &work.values, level.agg)));
+            return Ok(Found::Terms(prefix(local, values, level.agg)));
         }
-        for (flag, value) in work.flags.iter_mut().zip(&work.values) {
-            *flag = value.is_known();
-        }
-        let mut totals = Totals::of(local, &work.values, &mut work.factor, &work.flags, level.agg);
+        let mut totals = Totals::of(local, values, counted, level.agg);
         if level.over == Over::Batch {
             let op = if level.agg == Agg::Max { Op::Max } else { Op::Sum };
             self.context.exchange.all_reduce(&mut totals.value, op)?;
@@ -54,11 +56,14 @@ impl<F: Real> Block<'_, F> {
         self.take::<V>(gate.ratio);
         let [num, den] = self.logprobs(gate.ratio);
         let work = &mut *self.work;
-        gate.stat.of(&work.log_ratio, num, den, &mut work.values);
+        let of_log_ratio = matches!(gate.stat, Stat::Ratio | Stat::K1);
+        if !of_log_ratio || gate.level.over == Over::Token {
+            gate.stat.of(&work.log_ratio, num, den, &mut work.values);
+        }
         match self.local(gate.level.over) {
             None => self.fail_tokens(gate),
             Some(local) => {
-                let found = self.aggregate(local, gate.level)?;
+                let found = self.aggregate(local, gate.level, of_log_ratio)?;
                 self.fail_levels(gate, local, found);
             }
         }

@@ -5,9 +5,6 @@
 use super::real::Real;
 use super::real::{LANES, Vector};
 
-/// Terms whose sum stays in the type itself before it goes on in f64.
-pub(super) const SHORT: usize = 1024;
-
 /// out = f(a).
 #[inline(always)]
 pub(super) fn map<F: Real>(out: &mut [F], a: &[F], f: impl Fn(F) -> F) {
@@ -21,39 +18,6 @@ pub(super) fn map<F: Real>(out: &mut [F], a: &[F], f: impl Fn(F) -> F) {
 pub(super) fn map2<F: Real>(out: &mut [F], a: &[F], b: &[F], f: impl Fn(F, F) -> F) {
     for ((out, &a), &b) in out.iter_mut().zip(a).zip(b) {
         *out = f(a, b);
-    }
-}
-
-/// Sums of vectors, which go on in f64 whenever [`Sums::widen`] is called.
-pub(super) struct Sums<V, const N: usize> {
-    lanes: [V; N],
-    total: [f64; N],
-}
-
-impl<V: Vector, const N: usize> Sums<V, N> {
-    #[inline(always)]
-    pub fn new() -> Self {
-        Self { lanes: [V::splat(V::Element::ZERO); N], total: [0.0; N] }
-    }
-
-    #[inline(always)]
-    pub fn add(&mut self, terms: [V; N]) {
-        for (lanes, term) in self.lanes.iter_mut().zip(terms) {
-            *lanes = *lanes + term;
-        }
-    }
-
-    #[inline(always)]
-    pub fn widen(&mut self) {
-        for (total, lanes) in self.total.iter_mut().zip(&mut self.lanes) {
-            *total += to_array(*lanes).iter().map(|lane| lane.wide()).sum::<f64>();
-            *lanes = V::splat(V::Element::ZERO);
-        }
-    }
-
-    #[inline(always)]
-    pub fn total(self) -> [f64; N] {
-        self.total
     }
 }
 
@@ -85,18 +49,18 @@ pub(super) fn maximum<F: Real>(values: &[F]) -> f64 {
     lanes.iter().chain(tail).fold(f64::NEG_INFINITY, |most, value| most.max(value.wide()))
 }
 
-/// The sum in f64, whatever the type of the values.
+/// The sum in f64, whatever the type of the values; NaN is passed over.
 #[inline(always)]
 pub(super) fn wide_sum<F: Real>(values: &[F]) -> f64 {
     let mut lanes = [0.0; 2 * LANES];
     let (chunks, tail) = values.as_chunks::<{ 2 * LANES }>();
     for chunk in chunks {
         for (lane, value) in lanes.iter_mut().zip(chunk) {
-            *lane += value.wide();
+            *lane += value.or(F::ZERO).wide();
         }
     }
     for (lane, value) in lanes.iter_mut().zip(tail) {
-        *lane += value.wide();
+        *lane += value.or(F::ZERO).wide();
     }
     lanes.iter().sum()
 }

@@ -1,6 +1,6 @@
 //! Aggregates per segment (token, turn, trace), or over the terms before each term in its segment, in float64.
 
-use super::lanes::{map, maximum, ones, wide_sum};
+use super::lanes::{maximum, ones, wide_sum};
 use super::plan::Agg;
 use super::real::Real;
 use super::segments::Local;
@@ -15,15 +15,14 @@ pub(super) struct Totals {
 }
 
 impl Totals {
-    /// Adds up the segments of a block. Values that are not counted are NaN; `buffer` is overwritten.
+    /// Adds up the segments of a block. Values that are not counted are NaN.
     #[inline(always)]
-    pub fn of<F: Real>(local: Local<'_>, values: &[F], buffer: &mut [F], counted: &[bool], agg: Agg) -> Self {
+    pub fn of<F: Real>(local: Local<'_>, values: &[F], counted: &[bool], agg: Agg) -> Self {
         let max = agg == Agg::Max;
         let mut totals =
             Self { value: vec![if max { f64::NEG_INFINITY } else { 0.0 }; local.len], count: vec![0.0; local.len] };
-        map(buffer, values, |value| if max { value } else { value.or(F::ZERO) });
         for (run, segment) in local.runs() {
-            let (value, here) = (&mut totals.value[segment], &buffer[run.clone()]);
+            let (value, here) = (&mut totals.value[segment], &values[run.clone()]);
             *value = if max { value.max(maximum(here)) } else { *value + wide_sum(here) };
             totals.count[segment] += ones(&counted[run]);
         }

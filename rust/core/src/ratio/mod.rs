@@ -63,7 +63,7 @@ pub struct Corrected<F> {
     pub keep: Vec<bool>,
     /// One for each reduction of the plan.
     pub scales: Vec<Scale<F>>,
-    /// Sums and extrema over all ranks.
+    /// What was done, over all ranks.
     pub stats: Stats,
 }
 
@@ -104,7 +104,7 @@ pub fn correct_into<F: Real>(
         in_shares(terms, plan, levels, &ends, weight, keep)?
     };
     sums.stats.exchange(exchange)?;
-    normalize(terms, plan, exchange, weight, &mut sums)?;
+    normalize(terms, plan, exchange, weight, &sums)?;
     let counting = scale::Counting { terms, index: &index, keep, stats: sums.stats, exchange };
     let scales = plan.reductions.iter().map(|reduction| counting.scale(reduction)).collect::<Result<_>>()?;
     Ok((scales, sums.stats))
@@ -170,7 +170,7 @@ fn normalize<F: Real>(
     plan: &Plan,
     exchange: &dyn Exchange,
     weight: &mut [F],
-    sums: &mut Sums,
+    sums: &Sums,
 ) -> Result<()> {
     let asking = plan.weights.iter().zip(&sums.units).filter(|(weight, _)| weight.normalize);
     let mut units: Vec<f64> = asking.flat_map(|(_, &(sum, count))| [sum, count]).collect();
@@ -185,8 +185,6 @@ fn normalize<F: Real>(
         let known = terms.rollout.is_none_or(|rollout| rollout[position].is_known());
         *weight = if known { *weight / by } else { *weight };
     }
-    sums.stats.weight /= mean;
-    sums.stats.weight_squared /= mean * mean;
     Ok(())
 }
 

@@ -226,6 +226,13 @@ pub struct Weight {
     pub normalize: bool,
 }
 
+impl Weight {
+    /// Whether it is of each term alone, and nothing but it decides.
+    pub(super) fn is_of_tokens(&self) -> bool {
+        self.level.over == Over::Token && self.when == When::Always && !self.normalize
+    }
+}
+
 /// What a missing (NaN) rollout logprob means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Missing {

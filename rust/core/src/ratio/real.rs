@@ -105,8 +105,8 @@ pub trait Vector: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = 
     /// The smaller; the other one where this is NaN.
     fn at_most(self, high: Self) -> Self;
     fn abs(self) -> Self;
-    /// See [`Real::exp_k3`].
-    fn exp_k3(self) -> (Self, Self);
+    /// e^x, see [`Real::exp`].
+    fn exp(self) -> Self;
     /// Where this is a number.
     fn is_known(self) -> Self::Mask;
     fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;

@@ -86,9 +86,8 @@ impl<F: Real> Vector for Portable<F> {
         Self(self.0.map(F::abs))
     }
     #[inline(always)]
-    fn exp_k3(self) -> (Self, Self) {
-        let found = self.0.map(F::exp_k3);
-        (Self(found.map(|(exp, _)| exp)), Self(found.map(|(_, k3)| k3)))
+    fn exp(self) -> Self {
+        Self(self.0.map(F::exp))
     }
     #[inline(always)]
     fn is_known(self) -> [bool; LANES] {
@@ -209,8 +208,8 @@ mod avx2 {
             Self(instruction!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0)))
         }
         #[inline(always)]
-        fn exp_k3(self) -> (Self, Self) {
-            exp_k3(self)
+        fn exp(self) -> Self {
+            exp_k3(self).0
         }
         #[inline(always)]
         fn is_known(self) -> __m256 {
@@ -237,9 +236,9 @@ mod tests {
             for values in self.0.as_chunks::<LANES>().0 {
                 let x = V::load(values);
                 let bounded = x.at_least(V::splat(-20.0)).at_most(V::splat(20.0));
-                let (exp, k3) = bounded.exp_k3();
-                let chosen = V::select(x.is_known(), exp + k3, exp - k3 * x.abs());
-                for found in [exp, k3, chosen, V::select(x.is_known(), x, V::splat(0.0))] {
+                let exp = bounded.exp();
+                let chosen = V::select(x.is_known(), exp + x, exp - exp * x.abs());
+                for found in [exp, chosen, V::select(x.is_known(), x, V::splat(0.0))] {
                     let mut out = [0.0; LANES];
                     found.store(&mut out);
                     bits.extend(out.map(f32::to_bits));

@@ -52,40 +52,38 @@ impl Stat {
 }
 
 impl Shape {
-    /// The weight of each ratio, 1 where its logarithm is NaN; flags where a bound changed it.
+    /// The weight of each ratio, 1 where its logarithm is NaN, and what `last` makes of log-ratio and weight; flags
+    /// where that is not the ratio, if a bound can do it.
     #[inline(always)]
-    pub(super) fn apply<F: Real>(self, log_ratio: &[F], ratio: &[F], out: &mut [F], bounded: &mut [bool]) {
-        let one = F::ONE;
+    pub(super) fn apply<F: Real>(
+        self,
+        [log_ratio, ratio]: [&[F]; 2],
+        last: impl Fn(F, F) -> F,
+        out: &mut [F],
+        bounded: &mut [bool],
+    ) {
+        let known = |l: F, weight: F| last(l, if l.is_known() { weight } else { F::ONE });
         match self {
-            Self::Identity => out.copy_from_slice(ratio),
+            Self::Identity => map2(out, log_ratio, ratio, last),
             Self::Clamp(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
-                map(out, ratio, |w| w.at_least(low).at_most(high));
+                map2(out, log_ratio, ratio, |l, w| last(l, w.at_least(low).at_most(high)));
             }
             Self::Window(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
-                map(out, ratio, |w| if w >= low && w <= high { w } else { F::ZERO });
+                map2(out, log_ratio, ratio, |l, w| last(l, if w >= low && w <= high { w } else { F::ZERO }));
             }
             Self::StrictWindow(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
-                map2(out, log_ratio, ratio, |l, w| {
-                    let inside = if w > low && w < high { w } else { F::ZERO };
-                    if l.is_known() { inside } else { one }
-                });
+                map2(out, log_ratio, ratio, |l, w| known(l, if w > low && w < high { w } else { F::ZERO }));
             }
             Self::Gamma { power, rate } => {
                 let (power, rate) = (F::of(power), F::of(rate));
-                map2(out, log_ratio, ratio, |l, w| {
-                    let weight = exp_or_zero(rate + power * clamped(l) - rate * w);
-                    if l.is_known() { weight } else { one }
-                });
+                map2(out, log_ratio, ratio, |l, w| known(l, exp_or_zero(rate + power * clamped(l) - rate * w)));
             }
             Self::Gaussian(sigma) => {
                 let narrow = F::of(-0.5 / (sigma * sigma));
-                map(out, log_ratio, |l| {
-                    let weight = exp_or_zero(clamped(l) * clamped(l) * narrow);
-                    if l.is_known() { weight } else { one }
-                });
+                map(out, log_ratio, |l| known(l, exp_or_zero(clamped(l) * clamped(l) * narrow)));
             }
         }
         if self.is_bounded() {

@@ -12,6 +12,15 @@ use super::stat::clamped;
 use crate::error::Result;
 
 impl<F: Real> Block<'_, F> {
+    /// Writes the weights of a plan whose one weight is of tokens, with `unknown` where a term is not known.
+    #[inline(always)]
+    pub fn weigh_tokens<V: Vector<Element = F>>(&mut self, weight: &Weight, unknown: F) {
+        self.take::<V>(weight.ratio);
+        let work = &mut *self.work;
+        let last = |l: F, weight: F| if l.is_known() { weight } else { unknown };
+        weight.shape.apply([&work.log_ratio, &work.ratio], last, self.weight, &mut work.bounded);
+    }
+
     /// Multiplies the weights by the factor of `weight`, the plan's one of this index.
     #[inline(always)]
     pub fn weigh<V: Vector<Element = F>>(&mut self, weight: &Weight, index: usize) -> Result<()> {
@@ -20,7 +29,7 @@ impl<F: Real> Block<'_, F> {
         let unit = match self.local(weight.level.over) {
             None => {
                 let work = &mut *self.work;
-                weight.shape.apply(&work.log_ratio, &work.ratio, &mut work.factor, &mut work.flags);
+                weight.shape.apply([&work.log_ratio, &work.ratio], |_, w| w, &mut work.factor, &mut work.flags);
                 self.unit_of_tokens(weight)
             }
             Some(local) => self.weigh_level::<V>(weight, local)?,
@@ -32,9 +41,7 @@ impl<F: Real> Block<'_, F> {
     }
 
     fn weigh_level<V: Vector<Element = F>>(&mut self, weight: &Weight, local: Local<'_>) -> Result<(f64, f64)> {
-        let work = &mut *self.work;
-        work.values.copy_from_slice(&work.log_ratio);
-        let found = self.aggregate(local, weight.level)?;
+        let found = self.aggregate(local, weight.level, true)?;
         if weight.level.over != Over::Batch {
             self.sums.stats.clamped_levels += beyond(&found);
         }
@@ -62,7 +69,7 @@ impl<F: Real> Block<'_, F> {
     fn weigh_segments(&mut self, shape: Shape, local: Local<'_>, levels: &[f64]) -> (f64, f64) {
         let ratio: Vec<f64> = levels.iter().map(|&level| clamped(level.or(0.0)).exp()).collect();
         let (mut factor, mut bounded) = (ratio.clone(), vec![false; levels.len()]);
-        shape.apply(levels, &ratio, &mut factor, &mut bounded);
+        shape.apply([levels, &ratio], |_, w| w, &mut factor, &mut bounded);
         for (run, segment) in local.runs() {
             self.work.factor[run.clone()].fill(F::of(factor[segment]));
             self.work.flags[run].fill(bounded[segment]);
@@ -86,7 +93,7 @@ impl<F: Real> Block<'_, F> {
                 *level = if level.is_known() { ratio.ln() } else { F::NAN };
             }
         }
-        weight.shape.apply(&work.values, &ratio, &mut work.factor, &mut work.flags);
+        weight.shape.apply([&work.values, &ratio], |_, w| w, &mut work.factor, &mut work.flags);
         let counted = work.values.iter().zip(&work.factor).filter(|(level, _)| level.is_known());
         counted.fold((0.0, 0.0), |(sum, count), (_, factor)| (sum + factor.wide(), count + 1.0))
     }
