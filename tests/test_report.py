@@ -391,7 +391,7 @@ def test_what_is_no_number_is_left_out_of_a_curve(value):
     assert "inf" not in drawn
 
 
-@pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [-1e-9, -1e-9, 2e-9], [1e20, -1e20]])
+@pytest.mark.parametrize("values", [[0.0], [3.0, 3.0], [1.0, 1.0000000000000002], [-1e-9, -1e-9, 2e-9], [1e20, -1e20]])
 def test_flat_and_extreme_curves_can_be_drawn(values):
     drawn = curves([{"step": step, "loss": value} for step, value in enumerate(values)])
     assert "nan" not in drawn

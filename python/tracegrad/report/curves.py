@@ -180,7 +180,8 @@ class _Axis(NamedTuple):
     def of(cls, values: Sequence[float], floor: float | None, intervals: int = 3) -> _Axis:
         low, high = min(values), max(values)
         low = low if floor is None else min(low, floor)
-        if low == high:
+        # What differs by rounding alone is one value: ticks between would be no numbers of their own.
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
             low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
         raw = (high - low) / intervals
         size = 10.0 ** math.floor(math.log10(raw))
