@@ -24,6 +24,7 @@ mod tests;
 
 use crate::error::Location;
 use crate::media;
+use crate::raw::Raw;
 use crate::trace::Trace;
 use detect::Foreign;
 pub use form::Form;
@@ -214,6 +215,6 @@ fn assemble(header: Header, body: Body, record: &Arc<[u8]>, place: Location) -> 
         template_kwargs,
         model: header.model.or(body.model),
         media_left_out: None,
-        record: Arc::clone(record),
+        raw: Raw::Held(Arc::clone(record)),
     }
 }

@@ -33,6 +33,7 @@ impl Reader {
     ///
     /// For use before `batch`, which cuts ahead of what it gives back.
     pub fn records(&mut self, count: usize, most: usize) -> Result<Vec<Cut>> {
+        self.spots.clear();
         let (mut records, mut held) = (Vec::new(), 0);
         while records.len() < count && held < most && !self.exhausted && !self.limit_reached() {
             let Some(piece) = self.splitter.next_piece() else {
@@ -41,7 +42,8 @@ impl Reader {
             };
             held += piece.len();
             self.report.bytes += piece.len() as u64;
-            if let Piece::Record { line, bytes } = piece {
+            if let Piece::Record { line, bytes, spot } = piece {
+                self.spots.push(spot);
                 records.push(Cut { line, bytes });
                 continue;
             }
@@ -54,10 +56,12 @@ impl Reader {
         Ok(records)
     }
 
-    /// Takes records back that `records` gave first, to be read as they stand before all others.
+    /// Takes records back that `records` gave first, all of them and unchanged, to be read before all others.
     pub fn put_back(&mut self, records: Vec<Cut>) {
         self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
-        let pieces = records.into_iter().map(|Cut { line, bytes }| Piece::Record { line, bytes });
+        let spots = self.spots.drain(..).chain(std::iter::repeat(None));
+        let pieces = records.into_iter().zip(spots);
+        let pieces = pieces.map(|(Cut { line, bytes }, spot)| Piece::Record { line, bytes, spot });
         self.ahead = Some(pieces.collect());
     }
 
@@ -66,7 +70,7 @@ impl Reader {
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());
         for (cut, made) in made {
             match made {
-                Made::Record(bytes) => pieces.push(Piece::Record { line: cut.line, bytes }),
+                Made::Record(bytes) => pieces.push(Piece::Record { line: cut.line, bytes, spot: None }),
                 Made::Refused([what, why, cure]) => {
                     let place =
                         Location { file: Some(Arc::clone(&self.file)), line: Some(cut.line), ..Location::default() };

@@ -166,7 +166,7 @@ fn traces(text: &[u8]) -> Vec<Arc<Trace>> {
         line
     });
     let records = (1..).zip(lines.filter(|line| !line.is_empty()));
-    let pieces = records.map(|(line, bytes)| Piece::Record { line, bytes: bytes.into() }).collect();
+    let pieces = records.map(|(line, bytes)| Piece::Record { line, bytes: bytes.into(), spot: None }).collect();
     let outcomes = decoded(pieces, &Arc::from(NAME), usize::MAX, None);
     outcomes.into_iter().filter_map(|outcome| outcome.decoded.ok()).map(|record| Arc::new(record.trace)).collect()
 }

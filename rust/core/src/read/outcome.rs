@@ -5,6 +5,7 @@ use super::split::Piece;
 use crate::caught;
 use crate::error::{Error, Kind, Location, Result};
 use crate::format::{Decoded, Reason, Record, Rejection, decode, reject};
+use crate::raw::Raw;
 use crate::threads;
 use crate::trace::Trace;
 use std::ops::Deref;
@@ -22,7 +23,7 @@ pub(super) struct Outcome {
     pub continued: bool,
 }
 
-/// The bytes of a record: those of its trace, or those of a bad one as they were cut.
+/// The bytes of a record: those of its trace, none where these are left on disk, or those of a bad one as they were cut.
 pub(super) enum Bytes {
     Shared(Arc<[u8]>),
     Cut(Vec<u8>),
@@ -47,7 +48,8 @@ pub fn decode_all(
     format: Option<&'static str>,
 ) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
-    let pieces: Vec<_> = (first..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes }).collect();
+    let pieces: Vec<_> =
+        (first..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes, spot: None }).collect();
     let outcomes = decoded(pieces, &file, usize::MAX, format);
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
     for outcome in outcomes {
@@ -68,14 +70,21 @@ impl Outcome {
     pub fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
         let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };
         let (line, bytes, continued, problem) = match piece {
-            Piece::Record { line, bytes } => {
+            Piece::Record { line, bytes, spot } => {
                 let decoded = if bytes.len() < LONG {
                     decode_one(&bytes, &place(line), format)
                 } else {
                     let (bytes, place) = (Arc::clone(&bytes), place(line));
                     threads::apart(move || decode_one(&bytes, &place, format))
                 };
-                return Self { line, bytes: Bytes::Shared(bytes), decoded, continued: false };
+                let (bytes, decoded) = match (decoded, spot) {
+                    (Ok(mut record), Some(spot)) => {
+                        record.trace.raw = Raw::left(&bytes, spot);
+                        (Bytes::Cut(Vec::new()), Ok(record))
+                    }
+                    (decoded, _) => (Bytes::Shared(bytes), decoded),
+                };
+                return Self { line, bytes, decoded, continued: false };
             }
             Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
             Piece::Broken { line, bytes, problem } => (line, bytes, false, problem),
