@@ -69,7 +69,9 @@ def test_the_bytes_of_records_are_not_in_memory(tmp_path):
     """
     few = tmp_path / "few.jsonl"
     few.write_bytes(b"\n".join([filler] * 8))
-    done = subprocess.run([sys.executable, "-c", code, path, few], capture_output=True, text=True, check=True)
+    alone = {**os.environ, "RAYON_NUM_THREADS": "1"}  # on several threads a chunk or two of blocks are held meanwhile
+    command = [sys.executable, "-c", code, path, few]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 12 << 20, "of 32 MiB"
 
 
@@ -257,8 +259,7 @@ def test_what_is_left_on_disk_is_what_is_kept_of_a_compressed_file(
         try:
             traces = read(name, on_error="skip", max_record_bytes=most, chunk_bytes=chunk)
         except ReadError as error:
-            assert "there is no record in it" in str(error)
-            found.append([])
+            found.append(str(error).replace(".gz", ".jsonl"))
             continue
         found.append([(trace.location[1], trace.record) for trace in traces])
     assert found[0] == found[1]

@@ -2,7 +2,8 @@
 //!
 //! What is bad is settled by the reader's policy, with the bytes of the file. What is changed is the caller's affair.
 
-use super::outcome::{Bytes, Outcome, decoded};
+use super::held::Bytes;
+use super::outcome::{Outcome, decoded};
 use super::reader::Reader;
 use super::split::Piece;
 use crate::error::{Location, Result};
@@ -44,7 +45,7 @@ impl Reader {
             self.report.bytes += piece.len() as u64;
             if let Piece::Record { line, bytes, spot } = piece {
                 self.spots.push(spot);
-                records.push(Cut { line, bytes });
+                records.push(Cut { line, bytes: bytes.own() });
                 continue;
             }
             self.exhausted = matches!(piece, Piece::Broken { .. });
@@ -61,7 +62,7 @@ impl Reader {
         self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
         let spots = self.spots.drain(..).chain(std::iter::repeat(None));
         let pieces = records.into_iter().zip(spots);
-        let pieces = pieces.map(|(Cut { line, bytes }, spot)| Piece::Record { line, bytes, spot });
+        let pieces = pieces.map(|(Cut { line, bytes }, spot)| Piece::Record { line, bytes: Bytes::Own(bytes), spot });
         self.ahead = Some(pieces.collect());
     }
 
@@ -70,7 +71,9 @@ impl Reader {
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());
         for (cut, made) in made {
             match made {
-                Made::Record(bytes) => pieces.push(Piece::Record { line: cut.line, bytes, spot: None }),
+                Made::Record(bytes) => {
+                    pieces.push(Piece::Record { line: cut.line, bytes: Bytes::Own(bytes), spot: None })
+                }
                 Made::Refused([what, why, cure]) => {
                     let place =
                         Location { file: Some(Arc::clone(&self.file)), line: Some(cut.line), ..Location::default() };
@@ -91,7 +94,7 @@ impl Reader {
                     self.report.count(&record);
                     traces.push(Arc::new(record.trace));
                 }
-                Err(rejection) => self.settle(&Bytes::Shared(origin), outcome.line, false, rejection)?,
+                Err(rejection) => self.settle(&origin, outcome.line, false, rejection)?,
             }
         }
         Ok(traces)

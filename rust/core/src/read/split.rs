@@ -4,7 +4,7 @@
 //! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
 
 use super::events;
-use super::held::{BLOCK, Held};
+use super::held::{BLOCK, Bytes, Held};
 use super::nesting::{Layout, Nesting};
 use crate::format::{Reason, Rejection, reject};
 use crate::raw::{Origin, Spot};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// What the splitter finds.
 pub(super) enum Piece {
     /// A record, and where its bytes stand on disk.
-    Record { line: u64, bytes: Arc<[u8]>, spot: Option<Spot> },
+    Record { line: u64, bytes: Bytes, spot: Option<Spot> },
     /// A part of a record that is longer than the limit; `continued` for all parts but the first, which are blocks.
     Overlong { line: u64, bytes: Vec<u8>, continued: bool },
     /// The stream broke here; nothing follows.
@@ -303,11 +303,11 @@ impl Splitter {
             return None;
         }
         if in_stream {
-            return Some(Piece::Record { line, bytes: events::record(bytes), spot: None });
+            return Some(Piece::Record { line, bytes: Bytes::Own(events::record(bytes)), spot: None });
         }
         let start = self.before + begin as u64;
         let spot = self.origin.as_ref().map(|origin| Spot { origin: Arc::clone(origin), start });
-        Some(Piece::Record { line, bytes: bytes.into(), spot })
+        Some(Piece::Record { line, bytes: self.buffer.share(begin..begin + bytes.len()), spot })
     }
 
     /// Up to where a record that is too long is let go of now, if it is one.
