@@ -238,8 +238,7 @@ impl PyTraces {
 
 /// The bytes of a record, from memory or from its file.
 fn record_of<'py>(py: Python<'py>, trace: &Trace) -> PyResult<Bound<'py, PyBytes>> {
-    let record = detached(py, Kind::Fault, "reading a record", || trace.record())?;
-    Ok(PyBytes::new(py, &record))
+    detached(py, Kind::Fault, "reading a record", || trace.record()).map(|record| PyBytes::new(py, &record))
 }
 
 /// A record, its file and its line.

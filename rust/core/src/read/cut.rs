@@ -72,7 +72,7 @@ impl Reader {
         for (cut, made) in made {
             match made {
                 Made::Record(bytes) => {
-                    pieces.push(Piece::Record { line: cut.line, bytes: Bytes::Own(bytes), spot: None })
+                    pieces.push(Piece::Record { line: cut.line, bytes: Bytes::Own(bytes), spot: None });
                 }
                 Made::Refused([what, why, cure]) => {
                     let place =

@@ -5,7 +5,7 @@
 
 use super::events;
 use super::held::{BLOCK, Bytes, Held};
-use super::nesting::{Layout, Nesting};
+use super::nesting::{Layout, Nesting, without_comma};
 use crate::format::{Reason, Rejection, reject};
 use crate::raw::{Origin, Spot};
 use crate::stop;
@@ -376,14 +376,6 @@ impl Splitter {
         let bytes = self.buffer.take(self.start, self.buffer.len());
         (self.start, self.scanned, self.line_start) = (0, 0, 0);
         Piece::Broken { line: self.line, bytes, problem }
-    }
-}
-
-/// A line of an array that lost its brackets: the comma behind its object is no part of the record.
-fn without_comma(line: &[u8]) -> &[u8] {
-    match line.trim_ascii_end().strip_suffix(b",").map(<[u8]>::trim_ascii_end) {
-        Some(record) if record.ends_with(b"}") => record,
-        _ => line,
     }
 }
 
