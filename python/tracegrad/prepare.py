@@ -185,7 +185,7 @@ def shards_of(parts: Iterable[Traces], shard_traces: int, shard_bytes: int = SHA
             if full >= MOST_SHARDFULS or (full >= 1 and (group is None or group != before)):
                 yield Traces.concatenate([*held, part[start:row]])
                 held, count, size, start = [], 0, 0, row
-            count, size, before = count + 1, size + len(part.core.record(row)), group
+            count, size, before = count + 1, size + part.core.record_size(row), group
         held.append(part[start:])
     if count:
         yield Traces.concatenate(held)

@@ -14,6 +14,7 @@ mod generations;
 mod media;
 pub mod pack;
 pub mod ratio;
+pub mod raw;
 pub mod read;
 pub mod stop;
 pub mod template;

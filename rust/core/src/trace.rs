@@ -4,14 +4,16 @@
 //! tokenizes.
 
 use crate::drift::Reason;
-use crate::error::Location;
+use crate::error::{Location, Result};
+use crate::raw::Raw;
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Tool schemas, a list: the traces of a file that were given the same ones share them.
 pub type Schemas = Arc<Value>;
 
-/// One recorded trajectory, with the record it came from kept byte for byte.
+/// One recorded trajectory, with the record it came from, byte for byte.
 #[derive(Debug, Clone)]
 pub struct Trace {
     /// The record's own id, or `file:line`.
@@ -38,11 +40,19 @@ pub struct Trace {
     pub model: Option<String>,
     /// What the record holds of pictures, sound or video that no message has, by what it calls itself.
     pub media_left_out: Option<String>,
-    /// The record as it was read, for a round trip that loses nothing.
-    pub record: Arc<[u8]>,
+    /// The record as it was read, for a round trip that loses nothing; `record` gives its bytes.
+    pub raw: Raw,
 }
 
 impl Trace {
+    /// The bytes of the record as it was read.
+    ///
+    /// # Errors
+    /// `Kind::Io` where they were left in a file that is no longer the same.
+    pub fn record(&self) -> Result<Cow<'_, [u8]>> {
+        self.raw.bytes().map_err(|error| error.at(&self.location))
+    }
+
     /// All ids before the first sampled token of generation `turn`, where the record says them.
     pub fn prompt_ids(&self, turn: usize) -> Option<Vec<u32>> {
         let (mut parts, mut at) = (Vec::new(), turn);

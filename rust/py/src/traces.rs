@@ -45,12 +45,12 @@ impl PyTraces {
 
     /// Records with where they were read from, for pickle and copy.
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
-        let row = |trace: &Arc<Trace>| -> Kept<'py> {
-            let place = &trace.location;
-            (PyBytes::new(py, &trace.record), place.file.as_deref().unwrap_or("").to_owned(), place.line.unwrap_or(1))
+        let row = |trace: &Arc<Trace>| -> PyResult<Kept<'py>> {
+            let (place, record) = (&trace.location, record_of(py, trace)?);
+            Ok((record, place.file.as_deref().unwrap_or("").to_owned(), place.line.unwrap_or(1)))
         };
         let restore = py.import(intern!(py, "tracegrad._core"))?.getattr(intern!(py, "restore_traces"))?;
-        Ok((restore, (self.inner.iter().map(row).collect(), self.format())))
+        Ok((restore, (self.inner.iter().map(row).collect::<PyResult<_>>()?, self.format())))
     }
 
     fn __deepcopy__<'py>(slf: Bound<'py, Self>, _memo: &Bound<'py, PyAny>) -> Bound<'py, Self> {
@@ -87,7 +87,7 @@ impl PyTraces {
     /// The traces whose conversation goes on behind what was sampled last; with names, where an answer may be beside.
     #[pyo3(signature = (names=None))]
     fn open(&self, py: Python<'_>, names: Option<Vec<String>>) -> PyResult<Vec<usize>> {
-        detached(py, Kind::Fault, "reading records", || Ok(open(&self.inner, names.as_deref())))
+        detached(py, Kind::Fault, "reading records", || open(&self.inner, names.as_deref()))
     }
 
     /// Whether each record is read as it stands: all of it that was sampled, and no object in it has one of the keys.
@@ -146,7 +146,11 @@ impl PyTraces {
     }
 
     fn record<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyBytes>> {
-        Ok(PyBytes::new(py, &self.get(index)?.record))
+        record_of(py, self.get(index)?)
+    }
+
+    fn record_size(&self, index: usize) -> PyResult<usize> {
+        Ok(self.get(index)?.raw.len())
     }
 
     fn messages<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyList>> {
@@ -230,6 +234,11 @@ impl PyTraces {
         columns.set_item("prompt_head", head.collect::<Vec<i32>>().into_pyarray(py))?;
         Ok(columns)
     }
+}
+
+/// The bytes of a record, from memory or from its file.
+fn record_of<'py>(py: Python<'py>, trace: &Trace) -> PyResult<Bound<'py, PyBytes>> {
+    detached(py, Kind::Fault, "reading a record", || trace.record()).map(|record| PyBytes::new(py, &record))
 }
 
 /// A record, its file and its line.

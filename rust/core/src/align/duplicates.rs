@@ -72,7 +72,7 @@ mod tests {
             template_kwargs: serde_json::Map::new(),
             model: None,
             media_left_out: None,
-            record: Arc::from(&b""[..]),
+            raw: crate::raw::Raw::Held(Arc::from(&b""[..])),
         }
     }
 

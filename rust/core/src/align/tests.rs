@@ -34,7 +34,7 @@ fn trace(generations: Vec<Generation>) -> Vec<Arc<Trace>> {
         template_kwargs: Map::new(),
         model: None,
         media_left_out: None,
-        record: Arc::from(&b"{}"[..]),
+        raw: crate::raw::Raw::Held(Arc::from(&b"{}"[..])),
     })]
 }
 

@@ -24,6 +24,7 @@ mod tests;
 
 use crate::error::Location;
 use crate::media;
+use crate::raw::Raw;
 use crate::trace::Trace;
 use detect::Foreign;
 pub use form::Form;
@@ -35,7 +36,6 @@ use normal::calls;
 pub(crate) use rejection::reject;
 pub use rejection::{Decoded, Reason, Rejection};
 use serde_json::Value;
-use std::sync::Arc;
 
 /// A decoded record.
 #[derive(Debug)]
@@ -48,11 +48,11 @@ pub struct Record {
     pub unused_choices: u32,
 }
 
-/// Reads one record: the bytes of one JSON object.
+/// Reads one record: the bytes of one JSON object, which the trace keeps as `raw`.
 ///
 /// Raises nothing that depends on other records. `place` gives the file and line for errors and for the id of a record
 /// that has none. `wanted` is the name of the form it is to be read in; `None` detects it by structure.
-pub fn decode(record: &Arc<[u8]>, place: &Location, wanted: Option<&str>) -> Decoded<Record> {
+pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -> Decoded<Record> {
     let mut place = place.clone();
     let mut media_left_out = None;
     let (form, header, body) = match parse(record, wanted) {
@@ -70,7 +70,7 @@ pub fn decode(record: &Arc<[u8]>, place: &Location, wanted: Option<&str>) -> Dec
     }
     .map_err(|rejection| rejection.at(&place))?;
     let unused_choices = body.unused_choices;
-    let trace = Trace { media_left_out, ..assemble(header, body, record, place) };
+    let trace = Trace { media_left_out, ..assemble(header, body, raw, place) };
     check_finite(&trace).map_err(|rejection| rejection.at(&trace.location))?;
     Ok(Record { trace, form, unused_choices })
 }
@@ -196,7 +196,7 @@ fn unknown_form(record: &[u8]) -> Rejection {
         .cure("See docs/trace-format.md for the accepted forms")
 }
 
-fn assemble(header: Header, body: Body, record: &Arc<[u8]>, place: Location) -> Trace {
+fn assemble(header: Header, body: Body, raw: Raw, place: Location) -> Trace {
     let mut template_kwargs = body.template_kwargs;
     template_kwargs.extend(header.template_kwargs);
     let id = header.id.unwrap_or_else(|| place.to_string());
@@ -214,6 +214,6 @@ fn assemble(header: Header, body: Body, record: &Arc<[u8]>, place: Location) -> 
         template_kwargs,
         model: header.model.or(body.model),
         media_left_out: None,
-        record: Arc::clone(record),
+        raw,
     }
 }

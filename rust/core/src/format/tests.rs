@@ -1,12 +1,13 @@
 mod calls;
 
 use super::*;
+use crate::raw::Raw;
 use crate::trace::{LogprobKind, Prompt, Stop, Tokens};
 use serde_json::json;
 
 fn read(record: &[u8]) -> Decoded<Trace> {
     let place = Location { file: Some("runs.jsonl".into()), line: Some(7), ..Location::default() };
-    decode(&record.into(), &place, None).map(|record| record.trace)
+    decode(record, Raw::Held(record.into()), &place, None).map(|record| record.trace)
 }
 
 fn read_json(record: &Value) -> Decoded<Trace> {
@@ -215,7 +216,8 @@ fn deep_nesting_is_refused_and_not_a_stack_overflow() {
                     "{text}"
                 );
             }
-            let named = decode(&record(100_000).as_bytes().into(), &Location::default(), Some("trl"));
+            let named =
+                decode(record(100_000).as_bytes(), Raw::Held(b""[..].into()), &Location::default(), Some("trl"));
             assert_eq!(reason_of(named.map(|record| record.trace)).0, Reason::TooDeep);
         }
     }
@@ -333,7 +335,7 @@ fn choices_and_responses_may_stand_in_a_message_list() {
         "logprobs": null, "token_ids": [5]});
     let response = json!({"object": "chat.completion", "prompt_token_ids": [1, 2, 3], "choices": [choice.clone(), choice.clone()]});
     let record = json!({"messages": [{"role": "user", "content": "?"}, choice, response]}).to_string();
-    let decoded = decode(&record.as_bytes().into(), &Location::default(), None).unwrap();
+    let decoded = decode(record.as_bytes(), Raw::Held(b""[..].into()), &Location::default(), None).unwrap();
     let trace = decoded.trace;
     assert_eq!(decoded.unused_choices, 1);
     assert_eq!(trace.messages[1].value, json!({"content": "a", "role": "assistant"}));

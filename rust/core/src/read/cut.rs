@@ -2,7 +2,8 @@
 //!
 //! What is bad is settled by the reader's policy, with the bytes of the file. What is changed is the caller's affair.
 
-use super::outcome::{Bytes, Outcome, decoded};
+use super::held::Bytes;
+use super::outcome::{Outcome, decoded};
 use super::reader::Reader;
 use super::split::Piece;
 use crate::error::{Location, Result};
@@ -33,6 +34,7 @@ impl Reader {
     ///
     /// For use before `batch`, which cuts ahead of what it gives back.
     pub fn records(&mut self, count: usize, most: usize) -> Result<Vec<Cut>> {
+        self.spots.clear();
         let (mut records, mut held) = (Vec::new(), 0);
         while records.len() < count && held < most && !self.exhausted && !self.limit_reached() {
             let Some(piece) = self.splitter.next_piece() else {
@@ -41,8 +43,9 @@ impl Reader {
             };
             held += piece.len();
             self.report.bytes += piece.len() as u64;
-            if let Piece::Record { line, bytes } = piece {
-                records.push(Cut { line, bytes });
+            if let Piece::Record { line, bytes, spot } = piece {
+                self.spots.push(spot);
+                records.push(Cut { line, bytes: bytes.own() });
                 continue;
             }
             self.exhausted = matches!(piece, Piece::Broken { .. });
@@ -54,10 +57,12 @@ impl Reader {
         Ok(records)
     }
 
-    /// Takes records back that `records` gave first, to be read as they stand before all others.
+    /// Takes records back that `records` gave first, all of them and unchanged, to be read before all others.
     pub fn put_back(&mut self, records: Vec<Cut>) {
         self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
-        let pieces = records.into_iter().map(|Cut { line, bytes }| Piece::Record { line, bytes });
+        let spots = self.spots.drain(..).chain(std::iter::repeat(None));
+        let pieces = records.into_iter().zip(spots);
+        let pieces = pieces.map(|(Cut { line, bytes }, spot)| Piece::Record { line, bytes: Bytes::Own(bytes), spot });
         self.ahead = Some(pieces.collect());
     }
 
@@ -66,7 +71,9 @@ impl Reader {
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());
         for (cut, made) in made {
             match made {
-                Made::Record(bytes) => pieces.push(Piece::Record { line: cut.line, bytes }),
+                Made::Record(bytes) => {
+                    pieces.push(Piece::Record { line: cut.line, bytes: Bytes::Own(bytes), spot: None });
+                }
                 Made::Refused([what, why, cure]) => {
                     let place =
                         Location { file: Some(Arc::clone(&self.file)), line: Some(cut.line), ..Location::default() };
@@ -87,7 +94,7 @@ impl Reader {
                     self.report.count(&record);
                     traces.push(Arc::new(record.trace));
                 }
-                Err(rejection) => self.settle(&Bytes::Shared(origin), outcome.line, false, rejection)?,
+                Err(rejection) => self.settle(&origin, outcome.line, false, rejection)?,
             }
         }
         Ok(traces)

@@ -61,3 +61,11 @@ impl Nesting {
         false
     }
 }
+
+/// A line of an array that lost its brackets: the comma behind its object is no part of the record.
+pub(super) fn without_comma(line: &[u8]) -> &[u8] {
+    match line.trim_ascii_end().strip_suffix(b",").map(<[u8]>::trim_ascii_end) {
+        Some(record) if record.ends_with(b"}") => record,
+        _ => line,
+    }
+}

@@ -1,13 +1,14 @@
 //! Decoded records: traces, and rejections with their bytes.
 
+use super::held::Bytes;
 use super::report::Report;
 use super::split::Piece;
 use crate::caught;
 use crate::error::{Error, Kind, Location, Result};
 use crate::format::{Decoded, Reason, Record, Rejection, decode, reject};
+use crate::raw::Raw;
 use crate::threads;
 use crate::trace::Trace;
-use std::ops::Deref;
 use std::sync::Arc;
 
 /// Bytes of a record whose decoding takes some tenths of a second: no parser looks meanwhile whether it must stop.
@@ -16,27 +17,11 @@ const LONG: usize = 8 << 20;
 /// One record after decoding, with what the policy for bad ones needs.
 pub(super) struct Outcome {
     pub line: u64,
+    /// Those of a bad record.
     pub bytes: Bytes,
     pub decoded: Decoded<Record>,
     /// Further bytes of a record that was too long to hold.
     pub continued: bool,
-}
-
-/// The bytes of a record: those of its trace, or those of a bad one as they were cut.
-pub(super) enum Bytes {
-    Shared(Arc<[u8]>),
-    Cut(Vec<u8>),
-}
-
-impl Deref for Bytes {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Shared(bytes) => bytes,
-            Self::Cut(bytes) => bytes,
-        }
-    }
 }
 
 /// Decodes records that are in memory already; an error names `name` and the record's number, from `first`.
@@ -47,13 +32,16 @@ pub fn decode_all(
     format: Option<&'static str>,
 ) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
-    let pieces: Vec<_> = (first..).zip(records).map(|(line, bytes)| Piece::Record { line, bytes }).collect();
+    let pieces: Vec<_> = (first..)
+        .zip(records)
+        .map(|(line, bytes)| Piece::Record { line, bytes: Bytes::Own(bytes), spot: None })
+        .collect();
     let outcomes = decoded(pieces, &file, usize::MAX, format);
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
     for outcome in outcomes {
         let record = outcome.decoded.map_err(|rejection| rejection.error)?;
         report.count(&record);
-        report.bytes += outcome.bytes.len() as u64;
+        report.bytes += record.trace.raw.len() as u64;
         traces.push(Arc::new(record.trace));
     }
     Ok((traces, report))
@@ -68,14 +56,16 @@ impl Outcome {
     pub fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
         let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };
         let (line, bytes, continued, problem) = match piece {
-            Piece::Record { line, bytes } => {
+            Piece::Record { line, bytes, spot } => {
+                let raw = spot.map_or_else(|| bytes.kept(), |spot| Raw::left(&bytes, spot));
                 let decoded = if bytes.len() < LONG {
-                    decode_one(&bytes, &place(line), format)
+                    decode_one(&bytes, raw, &place(line), format)
                 } else {
-                    let (bytes, place) = (Arc::clone(&bytes), place(line));
-                    threads::apart(move || decode_one(&bytes, &place, format))
+                    let (bytes, place) = (bytes.clone(), place(line));
+                    threads::apart(move || decode_one(&bytes, raw, &place, format))
                 };
-                return Self { line, bytes: Bytes::Shared(bytes), decoded, continued: false };
+                let bytes = if decoded.is_ok() { Bytes::Cut(Vec::new()) } else { bytes };
+                return Self { line, bytes, decoded, continued: false };
             }
             Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
             Piece::Broken { line, bytes, problem } => (line, bytes, false, problem),
@@ -85,8 +75,8 @@ impl Outcome {
 }
 
 /// Decodes a record; a fault of the code that does is a reason like others.
-fn decode_one(bytes: &Arc<[u8]>, place: &Location, format: Option<&str>) -> Decoded<Record> {
-    let work = || Ok(decode(bytes, place, format));
+fn decode_one(bytes: &[u8], raw: Raw, place: &Location, format: Option<&str>) -> Decoded<Record> {
+    let work = || Ok(decode(bytes, raw, place, format));
     let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(place) });
     caught(Kind::Fault, "reading a record", work).unwrap_or_else(fault)
 }

@@ -51,13 +51,17 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
 /// let both = [&cut[..], b"\n", &answered[..]].concat();
 /// let (traces, _) = read_all(&both, "memory", Options::default())?;
 /// let traces: Vec<_> = traces.into_iter().collect();
-/// assert_eq!((open(&traces, None::<&[&str]>), open(&traces, Some(&["output"]))), (vec![0, 1], vec![1]));
+/// assert_eq!((open(&traces, None::<&[&str]>)?, open(&traces, Some(&["output"]))?), (vec![0, 1], vec![1]));
 /// # Ok::<(), tracegrad_core::Error>(())
 /// ```
-pub fn open<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Vec<usize> {
-    let asked = |trace: &Trace| names.is_none_or(|names| may_answer(&trace.record, names));
-    let odd = |trace: &Trace| !trace.generations.is_empty() && is_open(trace) && asked(trace);
-    (0..traces.len()).filter(|index| odd(&traces[*index])).collect()
+///
+/// # Errors
+/// Where a record cannot be read again.
+pub fn open<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Result<Vec<usize>> {
+    let asked = |trace: &Trace| names.map_or(Ok(true), |names| trace.record().map(|record| may_answer(&record, names)));
+    let odd = |trace: &Trace| Ok(!trace.generations.is_empty() && is_open(trace) && asked(trace)?);
+    let found = (0..traces.len()).map(|index| Ok(odd(&traces[index])?.then_some(index)));
+    found.filter_map(Result::transpose).collect()
 }
 
 /// What a response or a message has in it, however it is called and written.

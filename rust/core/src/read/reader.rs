@@ -7,6 +7,7 @@ use super::source::Source;
 use super::split::{Piece, Splitter};
 use crate::error::{Error, Kind, Location, Result};
 use crate::format::Rejection;
+use crate::raw::Spot;
 use crate::threads;
 use crate::trace::Trace;
 use std::collections::VecDeque;
@@ -89,6 +90,8 @@ pub struct Reader {
     pub(super) waiting: VecDeque<Outcome>,
     /// Records that were cut while those before them were decoded.
     pub(super) ahead: Option<Vec<Piece>>,
+    /// Where the records stand on disk that `records` gave last.
+    pub(super) spots: Vec<Option<Spot>>,
     /// Whether the source never waits, so that reading ahead holds nothing up.
     pub(super) ready: bool,
     pub(super) next_chunk: usize,
@@ -125,9 +128,10 @@ impl Reader {
             file: source.name,
             ready: source.ready,
             ahead: None,
+            spots: Vec::new(),
             limit: source.limit,
             taken: source.taken,
-            splitter: Splitter::new(source.bytes, source.limit),
+            splitter: Splitter::new(source.bytes, source.origin, source.limit),
             next_chunk: FIRST_CHUNK_BYTES.min(options.chunk_bytes),
             options,
             waiting: VecDeque::new(),

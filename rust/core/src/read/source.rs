@@ -2,6 +2,7 @@
 
 use super::waiting::{self, Waiting};
 use crate::error::{Error, Kind, Location, Result};
+use crate::raw::Origin;
 use flate2::read::MultiGzDecoder;
 use std::fs::{File, FileType};
 use std::io::{self, BufReader, Chain, Cursor, IsTerminal, Read};
@@ -17,6 +18,10 @@ pub(super) struct Source {
     pub ready: bool,
     /// Longest record: the limit, less what decompression holds beyond what any reader may.
     pub limit: usize,
+    /// The file that records are left in.
+    pub origin: Option<Arc<Origin>>,
+    /// The stream gives its bytes as they are, not decompressed.
+    stands: bool,
     /// Bytes taken so far, before decompression.
     pub taken: Arc<AtomicU64>,
 }
@@ -47,6 +52,9 @@ const HEADER: usize = 18;
 /// First bytes of a Parquet file.
 const PARQUET: &[u8] = b"PAR1";
 
+/// The records of a smaller file are kept in memory: a file is not held open for so little.
+const FEW: u64 = 1 << 16;
+
 /// Bytes read from the file at once.
 const BLOCK: usize = 1 << 18;
 
@@ -69,7 +77,13 @@ impl Source {
                 .cure(if metadata.is_dir() { "Name a file in it" } else { "Name a file" })
                 .at(&in_file(&name)));
         }
-        Ok(Self { ready: metadata.is_file(), ..Self::new(Box::new(Waiting(file)), &name, limit)? })
+        let file = Arc::new(file);
+        let mut source = Self::new(Box::new(Waiting(Arc::clone(&file))), &name, limit)?;
+        source.ready = metadata.is_file();
+        if source.ready && source.stands && metadata.len() >= FEW {
+            source.origin = Some(Arc::new(Origin::new(path, &file).map_err(|error| fail(&error))?));
+        }
+        Ok(source)
     }
 
     /// Decompresses a byte stream where its first bytes say so.
@@ -90,10 +104,12 @@ impl Source {
             let more = (HEADER - magic.len()) as u64;
             bytes.by_ref().take(more).read_to_end(&mut magic).map_err(|error| unreadable(name, &error))?;
         }
+        let stands = !is_gzip && !is_zstd;
         let window_log = window_log(&magic).max(COMMON_WINDOW_LOG);
         let whole: Chain<_, _> = Cursor::new(magic).chain(bytes);
         let whole = BufReader::with_capacity(BLOCK, whole);
-        let mut source = Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit, taken };
+        let mut source =
+            Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit, origin: None, stands, taken };
         source.bytes = if is_gzip {
             Box::new(MultiGzDecoder::new(whole))
         } else if is_zstd {

@@ -4,17 +4,18 @@
 //! Holds one record and one block at a time. What is inside a record is not looked at beyond strings and brackets.
 
 use super::events;
-use super::held::{BLOCK, Held};
-use super::nesting::{Layout, Nesting};
+use super::held::{BLOCK, Bytes, Held};
+use super::nesting::{Layout, Nesting, without_comma};
 use crate::format::{Reason, Rejection, reject};
+use crate::raw::{Origin, Spot};
 use crate::stop;
 use std::io::{self, Read};
 use std::sync::Arc;
 
 /// What the splitter finds.
 pub(super) enum Piece {
-    /// A record.
-    Record { line: u64, bytes: Arc<[u8]> },
+    /// A record, and where its bytes stand on disk.
+    Record { line: u64, bytes: Bytes, spot: Option<Spot> },
     /// A part of a record that is longer than the limit; `continued` for all parts but the first, which are blocks.
     Overlong { line: u64, bytes: Vec<u8>, continued: bool },
     /// The stream broke here; nothing follows.
@@ -36,7 +37,11 @@ const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
 #[allow(clippy::struct_excessive_bools, reason = "each says something of the bytes that the others do not")]
 pub(super) struct Splitter {
     stream: Box<dyn Read + Send>,
+    /// The file whose bytes the stream gives as they are.
+    origin: Option<Arc<Origin>>,
     buffer: Held,
+    /// Bytes of the stream before the buffer.
+    before: u64,
     /// Where in the buffer the record being read begins.
     start: usize,
     /// Up to where it was scanned.
@@ -64,11 +69,13 @@ pub(super) struct Splitter {
 }
 
 impl Splitter {
-    /// A splitter for records of at most `limit` bytes.
-    pub fn new(stream: Box<dyn Read + Send>, limit: usize) -> Self {
+    /// A splitter for records of at most `limit` bytes; `origin` is a file that the stream gives the bytes of.
+    pub fn new(stream: Box<dyn Read + Send>, origin: Option<Arc<Origin>>, limit: usize) -> Self {
         Self {
             stream,
+            origin,
             buffer: Held::new(limit),
+            before: 0,
             start: 0,
             scanned: 0,
             nesting: Nesting::default(),
@@ -134,6 +141,7 @@ impl Splitter {
         }
         stop::check();
         self.buffer.forget(self.start);
+        self.before += self.start as u64;
         self.scanned -= self.start;
         self.line_start = self.line_start.saturating_sub(self.start);
         self.start = 0;
@@ -291,8 +299,15 @@ impl Splitter {
         if bytes.len() > self.limit {
             return Some(Piece::Overlong { line, bytes: bytes.to_vec(), continued: false });
         }
-        let blank = bytes.trim_ascii().is_empty();
-        (!blank).then(|| Piece::Record { line, bytes: if in_stream { events::record(bytes) } else { bytes.into() } })
+        if bytes.trim_ascii().is_empty() {
+            return None;
+        }
+        if in_stream {
+            return Some(Piece::Record { line, bytes: Bytes::Own(events::record(bytes)), spot: None });
+        }
+        let start = self.before + begin as u64;
+        let spot = self.origin.as_ref().map(|origin| Spot { origin: Arc::clone(origin), start });
+        Some(Piece::Record { line, bytes: self.buffer.share(begin..begin + bytes.len()), spot })
     }
 
     /// Up to where a record that is too long is let go of now, if it is one.
@@ -318,6 +333,7 @@ impl Splitter {
             self.line_cut = true;
         }
         let bytes = self.buffer.take(self.start, end);
+        self.before += end as u64;
         self.scanned -= end;
         self.line_start = self.line_start.saturating_sub(end);
         self.start = 0;
@@ -360,14 +376,6 @@ impl Splitter {
         let bytes = self.buffer.take(self.start, self.buffer.len());
         (self.start, self.scanned, self.line_start) = (0, 0, 0);
         Piece::Broken { line: self.line, bytes, problem }
-    }
-}
-
-/// A line of an array that lost its brackets: the comma behind its object is no part of the record.
-fn without_comma(line: &[u8]) -> &[u8] {
-    match line.trim_ascii_end().strip_suffix(b",").map(<[u8]>::trim_ascii_end) {
-        Some(record) if record.ends_with(b"}") => record,
-        _ => line,
     }
 }
 

@@ -52,7 +52,8 @@ impl Writer {
     /// Writes one trace: the bytes of its record, with line breaks between its tokens made spaces, and a line break.
     pub fn write(&mut self, trace: &Trace) -> Result<()> {
         let Some(sink) = &mut self.sink else { return Ok(()) };
-        write_record(sink.stream(), &trace.record).map_err(|error| unwritable(&self.path, &error))
+        let record = trace.record()?;
+        write_record(sink.stream(), &record).map_err(|error| unwritable(&self.path, &error))
     }
 
     /// Ends the file and gives it its name.

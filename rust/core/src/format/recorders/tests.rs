@@ -2,6 +2,7 @@
 
 use super::super::{Record, decode, forms};
 use crate::error::Location;
+use crate::raw::Raw;
 use crate::trace::{Prompt, Trace};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -41,7 +42,7 @@ fn assert_sound(trace: &Trace) {
 }
 
 fn check(record: &[u8], wanted: Option<&str>) {
-    match decode(&record.into(), &place(), wanted) {
+    match decode(record, Raw::Held(record.into()), &place(), wanted) {
         Ok(Record { trace, .. }) => assert_sound(&trace),
         Err(rejection) => {
             let said = rejection.error.to_string();
@@ -109,7 +110,7 @@ fn every_golden_record_is_sound_by_name_and_without() {
     assert!(records.len() > 20);
     for record in &records {
         let text = record.to_string();
-        let read = decode(&text.as_bytes().into(), &place(), None).unwrap();
+        let read = decode(text.as_bytes(), Raw::Held(b""[..].into()), &place(), None).unwrap();
         assert_sound(&read.trace);
         for form in forms() {
             check(text.as_bytes(), Some(form.name));
@@ -156,7 +157,7 @@ fn many_branches_on_a_long_prompt_are_refused_before_they_fill_memory() {
     nodes.extend(std::iter::repeat_n(leaf, 1000));
     let start = Instant::now();
     let text = json!({"nodes": nodes, "calls": []}).to_string();
-    let rejection = decode(&text.as_bytes().into(), &place(), None).unwrap_err();
+    let rejection = decode(text.as_bytes(), Raw::Held(b""[..].into()), &place(), None).unwrap_err();
     assert_eq!(rejection.reason.name(), "too_long");
     assert!(start.elapsed() < Duration::from_secs(20));
 }

@@ -3,12 +3,13 @@
 use crate::drift::NAMES;
 use crate::error::Location;
 use crate::format::{Record, decode, diagnose};
+use crate::raw::Raw;
 use crate::trace::{Generation, LogprobKind, Pieces, Prompt, Stop, Trace};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock};
+use std::sync::LazyLock;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/servers").join(name)
@@ -30,8 +31,7 @@ static RECORDS: LazyLock<Vec<(String, Vec<String>)>> = LazyLock::new(|| {
 
 fn read(record: &str) -> Result<Record, String> {
     let place = Location { file: Some("golden.jsonl".into()), line: Some(1), ..Location::default() };
-    let bytes: Arc<[u8]> = record.as_bytes().into();
-    decode(&bytes, &place, None).map_err(|rejection| rejection.error.to_string())
+    decode(record.as_bytes(), Raw::Held(b""[..].into()), &place, None).map_err(|rejection| rejection.error.to_string())
 }
 
 fn texts(pieces: Option<&Pieces>) -> Option<Vec<String>> {

@@ -36,7 +36,7 @@ proptest! {
             let stream = Trickle(io::Cursor::new(bytes.clone()), step);
             let mut reader = Reader::from_reader(stream, "f", options).expect("opens");
             let traces: Vec<_> = reader.by_ref().map(|trace| trace.expect("bad ones are skipped")).collect();
-            let found: Vec<_> = traces.iter().map(|t| (t.id.clone(), t.location.line, t.record.to_vec())).collect();
+            let found: Vec<_> = traces.iter().map(|t| (t.id.clone(), t.location.line, t.record().expect("it is held").into_owned())).collect();
             (found, reader.report().bad)
         };
         let skip = Options { on_error: OnError::Skip, ..Options::default() };
