@@ -1,4 +1,5 @@
-//! A chat template: whatever its text, compiling and rendering end, and the spans of a render lie in order in its text.
+//! A chat template: whatever its text, compiling and rendering end, the spans of a render lie in order in its text, and a
+//! session that grows and is cut renders what a render of its own does.
 #![no_main]
 
 mod watched;
@@ -6,7 +7,7 @@ mod watched;
 use libfuzzer_sys::fuzz_target;
 use serde_json::{Map, json};
 use std::sync::Arc;
-use tracegrad_core::template::Template;
+use tracegrad_core::template::{Session, Template};
 
 fuzz_target!(|source: &str| watched::within(256, || rendered(source)));
 
@@ -25,6 +26,13 @@ fn rendered(source: &str) {
     ];
     let tools = Arc::new(json!([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]));
     let messages: Vec<_> = messages.iter().collect();
+    let mut session = Session::default();
+    for count in [2, 3, 5, 1, 4, 5] {
+        let next = template.render_next(&mut session, &messages[..count], Some(&tools), true, &Map::new());
+        if let Ok(alone) = template.render(&messages[..count], Some(&tools), true, &Map::new()) {
+            assert_eq!(next.expect("a session renders what can be rendered"), alone);
+        }
+    }
     let rendered = match template.render(&messages, Some(&tools), true, &Map::new()) {
         Ok(rendered) => rendered,
         Err(error) => return watched::told(&error),

@@ -109,6 +109,7 @@ fn add_operators(paid: &mut Paid<'_>) {
 pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> Result<String> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
+    turns::forget();
     limits::start(size);
     template.render(context).map_err(|error| failure(&error))
 }

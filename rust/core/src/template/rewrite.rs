@@ -12,6 +12,10 @@ use reader::Reader;
 /// Depth of nested expressions, as the engine's parser has it.
 const DEPTH: usize = 150;
 
+/// Functions and variables that only `resumable`, `statements` and the environment write.
+const OURS: [&str; 8] =
+    ["__load", "__begins", "__restores", "__has", "__kept", "__ended", "__clock", "__generation_marks"];
+
 /// Bytes of a constant that is compared without being counted.
 const SHORT: usize = 64;
 
@@ -190,6 +194,7 @@ impl Reader<'_> {
         match self.take() {
             // A block of the template by its name, which could call itself; no chat template does.
             Token::Name("self") => None,
+            Token::Name(name) if OURS.contains(&name) => None,
             Token::Name(name) => Some(name.to_owned()),
             Token::Literal(first) => {
                 let mut text = first.to_owned();

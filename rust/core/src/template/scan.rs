@@ -309,7 +309,7 @@ mod tests {
 
     #[test]
     fn what_is_no_expression_is_reported() {
-        for source in ["{{ a b }}", "{% do x %}", "{% for x y %}", "{{ (a }}", "{{ x[1 2] }}"] {
+        for source in ["{{ a b }}", "{% do x %}", "{% for x y %}", "{{ (a }}", "{{ x[1 2] }}", "{{ __begins() }}"] {
             let error = scan(&format!("\n{source}")).unwrap_err().what;
             assert!(error.contains(source) && error.ends_with("(line 2)"), "{error}");
         }

@@ -129,6 +129,11 @@ pub(super) fn begin(plan: &Arc<Resumable>, earlier: Option<&[Ran]>, common: usiz
     WRITTEN.set(0);
 }
 
+/// Forgets a run that was noted and did not end: a panic may have left it.
+pub(super) fn forget() {
+    RUN.take();
+}
+
 /// Ends it.
 pub(super) fn end() -> Outcome {
     let Run { ran, goal, skips, fuel, spent, .. } = RUN.take();

@@ -1,7 +1,9 @@
 //! A session renders what a render of its own does, whatever was rendered before.
 
 use super::Session;
-use crate::template::{Rendered, Template};
+use crate::template::conversation::Conversation;
+use crate::template::limits::Size;
+use crate::template::{Rendered, Template, environment, turns};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -93,7 +95,7 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> (usize, usize) {
         let expected = shown(alone.render(&messages, tools.as_ref(), prompt, &kwargs));
         assert_eq!(found, expected, "seed {seed}\n{source}\n{messages:?}");
         renders += usize::from(found.is_ok());
-        skipped += super::super::turns::skipped();
+        skipped += turns::skipped();
     }
     (skipped, renders)
 }
@@ -208,4 +210,20 @@ fn real_templates_render_in_a_session_what_they_render_alone() {
     }
     println!("{skipped} items skipped in {renders} renders; {going_on} of {} templates go on", found.len());
     assert!(found.is_empty() || 2 * going_on > found.len());
+}
+
+#[test]
+fn a_run_that_did_not_end_is_forgotten() {
+    let source = "{% for m in messages %}{{ m.content }}{{ raise_exception('b') if m.content == 'b' }}{% endfor %}";
+    let template = Template::compile(source, &[]).unwrap();
+    let message = |content: &str| json!({"role": "user", "content": content});
+    let (a, b) = (message("a"), message("b"));
+    // As a panic leaves it: within the loop, and not ended.
+    turns::begin(template.resumable.as_ref().unwrap(), None, 0, 2);
+    let values = Conversation::new(&[&a, &b]).unwrap();
+    let values: Vec<_> = (0..2).map(|at| values.value(at, false, None)).collect();
+    let context = minijinja::context! { messages => turns::Messages::value(values.into()) };
+    environment::render_noted(&template.env, context, Size { messages: 2, bytes: 2 }).unwrap_err();
+    assert_eq!(&*template.render(&[&a, &a], None, false, &Map::new()).unwrap().text, "aa");
+    assert!(turns::end().ran.is_empty());
 }
