@@ -270,7 +270,7 @@ impl Reading {
             self.outer.iter().filter(|(_, is_namespace)| *is_namespace).map(|(name, _)| name.clone()).collect();
         let variables: BTreeSet<String> =
             self.outer.iter().filter(|(_, is_namespace)| !is_namespace).map(|(name, _)| name.clone()).collect();
-        if !namespaces.is_disjoint(&variables) || namespaces.iter().any(|name| self.inner.contains(name)) {
+        if namespaces.iter().any(|name| self.inner.contains(name)) {
             return None;
         }
         if self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {

@@ -149,6 +149,7 @@ fn goal(plan: &Resumable, ran: &[Ran], common: usize, count: usize) -> Option<Go
     let ahead = usize::from(plan.looks_ahead[ran.number]);
     // An item is left to run, so that what the loop leaves behind is what this run made.
     let most = common.saturating_sub(ran.first + ahead).min(count.saturating_sub(ran.first + 1));
+    // What a place had seen holds for all behind it.
     let fits = |place: &Place| !place.seen.all && place.seen.read <= common;
     let fitting = ran.places.iter().take_while(|place| fits(place)).count();
     let skip = most.min(fitting.saturating_sub(1));
@@ -298,8 +299,6 @@ impl Run {
         self.shift = place.text - goal.ran.before;
         self.fuel = place.fuel.saturating_sub(fuel);
         self.spent = place.spent.saturating_sub(spent);
-        let seen = SEEN.get();
-        SEEN.set(Seen { all: seen.all || place.seen.all, read: seen.read.max(place.seen.read) });
     }
 }
 

@@ -83,7 +83,8 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> (usize, usize) {
             let at = draw.below(next.len());
             next[at] = draw.message(at, seed.is_multiple_of(3));
         }
-        (0..=draw.below(3)).for_each(|_| next.push(draw.message(next.len(), seed.is_multiple_of(3))));
+        let more = draw.below(4).max(usize::from(next.is_empty()));
+        (0..more).for_each(|_| next.push(draw.message(next.len(), seed.is_multiple_of(3))));
         versions.push(next);
     }
     let mut session = Session::default();
@@ -101,7 +102,12 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> (usize, usize) {
 }
 
 /// Loops whose text for a message depends on what comes later, or on what came before.
-const TEMPLATES: [(&str, bool); 22] = [
+const TEMPLATES: [(&str, bool); 24] = [
+    ("{% for m in messages[messages|length - 2:] %}{{ m.role }}{% endfor %}", true),
+    (
+        "{% set n = namespace(a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{{ m.role }}{% endfor %}{{ n.a }}{% if messages[0].content %}{% set n = 5 %}{% endif %}{{ n }}",
+        true,
+    ),
     (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
         true,
