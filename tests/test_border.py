@@ -27,7 +27,17 @@ MODEL = ROOT / "examples" / "quickstart" / "model"
 # Functions that only hand out what is held already: nothing in them can fail.
 PLAIN = {
     *("__len__", "__deepcopy__", "__reduce__", "take", "concatenate", "format", "id", "location", "group", "reward"),
-    *("rewards", "model", "record", "messages", "message_rewards", "conversation", "tools", "template_kwargs"),
+    *(
+        "rewards",
+        "model",
+        "record",
+        "record_size",
+        "messages",
+        "message_rewards",
+        "conversation",
+        "tools",
+        "template_kwargs",
+    ),
     *("generations", "reward_column", "columns", "abandon", "has_generation", "has_template", "name", "eos_ids"),
     *("spelling", "report", "token_bytes", "id_of_bytes", "id_of_added", "is_special", "is_added", "model_vocab_size"),
 }
