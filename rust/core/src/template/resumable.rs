@@ -148,7 +148,7 @@ impl Reading {
         }
         let Token::Name(word) = tokens.first()? else { return None };
         self.statement(number, word, &tokens[1..])?;
-        let open = self.open.len() - usize::from(matches!(*word, "else" | "elif"));
+        let open = self.open.len().saturating_sub(usize::from(matches!(*word, "else" | "elif")));
         self.local.retain(|(_, blocks)| *blocks <= open);
         Some(())
     }

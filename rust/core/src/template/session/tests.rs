@@ -219,6 +219,14 @@ fn real_templates_render_in_a_session_what_they_render_alone() {
 }
 
 #[test]
+fn what_closes_or_parts_no_block_is_refused_by_the_engine() {
+    for source in ["{% else %}", "{% elif a %}", "{% endfor %}", "{% endif %}{% for m in messages %}{% endfor %}"] {
+        let refused = Template::compile(source, &[]).unwrap_err().to_string();
+        assert!(!refused.contains("fault"), "{refused}");
+    }
+}
+
+#[test]
 fn a_run_that_did_not_end_is_forgotten() {
     let source = "{% for m in messages %}{{ m.content }}{{ raise_exception('b') if m.content == 'b' }}{% endfor %}";
     let template = Template::compile(source, &[]).unwrap();
