@@ -87,13 +87,14 @@ impl Template {
         work(passed / PASSED_PER_UNIT)?;
         let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
         let tags = std::mem::take(&mut slot.tags);
-        let Ok(marked) = self.run_on(marking.call, slot, values, tools, Some(&marking.alphabet)) else {
+        let found = match self.run_on(marking.call, slot, values, tools, Some(&marking.alphabet)) {
+            Ok(marked) => believed(marked, &marking.alphabet, text, &tags),
             // What was only too slow must not give other spans than on a faster machine.
-            return in_time().map(|()| (None, edges));
+            Err(_) => in_time().map(|()| None),
         };
-        let found = believed(marked, &marking.alphabet, text, &tags)?;
+        // The values of the slot hold the marks of these, whatever came of the run.
         slot.tags = tags;
-        Ok((found, edges))
+        Ok((found?, edges))
     }
 
     /// What a render with marks on some of them tells.
