@@ -177,6 +177,8 @@ def test_long_traces_weigh_more_in_the_baseline_of_opo():
     assert opo([1.0, 2.0], [0, 0], [0, 0]).tolist() == [0.0, 0.0]
     with pytest.raises(ArgumentError, match="the least is -1"):
         opo([1.0, 2.0], [1, -1], [0, 0])
+    with pytest.raises(ArgumentError, match=r"lengths have shape \(3,\) for 2 traces"):
+        opo([1.0, 2.0], [1, 2, 3], [0, 0])
 
 
 def test_gpg_makes_up_for_what_carries_no_gradient():

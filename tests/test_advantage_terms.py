@@ -1,5 +1,7 @@
 """advantage, within a trace: rewards of terms and of turns, flat arrays with the trace of each term."""
 
+from dataclasses import FrozenInstanceError
+
 import numpy as np
 import pytest
 
@@ -190,7 +192,7 @@ def test_what_a_trace_pays_is_never_guessed():
         kl_in_reward([1.0], [-1.0], [-1.0], [0], coef=-0.1)
     with pytest.raises(ArgumentError, match="kind"):
         kl_in_reward([1.0], [-1.0], [-1.0], [0], coef=0.1, kind="k4")
-    with pytest.raises(ArgumentError, match="runs to 1, of 1 traces"):
+    with pytest.raises(ArgumentError, match="runs from 1 to 1, of 1 traces"):
         kl_in_reward([1.0], [-1.0], [-1.0], [1], coef=0.1)
 
 
@@ -199,5 +201,7 @@ def test_the_coefficient_follows_its_target_within_a_fifth():
     assert start.after(kl=0.55, traces=5).coef == pytest.approx(1.05)
     assert start.after(kl=50.0, traces=5).coef == pytest.approx(1.1)
     assert start.after(kl=0.0, traces=5).coef == pytest.approx(0.9)
+    with pytest.raises(FrozenInstanceError):
+        start.coef = 2.0  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ArgumentError, match=r"AdaptiveKl\.target is 0"):
         AdaptiveKl(coef=1.0, target=0, horizon=1)

@@ -83,6 +83,29 @@ def test_a_restored_run_goes_on_bit_for_bit(run):
     np.testing.assert_array_equal(progress.logprobs["old"], PROGRESS.logprobs["old"])
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer whose state begins with what is no tensor."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("calls", 3)
+        return super().step(closure)
+
+
+def test_state_that_is_no_tensor_is_kept_beside_that_which_is(run):
+    model, _, tmp = run
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    stepped(model, optimizer, 1)
+    path = save((model, optimizer, tmp))
+    again = tiny_model(seed=9)
+    other = Counting(again.parameters(), lr=0.1, momentum=0.9)
+    checkpoint.restore(path, again, other)
+    for old, new in zip(model.parameters(), again.parameters(), strict=True):
+        assert other.state[new]["calls"] == 3
+        assert torch.equal(optimizer.state[old]["momentum_buffer"], other.state[new]["momentum_buffer"])
+
+
 def test_only_the_newest_stay(run):
     for step in (1, 2, 3):
         save(run, step)
@@ -158,6 +181,10 @@ def test_every_file_that_is_missing_cut_or_changed_is_found_and_the_checkpoint_b
             ):
                 resume(path)
             file.write_bytes(whole)
+    (path / "resume" / "state" / "more.safetensors").write_bytes(whole)
+    with pytest.raises(ReadError, match="not of this checkpoint"):
+        resume(path)
+    (path / "resume" / "state" / "more.safetensors").unlink()
     (path / "resume" / "state" / "more.safetensors").symlink_to("/etc/passwd")
     with pytest.raises(ReadError, match=r"a link|not of this checkpoint"):
         resume(path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peer_code import trl_importance_ratio
 from tracegrad import presets
 from tracegrad.algebra import LOG_RATIO_LIMIT, Clamp, Gate, Identity, Level, Ratio, Reduce, Weight, Window
-from tracegrad.correction import correct
+from tracegrad.correction import correct, proximal_alpha
 from tracegrad.errors import ArgumentError
 
 NAN = float("nan")
@@ -168,8 +168,15 @@ class TestLayouts:
             correct(OLD, ROLLOUT, trace=TRACE, turn=np.zeros(4))
         with pytest.raises(ArgumentError, match=r"mask is \(2, 4\)"):
             correct(self.old, self.rollout, mask=self.mask[:2])
+        with pytest.raises(ArgumentError, match=r"mask is \(3, 4\) but the logprobs are \(2, 4\)"):
+            correct(self.old[:2], self.rollout[:2], mask=self.mask)
         with pytest.raises(ArgumentError, match="both None"):
             correct(None, None, trace=TRACE)
+
+    def test_the_proximal_of_an_unknown_version_is_that_of_the_rollout(self):
+        assert proximal_alpha([0, 0], -1, 1).tolist() == [0.0, 0.0]
+        with pytest.raises(ArgumentError, match="proximal is -2"):
+            proximal_alpha([0], -2, 1)
 
     def test_no_terms_are_no_error(self):
         found = correct(np.zeros(0), np.zeros(0), trace=np.zeros(0, int), weights=[TIS])

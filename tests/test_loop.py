@@ -307,7 +307,7 @@ def test_metrics_are_worked_by_hand():
         corrected=Corrected(np.ones(3), keep, np.ones(3), {}, {}),
         logprobs=np.array([-0.5, -1.0, -3.0], np.float32),
         entropy=np.array([1.0, 2.0, 6.0], np.float32),
-        ratio=np.array([np.exp(0.5), 1.0, 1.0], np.float32),
+        ratio=np.array([np.exp(0.5), 0.5, 1.0], np.float32),
         clipped=keep & [True, False, False],
         gradient=np.zeros(3, np.float32),
         weight=np.ones(3, np.float32),
@@ -322,10 +322,10 @@ def test_metrics_are_worked_by_hand():
     assert found["kl_old"] == pytest.approx(
         ((np.exp(0.5) - 1.5) + 0 + (np.exp(-2.0) + 1)) / 3
     )  # theta - old: 0.5, 0, -2
-    assert found["ratio_mean"] == pytest.approx((np.exp(0.5) + 1) / 2)
+    assert found["ratio_mean"] == pytest.approx((np.exp(0.5) + 0.5) / 2)
     assert found["ratio_max"] == pytest.approx(np.exp(0.5))
     assert found["clip_fraction"] == pytest.approx(1 / 3)
-    assert found["clip_fraction_any"] == pytest.approx(1 / 3)
+    assert found["clip_fraction_any"] == pytest.approx(2 / 3)  # one above and one below the bounds
     assert found["frac_zero_advantage"] == 0.5
 
 

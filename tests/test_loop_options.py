@@ -80,7 +80,7 @@ def mask_even(_=None):
 def tolerance(_=None):
     """A row of tests/test_every_option.py."""
     for how in ("filter__even_groups", "filter__mask_even"):
-        for within, wanted in ((0.2, 2), (0.25, 1)):
+        for within, wanted in ((0.2, 2), (0.25, 1), (0.3, 1)):
             found = of_groups([[0.0], [0.75]], **{how: True}, filter__tolerance=within)
             assert len(np.unique(found.sequences.group[found.trained])) == wanted
 

@@ -100,6 +100,12 @@ def test_a_stable_phase_may_be_made_longer(tmp_path):
             check_rates(tmp_path, schedule, 80, before, 38)
 
 
+def test_a_schedule_has_no_rate_behind_its_last_step():
+    for step in (6, 9):
+        with pytest.raises(ArgumentError, match=f"step {step + 1} of a schedule of 6 steps"):
+            share(Schedule("linear"), step, 6)
+
+
 def test_a_run_of_ones_own_steps_must_be_told_how_many(traces, tmp_path):
     linear = told(schedule__name="linear")
     [step, *_] = steps_of(traces, presets.DAPO_DIRECT, 0)

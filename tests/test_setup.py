@@ -72,6 +72,8 @@ def test_ids_without_a_row_in_the_embedding_or_the_head_are_refused_before_anyth
     for wrong in (48, -1):
         with pytest.raises(ArgumentError, match=rf"trace '7': token id {wrong} stands in it, and the model has 48"):
             check_vocabulary(replace(s, ids=np.r_[s.ids[:-1], wrong].astype(np.int32)), model)
+    with pytest.raises(ArgumentError, match=r"trace '0': token id 48"):
+        check_vocabulary(replace(s, ids=np.r_[48, s.ids[1:]].astype(np.int32)), model)
     model.lm_head = torch.nn.Linear(16, int(s.ids.max()), bias=False)
     with pytest.raises(ArgumentError, match="stands in it"):
         check_vocabulary(s, model)

@@ -92,13 +92,18 @@ def test_sampled_terms_are_whole_groups_within_the_bound(tmp_path, stepped, monk
     from tracegrad.learner import keeper as room
 
     monkeypatch.setattr(room, "_MEGA", 2400)  # a bound of 2,400 bytes: half of 12 traces * (9 * 24 + 6 * 41)
-    keeper = Keeper(tmp_path, Kept(megabytes=1), objective)
-    for number in range(1, 40):
-        keeper.step(number, step, outcome, found, passes=1)
-    keeper.close()
-    read = Terms(tmp_path)
-    rows = sorted(int(name) for name in read.sequences(read.sets()[0]).trace_ids)
-    assert 0 < len(rows) < 12
+
+    def sampled(world):
+        keeper = Keeper(tmp_path, Kept(megabytes=1), objective, world=world)
+        for number in range(1, 40):
+            keeper.step(number, step, outcome, found, passes=1)
+        keeper.close()
+        read = Terms(tmp_path)
+        return read, sorted(int(name) for name in read.sequences(read.sets()[0]).trace_ids)
+
+    _, of_half = sampled(world=2)
+    read, rows = sampled(world=1)
+    assert 0 < len(of_half) < len(rows) < 12
     assert all({3 * (row // 3), 3 * (row // 3) + 1, 3 * (row // 3) + 2} <= set(rows) for row in rows)
     assert len(read.files()) < 39  # the bound ended it
 
@@ -114,8 +119,8 @@ def test_a_resumed_run_takes_back_what_it_takes_again(tmp_path, stepped):
     for number in (1, 2, 3):
         keeper.step(number, step, outcome, found)
     keeper.close()
-    Keeper(tmp_path, Kept(keep="all"), objective, taken=2).close()
-    assert [number for number, _ in Terms(tmp_path).files()] == [1, 2]
+    Keeper(tmp_path, Kept(keep="all"), objective, taken=1).close()
+    assert [number for number, _ in Terms(tmp_path).files()] == [1]
     Keeper(tmp_path, Kept(keep="all"), objective, taken=0).close()
     assert not list((tmp_path / "terms").iterdir())
 

@@ -60,9 +60,9 @@ def terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[np.int
 def rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
     """[M] rows of traces, checked against the number of traces."""
     owner = arrays.integers(trace, "trace")
-    if owner.ndim != 1 or (len(owner) and not 0 <= owner.min() <= owner.max() < total):
+    if len(owner) and not 0 <= owner.min() <= owner.max() < total:
         raise ArgumentError(
-            f"trace has shape {owner.shape} and runs to {owner.max() if owner.size else None}, of {total} traces. "
+            f"trace runs from {owner.min()} to {owner.max()}, of {total} traces. "
             "A term would have another trace's reward. Pass the row, from 0, of each term's trace."
         )
     return owner

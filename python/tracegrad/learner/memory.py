@@ -55,7 +55,11 @@ class Memory:
         }[setting]
 
     def sentence(self, fsdp: bool) -> str:
-        """What it does, for the one who reads the run."""
+        """What it does, for the one who reads the run.
+
+        >>> Memory.of("balanced").sentence(fsdp=False)
+        'layers are computed again in the backward pass, logits take 256 MiB at most'
+        """
         said = ["layers are computed again in the backward pass" if self.recompute else "activations are kept"]
         if fsdp:
             said.append("parameters are gathered twice" if self.reshard else "parameters stay gathered in a pass")
