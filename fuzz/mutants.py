@@ -31,8 +31,27 @@ PYTHON = {
     "algebra": ["algebra", "idle", "every_field", "objective", "teeth_objective", "own_loss"],
     "batch": ["batch", "cost", "moving", "sharing", "ragged"],
     "correction": ["correction", "correction_parts", "correction_step", "conventions", "twins"],
-    "learner": "learner teeth_learner loop loop_options rates checkpoint adapted run setup terms".split(),
-    "objective": "objective objective_presets teeth_objective every_objective every_field idle policy_loss".split(),
+    "learner": [
+        "adapted",
+        "checkpoint",
+        "learner",
+        "loop",
+        "loop_options",
+        "rates",
+        "run",
+        "setup",
+        "teeth_learner",
+        "terms",
+    ],
+    "objective": [
+        "every_field",
+        "every_objective",
+        "idle",
+        "objective",
+        "objective_presets",
+        "policy_loss",
+        "teeth_objective",
+    ],
 }
 RUST = ("align", "format", "pack", "ratio", "read", "template", "tokenizer")
 KEPT = ("docs", "examples", "fuzz", "tests", "python", "pyproject.toml", "README.md", "PARITY.md")
