@@ -1,10 +1,12 @@
 //! Charges a render's budget for what an operation reads before it runs: one wrapper around every filter, test and function.
 //!
-//! How much there is, and when the clock is looked at, is left to `limits`. Called by `environment`, `filters`,
+//! How much there is, and when the clock is looked at, is left to `limits`. The same wrapper has `watch` look at the
+//! arguments. Called by `environment`, `filters`,
 //! `operators` and `methods`.
 
 use super::generator::Generator;
 use super::limits::{NESTING, NODES, Range, largest, work};
+use super::watch;
 use minijinja::functions::Function;
 use minijinja::value::{ArgType, DynObject, FunctionArgs, FunctionResult, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};
@@ -72,7 +74,7 @@ impl Paid<'_> {
         Rv: FunctionResult,
         Args: for<'a> FunctionArgs<'a>,
     {
-        self.0.add_filter(name, paid(reads, Value::from_function(filter)));
+        self.0.add_filter(name, paid(name, reads, Value::from_function(filter)));
     }
 
     /// A filter that takes its arguments as they are.
@@ -80,8 +82,10 @@ impl Paid<'_> {
     where
         F: Fn(&mut State, &[Value]) -> Result<Value, Error> + Send + Sync + 'static,
     {
+        let tells = watch::tells(name);
         self.0.add_filter(name, move |state: &mut State, arguments: Arguments<'_>| {
             charge(arguments.0, reads)?;
+            watch::look(arguments.0, tells);
             filter(state, arguments.0)
         });
     }
@@ -92,7 +96,7 @@ impl Paid<'_> {
         Rv: FunctionResult,
         Args: for<'a> FunctionArgs<'a>,
     {
-        self.0.add_test(name, paid(reads, Value::from_function(test)));
+        self.0.add_test(name, paid(name, reads, Value::from_function(test)));
     }
 
     /// A test that looks at what its value is, and at nothing in it.
@@ -109,13 +113,19 @@ impl Paid<'_> {
         Rv: FunctionResult,
         Args: for<'a> FunctionArgs<'a>,
     {
-        self.0.add_function(name, paid(reads, Value::from_function(function)));
+        self.0.add_function(name, paid(name, reads, Value::from_function(function)));
     }
 }
 
-fn paid(reads: Reads, inner: Value) -> impl Fn(&mut State, Arguments<'_>) -> Result<Value, Error> + Send + Sync {
+fn paid(
+    name: &str,
+    reads: Reads,
+    inner: Value,
+) -> impl Fn(&mut State, Arguments<'_>) -> Result<Value, Error> + Send + Sync + use<> {
+    let tells = watch::tells(name);
     move |state: &mut State, arguments: Arguments<'_>| {
         charge(arguments.0, reads)?;
+        watch::look(arguments.0, tells);
         inner.call(state, arguments.0)
     }
 }

@@ -6,6 +6,7 @@
 use super::charge::{compared, hashed};
 use super::limits::work;
 use super::operators::{floats, operands, refused, whole};
+use super::watch::{self, Tells};
 use minijinja::Error;
 use minijinja::value::{DynObject, Value, ValueKind};
 use std::cmp::Ordering;
@@ -18,7 +19,10 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
         ValueKind::String => {
             let text = container.as_str().unwrap_or_default();
             work(1 + text.len() / 16)?;
-            item.as_str().map(|item| text.contains(item)).ok_or_else(fails)
+            let item = item.as_str().ok_or_else(fails)?;
+            let found = text.contains(item);
+            watch::pair(text, item, found, |text, item| text.contains(item));
+            Ok(found)
         }
         ValueKind::Map
             if matches!(item.kind(), ValueKind::Map) || item.kind() == ValueKind::Seq && !item.is_tuple() =>
@@ -27,6 +31,7 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
         }
         ValueKind::Map => {
             hashed(item)?;
+            watch::look(std::slice::from_ref(item), Tells::All);
             Ok(container.as_object().and_then(|object: &DynObject| object.get_value(item)).is_some())
         }
         ValueKind::Seq | ValueKind::Iterable => {
@@ -45,10 +50,14 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
 pub(super) fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
     if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
         work(1 + a.len().min(b.len()) / 64)?;
+        watch::pair(a, b, a == b, |a, b| a == b);
         return Ok(a == b);
     }
     compared(left)?;
     compared(right)?;
+    if left.as_object().is_some() && right.as_object().is_some() {
+        watch::look(&[left.clone(), right.clone()], Tells::All);
+    }
     Ok(left == right)
 }
 
@@ -84,6 +93,8 @@ pub(super) fn compare(values: &[Value]) -> Result<bool, Error> {
 fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>, Error> {
     if let (Some(a), Some(b)) = (left.as_str(), right.as_str()) {
         work(1 + a.len().min(b.len()) / 64)?;
+        watch::pair(a, b, a < b, |a, b| a < b);
+        watch::pair(a, b, a == b, |a, b| a == b);
         return Ok(Some(a.cmp(b)));
     }
     if left.kind() == ValueKind::Seq && right.kind() == ValueKind::Seq && left.is_tuple() == right.is_tuple() {

@@ -6,6 +6,7 @@ use super::containers::{merged, record};
 use super::marks::{Marker, Used};
 use super::rendered::Field;
 use super::renders::same;
+use super::rewrite::UNMARKED;
 use super::value::{contained, note, plain, size};
 use crate::error::{Error, Kind, Result};
 use crate::trace::value_of;
@@ -268,6 +269,7 @@ fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>
             contained(Value::from(items), message, marker)
         }
         Json::Object(map) => {
+            present.doubt |= map.keys().any(|key| UNMARKED.contains(&key.as_str()));
             let pairs: Vec<(&str, Value)> =
                 map.iter().map(|(key, value)| (key.as_str(), argument_value(value, message, marker))).collect();
             contained(record(pairs.into_iter()), message, marker)

@@ -11,6 +11,7 @@ use super::limits::{self, Size};
 use super::methods;
 use super::predicates;
 use super::scan::GENERATION_FILTER;
+use super::watch::{self, Tells};
 use super::{comparisons, operators, slices, turns};
 use crate::error::{Error, Kind, Result};
 use minijinja::syntax::SyntaxConfig;
@@ -215,12 +216,16 @@ fn mark_generation(state: &State, body: &str) -> String {
 fn tojson(values: &[Value]) -> Result<Value, JinjaError> {
     let (value, more) = values.split_first().ok_or_else(|| JinjaError::from(ErrorKind::MissingArgument))?;
     let tagged = value.downcast_object_ref::<Tagged>();
+    watch::look(more, Tells::All);
     let style = if more.is_empty() {
         Style::default()
     } else {
         let (positional, kwargs): (&[Value], Kwargs) = from_args(more)?;
         Style::from_arguments(positional, &kwargs)?
     };
+    if style.ensure_ascii {
+        watch::look(std::slice::from_ref(value), Tells::All);
+    }
     match tagged {
         Some(tagged) if style == Style::default() => tagged.json(),
         Some(tagged) => Ok(Value::from(tagged.enclose(&dumps(value, &style)?))),

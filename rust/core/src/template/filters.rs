@@ -8,6 +8,7 @@ use super::json::python_str;
 use super::limits::{self, made, make_items};
 use super::methods::{joined, replaced, strip};
 use super::operators::{self, add as plus, allow_format};
+use super::watch::{self, Tells};
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, filters};
@@ -134,11 +135,23 @@ fn text_of(value: &Value) -> Result<Cow<'_, str>, Error> {
 
 fn trim(value: &Value, chars: Option<&str>) -> Result<Value, Error> {
     let text = text_of(value)?;
-    made(Value::from(strip(&text, chars, true, true)))
+    let cut = |text: &str| Value::from(strip(text, chars, true, true));
+    let result = made(cut(&text))?;
+    watch::look(chars.map(Value::from).as_slice(), Tells::Strings);
+    watch::repeat(&[value], &result, |plain| Ok(cut(&text_of(&plain[0])?)))?;
+    Ok(result)
 }
 
-fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<String, Error> {
-    replaced(&text_of(value)?, old, new, count)
+fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<Value, Error> {
+    let replace = |all: &[&Value]| {
+        let [text, old, new] = [text_of(all[0])?, text_of(all[1])?, text_of(all[2])?];
+        replaced(&text, &old, &new, count).map(Value::from)
+    };
+    let (old, new) = (Value::from(old), Value::from(new));
+    let all = [value, &old, &new];
+    let result = replace(&all)?;
+    watch::repeat(&all, &result, |plain| replace(&plain.iter().collect::<Vec<_>>()))?;
+    Ok(result)
 }
 
 /// `len`, and 0 for what is undefined, as Jinja has it.

@@ -24,28 +24,54 @@ const MARKS: usize = 500_000;
 const PASSED_PER_UNIT: usize = 4;
 
 /// What the marked renders of one call share.
-struct Marking<'a> {
-    call: &'a Call<'a, 'a>,
+struct Marking {
+    keep_null: bool,
     alphabet: Alphabet,
     schemas: Option<Marked>,
 }
 
+/// What became of a marked render.
+#[derive(Default)]
+struct Tried {
+    /// Its text without marks, and what these say; `None` where it failed, or has more marks than are read.
+    read: Option<(String, Found)>,
+    /// Whether it may have told a marked string from a plain one.
+    noticed: bool,
+    /// Whether it matters for any string that marks stand inside or outside whitespace.
+    edges: bool,
+}
+
 impl Template {
-    /// Adds to `text` what marked renders tell of it.
+    /// The text of a call, and where each message stands in it.
     ///
     /// # Errors
-    /// `Kind::Template` where the time of the call is over.
-    pub(super) fn with_provenance(&self, call: &Call<'_, '_>, slots: &mut Slots, text: Arc<str>) -> Result<Rendered> {
-        self.with_spans(call, slots, text).map_err(|error| failure(&error))
+    /// `Kind::Template` where the template fails, or where the time of the call is over.
+    pub(super) fn with_provenance(&self, call: &mut Call<'_, '_>, slots: &mut Slots) -> Result<Rendered> {
+        let late = |error: minijinja::Error| failure(&error);
+        let Some(marking) = self.marking(call) else {
+            let text = self.plain(call, slots)?;
+            return self.searched(call, text, Found::default()).map_err(late);
+        };
+        let first = self.all_marked(call, &marking, slots, Selection::Outside).map_err(late)?;
+        #[cfg(debug_assertions)]
+        if let Some((text, _)) = first.read.as_ref().filter(|_| !first.noticed) {
+            let plain = self.plain(call, &mut Slots::default());
+            assert!(plain.as_ref().is_ok_and(|plain| **plain == **text), "{text:?} was not noticed to be {plain:?}");
+        }
+        let text = match &first.read {
+            // The run did what the run without marks does, so its text is that one's.
+            Some((text, _)) if !first.noticed => Arc::from(text.as_str()),
+            _ => self.plain(call, slots)?,
+        };
+        self.with_spans(call, &marking, slots, text, first).map_err(late)
     }
 
-    fn with_spans(&self, call: &Call<'_, '_>, slots: &mut Slots, text: Arc<str>) -> Result<Rendered, minijinja::Error> {
+    /// The marks of a call's strings, or none where the input leaves no characters for them.
+    fn marking(&self, call: &Call<'_, '_>) -> Option<Marking> {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
         let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
-        let Some(alphabet) = Alphabet::avoiding(used) else {
-            return self.searched(call, text, Found::default());
-        };
+        let alphabet = Alphabet::avoiding(used)?;
         // Remembered schemas carry the marks of an input without noncharacters.
         let schemas = call.tools.as_ref().map(|tools| {
             if used.is_empty() {
@@ -54,78 +80,96 @@ impl Template {
                 Marked::new(&tools.json, alphabet.clone(), &self.literals)
             }
         });
-        let marking = Marking { call, alphabet, schemas };
+        Some(Marking { keep_null: call.keep_null, alphabet, schemas })
+    }
+
+    /// `text` with what its marked renders tell, `first` being the first of them.
+    fn with_spans(
+        &self,
+        call: &Call<'_, '_>,
+        marking: &Marking,
+        slots: &mut Slots,
+        text: Arc<str>,
+        first: Tried,
+    ) -> Result<Rendered, minijinja::Error> {
+        // What failed without its null keys is marked with them.
+        let mut first = Some(first).filter(|_| call.keep_null == marking.keep_null);
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
-            let (found, edges) = self.all_marked(&marking, slots, &text, selection)?;
-            match found {
-                Some(found) if found.balanced => {
-                    let Found { spans, generation, .. } = found;
+            let tried = first.take().map_or_else(|| self.all_marked(call, marking, slots, selection), Ok)?;
+            match tried.read.filter(|(plain, _)| **plain == *text) {
+                Some((_, Found { spans, generation, balanced: true })) => {
                     return Ok(Rendered { text, spans, generation, exact_provenance: true });
                 }
-                Some(found) => return self.searched(call, text, found),
-                None if !edges => break,
+                Some((_, found)) => return self.searched(call, text, found),
+                None if !tried.edges => break,
                 None => {}
             }
         }
-        let found = self.one_by_one(&marking, &text)?;
+        let found = self.one_by_one(call, marking, &text)?;
         self.searched(call, text, found)
     }
 
-    /// What a render with marks on all messages tells, if taking its marks out gives `text`; and whether it matters for
-    /// any string that marks stand inside or outside whitespace.
+    /// A render with marks on all messages.
     fn all_marked(
         &self,
-        marking: &Marking<'_>,
+        call: &Call<'_, '_>,
+        marking: &Marking,
         slots: &mut Slots,
-        text: &str,
         selection: Selection,
-    ) -> Result<(Option<Found>, bool), minijinja::Error> {
-        let Some(slot) = slots.marked(selection) else { return Ok((None, false)) };
+    ) -> Result<Tried, minijinja::Error> {
+        let Some(slot) = slots.marked(selection) else { return Ok(Tried::default()) };
         let tags = marking.schemas.as_ref().map_or_else(Vec::new, |schemas| schemas.tags.clone());
-        let messages = (marking.call.conversation, marking.call.keep_null);
-        let (values, edges, passed) = slot.marked(messages, (&marking.alphabet, tags), self.seams.as_ref(), selection);
-        work(passed / PASSED_PER_UNIT)?;
+        let messages = (call.conversation, call.keep_null);
+        let marked = slot.marked(messages, (&marking.alphabet, tags), self.seams.as_ref(), selection);
+        work(marked.passed / PASSED_PER_UNIT)?;
         let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
+        let mut tried = Tried { edges: marked.edges, ..Tried::default() };
+        tried.noticed = marked.doubt || marking.schemas.as_ref().is_some_and(|schemas| schemas.doubt);
         let tags = std::mem::take(&mut slot.tags);
-        let found = match self.run_on(marking.call, slot, values, tools, Some(&marking.alphabet)) {
-            Ok(marked) => believed(marked, &marking.alphabet, text, &tags),
+        match self.run_on(call, slot, marked.values, tools, Some(&marking.alphabet)) {
+            Ok(run) => {
+                tried.noticed |= run.noticed;
+                tried.read = read(&run.text, &marking.alphabet, &tags)?;
+            }
             // What was only too slow must not give other spans than on a faster machine.
-            Err(_) => in_time().map(|()| None),
-        };
+            Err(_) => in_time()?,
+        }
         // The values of the slot hold the marks of these, whatever came of the run.
         slot.tags = tags;
-        Ok((found?, edges))
+        Ok(tried)
     }
 
     /// What a render with marks on some of them tells.
     fn some_marked(
         &self,
-        marking: &Marking<'_>,
+        call: &Call<'_, '_>,
+        marking: &Marking,
         text: &str,
         selection: Selection,
     ) -> Result<Option<Found>, minijinja::Error> {
         let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
         let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
         let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
-        let messages = marking.call.conversation.values(marking.call.keep_null, Some((&mut marker, &selection)));
+        let messages = call.conversation.values(call.keep_null, Some((&mut marker, &selection)));
         work(marker.passed / PASSED_PER_UNIT)?;
         let tools = schemas.map(|schemas| schemas.value.clone());
-        let Ok(marked) = self.run(marking.call, messages, tools, Some(&marking.alphabet)) else {
+        let Ok(marked) = self.run(call, messages, tools, Some(&marking.alphabet)) else {
             return in_time().map(|()| None);
         };
-        believed(&marked, &marking.alphabet, text, &marker.tags)
+        let found = read(&marked, &marking.alphabet, &marker.tags)?;
+        Ok(found.filter(|(plain, _)| plain == text).map(|(_, found)| found))
     }
 
     /// Marks on the schemas alone and on one message at a time, for templates that some mark disturbs.
-    fn one_by_one(&self, marking: &Marking<'_>, text: &str) -> Result<Found, minijinja::Error> {
-        let count = marking.call.conversation.len();
+    fn one_by_one(&self, call: &Call<'_, '_>, marking: &Marking, text: &str) -> Result<Found, minijinja::Error> {
+        let count = call.conversation.len();
         let single = (count <= SINGLE_TRIES).then_some(0..count).into_iter().flatten().map(Selection::Only);
         let mut all = Found::default();
         for selection in std::iter::once(Selection::Schemas).chain(single) {
             if all.spans.len() > MARKS {
                 break;
             }
-            if let Some(found) = self.some_marked(marking, text, selection)? {
+            if let Some(found) = self.some_marked(call, marking, text, selection)? {
                 all.spans.extend(found.spans);
                 all.generation = found.generation;
             }
@@ -146,10 +190,11 @@ impl Template {
     }
 }
 
-/// What the marks of a render say, if the text without them is `text`.
-fn believed(marked: &str, alphabet: &Alphabet, text: &str, tags: &[Tag]) -> Result<Option<Found>, minijinja::Error> {
+/// The text of a marked render without its marks, and what these say; `None` where there are too many.
+fn read(marked: &str, alphabet: &Alphabet, tags: &[Tag]) -> Result<Option<(String, Found)>, minijinja::Error> {
     work(marked.len() / PASSED_PER_UNIT)?;
     let most = tags.len().saturating_mul(8).saturating_add(MARKS);
-    let stripped = marks::strip(marked, alphabet, most).filter(|(plain, _)| plain == text);
-    stripped.map(|(_, events)| provenance::read(text, &events, tags)).transpose()
+    let Some((text, events)) = marks::strip(marked, alphabet, most) else { return Ok(None) };
+    let found = provenance::read(&text, &events, tags)?;
+    Ok(Some((text, found)))
 }

@@ -4,16 +4,13 @@
 //! put in and read out; `provenance` decides whether a marked render may be believed.
 
 use super::rendered::Field;
+use super::watch::{FINDER, THIRD};
 use crate::stop;
 use aho_corasick::packed::Searcher;
 use aho_corasick::{AhoCorasick, Input};
-use memchr::memmem::Finder;
 use std::ops::Range;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
-/// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters marks are made of.
-const LEAD: [u8; 2] = [0xEF, 0xB7];
-static FINDER: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(&LEAD));
 const FIRST: u32 = 0xFDD0;
 const POOL: usize = 32;
 const DIGITS: usize = 8;
@@ -50,6 +47,12 @@ impl Alphabet {
         [self.generation_open, self.generation_close].iter().collect()
     }
 
+    /// A bit for each of the twelve, as [`watch`](super::watch) has them.
+    pub fn bits(&self) -> u32 {
+        let edges = [self.open, self.close, self.generation_open, self.generation_close];
+        edges.iter().chain(&self.digits).fold(0, |bits, &c| bits | 1 << (c as u32 - FIRST))
+    }
+
     /// The octal digits of `tag`.
     fn number(&self, out: &mut String, tag: usize) {
         if tag >= DIGITS {
@@ -79,8 +82,8 @@ impl Used {
     pub fn note(&mut self, text: &str) {
         stop::before(text.len());
         for at in FINDER.find_iter(text.as_bytes()) {
-            if let Some(last @ 0x90..=0xAF) = text.as_bytes().get(at + 2) {
-                self.0 |= 1 << (last - 0x90);
+            if let Some(last @ THIRD..=0xAF) = text.as_bytes().get(at + 2) {
+                self.0 |= 1 << (last - THIRD);
             }
         }
     }
@@ -135,6 +138,8 @@ pub(super) struct Marker<'t> {
     pub inside: bool,
     /// Whether any segment so far begins or ends with whitespace.
     pub edges: bool,
+    /// Whether a marked string stands under a key of [`UNMARKED`](super::rewrite::UNMARKED).
+    pub doubt: bool,
     /// Bytes and seams that were gone over.
     pub passed: usize,
 }
@@ -142,7 +147,7 @@ pub(super) struct Marker<'t> {
 impl<'t> Marker<'t> {
     /// A marker that continues after `tags`.
     pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag>) -> Self {
-        Self { alphabet, tags, leaves: 0, seams, inside: true, edges: false, passed: 0 }
+        Self { alphabet, tags, leaves: 0, seams, inside: true, edges: false, doubt: false, passed: 0 }
     }
 
     /// The marks of a container that belongs to `message`.

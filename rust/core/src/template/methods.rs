@@ -7,6 +7,7 @@ use super::charge::{Reads, charge, charge_method, compared, hashed, held, text_b
 use super::limits;
 use super::marks::is_space;
 use super::operators::bounded_format;
+use super::watch::{self, Tells};
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
@@ -14,7 +15,32 @@ use minijinja::{Error, ErrorKind, State};
 /// `value.method(args)`.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     pay(value, method, args)?;
-    call_uncounted(state, value, method, args).and_then(limits::made)
+    let result = call_uncounted(state, value, method, args).and_then(limits::made)?;
+    if watch::is_on() {
+        look(state, value, method, args, &result)?;
+    }
+    Ok(result)
+}
+
+/// Has what a method made of strings with marks compared with what it makes of those without.
+fn look(state: &mut State, value: &Value, method: &str, args: &[Value], result: &Value) -> Result<(), Error> {
+    if value.kind() != ValueKind::String {
+        let keeps = matches!(method, "get" | "items" | "keys" | "values");
+        watch::look(args, if keeps { Tells::Strings } else { Tells::All });
+        if !keeps {
+            watch::look(std::slice::from_ref(value), Tells::All);
+        }
+        return Ok(());
+    }
+    // Texts are put together, whatever they are.
+    if method == "join" && args.iter().all(|items| items.kind() != ValueKind::String) {
+        return Ok(());
+    }
+    let all: Vec<&Value> = std::iter::once(value).chain(args).collect();
+    watch::repeat(&all, result, |all| match all.split_first() {
+        Some((value, args)) => call_uncounted(state, value, method, args),
+        None => Err(Error::from(ErrorKind::MissingArgument)),
+    })
 }
 
 /// Takes what a method reads off the budget.
@@ -45,6 +71,9 @@ pub(super) fn of_loop(state: &mut State, args: &[Value]) -> Result<Value, Error>
         return Err(Error::new(ErrorKind::InvalidOperation, "loop.cycle has no items to choose from"));
     }
     args.iter().try_for_each(|argument| held(argument).and_then(|()| compared(argument)))?;
+    if method == "changed" {
+        watch::look(args, Tells::All);
+    }
     value.call_method(state, method, args)
 }
 

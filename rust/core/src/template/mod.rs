@@ -39,6 +39,7 @@ mod slices;
 mod tokens;
 mod turns;
 mod value;
+mod watch;
 
 pub use rendered::{Field, NO_MESSAGE, Rendered, Span};
 pub use session::Session;
@@ -191,8 +192,7 @@ impl Template {
         let render = || {
             let (conversation, mut slots) = (Conversation::new(messages)?, Slots::default());
             let mut call = self.call(&conversation, tools, add_generation_prompt, kwargs)?;
-            let text = self.plain(&mut call, &mut slots)?;
-            self.with_provenance(&call, &mut slots, text)
+            self.with_provenance(&mut call, &mut slots)
         };
         if self.is_dated(kwargs) {
             return render();
@@ -232,8 +232,7 @@ impl Template {
             let render = || {
                 let mut call = self.call(&session.conversation, tools, add_generation_prompt, kwargs)?;
                 call.noted = true;
-                let text = self.plain(&mut call, &mut session.slots)?;
-                self.with_provenance(&call, &mut session.slots, text)
+                self.with_provenance(&mut call, &mut session.slots)
             };
             // The first prompt of a conversation may be that of others.
             let rendered = if known > 1 { render()? } else { self.renders.get(Asked { messages, ..asked }, render)? };
@@ -289,7 +288,7 @@ impl Template {
     fn plain(&self, call: &mut Call<'_, '_>, slots: &mut Slots) -> Result<Arc<str>> {
         let run = |call: &Call<'_, '_>, slot: &mut Slot| {
             let values = slot.plain(call.conversation, call.keep_null);
-            self.run_on(call, slot, values, None, None).map(Arc::from)
+            self.run_on(call, slot, values, None, None).map(|run| Arc::from(run.text.as_str()))
         };
         match run(call, slots.plain(false)) {
             Err(error) if call.conversation.has_null() && self.asks_for_none => {
@@ -333,6 +332,7 @@ impl Template {
         tools: Option<Value>,
         alphabet: Option<&Alphabet>,
     ) -> Result<String> {
+        watch::begin(0);
         environment::render(&self.env, call.variables(messages, tools, alphabet), call.size)
     }
 }

@@ -7,13 +7,13 @@ use super::environment::{self, Written};
 use super::marks::Alphabet;
 use super::session::{Earlier, Slot};
 use super::turns::{self, Outcome};
-use super::{Call, Template};
+use super::{Call, Template, watch};
 use crate::error::Result;
 use minijinja::value::Value;
 use std::sync::Arc;
 
 impl Template {
-    /// The text of a run that goes on from the last one of its slot, as far as it can; it stays in the slot.
+    /// A run that goes on from the last one of its slot, as far as it can; it stays in the slot. One with marks is watched.
     pub(super) fn run_on<'s>(
         &self,
         call: &Call<'_, '_>,
@@ -21,32 +21,38 @@ impl Template {
         values: Arc<[Value]>,
         tools: Option<Value>,
         alphabet: Option<&Alphabet>,
-    ) -> Result<&'s str> {
+    ) -> Result<&'s Earlier> {
+        let marks = alphabet.map_or(0, Alphabet::bits);
         let common = std::mem::replace(&mut slot.common, values.len());
         let earlier = slot.earlier.take();
         let Some(plan) = self.resumable.as_ref().filter(|_| call.noted) else {
             let context = call.variables(Value::from(values.to_vec()), tools, alphabet);
-            let text = environment::render(&self.env, context, call.size)?;
-            return Ok(&slot.earlier.insert(Earlier { ran: Vec::new(), text }).text);
+            watch::begin(marks);
+            let text = environment::render(&self.env, context, call.size);
+            let noticed = watch::end();
+            return Ok(slot.earlier.insert(Earlier { ran: Vec::new(), text: text?, noticed }));
         };
         let count = values.len();
         let context = call.variables(turns::Messages::value(values), tools, alphabet);
         let run = |context: Value, earlier: Option<&Earlier>| {
             turns::begin(plan, earlier.map(|earlier| earlier.ran.as_slice()), common, count);
+            watch::begin(marks);
             let written = environment::render_noted(&self.env, context, call.size);
-            (written, turns::end())
+            // What a run noticed in the items that are skipped, it would notice again.
+            let noticed = watch::end() || earlier.is_some_and(|earlier| earlier.noticed);
+            (written, turns::end(), noticed)
         };
         if let Some(earlier) = earlier.filter(|_| common > 0) {
             // What fails on the way is told as a run of its own tells it.
-            if let (Ok(written), outcome) = run(context.clone(), Some(&earlier))
+            if let (Ok(written), outcome, noticed) = run(context.clone(), Some(&earlier))
                 && let Some(earlier) = joined(&written, earlier, outcome)
             {
-                return Ok(&slot.earlier.insert(earlier).text);
+                return Ok(slot.earlier.insert(Earlier { noticed, ..earlier }));
             }
         }
-        let (written, outcome) = run(context, None);
+        let (written, outcome, noticed) = run(context, None);
         let text = written?.text.written().map(str::to_owned).unwrap_or_default();
-        Ok(&slot.earlier.insert(Earlier { ran: outcome.ran, text }).text)
+        Ok(slot.earlier.insert(Earlier { ran: outcome.ran, text, noticed }))
     }
 }
 
@@ -54,7 +60,7 @@ impl Template {
 fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<Earlier> {
     let text = written.text.written()?;
     let Some((number, skipped)) = outcome.skipped else {
-        return Some(Earlier { ran: outcome.ran, text: text.to_owned() });
+        return Some(Earlier { ran: outcome.ran, text: text.to_owned(), ..earlier });
     };
     let ran = earlier.ran.iter().find(|ran| ran.number == number)?;
     let (before, until) = (ran.before, ran.places.get(skipped)?.text);
@@ -65,5 +71,5 @@ fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<E
     }
     earlier.text.truncate(until);
     earlier.text.push_str(text.get(before..)?);
-    Some(Earlier { ran: outcome.ran, text: earlier.text })
+    Some(Earlier { ran: outcome.ran, ..earlier })
 }

@@ -16,6 +16,9 @@ const DEPTH: usize = 150;
 const OURS: [&str; 8] =
     ["__load", "__begins", "__restores", "__has", "__kept", "__ended", "__clock", "__generation_marks"];
 
+/// Keys of strings that never carry marks where a render is watched.
+pub(super) const UNMARKED: [&str; 2] = ["role", "type"];
+
 /// Bytes of a constant that is compared without being counted.
 const SHORT: usize = 64;
 
@@ -99,7 +102,7 @@ impl Reader<'_> {
         }
         Some(match pairs.as_slice() {
             [] => left,
-            [(operator @ ("==" | "!="), right)] if is_short(&left) || is_short(right) => {
+            [(operator @ ("==" | "!="), right)] if is_free(&left, right) || is_free(right, &left) => {
                 format!("{left} {operator} {right}")
             }
             [("in", right)] => format!("({left}|__in({right}))"),
@@ -255,8 +258,8 @@ impl Reader<'_> {
                     value = applied(value, "__loop", &[vec![format!("'{name}'")], arguments].concat());
                     continue;
                 }
-                let far = name.len() > 2 && name.starts_with(|c: char| c.is_ascii_digit());
-                value = if far { format!("({value}|__item({name}))") } else { format!("{value}.{name}") };
+                let index = name.starts_with(|c: char| c.is_ascii_digit());
+                value = if index { format!("({value}|__item({name}))") } else { format!("{value}.{name}") };
             } else if self.sign("[") {
                 value = self.subscript(&value)?;
             } else if self.sign("(") {
@@ -303,7 +306,7 @@ impl Reader<'_> {
             at += 1;
         }
         Some(match at {
-            0 if is_near(&bounds[0]) => format!("{value}[{}]", bounds[0]),
+            0 if is_key(&bounds[0]) => format!("{value}[{}]", bounds[0]),
             0 => format!("({value}|__item({}))", bounds[0]),
             1 | 2 => format!("({value}|__slice({}))", bounds.join(", ")),
             _ => return None,
@@ -353,14 +356,29 @@ impl Reader<'_> {
     }
 }
 
-/// Whether comparing with a constant is as good as free.
+/// Whether comparing `constant` with a value is as good as free, and that value is no string of a conversation's that the
+/// constant could be: those are compared where `watch` sees it.
+fn is_free(constant: &str, value: &str) -> bool {
+    let unmarked = UNMARKED.iter().any(|key| {
+        let name = |value: &str| value.strip_suffix(key).is_some_and(|rest| rest.ends_with('.'));
+        let item = |quote: char| {
+            let rest = value.strip_suffix(']').and_then(|rest| rest.strip_suffix(quote));
+            rest.and_then(|rest| rest.strip_suffix(key)).is_some_and(|rest| rest.ends_with(quote))
+        };
+        name(value) || item('\'') || item('"')
+    });
+    let is_text = constant.len() > 2 && constant.starts_with(['\'', '"']);
+    is_short(constant) && (!is_text || unmarked)
+}
+
+/// Whether a constant is short.
 fn is_short(text: &str) -> bool {
     text.len() <= SHORT && is_constant(text)
 }
 
-/// Whether taking the item of a key is as good as free: a short string, or one of the first items.
-fn is_near(key: &str) -> bool {
-    is_short(key) && (key.len() <= 2 || !key.starts_with(|c: char| c.is_ascii_digit()))
+/// Whether taking the item of a key is as good as free: a short string, of which strings have no items.
+fn is_key(key: &str) -> bool {
+    is_short(key) && !key.starts_with(|c: char| c.is_ascii_digit())
 }
 
 /// `left|filter(more)` in brackets, or `left` alone.

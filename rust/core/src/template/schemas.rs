@@ -33,6 +33,8 @@ pub(super) struct Tools {
 pub(super) struct Marked {
     pub value: Value,
     pub tags: Vec<Tag>,
+    /// As [`Marker::doubt`].
+    pub doubt: bool,
 }
 
 /// The sets of one template.
@@ -86,7 +88,7 @@ impl Tools {
         let plain = value::tools(json, &mut None, literals);
         let marked = match Alphabet::avoiding(Used::default()) {
             Some(alphabet) => Marked::new(json, alphabet, literals),
-            None => Marked { value: plain.clone(), tags: Vec::new() },
+            None => Marked { value: plain.clone(), tags: Vec::new(), doubt: true },
         };
         Self { number, json: Arc::clone(json), bytes: json.to_string().len(), used, plain, marked }
     }
@@ -96,7 +98,7 @@ impl Marked {
     pub fn new(json: &Json, alphabet: Alphabet, literals: &[String]) -> Self {
         let mut marker = Marker::new(alphabet, None, Vec::new());
         let value = value::tools(json, &mut Some(&mut marker), literals);
-        Self { value, tags: marker.tags }
+        Self { value, tags: marker.tags, doubt: marker.doubt }
     }
 }
 

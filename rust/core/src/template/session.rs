@@ -78,12 +78,25 @@ pub(super) struct Slot {
     pub earlier: Option<Earlier>,
 }
 
+/// Messages with marks.
+#[derive(Debug)]
+pub(super) struct Marked {
+    pub values: Arc<[Value]>,
+    /// Whether a string has whitespace at its edges.
+    pub edges: bool,
+    /// Whether a marked string stands under a key of [`UNMARKED`](super::rewrite::UNMARKED).
+    pub doubt: bool,
+    /// Bytes and seams that were gone over.
+    pub passed: usize,
+}
+
 /// What the marks of a message end with.
 #[derive(Debug, Clone, Copy)]
 struct End {
     tags: usize,
     leaves: usize,
     edges: bool,
+    doubt: bool,
 }
 
 /// A run, with its whole text.
@@ -91,6 +104,8 @@ struct End {
 pub(super) struct Earlier {
     pub ran: Vec<Ran>,
     pub text: String,
+    /// Whether it may have told a marked string from a plain one.
+    pub noticed: bool,
 }
 
 impl Slot {
@@ -101,30 +116,32 @@ impl Slot {
         self.values.as_slice().into()
     }
 
-    /// Values of all messages with marks; whether a string has whitespace at its edges; bytes and seams that were gone over.
+    /// Values of all messages with marks.
     pub fn marked(
         &mut self,
         (conversation, keep_null): (&Conversation<'_>, bool),
         (alphabet, schemas): (&Alphabet, Vec<Tag>),
         seams: Option<&Seams>,
         selection: Selection,
-    ) -> (Arc<[Value]>, bool, usize) {
+    ) -> Marked {
         if (self.keep_null, self.alphabet.as_ref()) != (keep_null, Some(alphabet)) {
             *self = Self { keep_null, alphabet: Some(alphabet.clone()), tags: schemas, ..Self::default() };
-            self.ends.push(End { tags: self.tags.len(), leaves: 0, edges: false });
+            self.ends.push(End { tags: self.tags.len(), leaves: 0, edges: false, doubt: false });
         }
         self.values.truncate(self.common);
         self.ends.truncate(self.values.len() + 1);
         let end = self.ends[self.values.len()];
         self.tags.truncate(end.tags);
         let mut marker = Marker::new(alphabet.clone(), seams, std::mem::take(&mut self.tags));
-        (marker.leaves, marker.edges) = (end.leaves, end.edges);
+        (marker.leaves, marker.edges, marker.doubt) = (end.leaves, end.edges, end.doubt);
         for at in self.values.len()..conversation.len() {
             self.values.push(conversation.value(at, keep_null, Some((&mut marker, &selection))));
-            self.ends.push(End { tags: marker.tags.len(), leaves: marker.leaves, edges: marker.edges });
+            let Marker { leaves, edges, doubt, .. } = marker;
+            self.ends.push(End { tags: marker.tags.len(), leaves, edges, doubt });
         }
+        let Marker { edges, doubt, passed, .. } = marker;
         self.tags = marker.tags;
-        (self.values.as_slice().into(), marker.edges, marker.passed)
+        Marked { values: self.values.as_slice().into(), edges, doubt, passed }
     }
 }
 

@@ -5,6 +5,7 @@
 use super::containers::{Tagged, record};
 use super::marks::{Marker, Used};
 use super::rendered::{Field, NO_MESSAGE};
+use super::rewrite::UNMARKED;
 use crate::stop;
 use minijinja::value::Value;
 use serde_json::Value as Json;
@@ -38,6 +39,9 @@ pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals:
             let mut pairs = Vec::with_capacity(map.len());
             for (key, value) in map {
                 let compared = matches!(key.as_str(), "type" | "required");
+                if let Some(marker) = marker {
+                    marker.doubt |= !compared && UNMARKED.contains(&key.as_str()) && value.is_string();
+                }
                 pairs.push((key.as_str(), if compared { plain(value) } else { tools(value, marker, literals) }));
             }
             record(pairs.into_iter())

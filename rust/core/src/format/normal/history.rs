@@ -5,8 +5,8 @@
 
 use crate::trace::Message;
 use crate::written::{write, write_text};
+use foldhash::HashMap;
 use serde_json::{Map, Value};
-use std::collections::HashMap;
 
 /// Before any message.
 const ROOT: u32 = 0;

@@ -1,0 +1,293 @@
+//! Whether a run could tell marked strings from plain ones.
+//!
+//! A run with marks does all that the run without them does, and its text without marks is that run's, as long as each
+//! operation gives the same for its arguments without marks: then no other run is needed. Operations that print,
+//! join or keep strings always do. Those that look into strings are asked here, do what they do a second time without
+//! marks, or are noticed. Called by `resume`, `charge` and what a template can call.
+
+use memchr::memmem::Finder;
+use minijinja::Error;
+use minijinja::value::{Value, ValueKind};
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::sync::LazyLock;
+
+/// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters marks are made of; the third begins at [`THIRD`].
+pub(super) const LEAD: [u8; 2] = [0xEF, 0xB7];
+pub(super) const THIRD: u8 = 0x90;
+pub(super) static FINDER: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(&LEAD));
+/// Values inside of an argument that are looked at; one that holds more is noticed.
+const NODES: usize = 4096;
+
+thread_local! {
+    /// A bit for each noncharacter that marks are made of; 0 while no run is watched.
+    static MARKS: Cell<u32> = const { Cell::new(0) };
+    static NOTICED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What an operation can tell of the marks in its arguments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tells {
+    /// None: it keeps strings or puts them together, or asks here itself.
+    Nothing,
+    /// Those of strings among its arguments, and not of strings inside of these.
+    Strings,
+    /// All.
+    All,
+}
+
+/// Operations that tell nothing; among them tests that compare.
+const NOTHING: &str = "__add __compare __concat __generation __held __in __loop __mapping __multiply __sized d default dict \
+    namespace replace safe string tojson trim in == eq equalto != ne < lt lessthan > gt greaterthan <= le >= ge";
+/// Those that tell only of strings which they are given themselves.
+const STRINGS: &str = "__each __item __slice __splat __turns attr batch count filter first items iterable join last length \
+    list map reject rejectattr reverse select selectattr slice test";
+
+/// What the operation of that name can tell.
+pub(super) fn tells(name: &str) -> Tells {
+    let among = |names: &str| names.split_whitespace().any(|each| each == name);
+    match (among(NOTHING), among(STRINGS)) {
+        (true, _) => Tells::Nothing,
+        (_, true) => Tells::Strings,
+        _ => Tells::All,
+    }
+}
+
+/// Watches a run whose marks are made of these noncharacters.
+pub(super) fn begin(marks: u32) {
+    MARKS.set(marks);
+    NOTICED.set(false);
+}
+
+/// Ends it, and says whether the run could tell that there are marks.
+pub(super) fn end() -> bool {
+    MARKS.set(0);
+    NOTICED.take()
+}
+
+/// Whether a run is watched.
+#[inline]
+pub(super) fn is_on() -> bool {
+    MARKS.get() != 0
+}
+
+/// Notes that the run may have told a marked string from a plain one.
+#[cold]
+pub(super) fn notice() {
+    NOTICED.set(true);
+}
+
+/// Looks at the arguments of an operation.
+#[inline]
+pub(super) fn look(arguments: &[Value], tells: Tells) {
+    if tells != Tells::Nothing && is_on() && !NOTICED.get() {
+        look_at(arguments, tells);
+    }
+}
+
+fn look_at(arguments: &[Value], tells: Tells) {
+    let mut left = NODES;
+    let deep = |value: &Value| tells == Tells::All || value.is_kwargs();
+    if arguments.iter().any(|value| if deep(value) { holds(value, &mut left) } else { is_marked(value) }) {
+        notice();
+    }
+}
+
+fn is_marked(value: &Value) -> bool {
+    value.as_str().is_some_and(|text| without(text).is_some())
+}
+
+/// Whether a marked string lies in a value, or more than are looked at.
+fn holds(value: &Value, left: &mut usize) -> bool {
+    let Some(less) = left.checked_sub(1) else { return true };
+    *left = less;
+    if value.as_str().is_some() {
+        return is_marked(value);
+    }
+    let Some(object) = value.as_object() else { return false };
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Map => {
+            let pairs = object.try_iter_pairs();
+            pairs.into_iter().flatten().any(|(key, item)| is_marked(&key) || holds(&item, left))
+        }
+        // Its items may be handed out once.
+        ValueKind::Iterable => true,
+        _ => false,
+    }
+}
+
+/// The text without its marks, where it has some.
+pub(super) fn without(text: &str) -> Option<String> {
+    let bytes = text.as_bytes();
+    let marks = MARKS.get();
+    let is_mark = |at: usize| {
+        bytes
+            .get(at + 2)
+            .is_some_and(|&third| (THIRD..THIRD + 32).contains(&third) && marks & (1 << (third - THIRD)) != 0)
+    };
+    let mut found = FINDER.find_iter(bytes).filter(|&at| is_mark(at));
+    let first = found.next()?;
+    let mut out = String::with_capacity(text.len());
+    out.push_str(&text[..first]);
+    let mut from = first + 3;
+    for at in found {
+        out.push_str(&text[from..at]);
+        from = at + 3;
+    }
+    out.push_str(&text[from..]);
+    Some(out)
+}
+
+fn plain(text: &str) -> Cow<'_, str> {
+    without(text).map_or(Cow::Borrowed(text), Cow::Owned)
+}
+
+/// Notices where `holds` is not what it is for the texts without marks; it is false for these.
+pub(super) fn pair(left: &str, right: &str, holds: bool, without_marks: impl FnOnce(&str, &str) -> bool) {
+    if is_on() && !NOTICED.get() {
+        let (left, right) = (plain(left), plain(right));
+        let some = matches!(left, Cow::Owned(_)) || matches!(right, Cow::Owned(_));
+        if some && without_marks(&left, &right) != holds {
+            notice();
+        }
+    }
+}
+
+/// Notices where `result` is not what `operation` makes of the arguments without marks.
+pub(super) fn repeat(
+    arguments: &[&Value],
+    result: &Value,
+    operation: impl FnOnce(&[Value]) -> Result<Value, Error>,
+) -> Result<(), Error> {
+    if !is_on() || NOTICED.get() {
+        return Ok(());
+    }
+    let texts: Vec<Option<String>> = arguments.iter().map(|value| value.as_str().and_then(without)).collect();
+    let mut left = NODES;
+    if arguments.iter().any(|value| value.as_str().is_none() && holds(value, &mut left)) {
+        notice();
+    } else if texts.iter().any(Option::is_some) {
+        let plain = |(value, text): (&&Value, Option<String>)| text.map_or_else(|| (*value).clone(), Value::from);
+        let plain: Vec<Value> = arguments.iter().zip(texts).map(plain).collect();
+        if !same(result, &operation(&plain)?) {
+            notice();
+        }
+    }
+    Ok(())
+}
+
+/// Whether `other` is `value` without marks.
+fn same(value: &Value, other: &Value) -> bool {
+    match (value.as_str(), other.as_str()) {
+        (Some(text), Some(other)) => plain(text) == other,
+        (None, None) if value.kind() == ValueKind::Seq && other.kind() == ValueKind::Seq => {
+            let items = |value: &Value| value.try_iter().map(Iterator::collect::<Vec<Value>>).unwrap_or_default();
+            let (items, others) = (items(value), items(other));
+            items.len() == others.len() && items.iter().zip(&others).all(|(one, other)| same(one, other))
+        }
+        (None, None) => value.as_object().is_none() && value == other,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::template::Template;
+    use serde_json::{Map, json};
+
+    /// What a template can do with `c`, a string of the conversation.
+    const LOOKS: [&str; 65] = [
+        "{{ c[0] }}",
+        "{{ c.0 }}",
+        "{{ c[-1] }}",
+        "{{ c[1:] }}",
+        "{{ c[::-1] }}",
+        "{{ c|length }}",
+        "{{ c|count > 3 }}",
+        "{% for x in c %}{{ x }},{% endfor %}",
+        "{{ c|upper }}",
+        "{{ c|title }}",
+        "{{ c|capitalize }}",
+        "{% if c == 'yes' %}same{% endif %}",
+        "{% if 'yes' != c %}other{% endif %}",
+        "{% set x %}{{ c }}{% endset %}{% if x == 'yes' %}same{% endif %}",
+        "{% macro f(x) %}{{ x|trim }}{% endmacro %}{% if f(c) == 'yes' %}same{% endif %}",
+        "{{ c is eq('yes') }}{{ c is ne 'yes' }}{{ c is lt 'z' }}",
+        "{{ c is in ['yes', ' yes '] }}",
+        "{{ c in 'yes or no' }}",
+        "{{ 'e' in c }}",
+        "{{ 'es' not in c }}",
+        "{{ [c] == ['yes'] }}",
+        "{{ {'a': c} == {'a': 'yes'} }}",
+        "{{ (c, 1) < ('yet', 0) }}",
+        "{{ c < 'z' }}",
+        "{{ 'a' < c < 'z' }}",
+        "{{ c|tojson(ensure_ascii=true) }}",
+        "{{ [c]|tojson(indent=2) }}",
+        "{{ [c] }}",
+        "{{ {'a': c} }}",
+        "{{ {c: 1} }}",
+        "{{ {'yes': 1}[c] }}",
+        "{{ c in {'yes': 1} }}",
+        "{{ {'yes': 1}.get(c) }}",
+        "{{ c.strip('y') }}",
+        "{{ c|trim('y') }}",
+        "{{ c|trim }}|{{ c.strip() }}|{{ c.lstrip() }}|{{ c.rstrip() }}",
+        "{{ c.split('e') }}",
+        "{{ c.split()[0] }}",
+        "{{ c.rsplit('e', 1)[-1] }}",
+        "{{ c.partition('e')[2] }}",
+        "{{ c.splitlines()|join('|') }}",
+        "{{ c.replace('e', 'x') }}",
+        "{{ c|replace('ye', 'x') }}",
+        "{{ c.removeprefix('y') }}",
+        "{{ c|int + 1 }}",
+        "{{ '%5s' % c }}",
+        "{{ '{:>9}'.format(c) }}",
+        "{{ c.zfill(9) }}",
+        "{{ c.ljust(9) }}|",
+        "{{ c|reverse }}",
+        "{{ c|first }}{{ c|last }}",
+        "{{ c|list|length }}",
+        "{{ [c, 'yes']|unique|list|length }}",
+        "{{ [c, 'b']|sort|join }}",
+        "{{ messages|selectattr('content', 'equalto', 'yes')|list|length }}",
+        "{{ messages|map(attribute='content')|map('upper')|join }}",
+        "{{ messages|groupby('content')|length }}",
+        "{% for m in messages %}{{ loop.changed(m.content) }}{% endfor %}",
+        "{{ c is lower }}",
+        "{{ c|indent(2, true) }}",
+        "{{ c.startswith('ye') }}{{ c.endswith('s') }}",
+        "{{ c.count('e') }}{{ c.find('s') }}{{ c.index('s') }}",
+        "{{ c.isdigit() }}{{ c.isspace() }}",
+        "{{ c|batch(2)|list }}",
+        "{% for call in messages[-1].tool_calls %}{% if call.function.arguments.role == 'yes' %}same{% endif %}{% endfor %}",
+    ];
+
+    #[test]
+    fn a_template_that_looks_into_strings_gives_what_it_gives_without_marks() {
+        for look in LOOKS {
+            let source = format!("{{% set c = messages[0].content %}}{look}.{{{{ c }}}}");
+            let template = Template::compile(&source, &[]).unwrap();
+            for content in
+                ["yes", " yes ", "y es\nno", "41", "<x>yes", "", "ye", "no", "\n yes", "is, yes", "\u{301}yes"]
+            {
+                let key = if look.contains("role") { "role" } else { "n" };
+                let call = json!({"type": "function", "function": {"name": "f", "arguments": {key: content}}});
+                let last = json!({"role": "assistant", "content": "yes", "tool_calls": [call]});
+                let first = json!({"role": "user", "content": content});
+                let render = |again: bool| {
+                    let messages = [&first, &last];
+                    let text = |rendered: crate::template::Rendered| rendered.text.to_string();
+                    let rendered = if again {
+                        template.render_text(&messages, None, false, &Map::new())
+                    } else {
+                        template.render(&messages, None, false, &Map::new()).map(text)
+                    };
+                    rendered.map_err(|error| error.to_string())
+                };
+                assert_eq!(render(false), render(true), "{look} {content:?}");
+            }
+        }
+    }
+}
