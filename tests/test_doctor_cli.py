@@ -35,7 +35,8 @@ def test_a_clean_file_gets_one_line_the_next_command_and_exit_code_0(tmp_path, c
     path = save(recorded(), tmp_path / "clean.jsonl")
     assert doctor(path) == 0
     out = capsys.readouterr().out
-    line, _, following = out.splitlines()
+    line, *_, reward, _, following = out.splitlines()
+    assert reward.startswith('reward   trained on is "reward", the total of each record, ')
     assert line.startswith("clean    240 traces")
     assert line.endswith(f"in {path}: nothing found")
     assert following == f"next     tracegrad train {path} --model {MODEL} --out runs/first"
@@ -44,13 +45,13 @@ def test_a_clean_file_gets_one_line_the_next_command_and_exit_code_0(tmp_path, c
 def test_a_wrong_file_gets_its_findings_and_exit_code_1(tmp_path, capsys):
     path = save(spoiled(zero), tmp_path / "zeros.jsonl")
     assert doctor(path) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("reward   ")]
     assert lines[0].startswith("wrong    240 traces")
     around = "training on it as it stands would be wrong; the command after `next` goes around that"
     assert lines[1] == f"         1 finding; {around}"
     assert lines[3].startswith("WRONG    logprobs filled up with one value: ")
     assert lines[4] == f"  first  {path}:1 trace '{recorded()[0]['id']}' turn 0"
-    assert [line[2:7].strip() for line in lines[5:-2] if line[2] != " "] == ["found", "hurts", "cure"]
+    assert [line[2:7].strip() for line in lines[5:-2] if line and line[2] != " "] == ["found", "hurts", "cure"]
     assert max(map(len, lines[1:-2])) <= 120
     assert lines[-1].startswith("next     tracegrad train ")
 
@@ -90,6 +91,7 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
         "trace": recorded()[0]["id"],
         "turn": 0,
         "token": None,
+        "record": None,
     }
 
 
@@ -101,7 +103,7 @@ def test_more_than_ten_findings_are_cut_to_ten_and_the_others_named(tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("WRONG") for line in lines) == 1
     assert "more     filled_logprobs" in lines
-    assert lines[-3].endswith("--map.group prompt")
+    assert lines[-4].endswith("--map.group prompt")
     assert doctor(path, "--json") == 1
     told = json.loads(capsys.readouterr().out)
     assert ([finding["name"] for finding in told["findings"]], told["more"]) == (["lone_traces"], ["filled_logprobs"])

@@ -163,7 +163,7 @@ def test_failed_requests_of_a_batch_are_located_errors(tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     report = tg.read(path, on_error="skip").read_report
     assert report.bad == 3
-    assert report.reasons == {"incomplete": 3}
+    assert report.reasons == {"failed_call": 2, "incomplete": 1}
     for error, what in zip(
         report.errors, ("batch_expired", "status 429.*slow", r"output file.*\*\*input_line"), strict=True
     ):

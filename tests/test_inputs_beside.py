@@ -214,7 +214,7 @@ def test_each_choice_is_a_trace_with_what_is_its_own_wherever_it_stands():
     scores = tg.read([{**CALL, "evaluation": told}], map={"reward": "evaluation.in.grades.score"})
     assert [each.reward for each in scores] == [0.0, 1.0, 2.0, 3.0]
     words = tg.read([{**CALL, "verdicts": ["good", "bad", "bad", "good"]}], map={"reward": "verdicts"})
-    assert [each.reward for each in words] == [1.0, 0.0, 0.0, 1.0]
+    assert [each.reward for each in words] == [0.75, 0.25, 0.25, 0.75]
 
 
 def test_one_reward_beside_several_choices_is_nobodys_and_is_counted(tmp_path, capsys):

@@ -268,4 +268,14 @@ def test_what_says_that_more_is_worse_is_no_reward_and_words_are_told_as_numbers
     ]
     [found] = candidates.find(rows, wanted=["reward"]).found
     assert found.path == "quality"
-    assert found.why.endswith("3 values, 'excellent' is 1, 'fair' is 0.5, 'poor' is 0)")
+    assert found.why.endswith("3 values, 'excellent' is 0.95, 'fair' is 0.5, 'poor' is 0.3)")
+
+
+def test_the_words_of_a_scale_keep_its_order_with_different_numbers_and_are_told():
+    words = ["perfect", "excellent", "great", "very good", "good", "fair", "poor", "bad", "very poor", "terrible"]
+    rows = [{"question": "A?", "response": "3", "quality": word, "checks": {"tone": word}} for word in words]
+    for path in ("quality", "checks.tone", "checks"):
+        stream = tg.stream(rows, map={"reward": path})
+        given = [each.rewards["tone"] if path == "checks" else each.reward for part in stream for each in part]
+        assert given == sorted(set(given), reverse=True), path
+        assert "'excellent' is 0.95, 'great' is 0.9" in " ".join(stream.lines()), path

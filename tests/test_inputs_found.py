@@ -111,15 +111,34 @@ def test_a_name_of_the_prompt_is_no_conversation(prompts, names):
 def test_reading_says_what_it_found_and_takes_nothing_of_it(tmp_path):
     path = written(tmp_path / "t.jsonl", calls())
     sequences, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch())
-    assert (sequences.traces, account.groups, account.rewarded) == (16, 16, False)
+    assert (sequences.traces, account.groups, account.rewards) == (16, 16, [])
     lines = "\n".join(account.lines())
     for flag in ("--map.reward metadata.score", "--map.group prompt", "--map.session session_id --map.order started"):
         assert flag in lines
     told = config.Map(reward="metadata.score", group="prompt", session="session_id", order="started")
     sequences, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch(), map=told)
-    assert (sequences.traces, account.groups, account.rewarded) == (8, 4, True)
+    assert (sequences.traces, account.groups, account.rewards) == (8, 4, ["reward"])
     assert not account.found
     assert "16 records are 8 conversations" in "\n".join(account.lines())
+
+
+def test_which_of_several_rewards_is_trained_on_is_said(tmp_path, capsys):
+    rows = [
+        {
+            "messages": [user("2+2?"), {"role": "assistant", "content": str(at)}],
+            "reward": at / 4,
+            "rewards": {"tone": at},
+        }
+        for at in range(4)
+    ]
+    path = written(tmp_path / "t.jsonl", rows)
+    main(["doctor", str(path), "--model", str(MODEL)])
+    says = 'trained on is "reward", the total of each record, not "tone": --data.reward tone chooses that'
+    assert says in " ".join(capsys.readouterr().out.split())
+    _, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch())
+    assert f"reward   {says}" in account.lines()
+    _, account = prepare.load(path, MODEL, config.Data(reward="tone"), tmp_path, Stopwatch())
+    assert any('"tone", as --data.reward says' in line for line in account.lines())
 
 
 def test_doctor_prints_the_flags(tmp_path, capsys):

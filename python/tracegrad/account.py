@@ -10,6 +10,7 @@ import numpy as np
 from tracegrad.codes import GUESSED, TIER_TEXT
 from tracegrad.config import Map
 from tracegrad.inputs import candidates
+from tracegrad.inputs.mapping import which_reward
 from tracegrad.read_report import ReadReport
 from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class Account:
         tiers: name to sampled tokens, trainable ones and generations.
         drift: reason to findings, traces and tokens concerned.
         recorded, exact: tokens recorded as sampled, and of those held with an exact id and a logprob.
+        rewards: names of the rewards that some trace has, and `reward`, the one that is told to be trained on.
         errors: one line for each trace that could not be aligned and was left out.
         template: what the probe found of the chat template, and `warnings` of it.
     """
@@ -47,7 +49,8 @@ class Account:
     template: dict[str, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     group_names: set[str] = field(default_factory=set)
-    rewarded: bool = False
+    rewards: list[str] = field(default_factory=list)
+    reward: str = ""
 
     @property
     def groups(self) -> int:
@@ -69,13 +72,14 @@ class Account:
         self.exact += sequences.drift.exact
         self.errors += sequences.drift.errors
         self.group_names.update(sequences.group_names)
-        self.rewarded |= bool(np.isfinite(sequences.rewards).any())
+        known = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
+        self.rewards += [name for name, is_known in known if is_known and name not in self.rewards]
         _add(self.tiers, sequences.tiers())
         _add(self.drift, sequences.drift.table())
 
     def look(self, named: list[str], told: Map) -> None:
         """Looks for what may be meant, where no trace has a reward or every group is of one trace."""
-        missing = ["reward"] * (not self.rewarded) + ["group"] * (self.lone and not told.group)
+        missing = ["reward"] * (not self.rewards) + ["group"] * (self.lone and not told.group)
         if missing:
             found = candidates.find(named, told)
             self.found = found.lines([*missing, *(["session"] if not told.session else [])])
@@ -107,6 +111,7 @@ class Account:
             *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
             *self.mapped,
             *self.found,
+            *which_reward(self.rewards, self.reward),
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
         ]
         if self.errors:

@@ -67,7 +67,7 @@ def load(
         ArgumentError: for an option of aligning where a folder of shards is given.
     """
     named = _names(source)
-    account = Account(_said(named), named)
+    account = Account(_said(named), named, reward=data.reward)
     if len(named) == 1 and is_prepared(Path(named[0])):
         _check_prepared(named[0], data, map or Map())
         with watch("read"):
@@ -151,7 +151,7 @@ def prepare(
     """
     tokenizer = Tokenizer.from_pretrained(model)
     named = _names(source)
-    account = Account(_said(named), named)
+    account = Account(_said(named), named, reward=data.reward)
     account.probe(tokenizer)
     plan = _plan(named, model, data, map or Map(), shard_traces)
     _make(out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from tracegrad import _core
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.read_report import ReadReport, summed
-from tracegrad.trace import Traces
+from tracegrad.trace import Line, Traces
 
 ROWS = 1024
 # Bytes of JSON that are made at once, and that one `Traces` of a stream has, but for its last rows.
@@ -76,6 +76,7 @@ class RowStream(Iterator[Traces]):
         self.read_report = ReadReport()
         self._batches, self._path = iter(batches), name
         self._format, self._skip = format, on_error == "skip"
+        self.known: Callable[[Line, bytes], Traces | None] | None = None
         self._traces = self._all()
 
     def head(self) -> list[bytes]:
@@ -86,7 +87,7 @@ class RowStream(Iterator[Traces]):
         self._batches = itertools.chain([first], self._batches)
         return [to_json(_without_none(head)) for head in _heads(first.slice(0, 1), self._path)]
 
-    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+    def records(self) -> Iterator[list[tuple[Line, bytes]]]:
         """The rows as JSON with their numbers, from 1, for a caller that changes them; `decode` reads what it made."""
         first = 1
         for batch in self._batches:
@@ -94,12 +95,14 @@ class RowStream(Iterator[Traces]):
             start, count = 0, 1
             while start < batch.num_rows:
                 heads = _heads(batch.slice(start, count), self._path)
-                rows = [(first + at, to_json(_without_none(head))) for at, head in enumerate(heads)]
+                rows: list[tuple[Line, bytes]] = [
+                    (first + at, to_json(_without_none(head))) for at, head in enumerate(heads)
+                ]
                 yield rows
                 start, first, size = start + len(rows), first + len(rows), sum(len(text) for _, text in rows)
                 count = max(1, min(2 * count, ROWS, PART_BYTES * len(rows) // max(size, 1)))
 
-    def decode(self, rows: list[tuple[int, bytes]]) -> Traces:
+    def decode(self, rows: list[tuple[Line, bytes]]) -> Traces:
         """The traces of rows that were changed."""
         return self._read([[text.decode()] for _, text in rows], [line for line, _ in rows])
 
@@ -125,13 +128,13 @@ class RowStream(Iterator[Traces]):
                 return traces
         raise StopIteration
 
-    def _read(self, rows: list[list[Any]], lines: list[int]) -> Traces:
-        if lines == list(range(lines[0], lines[0] + len(lines))):
+    def _read(self, rows: list[list[Any]], lines: Sequence[Line]) -> Traces:
+        first = lines[0]
+        if isinstance(first, int) and lines == list(range(first, first + len(lines))):
             try:
-                core, found = _core.Traces.compose(rows, self._path, lines[0], self._format)
+                core, found = _core.Traces.compose(rows, self._path, first, self._format)
             except FormatError:
-                if not self._skip:
-                    raise
+                pass  # whose row it is, is found below
             else:
                 self.read_report = summed(self.read_report, ReadReport(**found))
                 return Traces(core)
@@ -140,11 +143,22 @@ class RowStream(Iterator[Traces]):
             try:
                 core, found = _core.Traces.compose([row], self._path, line, self._format)
             except FormatError as error:
-                self.refuse(str(error), "row")
+                if (known := self._known(line, row)) is None:
+                    self.refuse(str(error), "failed_call" if ": the call failed: " in str(error) else "row")
+                else:
+                    good.append(known.core)
                 continue
             self.read_report = summed(self.read_report, ReadReport(**found))
             good.append(core)
         return Traces(_core.Traces.concatenate(good))
+
+    def _known(self, line: Line, row: list[Any]) -> Traces | None:
+        """What the caller makes of a row that is not read as it stands."""
+        known, self.known = self.known, None
+        try:
+            return known(line, "".join(row).encode()) if known and all(isinstance(each, str) for each in row) else None
+        finally:
+            self.known = known
 
     def refuse(self, error: str, reason: str) -> None:
         """Counts a bad row, or raises its error."""

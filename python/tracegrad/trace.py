@@ -22,6 +22,17 @@ from tracegrad.strip import without_numbers
 
 Record = TypeVar("Record")
 Path = str | os.PathLike[str]
+Line = int | tuple[int, int]
+"""A line, or a line with the number of the record where several may stand on it."""
+
+
+def located(file: str, line: Line) -> str:
+    """A file and a line as errors name them.
+
+    >>> located("runs.json", (1, 57))
+    'runs.json:1 record 57'
+    """
+    return f"{file}:{line[0]} record {line[1]}" if isinstance(line, tuple) else f"{file}:{line}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +115,8 @@ class Trace:
     @property
     def location(self) -> tuple[str | None, int | None]:
         """File and line it was read from."""
-        return self.core.location(self.index)
+        file, line = self.core.location(self.index)
+        return file, line[0] if isinstance(line, tuple) else line
 
     @property
     def group(self) -> str | None:

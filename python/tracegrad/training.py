@@ -73,7 +73,7 @@ def train(
     loss = objective if isinstance(objective, Objective) else objective_of(chosen)
     watch = Stopwatch()
     if isinstance(traces, Sequences):
-        sequences, account = traces, Account("<sequences>")
+        sequences, account = traces, Account("<sequences>", reward=chosen.data.reward)
         account.add(sequences)
     else:
         source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces

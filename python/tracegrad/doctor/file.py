@@ -11,7 +11,11 @@ from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.whole import Whole
 
 STALE = 8  # policy versions behind the newest
-LOCATED = re.compile(r"(.*?):(\d+)(?: trace '(.*?)')?(?: turn (\d+))?(?: token (\d+))?(?=[: ])", re.DOTALL)
+LOCATED = re.compile(
+    r"(?P<file>.*?):(?P<line>\d+)(?: record (?P<record>\d+))?(?: trace '(?P<trace>.*?)')?(?: turn (?P<turn>\d+))?"
+    r"(?: token (?P<token>\d+))?(?=[: ])",
+    re.DOTALL,
+)
 
 
 @check(
@@ -196,5 +200,6 @@ def place_of(error: str) -> Place | None:
     found = LOCATED.match(error)
     if found is None:
         return None
-    file, line, trace, turn, token = found.groups()
-    return Place(file, int(line), trace, turn and int(turn), token and int(token))  # type: ignore[arg-type]
+    file, *numbers = found.group("file", "line", "turn", "token", "record")
+    line, *inner = (None if each is None else int(each) for each in numbers)
+    return Place(file, line, found["trace"], *inner)

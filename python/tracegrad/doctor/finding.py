@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
+from tracegrad.trace import Traces
+
 
 class Severity(IntEnum):
     """How bad: `WRONG` (training on it would be wrong), `COSTS` (right, but it wastes or loses), `NOTE` (to know)."""
@@ -30,6 +32,7 @@ class Place:
         trace: its id.
         turn: generation of the trace, from 0, or None.
         token: token of the turn, from 0, or None.
+        record: its number in the file, where several may stand on one line.
     """
 
     file: str | None
@@ -37,10 +40,19 @@ class Place:
     trace: str | None = None
     turn: int | None = None
     token: int | None = None
+    record: int | None = None
+
+    @classmethod
+    def of(cls, traces: Traces, index: int, turn: int | None = None, token: int | None = None) -> Place:
+        """The place of a trace, or in it."""
+        file, line = traces.core.location(index)
+        line, record = line if isinstance(line, tuple) else (line, None)
+        return cls(file, line, traces.core.id(index), turn, token, record)
 
     def __str__(self) -> str:
         where = [f"{self.file}:{self.line}" if self.line is not None else str(self.file or "?")]
-        where += [f"trace '{self.trace}'"] if self.trace not in (None, "", where[0]) else []
+        where += [f"record {self.record}"] if self.record is not None else []
+        where += [f"trace '{self.trace}'"] if self.trace not in (None, "", " ".join(where)) else []
         where += [f"turn {self.turn}"] if self.turn is not None else []
         where += [f"token {self.token}"] if self.token is not None else []
         return " ".join(where)

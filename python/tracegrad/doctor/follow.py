@@ -15,6 +15,7 @@ from tracegrad.doctor.finding import Finding, Hits, Severity
 from tracegrad.doctor.whole import Whole
 from tracegrad.errors import TracegradError
 from tracegrad.inputs.candidates import Candidates
+from tracegrad.inputs.mapping import which_reward
 from tracegrad.trace import Traces
 
 SAMPLE = 200
@@ -107,6 +108,7 @@ def untold(whole: Whole) -> list[str]:
         spans = list(whole.rewards.spans.items())[:8]
         names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
         out.append(f"found    several rewards and no total, {names}: {shlex.join(which)}")
+    out += which_reward(list(whole.rewards.spans))
     if whole.unsaid:
         kinds = "--logprob-kind raw, vLLM's default, or processed"
         out.append(f"found    {whole.unsaid:,} turns do not say what their logprobs are of: {kinds}")

@@ -199,14 +199,11 @@ class Look:
     def at(self, generation: int, token: int = -1) -> Place:
         """The place of a generation, or of a token of it."""
         index = int(self.trace[generation])
-        file, line = self.traces.core.location(index)
-        turn, name = int(self.turn[generation]), self.traces.core.id(index)
-        return Place(file, line, name, turn, token if token >= 0 else None)
+        return Place.of(self.traces, index, int(self.turn[generation]), token if token >= 0 else None)
 
     def trace_at(self, index: int) -> Place:
         """The place of a trace."""
-        file, line = self.traces.core.location(index)
-        return Place(file, line, self.traces.core.id(index))
+        return Place.of(self.traces, index)
 
     def hits(
         self, hit: Array, of: Array | None = None, found: Callable[[int], str] = lambda _: "", token: int = -1

@@ -89,9 +89,9 @@ def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms]
     turn = sequences.cu_turns[owner] + sequences.turn[terms]
     start = np.flatnonzero(np.concatenate([[True], turn[1:] != turn[:-1]]))
-    located = {trace.id: trace.location for trace in traces}
+    located = {trace.id: at for at, trace in enumerate(traces)}
     first = [
-        Place(*located[name], name, int(sequences.turn[terms[at]]))
+        Place.of(traces, located[name], int(sequences.turn[terms[at]]))
         for at in start
         for name in [sequences.trace_ids[owner[at]]]
     ]

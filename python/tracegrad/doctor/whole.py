@@ -17,7 +17,7 @@ from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.look import Array, Look
 from tracegrad.doctor.tops import lag_of_tops
 from tracegrad.read_report import ReadReport
-from tracegrad.trace import Traces
+from tracegrad.trace import Line, Traces, located
 
 SAMPLE_TOKENS = 1 << 17  # of the lag test
 SAMPLE_TRACES = 64  # of those whose JSON is looked at again
@@ -88,7 +88,7 @@ def _marks(look: Look) -> tuple[Array, Array, Array]:
     for index in range(len(look.traces)):
         record = core.record(index)
         file, line = core.location(index)
-        if core.id(index) not in ("", f"{file}:{line}"):
+        if core.id(index) not in ("", located(file or "", line or 0)):
             found.append((index, 0, hash(record)))
         if b'"id"' in record and (answered := set(RESPONSE_ID.findall(record))):
             # The choices of one stream have one id.
@@ -145,7 +145,7 @@ class Alike:
     """Traces that are, token for token, an earlier one of their record, with another reward."""
 
     seen: dict[bytes, float] = field(default_factory=dict)
-    place: tuple[str | None, int | None] = (None, None)
+    place: tuple[str | None, Line | None] = (None, None)
     count: int = 0
     first: Place | None = None
     found: str = ""
@@ -244,7 +244,7 @@ class Tops:
         at = next((index for index, lag in enumerate(lags) if lag), None)
         if at is None:
             return cls(looked=len(lags))
-        return cls(lags[at], sum(map(bool, lags)), len(lags), Place(*traces[at].location, traces[at].id))
+        return cls(lags[at], sum(map(bool, lags)), len(lags), Place.of(traces, at))
 
 
 class Spread:

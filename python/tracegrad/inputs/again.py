@@ -12,8 +12,7 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.inputs.adapters import Adapted
-from tracegrad.inputs.mapping import Unfit, loads
-from tracegrad.inputs.sources import Made
+from tracegrad.inputs.sources import Row
 from tracegrad.read_report import ReadReport, summed
 from tracegrad.trace import Trace, Traces
 
@@ -54,13 +53,9 @@ class Again:
             start = index + 1
         return Traces(_core.Traces.concatenate([*parts, part[start:].core])) if start else part
 
-    def _rows(self, trace: Trace) -> list[tuple[int, bytes, Made]] | None:
-        raw, (file, line) = trace.record, trace.location
-        try:
-            found = self._adapted.adapt(loads(raw), len(raw), f"{file}:{line}")
-        except Unfit as unfit:
-            return [(line or 1, raw, unfit.args[0])]
-        return None if found is None else [(line or 1, raw, text) for text, _ in found]
+    def _rows(self, trace: Trace) -> list[Row] | None:
+        raw, (file, line) = trace.record, trace.core.location(trace.index)
+        return self._adapted.rows(file or "", line or 1, raw)
 
 
 def _less(report: ReadReport) -> ReadReport:

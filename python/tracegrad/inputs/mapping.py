@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,11 +69,12 @@ class Mapper:
                     _unfit("reward", f"{path}.{odd[0]}", value[odd[0]], "a number, a boolean or a number as text")
                 )
             self.names.update(rewards)
+            for name, each in rewards.items():
+                self._word(value[name], each)
             self._bound(*(each for each in rewards.values() if each is not None))
             return {"rewards": rewards}
         reward = paths.verdict(value)
-        if isinstance(value, str) and reward is not None and paths.number(value) is None:
-            self.words[value[:40]] = reward
+        self._word(value, reward)
         if reward is None or math.isinf(reward):
             raise Unfit(
                 _unfit(
@@ -84,6 +86,11 @@ class Mapper:
             )
         self._bound(reward)
         return {"reward": reward}
+
+    def _word(self, value: Any, reward: float | None) -> None:
+        """Keeps which number a word is."""
+        if isinstance(value, str) and reward is not None and paths.number(value) is None:
+            self.words[value[:40]] = reward
 
     def _bound(self, *rewards: float) -> None:
         self.low, self.high = min(self.low, *rewards, math.inf), max(self.high, *rewards, -math.inf)
@@ -125,6 +132,21 @@ class Mapper:
             words = f", {words}" if name == "reward" and words else ""
             out.append(f"map      {name} is {path}: {what} of {self.records:,} records{span}{several}{words}")
         return out
+
+
+def which_reward(names: Sequence[str], told: str = "") -> list[str]:
+    """The line that says which of several rewards is trained on, why, and how another is chosen.
+
+    >>> which_reward(["reward", "tone"])
+    ['reward   trained on is "reward", the total of each record, not "tone": --data.reward tone chooses that']
+    """
+    if len(names) < 2 or not (told or "reward" in names):
+        return []
+    chosen, why = (told, "as --data.reward says") if told else ("reward", "the total of each record")
+    others = [name for name in names if name != chosen]
+    shown = ", ".join(f'"{name}"' for name in others[:8])
+    flag = shlex.join(["--data.reward", others[0]])
+    return [f'reward   trained on is "{chosen}", {why}, not {shown}: {flag} chooses that']
 
 
 def add(raw: bytes, header: Mapping[str, Any]) -> bytes:
@@ -197,4 +219,4 @@ def _unfit(field: str, path: str, value: Any, wanted: str) -> Refusal:
     )
 
 
-__all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of"]
+__all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of", "which_reward"]

@@ -97,22 +97,29 @@ def number(value: Any) -> float | None:
 
 
 _VERDICTS = {
-    1.0: "up thumbs_up thumbsup pass passed correct right good yes success succeeded positive accepted win liked "
-    "resolved solved excellent great perfect 👍 ✅",
-    0.0: "down thumbs_down thumbsdown fail failed incorrect wrong bad no failure negative rejected lose disliked "
-    "unresolved unsolved escalated poor terrible awful 👎 ❌",
+    1.0: "up thumbs_up thumbsup pass passed correct right yes success succeeded positive accepted win liked "
+    "resolved solved perfect strongly_agree very_satisfied 👍 ✅",
+    0.95: "excellent",
+    0.9: "great",
+    0.85: "very_good",
+    0.75: "good agree satisfied",
     0.5: "partial partially partly partially_correct partly_correct partially_resolved neutral mixed tie "
     "fair ok okay average acceptable",
+    0.3: "poor",
+    0.25: "bad disagree dissatisfied",
+    0.1: "very_poor very_bad",
+    0.0: "down thumbs_down thumbsdown fail failed incorrect wrong no failure negative rejected lose disliked "
+    "unresolved unsolved escalated terrible awful strongly_disagree very_dissatisfied 👎 ❌",
 }
 VERDICTS = {word: number for number, words in _VERDICTS.items() for word in words.split()}
-"""Words that say good, partly so or bad, as people's feedback and checks have them."""
+"""Words of people's feedback and checks; those of a scale keep its order, each with a number of its own."""
 
 
 def verdict(value: Any) -> float | None:
-    """As `number`, and 1, 0.5 or 0 of a word that says good, partly so or bad.
+    """As `number`, and from 1 to 0 the number of a word that says how good something is.
 
-    >>> verdict("Thumbs-Up"), verdict("partially correct"), verdict("failed"), verdict("0.7"), verdict("maybe")
-    (1.0, 0.5, 0.0, 0.7, None)
+    >>> verdict("Thumbs-Up"), verdict("good"), verdict("partially correct"), verdict("failed"), verdict("maybe")
+    (1.0, 0.75, 0.5, 0.0, None)
     """
     word = "_".join(value.strip().lower().replace("-", " ").split()) if isinstance(value, str) else None
     return number(value) if word is None else VERDICTS.get(word, number(value))

@@ -24,10 +24,10 @@ from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
 from tracegrad.inputs.places import Place, expand
 from tracegrad.inputs.progress import Progress
 from tracegrad.inputs.sessions import Sessions
-from tracegrad.inputs.sources import Made, Source
+from tracegrad.inputs.sources import Row, Source
 from tracegrad.read_report import ReadReport, summed
 from tracegrad.tables import to_json
-from tracegrad.trace import Traces
+from tracegrad.trace import Line, Traces
 
 Path = str | os.PathLike[str]
 _BLANK = "there is no record in it"
@@ -150,10 +150,13 @@ class InputStream(Iterator[Traces]):
     def lines(self) -> list[str]:
         """What was mapped, joined and converted, for a terminal."""
         sessions = self._sessions.lines() if self._sessions else []
+        count = self.read_report.reasons.get("failed_call", 0)
+        calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
+        failed = [f"         {calls}"] if count else []
         alone = (
             [f"map      group: {self._promptless:,} traces have no prompt and are alone"] if self._promptless else []
         )
-        return [*self._notes, *self._adapted.lines(), *self._mapper.lines(), *sessions, *alone]
+        return [*self._notes, *self._adapted.lines(), *failed, *self._mapper.lines(), *sessions, *alone]
 
     def _all(self) -> Iterator[Traces]:
         bare: list[ReadError] = []
@@ -191,7 +194,7 @@ class InputStream(Iterator[Traces]):
         gather = adapters.Gather()
         self._adapted.roots = self._options.format == "auto" and adapters.only_roots(head)
         for part in source.records():
-            made: list[tuple[int, bytes, Made]] = []
+            made: list[Row] = []
             for line, raw in part:
                 made += self._made(number, line, raw, gather, source.name)
                 if len(made) > len(part) and sum(map(_size, made)) > sources.RECORD_BYTES:
@@ -207,22 +210,22 @@ class InputStream(Iterator[Traces]):
 
     def _plain(self, source: Source, number: int) -> Iterator[Traces]:
         """The traces of records as they are; those whose answer may stand beside them are looked at one by one."""
-        unused, left = 0, self._options.limit
+        unused, left, adapts = 0, self._options.limit, self._options.format == "auto"
         left = None if left is None else left - self._done.traces
-        for part in source.plain():
+        for part in source.plain(lambda line, raw: self._adapted.rows(source.name, line, raw) if adapts else None):
             now = source.report.unused_choices
             odd = [*range(len(part))] if now > unused else part.core.open(adapters.ANSWERS)
             unused = now
-            if odd and self._options.format == "auto":
+            if odd and adapts:
                 self._again = self._again or Again(self._adapted, lambda: self._decoder(number, "-again"))
                 part = self._again.traces(part, odd)
                 part = part if left is None else part[:left]
             left = None if left is None else left - len(part)
             yield part
 
-    def _decoded(self, source: Source, made: list[tuple[int, bytes, Made]]) -> Iterator[Traces]:
+    def _decoded(self, source: Source, made: list[Row]) -> Iterator[Traces]:
         """The traces of what was made of a few records, and of which there is much: a few bytes at once."""
-        part: list[tuple[int, bytes, Made]] = []
+        part: list[Row] = []
         held = 0
         for row in made:
             part.append(row)
@@ -233,18 +236,16 @@ class InputStream(Iterator[Traces]):
         if part:
             yield self._grouped(source.decode(part))
 
-    def _made(
-        self, number: int, line: int, raw: bytes, gather: adapters.Gather, name: str
-    ) -> list[tuple[int, bytes, Made]]:
+    def _made(self, number: int, line: Line, raw: bytes, gather: adapters.Gather, name: str) -> list[Row]:
         """The records to decode in place of one of the file; the refusal of one of which an adapter makes none."""
         record = loads(raw)
-        rows: list[tuple[int, bytes, Made]] = []
+        rows: list[Row] = []
         if adapters.is_chunk(record):
             for whole in gather.take(line, raw, record):
                 rows += self._gathered(number, *whole)
             return rows
         try:
-            found = self._adapted.adapt(record, len(raw), f"{name}:{line}")
+            found = self._adapted.adapt(record, len(raw), name, line)
         except Unfit as unfit:
             return [(line, raw, unfit.args[0])]
         if found is None:
@@ -252,21 +253,21 @@ class InputStream(Iterator[Traces]):
         if not found and self._told.session:
             return self._mapped(number, line, raw, raw, record, silent=True)
         origin = raw
-        for text, each in found:
+        for place, text, each in found:
             # A failed call is refused where it stands, and says nothing of its conversation.
             is_failed = adapters.is_failed(each)
-            rows += [(line, origin, text)] if is_failed else self._mapped(number, line, origin, text, each, record)
+            rows += [(place, origin, text)] if is_failed else self._mapped(number, place, origin, text, each, record)
             # Its own bytes are held and counted once, but where each bad one of them is put aside with them.
             origin = raw if self._options.on_error == "quarantine" else b""
         return rows
 
-    def _gathered(self, number: int, line: int, raw: bytes, record: Any) -> list[tuple[int, bytes, Made]]:
+    def _gathered(self, number: int, line: Line, raw: bytes, record: Any) -> list[Row]:
         """A call that was put together of chunks."""
         return self._mapped(number, line, raw, to_json(record), record)
 
     def _mapped(
-        self, number: int, line: int, origin: bytes, raw: bytes, record: Any, outer: Any = None, silent: bool = False
-    ) -> list[tuple[int, bytes, Made]]:
+        self, number: int, line: Line, origin: bytes, raw: bytes, record: Any, outer: Any = None, silent: bool = False
+    ) -> list[Row]:
         """With the header that the mapping finds in the record, or else in the one that it was made of."""
         if not isinstance(record, dict):
             return [(line, origin, raw)]
@@ -312,7 +313,7 @@ class InputStream(Iterator[Traces]):
             return traces
         parts = []
         for trace in traces:
-            file, line = trace.location
+            file, line = trace.core.location(trace.index)
             prompt = prompt_of(trace)
             self._promptless += prompt is None
             text = add(trace.record, {"group": prompt})
@@ -364,7 +365,7 @@ def _told(source: Any) -> tuple[list[Place], Any]:
     return [], source
 
 
-def _size(row: tuple[int, bytes, Made]) -> int:
+def _size(row: Row) -> int:
     """Bytes that a row holds, and that its decoding copies."""
     return len(row[1]) + (len(row[2]) if isinstance(row[2], bytes) else 0)
 

@@ -20,6 +20,7 @@ from tracegrad.inputs import paths
 from tracegrad.inputs.calls import calls_of, prefixes
 from tracegrad.inputs.mapping import Unfit, add, loads
 from tracegrad.inputs.sources import Made
+from tracegrad.trace import Line
 
 _OF_ALL = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
 _LAST = ("reward", "rewards")
@@ -31,7 +32,7 @@ class _Entry:
     """Where a record lies, and what it goes by."""
 
     place: int
-    line: int
+    line: Line
     offset: int
     length: int
     order: float
@@ -49,7 +50,7 @@ class Joined:
     """What was made of the records of one session: `place` and `line` are those of its first."""
 
     place: int
-    line: int
+    line: Line
     origin: bytes
     made: Made
 
@@ -74,7 +75,7 @@ class Sessions:
         self._file = tempfile.TemporaryFile(prefix="tracegrad-sessions-")  # noqa: SIM115
 
     def take(
-        self, place: int, line: int, raw: bytes, record: Any, header: Mapping[str, Any], *, silent: bool = False
+        self, place: int, line: Line, raw: bytes, record: Any, header: Mapping[str, Any], *, silent: bool = False
     ) -> None:
         """Lays one record down; of a `silent` one, which is no call, only what it says of its session counts.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tracegrad.inputs import evals, remote
 from tracegrad.inputs.options import Options
 from tracegrad.inputs.places import Place
 from tracegrad.read_report import ReadReport
-from tracegrad.trace import Traces, to_json
+from tracegrad.trace import Line, Traces, located, to_json
 
 RECORDS, RECORD_BYTES = 256, 8 << 20
 """How many records, or bytes of them, are changed at once."""
@@ -26,6 +26,10 @@ RECORDS, RECORD_BYTES = 256, 8 << 20
 Refusal = tuple[str, str, str]
 """Why nothing can be made of a record: what was found, why it matters, what to do."""
 Made = bytes | Refusal
+Row = tuple[Line, bytes, Made]
+"""The place and the bytes of a record, and what was made of it."""
+Known = Callable[[Line, bytes], "list[Row] | None"]
+"""What is made of a record at a place that the core does not read; None where nothing can be."""
 
 
 class FileSource:
@@ -40,7 +44,7 @@ class FileSource:
         if self._pipe:
             self._pipe.opened()
         self._patient = place.kind == "file" and place.size > 0
-        self._first: list[tuple[int, bytes]] = []
+        self._first: list[tuple[Line, bytes]] = []
 
     def head(self) -> list[bytes]:
         """The first records, about 64 KiB; one of what may make a reader wait. What comes next has them again."""
@@ -48,19 +52,32 @@ class FileSource:
             self._first = self._reader.cut(16 if self._patient else 1, 1 << 16)
         return [text for _, text in self._first]
 
-    def plain(self) -> Iterator[Traces]:
-        """The traces of the records as they are."""
+    def plain(self, known: Known) -> Iterator[Traces]:
+        """The traces of the records as they are, and of a bad one what `known` makes of it."""
         try:
             if self._first:
                 self._reader.put_back(self._first)
-            while len(core := self._reader.batch(self._batch)):
+            while len(core := self._batch_of(known)):
                 yield Traces(core)
         except FormatError:
             self._end()  # a record that was cut, because its address broke off
             raise
         self._end()
 
-    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+    def _batch_of(self, known: Known) -> _core.Traces:
+        core, refused = self._reader.batch_asking(self._batch)
+        parts, count = [core], len(core)
+        while refused:
+            if (rows := known(*refused)) is None:
+                self._reader.settle_refused()
+            else:
+                parts.append(self._reader.decode(rows))
+            core, refused = self._reader.batch_asking(max(self._batch - count, 1))
+            parts.append(core)
+            count = sum(map(len, parts))
+        return _core.Traces.concatenate(parts) if len(parts) > 1 else core
+
+    def records(self) -> Iterator[list[tuple[Line, bytes]]]:
         """Lines and bytes of the records; each list is to be given to `decode` before the next is asked for."""
         part = self._first or self._reader.cut(RECORDS, RECORD_BYTES)
         while part:
@@ -72,7 +89,7 @@ class FileSource:
         """After the last record was decoded: an empty file is an error, and what was put aside is whole."""
         self._reader.batch(1)
 
-    def decode(self, made: list[tuple[int, bytes, Made]]) -> Traces:
+    def decode(self, made: list[Row]) -> Traces:
         """The traces of what was made of records; bad ones are settled as `on_error` says."""
         return Traces(self._reader.decode(made))
 
@@ -102,8 +119,9 @@ class RowSource:
         """The first record; it is read again by what is called next."""
         return self._rows.head()
 
-    def plain(self) -> Iterator[Traces]:
-        """The traces of the rows as they are."""
+    def plain(self, known: Known) -> Iterator[Traces]:
+        """The traces of the rows as they are, and of a bad one what `known` makes of it."""
+        self._rows.known = lambda line, raw: None if (rows := known(line, raw)) is None else self._decoded(rows)
         for part in self._rows:
             room = len(part) if self._limit is None else self._limit
             yield part[:room] if room < len(part) else part
@@ -112,27 +130,30 @@ class RowSource:
                 if not self._limit:
                     return
 
-    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+    def records(self) -> Iterator[list[tuple[Line, bytes]]]:
         """Numbers and JSON of the rows."""
         yield from self._rows.records()
 
     def finish(self) -> None:
         """Nothing is left open."""
 
-    def decode(self, made: list[tuple[int, bytes, Made]]) -> Traces:
+    def decode(self, made: list[Row]) -> Traces:
         """The traces of what was made of rows."""
-        good = []
-        for line, _, what in made:
-            if isinstance(what, bytes):
-                good.append((line, what))
-            else:
-                self._rows.refuse(f"{self.name}:{line}: {said(what)}", "wrong_type")
-        found = self._rows.decode(good) if good else Traces(_core.Traces.concatenate([]))
+        found = self._decoded(made)
         if self._limit is not None and len(found) >= self._limit:
             found = found[: self._limit]
         if self._limit is not None:
             self._limit -= len(found)
         return found
+
+    def _decoded(self, made: list[Row]) -> Traces:
+        good = []
+        for line, _, what in made:
+            if isinstance(what, bytes):
+                good.append((line, what))
+            else:
+                self._rows.refuse(f"{located(self.name, line)}: {said(what)}", "wrong_type")
+        return self._rows.decode(good) if good else Traces(_core.Traces.concatenate([]))
 
     @property
     def report(self) -> ReadReport:
@@ -172,7 +193,7 @@ class JsonRows(tables.RowStream):
         self._given = itertools.chain(first, self._given)
         return [to_json(record, 1) for record in first]
 
-    def records(self) -> Iterator[list[tuple[int, bytes]]]:
+    def records(self) -> Iterator[list[tuple[Line, bytes]]]:
         """The records as JSON with their numbers, from 1."""
         numbered = enumerate(self._given, 1)
         while part := list(itertools.islice(numbered, RECORDS)):

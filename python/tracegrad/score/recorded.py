@@ -80,7 +80,7 @@ class Rescored:
     def _scored(self, index: int) -> _core.Traces:
         """A trace with its rewards behind its record."""
         trace, (total, values) = self.source[index], self.rows[index]
-        file, line = trace.location
+        file, line = trace.core.location(trace.index)
         own = {name: None if math.isnan(value) else value for name, value in trace.rewards.items()}
         before = {} if trace.reward is None or "recorded" in own else {"recorded": trace.reward}
         scores = dict(zip(self.names, values, strict=True))

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from tracegrad import _core
 from tracegrad.errors import TracegradError
-from tracegrad.trace import Trace, Traces
+from tracegrad.trace import Line, Trace, Traces
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ class Spool:
 
     def __init__(self, parts: Iterable[Traces]) -> None:
         self.groups: list[str | None] = []
-        self._begins, self._lines, self._names = array("Q", [0]), array("Q"), array("L")
+        self._begins, self._lines, self._names = array("Q", [0]), list[Line](), array("L")
         self._files: list[str] = []
         with _telling():
             self._file = tempfile.TemporaryFile(prefix="tracegrad-score-")  # noqa: SIM115  closed by its owner
@@ -66,7 +66,7 @@ class Spool:
             with _telling():
                 self._file.write(record)
             self._begins.append(self._begins[-1] + len(record))
-            self._lines.append(line or 0)
+            self._lines.append(line or 1)
             if not self._files or self._files[-1] != (file or "<records>"):
                 self._files.append(file or "<records>")
             self._names.append(len(self._files) - 1)
@@ -78,7 +78,7 @@ class Spool:
     def __getitem__(self, index: int) -> Trace:
         self._file.seek(self._begins[index])
         record = self._file.read(self._begins[index + 1] - self._begins[index])
-        core, _ = _core.Traces.decode([record], self._files[self._names[index]], self._lines[index] or 1, "auto")
+        core, _ = _core.Traces.decode([record], self._files[self._names[index]], self._lines[index], "auto")
         return Trace(core, 0)
 
     def __enter__(self) -> Spool:

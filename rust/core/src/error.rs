@@ -34,14 +34,44 @@ pub enum Kind {
 pub struct Location {
     /// File as the user named it.
     pub file: Option<Arc<str>>,
-    /// 1-based line (record) number.
+    /// 1-based number of the line, or of the row of a table.
     pub line: Option<u64>,
+    /// 1-based number of the record, where several may stand on one line, as in a JSON array.
+    pub record: Option<u64>,
     /// Trace id.
     pub trace: Option<String>,
     /// 0-based index of the generation in its trace.
     pub turn: Option<usize>,
     /// 0-based token index within the turn.
     pub token: Option<usize>,
+}
+
+/// Where in its file a record begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct At {
+    /// Its line, or its number where it is a row, from 1.
+    pub line: u64,
+    /// Its number from 1, where several may stand on one line.
+    pub record: Option<u64>,
+}
+
+impl At {
+    /// The place in a file.
+    pub(crate) fn in_file(self, file: &Arc<str>) -> Location {
+        Location { file: Some(Arc::clone(file)), line: Some(self.line), record: self.record, ..Location::default() }
+    }
+
+    /// The place of the record behind it.
+    #[must_use]
+    pub fn next(self) -> Self {
+        self.record.map_or(Self::from(self.line + 1), |record| Self { record: Some(record + 1), ..self })
+    }
+}
+
+impl From<u64> for At {
+    fn from(line: u64) -> Self {
+        Self { line, record: None }
+    }
 }
 
 impl fmt::Display for Location {
@@ -61,6 +91,10 @@ impl fmt::Display for Location {
                 gap = " ";
             }
             (None, None) => {}
+        }
+        if let Some(record) = self.record {
+            write!(f, "{gap}record {record}")?;
+            gap = " ";
         }
         if let Some(trace) = &self.trace {
             write!(f, "{gap}trace '{trace}'")?;
@@ -118,7 +152,9 @@ impl Error {
     pub fn at(mut self, outer: &Location) -> Self {
         let here = &mut self.location;
         here.file = here.file.take().or_else(|| outer.file.clone());
-        here.line = here.line.or(outer.line);
+        if here.line.is_none() {
+            (here.line, here.record) = (outer.line, outer.record);
+        }
         here.trace = here.trace.take().or_else(|| outer.trace.clone());
         here.turn = here.turn.or(outer.turn);
         here.token = here.token.or(outer.token);
@@ -229,6 +265,7 @@ mod tests {
         let place = Location {
             file: Some("runs.jsonl".into()),
             line: Some(48),
+            record: None,
             trace: Some("a17".into()),
             turn: Some(3),
             token: None,

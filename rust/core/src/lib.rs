@@ -24,4 +24,4 @@ pub mod trace;
 mod written;
 
 pub use caught::caught;
-pub use error::{Error, Kind, Location, Result};
+pub use error::{At, Error, Kind, Location, Result};

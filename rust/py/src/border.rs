@@ -7,7 +7,7 @@ use crate::errors::to_python;
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use std::cell::RefCell;
-use tracegrad_core::{Kind, Result, caught, stop};
+use tracegrad_core::{At, Kind, Location, Result, caught, stop};
 
 thread_local! {
     /// What the handler of a signal raised while this thread was at work.
@@ -44,4 +44,33 @@ fn signals() -> bool {
 /// What `work` on Python's objects gives.
 pub fn attached<T>(py: Python<'_>, kind: Kind, what: &str, work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     caught(kind, what, || Ok(work())).unwrap_or_else(|error| Err(to_python(py, &error)))
+}
+
+/// Where a record begins: its line alone, or with its number where several may stand on one line.
+#[derive(Debug, Clone, Copy, FromPyObject, IntoPyObject)]
+pub enum Line {
+    Alone(u64),
+    Shared((u64, u64)),
+}
+
+impl Line {
+    /// The line of a place, where it has one.
+    pub fn of(place: &Location) -> Option<Self> {
+        place.line.map(|line| At { line, record: place.record }.into())
+    }
+}
+
+impl From<Line> for At {
+    fn from(line: Line) -> Self {
+        match line {
+            Line::Alone(line) => Self { line, record: None },
+            Line::Shared((line, record)) => Self { line, record: Some(record) },
+        }
+    }
+}
+
+impl From<At> for Line {
+    fn from(at: At) -> Self {
+        at.record.map_or(Self::Alone(at.line), |record| Self::Shared((at.line, record)))
+    }
 }

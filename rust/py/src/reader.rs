@@ -1,6 +1,6 @@
 //! Binds `tracegrad_core::read::Reader`: a file as traces, or as records that a caller changes before they are decoded.
 
-use crate::border::detached;
+use crate::border::{Line, detached};
 use crate::traces::{PyTraces, form_name, locked, report_dict};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -19,7 +19,7 @@ pub struct PyTraceReader {
 }
 
 /// A record of the file (line, bytes), and what was made of it.
-type MadeRow = (u64, PyBackedBytes, MadeOf);
+type MadeRow = (Line, PyBackedBytes, MadeOf);
 
 /// What a caller made of a record.
 #[derive(FromPyObject)]
@@ -73,15 +73,27 @@ impl PyTraceReader {
         Ok(PyTraces::new(traces, self.wanted))
     }
 
+    /// The same up to a bad record whose form the caller may know, and that record.
+    fn batch_asking<'py>(&self, py: Python<'py>, count: usize) -> PyResult<(PyTraces, Option<CutRow<'py>>)> {
+        let (traces, refused) = self.with(py, |reader| reader.batch_asking(count))?;
+        Ok((PyTraces::new(traces, self.wanted), refused.map(|cut| row(py, &cut))))
+    }
+
+    /// Settles that record, which the caller does not know.
+    fn settle_refused(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, Reader::settle_refused)
+    }
+
     /// Lines and bytes of records that are not decoded yet.
-    fn cut<'py>(&self, py: Python<'py>, count: usize, most: usize) -> PyResult<Vec<(u64, Bound<'py, PyBytes>)>> {
+    fn cut<'py>(&self, py: Python<'py>, count: usize, most: usize) -> PyResult<Vec<CutRow<'py>>> {
         let records = self.with(py, |reader| reader.records(count, most))?;
-        Ok(records.into_iter().map(|cut| (cut.line, PyBytes::new(py, &cut.bytes))).collect())
+        Ok(records.iter().map(|cut| row(py, cut)).collect())
     }
 
     /// Takes records back that `cut` gave first, to be read as they stand.
-    fn put_back(&self, py: Python<'_>, records: Vec<(u64, PyBackedBytes)>) -> PyResult<()> {
-        let records = records.into_iter().map(|(line, bytes)| Cut { line, bytes: (*bytes).into() }).collect();
+    fn put_back(&self, py: Python<'_>, records: Vec<(Line, PyBackedBytes)>) -> PyResult<()> {
+        let records =
+            records.into_iter().map(|(line, bytes)| Cut { at: line.into(), bytes: (*bytes).into() }).collect();
         self.with(py, |reader| {
             reader.put_back(records);
             Ok(())
@@ -95,7 +107,7 @@ impl PyTraceReader {
                 MadeOf::Record(bytes) => Made::Record((*bytes).into()),
                 MadeOf::Refused((what, why, cure)) => Made::Refused([what, why, cure]),
             };
-            (Cut { line, bytes: (*origin).into() }, made)
+            (Cut { at: line.into(), bytes: (*origin).into() }, made)
         });
         let rows = rows.collect();
         let traces = self.with(py, |reader| reader.decode(rows))?;
@@ -114,6 +126,13 @@ impl PyTraceReader {
         let report = detached(py, Kind::Fault, "reading a file", report)?;
         report_dict(py, &report)
     }
+}
+
+/// A record and its place, as Python has them.
+type CutRow<'py> = (Line, Bound<'py, PyBytes>);
+
+fn row<'py>(py: Python<'py>, cut: &Cut) -> CutRow<'py> {
+    (cut.at.into(), PyBytes::new(py, &cut.bytes))
 }
 
 fn stopped() -> Error {

@@ -1,6 +1,6 @@
 //! Binds `tracegrad_core::read`: traces as handles, their parts as Python objects when asked for.
 
-use crate::border::{attached, detached};
+use crate::border::{Line, attached, detached};
 use crate::compose::compose;
 use crate::errors::to_python;
 use numpy::{IntoPyArray, PyArray1};
@@ -47,7 +47,7 @@ impl PyTraces {
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
         let row = |trace: &Arc<Trace>| -> PyResult<Kept<'py>> {
             let (place, record) = (&trace.location, record_of(py, trace)?);
-            Ok((record, place.file.as_deref().unwrap_or("").to_owned(), place.line.unwrap_or(1)))
+            Ok((record, place.file.as_deref().unwrap_or("").to_owned(), Line::of(place).unwrap_or(Line::Alone(1))))
         };
         let restore = py.import(intern!(py, "tracegrad._core"))?.getattr(intern!(py, "restore_traces"))?;
         Ok((restore, (self.inner.iter().map(row).collect::<PyResult<_>>()?, self.format())))
@@ -75,11 +75,11 @@ impl PyTraces {
         py: Python<'py>,
         records: Vec<Vec<u8>>,
         name: &str,
-        first: u64,
+        first: Line,
         format: &str,
     ) -> PyResult<(Self, Bound<'py, PyDict>)> {
         let format = form_name(py, format)?;
-        let decode = || decode_all(records.into_iter().map(Into::into).collect(), name, first, format);
+        let decode = || decode_all(records.into_iter().map(Into::into).collect(), name, first.into(), format);
         let (traces, report) = detached(py, Kind::Fault, "reading records", decode)?;
         Ok((Self::new(traces, format), report_dict(py, &report)?))
     }
@@ -103,7 +103,7 @@ impl PyTraces {
         py: Python<'py>,
         rows: Vec<Bound<'py, PyList>>,
         name: &str,
-        first: u64,
+        first: Line,
         format: &str,
     ) -> PyResult<(Self, Bound<'py, PyDict>)> {
         let composed = || rows.iter().map(compose).collect::<PyResult<_>>();
@@ -120,9 +120,9 @@ impl PyTraces {
         Ok(&self.get(index)?.id)
     }
 
-    fn location(&self, index: usize) -> PyResult<(Option<&str>, Option<u64>)> {
+    fn location(&self, index: usize) -> PyResult<(Option<&str>, Option<Line>)> {
         let location = &self.get(index)?.location;
-        Ok((location.file.as_deref(), location.line))
+        Ok((location.file.as_deref(), Line::of(location)))
     }
 
     fn group(&self, index: usize) -> PyResult<Option<&str>> {
@@ -242,18 +242,18 @@ fn record_of<'py>(py: Python<'py>, trace: &Trace) -> PyResult<Bound<'py, PyBytes
 }
 
 /// A record, its file and its line.
-type Kept<'py> = (Bound<'py, PyBytes>, String, u64);
+type Kept<'py> = (Bound<'py, PyBytes>, String, Line);
 /// What pickle calls, and with what.
 type Reduced<'py> = (Bound<'py, PyAny>, (Vec<Kept<'py>>, &'static str));
 
 /// The traces of records that were traces before.
 #[pyfunction]
-fn restore_traces(py: Python<'_>, rows: Vec<(PyBackedBytes, String, u64)>, format: &str) -> PyResult<PyTraces> {
+fn restore_traces(py: Python<'_>, rows: Vec<(PyBackedBytes, String, Line)>, format: &str) -> PyResult<PyTraces> {
     let format = form_name(py, format)?;
     let traces = detached(py, Kind::Fault, "reading records", || {
-        let read = |(record, name, line): &(PyBackedBytes, String, u64)| {
+        let read = |(record, name, line): &(PyBackedBytes, String, Line)| {
             stop::check();
-            decode_all(vec![Arc::from(&**record)], name, *line, format).map(|(traces, _)| traces)
+            decode_all(vec![Arc::from(&**record)], name, (*line).into(), format).map(|(traces, _)| traces)
         };
         Ok(rows.iter().map(read).collect::<Result<Vec<_>, _>>()?.concat())
     })?;

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracegrad.errors import FormatError
+from tracegrad.trace import Line, located
 
 _KINDS = ("chat.completion.chunk", "text_completion.chunk")
 MOST_CHUNKS = 1_000_000
@@ -49,9 +50,10 @@ class Gather:
 
     def __init__(self) -> None:
         self._held: list[Any] = []
-        self._line, self._raw = 0, b""
+        self._line: Line = 0
+        self._raw = b""
 
-    def take(self, line: int, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    def take(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[tuple[Line, bytes, dict[str, Any]]]:
         """Takes a chunk; gives the call before, where this one begins another."""
         if self._held and chunk.get("id") != self._held[0].get("id"):
             yield from self.rest()
@@ -59,11 +61,12 @@ class Gather:
             self._line, self._raw = line, raw
         if len(self._held) >= MOST_CHUNKS:
             raise FormatError(
-                f"line {line}: a stream of more than {MOST_CHUNKS:,} chunks. It would have to be held whole. Split it."
+                f"{located('line', line)}: a stream of more than {MOST_CHUNKS:,} chunks. It would have to be held "
+                "whole. Split it."
             )
         self._held.append(chunk)
 
-    def rest(self) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    def rest(self) -> Iterator[tuple[Line, bytes, dict[str, Any]]]:
         """The call that is held."""
         if self._held:
             held, self._held = self._held, []

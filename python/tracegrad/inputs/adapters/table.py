@@ -27,8 +27,9 @@ from tracegrad.inputs.adapters import (
     spans,
 )
 from tracegrad.inputs.mapping import Unfit, loads
+from tracegrad.inputs.sources import Row
 from tracegrad.tables import to_json
-from tracegrad.trace import Traces
+from tracegrad.trace import Line, Traces, located
 
 
 class Adapter(NamedTuple):
@@ -75,6 +76,7 @@ def _of_export(record: Any) -> list[dict[str, Any]] | None:
     return out
 
 
+EXPORT = "export"
 ADAPTERS = (
     Adapter("langsmith", langchain.of_run, ("run_type",)),
     Adapter("langchain", langchain.of_talk, langchain.KEYS),
@@ -95,7 +97,7 @@ ADAPTERS = (
     Adapter(fitting.FAILED, failed.of_nothing, weak=True),
     Adapter("nested_call", shapes.of_record, weak=True, beside=True, talks="renamed_messages"),
     Adapter("span", spans.of_span, weak=True),
-    Adapter("export", _of_export, weak=True),
+    Adapter(EXPORT, _of_export, weak=True),
     Adapter(fitting.FAILED, failed.of_prompt, weak=True),
 )
 
@@ -247,7 +249,7 @@ def refuse_table(line: bytes, name: str) -> None:
 
 
 class Adapted:
-    """What became of records that adapters took: how many of each, how many held no call, and how many calls failed.
+    """What became of records that adapters took: how many of each, and how many held no call.
 
     `roots` is what `only_roots` says of the source that is read.
     """
@@ -255,15 +257,24 @@ class Adapted:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.empty: Counter[str] = Counter()
-        self.failed = 0
         self.roots = False
 
-    def adapt(self, record: Any, size: int, place: str) -> list[tuple[bytes, dict[str, Any]]] | None:
-        """As `adapt`, counted, each with its JSON; several without an id are named by the place of their record.
+    def rows(self, name: str, line: Line, raw: bytes) -> list[Row] | None:
+        """What is to be decoded in place of a record; None where no adapter knows it."""
+        try:
+            found = self.adapt(loads(raw), len(raw), name, line)
+        except Unfit as unfit:
+            return [(line, raw, unfit.args[0])]
+        return None if found is None else [(at, raw, text) for at, text, _ in found]
+
+    def adapt(self, record: Any, size: int, name: str, line: Line) -> list[tuple[Line, bytes, dict[str, Any]]] | None:
+        """As `adapt`, counted, each with its place and its JSON.
+
+        Those of a list in the record have their number there; several others without an id are named by its place.
 
         Args:
             size: bytes of the record.
-            place: its file and line.
+            name, line: where it stands.
 
         Raises:
             Unfit: if nothing can be made of it, or too much is.
@@ -273,14 +284,16 @@ class Adapted:
             return None
         out, left = [], fitting.MOST_BYTES + 4 * size
         for at, each in enumerate(found.records):
-            if len(found.records) > 1 and each.get("id") is None:
-                each = {**each, "id": f"{place}-{at}"}
+            place = line
+            if found.name == EXPORT and isinstance(line, int):
+                place = (line, at + 1)
+            elif len(found.records) > 1 and each.get("id") is None:
+                each = {**each, "id": f"{located(name, line)}-{at}"}
             with fitting.fitting(found.name):
-                out.append((to_json(each), each))
-            left -= len(out[-1][0])
+                out.append((place, to_json(each), each))
+            left -= len(out[-1][1])
             if left < 0:
                 raise fitting.too_much(f"{len(found.records):,} traces")
-        self.failed += sum(map(fitting.is_failed, found.records))
         self.counts[found.name] += found.name != fitting.FAILED
         self.empty[found.name] += not found.records
         return out
@@ -291,7 +304,4 @@ class Adapted:
         for name, count in (+self.counts).items():
             left = f", {self.empty[name]:,} of them hold no call and are left out" if self.empty[name] else ""
             out.append(f"convert  {count:,} records of {name}{left}")
-        if self.failed:
-            calls = "1 call" if self.failed == 1 else f"{self.failed:,} calls"
-            out.append(f"         {calls} failed: no answer in {'it' if self.failed == 1 else 'them'}")
         return out

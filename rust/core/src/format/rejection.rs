@@ -26,6 +26,8 @@ pub enum Reason {
     Contradiction,
     /// Something that the form needs is missing.
     Incomplete,
+    /// The call of a model failed, so that there is no answer in the record.
+    FailedCall,
     /// The stream broke in the middle of the record.
     Stream,
     /// A fault of the reader, not of the record.
@@ -33,6 +35,12 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// Whether a caller may know the record's form, so that it is not bad.
+    pub(crate) fn may_be_known(self) -> bool {
+        use Reason::{Contradiction, FailedCall, Incomplete, UnknownForm, WrongType};
+        matches!(self, UnknownForm | WrongType | Contradiction | Incomplete | FailedCall)
+    }
+
     /// The name that reports use.
     pub fn name(self) -> &'static str {
         match self {
@@ -46,6 +54,7 @@ impl Reason {
             Self::IdOutOfRange => "id_out_of_range",
             Self::Contradiction => "contradiction",
             Self::Incomplete => "incomplete",
+            Self::FailedCall => "failed_call",
             Self::Stream => "stream",
             Self::Fault => "fault",
         }

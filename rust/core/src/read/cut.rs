@@ -6,7 +6,7 @@ use super::held::Bytes;
 use super::outcome::{Outcome, decoded};
 use super::reader::Reader;
 use super::split::Piece;
-use crate::error::{Location, Result};
+use crate::error::{At, Result};
 use crate::format::{Reason, reject};
 use crate::trace::Trace;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use std::sync::Arc;
 /// A record of the file, not yet decoded.
 #[derive(Debug, Clone)]
 pub struct Cut {
-    /// Its line.
-    pub line: u64,
+    /// Where it begins.
+    pub at: At,
     /// Its bytes.
     pub bytes: Arc<[u8]>,
 }
@@ -43,18 +43,34 @@ impl Reader {
             };
             held += piece.len();
             self.report.bytes += piece.len() as u64;
-            if let Piece::Record { line, bytes, spot } = piece {
+            if let Piece::Record { at, bytes, spot } = piece {
                 self.spots.push(spot);
-                records.push(Cut { line, bytes: bytes.own() });
+                records.push(Cut { at, bytes: bytes.own() });
                 continue;
             }
             self.exhausted = matches!(piece, Piece::Broken { .. });
             let outcome = Outcome::of(piece, &self.file, self.limit, None);
             if let Err(rejection) = outcome.decoded {
-                self.settle(&outcome.bytes, outcome.line, outcome.continued, rejection)?;
+                self.settle(&outcome.bytes, outcome.at, outcome.continued, rejection)?;
             }
         }
         Ok(records)
+    }
+
+    /// Takes at most `count` traces; it ends also before a bad record whose form the caller may know: `settle_refused` or `decode` goes on.
+    pub fn batch_asking(&mut self, count: usize) -> Result<(Vec<Arc<Trace>>, Option<Cut>)> {
+        self.asking = true;
+        let traces = self.batch(count)?;
+        let refused = self.refused.as_ref();
+        Ok((traces, refused.map(|(at, bytes, _)| Cut { at: *at, bytes: bytes.clone().own() })))
+    }
+
+    /// Settles the record that `batch_asking` ended before, which its caller does not know either.
+    pub fn settle_refused(&mut self) -> Result<()> {
+        let Some((at, bytes, rejection)) = self.refused.take() else { return Ok(()) };
+        let settled = self.settle(&bytes, at, false, rejection);
+        self.ended |= settled.is_err();
+        settled
     }
 
     /// Takes records back that `records` gave first, all of them and unchanged, to be read before all others.
@@ -62,23 +78,22 @@ impl Reader {
         self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
         let spots = self.spots.drain(..).chain(std::iter::repeat(None));
         let pieces = records.into_iter().zip(spots);
-        let pieces = pieces.map(|(Cut { line, bytes }, spot)| Piece::Record { line, bytes: Bytes::Own(bytes), spot });
+        let pieces = pieces.map(|(Cut { at, bytes }, spot)| Piece::Record { at, bytes: Bytes::Own(bytes), spot });
         self.ahead = Some(pieces.collect());
     }
 
     /// Decodes records in place of those they were made of, and settles what is bad.
     pub fn decode(&mut self, made: Vec<(Cut, Made)>) -> Result<Vec<Arc<Trace>>> {
+        self.refused = None;
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());
         for (cut, made) in made {
             match made {
                 Made::Record(bytes) => {
-                    pieces.push(Piece::Record { line: cut.line, bytes: Bytes::Own(bytes), spot: None });
+                    pieces.push(Piece::Record { at: cut.at, bytes: Bytes::Own(bytes), spot: None });
                 }
                 Made::Refused([what, why, cure]) => {
-                    let place =
-                        Location { file: Some(Arc::clone(&self.file)), line: Some(cut.line), ..Location::default() };
-                    let problem = reject(Reason::WrongType, what).why(why).cure(cure).at(&place);
-                    pieces.push(Piece::Broken { line: cut.line, bytes: Vec::new(), problem });
+                    let problem = reject(Reason::WrongType, what).why(why).cure(cure);
+                    pieces.push(Piece::Broken { at: cut.at, bytes: Vec::new(), problem });
                 }
             }
             origins.push(cut.bytes);
@@ -94,7 +109,7 @@ impl Reader {
                     self.report.count(&record);
                     traces.push(Arc::new(record.trace));
                 }
-                Err(rejection) => self.settle(&origin, outcome.line, false, rejection)?,
+                Err(rejection) => self.settle(&origin, outcome.at, false, rejection)?,
             }
         }
         Ok(traces)

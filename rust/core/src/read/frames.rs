@@ -7,7 +7,7 @@ use super::held::Bytes;
 use super::outcome::decoded;
 use super::source::{in_file, unreadable};
 use super::split::Piece;
-use crate::error::{Error, Kind, Result};
+use crate::error::{At, Error, Kind, Result};
 use crate::stop;
 use crate::trace::Trace;
 use memchr::memchr_iter;
@@ -166,9 +166,8 @@ fn traces(text: &[u8]) -> Vec<Arc<Trace>> {
         start = end + 1;
         line
     });
-    let records = (1..).zip(lines.filter(|line| !line.is_empty()));
-    let pieces =
-        records.map(|(line, bytes)| Piece::Record { line, bytes: Bytes::Own(bytes.into()), spot: None }).collect();
+    let records = (1..).map(At::from).zip(lines.filter(|line| !line.is_empty()));
+    let pieces = records.map(|(at, bytes)| Piece::Record { at, bytes: Bytes::Own(bytes.into()), spot: None }).collect();
     let outcomes = decoded(pieces, &Arc::from(NAME), usize::MAX, None);
     outcomes.into_iter().filter_map(|outcome| outcome.decoded.ok()).map(|record| Arc::new(record.trace)).collect()
 }

@@ -69,3 +69,23 @@ pub(super) fn without_comma(line: &[u8]) -> &[u8] {
         _ => line,
     }
 }
+
+/// Behind which byte of some blanks a line of them is longer than `limit`; `before` of it stand before them.
+pub(super) fn passes(blanks: &[u8], before: usize, limit: usize) -> Option<usize> {
+    if before.saturating_add(blanks.len()) <= limit {
+        return None;
+    }
+    let mut count = before;
+    blanks
+        .iter()
+        .position(|&byte| {
+            count = if byte == b'\n' { 0 } else { count + 1 };
+            count > limit
+        })
+        .map(|at| at + 1)
+}
+
+/// How many lines end in some bytes.
+pub(super) fn count_lines(bytes: &[u8]) -> u64 {
+    memchr::memchr_iter(b'\n', bytes).count() as u64
+}

@@ -4,7 +4,7 @@ use super::held::Bytes;
 use super::report::Report;
 use super::split::Piece;
 use crate::caught;
-use crate::error::{Error, Kind, Location, Result};
+use crate::error::{At, Error, Kind, Location, Result};
 use crate::format::{Decoded, Reason, Record, Rejection, decode, reject};
 use crate::raw::Raw;
 use crate::threads;
@@ -16,7 +16,7 @@ const LONG: usize = 8 << 20;
 
 /// One record after decoding, with what the policy for bad ones needs.
 pub(super) struct Outcome {
-    pub line: u64,
+    pub at: At,
     /// Those of a bad record.
     pub bytes: Bytes,
     pub decoded: Decoded<Record>,
@@ -24,17 +24,17 @@ pub(super) struct Outcome {
     pub continued: bool,
 }
 
-/// Decodes records that are in memory already; an error names `name` and the record's number, from `first`.
+/// Decodes records that are in memory already; an error names `name` and the record's place, from `first` on.
 pub fn decode_all(
     records: Vec<Arc<[u8]>>,
     name: &str,
-    first: u64,
+    first: At,
     format: Option<&'static str>,
 ) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
-    let pieces: Vec<_> = (first..)
+    let pieces: Vec<_> = std::iter::successors(Some(first), |at| Some(at.next()))
         .zip(records)
-        .map(|(line, bytes)| Piece::Record { line, bytes: Bytes::Own(bytes), spot: None })
+        .map(|(at, bytes)| Piece::Record { at, bytes: Bytes::Own(bytes), spot: None })
         .collect();
     let outcomes = decoded(pieces, &file, usize::MAX, format);
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
@@ -54,23 +54,22 @@ pub(super) fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format:
 
 impl Outcome {
     pub fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
-        let place = |line| Location { file: Some(Arc::clone(file)), line: Some(line), ..Location::default() };
-        let (line, bytes, continued, problem) = match piece {
-            Piece::Record { line, bytes, spot } => {
+        let (at, bytes, continued, problem) = match piece {
+            Piece::Record { at, bytes, spot } => {
                 let raw = spot.map_or_else(|| bytes.kept(), |spot| Raw::left(&bytes, spot));
                 let decoded = if bytes.len() < LONG {
-                    decode_one(&bytes, raw, &place(line), format)
+                    decode_one(&bytes, raw, &at.in_file(file), format)
                 } else {
-                    let (bytes, place) = (bytes.clone(), place(line));
+                    let (bytes, place) = (bytes.clone(), at.in_file(file));
                     threads::apart(move || decode_one(&bytes, raw, &place, format))
                 };
                 let bytes = if decoded.is_ok() { Bytes::Cut(Vec::new()) } else { bytes };
-                return Self { line, bytes, decoded, continued: false };
+                return Self { at, bytes, decoded, continued: false };
             }
-            Piece::Overlong { line, bytes, continued } => (line, bytes, continued, too_long(limit)),
-            Piece::Broken { line, bytes, problem } => (line, bytes, false, problem),
+            Piece::Overlong { at, bytes, continued } => (at, bytes, continued, too_long(limit)),
+            Piece::Broken { at, bytes, problem } => (at, bytes, false, problem),
         };
-        Self { line, bytes: Bytes::Cut(bytes), decoded: Err(problem.at(&place(line))), continued }
+        Self { at, bytes: Bytes::Cut(bytes), decoded: Err(problem.at(&at.in_file(file))), continued }
     }
 }
 

@@ -34,7 +34,7 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
         |record: &[u8]| keys.find_iter(record).any(|found| is_key(&record[..found.start()], &record[found.end()..]));
     let is_plain = |record: Arc<[u8]>| {
         !has_key(&record)
-            && decode_all(vec![record], "", 1, None).is_ok_and(|(traces, report)| stands(&traces, &report))
+            && decode_all(vec![record], "", 1.into(), None).is_ok_and(|(traces, report)| stands(&traces, &report))
     };
     Ok(threads::map(records, || (), |(), record| is_plain(record)))
 }
@@ -42,7 +42,8 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
 /// The traces whose conversation goes on behind what was sampled last, by their number.
 ///
 /// With `names`, those alone beside whose messages an answer may stand: something under one of these names, which are
-/// lower case without `_` and `-`, or what may be a response or a message. Their records are to be looked at.
+/// lower case without `_` and `-`, or what may be a response or a message; and those in which nothing was sampled. Their
+/// records are to be looked at.
 ///
 /// ```
 /// # use tracegrad_core::read::{Options, open, read_all};
@@ -59,7 +60,8 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
 /// Where a record cannot be read again.
 pub fn open<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Result<Vec<usize>> {
     let asked = |trace: &Trace| names.map_or(Ok(true), |names| trace.record().map(|record| may_answer(&record, names)));
-    let odd = |trace: &Trace| Ok(!trace.generations.is_empty() && is_open(trace) && asked(trace)?);
+    let empty = |trace: &Trace| names.is_some() && trace.generations.is_empty();
+    let odd = |trace: &Trace| Ok(empty(trace) || !trace.generations.is_empty() && is_open(trace) && asked(trace)?);
     let found = (0..traces.len()).map(|index| Ok(odd(&traces[index])?.then_some(index)));
     found.filter_map(Result::transpose).collect()
 }

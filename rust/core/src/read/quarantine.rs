@@ -1,6 +1,6 @@
 //! Bad records written aside: their bytes in one file, where they came from and why they are bad in another.
 
-use crate::error::{Error, Kind, Location, Result};
+use crate::error::{At, Error, Kind, Location, Result};
 use crate::format::Rejection;
 use serde_json::json;
 use std::fs::File;
@@ -42,12 +42,13 @@ impl Quarantine {
     }
 
     /// Writes a bad record aside.
-    pub fn put(&mut self, bytes: &[u8], line: u64, file: &str, rejection: &Rejection) -> Result<()> {
+    pub fn put(&mut self, bytes: &[u8], at: At, file: &str, rejection: &Rejection) -> Result<()> {
         self.close_record()?;
         self.pending = Some(Pending {
             entry: json!({
                 "file": file,
-                "line": line,
+                "line": at.line,
+                "record": at.record,
                 "trace": rejection.error.location.trace,
                 "reason": rejection.reason.name(),
                 "error": rejection.error.to_string(),

@@ -1,11 +1,12 @@
 //! The traces of a stream, chunk by chunk, and what becomes of bad records.
 
+use super::held::Bytes;
 use super::outcome::{Outcome, decoded};
 use super::quarantine::Quarantine;
 use super::report::Report;
 use super::source::Source;
 use super::split::{Piece, Splitter};
-use crate::error::{Error, Kind, Location, Result};
+use crate::error::{At, Error, Kind, Location, Result};
 use crate::format::Rejection;
 use crate::raw::Spot;
 use crate::threads;
@@ -79,6 +80,7 @@ pub fn read_all(bytes: &[u8], name: &str, options: Options) -> Result<(Vec<Arc<T
 /// assert_eq!(traces[0].reward, Some(1.0));
 /// # Ok::<(), tracegrad_core::Error>(())
 /// ```
+#[allow(clippy::struct_excessive_bools, reason = "each says something that the others do not")]
 pub struct Reader {
     pub(super) file: Arc<str>,
     pub(super) options: Options,
@@ -97,6 +99,10 @@ pub struct Reader {
     pub(super) next_chunk: usize,
     pub(super) quarantine: Option<Quarantine>,
     pub(super) report: Report,
+    /// Bad records whose form the caller may know are given to it before they are settled.
+    pub(super) asking: bool,
+    /// The one that was given last.
+    pub(super) refused: Option<(At, Bytes, Rejection)>,
     /// Nothing more comes from the splitter.
     pub(super) exhausted: bool,
     pub(super) ended: bool,
@@ -137,6 +143,8 @@ impl Reader {
             waiting: VecDeque::new(),
             quarantine,
             report: Report::default(),
+            asking: false,
+            refused: None,
             exhausted: false,
             ended: false,
         }
@@ -196,13 +204,13 @@ impl Reader {
     }
 
     /// Applies the policy to a bad record.
-    pub(super) fn settle(&mut self, bytes: &[u8], line: u64, continued: bool, rejection: Rejection) -> Result<()> {
+    pub(super) fn settle(&mut self, bytes: &[u8], at: At, continued: bool, rejection: Rejection) -> Result<()> {
         if continued {
             return self.quarantine.as_mut().map_or(Ok(()), |aside| aside.go_on(bytes));
         }
         self.report.count_bad(rejection.reason, &rejection.error);
         match &mut self.quarantine {
-            Some(aside) => aside.put(bytes, line, &self.file, &rejection),
+            Some(aside) => aside.put(bytes, at, &self.file, &rejection),
             None if self.options.on_error == OnError::Skip => Ok(()),
             None => Err(rejection.error),
         }
@@ -246,7 +254,11 @@ impl Reader {
                     self.report.count(&record);
                     return Ok(Some(record.trace));
                 }
-                Err(rejection) => self.settle(&outcome.bytes, outcome.line, outcome.continued, rejection)?,
+                Err(rejection) if self.asking && rejection.reason.may_be_known() && !outcome.continued => {
+                    self.refused = Some((outcome.at, outcome.bytes, rejection));
+                    return Ok(None);
+                }
+                Err(rejection) => self.settle(&outcome.bytes, outcome.at, outcome.continued, rejection)?,
             }
         }
     }

@@ -5,7 +5,8 @@
 
 use super::events;
 use super::held::{BLOCK, Bytes, Held};
-use super::nesting::{Layout, Nesting, without_comma};
+use super::nesting::{Layout, Nesting, count_lines, passes, without_comma};
+use crate::error::At;
 use crate::format::{Reason, Rejection, reject};
 use crate::raw::{Origin, Spot};
 use crate::stop;
@@ -15,11 +16,11 @@ use std::sync::Arc;
 /// What the splitter finds.
 pub(super) enum Piece {
     /// A record, and where its bytes stand on disk.
-    Record { line: u64, bytes: Bytes, spot: Option<Spot> },
+    Record { at: At, bytes: Bytes, spot: Option<Spot> },
     /// A part of a record that is longer than the limit; `continued` for all parts but the first, which are blocks.
-    Overlong { line: u64, bytes: Vec<u8>, continued: bool },
+    Overlong { at: At, bytes: Vec<u8>, continued: bool },
     /// The stream broke here; nothing follows.
-    Broken { line: u64, bytes: Vec<u8>, problem: Rejection },
+    Broken { at: At, bytes: Vec<u8>, problem: Rejection },
 }
 
 impl Piece {
@@ -60,6 +61,8 @@ pub(super) struct Splitter {
     line: u64,
     /// Line of `scanned`.
     line_now: u64,
+    /// Records of an array that were cut.
+    count: u64,
     limit: usize,
     /// The record being read has passed the limit.
     overlong: bool,
@@ -86,6 +89,7 @@ impl Splitter {
             blanks: None,
             line: 1,
             line_now: 1,
+            count: 0,
             limit,
             overlong: false,
             at_end: false,
@@ -276,7 +280,7 @@ impl Splitter {
 
     /// Takes the record that ends at `end`; `None` for a blank line.
     fn cut(&mut self, end: usize) -> Option<Piece> {
-        let (line, begin) = (self.line, self.start);
+        let (at, begin) = (self.at(), self.start);
         self.start = end;
         if self.layout == Layout::Lines {
             self.start = (end + 1).min(self.buffer.len());
@@ -286,6 +290,7 @@ impl Splitter {
             self.line = self.line_now;
         } else if let Layout::Array { comma_due, .. } = &mut self.layout {
             *comma_due = true;
+            self.count += 1;
         }
         self.nesting = Nesting::default();
         let in_stream = std::mem::take(&mut self.in_stream);
@@ -294,20 +299,26 @@ impl Splitter {
             bytes = without_comma(bytes.strip_suffix(b"\r").unwrap_or(bytes));
         }
         if std::mem::take(&mut self.overlong) {
-            return Some(Piece::Overlong { line, bytes: bytes.to_vec(), continued: true });
+            return Some(Piece::Overlong { at, bytes: bytes.to_vec(), continued: true });
         }
         if bytes.len() > self.limit {
-            return Some(Piece::Overlong { line, bytes: bytes.to_vec(), continued: false });
+            return Some(Piece::Overlong { at, bytes: bytes.to_vec(), continued: false });
         }
         if bytes.trim_ascii().is_empty() {
             return None;
         }
         if in_stream {
-            return Some(Piece::Record { line, bytes: Bytes::Own(events::record(bytes)), spot: None });
+            return Some(Piece::Record { at, bytes: Bytes::Own(events::record(bytes)), spot: None });
         }
         let start = self.before + begin as u64;
         let spot = self.origin.as_ref().map(|origin| Spot { origin: Arc::clone(origin), start });
-        Some(Piece::Record { line, bytes: self.buffer.share(begin..begin + bytes.len()), spot })
+        Some(Piece::Record { at, bytes: self.buffer.share(begin..begin + bytes.len()), spot })
+    }
+
+    /// Where the record being read begins.
+    fn at(&self) -> At {
+        let in_array = matches!(self.layout, Layout::Array { .. });
+        At { line: self.line, record: in_array.then_some(self.count + 1) }
     }
 
     /// Up to where a record that is too long is let go of now, if it is one.
@@ -337,7 +348,7 @@ impl Splitter {
         self.scanned -= end;
         self.line_start = self.line_start.saturating_sub(end);
         self.start = 0;
-        Piece::Overlong { line: self.line, bytes, continued }
+        Piece::Overlong { at: self.at(), bytes, continued }
     }
 
     /// What is left at the end of the stream.
@@ -357,10 +368,11 @@ impl Splitter {
         let unclosed = matches!(self.layout, Layout::Array { closed: false, .. });
         if unclosed && !self.overlong {
             let problem = reject(Reason::Stream, "the JSON array is not closed")
-                .why("The file was cut; the records before this line were read")
+                .why("The file was cut; the records before this one were read")
                 .cure("Copy the file again, or write one record a line");
+            let broken = self.broken(problem);
             self.layout = Layout::Lines;
-            return Some(self.broken(problem));
+            return Some(broken);
         }
         if rest == 0 || self.layout == Layout::Unknown {
             return None;
@@ -375,25 +387,6 @@ impl Splitter {
     fn broken(&mut self, problem: Rejection) -> Piece {
         let bytes = self.buffer.take(self.start, self.buffer.len());
         (self.start, self.scanned, self.line_start) = (0, 0, 0);
-        Piece::Broken { line: self.line, bytes, problem }
+        Piece::Broken { at: self.at(), bytes, problem }
     }
-}
-
-/// Behind which byte of some blanks a line of them is longer than `limit`; `before` of it stand before them.
-fn passes(blanks: &[u8], before: usize, limit: usize) -> Option<usize> {
-    if before.saturating_add(blanks.len()) <= limit {
-        return None;
-    }
-    let mut count = before;
-    blanks
-        .iter()
-        .position(|&byte| {
-            count = if byte == b'\n' { 0 } else { count + 1 };
-            count > limit
-        })
-        .map(|at| at + 1)
-}
-
-fn count_lines(bytes: &[u8]) -> u64 {
-    memchr::memchr_iter(b'\n', bytes).count() as u64
 }

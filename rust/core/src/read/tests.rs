@@ -211,7 +211,8 @@ fn streams_of_events_among_lines_are_records_of_their_own() {
     }
     let kept: serde_json::Value = serde_json::from_slice(&found[0].record().expect("it is held")).expect("JSON");
     assert_eq!(kept["response"].as_str().expect("text").trim_end(), format!("{stream}data: [DONE]").trim_end());
-    let again = decode_all(vec![found[0].record().expect("it is held").into()], "again", 1, None).expect("reads");
+    let again =
+        decode_all(vec![found[0].record().expect("it is held").into()], "again", 1.into(), None).expect("reads");
     assert_eq!(again.0[0].messages, found[0].messages);
 }
 
@@ -244,8 +245,8 @@ fn blanks_before_the_first_record_are_let_go_of_and_a_long_line_of_them_is_a_bad
         while let Some(piece) = splitter.next_piece() {
             most = most.max(splitter.held());
             found.push(match piece {
-                Piece::Record { line, .. } => (line, false),
-                Piece::Overlong { line, continued, .. } if !continued => (line, true),
+                Piece::Record { at, .. } => (at.line, false),
+                Piece::Overlong { at, continued, .. } if !continued => (at.line, true),
                 _ => continue,
             });
         }

@@ -232,6 +232,6 @@ fn varying_scaffold(turn: usize) -> Rejection {
 }
 
 /// A complaint about a call without an answer.
-pub fn no_response(what: &str) -> Rejection {
-    reject(Reason::Incomplete, what).why("There is no generation to read").cure("Leave out failed calls when recording")
+pub fn no_response(what: impl Into<String>) -> Rejection {
+    reject(Reason::FailedCall, what).why("There is no generation to read").cure("Leave out failed calls when recording")
 }

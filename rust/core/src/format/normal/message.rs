@@ -109,7 +109,8 @@ fn pick(choices: Vec<Node>, wanted: Option<i32>) -> Decoded<Object> {
         }
     }
     by_position.ok_or_else(|| {
-        reject(Reason::Incomplete, format!("choice {wanted} is asked for but the response has {total} choices"))
+        let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
+        reject(reason, format!("choice {wanted} is asked for but the response has {total} choices"))
             .why("There is no generation to read")
             .cure("Leave out failed calls when recording, and name an existing choice")
     })

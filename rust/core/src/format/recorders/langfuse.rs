@@ -12,7 +12,7 @@ use crate::format::form::Form;
 use crate::format::json::fields::{Header, Sampling};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::Body;
-use crate::format::normal::calls::{Call, Log, Request};
+use crate::format::normal::calls::{Call, Log, Request, no_response};
 use crate::format::normal::message::Entry;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Message, Prompt};
@@ -113,7 +113,5 @@ fn with_role(mut fields: crate::format::json::fields::Fields) -> crate::format::
 }
 
 fn speechless() -> Rejection {
-    reject(Reason::Incomplete, "a generation without `output`")
-        .why("What the policy said is not known")
-        .cure("Leave failed generations out")
+    no_response("a generation without `output`")
 }

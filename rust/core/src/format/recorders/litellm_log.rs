@@ -11,7 +11,7 @@ use crate::format::form::Form;
 use crate::format::json::fields::Header;
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::Body;
-use crate::format::normal::calls::Log;
+use crate::format::normal::calls::{Log, no_response};
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use serde_json::value::RawValue;
 
@@ -31,12 +31,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         record.object("response")?.filter(|_| record.text("status").ok().flatten().as_deref() != Some("failure"))
     else {
         let said = record.text("error_str")?.unwrap_or_else(|| "no response".to_owned());
-        return Err(reject(
-            Reason::Incomplete,
-            format!("the call failed: {}", said.chars().take(200).collect::<String>()),
-        )
-        .why("There is no generation to read")
-        .cure("Leave failed calls out with on_error=\"skip\""));
+        return Err(no_response(format!("the call failed: {}", said.chars().take(200).collect::<String>()))
+            .cure("Leave failed calls out with on_error=\"skip\""));
     };
     let messages = record.get("messages");
     if messages.is_some_and(|raw| raw.get() == REDACTED)

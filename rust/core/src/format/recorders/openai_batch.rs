@@ -12,7 +12,7 @@ use crate::format::form::Form;
 use crate::format::json::fields::Header;
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::Body;
-use crate::format::normal::calls::Log;
+use crate::format::normal::calls::{Log, no_response};
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 
 pub(super) const DUMP: Dump = Dump {
@@ -61,7 +61,6 @@ fn failure(record: &Outline<'_>, response: &Outline<'_>, result: &Outline<'_>) -
 }
 
 fn failed(id: Option<&str>, failure: &str) -> Rejection {
-    reject(Reason::Incomplete, format!("the request {} of the batch failed: {failure}", id.unwrap_or_default()))
-        .why("There is no generation to read")
+    no_response(format!("the request {} of the batch failed: {failure}", id.unwrap_or_default()))
         .cure("Send it again, or leave it out with on_error=\"skip\"")
 }

@@ -68,7 +68,8 @@ impl Asked<'_> {
             }
         }
         by_position.map(|item| (item, self.unused(total))).ok_or_else(|| {
-            reject(Reason::Incomplete, format!("choice {wanted} is asked for but the response has {total} {what}"))
+            let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
+            reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
                 .why("There is no generation to read")
                 .cure("Leave out failed calls when recording, and name an existing choice")
         })
