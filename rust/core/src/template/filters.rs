@@ -8,7 +8,7 @@ use super::json::python_str;
 use super::limits::{self, made, make_items};
 use super::methods::{joined, replaced, strip};
 use super::operators::{self, add as plus, allow_format};
-use super::watch::{self, Tells};
+use super::watch;
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, filters};
@@ -137,7 +137,6 @@ fn trim(value: &Value, chars: Option<&str>) -> Result<Value, Error> {
     let text = text_of(value)?;
     let cut = |text: &str| Value::from(strip(text, chars, true, true));
     let result = made(cut(&text))?;
-    watch::look(chars.map(Value::from).as_slice(), Tells::Strings);
     watch::repeat(&[value], &result, |plain| Ok(cut(&text_of(&plain[0])?)))?;
     Ok(result)
 }

@@ -5,7 +5,6 @@
 use super::charge::text_bytes;
 use super::containers::{Tagged, fields};
 use super::limits;
-use super::watch::{self, Tells};
 use minijinja::value::{DynObject, Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 use std::borrow::Cow;
@@ -263,7 +262,6 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) -> Result<(), Error
             out.push_str(text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(&text));
         }
         _ => {
-            watch::look(std::slice::from_ref(value), Tells::All);
             // The engine prints what holds others without looking at how much there is.
             if text_bytes(value)? > limits::largest() {
                 return Err(ErrorKind::WriteFailure.into());

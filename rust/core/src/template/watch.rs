@@ -196,7 +196,7 @@ mod tests {
     use serde_json::{Map, json};
 
     /// What a template can do with `c`, a string of the conversation.
-    const LOOKS: [&str; 65] = [
+    const LOOKS: [&str; 69] = [
         "{{ c[0] }}",
         "{{ c.0 }}",
         "{{ c[-1] }}",
@@ -229,6 +229,10 @@ mod tests {
         "{{ {c: 1} }}",
         "{{ {'yes': 1}[c] }}",
         "{{ c in {'yes': 1} }}",
+        "{{ [c, 'b'].count('yes') }}",
+        "{{ 'yesterday'|trim(c) }}{{ c|trim(c) }}{{ 'yesterday'.strip(c) }}",
+        "{{ [1, 2]|tojson(separators=(c, c)) }}{{ [1]|tojson(indent=c) }}",
+        "{{ namespace(a=c) }}{{ {'a': c}.items() }}{{ {'a': [c]}|dictsort }}",
         "{{ {'yes': 1}.get(c) }}",
         "{{ c.strip('y') }}",
         "{{ c|trim('y') }}",
