@@ -53,7 +53,7 @@ impl Template {
             return self.searched(call, text, Found::default()).map_err(late);
         };
         let first = self.all_marked(call, &marking, slots, Selection::Outside).map_err(late)?;
-        #[cfg(debug_assertions)]
+        #[cfg(any(debug_assertions, fuzzing))]
         if let Some((text, _)) = first.read.as_ref().filter(|_| !first.noticed) {
             let plain = self.plain(call, &mut Slots::default());
             assert!(plain.as_ref().is_ok_and(|plain| **plain == **text), "{text:?} was not noticed to be {plain:?}");
