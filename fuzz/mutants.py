@@ -2,9 +2,9 @@
 
 `python fuzz/mutants.py correction --sample 20 --seed 0`; `make mutants ROOM= SAMPLE= SEED=` calls it. Rooms of Python
 are changed by cosmic-ray in a copy of the tree, and judged by the examples in its docstrings and the test files named
-below; rooms of Rust by cargo-mutants, and judged by Rust's own tests. The sample is drawn evenly over the kinds of
-change; annotations and docstrings are left alone. What was judged is kept in out/mutants: the same command goes on
-from there.
+below; rooms of Rust by cargo-mutants, and judged by the room's own tests in Rust, and what these do not find by tests
+in Python. The sample is drawn evenly over the kinds of change; annotations and docstrings are left alone. What was
+judged is kept in out/mutants: the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import random
 import re
 import shlex
@@ -53,7 +54,15 @@ PYTHON = {
         "teeth_objective",
     ],
 }
-RUST = ("align", "format", "pack", "ratio", "read", "template", "tokenizer")
+RUST = {
+    "align": ["align", "align_laws", "cases_tokens", "cases_history"],
+    "format": ["formats_servers", "formats_dumps", "cases_formats", "bad_input", "trace"],
+    "pack": ["batch", "cost", "moving", "sharing"],
+    "ratio": ["correction", "correction_parts", "correction_step", "conventions", "twins"],
+    "read": ["trace", "bad_input", "left_on_disk", "inputs_places"],
+    "template": ["template", "template_limits", "cases_history"],
+    "tokenizer": ["tokenizer", "tokenizer_kinds", "align"],
+}
 KEPT = ("docs", "examples", "fuzz", "tests", "python", "pyproject.toml", "README.md", "PARITY.md")
 SECONDS = 600.0
 """After so many a mutant's tests are stopped, and it counts as found."""
@@ -151,7 +160,7 @@ def _keep_sample(session: Path, tree: Path, sample: int, seed: int) -> None:
 
 
 def rust(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
-    """How many mutants of a room of Rust were judged, and which no test found."""
+    """How many mutants of a room of Rust were judged, and which no test found, in Rust or in Python."""
     if subprocess.run(["cargo", "mutants", "--version"], capture_output=True, check=False).returncode:
         raise SystemExit("cargo has no command named mutants. Rooms of Rust need it: cargo install cargo-mutants")
     which = ["--package", "tracegrad-core", "--file", f"rust/core/src/{room}/**"]
@@ -161,11 +170,35 @@ def rust(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
     found = sorted(json.loads(listed.stdout), key=lambda each: each["name"])
     chosen = spread(found, lambda each: each["genre"], sample, seed)
     wanted = [part for each in chosen for part in ("--re", f"^{re.escape(each['name'])}$")]
-    told = ["--iterate", "--output", str(out), "--timeout", str(SECONDS), *which, *wanted]
+    told = ["--iterate", "--output", str(out), "--timeout", str(SECONDS), *which, *wanted, "--", "--lib", room]
     subprocess.run(["cargo", "mutants", *told], cwd=ROOT, check=False)  # it ends with 2 where mutants are missed
-    judged = {name: (out / "mutants.out" / f"{name}.txt") for name in ("caught", "missed", "timeout")}
-    lines = {name: path.read_text().splitlines() if path.exists() else [] for name, path in judged.items()}
-    return sum(map(len, lines.values())), lines["missed"]
+    outcomes = json.loads((out / "mutants.out" / "outcomes.json").read_text())["outcomes"]
+    judged = [each for each in outcomes if each["summary"] in ("CaughtMutant", "MissedMutant", "Timeout")]
+    missed = [out / "mutants.out" / each["diff_path"] for each in judged if each["summary"] == "MissedMutant"]
+    return len(judged), [diff.read_text() for diff in missed if not found_in_python(room, diff, out)]
+
+
+def found_in_python(room: str, diff: Path, out: Path) -> bool:
+    """Whether the tests in Python find a change of Rust; kept beside the diff."""
+    verdict = diff.with_suffix(".python")
+    if not verdict.exists():
+        tree = out / "tree" if (out / "tree").exists() else copied(out)
+        for name in ("rust", "benches"):
+            shutil.rmtree(tree / name, ignore_errors=True)
+            shutil.copytree(ROOT / name, tree / name)
+        for name in ("Cargo.toml", "Cargo.lock"):
+            shutil.copy(ROOT / name, tree)
+        subprocess.run(["patch", "--quiet", "-p1", "-i", diff], cwd=tree, check=True)
+        target = ROOT / "target" / "mutants"
+        told = {**os.environ, "CARGO_TARGET_DIR": str(target), "PYO3_BUILD_EXTENSION_MODULE": "1"}
+        told["PYO3_PYTHON"] = sys.executable
+        subprocess.run(["cargo", "build", "--quiet", "-p", "tracegrad-py"], cwd=tree, env=told, check=True)
+        shutil.copy(target / "debug" / "lib_core.so", tree / "python" / "tracegrad" / "_core.abi3.so")
+        tests = [f"tests/test_{name}.py" for name in RUST[room]]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *tests]
+        done = subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": "python"}, check=False)
+        verdict.write_text(str(done.returncode))
+    return verdict.read_text() != "0"
 
 
 def main(arguments: list[str] | None = None) -> int:

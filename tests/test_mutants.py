@@ -23,10 +23,10 @@ def half(value: int | None = 1 + 1) -> int | None:
 
 
 def test_every_room_and_every_test_that_judges_it_is_there():
-    for room, tests in mutants.PYTHON.items():
-        assert (ROOT / "python" / "tracegrad" / room / "__init__.py").is_file()
-        assert all((ROOT / "tests" / f"test_{name}.py").is_file() for name in tests), room
+    assert all((ROOT / "python" / "tracegrad" / room / "__init__.py").is_file() for room in mutants.PYTHON)
     assert all((ROOT / "rust" / "core" / "src" / room / "mod.rs").is_file() for room in mutants.RUST)
+    for room, tests in {**mutants.PYTHON, **mutants.RUST}.items():
+        assert all((ROOT / "tests" / f"test_{name}.py").is_file() for name in tests), room
 
 
 @pytest.mark.parametrize("seed", range(5))
