@@ -56,7 +56,8 @@ impl Template {
         #[cfg(any(debug_assertions, fuzzing))]
         if let Some((text, _)) = first.read.as_ref().filter(|_| !first.noticed) {
             let plain = self.plain(call, &mut Slots::default());
-            assert!(plain.as_ref().is_ok_and(|plain| **plain == **text), "{text:?} was not noticed to be {plain:?}");
+            let same = plain.as_ref().is_ok_and(|plain| **plain == **text);
+            assert!(same || in_time().is_err(), "{text:?} was not noticed to be {plain:?}");
         }
         let text = match &first.read {
             // The run did what the run without marks does, so its text is that one's.
