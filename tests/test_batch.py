@@ -1,6 +1,7 @@
 """Packing: what lies where, what is counted, what is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tracegrad
 from tracegrad.algebra import Reduce
 from tracegrad.batch import Batch, Step, TooLong, Totals, pack
 from tracegrad.batch.step import Skipped
@@ -360,3 +362,19 @@ def test_packing_needs_no_torch():
 
     code = "import sys, tracegrad.batch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_trace_of_which_nothing_was_sampled_stands_beside_those_that_have_branches():
+    """The second of three records ends with the question; its neighbours are trained as if it were not there."""
+    model = tracegrad.Tokenizer.from_pretrained(Path(__file__).parents[1] / "examples" / "quickstart" / "model")
+    ask, say = {"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"}
+    records = [{"messages": turns, "reward": 1} for turns in ([ask, say], [ask], [ask, say])]
+    found = tracegrad.align(tracegrad.read(records), model, text_only=True)
+    assert (found.traces, found.trace.tolist()) == (3, [0, 2])
+    [step] = pack(found, [1.0, 0.5, -1.0], token_budget=512)
+    neighbours = tracegrad.align(tracegrad.read([records[0], records[2]]), model, text_only=True)
+    [alone] = pack(neighbours, [1.0, -1.0], token_budget=512)
+    assert set(step.trace.tolist()) == {0, 2}
+    assert step.totals.terms == alone.totals.terms > 0
+    assert step.advantages.tolist() == alone.advantages.tolist()
+    assert step.batches[0].ids.tolist() == alone.batches[0].ids.tolist()

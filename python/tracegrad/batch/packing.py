@@ -90,9 +90,14 @@ def pack(
     cu = _contiguous(sequences.cu_seqlens, np.int64)
     ids = _contiguous(sequences.ids, np.int32)
     trainable = _contiguous(sequences.trainable, np.bool_)
-    names = list(sequences.trace_ids)
+    # A trace of which nothing was sampled has no branch, and the core counts those that have one.
+    present, place = np.unique(trace, return_inverse=True)
+    place = place.astype(np.int32)
+    names = [sequences.trace_ids[row] for row in present] if sequences.trace_ids else []
     fit = (int(token_budget), whole)
-    length, terms, lost, over = _core.pack_measure(cu, trace, ids, trainable, names, *fit, share_prefixes, too_long)
+    length, terms, cut, over = _core.pack_measure(cu, place, ids, trainable, names, *fit, share_prefixes, too_long)
+    over, lost = present[over], np.zeros(sequences.traces, cut.dtype)
+    lost[present] = cut
     without = np.zeros(sequences.traces, bool)
     masked = without if counted is None else arrays.flags(counted, "counted", length=sequences.traces)
     groups = _group_into_steps(sequences, terms, masked, step_groups, seed)
@@ -101,7 +106,8 @@ def pack(
     shape = shape or ModelShape()
     costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
     least = LEAST_GAIN if share_prefixes else None
-    placed = _Placed(*_core.pack_place(ids, cu, length, terms, trace, groups.step, int(ranks), *fit, costs, least))
+    step = _contiguous(groups.step[present], groups.step.dtype)
+    placed = _Placed(*_core.pack_place(ids, cu, length, terms, place, step, int(ranks), *fit, costs, least))
     # Every rank holds as many rows; a step that nothing is left of still has one, of padding, as an optimizer may move.
     rows = np.maximum(placed.rows.reshape(-1, ranks).max(1), 1)
     mine = np.where(placed.rank == rank, groups.step[trace], -1).astype(np.int32)
