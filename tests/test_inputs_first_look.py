@@ -60,8 +60,13 @@ def runs():
         }
 
 
-def test_runs_of_a_bulk_export_get_the_feedback_that_stands_on_their_chain(tmp_path, capsys):
-    path = written(tmp_path / "runs.jsonl", runs())
+@pytest.mark.parametrize("users", [0, 3])
+def test_runs_of_a_bulk_export_get_the_feedback_that_stands_on_their_chain(users, tmp_path, capsys):
+    """Also where each run names its user's session too, which several conversations share."""
+    all_runs = list(runs())
+    for number, run in enumerate(all_runs if users else ()):
+        run["extra"] = {"metadata": {"session_id": f"u{number // 2 % users}"}}
+    path = written(tmp_path / "runs.jsonl", all_runs)
     assert main(["doctor", path, "--model", str(MODEL)]) == 1
     out = capsys.readouterr().out
     assert '8 calls share "trace_id" with records without a call: --map.session trace_id' in out

@@ -213,11 +213,11 @@ def _beside(
     both = [path for path in linked if path in columns and path in beside and len(linked[path]) > 1]
     both = [path for path in both if columns[path].values.keys() <= beside[path].values.keys()]
     joins = [path for path in both if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])]
-    if not any(each.path in joins for each in sessions):
-        # What all runs share, as LangSmith's id of the project, has fewer values than what a conversation shares.
-        path = max(joins, key=lambda each: len(linked[each]), default=None)
-        if path is None:
-            return
+    # What all runs share, as LangSmith's id of the project or of a user, has fewer values than what a conversation shares.
+    path = max(joins, key=lambda each: len(linked[each]), default=None)
+    if path is None:
+        return
+    if not any(each.path in joins and len(linked[each.path]) == len(linked[path]) for each in sessions):
         why = f'{columns[path].count:,} calls share "{path}" with records without a call'
         yield Candidate("session", path, why, 2.5, _order_of(columns))
     for each in rewards:
