@@ -213,7 +213,7 @@ def _beside(
     both = [path for path in linked if path in columns and path in beside and len(linked[path]) > 1]
     both = [path for path in both if columns[path].values.keys() <= beside[path].values.keys()]
     joins = [path for path in both if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])]
-    # What all runs share, as LangSmith's id of the project or of a user, has fewer values than what a conversation shares.
+    # What all runs share, as the id of a project or of a user, has fewer values than what a conversation shares.
     path = max(joins, key=lambda each: len(linked[each]), default=None)
     if path is None:
         return
