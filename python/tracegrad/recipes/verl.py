@@ -30,7 +30,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.recipes.peer import Asked, Peer, flat, read
 from tracegrad.recipes.rates import rates, reward_kl
 from tracegrad.recipes.recipe import Options, Recipe
-from tracegrad.recipes.verl_options import BESIDE, CORRECTIONS, LOSSES, OPTIONS, OWN, VALUES, WITHOUT, A, C, G
+from tracegrad.recipes.verl_options import BESIDE, CORRECTIONS, LOSSES, OPTIONS, OWN, WITHOUT, A, C, G
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
 _PRODUCT = Level("trace", "sum")
@@ -235,7 +235,7 @@ def _options(o: Asked, objective: Objective) -> Options:
     return tuple(found)
 
 
-VERL = Peer("verl", "0.9.1", OPTIONS, _build, VALUES, BESIDE, WITHOUT, OWN)
+VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN)
 NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 
 
