@@ -288,11 +288,7 @@ def _write_shard(shard: Path, sequences: Sequences) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON to a file, whole or not at all.
-
-    Raises:
-        ReadError: if it cannot be written.
-    """
+    """Writes JSON to a file, whole or not at all."""
     write_bytes(path, [(json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")])
 
 

@@ -57,11 +57,7 @@ class RunFile:
         return self.path.parent
 
     def place(self, key: str) -> Path:
-        """A path that the file must name.
-
-        Raises:
-            ArgumentError: if it does not.
-        """
+        """A path that the file must name."""
         if key not in self.named:
             raise ArgumentError(
                 f'{self.path}: {key} is missing. The run cannot begin without it. Write {key} = "..." above the '

@@ -145,11 +145,7 @@ def _mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _check(args: Any, objective: Objective) -> None:
-    """Refuses options of GRPOConfig that would have no effect.
-
-    Raises:
-        ArgumentError: with the option and both values.
-    """
+    """Refuses options of GRPOConfig that would have no effect."""
     check_steps(args)
     defaults = {each.name: each.default for each in dataclasses.fields(args)}
     for name in _SAID_BY_THE_OBJECTIVE:

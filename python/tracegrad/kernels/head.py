@@ -213,11 +213,7 @@ def inverse_of(inv_temperature: Tensor | float, hidden: Tensor) -> Tensor | None
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """Refuses what is not [U, H], [V, H], [U] and [V].
-
-    Raises:
-        ArgumentError: with the shapes.
-    """
+    """Refuses what is not [U, H], [V, H], [U] and [V]."""
     fits = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     if not fits or target.shape != hidden.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = ", ".join(str(list(x.shape)) for x in (hidden, weight, target))

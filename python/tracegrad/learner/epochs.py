@@ -96,11 +96,7 @@ class Epochs:
         return {name: values[self.feed.sequences.terms] for name, values in self.known.items()}
 
     def restore(self, path: Path, progress: Progress) -> None:
-        """Takes up what a checkpoint knows.
-
-        Raises:
-            ReadError: if it does not know it of these terms.
-        """
+        """Takes up what a checkpoint knows."""
         terms = self.feed.sequences.terms
         for name, values in self.known.items():
             values[terms] = checkpoint.logprobs_of(path, progress, name, len(terms))

@@ -14,16 +14,7 @@ NAME = "report.html"
 
 
 def write_page(folder: Path, sequences: Sequences, terms: TermRecord, tokenizer: Tokenizer) -> None:
-    """Writes the page of a run as far as it has come.
-
-    Args:
-        folder: of the run; its metrics.jsonl has the rows, those before a resume included.
-        sequences, terms: of the newest step; over several ranks the terms of the first one.
-        tokenizer: of the model.
-
-    Raises:
-        ReadError: if the rows cannot be read or the page cannot be written.
-    """
+    """Writes the page of a run as far as it has come."""
     rows = metrics.read_rows(folder / "metrics.jsonl")
     title = f"{folder.name}, the tokens of step {terms.step}"
     write_report(folder / NAME, rows=rows, sequences=sequences, tokenizer=tokenizer, terms=[terms], title=title)

@@ -51,11 +51,7 @@ class Contract:
     def of(
         cls, *, agent: Any, environment: Any, tools: Any, rewards: Any, weights: Sequence[float] | None = None
     ) -> Contract:
-        """By the arguments of `train`.
-
-        Raises:
-            ArgumentError: for two that say how a task is played, or none.
-        """
+        """By the arguments of `train`."""
         given = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
         if len(given) > 1:
             raise ArgumentError(f"{given[0]} and {given[1]} are both given. Each says how a task is played. Pass one.")
@@ -80,14 +76,7 @@ class Contract:
         play: Play,
         **more: Any,
     ) -> Collector:
-        """What plays it.
-
-        Args:
-            stack: ends its file and the processes of its reward functions; the link is to be entered after this, so
-                that nobody plays any more when they end.
-            tasks, link, pace, play, more: of the `Collector`.
-            folder: where groups go; None for what evaluates alone.
-        """
+        """What plays it."""
         writer = None
         if folder is not None:
             writer = Writer(folder)

@@ -39,11 +39,7 @@ class State:
     over: bool = False
 
     def write(self, folder: Path) -> None:
-        """Replaces what the folder says.
-
-        Raises:
-            ReadError: if it cannot be written.
-        """
+        """Replaces what the folder says."""
         write_bytes(folder / NAME, [json.dumps(asdict(self)).encode()])
 
     @classmethod
@@ -54,11 +50,7 @@ class State:
 
     @classmethod
     def read(cls, folder: Path) -> State | None:
-        """What the folder says; None where it says nothing yet.
-
-        Raises:
-            FormatError: for a file that is none of its own.
-        """
+        """What the folder says; None where it says nothing yet."""
         path = folder / NAME
         if not path.exists():
             return None

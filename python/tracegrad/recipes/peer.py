@@ -113,11 +113,7 @@ class Asked:
 
 
 def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
-    """The recipe of a flat config.
-
-    Raises:
-        ArgumentError: for what is no option of the peer or has no counterpart, by name and with the cure.
-    """
+    """The recipe of a flat config."""
     told: dict[str, Any] = {}
     refused: list[str] = []
     for name, value in given.items():
@@ -138,9 +134,6 @@ def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
 
 def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, Any]:
     """Dotted names to values of mappings and dataclasses, nested ones too as far as `deepest`.
-
-    Raises:
-        ArgumentError: for what is neither, and for more than a config holds.
 
     >>> flat({"algorithm": {"adv_estimator": "grpo"}, "trainer.n": 1})
     {'algorithm.adv_estimator': 'grpo', 'trainer.n': 1}

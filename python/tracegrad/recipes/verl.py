@@ -242,9 +242,6 @@ NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 def named(name: str) -> Recipe:
     """One of verl's nineteen corrections by its name, on its vanilla loss with the advantages of its grpo.
 
-    Raises:
-        ArgumentError: for a name that it does not have.
-
     >>> named("VERL_BYPASS_PPO_CLIP").objective.ratio
     Ratio(num='theta', den='rollout')
     """

@@ -178,11 +178,7 @@ class Policy:
 
 
 def said(response: Any) -> Message:
-    """The message of a response, as a conversation carries it on.
-
-    Raises:
-        NoAnswer: there is none.
-    """
+    """The message of a response, as a conversation carries it on."""
     try:
         choice = response["choices"][0]
         told = choice["message"]

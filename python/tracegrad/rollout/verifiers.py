@@ -63,11 +63,7 @@ class Verifiers:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the contract
 
     def tasks(self, count: int = 1024) -> list[dict[str, Any]]:
-        """The first tasks of the taskset, at most so many.
-
-        Raises:
-            ArgumentError: if verifiers gives none.
-        """
+        """The first tasks of the taskset, at most so many."""
         command = [self._python, "-P", str(WORKER), json.dumps(self._config), str(count)]
         try:
             done = subprocess.run(

@@ -31,9 +31,6 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
 
     Args:
         rows: of the index, in the order in which they are listed.
-
-    Raises:
-        ArgumentError: for none, or more than `MOST`.
     """
     if not 0 < len(rows) <= MOST:
         raise ArgumentError(

@@ -21,9 +21,6 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
         run: name of the run whose steps are shown; the newest one by default.
         step: which of the steps that had it, the last by default.
         whole: characters of a message that are given at once.
-
-    Raises:
-        ArgumentError: if there is no such row.
     """
     name, group_name, source, place = session.where(n)
     found = session.trace(n)
