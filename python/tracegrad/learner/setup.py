@@ -71,7 +71,7 @@ def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any
     ]
 
 
-class Held:
+class ParametersByName:
     """The parameters of somebody's optimizer by name, as sharding gives the model new ones.
 
     Args:
@@ -198,14 +198,14 @@ def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None)
         with torch.random.fork_rng(devices=[]):  # the same adapters on every rank
             torch.manual_seed(config.train.seed)
             model = with_adapters(model, config.train.lora_rank)
-    held = Held(given, model) if isinstance(given, torch.optim.Optimizer) else None
+    by_name = ParametersByName(given, model) if isinstance(given, torch.optim.Optimizer) else None
     if given is not None:
         check_optimizer(config)
     target, precision = place(model, config, ranks)
     if given is None:
         return model, Prepared(target, precision, adamw(model, config))
-    if held is not None:
-        optimizer = held.of(model)
+    if by_name is not None:
+        optimizer = by_name.of(model)
     else:
         assert callable(given)
         optimizer = given(groups_of(model, 0.0))
@@ -303,8 +303,8 @@ def check_media(sequences: Sequences, model: Any) -> list[str]:
                 f"{type(model).__name__} would not see it, as its decoder runs without a tower: logprobs would be "
                 "nats off. Leave these traces out."
             )
-    held = int(s.holds_media.sum())
-    return [f"{held} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if held else []
+    count = int(s.holds_media.sum())
+    return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
 
 
 def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:

@@ -33,8 +33,8 @@ SKYRL_849 = Objective(
     _OLD,
     weights=(Weight(_MISMATCH, shape=Clamp(0.0, 2.0)),),
     gates=(
-        Gate(_MISMATCH, low=1e-4, high=100.0, scope="trace"),
-        Gate(_MISMATCH, level=_GEOMETRIC, low=0.99, high=1.01, over="kept"),
+        Gate(_MISMATCH, low=1e-4, high=100.0, drops="trace"),
+        Gate(_MISMATCH, level=_GEOMETRIC, low=0.99, high=1.01, terms="kept"),
     ),
     reduce=Reduce("token"),
 )
@@ -67,7 +67,7 @@ SLIME_MIS = Objective(
     Clip(0.2, 0.28),
     _OLD,
     weights=(Weight(_MISMATCH, shape=Clamp(0.5, 2.0)),),
-    gates=(Gate(_MISMATCH, low=1e-4, scope="trace"),),
+    gates=(Gate(_MISMATCH, low=1e-4, drops="trace"),),
     reduce=Reduce("trace", "mean"),
 )
 """slime's train_infer_mismatch_helper: token weights truncated to [1/2, 2], traces with a ratio under 1e-4 vetoed.

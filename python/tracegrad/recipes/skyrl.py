@@ -125,7 +125,7 @@ def _gates(o: Asked) -> tuple[Gate, ...]:
     found: list[Gate] = []
     low, high = (o[f"{_C}outlier_token_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None or high is not None:
-        found.append(Gate(_MISMATCH, low=low, high=high, scope="trace"))
+        found.append(Gate(_MISMATCH, low=low, high=high, drops="trace"))
     low, high = (o[f"{_C}token_mask_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None and high is not None:
         found.append(Gate(_MISMATCH, low=low, high=high))
@@ -136,7 +136,7 @@ def _gates(o: Asked) -> tuple[Gate, ...]:
     if metric is not None:
         agg, name = o.among(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
         bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
-        found.append(Gate(_MISMATCH, level=Level("trace", agg), over="kept", **bounds))
+        found.append(Gate(_MISMATCH, level=Level("trace", agg), terms="kept", **bounds))
     return tuple(found)
 
 

@@ -110,7 +110,7 @@ class Lora:
 
     async def _forget(self) -> None:
         """Unload all but the newest adapters and those still asked for, and remove the folders written for them."""
-        asked = [index for index, (name, _) in enumerate(self.loaded) if name in self.servers.held]
+        asked = [index for index, (name, _) in enumerate(self.loaded) if name in self.servers.in_use]
         first = min([max(len(self.loaded) - self.keep, 0), *asked])
         old, self.loaded = self.loaded[:first], self.loaded[first:]
         await asyncio.gather(*(self._unload(url, name) for url in self.servers.urls for name, _ in old))

@@ -24,10 +24,10 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
     """
     name, group_name, source, place = session.where(n)
     found = session.trace(n)
-    held = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
+    sets = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
     why = ""
-    if held:
-        shown: Shown | None = session.sets.shown(held[0], name)
+    if sets:
+        shown: Shown | None = session.sets.shown(sets[0], name)
     elif found is not None and session.tokenizer is not None:
         shown, why = detail.aligned(found, session.tokenizer)
     else:
@@ -38,7 +38,7 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
     told = detail.of_trace(found) if found is not None else [("group", group_name or "alone")]
     told += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
     path = "" if source.kind != "file" else str(source.path)
-    of_run = held[0].source.run if held else None
+    of_run = sets[0].source.run if sets else None
     code = {"model": session.model, "run": None if of_run is None else str(of_run), "token": None}
     return {
         "n": n,
@@ -53,7 +53,7 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
         "history": detail.history(shown) if shown and shown.steps else "",
         "steps": len(shown.steps) if shown else 0,
         "step": at,
-        "runs": list(dict.fromkeys(each.source.run.name for each in held if each.source.run)),
+        "runs": list(dict.fromkeys(each.source.run.name for each in sets if each.source.run)),
         "python": detail.python(path, place, name, **code),
         "python_token": detail.python(path, place, name, **{**code, "token": 987654321}),
         "shell": detail.shell(session.paths, session.model),
