@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.chunk import Chunk, Head, Rows, Statistics, Sums, logits_of, slices, wide_dtype
-from tracegrad.kernels.plan import HeadPlan, Size, Wants, choose
+from tracegrad.kernels.plan import Size, Wants, choose
 
 __all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
 
@@ -223,11 +223,6 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
         )
 
 
-def plan_of(problem: Problem, needs: tuple[bool, ...], chunk_rows: int) -> HeadPlan:
-    """What `token_logprobs` does: it does not know the loss, so it never runs in one pass."""
-    return choose(problem.size(), Wants(*needs, entropy=False), chunk_rows)
-
-
 class _TokenLogprobs(torch.autograd.Function):
     """Chunks of rows; backward computes the logits again, or scales what forward kept."""
 
@@ -246,7 +241,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.chunk_rows = problem.chunk_rows(chunk_bytes)
         ctx.set_materialize_grads(False)
         slopes = None
-        if plan_of(problem, ctx.needs_input_grad[:3], ctx.chunk_rows).name == "frozen":
+        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is not known: never in one pass
+        if choose(problem.size(), wants, ctx.chunk_rows).name == "frozen":
             known, slopes = problem.slopes(ctx.chunk_rows)
         else:
             known = problem.statistics(ctx.chunk_rows)

@@ -63,7 +63,7 @@ def save(
     final = folder / f"step-{progress.step:08d}"
     staged = folder / f".tmp-{final.name}"
     with _whole_or_nothing(staged, final, ranks):
-        if not _there(final, ranks):
+        if not ranks.largest(int(ranks.first and final.exists())):
             with _together(ranks):
                 if ranks.first:
                     shutil.rmtree(staged, ignore_errors=True)
@@ -184,10 +184,6 @@ def _together(ranks: Ranks) -> Iterator[None]:
     except _CANNOT_WRITE as raised:
         error = raised
     ranks.agree(error)
-
-
-def _there(final: Path, ranks: Ranks) -> bool:
-    return bool(ranks.largest(int(ranks.first and final.exists())))
 
 
 @contextmanager

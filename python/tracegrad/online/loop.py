@@ -260,13 +260,11 @@ class Loop:
             check_vocabulary(sequences, model)
             for sentence in [*feed.notes, *check_media(sequences, model)]:
                 self.say(f"note     {sentence}")
-            why = settle_rows(self.driven.target, self._longest(sequences), trees=feed.shares)
+            longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
+            why = settle_rows(self.driven.target, longest, trees=feed.shares)
             self._trees, self._settled = not why, True
         [step] = replace(feed, trees=self._trees).steps(0)
         return step, feed.rewards
-
-    def _longest(self, sequences: Sequences) -> int:
-        return min(int(np.diff(sequences.cu_seqlens).max()), self.driven.config.pack.token_budget)
 
     def _push(self) -> Any:
         weights = weights_of(self.driven, self.options)

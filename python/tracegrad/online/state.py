@@ -57,16 +57,13 @@ class State:
         try:
             told = json.loads(read_text(path, MOST_BYTES))
             counts = {name: count(told[name]) for name in ("version", "coming", "taken")}
-            return cls(**counts, servers=_urls(told["servers"]), model=_text(told["model"]), over=told["over"] is True)
+            servers = tuple(map(_text, told["servers"]))
+            return cls(**counts, servers=servers, model=_text(told["model"]), over=told["over"] is True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
                 f"{path}: not the state of a run ({str(error)[:80]!r}). Which weights serve is not known. Start the "
                 "trainer again, which writes it anew."
             ) from error
-
-
-def _urls(value: Any) -> tuple[str, ...]:
-    return tuple(_text(each) for each in value)
 
 
 def _text(value: Any) -> str:

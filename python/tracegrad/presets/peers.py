@@ -6,14 +6,7 @@ The gradient is theirs for the same advantages; PARITY.md says how that was show
 from tracegrad.algebra import Clamp, Gate, Level, Objective, Penalty, Ratio, Reduce, Weight, Window
 from tracegrad.algebra.surrogate import Clip, Importance, PolicyGradient
 
-__all__ = [
-    "ART_467",
-    "PRIME_RL_DEFAULT",
-    "SKYRL_849",
-    "SLIME_MIS",
-    "TRL_DEFAULT",
-    "VERL_DEFAULT",
-]
+__all__ = ["ART_467", "PRIME_RL_DEFAULT", "SKYRL_849", "SLIME_MIS", "TRL_DEFAULT", "VERL_DEFAULT"]
 
 _OLD, _ROLLOUT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
 _PRODUCT, _GEOMETRIC = Level("trace", "sum"), Level("trace", "mean")

@@ -5,12 +5,7 @@ from __future__ import annotations
 from tracegrad.recipes.peer import Asked
 from tracegrad.recipes.recipe import Options
 
-_NAMES = {
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine": "cosine",
-}
+_NAMES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 
 
 def rates(o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False) -> Options:

@@ -126,10 +126,7 @@ OWN = (
 )
 _GEO, _K3 = (
     {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
-    {
-        "rollout_rs": "seq_mean_k3",
-        "rollout_rs_threshold": 0.01,
-    },
+    {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
 )
 _CLIP, _PG = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
 CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
