@@ -181,11 +181,7 @@ def _folder(told: Any, depth: int = 0) -> Folder:
 
 
 def count(value: Any) -> int:
-    """A whole number of things or bytes, as a file has it.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """A whole number of things or bytes, as a file has it."""
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("a count is no whole number")
     return value

@@ -160,9 +160,6 @@ def contract(named: str, base: Path, what: str) -> Any:
 
     Args:
         what: "agent", "environment", or "" for either.
-
-    Raises:
-        ArgumentError: for what is neither.
     """
     found = find(named, base)
     a_class = isinstance(found, type) and hasattr(found, "reset")

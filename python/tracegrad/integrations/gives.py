@@ -62,6 +62,10 @@ class Gives:
 def takes(objective: Objective, detached: bool = True) -> Iterator[tuple[str, str]]:
     """(what, the part that takes it) of `TAKES`, in the order of the parts.
 
+    Args:
+        objective: whose parts are asked.
+        detached: whether those that are known before the step are, too.
+
     >>> from tracegrad import presets
     >>> [thing for thing, _ in takes(presets.DAPO)]
     ['old', 'old', 'rollout']

@@ -16,7 +16,7 @@ from tracegrad.errors import ArgumentError
 
 
 def with_adapters(model: Any, rank: int) -> Any:
-    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout, the rest frozen."""
+    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout; made in place."""
     peft = imported_peft("train.lora_rank")
     if has_adapters(model):
         raise ArgumentError(

@@ -77,9 +77,6 @@ class ParametersByName:
     Args:
         optimizer: over parameters of the model.
         model: before it is placed.
-
-    Raises:
-        ArgumentError: for a parameter that is not the model's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:

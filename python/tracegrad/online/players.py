@@ -76,7 +76,14 @@ class Contract:
         play: Play,
         **more: Any,
     ) -> Collector:
-        """What plays it."""
+        """What plays it.
+
+        Args:
+            stack: ends its file and the processes of its reward functions; the link is to be entered after this, so
+                that nobody plays any more when they end.
+            tasks, link, pace, play, more: of the `Collector`.
+            folder: where groups go; None for what evaluates alone.
+        """
         writer = None
         if folder is not None:
             writer = Writer(folder)

@@ -14,11 +14,7 @@ _MOST_WORDS = 1200
 
 
 def beside(traces: list[tuple[int, str, Trace]]) -> str:
-    """Columns of answers.
-
-    Args:
-        traces: rows of the index, names and traces, all of one group.
-    """
+    """Columns of answers."""
     said = [_words(trace) for _, _, trace in traces]
     columns = []
     for (row, name, trace), words in zip(traces, said, strict=True):

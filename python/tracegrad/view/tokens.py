@@ -96,11 +96,7 @@ class TokenSets:
         return Shown(tokens.source, part, tuple(steps))
 
     def columns(self, names: dict[str, int], rows: int) -> dict[str, NDArray[np.float32]]:
-        """[rows] for each of `OF_STEPS`; the newest run counts where several have a trace.
-
-        Args:
-            names: row of each trace id.
-        """
+        """[rows] for each of `OF_STEPS`; the newest run counts where several have a trace."""
         out = np.full((len(OF_STEPS), rows), math.nan, np.float32)
         for source in dict.fromkeys(tokens.source for tokens in self.sets if tokens.source.kind == "terms"):
             for trace_id, values in self._sums(source).items():
