@@ -6,7 +6,7 @@ replayed bit for bit, looked at while it runs, and cut anywhere. Needs `pip inst
 imported with what trains, not with `record`. Its files, each using those before it alone: `options`, `brief`;
 `tasks`, `pace`, `signal`, `scoring`; `link`, `ways`, `serve` (the servers); `frames`, `ledger` (the queue);
 `collector`, `state`, `elsewhere`, `players`, `apart`, `record` (who plays); `proof`, `suspects`, `forks`, `canary`,
-`check` (theta = rollout); `bond`, `page`, `loop`, `start`.
+`check` (theta = rollout); `bond`, `loop`, `start`.
 """
 
 from importlib import import_module

@@ -34,10 +34,10 @@ from tracegrad.online.forks import Forks
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.options import Online, Play
-from tracegrad.online.page import write_page
 from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
 from tracegrad.online.ways import weights_of
+from tracegrad.report import write_report
 from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
@@ -232,7 +232,10 @@ class Loop:
         """A checkpoint, and on the first rank the page of the run so far."""
         self.driven.save()
         if self.ranks.first and self._shown is not None:
-            write_page(self.driven.out, *self._shown, self.tokenizer)
+            sequences, terms = self._shown
+            rows, out = metrics.read_rows(self.driven.out / "metrics.jsonl"), self.driven.out
+            told = {"rows": rows, "sequences": sequences, "tokenizer": self.tokenizer, "terms": [terms]}
+            write_report(out / "report.html", **told, title=f"{out.name}, the tokens of step {terms.step}")
 
     def _aligned(self, traces: Traces) -> tuple[Traces, Sequences]:
         """The traces in which anything was sampled: what failed before its first answer holds nothing to train on."""

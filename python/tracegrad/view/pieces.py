@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.report.text import escape, number
-from tracegrad.view import detail, group
-from tracegrad.view.features import message_text
+from tracegrad.trace import Trace
+from tracegrad.view import detail
+from tracegrad.view.features import message_text, tool_calls
 from tracegrad.view.session import Session
 from tracegrad.view.tokens import Shown
+
+MOST = 16
+"""Traces of a group that are shown at once."""
+_MOST_WORDS = 1200
 
 
 def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int = detail.FOLD) -> dict[str, Any]:
@@ -73,9 +80,43 @@ def message(session: Session, n: int, index: int, start: int) -> str:
 
 def beside(session: Session, n: int) -> str:
     """The traces of the group of a row side by side."""
-    rows = session.group(n, group.MOST)
+    rows = session.group(n, MOST)
     found = [(row, session.where(row)[0], session.trace(row)) for row in rows]
-    return group.beside([(row, name, trace) for row, name, trace in found if trace is not None])
+    return side_by_side([(row, name, trace) for row, name, trace in found if trace is not None])
+
+
+def side_by_side(traces: list[tuple[int, str, Trace]]) -> str:
+    """Columns of answers, with what differs from the first one marked."""
+    said = [_words(trace) for _, _, trace in traces]
+    columns = []
+    for (row, name, trace), words in zip(traces, said, strict=True):
+        reward = "no reward" if trace.reward is None else f"reward {number(trace.reward)}"
+        head = f'<h4><a href="#trace-{row}">{escape(name[:80])}</a> <small>{reward}</small></h4>'
+        columns.append(f'<article class="beside">{head}<div class="said">{_marked(said[0], words)}</div></article>')
+    return f'<div class="columns">{"".join(columns)}</div>'
+
+
+def _words(trace: Trace) -> list[str]:
+    """What was sampled, word by word, calls as calls."""
+    parts = []
+    for generation in trace.generations:
+        message = trace.pool[generation.message]
+        calls = [f"{name}({arguments})" for name, arguments in tool_calls(message)]
+        parts.append("\n".join([message_text(message), *calls]))
+    text = "\n\n".join(parts)[:40_000]
+    return re.findall(r"[^\W_]*[\W_]|[^\W_]+", text)[:_MOST_WORDS]
+
+
+def _marked(first: list[str], words: list[str]) -> str:
+    """Words, those that the first has not in `<mark>`; what is lacking is a sign."""
+    out = []
+    for kind, _, _, start, stop in SequenceMatcher(None, first, words, autojunk=False).get_opcodes():
+        text = escape("".join(words[start:stop]))
+        if kind == "equal":
+            out.append(text)
+        else:
+            out.append(f"<mark>{text}</mark>" if text else '<mark class="gone">⌫</mark>')
+    return "".join(out) + (" …" if len(words) >= _MOST_WORDS else "")
 
 
 def read(name: str) -> str:
