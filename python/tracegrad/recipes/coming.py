@@ -111,10 +111,10 @@ def _beside(value: Any, others: Mapping[str, Any]) -> str:
 def _here(peer: Peer, name: str, value: Any, beside: Mapping[str, Any]) -> str:
     whole = peer.recipe({**beside, name: value})
     try:
-        found = changes(peer.recipe(beside), whole)
+        effect = changes(peer.recipe(beside), whole)
     except ArgumentError:  # it cannot be left out: what it is together with what it needs
-        found = changes(peer.recipe({}), whole)
-    return f"`{found}`" if found else "the same"
+        effect = changes(peer.recipe({}), whole)
+    return f"`{effect}`" if effect else "the same"
 
 
 def _refused(peer: Peer) -> list[str]:

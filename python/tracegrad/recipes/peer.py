@@ -142,17 +142,17 @@ def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, An
         raise ArgumentError(
             f"the config is {type(config).__name__}, and its options have no names. Pass its own class, or a dict."
         )
-    told = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
-    found: dict[str, Any] = {}
-    for key, value in told.items():
+    given = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
         name = f"{prefix}{key}"
         if deepest and (isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))):
-            found |= flat(value, f"{name}.", deepest - 1) or {name: None}
+            values |= flat(value, f"{name}.", deepest - 1) or {name: None}
         elif key != "_target_":
-            found[name] = value
-        if len(found) > _MOST:
+            values[name] = value
+        if len(values) > _MOST:
             raise ArgumentError(f"the config has more than {_MOST:,} options. It is none of a trainer's. Pass another.")
-    return found
+    return values
 
 
 def _typed(peer: Peer, name: str, value: Any) -> Any:
@@ -185,17 +185,17 @@ def _refusal(name: str, value: Any, why: str, cure: str) -> str:
 
 def _spelled(peer: Peer, told: Mapping[str, Any], whole: Recipe) -> list[tuple[str, str]]:
     """Each told option that is not at its default, and what of the recipe is due to it."""
-    found = []
+    spelled = []
     for name, value in told.items():
         if value == peer.options[name][0]:
             continue
         try:
             without = peer.recipe({each: told[each] for each in told if each != name})
-            here = changes(without, whole) or "without effect beside the others"
+            effect = changes(without, whole) or "without effect beside the others"
         except ArgumentError:
-            here = "what the others need"
-        found.append((f"{name} = {value}", here))
-    return found
+            effect = "what the others need"
+        spelled.append((f"{name} = {value}", effect))
+    return spelled
 
 
 def changes(before: Recipe, after: Recipe) -> str:
@@ -205,10 +205,10 @@ def changes(before: Recipe, after: Recipe) -> str:
     >>> changes(Recipe(presets.GRPO), Recipe(presets.DUAL_CLIP))
     'objective.surrogate.dual = 3.0, objective.reduce.per = token, objective.reduce.inner = None'
     """
-    found = _of_objectives(before.objective, after.objective)
-    told, now = dict(_beside(before)), dict(_beside(after))
-    found += [f"{name} = {value}" for name, value in now.items() if told.get(name) != value]
-    return ", ".join([*found, *(f"no {name}" for name in told if name not in now)])
+    lines = _of_objectives(before.objective, after.objective)
+    then, now = dict(_beside(before)), dict(_beside(after))
+    lines += [f"{name} = {value}" for name, value in now.items() if then.get(name) != value]
+    return ", ".join([*lines, *(f"no {name}" for name in then if name not in now)])
 
 
 def _beside(recipe: Recipe) -> list[tuple[str, Any]]:

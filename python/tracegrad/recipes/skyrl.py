@@ -86,8 +86,8 @@ def _build(o: Asked) -> Recipe:
         own = (DropCovariance(o[f"{_A}clip_cov.clip_ratio"], *bounds, "microbatch", scaled=True),)
     elif loss == "kl_cov":  # its penalty is a sum, and nothing divides it
         surrogate, where = Importance(), TopCovariance(o[f"{_A}kl_cov.kl_cov_frac"], "microbatch", scaled=True)
-        told = {"gated": True, "weighted": False, "where": where, "reduce": Reduce("constant", norm=1.0)}
-        added = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **told),)
+        extra = {"gated": True, "weighted": False, "where": where, "reduce": Reduce("constant", norm=1.0)}
+        added = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **extra),)
     else:
         o.among(f"{_A}policy_loss_type", dict.fromkeys(LOSSES))
     if loss in ("clip_cov", "kl_cov", "importance_sampling") and (weights or gates):
@@ -122,13 +122,13 @@ def _weights(o: Asked) -> tuple[Weight, ...]:
 
 def _gates(o: Asked) -> tuple[Gate, ...]:
     """In SkyRL's order: outliers, tokens, then the row by what those have left of it."""
-    found: list[Gate] = []
+    gates: list[Gate] = []
     low, high = (o[f"{_C}outlier_token_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None or high is not None:
-        found.append(Gate(_MISMATCH, low=low, high=high, drops="trace"))
+        gates.append(Gate(_MISMATCH, low=low, high=high, drops="trace"))
     low, high = (o[f"{_C}token_mask_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None and high is not None:
-        found.append(Gate(_MISMATCH, low=low, high=high))
+        gates.append(Gate(_MISMATCH, low=low, high=high))
     elif low is not None or high is not None:
         side = "high" if low is None else "low"
         o.no(f"{_C}token_mask_is_threshold_{side}", "one bound alone is silently off there", "tell both, or neither")
@@ -136,8 +136,8 @@ def _gates(o: Asked) -> tuple[Gate, ...]:
     if metric is not None:
         agg, name = o.among(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
         bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
-        found.append(Gate(_MISMATCH, level=Level("trace", agg), terms="kept", **bounds))
-    return tuple(found)
+        gates.append(Gate(_MISMATCH, level=Level("trace", agg), terms="kept", **bounds))
+    return tuple(gates)
 
 
 def _reduce(o: Asked) -> Reduce:
@@ -173,21 +173,21 @@ def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
 
 
 def _options(o: Asked, objective: Objective) -> Options:
-    found = list(rates(o, f"{_O}lr", f"{_O}scheduler", f"{_O}num_warmup_steps"))
+    options = list(rates(o, f"{_O}lr", f"{_O}scheduler", f"{_O}num_warmup_steps"))
     beta1, beta2 = o[f"{_O}adam_betas"]
-    found += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
-    found += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
+    options += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
+    options += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
     whole, mini = o["trainer.train_batch_size"], o["trainer.policy_mini_batch_size"]
     charged = o[f"{_A}use_kl_in_reward"]
     if whole and mini and (objective.needs.old or charged):
-        found.append(("train.updates_per_old", max(1, whole // mini)))
+        options.append(("train.updates_per_old", max(1, whole // mini)))
     if charged and o[f"{_A}use_kl_loss"]:
         o.no(f"{_A}use_kl_in_reward", "SkyRL takes it or use_kl_loss", "use_kl_loss False")
     elif charged:
         target = o.among(f"{_A}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{_A}kl_ctrl.kl_target"]})
         kind = o.among(f"{_A}kl_estimator_type", {each: each for each in ("k1", "k2", "k3", "abs")})
-        found += reward_kl(o[f"{_A}kl_loss_coef"], kind, target, o[f"{_A}kl_ctrl.horizon"])
-    return (*found, *_filters(o))
+        options += reward_kl(o[f"{_A}kl_loss_coef"], kind, target, o[f"{_A}kl_ctrl.horizon"])
+    return (*options, *_filters(o))
 
 
 def _filters(o: Asked) -> Options:
@@ -205,10 +205,10 @@ def _filters(o: Asked) -> Options:
         why = "it compares what apply_overlong_filtering left" if masks else "SkyRL has it with zero_variance_filter"
         o.no("trainer.fully_async.sample_full_batch", why, "leave one of them out" if masks else "tell both")
     even = "filter.even_groups" if kind or refills else "filter.mask_even" if masks else ""
-    found: list[tuple[str, Any]] = [(even, True)] if even else []
-    found += [("filter.tolerance", tolerance)] if tolerance else []
-    found += [("filter.truncated", True)] if truncated else []
-    return (*found, *([("filter.zero_truncated", True)] if o["generator.zero_reward_on_non_stop"] else []))
+    options: list[tuple[str, Any]] = [(even, True)] if even else []
+    options += [("filter.tolerance", tolerance)] if tolerance else []
+    options += [("filter.truncated", True)] if truncated else []
+    return (*options, *([("filter.zero_truncated", True)] if o["generator.zero_reward_on_non_stop"] else []))
 
 
 _OPTIONS: Mapping[str, tuple[Any, ...]] = {

@@ -43,13 +43,13 @@ def from_trl(config: Any) -> Recipe:
     >>> print(from_trl({"loss_type": "cispo", "epsilon_high": 5.0}).objective.weights[0])
     clamp(w, 0, 5), w = theta/old
     """
-    told = flat(config, deepest=0)
-    if told.get("scale_rewards") in (True, False):
-        told["scale_rewards"] = "group" if told["scale_rewards"] else "none"
-    cap = told.pop("vllm_importance_sampling_cap", None)
+    options = flat(config, deepest=0)
+    if options.get("scale_rewards") in (True, False):
+        options["scale_rewards"] = "group" if options["scale_rewards"] else "none"
+    cap = options.pop("vllm_importance_sampling_cap", None)
     if cap is not None:
-        told["vllm_importance_sampling_clip_max"] = cap
-    return read(TRL, told)
+        options["vllm_importance_sampling_clip_max"] = cap
+    return read(TRL, options)
 
 
 def _build(o: Asked) -> Recipe:
@@ -127,18 +127,18 @@ def _bonus(o: Asked) -> Entropy | None:
 
 
 def _options(o: Asked) -> Options:
-    found: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
-    found += [("train.epochs", int(o["num_train_epochs"])), ("train.updates_per_old", _updates(o))]
+    options: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
+    options += [("train.epochs", int(o["num_train_epochs"])), ("train.updates_per_old", _updates(o))]
     if o["num_train_epochs"] != int(o["num_train_epochs"]) or o["num_train_epochs"] < 1:
         o.no("num_train_epochs", "passes are whole here", "train.epochs says how many")
     if o["sync_ref_model"]:
-        found.append(("train.ref_every", o["ref_model_sync_steps"]))
+        options.append(("train.ref_every", o["ref_model_sync_steps"]))
         if o["ref_model_mixup_alpha"] != 1:
             why = "the reference is renewed whole here, and not mixed with the one before"
             o.no("ref_model_mixup_alpha", why, "1.0 is train.ref_every")
-    found += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
-    found += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
-    return (*rates(o, "learning_rate", "lr_scheduler_type", "warmup_steps"), *found)
+    options += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
+    options += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
+    return (*rates(o, "learning_rate", "lr_scheduler_type", "warmup_steps"), *options)
 
 
 def _updates(o: Asked) -> int:
