@@ -27,10 +27,9 @@ from tracegrad.metrics.dashboards import log_traces
 from tracegrad.online import frames
 from tracegrad.online.bond import Bond
 from tracegrad.online.canary import Canary
-from tracegrad.online.check import Check
+from tracegrad.online.check import Check, Forks
 from tracegrad.online.collector import Collector
 from tracegrad.online.elsewhere import Elsewhere
-from tracegrad.online.forks import Forks
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.options import Online, Play
