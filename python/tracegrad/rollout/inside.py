@@ -108,15 +108,7 @@ class EngineWire:
         """Nothing is open; the engine is its maker's to close."""
 
     async def request(
-        self,
-        method: str,
-        url: str,
-        path: str,
-        data: bytes | None,
-        *,
-        timeout_s: float,
-        fresh: bool = False,
-        token: bool = True,
+        self, method: str, url: str, path: str, data: bytes | None, *, timeout_s: float, **_: Any
     ) -> Answer:
         """As `http.Wire.request`: an answer or why there is none, within the time; raises nothing but cancellation."""
         started = time.monotonic()
