@@ -188,7 +188,7 @@ def found_in_python(room: str, diff: Path, out: Path) -> bool:
             shutil.copytree(ROOT / name, tree / name)
         for name in ("Cargo.toml", "Cargo.lock"):
             shutil.copy(ROOT / name, tree)
-        subprocess.run(["patch", "--quiet", "-p1", "-i", diff], cwd=tree, check=True)
+        subprocess.run(["patch", "--quiet", "-p0", "-i", diff], cwd=tree, check=True)
         target = ROOT / "target" / "mutants"
         told = {**os.environ, "CARGO_TARGET_DIR": str(target), "PYO3_BUILD_EXTENSION_MODULE": "1"}
         told["PYO3_PYTHON"] = sys.executable

@@ -22,9 +22,10 @@ def test_recordings_with_nothing_wrong_have_no_finding_one_line_and_what_comes_n
     found = diagnosed(recorded(), tmp_path)
     assert found.findings == ()
     assert (found.exit_code, found.severity) == (0, None)
-    line, blank, following = lines(found)
+    line, blank, reward, between, following = lines(found)
     assert line.startswith("clean    240 traces")
-    assert (blank, following) == ("", f"next     {found.following}")
+    assert reward.startswith('reward   trained on is "reward", the total of each record')
+    assert (blank, between, following) == ("", "", f"next     {found.following}")
 
 
 def test_the_bundled_example_has_nothing_worse_than_notes_and_they_are_true():

@@ -207,7 +207,7 @@ def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     assert clean.as_dict()["advice"]["options"]["objective"] == "DAPO"
     shown = tg.doctor.lines(clean)
     assert "nothing found" in shown[0]
-    assert shown[2].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
+    assert shown[4].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
     assert any(line.startswith("  figure old/rollout outside [0.5, 2]: 0.0% of terms") for line in shown)
     assert "advice" not in diagnosed(records, tmp_path).as_dict()
     for record in records:

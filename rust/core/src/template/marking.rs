@@ -6,11 +6,11 @@
 use super::conversation::Selection;
 use super::environment::failure;
 use super::limits::{in_time, work};
-use super::marks::{self, Alphabet, Marker, Tag, Used};
+use super::marks::{Alphabet, Marker, Tag, Used};
 use super::provenance::{self, Found, disjoint};
 use super::rendered::Rendered;
 use super::schemas::Marked;
-use super::session::Slots;
+use super::session::{Earlier, Slots};
 use super::{Call, Template};
 use crate::error::Result;
 use std::collections::HashSet;
@@ -34,7 +34,7 @@ struct Marking {
 #[derive(Default)]
 struct Tried {
     /// Its text without marks, and what these say; `None` where it failed, or has more marks than are read.
-    read: Option<(String, Found)>,
+    read: Option<(Arc<str>, Found)>,
     /// Whether it may have told a marked string from a plain one.
     noticed: bool,
     /// Whether it matters for any string that marks stand inside or outside whitespace.
@@ -60,7 +60,7 @@ impl Template {
         }
         let text = match &first.read {
             // The run did what the run without marks does, so its text is that one's.
-            Some((text, _)) if !first.noticed => Arc::from(text.as_str()),
+            Some((text, _)) if !first.noticed => Arc::clone(text),
             _ => self.plain(call, slots)?,
         };
         self.with_spans(call, &marking, slots, text, first).map_err(late)
@@ -96,7 +96,7 @@ impl Template {
         let mut first = Some(first).filter(|_| call.keep_null == marking.keep_null);
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
             let tried = first.take().map_or_else(|| self.all_marked(call, marking, slots, selection), Ok)?;
-            match tried.read.filter(|(plain, _)| **plain == *text) {
+            match tried.read.filter(|(plain, _)| Arc::ptr_eq(plain, &text) || *plain == text) {
                 Some((_, Found { spans, generation, balanced: true })) => {
                     return Ok(Rendered { text, spans, generation, exact_provenance: true });
                 }
@@ -129,7 +129,7 @@ impl Template {
         match self.run_on(call, slot, marked.values, tools, Some(&marking.alphabet)) {
             Ok(run) => {
                 tried.noticed |= run.noticed;
-                tried.read = read(&run.text, &marking.alphabet, &tags)?;
+                tried.read = read(run, &marking.alphabet, &tags)?;
             }
             // What was only too slow must not give other spans than on a faster machine.
             Err(_) => in_time()?,
@@ -156,8 +156,9 @@ impl Template {
         let Ok(marked) = self.run(call, messages, tools, Some(&marking.alphabet)) else {
             return in_time().map(|()| None);
         };
-        let found = read(&marked, &marking.alphabet, &marker.tags)?;
-        Ok(found.filter(|(plain, _)| plain == text).map(|(_, found)| found))
+        let mut run = Earlier { text: marked, ..Earlier::default() };
+        let found = read(&mut run, &marking.alphabet, &marker.tags)?;
+        Ok(found.filter(|(plain, _)| **plain == *text).map(|(_, found)| found))
     }
 
     /// Marks on the schemas alone and on one message at a time, for templates that some mark disturbs.
@@ -191,10 +192,12 @@ impl Template {
 }
 
 /// The text of a marked render without its marks, and what these say; `None` where there are too many.
-fn read(marked: &str, alphabet: &Alphabet, tags: &[Tag]) -> Result<Option<(String, Found)>, minijinja::Error> {
-    work(marked.len() / PASSED_PER_UNIT)?;
+fn read(run: &mut Earlier, alphabet: &Alphabet, tags: &[Tag]) -> Result<Option<(Arc<str>, Found)>, minijinja::Error> {
+    work(run.text.len() / PASSED_PER_UNIT)?;
     let most = tags.len().saturating_mul(8).saturating_add(MARKS);
-    let Some((text, events)) = marks::strip(marked, alphabet, most) else { return Ok(None) };
-    let found = provenance::read(&text, &events, tags)?;
-    Ok(Some((text, found)))
+    if !run.stripped.go_on(&run.text, run.kept, alphabet, most) {
+        return Ok(None);
+    }
+    let found = provenance::read(&run.stripped.text, &run.stripped.events, tags)?;
+    Ok(Some((Arc::from(run.stripped.text.as_str()), found)))
 }

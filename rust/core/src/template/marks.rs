@@ -260,41 +260,61 @@ pub(super) enum Event {
     GenerationClose,
 }
 
-/// Takes the marks out of rendered text; `None` where there are more than `most` of them.
-pub(super) fn strip(marked: &str, alphabet: &Alphabet, most: usize) -> Option<(String, Vec<(usize, Event)>)> {
-    stop::before(marked.len());
-    let mut text = String::with_capacity(marked.len());
-    let mut events = Vec::new();
-    let mut from = 0;
-    while let Some(found) = FINDER.find(&marked.as_bytes()[from..]) {
-        let at = from + found;
-        let Some(c) = marked.get(at..).and_then(|rest| rest.chars().next()) else { break };
-        let behind = at + c.len_utf8();
-        let event = if c == alphabet.open || c == alphabet.close {
-            let (tag, length) = read_number(&marked[behind..], alphabet);
-            let event = if c == alphabet.open { Event::Open(tag) } else { Event::Close(tag) };
-            Some((event, behind + length))
-        } else if c == alphabet.generation_open {
-            Some((Event::GenerationOpen, behind))
-        } else if c == alphabet.generation_close {
-            Some((Event::GenerationClose, behind))
-        } else {
-            None
-        };
-        text.push_str(&marked[from..at]);
-        if let Some((event, next)) = event {
-            if events.len() == most {
-                return None;
+/// A text whose marks were taken out, and these: what is kept from one render to the next.
+#[derive(Debug, Default)]
+pub(super) struct Stripped {
+    pub text: String,
+    /// Each mark, and where it stood in the text without marks.
+    pub events: Vec<(usize, Event)>,
+    /// For each mark where it ends in the text with marks.
+    ends: Vec<usize>,
+}
+
+impl Stripped {
+    /// Becomes `marked` without its marks, of which the first `kept` bytes are those of the text before; false where there
+    /// are more marks than `most`.
+    pub fn go_on(&mut self, marked: &str, kept: usize, alphabet: &Alphabet, most: usize) -> bool {
+        let events = self.ends.partition_point(|&end| end <= kept);
+        self.ends.truncate(events);
+        self.events.truncate(events);
+        // Behind the last mark both texts are the same.
+        let last = self.ends.last().zip(self.events.last());
+        self.text.truncate(last.map_or(kept, |(end, (at, _))| at + (kept - end)));
+        let behind = &marked[kept..];
+        stop::before(behind.len());
+        self.text.reserve(behind.len());
+        let mut from = 0;
+        while let Some(found) = FINDER.find(&behind.as_bytes()[from..]) {
+            let at = from + found;
+            let Some(c) = behind.get(at..).and_then(|rest| rest.chars().next()) else { break };
+            let next = at + c.len_utf8();
+            let event = if c == alphabet.open || c == alphabet.close {
+                let (tag, length) = read_number(&behind[next..], alphabet);
+                let event = if c == alphabet.open { Event::Open(tag) } else { Event::Close(tag) };
+                Some((event, next + length))
+            } else if c == alphabet.generation_open {
+                Some((Event::GenerationOpen, next))
+            } else if c == alphabet.generation_close {
+                Some((Event::GenerationClose, next))
+            } else {
+                None
+            };
+            self.text.push_str(&behind[from..at]);
+            if let Some((event, end)) = event {
+                if self.events.len() == most {
+                    return false;
+                }
+                self.events.push((self.text.len(), event));
+                self.ends.push(kept + end);
+                from = end;
+            } else {
+                self.text.push(c);
+                from = next;
             }
-            events.push((text.len(), event));
-            from = next;
-        } else {
-            text.push(c);
-            from = behind;
         }
+        self.text.push_str(&behind[from..]);
+        true
     }
-    text.push_str(&marked[from..]);
-    Some((text, events))
 }
 
 /// The number at the start of `text` and its length in bytes.
@@ -322,11 +342,17 @@ mod tests {
         let seams = Seams::new(&[&"<x>".to_owned()]).unwrap();
         let mut marker = Marker::new(alphabet.clone(), Some(&seams), Vec::new());
         let marked = marker.leaf(text, 0, Field::Content);
-        let (plain, events) = strip(&marked, &alphabet, 4).unwrap();
-        assert_eq!(plain, text);
         let expected = [(1, Event::Open(0)), (9, Event::Close(0)), (14, Event::Open(1)), (15, Event::Close(1))];
-        assert_eq!(events, expected);
-        assert_eq!(strip(&marked, &alphabet, 3), None);
+        for kept in (0..marked.len()).filter(|&at| marked.is_char_boundary(at)) {
+            let mut stripped = Stripped::default();
+            let cut = format!("{}<x>", &marked[..kept]);
+            assert!(stripped.go_on(&cut, 0, &alphabet, 9));
+            let whole = stripped.ends.last().is_none_or(|end| kept >= *end)
+                && !marked[kept..].starts_with(&alphabet.digits[..]);
+            assert!(stripped.go_on(&marked, if whole { kept } else { 0 }, &alphabet, 4));
+            assert_eq!((&*stripped.text, &*stripped.events), (text, &expected[..]), "{kept}");
+            assert!(!Stripped::default().go_on(&marked, 0, &alphabet, 3));
+        }
     }
 
     #[test]

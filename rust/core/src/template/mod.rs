@@ -2,9 +2,9 @@
 //!
 //! HF templates are rendered as transformers' `apply_chat_template` renders them. Tokenizing is not done here. Called
 //! by `tokenizer`, `align` and the Python border. Its files, each using those before it alone: `tokens`, `bounds`,
-//! `limits`, `rewrite`, `resumable`, `scan` (the source, before the engine sees it); `generator`, `charge`, `containers`, `json`,
-//! `operators`, `comparisons`, `turns`, `slices`, `rendered`, `marks`, `methods`, `filters`, `predicates`, `clock`, `environment` (what the engine is given);
-//! `value`, `renders`, `conversation`, `schemas`, `provenance`, `session`; here the render, and on it `resume`, `marking`.
+//! `limits`, `rewrite`, `resumable`, `scan` (the source, before the engine sees it); `watch`, `generator`, `charge`,
+//! `containers`, `json`, `operators`, `comparisons`, `turns`, `slices`, `rendered`, `marks`, `methods`, `filters`,
+//! `predicates`, `clock`, `environment` (what the engine is given); `value`, `renders`, `conversation`, `schemas`, `provenance`, `session`; here the render, and on it `resume`, `marking`.
 //!
 //! Before a render messages are normalised as HF servers do: keys whose value is null are left out (and kept for a
 //! template that asks for none and fails without them), `tool_calls[].function.arguments` that is a string holding a JSON object becomes

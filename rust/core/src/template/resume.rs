@@ -21,7 +21,7 @@ impl Template {
         values: Arc<[Value]>,
         tools: Option<Value>,
         alphabet: Option<&Alphabet>,
-    ) -> Result<&'s Earlier> {
+    ) -> Result<&'s mut Earlier> {
         let marks = alphabet.map_or(0, Alphabet::bits);
         let common = std::mem::replace(&mut slot.common, values.len());
         let earlier = slot.earlier.take();
@@ -30,7 +30,7 @@ impl Template {
             watch::begin(marks);
             let text = environment::render(&self.env, context, call.size);
             let noticed = watch::end();
-            return Ok(slot.earlier.insert(Earlier { ran: Vec::new(), text: text?, noticed }));
+            return Ok(slot.earlier.insert(Earlier { text: text?, noticed, ..Earlier::default() }));
         };
         let count = values.len();
         let context = call.variables(turns::Messages::value(values), tools, alphabet);
@@ -52,7 +52,7 @@ impl Template {
         }
         let (written, outcome, noticed) = run(context, None);
         let text = written?.text.written().map(str::to_owned).unwrap_or_default();
-        Ok(slot.earlier.insert(Earlier { ran: outcome.ran, text, noticed }))
+        Ok(slot.earlier.insert(Earlier { ran: outcome.ran, text, noticed, ..Earlier::default() }))
     }
 }
 
@@ -60,7 +60,7 @@ impl Template {
 fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<Earlier> {
     let text = written.text.written()?;
     let Some((number, skipped)) = outcome.skipped else {
-        return Some(Earlier { ran: outcome.ran, text: text.to_owned(), ..earlier });
+        return Some(Earlier { ran: outcome.ran, text: text.to_owned(), ..Earlier::default() });
     };
     let ran = earlier.ran.iter().find(|ran| ran.number == number)?;
     let (before, until) = (ran.before, ran.places.get(skipped)?.text);
@@ -71,5 +71,5 @@ fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<E
     }
     earlier.text.truncate(until);
     earlier.text.push_str(text.get(before..)?);
-    Some(Earlier { ran: outcome.ran, ..earlier })
+    Some(Earlier { ran: outcome.ran, kept: until, ..earlier })
 }

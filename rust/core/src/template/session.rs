@@ -4,7 +4,7 @@
 //! `Template`, and kept by `align` for each of its threads.
 
 use super::conversation::{Conversation, Selection};
-use super::marks::{Alphabet, Marker, Seams, Tag};
+use super::marks::{Alphabet, Marker, Seams, Stripped, Tag};
 use super::rendered::Rendered;
 use super::turns::Ran;
 use crate::error::Result;
@@ -100,12 +100,16 @@ struct End {
 }
 
 /// A run, with its whole text.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Earlier {
     pub ran: Vec<Ran>,
     pub text: String,
     /// Whether it may have told a marked string from a plain one.
     pub noticed: bool,
+    /// Bytes of its text that are those of the run before.
+    pub kept: usize,
+    /// The text without marks, of this run or the one before.
+    pub stripped: Stripped,
 }
 
 impl Slot {
