@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -194,17 +194,9 @@ class InputStream(Iterator[Traces]):
         gather = adapters.Gather()
         self._adapted.roots = self._options.format == "auto" and adapters.only_roots(head)
         for part in source.records():
-            made: list[Row] = []
-            for line, raw in part:
-                made += self._made(number, line, raw, gather, source.name)
-                if len(made) > len(part) and sum(map(_size, made)) > sources.RECORD_BYTES:
-                    yield from self._decoded(source, made)
-                    made = []
-            if made:
-                yield self._grouped(source.decode(made))
-        made = [row for whole in gather.rest() for row in self._gathered(number, *whole)]
-        if made:
-            yield self._grouped(source.decode(made))
+            rows = (row for line, raw in part for row in self._made(number, line, raw, gather, source.name))
+            yield from self._decoded(source, rows)
+        yield from self._decoded(source, (row for whole in gather.rest() for row in self._gathered(number, *whole)))
         if self._sessions is None:
             source.finish()
 
@@ -223,8 +215,8 @@ class InputStream(Iterator[Traces]):
             left = None if left is None else left - len(part)
             yield part
 
-    def _decoded(self, source: Source, made: list[Row]) -> Iterator[Traces]:
-        """The traces of what was made of a few records, and of which there is much: a few bytes at once."""
+    def _decoded(self, source: Source, made: Iterable[Row]) -> Iterator[Traces]:
+        """The traces of what is made of a few records, of which there may be much: a few bytes at once."""
         part: list[Row] = []
         held = 0
         for row in made:
@@ -239,11 +231,8 @@ class InputStream(Iterator[Traces]):
     def _made(self, number: int, line: Line, raw: bytes, gather: adapters.Gather, name: str) -> list[Row]:
         """The records to decode in place of one of the file; the refusal of one of which an adapter makes none."""
         record = loads(raw)
-        rows: list[Row] = []
         if adapters.is_chunk(record):
-            for whole in gather.take(line, raw, record):
-                rows += self._gathered(number, *whole)
-            return rows
+            return [row for whole in gather.take(line, raw, record) for row in self._gathered(number, *whole)]
         try:
             found = self._adapted.adapt(record, len(raw), name, line)
         except Unfit as unfit:
@@ -252,7 +241,7 @@ class InputStream(Iterator[Traces]):
             return self._mapped(number, line, raw, raw, record)
         if not found and self._told.session:
             return self._mapped(number, line, raw, raw, record, silent=True)
-        origin = raw
+        rows, origin = [], raw
         for place, text, each in found:
             # A failed call is refused where it stands, and says nothing of its conversation.
             is_failed = adapters.is_failed(each)
@@ -287,11 +276,10 @@ class InputStream(Iterator[Traces]):
         """The conversations, decoded as if they stood where their first calls do."""
         decoders: dict[int, Any] = {}
         made = 0
-        for joined in sessions.joined():
-            if joined.place not in decoders:
-                decoders[joined.place] = self._decoder(joined.place, "-joined")
-            row = (joined.line, joined.origin, joined.made)
-            core = decoders[joined.place].decode([row])
+        for place, row in sessions.joined():
+            if place not in decoders:
+                decoders[place] = self._decoder(place, "-joined")
+            core = decoders[place].decode([row])
             made += len(core)
             yield self._grouped(Traces(core))
             if self._options.limit is not None and made >= self._options.limit:

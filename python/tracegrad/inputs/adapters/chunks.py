@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracegrad.errors import FormatError
+from tracegrad.inputs import chat
 from tracegrad.trace import Line, located
 
 _KINDS = ("chat.completion.chunk", "text_completion.chunk")
@@ -20,9 +21,8 @@ def is_chunk(record: Any) -> bool:
     if not isinstance(record, Mapping) or "messages" in record or "request" in record:
         return False
     choices = record.get("choices")
-    if record.get("object") in _KINDS:
-        return True
-    return isinstance(choices, list) and bool(choices) and isinstance(choices[0], Mapping) and "delta" in choices[0]
+    is_delta = isinstance(choices, list) and bool(choices) and "delta" in chat.table(choices[0])
+    return is_delta or record.get("object") in _KINDS
 
 
 def is_list(record: Any) -> bool:
@@ -36,13 +36,9 @@ def of_list(record: Any) -> list[dict[str, Any]] | None:
         return None
     calls: dict[Any, list[Any]] = {}
     for chunk in record:
-        calls.setdefault(chunk.get("id") if isinstance(chunk, Mapping) else None, []).append(chunk)
-    return [call(chunks) for chunks in calls.values()]
-
-
-def call(chunks: list[Any]) -> dict[str, Any]:
-    """A call whose response was streamed; its prompt is known where the first chunk has its ids."""
-    return {"response": chunks}
+        calls.setdefault(chat.table(chunk).get("id"), []).append(chunk)
+    # The prompt of such a call is known where the first chunk has its ids.
+    return [{"response": chunks} for chunks in calls.values()]
 
 
 class Gather:
@@ -70,4 +66,4 @@ class Gather:
         """The call that is held."""
         if self._held:
             held, self._held = self._held, []
-            yield self._line, self._raw, call(held)
+            yield self._line, self._raw, {"response": held}
