@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -21,12 +21,11 @@ from tracegrad.inputs import adapters, sources
 from tracegrad.inputs.again import Again
 from tracegrad.inputs.mapping import Mapper, Unfit, add, loads, prompt_of
 from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
-from tracegrad.inputs.places import Place, expand
+from tracegrad.inputs.places import Place, named
 from tracegrad.inputs.progress import Progress
 from tracegrad.inputs.sessions import Sessions
 from tracegrad.inputs.sources import Row, Source
 from tracegrad.read_report import ReadReport, summed
-from tracegrad.tables import to_json
 from tracegrad.trace import Line, Traces
 
 Path = str | os.PathLike[str]
@@ -110,7 +109,7 @@ class InputStream(Iterator[Traces]):
         self._sessions: Sessions | None = None
         self._again: Again | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._places, self._given = _told(source)
+        self._places, self._given = named(source)
         kept = [place for place in self._places if not _is_empty(place)] or self._places[:1]
         if left := len(self._places) - len(kept):
             self._notes.append(f"         {left:,} empty files are left out")
@@ -196,7 +195,7 @@ class InputStream(Iterator[Traces]):
         for part in source.records():
             rows = (row for line, raw in part for row in self._made(number, line, raw, gather, source.name))
             yield from self._decoded(source, rows)
-        yield from self._decoded(source, (row for whole in gather.rest() for row in self._gathered(number, *whole)))
+        yield from self._decoded(source, (row for whole in gather.rest() for row in self._mapped(number, *whole)))
         if self._sessions is None:
             source.finish()
 
@@ -232,7 +231,7 @@ class InputStream(Iterator[Traces]):
         """The records to decode in place of one of the file; the refusal of one of which an adapter makes none."""
         record = loads(raw)
         if adapters.is_chunk(record):
-            return [row for whole in gather.take(line, raw, record) for row in self._gathered(number, *whole)]
+            return [row for whole in gather.take(line, raw, record) for row in self._mapped(number, *whole)]
         try:
             found = self._adapted.adapt(record, len(raw), name, line)
         except Unfit as unfit:
@@ -249,10 +248,6 @@ class InputStream(Iterator[Traces]):
             # Its own bytes are held and counted once, but where each bad one of them is put aside with them.
             origin = raw if self._options.on_error == "quarantine" else b""
         return rows
-
-    def _gathered(self, number: int, line: Line, raw: bytes, record: Any) -> list[Row]:
-        """A call that was put together of chunks."""
-        return self._mapped(number, line, raw, to_json(record), record)
 
     def _mapped(
         self, number: int, line: Line, origin: bytes, raw: bytes, record: Any, outer: Any = None, silent: bool = False
@@ -340,17 +335,6 @@ class InputStream(Iterator[Traces]):
             taken = self._taken + (self._source.taken if self._source else 0)
             spent = time.monotonic() - self._began
             self._progress(Progress(taken, self._total, self.read_report.records, spent, done))
-
-
-def _told(source: Any) -> tuple[list[Place], Any]:
-    """The places that are named, or else what holds records itself."""
-    if isinstance(source, (str, os.PathLike)):
-        return expand([source]), None
-    if isinstance(source, Sequence) and source and all(isinstance(each, (str, os.PathLike)) for each in source):
-        return expand(source), None
-    if isinstance(source, Sequence) and not source and not hasattr(source, "features"):
-        raise ReadError("no input is named. There are no traces to read. Name a file.")
-    return [], source
 
 
 def _size(row: Row) -> int:

@@ -24,6 +24,10 @@ from tracegrad.trace import Line
 _OF_ALL = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
 _LAST = ("reward", "rewards")
 _OF_CALL = (*chat.SAMPLING, "logprob_kind", "policy_version")
+_NO_CALL = (
+    "Only single calls can be joined: request with response, or messages that end with the answer",
+    "Leave --map.session out, or write each call as {request, response}",
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,8 @@ class Sessions:
             calls, others = _parted(calls, lambda _, text: calls_of(loads(text)) is not None)
             for entry, text in others:
                 keys = ", ".join(list(map(str, loads(text)))[:8]) or "none"
-                yield entry.place, (entry.line, text, _no_call(keys, key))
+                why = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
+                yield entry.place, (entry.line, text, why)
         if not calls:
             return
         unlike = self.unlike
@@ -198,9 +203,10 @@ class Sessions:
 
 
 def _parted(parts: list[_Part], is_good: Callable[[_Entry, bytes], bool]) -> tuple[list[_Part], list[_Part]]:
-    found = [is_good(*part) for part in parts]
-    good = [part for part, is_one in zip(parts, found, strict=True) if is_one]
-    return good, [part for part, is_one in zip(parts, found, strict=True) if not is_one]
+    good, bad = [], []
+    for part in parts:
+        (good if is_good(*part) else bad).append(part)
+    return good, bad
 
 
 def _is_read(text: Made) -> bool:
@@ -211,18 +217,9 @@ def _is_read(text: Made) -> bool:
         return False
 
 
-def _no_call(keys: str, key: str | None) -> tuple[str, str, str]:
-    return (
-        f"a record with the keys {keys} among several of session {key!r:.60}",
-        "Only single calls can be joined: request with response, or messages that end with the answer",
-        "Leave --map.session out, or write each call as {request, response}",
-    )
-
-
 def _key(record: Any, path: str) -> str | None:
-    try:
-        value = paths.at(record, path)
-    except paths.Missing:
+    value = chat.within(record, path)
+    if value is None:
         return None
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
@@ -236,13 +233,10 @@ def _key(record: Any, path: str) -> str | None:
 
 
 def _order(record: Any, path: str) -> float:
-    try:
-        value = paths.at(record, path)
-    except paths.Missing:
-        value = None
+    value = chat.within(record, path)
     found = None if isinstance(value, bool) else paths.number(value)
     if found is None and isinstance(value, str):
-        found = _time(value)
+        found = moment(value)
     if found is None:
         raise Unfit(
             (
@@ -254,9 +248,10 @@ def _order(record: Any, path: str) -> float:
     return found
 
 
-def _time(text: str) -> float | None:
+def moment(text: str) -> float | None:
+    """A time as text, in seconds since 1970; of no zone it is UTC."""
     try:
-        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        found = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
     except ValueError:
         return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()

@@ -66,8 +66,8 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
         ]
     # Of a stream, or of another API, which says itself which choice is which.
     told = samples.rows(record, count, ("response", "usage"), response)
-    made = [{"group": group, **row, **of_answer, "choice": at} for at, (row, of_answer) in enumerate(told)]
-    return [{**each, **({} if response is None else {"response": response})} for each in made]
+    kept = chat.told(record, ["response"])
+    return [{"group": group, **row, **of_answer, "choice": at, **kept} for at, (row, of_answer) in enumerate(told)]
 
 
 def _of_choices(record: Mapping[str, Any], response: Mapping[str, Any], count: int, group: Any) -> list[dict[str, Any]]:

@@ -10,10 +10,13 @@ from typing import Any
 
 from tracegrad.errors import FormatError
 from tracegrad.inputs import chat
+from tracegrad.tables import to_json
 from tracegrad.trace import Line, located
 
 _KINDS = ("chat.completion.chunk", "text_completion.chunk")
 MOST_CHUNKS = 1_000_000
+Gathered = tuple[Line, bytes, bytes, dict[str, Any]]
+"""A call with the place and the bytes of its first chunk, and its own."""
 
 
 def is_chunk(record: Any) -> bool:
@@ -49,7 +52,7 @@ class Gather:
         self._line: Line = 0
         self._raw = b""
 
-    def take(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[tuple[Line, bytes, dict[str, Any]]]:
+    def take(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[Gathered]:
         """Takes a chunk; gives the call before, where this one begins another."""
         if self._held and chunk.get("id") != self._held[0].get("id"):
             yield from self.rest()
@@ -62,8 +65,9 @@ class Gather:
             )
         self._held.append(chunk)
 
-    def rest(self) -> Iterator[tuple[Line, bytes, dict[str, Any]]]:
+    def rest(self) -> Iterator[Gathered]:
         """The call that is held."""
         if self._held:
             held, self._held = self._held, []
-            yield self._line, self._raw, {"response": held}
+            call = {"response": held}
+            yield self._line, self._raw, to_json(call), call

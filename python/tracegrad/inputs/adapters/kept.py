@@ -19,7 +19,7 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
     if not isinstance(talk, list):
         return None
     held = [_response(each) for each in talk]
-    if not any(_says_tokens(each) for each in held):
+    if not any(each["choices"][0].get(key) for each in held if each for key in _TOLD):
         return None
     # What its program noted of a message no template knows.
     plain = [chat.without(each, "extra") if isinstance(each, Mapping) else each for each in talk]
@@ -35,7 +35,3 @@ def _response(message: Any) -> Mapping[str, Any] | None:
     choices = chat.table(response).get("choices")
     alone = isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], Mapping)
     return response if alone else None
-
-
-def _says_tokens(response: Mapping[str, Any] | None) -> bool:
-    return response is not None and any(response["choices"][0].get(key) for key in _TOLD)

@@ -12,20 +12,8 @@ from typing import Any
 from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import fitting
 
-ROLES = {
-    "human": "user",
-    "HumanMessage": "user",
-    "HumanMessageChunk": "user",
-    "ai": "assistant",
-    "AIMessage": "assistant",
-    "AIMessageChunk": "assistant",
-    "system": "system",
-    "SystemMessage": "system",
-    "tool": "tool",
-    "ToolMessage": "tool",
-    "function": "tool",
-    "FunctionMessage": "tool",
-}
+ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
+"""By the kind of a message, which its class is named for: `AIMessage`, or `AIMessageChunk`."""
 KEYS = ("lc", "additional_kwargs", "response_metadata")
 """One of them stands in each message that LangChain wrote."""
 _TALKS = ("messages", "input", "output", "history", "chat_history")
@@ -148,13 +136,13 @@ def of_message(told: Any, info: Any) -> dict[str, Any]:
 
 
 def _fields(told: Any) -> tuple[str, Mapping[str, Any]] | None:
-    """The kind of a message and its fields, of whichever spelling."""
+    """The kind of a message, by a word of its own, and its fields, of whichever spelling."""
     if not isinstance(told, Mapping):
         return None
     kind, names = told.get("type"), told.get("id")
     if told.get("lc") == 1 and isinstance(told.get("kwargs"), Mapping) and isinstance(names, list) and names:
-        return str(names[-1]), told["kwargs"]
-    if isinstance(kind, str) and (kind in ROLES or kind == "chat"):
+        return _kind(str(names[-1])), told["kwargs"]
+    if isinstance(kind, str) and ((kind := _kind(kind)) in ROLES or kind == "chat"):
         inner = told.get("data")
         if isinstance(inner, Mapping):
             return kind, inner
@@ -163,10 +151,14 @@ def _fields(told: Any) -> tuple[str, Mapping[str, Any]] | None:
     return None
 
 
+def _kind(name: str) -> str:
+    return name.removesuffix("Chunk").removesuffix("Message").lower() if "Message" in name else name
+
+
 def is_message(told: Any) -> bool:
     """Whether a value is a message in one of these spellings."""
     found = _fields(told)
-    return found is not None and (found[0] in ROLES or found[0] in ("chat", "ChatMessage"))
+    return found is not None and found[0] in (*ROLES, "chat")
 
 
 def message(told: Any) -> dict[str, Any]:
@@ -191,7 +183,7 @@ def message(told: Any) -> dict[str, Any]:
         said["tool_calls"] = more["tool_calls"]
     if isinstance(thought := more.get("reasoning_content"), str) and thought:
         said["reasoning_content"] = thought
-    if kind in ("tool", "ToolMessage") and fields.get("tool_call_id"):
+    if kind == "tool" and fields.get("tool_call_id"):
         said["tool_call_id"] = fields["tool_call_id"]
     if isinstance(fields.get("name"), str) and fields["name"]:
         said["name"] = fields["name"]

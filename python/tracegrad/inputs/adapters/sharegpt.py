@@ -11,21 +11,13 @@ from typing import Any
 
 from tracegrad.inputs import chat, paths
 
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bing": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
+_SPEAKERS = {
+    "user": "human user",
+    "assistant": "gpt assistant model bing chatgpt bard function_call",
     "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-    "function_response": "tool",
+    "tool": "observation tool function_response",
 }
+ROLES = {speaker: role for role, speakers in _SPEAKERS.items() for speaker in speakers.split()}
 _KEYS = ("conversations", "conversation")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
