@@ -251,13 +251,12 @@ def _parts(record: Any, made: list[dict[str, Any]]) -> Iterator[tuple[int, int |
     what each has of its own, with its place among them.
     """
     outer = record if isinstance(record, dict) else {}
-    if made:
-        first = {**outer, **made[0]}
-        own = [key for key, value in first.items() if any(each.get(key, outer.get(key)) is not value for each in made)]
-        shared = chat.without(first, *own)
-        yield len(made), None, shared
-        for place, each in enumerate(made):
-            yield 1, place, chat.without({**outer, **each}, *shared)
+    first = {**outer, **made[0]}
+    own = [key for key, value in first.items() if any(each.get(key, outer.get(key)) is not value for each in made)]
+    shared = chat.without(first, *own)
+    yield len(made), None, shared
+    for place, each in enumerate(made):
+        yield 1, place, chat.without({**outer, **each}, *shared)
 
 
 def _first(source: Any) -> Iterator[tuple[Any, bool]]:

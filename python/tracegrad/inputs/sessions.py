@@ -79,21 +79,19 @@ class Sessions:
         Raises:
             Unfit: for a value of `order` or `session` that is none.
         """
+        by_prefix = self.told.session == "prefix"
+        key = None if by_prefix else _key(record, self.told.session)
         if silent:
-            if self.told.session != "prefix" and (key := _key(record, self.told.session)) is not None:
+            if key is not None:
                 told = {**chat.told(record, _LAST), **header}
                 self._keyed.setdefault(key, []).append(_Entry(place, line, self._size, 0, 0.0, told, silent=True))
                 self.silent += 1
             return
         order = _order(record, self.told.order) if self.told.order else 0.0
-        before, end, key = (), None, None
-        if self.told.session == "prefix":
-            calls = calls_of(record)
-            if calls:
-                found, end = prefixes(calls[-1])
-                before = tuple(prefixes(calls[0])[0]) if len(calls) > 1 else tuple(found)
-        else:
-            key = _key(record, self.told.session)
+        before, end = (), None
+        if by_prefix and (calls := calls_of(record)):
+            found, end = prefixes(calls[-1])
+            before = tuple(prefixes(calls[0])[0] if len(calls) > 1 else found)
         self._file.write(raw)
         entry = _Entry(place, line, self._size, len(raw), order, header, before, end)
         self._size += len(raw)

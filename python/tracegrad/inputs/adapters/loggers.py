@@ -13,7 +13,7 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.errors import FormatError
 from tracegrad.inputs import chat, paths
-from tracegrad.inputs.adapters.chunks import is_chunk
+from tracegrad.inputs.adapters.chunks import is_list
 from tracegrad.tables import to_json
 from tracegrad.trace import Trace, Traces
 
@@ -98,9 +98,8 @@ def _is_request(value: Any) -> bool:
 
 def _is_response(value: Any) -> bool:
     told = opened(value)
-    if isinstance(told, list):
-        return bool(told) and is_chunk(told[0])
-    return isinstance(told, Mapping) and isinstance(told.get("choices"), list) and bool(told["choices"])
+    choices = chat.table(told).get("choices")
+    return is_list(told) or (isinstance(choices, list) and bool(choices))
 
 
 def _of_other(record: Mapping[str, Any], answered: str) -> dict[str, Any]:

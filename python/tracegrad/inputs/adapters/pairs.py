@@ -127,9 +127,7 @@ def is_said(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return isinstance(value.get("role"), str)
-    return (
-        isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and "role" in each for each in value)
-    )
+    return isinstance(value, list) and bool(value) and all("role" in chat.table(each) for each in value)
 
 
 def messages_of(value: Any, role: str) -> list[dict[str, Any]]:

@@ -137,10 +137,7 @@ def _has_each(name: str, value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     wanted = str if name == "finish_reason" else (list, Mapping)
-    return all(
-        each is None or (isinstance(each, wanted) and not (isinstance(each, Mapping) and "logprob" in each))
-        for each in value
-    )
+    return all(each is None or (isinstance(each, wanted) and "logprob" not in chat.table(each)) for each in value)
 
 
 def _are_ids(value: Any) -> bool:

@@ -194,11 +194,9 @@ def _into(found: _Found, key: str, value: Any, parent: Mapping[str, Any], depth:
 
 
 def _is_response(value: Any) -> bool:
-    if isinstance(value, list):
-        return is_list(value)
     choices = chat.table(value).get("choices")
     if not isinstance(choices, list) or not choices:
-        return False
+        return is_list(value)
     return all(isinstance(chat.table(each).get("message"), Mapping) for each in choices)
 
 
