@@ -24,14 +24,13 @@ def test_the_page_is_the_one_that_the_code_makes():
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_every_value_on_the_page_changes_something_and_is_spelled(peer):
-    for name, values in peer.values.items():
-        for value in values:
-            recipe = read(peer, {**peer.beside.get((name, value), {}), name: value})
-            assert f"{name} = {value}" in dict(recipe.told)
-            assert f"# {name} = {value}" in str(recipe)
-            settled, otherwise = recipe.settle()
-            assert otherwise == ()
-            assert presets.find(settled.objective.preset) == recipe.objective or settled.objective.overrides
+    for name, value, beside in peer.cases():
+        recipe = read(peer, {**beside, name: value})
+        assert f"{name} = {value}" in dict(recipe.told)
+        assert f"# {name} = {value}" in str(recipe)
+        settled, otherwise = recipe.settle()
+        assert otherwise == ()
+        assert presets.find(settled.objective.preset) == recipe.objective or settled.objective.overrides
 
 
 def test_the_peers_defaults_are_the_presets_of_their_names():

@@ -221,13 +221,13 @@ class TestLevelsAndGates:
         ("gate", "keep"),
         [
             (Gate(MISMATCH, low=0.7, high=2.0), [1, 1, 0, 0]),
-            (Gate(MISMATCH, low=0.7, scope="turn"), [1, 1, 0, 1]),
-            (Gate(MISMATCH, low=0.7, scope="trace"), [0, 0, 0, 1]),
+            (Gate(MISMATCH, low=0.7, drops="turn"), [1, 1, 0, 1]),
+            (Gate(MISMATCH, low=0.7, drops="trace"), [0, 0, 0, 1]),
             (Gate(MISMATCH, "k1", Level("trace", "sum"), high=0.5), [1, 1, 1, 0]),
             (Gate(MISMATCH, "ratio", Level("trace", "mean"), low=0.99), [0, 0, 0, 1]),
             (Gate(MISMATCH, "k2", Level("turn", "max"), high=0.1), [1, 1, 0, 0]),
             (Gate(MISMATCH, "k3", high=0.12), [1, 1, 1, 0]),
-            (Gate(MISMATCH, "k3", Level("turn", "mean"), high=0.05, scope="trace"), [0, 0, 0, 0]),
+            (Gate(MISMATCH, "k3", Level("turn", "mean"), high=0.05, drops="trace"), [0, 0, 0, 0]),
         ],
     )
     def test_gates_by_hand(self, gate, keep):

@@ -1,4 +1,4 @@
-"""correction: every statistic, level, shape, scope and budget of the algebra, each against numbers worked by hand."""
+"""correction: every statistic, level, shape, gate and budget of the algebra, each against numbers worked by hand."""
 
 import math
 
@@ -138,15 +138,15 @@ class TestGates:
             (Gate(MISMATCH, "k1", Level("group", "mean"), high=0.226), [1, 1, 1, 1, 1]),
             (Gate(MISMATCH, "k1", Level("group", "mean"), low=-0.1), [1, 1, 1, 1, 0]),
             # one token, or one turn, takes its trace or its group with it
-            (Gate(MISMATCH, low=0.7, scope="group"), [0, 0, 0, 0, 1]),
-            (Gate(MISMATCH, "k1", high=0.5, scope="group"), [0, 0, 0, 0, 1]),
-            (Gate(MISMATCH, "k1", Level("turn", "sum"), low=-0.3, scope="trace"), [0, 0, 0, 1, 1]),
-            (Gate(MISMATCH, "k1", Level("trace", "sum"), high=0.5, scope="group"), [0, 0, 0, 0, 1]),
+            (Gate(MISMATCH, low=0.7, drops="group"), [0, 0, 0, 0, 1]),
+            (Gate(MISMATCH, "k1", high=0.5, drops="group"), [0, 0, 0, 0, 1]),
+            (Gate(MISMATCH, "k1", Level("turn", "sum"), low=-0.3, drops="trace"), [0, 0, 0, 1, 1]),
+            (Gate(MISMATCH, "k1", Level("trace", "sum"), high=0.5, drops="group"), [0, 0, 0, 0, 1]),
             # a term falls by its own past: sums 0.1, 0.4, -0.1 | 1 | -0.2, and of turns 0.1, 0.4 | -0.5 | 1 | -0.2
             (Gate(MISMATCH, "k1", Level("trace", "prefix_sum"), high=0.3), [1, 0, 1, 0, 1]),
             (Gate(MISMATCH, "k1", Level("turn", "prefix_sum"), low=-0.3), [1, 1, 0, 1, 1]),
             (Gate(MISMATCH, "ratio", Level("trace", "prefix_min"), low=0.9), [1, 1, 0, 1, 0]),
-            (Gate(MISMATCH, "k1", Level("turn", "prefix_sum"), high=0.3, scope="trace"), [0, 0, 0, 0, 1]),
+            (Gate(MISMATCH, "k1", Level("turn", "prefix_sum"), high=0.3, drops="trace"), [0, 0, 0, 0, 1]),
         ],
     )
     def test_wide_and_running_levels(self, gate, keep):
@@ -156,16 +156,16 @@ class TestGates:
         outlier = Gate(MISMATCH, high=2.0)  # the fourth term falls; the others have mean -0.075
         mean = {"ratio": MISMATCH, "stat": "k1", "level": Level("batch", "mean"), "high": 0.1}
         assert keeps(outlier, Gate(**mean)) == [False] * 5
-        assert keeps(outlier, Gate(**mean, over="kept")) == [True, True, True, False, True]
-        assert keeps(Gate(**mean, over="kept"), outlier) == [False] * 5
+        assert keeps(outlier, Gate(**mean, terms="kept")) == [True, True, True, False, True]
+        assert keeps(Gate(**mean, terms="kept"), outlier) == [False] * 5
 
     def test_a_running_sum_over_kept_terms_passes_over_what_fell(self):
         # trace 0 without its second term: 0.1, (0.1), -0.4
-        gates = [Gate(MISMATCH, high=1.3), Gate(MISMATCH, "k1", Level("trace", "prefix_sum"), low=-0.3, over="kept")]
+        gates = [Gate(MISMATCH, high=1.3), Gate(MISMATCH, "k1", Level("trace", "prefix_sum"), low=-0.3, terms="kept")]
         assert keeps(*gates) == [True, False, False, False, True]
 
     def test_a_condition_spares_the_other_sign_and_the_scope_does_not(self):
-        gate = Gate(MISMATCH, "k1", high=0.2, when="A<0", scope="trace")
+        gate = Gate(MISMATCH, "k1", high=0.2, when="A<0", drops="trace")
         assert keeps(gate, advantages=np.array([1.0, -1.0, 1.0, 1.0, -1.0])) == [False, False, False, True, True]
 
     def test_ratios_of_the_trained_policy_are_left_to_the_objective(self):
@@ -206,8 +206,8 @@ class TestBudget:
         gate = Gate(MISMATCH, "k1", Level("trace", "sum"), low=-0.15)
         assert keeps(gate, Budget(MISMATCH, mean=0.04)) == [True, False, False, False, False]
         first = Gate(MISMATCH, "abs", high=0.25)
-        assert keeps(first, Budget(MISMATCH, mean=0.02, over="kept")) == [True, False, False, False, False]
-        assert keeps(first, Budget(MISMATCH, mean=0.03, over="kept")) == [True, False, False, False, True]
+        assert keeps(first, Budget(MISMATCH, mean=0.02, terms="kept")) == [True, False, False, False, False]
+        assert keeps(first, Budget(MISMATCH, mean=0.03, terms="kept")) == [True, False, False, False, True]
 
     def test_ties_stand_or_fall_together_and_the_smallest_always_stands(self):
         columns = {"old": np.array([-1.0, -1.0, -2.0, -1.0]), "rollout": np.array([-1.5, -0.5, -1.0, -2.0])}

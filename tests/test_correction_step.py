@@ -92,7 +92,7 @@ class TestDenominators:
             with pytest.raises(ArgumentError, match="without group"):
                 correct(self.logprobs, self.logprobs, trace=self.trace, reduce=Reduce(per, "mean"))
         for part in (
-            {"gates": [Gate(MISMATCH, low=0.5, scope="group")]},
+            {"gates": [Gate(MISMATCH, low=0.5, drops="group")]},
             {"weights": [Weight(MISMATCH, Level("group", "sum"))]},
         ):
             with pytest.raises(ArgumentError, match=r"a group level over ranks.*Take the trace, or the batch"):
@@ -166,12 +166,12 @@ PARTS = {
     "geometric gate": {"gates": [Gate(MISMATCH, "k1", Level("trace", "mean"), low=-0.3, high=0.3)]},
     "batch mean": {"gates": [Gate(MISMATCH, "k2", Level("batch", "mean"), high=0.25)]},
     "batch mean over kept": {
-        "gates": [Gate(MISMATCH, high=2.0), Gate(MISMATCH, "k1", Level("batch", "mean"), low=-0.2, over="kept")]
+        "gates": [Gate(MISMATCH, high=2.0), Gate(MISMATCH, "k1", Level("batch", "mean"), low=-0.2, terms="kept")]
     },
     "batch sum as a weight": {"weights": [Weight(MISMATCH, Level("batch", "sum"), Clamp(0.0, 5.0))]},
     "batch maximum as a weight": {"weights": [Weight(MISMATCH, Level("batch", "max", terms="kept"))]},
     "budget": {"gates": [Budget(MISMATCH, mean=0.3)]},
-    "budget over kept": {"gates": [Gate(MISMATCH, "k3", high=0.5), Budget(MISMATCH, "abs", 0.3, over="kept")]},
+    "budget over kept": {"gates": [Gate(MISMATCH, "k3", high=0.5), Budget(MISMATCH, "abs", 0.3, terms="kept")]},
     "normalised tokens": {"weights": [Weight(MISMATCH, shape=Clamp(0, 2), normalize=True)]},
     "normalised traces": {
         "gates": [Gate(MISMATCH, low=0.4)],
@@ -182,7 +182,7 @@ PARTS = {
     },
     "a shape of the running minimum of a turn": {
         "weights": [Weight(MISMATCH, Level("turn", "prefix_min"), Gaussian(0.7))],
-        "gates": [Gate(MISMATCH, "dprob", low=-0.3, high=0.3, when="A<0", scope="trace")],
+        "gates": [Gate(MISMATCH, "dprob", low=-0.3, high=0.3, when="A<0", drops="trace")],
     },
     "against the reference": {
         "weights": [Weight(Ratio("ref", "rollout"), Level("turn", "mean", blend="arithmetic"), Clamp(0, 2))],

@@ -111,13 +111,13 @@ def future(a: float = 1.0, r: Any = (1.1, 1.1), **fields: Any) -> float:
     return loss(FutureClip(**fields), OLD, a=a, to_old=torch.log(torch.as_tensor(r, dtype=torch.float64)))
 
 
-def gate(ratio: Ratio = MISMATCH, *before: Any, surrogate: Any = None, terms: Any, **fields: Any) -> float:
+def gate(ratio: Ratio = MISMATCH, *before: Any, surrogate: Any = None, given: Any, **fields: Any) -> float:
     """-A at each kept term."""
-    return loss(surrogate or Importance(), OLD, parts={"gates": (*before, Gate(ratio, **fields))}, **terms)
+    return loss(surrogate or Importance(), OLD, parts={"gates": (*before, Gate(ratio, **fields))}, **given)
 
 
-def budget(*before: Any, ratio: Ratio = MISMATCH, terms: Any, **fields: Any) -> float:
-    return loss(Importance(), OLD, parts={"gates": (*before, Budget(ratio, **fields))}, **terms)
+def budget(*before: Any, ratio: Ratio = MISMATCH, given: Any, **fields: Any) -> float:
+    return loss(Importance(), OLD, parts={"gates": (*before, Budget(ratio, **fields))}, **given)
 
 
 def weight(
@@ -272,43 +272,43 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (True, False),
     ),
     "Function.reads": (lambda v: Objective(Function(imitated, reads=v)).needs.ref, ((), False), (("ref",), True)),
-    "Gate.ratio": (lambda v: gate(v, high=1.5, terms={"to_old": log(2)}), (MISMATCH, -2), (OLD, 0)),
-    "Gate.stat": (lambda v: gate(stat=v, high=1.5, terms={"of_old": -2.0}), ("ratio", -1), ("abs", 0)),
+    "Gate.ratio": (lambda v: gate(v, high=1.5, given={"to_old": log(2)}), (MISMATCH, -2), (OLD, 0)),
+    "Gate.stat": (lambda v: gate(stat=v, high=1.5, given={"of_old": -2.0}), ("ratio", -1), ("abs", 0)),
     "Gate.level": (
-        lambda v: gate(level=v, high=1.5, terms={"of_old": (log(1.2), log(1.3))}),
+        lambda v: gate(level=v, high=1.5, given={"of_old": (log(1.2), log(1.3))}),
         (Level(), -2),
         (PRODUCT, 0),
     ),
-    "Gate.low": (lambda v: gate(low=v, high=2.0, terms={"of_old": log(0.25)}), (None, -1), (0.5, 0)),
-    "Gate.high": (lambda v: gate(low=0.1, high=v, terms={"of_old": log(3)}), (None, -1), (2.0, 0)),
+    "Gate.low": (lambda v: gate(low=v, high=2.0, given={"of_old": log(0.25)}), (None, -1), (0.5, 0)),
+    "Gate.high": (lambda v: gate(low=0.1, high=v, given={"of_old": log(3)}), (None, -1), (2.0, 0)),
     "Gate.when": (
-        lambda v: gate(high=2.0, when=v, terms={"of_old": log(3), "a": (1.0, -1.0)}),
+        lambda v: gate(high=2.0, when=v, given={"of_old": log(3), "a": (1.0, -1.0)}),
         ("always", 0),
         ("A>0", 1),
     ),
-    "Gate.scope": (lambda v: gate(high=2.0, scope=v, terms=THREE_FALLS), (None, -1), ("trace", 0)),
+    "Gate.drops": (lambda v: gate(high=2.0, drops=v, given=THREE_FALLS), (None, -1), ("trace", 0)),
     # The mean of both is e^(log 5 / 2) = 2.2, of the one that the first gate left 1.
-    "Gate.over": (
+    "Gate.terms": (
         lambda v: gate(
-            MISMATCH, Gate(MISMATCH, high=4.0), level=MEAN, high=1.5, over=v, terms={"of_old": (0.0, log(5))}
+            MISMATCH, Gate(MISMATCH, high=4.0), level=MEAN, high=1.5, terms=v, given={"of_old": (0.0, log(5))}
         ),
         ("all", 0),
         ("kept", -1),
     ),
     "Budget.ratio": (
-        lambda v: budget(ratio=v, terms={"of_old": (0.0, 1.0)}),
+        lambda v: budget(ratio=v, given={"of_old": (0.0, 1.0)}),
         (MISMATCH, -1),
         (Ratio("old", "ref"), -2),
     ),
     # (0 + 0.2^2) / 2 = 0.02 and (0 + 0.2) / 2 = 0.1 against 0.04.
-    "Budget.stat": (lambda v: budget(stat=v, terms={"of_old": (0.0, 0.2)}), ("square", -2), ("abs", -1)),
-    "Budget.mean": (lambda v: budget(mean=v, terms={"of_old": (0.0, 0.2)}), (0.04, -2), (0.01, -1)),
+    "Budget.stat": (lambda v: budget(stat=v, given={"of_old": (0.0, 0.2)}), ("square", -2), ("abs", -1)),
+    "Budget.mean": (lambda v: budget(mean=v, given={"of_old": (0.0, 0.2)}), (0.04, -2), (0.01, -1)),
     # 0.3^2 / 4 = 0.0225 over all, 0.3^2 / 2 = 0.045 over the two that the gate on old/ref left.
-    "Budget.over": (
+    "Budget.terms": (
         lambda v: budget(
             Gate(Ratio("old", "ref"), high=2.0),
-            over=v,
-            terms={"of_old": (0.0, 0.0, 0.0, 0.3), "to_ref": (log(3), log(3), 0.0, 0.0)},
+            terms=v,
+            given={"of_old": (0.0, 0.0, 0.0, 0.3), "to_ref": (log(3), log(3), 0.0, 0.0)},
         ),
         ("all", -2),
         ("kept", -1),
@@ -435,7 +435,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "Reduce.inner": (lambda v: lengths(Reduce("trace", v)), ("mean", -3), ("sum", -4)),
     "Reduce.norm": (lambda v: lengths(Reduce("trace", "sum", norm=v)), (None, -4), (2.0, -2)),
     "Reduce.denominator": (
-        lambda v: gate(high=2.0, terms={**THREE_FALLS, "reduce": Reduce(denominator=v)}),
+        lambda v: gate(high=2.0, given={**THREE_FALLS, "reduce": Reduce(denominator=v)}),
         ("all", -0.5),
         ("kept", -1),
     ),

@@ -27,7 +27,7 @@ TAKEN = [
     (with_kl(MINE, 0.1), {"ref", "advantages"}),
     (replace(MINE, weights=(Weight(MISMATCH, Level("turn", "sum")),)), {"rollout", "turn"}),
     (replace(MINE, weights=(Weight(MISMATCH, normalize=True),)), {"rollout", "step"}),
-    (replace(MINE, gates=(Gate(MISMATCH, low=0.5, scope="group"),)), {"rollout", "group", "step"}),
+    (replace(MINE, gates=(Gate(MISMATCH, low=0.5, drops="group"),)), {"rollout", "group", "step"}),
     (replace(MINE, gates=(Gate(OLD, low=0.5, level=Level("turn", "mean")),)), {"turn"}),
     (replace(MINE, gates=(algebra.TopEntropy(0.2, "microbatch"),)), {"entropy"}),
     (replace(MINE, entropy=Entropy(0.1, gated=False)), {"entropy"}),

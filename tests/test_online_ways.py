@@ -119,12 +119,12 @@ def test_a_server_that_began_anew_gets_the_newest_adapter_and_those_still_asked_
             with servers.holding() as held:
                 for version in (2, 3, 4):
                     await sync.push({"lora_A.weight": torch.ones(2)}, version)
-                assert (held, servers.model, servers.held) == ("policy-v1", "policy-v4", {"policy-v1"})
+                assert (held, servers.model, servers.in_use) == ("policy-v1", "policy-v4", {"policy-v1"})
                 loaded.clear()
                 servers.leave_out(server.url, "it began anew")
                 assert await servers.usable(5)
                 assert loaded == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
-            assert servers.held == set()
+            assert servers.in_use == set()
             await sync.push({"lora_A.weight": torch.ones(2)}, 5)
             unloaded = [body["lora_name"] for body in server.asked("/v1/unload_lora_adapter")]
             assert unloaded == ["policy-v1", "policy-v2", "policy-v3"]

@@ -350,7 +350,7 @@ def test_an_objective_says_how_far_it_looks():
     for locality, level in over.items():
         assert Objective(PolicyGradient(), gates=(Gate(on_theta, level=level, high=2.0),)).locality == locality
         assert Objective(PolicyGradient(), gates=(Gate(off, level=level, high=2.0),)).locality == "term"
-    assert Objective(PolicyGradient(), gates=(Gate(on_theta, high=2.0, scope="trace"),)).locality == "trace"
+    assert Objective(PolicyGradient(), gates=(Gate(on_theta, high=2.0, drops="trace"),)).locality == "trace"
     assert Objective(PolicyGradient(), gates=(TopEntropy(0.2, "microbatch"),)).locality == "batch"
     assert with_entropy(plain, 0.1).locality == "term"
 

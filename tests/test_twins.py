@@ -97,15 +97,15 @@ def both(data, missing, gates=((), ()), weights=((), ())):
     return (twin.keep, twin.weight), (torch.from_numpy(core.keep.copy()), torch.from_numpy(core.weight.copy()))
 
 
-def gate_of(theta, stat, over, agg, when, scope, kept):
+def gate_of(theta, stat, over, agg, when, drops, kept):
     low, high = BOUNDS[stat]
     ratio = Ratio("theta" if theta else "old", "rollout")
-    return Gate(ratio, stat, level_of(over, agg, theta), low, high, when, scope, "kept" if kept else "all")
+    return Gate(ratio, stat, level_of(over, agg, theta), low, high, when, drops, "kept" if kept else "all")
 
 
-def possible(over, agg, scope, kept):
+def possible(over, agg, drops, kept):
     reach = ("token", "turn", "trace", "group", "batch")
-    return not (scope and reach.index(scope) <= reach.index(over)) and not (kept and over == "token")
+    return not (drops and reach.index(drops) <= reach.index(over)) and not (kept and over == "token")
 
 
 GATES = [
@@ -120,12 +120,12 @@ SIGNS = list(HOLDS)
 @pytest.mark.parametrize("stat", STATS)
 def test_gates_keep_the_same_terms(stat, missing):
     outcomes = set()
-    for place, (name, (over, agg), scope, kept) in enumerate(GATES):
+    for place, (name, (over, agg), drops, kept) in enumerate(GATES):
         if name != stat:
             continue
         data = arrays(place % 7)
         before = [(Gate(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
-        gates = [before[at] + (gate_of(at == 0, stat, over, agg, SIGNS[place % 5], scope, kept),) for at in (0, 1)]
+        gates = [before[at] + (gate_of(at == 0, stat, over, agg, SIGNS[place % 5], drops, kept),) for at in (0, 1)]
         twin, core = both(data, missing, gates=gates)
         assert torch.equal(twin[0], core[0]), f"{gates[1][-1]}: {int((twin[0] != core[0]).sum())} terms differ"
         dropped = int((~core[0] & ~data["rollout"].isnan()).sum())

@@ -256,9 +256,6 @@ def pack_lay(
     cu_rows, origin, branch, cu_terms of one rank; the type `Layout` of the core says what each is."""
 
 def pack_gather(
-    origin: NDArray[np.int64],
-    branch: NDArray[np.int32],
-    of_tokens: list[NDArray[Any]],
-    of_branches: list[NDArray[Any]],
+    origin: NDArray[np.int64], branch: NDArray[np.int32], of_tokens: list[NDArray[Any]], of_branches: list[NDArray[Any]]
 ) -> list[NDArray[Any]]:
     """For each column the values of the terms' tokens, or of their branches."""

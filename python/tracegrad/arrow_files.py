@@ -35,11 +35,7 @@ class ParquetStream(RowStream):
 
 
 def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
-    """The record batches of a Parquet file, once it is known to fit the memory.
-
-    Raises:
-        ReadError: if it cannot be read.
-    """
+    """The record batches of a Parquet file, once it is known to fit the memory."""
     parquet = pyarrow("pyarrow.parquet")
     try:
         _check_parquet(path)
@@ -56,11 +52,7 @@ def parquet_batches(path: str, rows: int = ROWS) -> Iterator[Any]:
 
 
 def arrow_batches(path: str) -> Iterator[Any]:
-    """The record batches of an Arrow file (Feather) or stream, as `datasets` keeps them.
-
-    Raises:
-        ReadError: if it cannot be read.
-    """
+    """The record batches of an Arrow file (Feather) or stream, as `datasets` keeps them."""
     pa = pyarrow("pyarrow")
     try:
         with pa.OSFile(path, "rb") as file:

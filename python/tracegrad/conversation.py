@@ -152,11 +152,7 @@ def _listed(values: Any, name: str) -> list[Any]:
 
 
 def _holds_ids(said: Any) -> bool:
-    """Whether these are ids rather than messages.
-
-    Raises:
-        ArgumentError: for text, which is neither.
-    """
+    """Whether these are ids rather than messages; text, which is neither, is refused."""
     if isinstance(said, str | bytes):
         raise ArgumentError(
             f"a text, {said!r:.100}, is appended. Who said it is not known. Append ids, or messages with their roles."

@@ -114,11 +114,7 @@ def scalar(value: Any) -> Scalar:
 
 
 def plain(name: str, value: Any, *, where: str = "") -> Scalar:
-    """A value for a field that is not known yet.
-
-    Raises:
-        ArgumentError: if it is no scalar.
-    """
+    """A value for a field that is not known yet."""
     found = scalar(value)
     if type(found) not in (bool, int, float, str) or (type(found) is int and abs(found) >= _HIGHEST):
         raise _wrong(name, value, "a number, a string, true or false", f"{where}: " if where else "")

@@ -104,12 +104,6 @@ def untrained(
     """[T] bool: tokens that stand behind others than those they were sampled after, because the record lists a part.
 
     A turn with a gap and all behind it in its branch; what is behind a turn whose call is not listed, not the turn.
-
-    Args:
-        traces: as they were aligned.
-        tokenizer: of the model.
-        drift: of the alignment, which knows where to look.
-        found: its arrays: ids, turn, source, tier, trace, cu_seqlens.
     """
     out = np.zeros(len(found["ids"]), bool)
     looked = np.flatnonzero(np.isin(drift.reason, (REFORMATTED, INCOMPLETE)) & (drift.turn >= 0))

@@ -21,11 +21,7 @@ Array = NDArray[Any]
 
 
 def arrow() -> Any:
-    """pyarrow.
-
-    Raises:
-        ArgumentError: if it is not installed.
-    """
+    """pyarrow, or an error that says how it is installed."""
     try:
         import pyarrow
     except ImportError as error:

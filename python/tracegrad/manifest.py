@@ -58,11 +58,7 @@ def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written])
 
 
 def seal(folder: Path) -> Folder:
-    """Says that a folder of shards is whole. Whoever wrote the shards, each has its own manifest.
-
-    Raises:
-        ReadError, FormatError: if a shard is not whole, or numbers are missing among them.
-    """
+    """Says that a folder of shards is whole. Whoever wrote the shards, each has its own manifest."""
     found = sorted((path.name for path in folder.glob("shard-*")), key=lambda name: (len(name), name))
     shards = {name: read(folder / name) for name in found}
     _check_names(folder, shards)
@@ -98,12 +94,7 @@ def read(folder: Path) -> Folder:
 
 
 def verify(folder: Path, found: Folder) -> None:
-    """Compares the checksum of every file with the manifest's; reads all of them once.
-
-    Raises:
-        ReadError: if a file cannot be read.
-        FormatError: if one has changed.
-    """
+    """Compares the checksum of every file with the manifest's; reads all of them once."""
     for place, name, told in _files(folder, found):
         if measure(place / name) != told:
             raise FormatError(f"{place / name}: not the bytes that were written, by their checksum. {_CHANGED}")
@@ -111,12 +102,7 @@ def verify(folder: Path, found: Folder) -> None:
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Keeps other writers out of a folder. The system lets go of it when the process ends, however that is.
-
-    Raises:
-        ArgumentError: if another process, or another thread, is writing there.
-        ReadError: if the folder cannot be written or its file system has no locks.
-    """
+    """Keeps other writers out of a folder. The system lets go of it when the process ends, however that is."""
     try:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -195,11 +181,7 @@ def _folder(told: Any, depth: int = 0) -> Folder:
 
 
 def count(value: Any) -> int:
-    """A whole number of things or bytes, as a file has it.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """A whole number of things or bytes, as a file has it."""
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("a count is no whole number")
     return value

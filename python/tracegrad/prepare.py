@@ -89,11 +89,8 @@ def load(
 
 def is_prepared(folder: Path) -> bool:
     """Whether a folder holds shards, or one: whole or not."""
-    return folder.is_dir() and ((folder / manifest.NAME).exists() or (folder / PLAN).exists() or _holds_shards(folder))
-
-
-def _holds_shards(folder: Path) -> bool:
-    return any(folder.glob("shard-*")) or (folder / "sequences.json").exists()
+    named = any((folder / name).exists() for name in (manifest.NAME, PLAN, "sequences.json"))
+    return folder.is_dir() and (named or any(folder.glob("shard-*")))
 
 
 def _names(source: Sources) -> list[str]:
@@ -288,22 +285,12 @@ def _write_shard(shard: Path, sequences: Sequences) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON to a file, whole or not at all.
-
-    Raises:
-        ReadError: if it cannot be written.
-    """
+    """Writes JSON to a file, whole or not at all."""
     write_bytes(path, [(json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")])
 
 
 def _open(
-    named: list[str],
-    data: Data,
-    map: Map | None,
-    out: Path,
-    *,
-    batch: int = 1024,
-    progress: Say | None = None,
+    named: list[str], data: Data, map: Map | None, out: Path, *, batch: int = 1024, progress: Say | None = None
 ) -> inputs.InputStream:
     aside = None
     if data.on_error == "quarantine":

@@ -124,7 +124,7 @@ def probe(template: Renders, **kwargs: Any) -> TemplateProbe:
         inserts_think=None if whole is None or asked is None else "<think>" in whole,
         prints_date=other_day is not None and plain != other_day,
         default_system=None if plain is None else _default_system(plain, text),
-        text_arguments=_text_arguments(text([_USER, _called("qz not json")])),
+        text_arguments="qz not json" in (text([_USER, _called("qz not json")]) or ""),
         closer=behind,
     )
 
@@ -145,10 +145,6 @@ def _starts(whole: str | None, part: str | None) -> bool | None:
 def _has_generation(template: Renders) -> bool:
     core = getattr(template, "_core", None)
     return bool(getattr(core, "has_generation", False))
-
-
-def _text_arguments(rendered: str | None) -> bool:
-    return rendered is not None and "qz not json" in rendered
 
 
 def _default_system(plain: str, text: Any) -> bool:

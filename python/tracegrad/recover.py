@@ -49,10 +49,5 @@ class Recovered:
 
 
 def recover_ids(traces: Traces, tokenizer: Tokenizer) -> Recovered:
-    """The ids that each generation's record determines by ids, bytes, texts and count; never a guess.
-
-    Args:
-        traces: what `read` gave.
-        tokenizer: of the model that sampled.
-    """
+    """The ids that each generation's record determines by ids, bytes, texts and count; never a guess."""
     return Recovered(**_core.recover_ids(traces.core, tokenizer._core))

@@ -16,17 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _core, arrays, flat, given_arrays, notebook, store
-from tracegrad.codes import (
-    ENDINGS,
-    GIVEN,
-    LOGPROB_KINDS,
-    MEDIA,
-    NO_TIER,
-    SAMPLED,
-    TEXT_ONLY,
-    TIER_TEXT,
-    TIERS,
-)
+from tracegrad.codes import ENDINGS, GIVEN, LOGPROB_KINDS, MEDIA, NO_TIER, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
 from tracegrad.drift import Drift, no_drift, untrained
 from tracegrad.errors import ArgumentError
 from tracegrad.ragged import Ragged

@@ -87,11 +87,7 @@ def write(
 
 
 def write_bytes(path: Path, parts: list[Any]) -> Written:
-    """Writes parts to a file that appears under its name when it is whole and on the disk.
-
-    Raises:
-        ReadError: if that is not possible.
-    """
+    """Writes parts to a file that appears under its name when it is whole and on the disk."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     size = checksum = 0
     try:
@@ -121,11 +117,7 @@ def flush(path: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file to read from: no link that leads elsewhere, no pipe that never ends, no device.
-
-    Raises:
-        ReadError: if it is not there, or is none.
-    """
+    """A file to read from: no link that leads elsewhere, no pipe that never ends, no device."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -154,12 +146,7 @@ def measure(path: Path) -> Written:
 
 
 def read_text(path: Path, limit: int) -> bytes:
-    """All bytes of a file that has at most `limit`.
-
-    Raises:
-        ReadError: if it cannot be read.
-        FormatError: if it is longer.
-    """
+    """All bytes of a file that has at most `limit`."""
     with open_file(path) as file:
         text = _part(path, file, min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(text) > limit:

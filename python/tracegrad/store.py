@@ -30,12 +30,7 @@ NAMES = ("reward_names", "trace_ids", "group_names")
 
 
 def save(folder: Path, stored: Stored) -> None:
-    """Writes the arrays, the table, and the manifest last.
-
-    Raises:
-        ArgumentError: for values that `load` would refuse, or if another process is writing there.
-        ReadError: if it cannot be written.
-    """
+    """Writes the arrays, the table, and the manifest last."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

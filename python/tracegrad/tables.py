@@ -242,11 +242,7 @@ def pyarrow(module: str) -> Any:
 
 
 def batches_of(table: Any) -> Iterable[Any]:
-    """The record batches of a table or dataset.
-
-    Raises:
-        ArgumentError: if it is none, or pyarrow is not installed.
-    """
+    """The record batches of a table or dataset."""
     pa = pyarrow("pyarrow")
     if hasattr(table, "with_format") and hasattr(table, "features"):
         # A datasets.Dataset; its own order and selection count, not those of the table behind it.

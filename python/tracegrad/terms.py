@@ -169,6 +169,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
     turns = [np.arange(cu[row], cu[row + 1]) for row in rows.tolist()]
     per_token = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
     columns: dict[str, Any] = {name: getattr(sequences, name)[places] for name in per_token}
+    names = sequences.group_names
     per_trace = ("rewards", "logprob_kind", "temperature", "ending")
     columns |= {name: getattr(sequences, name)[rows] for name in per_trace}
     return replace(
@@ -180,7 +181,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
         turn_rewards=sequences.turn_rewards[np.concatenate([np.zeros(0, np.int64), *turns])],
         cu_turns=np.concatenate([[0], np.cumsum([len(part) for part in turns])]).astype(np.int64),
         trace_ids=tuple(sequences.trace_name(int(row)) for row in rows),
-        group_names=tuple(_group_name(sequences, int(code)) for code in codes),
+        group_names=tuple(names[code] if code < len(names) else str(code) for code in codes),
         drift=_drift(sequences, number),
         extras={},
     ), places
@@ -189,10 +190,6 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
 def _branches(sequences: Sequences, row: int) -> NDArray[np.int64]:
     first, last = np.searchsorted(sequences.trace, [row, row + 1])
     return np.arange(first, last, dtype=np.int64)
-
-
-def _group_name(sequences: Sequences, code: int) -> str:
-    return sequences.group_names[code] if code < len(sequences.group_names) else str(code)
 
 
 def _drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:

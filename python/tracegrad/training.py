@@ -123,11 +123,7 @@ def learn(
     watch: Stopwatch,
     sinks: Sequence[Sink] | None = None,
 ) -> Trained:
-    """The run over aligned tokens: loads the model, trains, and writes summary.json and report.html under a title.
-
-    Raises:
-        ArgumentError: if torch or transformers is not installed.
-    """
+    """The run over aligned tokens: loads the model, trains, and writes summary.json and report.html under a title."""
     try:
         with watch("import"):
             from tracegrad import learner

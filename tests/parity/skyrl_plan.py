@@ -55,13 +55,13 @@ class Correction(NamedTuple):
         """Ours, in SkyRL's order: outliers, tokens, then the row, of what those have left."""
         gates = []
         if self.low or self.high:
-            gates.append(Gate(MISMATCH, low=self.low, high=self.high, scope="trace"))
+            gates.append(Gate(MISMATCH, low=self.low, high=self.high, drops="trace"))
         if self.tokens:
             gates.append(Gate(MISMATCH, low=0.6, high=1.6))
         if self.mask == "geometric":
-            gates.append(Gate(MISMATCH, level=MEAN, low=0.95, high=1.1, over="kept"))
+            gates.append(Gate(MISMATCH, level=MEAN, low=0.95, high=1.1, terms="kept"))
         if self.mask == "product":
-            gates.append(Gate(MISMATCH, level=PRODUCT, low=0.5, high=2.0, over="kept"))
+            gates.append(Gate(MISMATCH, level=PRODUCT, low=0.5, high=2.0, terms="kept"))
         return tuple(gates)
 
     @property

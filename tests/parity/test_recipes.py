@@ -32,8 +32,7 @@ ALGO, POLICY = "trainer.algorithm.", "trainer.policy.optimizer_config."
 
 def told(peer: Peer) -> list[dict[str, Any]]:
     """Every value of every option, with what it needs; and nothing told."""
-    values = [(name, value) for name in peer.options for value in peer.values.get(name, ())]
-    return [{}, *({**peer.beside.get((name, value), {}), name: value} for name, value in values)]
+    return [{}, *({**beside, name: value} for name, value, beside in peer.cases())]
 
 
 def ids(case: dict[str, Any]) -> str:

@@ -125,7 +125,7 @@ def test_a_missing_logprob_is_dropped_where_verl_has_nan():
 
 
 def test_what_verl_has_no_name_for_is_corrected_and_counted():
-    veto = replace(presets.VERL_DEFAULT, gates=(Gate(MISMATCH, low=0.1, high=10.0, scope="trace"),))
+    veto = replace(presets.VERL_DEFAULT, gates=(Gate(MISMATCH, low=0.1, high=10.0, drops="trace"),))
     batch, metrics = in_verl.correct_batch(data_proto(), veto)
     assert not batch.batch["response_mask"][5].any()  # its outlier has the ratio e^3
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] > 0

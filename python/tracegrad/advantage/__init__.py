@@ -27,14 +27,7 @@ from tracegrad.advantage.outcome import Counted, a_star, batch_mean, gpg, group_
 from tracegrad.advantage.scale import EpsIn, Scale, by_mean_size, whiten
 from tracegrad.advantage.several import normalize_then_sum, overlong, weighted_sum
 from tracegrad.advantage.token_baseline import Tail, optimal_token_baseline
-from tracegrad.advantage.tokens import (
-    Gae,
-    gae,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    returns,
-)
+from tracegrad.advantage.tokens import Gae, gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, returns
 from tracegrad.advantage.turns import at_turn_ends, turn_returns, turns_to_terms
 
 __all__ = [

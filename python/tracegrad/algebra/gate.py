@@ -53,13 +53,13 @@ class Gate(AnyGate):
     Args:
         ratio: any two policies.
         stat: one of the above.
-        level: over which terms the statistic is taken; which of them, `over` says.
+        level: over which terms the statistic is taken; which of them, `terms` says.
         low, high: bounds in the unit of `stat`; None is unbounded.
         when: on which sign of the advantage it can drop a term: "always", "A>0", "A>=0", "A<0" or "A<=0".
-        scope: what falls with a term that fails: None is the level itself; "trace" with a token level is a veto.
-        over: the statistic is of "all" terms whose logprobs are known, or of those "kept" by the gates before.
+        drops: what falls with a term that fails: None is the level itself; "trace" with a token level is a veto.
+        terms: the statistic is of "all" terms whose logprobs are known, or of those "kept" by the gates before.
 
-    >>> print(Gate(Ratio("old", "rollout"), low=1e-4, scope="trace"))
+    >>> print(Gate(Ratio("old", "rollout"), low=1e-4, drops="trace"))
     drop the trace unless 0.0001 <= ratio(old/rollout) of each token
     >>> print(Gate(Ratio("old", "rollout"), "abs", high=2.0, when="A<0"))
     drop the token where A<0 unless abs(old/rollout) of each token <= 2
@@ -71,25 +71,25 @@ class Gate(AnyGate):
     low: float | None = None
     high: float | None = None
     when: When = "always"
-    scope: Literal["turn", "trace", "group"] | None = None
-    over: Literal["all", "kept"] = "all"
+    drops: Literal["turn", "trace", "group"] | None = None
+    terms: Literal["all", "kept"] = "all"
 
     def __post_init__(self) -> None:
         one_of("Gate.stat", self.stat, STATS)
         one_of("Gate.when", self.when, tuple(HOLDS))
-        one_of("Gate.scope", self.scope, ("turn", "trace", "group", None))
-        one_of("Gate.over", self.over, ("all", "kept"))
+        one_of("Gate.drops", self.drops, ("turn", "trace", "group", None))
+        one_of("Gate.terms", self.terms, ("all", "kept"))
         no_effect(self.level.grad != "through", "Gate.level.grad", "a gate is detached")
         no_effect(self.level.blend is not None, "Gate.level.blend", "a gate looks at one level")
-        no_effect(self.level.terms != "all", "Gate.level.terms", "Gate.over says which terms are counted")
-        no_effect(self.over == "kept" and self.level.over == "token", "Gate.over", "a token is not aggregated")
-        wider = self.scope is None or OVER.index(self.scope) > OVER.index(self.level.over)
-        no_effect(not wider, "Gate.scope", f"the level is the {self.level.over} already")
+        no_effect(self.level.terms != "all", "Gate.level.terms", "Gate.terms says which terms are counted")
+        no_effect(self.terms == "kept" and self.level.over == "token", "Gate.terms", "a token is not aggregated")
+        wider = self.drops is None or OVER.index(self.drops) > OVER.index(self.level.over)
+        no_effect(not wider, "Gate.drops", f"the level is the {self.level.over} already")
         check_reach("Gate", self.ratio, self.level)
-        if self.scope == "group" and not self.detached:
+        if self.drops == "group" and not self.detached:
             raise ArgumentError(
-                "Gate.scope is 'group' on a ratio of the policy being trained. The traces of a group stand in several "
-                "micro-batches. Take scope='trace', or old in place of theta."
+                "Gate.drops is 'group' on a ratio of the policy being trained. The traces of a group stand in several "
+                "micro-batches. Take drops='trace', or old in place of theta."
             )
         self._check_bounds()
 
@@ -113,30 +113,30 @@ class Gate(AnyGate):
 
     @property
     def reach(self) -> str:
-        wide = self.level.over if self.level.wide else "group" if self.scope == "group" else ""
+        wide = self.level.over if self.level.wide else "group" if self.drops == "group" else ""
         return wide and f"'{self}' reaches over a {wide}"
 
     def ratios(self) -> Sequence[tuple[Ratio, Level]]:
-        return [(self.ratio, Level(self.scope, "max") if self.scope else self.level)]
+        return [(self.ratio, Level(self.drops, "max") if self.drops else self.level)]
 
     def core(self) -> tuple[Any, ...]:
-        """(ratio, stat, level, low, high, when, scope)."""
-        level = self.level.core(self.over == "kept")
-        return (self.ratio.core(), self.stat, level, *self.bounds, self.when, self.scope or self.level.over)
+        """(ratio, stat, level, low, high, when, drops)."""
+        level = self.level.core(self.terms == "kept")
+        return (self.ratio.core(), self.stat, level, *self.bounds, self.when, self.drops or self.level.over)
 
     def keeps(self, view: View, keep: Any) -> Any:
         has = view.has(self.ratio)
         inside = has & view.present
         values = self._stat(view, has)
-        values = self.level.of(values, view, inside & keep if self.over == "kept" else inside)
+        values = self.level.of(values, view, inside & keep if self.terms == "kept" else inside)
         if self.stat == "ratio":
             values = bounded(values).exp()
         low, high = self.bounds
         failed = ((values < low) | (values > high)) & (inside if self.level.over == "token" else view.counted)
         if self.when != "always":
             failed = failed & holds(self.when, view.given("advantages", view.counted))
-        if self.scope is not None:
-            failed = Level(self.scope, "max").of(failed.to(values.dtype), view, view.counted) > 0
+        if self.drops is not None:
+            failed = Level(self.drops, "max").of(failed.to(values.dtype), view, view.counted) > 0
         return keep & ~failed
 
     def _stat(self, view: View, has: Any) -> Any:
@@ -153,14 +153,14 @@ class Gate(AnyGate):
     def __str__(self) -> str:
         low = "" if self.low is None else f"{self.low:g} <= "
         high = "" if self.high is None else f" <= {self.high:g}"
-        kept = " over kept terms" if self.over == "kept" else ""
+        kept = " over kept terms" if self.terms == "kept" else ""
         inner = f"{self.stat}({self.ratio}) of each token"
         if self.level.over != "token":
             inner = f"{self.level} of {self.stat}({self.ratio}){kept}"
             if self.stat == "ratio":
                 inner = f"exp({self.level} of log {self.ratio}{kept})"
         when = "" if self.when == "always" else f" where {self.when}"
-        return f"drop the {self.scope or self.level.over}{when} unless {low}{inner}{high}"
+        return f"drop the {self.drops or self.level.over}{when} unless {low}{inner}{high}"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Budget(AnyGate):
         ratio: two policies, neither of them being trained.
         stat: "square" (M2PO), "abs", "k2" or "k3".
         mean: what the mean over the kept terms may be.
-        over: "all" terms whose logprobs are known, or those "kept" by the gates before.
+        terms: "all" terms whose logprobs are known, or those "kept" by the gates before.
 
     Source: M2PO, arXiv 2510.01161, eq. 8, mean (log ratio)^2 <= 0.04; AReaL.
     """
@@ -181,11 +181,11 @@ class Budget(AnyGate):
     ratio: Ratio
     stat: Literal["square", "abs", "k2", "k3"] = "square"
     mean: float = 0.04
-    over: Literal["all", "kept"] = "all"
+    terms: Literal["all", "kept"] = "all"
 
     def __post_init__(self) -> None:
         one_of("Budget.stat", self.stat, ("square", "abs", "k2", "k3"))
-        one_of("Budget.over", self.over, ("all", "kept"))
+        one_of("Budget.terms", self.terms, ("all", "kept"))
         positive("Budget.mean", self.mean)
         if not self.ratio.detached:
             raise ArgumentError(
@@ -199,7 +199,7 @@ class Budget(AnyGate):
 
     def core(self) -> tuple[Any, ...]:
         """(ratio, stat, mean, kept)."""
-        return (self.ratio.core(), self.stat, self.mean, self.over == "kept")
+        return (self.ratio.core(), self.stat, self.mean, self.terms == "kept")
 
     def __str__(self) -> str:
         return f"keep the terms with the smallest {self.stat}({self.ratio}) whose mean is at most {self.mean:g}"

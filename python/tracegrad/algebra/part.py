@@ -50,11 +50,7 @@ class Part:
 
 
 def core_of(name: str, part: Any) -> Any:
-    """`part.core()` of a detached part; raises for a class of your own, whose formula the core does not know.
-
-    Raises:
-        ArgumentError: for a type of your own.
-    """
+    """`part.core()` of a detached part; raises for a class of your own, whose formula the core does not know."""
     if "core" not in vars(type(part)):
         raise ArgumentError(
             f"{name} is a {type(part).__name__}, and no evaluator knows its formula: what is known before the step the "

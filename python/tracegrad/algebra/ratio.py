@@ -233,11 +233,7 @@ def discounted(values: Any, index: Any, inside: Any, factor: float) -> Any:
 
 
 def check_reach(name: str, ratio: Ratio, level: Level) -> None:
-    """Refuses a statistic of the trained policy over more than a micro-batch can see, unless it says so.
-
-    Raises:
-        ArgumentError: with the part by its name.
-    """
+    """Refuses a statistic of the trained policy over more than a micro-batch can see, unless it says so."""
     if level.wide and not ratio.detached and level.scope == "step":
         raise ArgumentError(
             f"{name}: {ratio} depends on the policy being trained, which sees one micro-batch at a time, and the level "

@@ -2,7 +2,7 @@
 
 In come `Sequences` and advantages; out go `Step`s of `Batch`es. Placement and layout are computed in Rust. No model,
 no ratios: `policy` reads a batch, `correction` a step. Its files, each using those before it alone: `cost` (what a
-pass costs), `moving`, `step` (what steps and batches are), `packing` (makes them), `ahead` (brings them to a device).
+pass costs), `step` (what steps and batches are), `packing` (makes them), `ahead` (brings them to a device).
 """
 
 from tracegrad.batch.ahead import prefetch

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import arrays, notebook
-from tracegrad.batch.moving import moved, sent
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -342,3 +341,20 @@ def _floats(values: Any, name: str) -> NDArray[np.floating]:
 def columns_of(batch: Batch) -> list[str]:
     """The names of the arrays that move with a batch."""
     return [field.name for field in fields(batch) if field.name not in ("term", "longest")]
+
+
+def moved(values: Any, device: Any) -> Any:
+    """An array or tensor as a torch tensor on `device`, integers as int64; to CUDA by page-locked memory, no wait."""
+    import torch
+
+    tensor = sent(values if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values)), device)
+    return tensor if tensor.is_floating_point() else tensor.long()
+
+
+def sent(tensor: Any, device: Any) -> Any:
+    """A tensor on `device`, in its dtype; to CUDA by page-locked memory, no wait."""
+    import torch
+
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -8,11 +8,7 @@ from tracegrad.errors import ArgumentError
 
 
 def read_key(path: Path) -> str:
-    """The token in a file: its first line.
-
-    Raises:
-        ArgumentError: if there is none.
-    """
+    """The token in a file: its first line."""
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

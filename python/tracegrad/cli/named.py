@@ -160,9 +160,6 @@ def contract(named: str, base: Path, what: str) -> Any:
 
     Args:
         what: "agent", "environment", or "" for either.
-
-    Raises:
-        ArgumentError: for what is neither.
     """
     found = find(named, base)
     a_class = isinstance(found, type) and hasattr(found, "reset")
@@ -179,11 +176,7 @@ def contract(named: str, base: Path, what: str) -> Any:
 
 
 def functions(named: Any, base: Path, what: str) -> list[Callable[..., Any]]:
-    """Functions, each by its name; a name may also be that of a list of them.
-
-    Raises:
-        ArgumentError: for one that is no function.
-    """
+    """Functions, each by its name; a name may also be that of a list of them."""
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not names:
         raise ArgumentError(f'{what} is {named!r:.100}. Write {what} = ["file.py:name"].')
@@ -199,11 +192,7 @@ def functions(named: Any, base: Path, what: str) -> list[Callable[..., Any]]:
 
 
 def tools(named: Any, base: Path) -> Any:
-    """Tools; a single name may also be that of a function whose one argument is `task`, which gives them.
-
-    Raises:
-        ArgumentError: for one that is no function, or whose schema cannot be told.
-    """
+    """Tools; a single name may also be that of a function whose one argument is `task`, which gives them."""
     if isinstance(named, str):
         thing = find(named, base)
         if inspect.isfunction(thing) and list(inspect.signature(thing).parameters) == ["task"]:

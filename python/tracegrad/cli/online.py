@@ -36,9 +36,6 @@ def add_to(commands: Any) -> None:
         "--server", action="append", metavar="URL", help="a running server, over the file's; repeatable"
     )
     parser.add_argument("--python", metavar="PATH", help="interpreter that has vLLM, to start a server")
-    parser.add_argument(
-        "--objective", metavar="NAME", help="of tracegrad.presets, or file.py:NAME, module:NAME (default DAPO)"
-    )
     recipe.add_to(parser)
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--trainer-only", action="store_true", help="play nothing: processes with --collect play")
@@ -233,11 +230,7 @@ def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json:
 
 
 async def served(urls: list[str], key: str | None) -> str:
-    """What servers say of themselves.
-
-    Raises:
-        ArgumentError: if one does not answer, or lists no model.
-    """
+    """What servers say of themselves."""
     from tracegrad.online.link import model_of
     from tracegrad.online.serve import IN_PROCESS
     from tracegrad.rollout.server import Servers

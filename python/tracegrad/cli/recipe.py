@@ -11,7 +11,10 @@ from tracegrad.errors import ArgumentError
 
 
 def add_to(parser: Any) -> None:
-    """Adds the flags."""
+    """Adds the flags, and that of an objective alone."""
+    parser.add_argument(
+        "--objective", metavar="NAME", help="of tracegrad.presets, or file.py:NAME, module:NAME (default DAPO)"
+    )
     parser.add_argument(
         "--recipe", metavar="NAME", help="what a paper fixes: of tracegrad.recipes, or file.py:NAME, module:NAME"
     )

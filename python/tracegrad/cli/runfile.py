@@ -57,11 +57,7 @@ class RunFile:
         return self.path.parent
 
     def place(self, key: str) -> Path:
-        """A path that the file must name.
-
-        Raises:
-            ArgumentError: if it does not.
-        """
+        """A path that the file must name."""
         if key not in self.named:
             raise ArgumentError(
                 f'{self.path}: {key} is missing. The run cannot begin without it. Write {key} = "..." above the '
@@ -125,13 +121,9 @@ def read(
     played = changed(played, [pair for pair in overrides if pair[0].partition(".")[0] in PLAYING])
     chosen, otherwise = config.update(chosen, rest), ()
     if recipe is not None:
-        chosen, otherwise = of_play(recipe).settle(overrides=[*values, *rest], start=begun)
+        played_alone = replace(recipe, config=tuple(each for each in recipe.config if each[0] not in OF_FILES))
+        chosen, otherwise = played_alone.settle(overrides=[*values, *rest], start=begun)
     return RunFile(path, named, chosen, **played, engine=engine, otherwise=otherwise)
-
-
-def of_play(recipe: Recipe) -> Recipe:
-    """A recipe without what is of training from a file."""
-    return replace(recipe, config=tuple(each for each in recipe.config if each[0] not in OF_FILES))
 
 
 def _checked(key: str, value: Any, path: Path) -> Any:

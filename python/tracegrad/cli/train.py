@@ -25,9 +25,6 @@ def add_to(commands: Any) -> None:
     train = command(commands, "train", "train a model on recorded traces", _train)
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
-    run.add_argument(
-        "--objective", metavar="NAME", help="of tracegrad.presets, or file.py:NAME, module:NAME (default DAPO)"
-    )
     recipe.add_to(run)
     run.add_argument("--epochs", metavar="N", help="passes over the groups (default 1)")
     run.add_argument("--seed", metavar="N", help="of the order of groups and the held-out choice (default 0)")

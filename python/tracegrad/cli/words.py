@@ -197,11 +197,7 @@ def speaker(told: argparse.Namespace) -> Callable[..., None]:
 
 
 def folder_of(model: Path) -> Path:
-    """The folder of a model: the path itself, or what a Hub id names, brought here by huggingface_hub.
-
-    Raises:
-        ArgumentError: if there is no such folder, and no such model can be had.
-    """
+    """The folder of a model: the path itself, or what a Hub id names, brought here by huggingface_hub."""
     name = str(model)
     if model.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         return model

@@ -22,17 +22,7 @@ from tracegrad.config.options import (
     Stop,
     Train,
 )
-from tracegrad.config.reading import (
-    as_dict,
-    describe,
-    field_docs,
-    flatten,
-    load,
-    options,
-    read_toml,
-    to_toml,
-    update,
-)
+from tracegrad.config.reading import as_dict, describe, field_docs, flatten, load, options, read_toml, to_toml, update
 from tracegrad.dotted import nearest, scalar
 
 __all__ = [

@@ -207,9 +207,9 @@ class Stop:
     """When a run ends before its last step, with a checkpoint."""
 
     below_ess: float = 0.0
-    """Value's effective sample size falls below this share of the held-out traces."""
+    """The off-policy value's effective sample size falls below this share of the held-out traces."""
     worse: bool = False
-    """Value is below the best before it, by more than the 95 % interval of the difference over the held-out groups."""
+    """The off-policy value is below the best before it, by more than the 95 % interval of the difference."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.below_ess < 1, "stop.below_ess", self.below_ess, "it must be in [0, 1)")

@@ -34,11 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, like: Any, mask: Any, trace: Any) -> Layout:
-        """The layout of logprobs and their mask.
-
-        Raises:
-            ArgumentError: for logprobs that do not say which positions are terms, or which of them belong together.
-        """
+        """The layout of logprobs and their mask."""
         if like is None:
             raise ArgumentError("old and rollout are both None. Pass the logprobs that are known.")
         array = arrays.numbers(like, "the logprobs")

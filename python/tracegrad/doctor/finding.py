@@ -153,7 +153,7 @@ class Finding:
 
 def check(
     title: str,
-    unit: str,
+    unit: str = "turns",
     *,
     hurts: str,
     cure: str,

@@ -38,16 +38,6 @@ def command(
 ) -> str:
     """`tracegrad train`, or `score` where nothing looks like a reward; `doctor --rescore` where only counts speak
     against it; "" where none could work.
-
-    Args:
-        named: the inputs.
-        model: its folder.
-        told: what the user mapped.
-        kind: what the user said of the logprobs.
-        found: what the doctor found.
-        whole: the counts of the file.
-        seems: what the records seem to hold, and the fields that are missing.
-        rescored: whether the model was asked.
     """
     by_name = {finding.name: finding for finding in found}
     wrong = {finding.name for finding in found if finding.severity == Severity.WRONG}

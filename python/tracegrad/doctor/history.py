@@ -22,7 +22,6 @@ REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
 
 @check(
     "reasoning that later turns no longer have",
-    "turns",
     note=0.0,
     costs=0.05,
     hurts="Later turns were sampled after a history without it: each opens a branch, whose prompt is computed again, "
@@ -59,7 +58,6 @@ def _lost_thought(look: Look, before: int, after: int) -> bool:
 
 @check(
     "a history rewritten between turns",
-    "turns",
     note=0.0,
     costs=0.05,
     hurts="The turn was not sampled after what the trace says came before: it opens a branch, its prompt is computed "
@@ -83,7 +81,6 @@ def history_rewritten(look: Look) -> Hits:
 
 @check(
     "calls of tools that were not recorded",
-    "turns",
     costs=0.0,
     hurts="Templates write the tools into the prompt. Without them each turn is computed after another text than the "
     "policy saw, and the ratio is of that text.",

@@ -124,7 +124,7 @@ class Look:
         return self._generation(self.own)
 
     @cached_property
-    def held(self) -> Array:
+    def aligned(self) -> Array:
         """[G] tokens of each generation that stand in a branch."""
         return np.bincount(self.own_generation, minlength=self.generations)
 
@@ -133,7 +133,7 @@ class Look:
         """[G] bool: every listed token stands in a branch, with an id that the record determines."""
         text = self.sequences.tier[self.own] >= TEXT_TIERS
         canonical = np.bincount(self.own_generation[text], minlength=self.generations) > 0
-        return (self.held > 0) & (self.held >= self["tokens"]) & ~canonical
+        return (self.aligned > 0) & (self.aligned >= self["tokens"]) & ~canonical
 
     @cached_property
     def unlisted(self) -> Array:

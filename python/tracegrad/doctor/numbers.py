@@ -17,7 +17,6 @@ FILLED_TAIL = 4  # zeros at the end of a turn that has other values before
 
 @check(
     "turns without logprobs",
-    "turns",
     costs=0.0,
     wrong=1.0,
     hurts="Without the sampling logprob there is no ratio: the turn can only be imitated, not corrected.",
@@ -35,7 +34,6 @@ def no_logprobs(look: Look) -> Hits:
 
 @check(
     "logprobs that are null, NaN or -inf",
-    "turns",
     costs=0.0,
     hurts="These tokens are masked, and a trace's ratio lacks their factor.",
     cure="Ask the server for the sampled token's logprob (logprobs=true, top_logprobs=0 is enough); do not fill gaps.",
@@ -51,7 +49,6 @@ def missing_logprobs(look: Look) -> Hits:
 
 @check(
     "logprobs that no probability has",
-    "turns",
     costs=0.0,
     wrong=0.01,
     hurts="A positive number is a probability, a loss or a sum, and -9999.0 a server's sentinel. They are masked, but "
@@ -68,7 +65,6 @@ def impossible_logprobs(look: Look) -> Hits:
 
 @check(
     "more or fewer logprobs than tokens",
-    "turns",
     costs=0.0,
     wrong=0.01,
     hurts="Which logprob belongs to which token cannot be known. These turns are masked whole; a zip of the two lists "
@@ -85,7 +81,6 @@ def count_mismatch(look: Look) -> Hits:
 
 @check(
     "logprobs filled up with one value",
-    "turns",
     costs=0.0,
     wrong=0.01,
     hurts="A logprob of 0 says probability 1: the ratio becomes the policy's own probability, far from 1, and unlike a "
@@ -129,7 +124,6 @@ def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[
 
 @check(
     "raw logprobs, or of an unknown kind, at another temperature than 1",
-    "turns",
     costs=0.0,
     wrong=0.01,
     hurts="The tokens were drawn from the tempered or cut distribution, raw logprobs are of the untempered one: the "
@@ -156,7 +150,6 @@ def raw_at_temperature(look: Look) -> Hits:
 
 @check(
     "logprobs that do not add up to the recorded sum",
-    "turns",
     costs=0.0,
     wrong=0.01,
     hurts="The server's own checksum says that a logprob was lost, added or changed after it was given.",

@@ -11,11 +11,7 @@ BEGIN, END = "<!-- findings: python -m tracegrad.doctor docs/doctor.md -->", "<!
 
 
 def with_findings(page: str) -> str:
-    """The page with everything between its two marks written anew.
-
-    Raises:
-        ValueError: if the marks are missing.
-    """
+    """The page with everything between its two marks written anew."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{_index()}\n{''.join(_section(check) for check in CHECKS)}{END}{after}"

@@ -73,10 +73,6 @@ def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str
     """The model's logprobs of the sampled tokens of these traces; None where none is trained.
 
     Where none has a recorded logprob there is nothing to compare, and the advice alone is given.
-
-    Raises:
-        ArgumentError: without torch and transformers.
-        ReadError: if the model cannot be loaded.
     """
     sequences = align(traces, tokenizer, logprob_kind=logprob_kind, on_error="skip")
     if not len(sequences.terms):

@@ -23,7 +23,6 @@ PARTS = 8  # of the file, tested one by one
 
 @check(
     "logprobs shifted by one token",
-    "turns",
     wrong=0.0,
     hurts="Every token is given its neighbour's probability: all ratios are wrong, most of them wildly, none is NaN.",
     cure="Pair logprobs[i] with the id it was returned with: drop the leading null of prompt logprobs and echoes, cut "

@@ -15,7 +15,6 @@ SLACK = 2  # tokens that servers count in usage and do not list
 
 @check(
     "ids or token texts of another tokenizer",
-    "turns",
     costs=0.0,
     wrong=0.01,
     hurts="An id of another vocabulary is another token: gradient and ratio would be of text that nobody sampled. "
@@ -34,7 +33,6 @@ def wrong_tokenizer(look: Look) -> Hits:
 
 @check(
     "pictures, sound or video before a turn",
-    "turns",
     wrong=0.0,
     hurts="Ids do not say what a picture shows: a forward pass without it gives logprobs that are nats away, and two "
     "pictures of one size have the same ids. Nothing behind one is trained.",
@@ -51,7 +49,6 @@ def media(look: Look) -> Hits:
 
 @check(
     "turns whose ids are guessed",
-    "turns",
     costs=0.0,
     hurts="There are logprobs and no tokens: the ids are the canonical ones of the text, because their number fits. A "
     "policy that is sampled hot often writes the same text with other tokens. These turns are not trained.",
@@ -69,7 +66,6 @@ def guessed_ids(look: Look) -> Hits:
 
 @check(
     "prompts that begin with two BOS tokens",
-    "turns",
     costs=0.0,
     hurts="Chat template and server each put one. The policy was sampled in a context that it has not seen in training "
     "and will not see when it is served rightly.",
@@ -89,7 +85,6 @@ def double_bos(look: Look) -> Hits:
 
 @check(
     "turns that stopped, without the stop token",
-    "turns",
     note=0.0,
     costs=0.01,
     hurts="The decision to stop is not trained: the policy learns what to say and never when to end, and answers grow.",
@@ -105,7 +100,6 @@ def missing_stop_tokens(look: Look) -> Hits:
 
 @check(
     "completions cut before their end",
-    "turns",
     note=0.0,
     costs=0.05,
     hurts="The reward judges a text that the policy had not finished; a good start is punished for the limit.",
@@ -127,7 +121,6 @@ def truncated(look: Look) -> Hits:
 
 @check(
     "turns whose token list lacks a part of what was said",
-    "turns",
     costs=0.0,
     wrong=0.1,
     hurts="What follows a lost piece stands after tokens it was not sampled after: its ratio is of another text. "
@@ -159,7 +152,6 @@ def lost_chunks(look: Look) -> Hits:
 
 @check(
     "turns that were recorded in part",
-    "turns",
     costs=0.0,
     wrong=0.5,
     hurts="A turn that breaks off is trained as far as it goes. One with a gap is not trained, nor is what stands "
@@ -177,7 +169,6 @@ def broken_turns(look: Look) -> Hits:
 
 @check(
     "tool calls that the token list does not hold",
-    "turns",
     costs=0.0,
     hurts="The words before the call are trained, the choice to call and its arguments are not. In a trace that goes "
     "on, what stands behind is not trained: its history has no tokens of the call.",
@@ -200,7 +191,6 @@ def unlisted_calls(look: Look) -> Hits:
 
 @check(
     "sampled reasoning that the record does not have",
-    "turns",
     wrong=0.01,
     costs=0.0,
     hurts="The answer was sampled after hidden tokens. Its logprobs belong to that context, and the ratio without it "
@@ -224,7 +214,6 @@ def hidden_reasoning(look: Look) -> Hits:
 
 @check(
     "a system prompt that the template puts in",
-    "turns",
     costs=0.0,
     hurts="The prompt is rendered with a system text that no message says. Whether the server's template put it too is "
     "not recorded; if not, every ratio is of another prompt.",
@@ -248,7 +237,6 @@ def injected_system(look: Look) -> Hits:
 
 @check(
     "recorded prompts that the template does not give",
-    "turns",
     note=0.0,
     hurts="The recorded ids are what is trained, so these turns are right. Turns without prompt ids are rendered by a "
     "template that is not the server's.",

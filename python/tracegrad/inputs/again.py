@@ -12,9 +12,8 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.inputs.adapters import Adapted
-from tracegrad.inputs.sources import Row
 from tracegrad.read_report import ReadReport, summed
-from tracegrad.trace import Trace, Traces
+from tracegrad.trace import Traces
 
 
 class Again:
@@ -42,7 +41,8 @@ class Again:
         parts, start = [], 0
         for index in odd:
             trace = part[index]
-            rows = self._rows(trace)
+            file, line = trace.core.location(trace.index)
+            rows = self._adapted.rows(file or "", line or 1, trace.record)
             if rows is None:
                 continue
             if self._decoder is None:
@@ -52,10 +52,6 @@ class Again:
             parts += [part[start:index].core, self._decoder.decode(rows)]
             start = index + 1
         return Traces(_core.Traces.concatenate([*parts, part[start:].core])) if start else part
-
-    def _rows(self, trace: Trace) -> list[Row] | None:
-        raw, (file, line) = trace.record, trace.core.location(trace.index)
-        return self._adapted.rows(file or "", line or 1, raw)
 
 
 def _less(report: ReadReport) -> ReadReport:

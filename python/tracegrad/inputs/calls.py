@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tracegrad.errors import TracegradError
-from tracegrad.inputs import paths
+from tracegrad.inputs import chat, paths
 from tracegrad.trace import Trace
 
-_SAMPLING = ("temperature", "top_p", "policy_version", "logprob_kind", "choice")
+_SAMPLING = (*chat.SAMPLING, "policy_version", "logprob_kind", "choice")
 _OF_CALL = ("token_ids", "finish_reason", "stop_reason", "logprobs")
 
 
@@ -33,42 +33,35 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
     calls = record.get("calls")
     if isinstance(calls, list):
         return [dict(call) for call in calls] if all(isinstance(call, Mapping) for call in calls) else None
-    sampling = {key: record[key] for key in _SAMPLING if record.get(key) is not None}
+    sampling = chat.told(record, _SAMPLING)
     response, request = paths.opened(record.get("response")), paths.opened(record.get("request"))
     messages = record.get("messages")
     if isinstance(response, (Mapping, list)) and isinstance(request, Mapping):
         return [{**sampling, "request": request, "response": response}]
     if isinstance(response, Mapping) and isinstance(messages, list):
-        told = record.get("model_parameters")
-        body = {**(told if isinstance(told, Mapping) else {}), "messages": messages}
+        body = {**chat.table(record.get("model_parameters")), "messages": messages}
         return [{**sampling, "request": body, "response": response}]
     if isinstance(record.get("choices"), list) and "prompt_token_ids" in record:
         return [{**sampling, "response": record}]
-    if isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
+    if isinstance(messages, list) and messages and chat.role(messages[-1]) == "assistant":
         tools = {"tools": record["tools"]} if record.get("tools") else {}
         return [{**sampling, "request": {"messages": messages[:-1], **tools}, "response": _answer(messages[-1])}]
     return None
 
 
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
-
-
 def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
     """The response that a recorded message came in."""
     told = {**message, **(message.get("generation") or {})}
-    choice = {key: told[key] for key in _OF_CALL if told.get(key) is not None}
+    choice = chat.told(told, _OF_CALL)
     if "logprobs" in choice and isinstance(choice["logprobs"], list) and told.get("tokens"):
         choice["logprobs"] = {"tokens": told["tokens"], "logprobs": choice["logprobs"]}
-    kept = {key: value for key, value in message.items() if key not in (*_OF_CALL, "generation", "prompt_token_ids")}
-    prompt = {"prompt_token_ids": told["prompt_token_ids"]} if told.get("prompt_token_ids") is not None else {}
-    return {**prompt, "choices": [{"index": 0, **choice, "message": kept}]}
+    kept = chat.without(message, *_OF_CALL, "generation", "prompt_token_ids")
+    return {**chat.told(told, ["prompt_token_ids"]), "choices": [{"index": 0, **choice, "message": kept}]}
 
 
 def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
     """Hashes of the messages of a call's request up to each of them, and of all with its answer, None without one."""
-    request = call.get("request")
-    messages = request.get("messages") if isinstance(request, Mapping) else None
+    messages = chat.table(call.get("request")).get("messages")
     told = messages if isinstance(messages, list) else []
     chain, found = hashlib.blake2b(digest_size=16), []
     for message in told:
@@ -88,10 +81,8 @@ def _answered(response: Any) -> Mapping[str, Any] | None:
             return Trace.from_dict({"request": {"messages": []}, "response": response}).messages[-1]
         except (TracegradError, IndexError):
             return None
-    choices = response.get("choices") if isinstance(response, Mapping) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        return None
-    message = choices[0].get("message")
+    choices = response["choices"]
+    message = chat.table(choices[0]).get("message") if isinstance(choices, list) and choices else None
     return message if isinstance(message, Mapping) else None
 
 
@@ -100,7 +91,7 @@ def _normal(message: Any) -> bytes:
         return json.dumps(message, default=str).encode() + b"\n"
     calls = message.get("tool_calls")
     told = [_call(each) for each in calls] if isinstance(calls, list) else []
-    said = [message.get("role"), _text(message.get("content")), told, message.get("tool_call_id")]
+    said = [message.get("role"), chat.text_of(message.get("content")) or "", told, message.get("tool_call_id")]
     return json.dumps(said, sort_keys=True, default=str).encode() + b"\n"
 
 
@@ -113,14 +104,3 @@ def _call(call: Any) -> list[Any]:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return [call.get("id"), function.get("name"), arguments]
-
-
-def _text(content: Any) -> Any:
-    """Content as text: null is empty, parts of text are one."""
-    if content is None:
-        return ""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        return "".join(texts) if len(texts) == len(parts) else content
-    return content

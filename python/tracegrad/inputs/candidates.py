@@ -16,12 +16,12 @@ from typing import Any
 
 from tracegrad.config import Map
 from tracegrad.errors import TracegradError
-from tracegrad.inputs import paths, sources
+from tracegrad.inputs import chat, paths, sources
 from tracegrad.inputs.adapters import adapt, is_chunk, is_failed, only_roots
 from tracegrad.inputs.first_calls import SESSION, Calls, counted, outside
 from tracegrad.inputs.mapping import Unfit, loads
-from tracegrad.inputs.places import expand
-from tracegrad.inputs.sessions import _time
+from tracegrad.inputs.places import named
+from tracegrad.inputs.sessions import moment
 
 RECORDS, BYTES = 2000, 1 << 26
 FIELDS = ("reward", "group", "session")
@@ -182,13 +182,14 @@ def _count(
         if value is not None and ("reward" in wanted or _may_be(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times, place)
     for key, value in outer.items():
-        if isinstance(value, dict) and paths.REWARD.search(key):
-            _objects(columns, key, value, times)
+        numbers = [paths.number(each) for each in value.values()] if isinstance(value, dict) else []
+        if numbers and None not in numbers and paths.REWARD.search(key):  # whose names may all be rewards
+            columns.setdefault(f"{key}\0", _Column()).add(value, times)
 
 
 def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     """Keeps the session keys of a record without a call that says a reward."""
-    told = [(path, value) for path, value in itertools.islice(paths.leaves(record), paths.MOST_WALKED)]
+    told = list(itertools.islice(paths.leaves(record), paths.MOST_WALKED))
     if any(paths.REWARD.search(path) and paths.verdict(value) is not None for path, value in told):
         for path, value in told:
             if value is not None and SESSION.search(path.rpartition(".")[2]):
@@ -250,21 +251,12 @@ def _parts(record: Any, made: list[dict[str, Any]]) -> Iterator[tuple[int, int |
     what each has of its own, with its place among them.
     """
     outer = record if isinstance(record, dict) else {}
-    if made:
-        first = {**outer, **made[0]}
-        shared = {
-            key: value for key, value in first.items() if all(each.get(key, outer.get(key)) is value for each in made)
-        }
-        yield len(made), None, shared
-        beside = {key: value for key, value in outer.items() if key not in shared}
-        for place, each in enumerate(made):
-            yield 1, place, {key: value for key, value in {**beside, **each}.items() if key not in shared}
-
-
-def _objects(columns: dict[str, _Column], key: str, value: dict[str, Any], times: int) -> None:
-    """Counts an object of numbers, whose names may all be rewards."""
-    if value and all(paths.number(each) is not None for each in value.values()):
-        columns.setdefault(f"{key}\0", _Column()).add(value, times)
+    first = {**outer, **made[0]}
+    own = [key for key, value in first.items() if any(each.get(key, outer.get(key)) is not value for each in made)]
+    shared = chat.without(first, *own)
+    yield len(made), None, shared
+    for place, each in enumerate(made):
+        yield 1, place, chat.without({**outer, **each}, *shared)
 
 
 def _first(source: Any) -> Iterator[tuple[Any, bool]]:
@@ -283,17 +275,14 @@ def _first(source: Any) -> Iterator[tuple[Any, bool]]:
 
 def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:
     """The sources of what is named, but those that cannot be opened."""
-    if not (isinstance(source, (str, list)) and all(isinstance(each, str) for each in source)):
-        with contextlib.suppress(TracegradError):
-            yield sources.of_object(source, options)
-        return
-    places = []
     with contextlib.suppress(TracegradError):
-        places = expand([source] if isinstance(source, str) else source)
-    for place in places:
-        if place.kind != "stdin":
-            with contextlib.suppress(TracegradError):
-                yield sources.of_place(place, options)
+        places, given = named(source)
+        if not places:
+            yield sources.of_object(given, options)
+        for place in places:
+            if place.kind != "stdin":
+                with contextlib.suppress(TracegradError):
+                    yield sources.of_place(place, options)
 
 
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
@@ -307,18 +296,16 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
             continue
         if paths.AGAINST.search(last):
             continue
+        bounded = column.low >= -1 and column.high <= 1
         if column.places == column.count and (column.high > 1 or not paths.REWARD.search(last)):  # an answer's number
             continue
-        if (_NEVER.search(last) and not paths.REWARD.search(last)) or (
-            not hint and not -1 <= column.low <= column.high <= 1
-        ):
+        if (_NEVER.search(last) and not paths.REWARD.search(last)) or not (hint or bounded):
             continue
         kind = column.kinds.most_common(1)[0][0]
         why = (
             f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
             f"{len(column.values):,} values{_said(column)})"
         )
-        bounded = column.low >= -1 and column.high <= 1
         yield Candidate("reward", path, why, (2 * hint + bounded + 0.5) * column.count / count)
 
 
@@ -382,15 +369,11 @@ def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator
 
 
 def _order_of(columns: dict[str, _Column]) -> str:
-    """The first path that orders records, "" where there is none."""
-    return next((path for path, column in columns.items() if _is_order(path, column)), "")
-
-
-def _is_order(path: str, column: _Column) -> bool:
-    """Whether a column orders records: a number or a time in all, hardly twice the same."""
-    last = path.rpartition(".")[2]
-    if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
-        return False
-    return all(
-        paths.number(value) is not None or _time(value) is not None for value in itertools.islice(column.values, 50)
-    )
+    """The first path that orders records, "" where there is none: a number or a time in all, hardly twice the same."""
+    for path, column in columns.items():
+        last, first = path.rpartition(".")[2], itertools.islice(column.values, 50)
+        if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
+            continue
+        if all(paths.number(value) is not None or moment(value) is not None for value in first):
+            return path
+    return ""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tracegrad.errors import TracegradError
-from tracegrad.inputs import paths
+from tracegrad.inputs import chat, paths
 from tracegrad.inputs.calls import calls_of, prefixes
 from tracegrad.inputs.mapping import prompt_of
 from tracegrad.trace import Trace
@@ -30,7 +30,7 @@ def counted(value: Any) -> str:
 
 def outside(part: dict[str, Any]) -> dict[str, Any]:
     """A record without what was said in it."""
-    return {key: value for key, value in part.items() if key not in _INSIDE}
+    return chat.without(part, *_INSIDE)
 
 
 class Calls:
@@ -97,7 +97,7 @@ class Calls:
         goes_on = any(each in self._ends for each in before)
         if "request" in record or "response" in record:
             self._joined += goes_on
-        elif any(map(_is_answer, calls[0].get("request", {}).get("messages", ()))):
+        elif chat.has_answer(calls[0].get("request", {}).get("messages")):
             self._whole += 1
             self._whole_joined += goes_on
         if end is not None:
@@ -112,14 +112,9 @@ class Calls:
     def _prompt(self, record: Any, times: int) -> bytes | None:
         """Looks at what came before the first sampled turn of a record that is no single call."""
         try:
-            prompt = prompt_of(Trace.from_dict(record))
+            prompt = (prompt_of(Trace.from_dict(record)) or "").encode()
         except (TracegradError, IndexError):
             return None
-        if prompt is None:
-            return None
-        self.prompts[prompt.encode()] += times
-        return prompt.encode()
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
+        if prompt:
+            self.prompts[prompt] += times
+        return prompt

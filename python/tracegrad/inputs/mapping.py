@@ -15,16 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.config import Map
-from tracegrad.inputs import paths
-from tracegrad.inputs.sources import Made, Refusal
+from tracegrad.inputs import chat, paths
+from tracegrad.inputs.sources import Made
 from tracegrad.sequence import LOGPROB_KINDS
 from tracegrad.trace import Trace
 
-_NAMES = {"reward": "reward", "group": "group", "id": "id", "temperature": "temperature"}
-
 
 class Unfit(Exception):
-    """A value that is none of what its field takes; its argument is a `Refusal`."""
+    """A value that is none of what its field takes; its argument is a `sources.Refusal`."""
 
 
 @dataclass
@@ -42,6 +40,11 @@ class Mapper:
     names: set[str] = field(default_factory=set)
     words: dict[str, float] = field(default_factory=dict)
 
+    def _paths(self) -> dict[str, str]:
+        """What is told of single records."""
+        told = {name: path for name, path in self.told.told().items() if name not in ("session", "order")}
+        return {name: path for name, path in told.items() if (name, path) != ("group", "prompt")}
+
     def header(self, record: Any) -> dict[str, Any]:
         """The fields of a trace that a record gives by its paths.
 
@@ -50,24 +53,18 @@ class Mapper:
         """
         self.records += 1
         found: dict[str, Any] = {}
-        for name, path in self.told.told().items():
-            if name in ("session", "order") or (name == "group" and path == "prompt"):
-                continue
-            try:
-                value = paths.at(record, path)
-            except paths.Missing:
+        for name, path in self._paths().items():
+            if (value := chat.within(record, path)) is None:
                 continue
             self.seen.setdefault(name, Counter())[paths.kind(value)] += 1
-            found |= getattr(self, f"_{name}")(value, path)
+            found |= self._reward(value, path) if name == "reward" else _field(name, value, path)
         return found
 
     def _reward(self, value: Any, path: str) -> dict[str, Any]:
         if isinstance(value, Mapping):
             rewards = {str(name): paths.verdict(each) for name, each in value.items()}
             if odd := [name for name, each in rewards.items() if each is None and value[name] is not None]:
-                raise Unfit(
-                    _unfit("reward", f"{path}.{odd[0]}", value[odd[0]], "a number, a boolean or a number as text")
-                )
+                raise _unfit("reward", f"{path}.{odd[0]}", value[odd[0]], "a number, a boolean or a number as text")
             self.names.update(rewards)
             for name, each in rewards.items():
                 self._word(value[name], each)
@@ -76,14 +73,8 @@ class Mapper:
         reward = paths.verdict(value)
         self._word(value, reward)
         if reward is None or math.isinf(reward):
-            raise Unfit(
-                _unfit(
-                    "reward",
-                    path,
-                    value,
-                    "a number, a boolean, either as text, a word such as pass or down, or an object of these",
-                )
-            )
+            wanted = "a number, a boolean, either as text, a word such as pass or down, or an object of these"
+            raise _unfit("reward", path, value, wanted)
         self._bound(reward)
         return {"reward": reward}
 
@@ -95,35 +86,10 @@ class Mapper:
     def _bound(self, *rewards: float) -> None:
         self.low, self.high = min(self.low, *rewards, math.inf), max(self.high, *rewards, -math.inf)
 
-    def _group(self, value: Any, path: str) -> dict[str, Any]:
-        return {"group": _name("group", value, path)}
-
-    def _id(self, value: Any, path: str) -> dict[str, Any]:
-        return {"id": _name("id", value, path)}
-
-    def _logprob_kind(self, value: Any, path: str) -> dict[str, Any]:
-        if value not in LOGPROB_KINDS:
-            raise Unfit(_unfit("logprob_kind", path, value, "raw, processed or unknown"))
-        return {"logprob_kind": value}
-
-    def _temperature(self, value: Any, path: str) -> dict[str, Any]:
-        found = None if isinstance(value, bool) else paths.number(value)
-        if found is None or not 0 <= found < math.inf:
-            raise Unfit(_unfit("temperature", path, value, "a number from 0"))
-        return {"temperature": found}
-
-    def _version(self, value: Any, path: str) -> dict[str, Any]:
-        found = paths.version(value)
-        if found is None:
-            raise Unfit(_unfit("version", path, value, "a whole number from 0, or text such as v7"))
-        return {"policy_version": found}
-
     def lines(self) -> list[str]:
         """What each path gave, for a terminal."""
         out = []
-        for name, path in self.told.told().items():
-            if name in ("session", "order") or (name == "group" and path == "prompt"):
-                continue
+        for name, path in self._paths().items():
             kinds = self.seen.get(name, Counter())
             what = ", ".join(f"{kind} in {count:,}" for kind, count in kinds.most_common()) or "nothing"
             span = f", {self.low:g} to {self.high:g}" if name == "reward" and self.low <= self.high else ""
@@ -203,20 +169,42 @@ def loads(raw: bytes) -> Any:
     return record
 
 
-def _name(field: str, value: Any, path: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or value == "":
-        raise Unfit(_unfit(field, path, value, "a text or a number"))
-    return str(value)
+def _name(value: Any) -> str | None:
+    is_one = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
+    return str(value) if is_one else None
 
 
-def _unfit(field: str, path: str, value: Any, wanted: str) -> Refusal:
+def _temperature(value: Any) -> float | None:
+    found = None if isinstance(value, bool) else paths.number(value)
+    return found if found is not None and 0 <= found < math.inf else None
+
+
+_FIELDS = {
+    "group": ("group", _name, "a text or a number"),
+    "id": ("id", _name, "a text or a number"),
+    "temperature": ("temperature", _temperature, "a number from 0"),
+    "version": ("policy_version", paths.version, "a whole number from 0, or text such as v7"),
+    "logprob_kind": (
+        "logprob_kind",
+        lambda value: value if value in LOGPROB_KINDS else None,
+        "raw, processed or unknown",
+    ),
+}
+"""Of each field of a `Map` but the reward: its name in a trace, what reads its value, and what it takes."""
+
+
+def _field(name: str, value: Any, path: str) -> dict[str, Any]:
+    of_trace, read, wanted = _FIELDS[name]
+    if (found := read(value)) is None:
+        raise _unfit(name, path, value, wanted)
+    return {of_trace: found}
+
+
+def _unfit(field: str, path: str, value: Any, wanted: str) -> Unfit:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-    return (
-        f"{path} is {paths.kind(value)}: {shown}",
-        f"--map.{field} takes {wanted}",
-        "Name another field, or leave such records out: --on-error skip",
-    )
+    found, cure = f"{path} is {paths.kind(value)}: {shown}", "Name another field, or leave such records out"
+    return Unfit((found, f"--map.{field} takes {wanted}", f"{cure}: --on-error skip"))
 
 
 __all__ = ["Made", "Mapper", "Unfit", "add", "loads", "prompt_of", "which_reward"]

@@ -80,20 +80,16 @@ def number(value: Any) -> float | None:
     >>> number(True), number("0.5"), number("good"), number([1])
     (1.0, 0.5, None, None)
     """
-    if isinstance(value, str):
-        if value.strip().lower() in ("true", "false"):
-            return float(value.strip().lower() == "true")
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-        return None if math.isnan(value) else value
-    if isinstance(value, (bool, int, float)):
-        try:
-            return float(value)
-        except OverflowError:
-            return None
-    return None
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word in ("true", "false"):
+        return float(word == "true")
+    if not isinstance(value, (str, int, float)):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return None if word and math.isnan(found) else found
 
 
 _VERDICTS = {

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs.remote import listed
@@ -19,6 +20,7 @@ from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 MOST_PLACES = 1_000_000
+_BEGINS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "eval"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Place:
     modified: int = 0
 
 
-def expand(named: Sequence[str | os.PathLike[str]]) -> list[Place]:
+def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
     """The places that names stand for, in the order of the names; what a folder or glob holds, by name.
 
     Raises:
@@ -48,13 +50,28 @@ def expand(named: Sequence[str | os.PathLike[str]]) -> list[Place]:
     >>> expand(["-"])
     [Place(kind='stdin', path='-', size=0, modified=0)]
     """
-    names = [os.fspath(name) for name in named]
+    names = [os.fspath(path) for path in paths]
     if "-" in names and len(names) > 1:
         raise ArgumentError("standard input is named beside other inputs. Its end is not known. Read it alone.")
     places = [place for name in names for place in _of(name)]
     if len(places) > MOST_PLACES:
         raise ArgumentError(f"{len(places):,} files are named. At most {MOST_PLACES:,} are read. Name fewer.")
     return places
+
+
+def named(source: Any) -> tuple[list[Place], Any]:
+    """The places that are named, or else what holds records itself.
+
+    Raises:
+        ReadError, ArgumentError: as `expand`, or if nothing is named.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return expand([source]), None
+    if isinstance(source, Sequence) and source and all(isinstance(each, (str, os.PathLike)) for each in source):
+        return expand(source), None
+    if isinstance(source, Sequence) and not source and not hasattr(source, "features"):
+        raise ReadError("no input is named. There are no traces to read. Name a file.")
+    return [], source
 
 
 def _of(name: str) -> list[Place]:
@@ -119,12 +136,10 @@ def _file(path: str) -> Place:
             head = file.read(8)
     except OSError:
         return Place("file", path)
-    if head[:4] == b"PAR1":
-        kind = "parquet"
-    elif head[:6] == b"ARROW1" or (head[:4] == b"\xff\xff\xff\xff" and suffix(path) in (".arrow", ".feather")):
-        kind = "arrow"
-    elif head[:4] == b"PK\x03\x04":
-        kind = "eval"
-    else:
-        kind = "file"
-    return Place(kind, path, size, modified)
+    is_stream = head[:4] == b"\xff\xff\xff\xff" and suffix(path) in (".arrow", ".feather")
+    return Place("arrow" if is_stream else kind_of(head), path, size, modified)
+
+
+def kind_of(head: bytes) -> str:
+    """The kind of a file that begins so."""
+    return next((kind for begin, kind in _BEGINS.items() if head.startswith(begin)), "file")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -21,12 +21,11 @@ from tracegrad.inputs import adapters, sources
 from tracegrad.inputs.again import Again
 from tracegrad.inputs.mapping import Mapper, Unfit, add, loads, prompt_of
 from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
-from tracegrad.inputs.places import Place, expand
+from tracegrad.inputs.places import Place, named
 from tracegrad.inputs.progress import Progress
 from tracegrad.inputs.sessions import Sessions
 from tracegrad.inputs.sources import Row, Source
 from tracegrad.read_report import ReadReport, summed
-from tracegrad.tables import to_json
 from tracegrad.trace import Line, Traces
 
 Path = str | os.PathLike[str]
@@ -110,7 +109,7 @@ class InputStream(Iterator[Traces]):
         self._sessions: Sessions | None = None
         self._again: Again | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._places, self._given = _told(source)
+        self._places, self._given = named(source)
         kept = [place for place in self._places if not _is_empty(place)] or self._places[:1]
         if left := len(self._places) - len(kept):
             self._notes.append(f"         {left:,} empty files are left out")
@@ -194,17 +193,9 @@ class InputStream(Iterator[Traces]):
         gather = adapters.Gather()
         self._adapted.roots = self._options.format == "auto" and adapters.only_roots(head)
         for part in source.records():
-            made: list[Row] = []
-            for line, raw in part:
-                made += self._made(number, line, raw, gather, source.name)
-                if len(made) > len(part) and sum(map(_size, made)) > sources.RECORD_BYTES:
-                    yield from self._decoded(source, made)
-                    made = []
-            if made:
-                yield self._grouped(source.decode(made))
-        made = [row for whole in gather.rest() for row in self._gathered(number, *whole)]
-        if made:
-            yield self._grouped(source.decode(made))
+            rows = (row for line, raw in part for row in self._made(number, line, raw, gather, source.name))
+            yield from self._decoded(source, rows)
+        yield from self._decoded(source, (row for whole in gather.rest() for row in self._mapped(number, *whole)))
         if self._sessions is None:
             source.finish()
 
@@ -223,8 +214,8 @@ class InputStream(Iterator[Traces]):
             left = None if left is None else left - len(part)
             yield part
 
-    def _decoded(self, source: Source, made: list[Row]) -> Iterator[Traces]:
-        """The traces of what was made of a few records, and of which there is much: a few bytes at once."""
+    def _decoded(self, source: Source, made: Iterable[Row]) -> Iterator[Traces]:
+        """The traces of what is made of a few records, of which there may be much: a few bytes at once."""
         part: list[Row] = []
         held = 0
         for row in made:
@@ -239,11 +230,8 @@ class InputStream(Iterator[Traces]):
     def _made(self, number: int, line: Line, raw: bytes, gather: adapters.Gather, name: str) -> list[Row]:
         """The records to decode in place of one of the file; the refusal of one of which an adapter makes none."""
         record = loads(raw)
-        rows: list[Row] = []
         if adapters.is_chunk(record):
-            for whole in gather.take(line, raw, record):
-                rows += self._gathered(number, *whole)
-            return rows
+            return [row for whole in gather.take(line, raw, record) for row in self._mapped(number, *whole)]
         try:
             found = self._adapted.adapt(record, len(raw), name, line)
         except Unfit as unfit:
@@ -252,7 +240,7 @@ class InputStream(Iterator[Traces]):
             return self._mapped(number, line, raw, raw, record)
         if not found and self._told.session:
             return self._mapped(number, line, raw, raw, record, silent=True)
-        origin = raw
+        rows, origin = [], raw
         for place, text, each in found:
             # A failed call is refused where it stands, and says nothing of its conversation.
             is_failed = adapters.is_failed(each)
@@ -260,10 +248,6 @@ class InputStream(Iterator[Traces]):
             # Its own bytes are held and counted once, but where each bad one of them is put aside with them.
             origin = raw if self._options.on_error == "quarantine" else b""
         return rows
-
-    def _gathered(self, number: int, line: Line, raw: bytes, record: Any) -> list[Row]:
-        """A call that was put together of chunks."""
-        return self._mapped(number, line, raw, to_json(record), record)
 
     def _mapped(
         self, number: int, line: Line, origin: bytes, raw: bytes, record: Any, outer: Any = None, silent: bool = False
@@ -287,11 +271,10 @@ class InputStream(Iterator[Traces]):
         """The conversations, decoded as if they stood where their first calls do."""
         decoders: dict[int, Any] = {}
         made = 0
-        for joined in sessions.joined():
-            if joined.place not in decoders:
-                decoders[joined.place] = self._decoder(joined.place, "-joined")
-            row = (joined.line, joined.origin, joined.made)
-            core = decoders[joined.place].decode([row])
+        for place, row in sessions.joined():
+            if place not in decoders:
+                decoders[place] = self._decoder(place, "-joined")
+            core = decoders[place].decode([row])
             made += len(core)
             yield self._grouped(Traces(core))
             if self._options.limit is not None and made >= self._options.limit:
@@ -352,17 +335,6 @@ class InputStream(Iterator[Traces]):
             taken = self._taken + (self._source.taken if self._source else 0)
             spent = time.monotonic() - self._began
             self._progress(Progress(taken, self._total, self.read_report.records, spent, done))
-
-
-def _told(source: Any) -> tuple[list[Place], Any]:
-    """The places that are named, or else what holds records itself."""
-    if isinstance(source, (str, os.PathLike)):
-        return expand([source]), None
-    if isinstance(source, Sequence) and source and all(isinstance(each, (str, os.PathLike)) for each in source):
-        return expand(source), None
-    if isinstance(source, Sequence) and not source and not hasattr(source, "features"):
-        raise ReadError("no input is named. There are no traces to read. Name a file.")
-    return [], source
 
 
 def _size(row: Row) -> int:

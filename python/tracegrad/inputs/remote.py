@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tracegrad.errors import ArgumentError, ReadError, shown
@@ -22,8 +24,7 @@ def listed(address: str) -> list[tuple[str, int]]:
         ReadError: if there is none, or it cannot be asked.
         ArgumentError: if fsspec, or what it needs for this kind of address, is not installed.
     """
-    system, path = _system(address)
-    try:
+    with _system(address) as (system, path):
         if any(mark in path for mark in "*?["):
             found = {name: told for name, told in system.glob(path, detail=True).items() if told["type"] == "file"}
         elif system.isdir(path):
@@ -31,8 +32,6 @@ def listed(address: str) -> list[tuple[str, int]]:
             found = {name: told for name, told in inside.items() if suffix(name) in SUFFIXES}
         else:
             found = {path: system.info(path)}
-    except Exception as error:
-        raise _unreadable(address, error) from error
     if not found:
         raise ReadError(f"{address}: nothing there has such a name. There are no traces to read. Check the address.")
     for name in found:
@@ -40,7 +39,9 @@ def listed(address: str) -> list[tuple[str, int]]:
     return [(system.unstrip_protocol(name), int(found[name].get("size") or 0)) for name in sorted(found)]
 
 
-def _system(address: str) -> tuple[Any, str]:
+@contextmanager
+def _system(address: str) -> Iterator[tuple[Any, str]]:
+    """The file system of an address and the path there; what goes wrong with them within is told as of the address."""
     try:
         import fsspec
     except ImportError as error:
@@ -48,7 +49,7 @@ def _system(address: str) -> tuple[Any, str]:
             f"{error}. Addresses such as {address[:60]} need it. pip install 'tracegrad[cloud]'"
         ) from error
     try:
-        return fsspec.core.url_to_fs(address)
+        yield fsspec.core.url_to_fs(address)
     except ImportError as error:
         raise ArgumentError(
             f"{address}: {error}. Nothing can be read from there without it. pip install what it names."
@@ -64,33 +65,24 @@ def _unreadable(address: str, error: Exception) -> ReadError:
 
 def local_copy(address: str, folder: str) -> str:
     """A whole file brought into a folder: what is read from its end (Parquet, Arrow, zip) needs all of it."""
-    system, path = _system(address)
-    target = os.path.join(folder, os.path.basename(path.rstrip("/")) or "file")
-    try:
+    with _system(address) as (system, path):
+        target = os.path.join(folder, os.path.basename(path.rstrip("/")) or "file")
         system.get_file(path, target)
-    except Exception as error:
-        raise _unreadable(address, error) from error
     return target
 
 
 def head(address: str, count: int = 8) -> bytes:
     """The first bytes of a file."""
-    system, path = _system(address)
-    try:
+    with _system(address) as (system, path):
         return bytes(system.read_block(path, 0, count))
-    except Exception as error:
-        raise _unreadable(address, error) from error
 
 
 class Pipe:
     """The bytes of an address, from a path that any reader can open; `check` after the end says what went wrong."""
 
     def __init__(self, address: str) -> None:
-        system, path = _system(address)
-        try:
+        with _system(address) as (system, path):
             self._file = system.open(path, "rb", block_size=4 * BLOCK)
-        except Exception as error:
-            raise _unreadable(address, error) from error
         self._address = address
         self._error: Exception | None = None
         self._out, self._in = os.pipe()

@@ -6,7 +6,6 @@ with what they say. Called by `reading`.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +15,19 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.config import Map
 from tracegrad.errors import FormatError
-from tracegrad.inputs import paths
+from tracegrad.inputs import chat, paths
 from tracegrad.inputs.calls import calls_of, prefixes
 from tracegrad.inputs.mapping import Unfit, add, loads
-from tracegrad.inputs.sources import Made
+from tracegrad.inputs.sources import Made, Row
 from tracegrad.trace import Line
 
 _OF_ALL = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
 _LAST = ("reward", "rewards")
-_OF_CALL = ("temperature", "top_p", "logprob_kind", "policy_version")
+_OF_CALL = (*chat.SAMPLING, "logprob_kind", "policy_version")
+_NO_CALL = (
+    "Only single calls can be joined: request with response, or messages that end with the answer",
+    "Leave --map.session out, or write each call as {request, response}",
+)
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,8 @@ class _Entry:
 _Part = tuple[_Entry, bytes]
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What was made of the records of one session: `place` and `line` are those of its first."""
-
-    place: int
-    line: Line
-    origin: bytes
-    made: Made
+Joined = tuple[int, Row]
+"""What was made of the records of one session, at the place and line of its first."""
 
 
 @dataclass
@@ -82,30 +79,24 @@ class Sessions:
         Raises:
             Unfit: for a value of `order` or `session` that is none.
         """
+        by_prefix = self.told.session == "prefix"
+        key = None if by_prefix else _key(record, self.told.session)
         if silent:
-            if self.told.session != "prefix" and (key := _key(record, self.told.session)) is not None:
-                told = {**{name: record[name] for name in _LAST if record.get(name) is not None}, **header}
+            if key is not None:
+                told = {**chat.told(record, _LAST), **header}
                 self._keyed.setdefault(key, []).append(_Entry(place, line, self._size, 0, 0.0, told, silent=True))
                 self.silent += 1
             return
         order = _order(record, self.told.order) if self.told.order else 0.0
         before, end = (), None
-        key = None
-        if self.told.session == "prefix":
-            calls = calls_of(record)
-            if calls:
-                found, end = prefixes(calls[-1])
-                before = tuple(prefixes(calls[0])[0]) if len(calls) > 1 else tuple(found)
-        else:
-            key = _key(record, self.told.session)
+        if by_prefix and (calls := calls_of(record)):
+            found, end = prefixes(calls[-1])
+            before = tuple(prefixes(calls[0])[0] if len(calls) > 1 else found)
         self._file.write(raw)
         entry = _Entry(place, line, self._size, len(raw), order, header, before, end)
         self._size += len(raw)
         self.records += 1
-        if key is None:
-            self._free.append(entry)
-        else:
-            self._keyed.setdefault(key, []).append(entry)
+        (self._free if key is None else self._keyed.setdefault(key, [])).append(entry)
 
     def joined(self) -> Iterator[Joined]:
         """Every session as one record."""
@@ -152,14 +143,15 @@ class Sessions:
             calls, others = _parted(calls, lambda _, text: calls_of(loads(text)) is not None)
             for entry, text in others:
                 keys = ", ".join(list(map(str, loads(text)))[:8]) or "none"
-                yield Joined(entry.place, entry.line, text, _no_call(keys, key))
+                why = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
+                yield entry.place, (entry.line, text, why)
         if not calls:
             return
         unlike = self.unlike
         joined = self._join(key, calls, beside)
-        if len(calls) > 1 and not _is_read(joined.made):
+        if len(calls) > 1 and not _is_read(joined[1][2]):
             good, bad = _parted(calls, lambda entry, text: _is_read(add(text, entry.header)))
-            yield from (Joined(entry.place, entry.line, text, add(text, entry.header)) for entry, text in bad)
+            yield from ((entry.place, (entry.line, text, add(text, entry.header))) for entry, text in bad)
             if not good:
                 return
             self.unlike = unlike
@@ -167,34 +159,31 @@ class Sessions:
         yield joined
 
     def _join(self, key: str | None, parts: list[_Part], beside: list[Mapping[str, Any]]) -> Joined:
-        entries, texts = [entry for entry, _ in parts], [text for _, text in parts]
-        first = entries[0]
-        origin = b"\n".join(texts)
-        if len(entries) == 1:
+        (first, only), *others = parts
+        origin = b"\n".join(text for _, text in parts)
+        if not others:
             named = {} if key is None or "id" in first.header else {"id": key}
             header = {**named, **first.header}
             for each in beside:
                 header |= each
-            return Joined(first.place, first.line, origin, add(texts[0], header))
+            return first.place, (first.line, origin, add(only, header))
         calls, head = [], {} if key is None else {"id": key}
         last: dict[str, Any] = {}
-        for text, entry in zip(texts, entries, strict=True):
+        for entry, text in parts:
             record = loads(text)
             told = {**record, **entry.header}
-            of_call = {name: told[name] for name in _OF_CALL if told.get(name) is not None}
-            calls += [{**of_call, **call} for call in calls_of(record) or ()]
-            head |= {name: told[name] for name in _OF_ALL if name not in head and told.get(name) is not None}
+            calls += [{**chat.told(told, _OF_CALL), **call} for call in calls_of(record) or ()]
+            head = {**chat.told(told, _OF_ALL), **head}
             if "id" in entry.header:
                 head["id"] = head["id"] if key is None else entry.header["id"]
-            found = {name: told[name] for name in _LAST if told.get(name) is not None}
+            found = chat.told(told, _LAST)
             self.unlike += bool(last and found and found != last)
             last = found or last
         for each in beside:
             self.unlike += bool(last and each.keys() & last.keys() and {**last, **each} != {**each, **last})
             last |= each
         record = {**head, **last, "calls": calls}
-        text = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
-        return Joined(first.place, first.line, origin, text)
+        return first.place, (first.line, origin, add(b"{}", record))
 
     def _text(self, entry: _Entry) -> bytes:
         self._file.seek(entry.offset)
@@ -212,9 +201,10 @@ class Sessions:
 
 
 def _parted(parts: list[_Part], is_good: Callable[[_Entry, bytes], bool]) -> tuple[list[_Part], list[_Part]]:
-    found = [is_good(*part) for part in parts]
-    good = [part for part, is_one in zip(parts, found, strict=True) if is_one]
-    return good, [part for part, is_one in zip(parts, found, strict=True) if not is_one]
+    good, bad = [], []
+    for part in parts:
+        (good if is_good(*part) else bad).append(part)
+    return good, bad
 
 
 def _is_read(text: Made) -> bool:
@@ -225,18 +215,9 @@ def _is_read(text: Made) -> bool:
         return False
 
 
-def _no_call(keys: str, key: str | None) -> tuple[str, str, str]:
-    return (
-        f"a record with the keys {keys} among several of session {key!r:.60}",
-        "Only single calls can be joined: request with response, or messages that end with the answer",
-        "Leave --map.session out, or write each call as {request, response}",
-    )
-
-
 def _key(record: Any, path: str) -> str | None:
-    try:
-        value = paths.at(record, path)
-    except paths.Missing:
+    value = chat.within(record, path)
+    if value is None:
         return None
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
@@ -250,13 +231,10 @@ def _key(record: Any, path: str) -> str | None:
 
 
 def _order(record: Any, path: str) -> float:
-    try:
-        value = paths.at(record, path)
-    except paths.Missing:
-        value = None
+    value = chat.within(record, path)
     found = None if isinstance(value, bool) else paths.number(value)
     if found is None and isinstance(value, str):
-        found = _time(value)
+        found = moment(value)
     if found is None:
         raise Unfit(
             (
@@ -268,9 +246,10 @@ def _order(record: Any, path: str) -> float:
     return found
 
 
-def _time(text: str) -> float | None:
+def moment(text: str) -> float | None:
+    """A time as text, in seconds since 1970; of no zone it is UTC."""
     try:
-        moment = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+        found = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
     except ValueError:
         return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()

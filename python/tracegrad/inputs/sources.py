@@ -16,7 +16,7 @@ from tracegrad import _core, arrow_files, tables
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.inputs import evals, remote
 from tracegrad.inputs.options import Options
-from tracegrad.inputs.places import Place
+from tracegrad.inputs.places import Place, expand, kind_of
 from tracegrad.read_report import ReadReport
 from tracegrad.trace import Line, Traces, located, to_json
 
@@ -123,12 +123,9 @@ class RowSource:
         """The traces of the rows as they are, and of a bad one what `known` makes of it."""
         self._rows.known = lambda line, raw: None if (rows := known(line, raw)) is None else self._decoded(rows)
         for part in self._rows:
-            room = len(part) if self._limit is None else self._limit
-            yield part[:room] if room < len(part) else part
-            if self._limit is not None:
-                self._limit -= min(room, len(part))
-                if not self._limit:
-                    return
+            yield self._within(part)
+            if self._limit == 0:
+                return
 
     def records(self) -> Iterator[list[tuple[Line, bytes]]]:
         """Numbers and JSON of the rows."""
@@ -139,12 +136,14 @@ class RowSource:
 
     def decode(self, made: list[Row]) -> Traces:
         """The traces of what was made of rows."""
-        found = self._decoded(made)
-        if self._limit is not None and len(found) >= self._limit:
-            found = found[: self._limit]
+        return self._within(self._decoded(made))
+
+    def _within(self, traces: Traces) -> Traces:
+        """As many as the limit leaves room for."""
         if self._limit is not None:
-            self._limit -= len(found)
-        return found
+            traces = traces[: self._limit] if len(traces) > self._limit else traces
+            self._limit -= len(traces)
+        return traces
 
     def _decoded(self, made: list[Row]) -> Traces:
         good = []
@@ -214,13 +213,9 @@ def of_place(place: Place, options: Options, folder: str | None = None) -> Sourc
         ReadError, FormatError: if it cannot be read.
         ArgumentError: if what it needs is not installed, or `on_error` is not for rows.
     """
-    if place.kind == "address":
-        first = remote.head(place.path)
-        if first[:4] in (b"PAR1", b"PK\x03\x04") or first[:6] == b"ARROW1":
-            from tracegrad.inputs.places import expand
-
-            local = remote.local_copy(place.path, folder or tempfile.mkdtemp())
-            return of_place(replace(expand([local])[0], size=place.size), options, folder)
+    if place.kind == "address" and kind_of(remote.head(place.path)) != "file":
+        local = remote.local_copy(place.path, folder or tempfile.mkdtemp())
+        return of_place(replace(expand([local])[0], size=place.size), options, folder)
     if place.kind in ("file", "stdin", "address"):
         return FileSource(place, options)
     rows = _rows_of(place, options)

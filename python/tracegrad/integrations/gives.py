@@ -51,15 +51,7 @@ class Gives:
     detached: bool = True
 
     def check(self, objective: Objective, also: frozenset[str] = frozenset()) -> None:
-        """Refuses an objective that takes more, by the parts that do.
-
-        Args:
-            objective: to be trained.
-            also: what this run gives in addition.
-
-        Raises:
-            ArgumentError: with each part, what it takes, and what to do.
-        """
+        """Refuses an objective that takes more, by the parts that do."""
         taken = [(thing, part) for thing, part in takes(objective, self.detached) if thing not in self.things | also]
         if taken:
             told = dict.fromkeys(f"'{part}' takes {TAKES[thing]}" for thing, part in taken)
@@ -118,9 +110,6 @@ def same_scale(option: str, value: str, modes: Mapping[str, tuple[str, str | Non
         option, value: the trainer's option and what it is set to.
         modes: by value, the objective's `reduce.per` and `reduce.inner`.
         objective: to be trained.
-
-    Raises:
-        ArgumentError: with both.
     """
     if modes.get(value) != (objective.reduce.per, objective.reduce.inner):
         raise ArgumentError(

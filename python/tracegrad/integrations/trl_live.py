@@ -20,12 +20,7 @@ from tracegrad.integrations.padded import step_terms
 from tracegrad.integrations.trl_step import GIVES, VERSIONS, check_steps, loss_of, may_give, note, over_ranks
 
 _BEHIND: Any = object  # the user puts GRPOTrainer there
-_TAKEN = (
-    "_generate_and_score_completions",
-    "_prepare_inputs",
-    "_compute_loss",
-    "_get_per_token_logps_and_entropies",
-)
+_TAKEN = ("_generate_and_score_completions", "_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies")
 _SAID_BY_THE_OBJECTIVE = (
     *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "use_bias_correction_kl"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
@@ -54,11 +49,7 @@ class WithObjective(_BEHIND):
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        objective: Objective = presets.DAPO,
-        missing: Missing = "mask",
-        **options: Any,
+        self, *arguments: Any, objective: Objective = presets.DAPO, missing: Missing = "mask", **options: Any
     ) -> None:
         peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _TAKEN))
         objective.check_missing(missing)
@@ -145,11 +136,7 @@ def _mask(inputs: dict[str, Any]) -> Tensor:
 
 
 def _check(args: Any, objective: Objective) -> None:
-    """Refuses options of GRPOConfig that would have no effect.
-
-    Raises:
-        ArgumentError: with the option and both values.
-    """
+    """Refuses options of GRPOConfig that would have no effect."""
     check_steps(args)
     defaults = {each.name: each.default for each in dataclasses.fields(args)}
     for name in _SAID_BY_THE_OBJECTIVE:

@@ -44,11 +44,7 @@ def may_give(args: Any, *, rollout: bool, ref: bool) -> frozenset[str]:
 
 
 def check_steps(args: Any) -> None:
-    """Refuses generations that end inside an optimizer step.
-
-    Raises:
-        ArgumentError: with both numbers.
-    """
+    """Refuses generations that end inside an optimizer step."""
     if args.steps_per_generation % args.gradient_accumulation_steps:
         raise ArgumentError(
             f"steps_per_generation is {args.steps_per_generation}, gradient_accumulation_steps "

@@ -89,7 +89,7 @@ def _named(objective: Objective) -> dict[str, Any]:
             found |= {"rollout_is": "token" if level == "token" else "sequence", "batch_normalize": weight.normalize}
             found["rollout_is_bounds"] = (None if shape == "clamp" else low, high)
     gates: list[Any] = [gate for gate in objective.gates if gate.detached and hasattr(gate, "level")]
-    for gate in (gate for gate in gates if gate.scope is None and gate.over == "all"):
+    for gate in (gate for gate in gates if gate.drops is None and gate.terms == "all"):
         level = _LEVELS.get((gate.level.over, gate.level.agg))
         if level and gate.stat in ("k2", "k3"):
             found["rollout_rs"][f"{level}_{gate.stat}"] = (None, gate.high)

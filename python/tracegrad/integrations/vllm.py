@@ -61,12 +61,7 @@ def traces_from_outputs(
     for name, given in (("messages", messages), ("rewards", rewards), ("groups", groups)):
         if given is not None and len(given) != len(outputs):
             raise ArgumentError(f"{name} has {len(given)} entries for {len(outputs)} requests. Give one for each.")
-    told = {
-        "logprob_kind": logprob_kind,
-        "temperature": temperature,
-        "top_p": top_p,
-        "policy_version": policy_version,
-    }
+    told = {"logprob_kind": logprob_kind, "temperature": temperature, "top_p": top_p, "policy_version": policy_version}
     rows = []
     for number, output in enumerate(outputs):
         _check(output, number)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.chunk import Chunk, Head, Rows, Statistics, Sums, logits_of, slices, wide_dtype
-from tracegrad.kernels.plan import HeadPlan, Size, Wants, choose
+from tracegrad.kernels.plan import Size, Wants, choose
 
 __all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
 
@@ -213,11 +213,7 @@ def inverse_of(inv_temperature: Tensor | float, hidden: Tensor) -> Tensor | None
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """Refuses what is not [U, H], [V, H], [U] and [V].
-
-    Raises:
-        ArgumentError: with the shapes.
-    """
+    """Refuses what is not [U, H], [V, H], [U] and [V]."""
     fits = hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     if not fits or target.shape != hidden.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = ", ".join(str(list(x.shape)) for x in (hidden, weight, target))
@@ -225,11 +221,6 @@ def check_shapes(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | 
             f"hidden, weight and target have shapes {shapes}, bias {None if bias is None else list(bias.shape)}. "
             "They must be [U, H], [V, H], [U] and [V]. Select the rows to score before the call."
         )
-
-
-def plan_of(problem: Problem, needs: tuple[bool, ...], chunk_rows: int) -> HeadPlan:
-    """What `token_logprobs` does: it does not know the loss, so it never runs in one pass."""
-    return choose(problem.size(), Wants(*needs, entropy=False), chunk_rows)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -250,7 +241,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.chunk_rows = problem.chunk_rows(chunk_bytes)
         ctx.set_materialize_grads(False)
         slopes = None
-        if plan_of(problem, ctx.needs_input_grad[:3], ctx.chunk_rows).name == "frozen":
+        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is not known: never in one pass
+        if choose(problem.size(), wants, ctx.chunk_rows).name == "frozen":
             known, slopes = problem.slopes(ctx.chunk_rows)
         else:
             known = problem.statistics(ctx.chunk_rows)

@@ -77,18 +77,7 @@ class Size:
 def choose(
     size: Size, wants: Wants, chunk_rows: int, *, fits: bool = False, unfit: str = "", asked: Name | None = None
 ) -> HeadPlan:
-    """The cheapest plan that is exact.
-
-    Args:
-        size: of the head.
-        wants: the gradients.
-        chunk_rows: rows of a chunk.
-        fits: whether the loss can be evaluated a chunk at a time.
-        unfit: why not, where it cannot.
-        asked: a plan to take instead.
-
-    Raises:
-        ArgumentError: if the plan asked for cannot give what is wanted, with the reason.
+    """The cheapest plan that is exact, or the one asked for; `unfit` says why the loss cannot be evaluated by chunks.
 
     >>> choose(Size(1000, 64, 500), Wants(), 100, fits=True).name
     'one-pass'

@@ -127,10 +127,7 @@ class TritonChunk(Chunk):
         self.head, self.rows = head, rows
         self._item = hidden.dtype
         self._raw = projected(hidden, head, dtype)
-        self._common = {
-            "CAPPED": head.softcap is not None,
-            "SCALED": rows.inverse is not None,
-        }
+        self._common = {"CAPPED": head.softcap is not None, "SCALED": rows.inverse is not None}
 
     def statistics(self) -> Statistics:
         """One read of the table."""

@@ -16,15 +16,7 @@ from tracegrad.errors import ArgumentError
 
 
 def with_adapters(model: Any, rank: int) -> Any:
-    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout, everything else frozen.
-
-    Args:
-        model: a transformers causal LM; changed in place.
-        rank: of each adapter.
-
-    Raises:
-        ArgumentError: if peft is not installed, or the model has adapters already.
-    """
+    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout; made in place."""
     peft = imported_peft("train.lora_rank")
     if has_adapters(model):
         raise ArgumentError(
@@ -45,11 +37,7 @@ def name_base(model: Any) -> None:
 
 
 def imported_peft(what: str) -> Any:
-    """peft.
-
-    Raises:
-        ArgumentError: if it is not installed.
-    """
+    """peft, or an error that says what needs it."""
     try:
         import peft
     except ImportError as error:

@@ -63,7 +63,7 @@ def save(
     final = folder / f"step-{progress.step:08d}"
     staged = folder / f".tmp-{final.name}"
     with _whole_or_nothing(staged, final, ranks):
-        if not _there(final, ranks):
+        if not ranks.largest(int(ranks.first and final.exists())):
             with _together(ranks):
                 if ranks.first:
                     shutil.rmtree(staged, ignore_errors=True)
@@ -115,11 +115,7 @@ def list_checkpoints(out: Path) -> list[Path]:
 
 @contextmanager
 def writable(out: Path) -> Iterator[None]:
-    """Around what is written beside the checkpoints.
-
-    Raises:
-        TracegradError: if the folder takes no files.
-    """
+    """Around what is written beside the checkpoints."""
     try:
         yield
     except OSError as error:
@@ -135,11 +131,7 @@ def clear_staged(out: Path) -> None:
 
 
 def read_progress(path: Path) -> Progress:
-    """What a checkpoint says of its run.
-
-    Raises:
-        ReadError: if it is damaged or of another format.
-    """
+    """What a checkpoint says of its run."""
     with _damaged(path):
         return read(path / "resume")
 
@@ -149,9 +141,6 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
 
     Every file is compared with its checksum first. The number of ranks may be another than when it was written; a rank
     that there was not takes the first one's random states.
-
-    Raises:
-        ReadError: if the checkpoint is damaged or of another model.
     """
     ranks = ranks or Ranks()
     folder = path / "resume"
@@ -171,11 +160,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
 
 
 def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArray[np.float32]:
-    """One array of what a checkpoint knows of the terms.
-
-    Raises:
-        ReadError: if it does not know it of these.
-    """
+    """One array of what a checkpoint knows of the terms."""
     with _damaged(path):
         logprobs = progress.logprobs[name]
         if len(logprobs) != terms:
@@ -184,11 +169,7 @@ def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArra
 
 
 def read_terms(path: Path, ranks: Ranks) -> list[TermRecord]:
-    """The terms that a checkpoint keeps for the report, shared among the ranks that there are now.
-
-    Raises:
-        ReadError: if they are damaged.
-    """
+    """The terms that a checkpoint keeps for the report, shared among the ranks that there are now."""
     files = sorted((path / "resume").glob("terms-*.safetensors"))
     with _damaged(path):
         return [term for file in files[ranks.rank :: ranks.world] for term in load_terms(file)]
@@ -203,10 +184,6 @@ def _together(ranks: Ranks) -> Iterator[None]:
     except _CANNOT_WRITE as raised:
         error = raised
     ranks.agree(error)
-
-
-def _there(final: Path, ranks: Ranks) -> bool:
-    return bool(ranks.largest(int(ranks.first and final.exists())))
 
 
 @contextmanager

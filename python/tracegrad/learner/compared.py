@@ -18,11 +18,7 @@ _A_STAR = 0.5
 
 
 def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
-    """[R] float32: the rewards called `name`; for "" the first column, or the one that is known where that is not.
-
-    Raises:
-        ArgumentError: if there is no such column, with the nearest name; if several could be meant.
-    """
+    """[R] float32: the rewards called `name`; for "" the first column, or the one that is known where that is not."""
     names = sequences.reward_names
     if name and name not in names:
         raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
@@ -45,11 +41,7 @@ def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
 def compared(
     rewards: NDArray[np.floating], sequences: Sequences, used: NDArray[np.bool_], config: Config
 ) -> NDArray[np.float32]:
-    """[used] float32: the advantages of the traces that are used, compared with one another.
-
-    Raises:
-        ArgumentError: for a group of one trace, where `advantage.singleton` refuses it.
-    """
+    """[used] float32: the advantages of the traces that are used, compared with one another."""
     options, reward, group = config.advantage, rewards[used], sequences.group[used]
     if options.baseline == "none":
         return np.nan_to_num(reward, nan=0.0)

@@ -209,11 +209,7 @@ class Feed:
 
 
 def check_effective(config: Config, objective: Objective) -> None:
-    """Refuses options that are set to something else than their default and would do nothing in this run.
-
-    Raises:
-        ArgumentError: with the option and what makes it idle.
-    """
+    """Refuses options that are set to something else than their default and would do nothing in this run."""
     needs, advantage, kl = needs_of(objective, config), config.advantage, config.reward_kl
     unmeasured = "data.holdout is 0, so value is not measured"
     no_own_reference = "train.ref_model is the reference" if needs.ref else "this objective takes no reference"

@@ -25,11 +25,7 @@ def with_terms(sequences: Sequences) -> Flags:
 
 
 def settled(rewards: Floats, sequences: Sequences, options: Filter) -> Floats:
-    """[R] rewards as they are compared: 0 for what was cut off, where that is asked; what is not known stays NaN.
-
-    Raises:
-        ArgumentError: if a trace with a reward and a term does not say how it ended.
-    """
+    """[R] rewards as they are compared: 0 for what was cut off, where that is asked; what is not known stays NaN."""
     if not options.zero_truncated:
         return rewards
     known = np.isfinite(rewards)
@@ -60,11 +56,7 @@ def masked(rewards: Floats, sequences: Sequences, options: Filter) -> Flags:
 
 
 def check_masked(rewards: Floats, sequences: Sequences, taken: Flags, options: Filter) -> tuple[list[str], str]:
-    """What is masked of the traces that a run takes, in words; and why nothing is left to train, "" where some is.
-
-    Raises:
-        ArgumentError: if a trace with a term does not say how it ended, and that decides.
-    """
+    """What is masked of the traces that a run takes, in words; and why nothing is left to train, "" where some is."""
     if not (options.truncated or options.mask_even):
         return [], ""
     of = taken & with_terms(sequences)

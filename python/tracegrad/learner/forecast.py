@@ -61,16 +61,7 @@ class Forecast:
 
 
 def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
-    """Predicts a run.
-
-    Args:
-        model: folder with config.json; its weights are not read.
-        config, feed: of the run.
-        ranks: how many processes share it.
-
-    Raises:
-        ReadError: if there is no config.json of a causal LM.
-    """
+    """Predicts a run."""
     empty = _empty(model)
     cuda = torch.cuda.is_available() if config.train.device == "auto" else config.train.device.startswith("cuda")
     low = precision_of(config, "cuda" if cuda else "cpu") == torch.bfloat16

@@ -85,11 +85,7 @@ def out_of_memory(error: Exception, config: Config) -> str:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a transformers model, adapters or not: the list of modules that holds most of it.
-
-    Raises:
-        ArgumentError: if there is none.
-    """
+    """The decoder layers of a transformers model, adapters or not: the list of modules that holds most of it."""
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each)]
     if not lists:
         raise ArgumentError(

@@ -31,11 +31,7 @@ TOKENIZER_FILES = (
 
 
 def load_whole(path: Path) -> Any:
-    """A transformers causal language model from a folder of whole weights, in float32, its weights all found.
-
-    Raises:
-        ReadError: if the folder, its config or its weights are missing, or the weights belong to another architecture.
-    """
+    """A transformers causal language model from a folder of whole weights, in float32, its weights all found."""
     from transformers import AutoModelForCausalLM
 
     config = _model_config(path)

@@ -136,11 +136,7 @@ def placed(model: Any) -> Placed:
 
 
 def check_exchanged(target: Placed) -> None:
-    """Refuses to train a model whose gradients would stay on each rank.
-
-    Raises:
-        ArgumentError: for a bare model, or an unknown wrapper, where a process group is open.
-    """
+    """Refuses to train a model whose gradients would stay on each rank."""
     if target.mode == "none" and not target.ranks.alone:
         raise ArgumentError(
             f"{type(target.model).__name__} is not wrapped, and a process group of {target.ranks.world} ranks is open. "

@@ -21,14 +21,6 @@ def share(schedule: Schedule, step: int, steps: int | None = None) -> float:
     (1 + cos(pi p)) / 2 for cosine, and the same of the place in the last `decay` of all steps for wsd; with it
     f + (1 - f) times that.
 
-    Args:
-        schedule: of the config.
-        step: from 0.
-        steps: in all; None where that is not known and the schedule does not ask.
-
-    Raises:
-        ArgumentError: if the schedule has no such step, or not its own parts.
-
     >>> [share(Schedule("linear", warmup_steps=2), step, 6) for step in range(6)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
@@ -53,11 +45,7 @@ def share(schedule: Schedule, step: int, steps: int | None = None) -> float:
 
 
 def in_all(schedule: Schedule, steps: int | None) -> int | None:
-    """How many steps the schedule goes over; None for one that does not ask.
-
-    Raises:
-        ArgumentError: if it asks and that is not known, or its parts do not fit into so many.
-    """
+    """How many steps the schedule goes over; None for one that does not ask."""
     if schedule.name == "constant":
         return None
     if steps is None:
@@ -76,17 +64,7 @@ def in_all(schedule: Schedule, steps: int | None) -> int | None:
 
 
 def check_rates(path: Path, schedule: Schedule, steps: int | None, before: Any, taken: int) -> None:
-    """Refuses to go on where the steps that were taken would have had other learning rates.
-
-    Args:
-        path: of the checkpoint.
-        steps: in all.
-        before: the same as the checkpoint says it, which is not believed.
-        taken: so far.
-
-    Raises:
-        ArgumentError: with the first step that would differ.
-    """
+    """Refuses to go on where the steps that were taken would have had other learning rates."""
     total = in_all(schedule, steps)
     if total is None or total == before:
         return

@@ -65,12 +65,7 @@ def rewards_of(step: Step, rewards: NDArray[np.float32], ranks: Ranks) -> Reward
 
 
 def tally(
-    step: Step,
-    outcome: Outcome,
-    objective: Objective,
-    tokens: int,
-    first: bool = True,
-    version: int | None = None,
+    step: Step, outcome: Outcome, objective: Objective, tokens: int, first: bool = True, version: int | None = None
 ) -> Tally:
     """Sums of the step with their denominators, as far as the learner alone knows them.
 

@@ -46,11 +46,7 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
 
 
 def settle_batches(target: Placed, batches: Sequence[Batch]) -> None:
-    """The same for the batches of one step under FSDP, whose ranks may hold branches of different lengths.
-
-    Raises:
-        ArgumentError: as `settle_rows`.
-    """
+    """The same for the batches of one step under FSDP, whose ranks may hold branches of different lengths."""
     row = whole_row(target.model)
     plain, tree = Road(row), Road(row, tree=True)
     if target.mode != "fsdp" or min(reached(target.model, road) for road in (plain, tree)) >= ALWAYS:

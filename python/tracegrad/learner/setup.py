@@ -71,15 +71,12 @@ def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any
     ]
 
 
-class Held:
+class ParametersByName:
     """The parameters of somebody's optimizer by name, as sharding gives the model new ones.
 
     Args:
         optimizer: over parameters of the model.
         model: before it is placed.
-
-    Raises:
-        ArgumentError: for a parameter that is not the model's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
@@ -94,11 +91,7 @@ class Held:
             ) from None
 
     def of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over the parameters that the model has now.
-
-        Raises:
-            ArgumentError: if they are others, and it has state of the ones before.
-        """
+        """The optimizer over the parameters that the model has now."""
         now = dict(model.named_parameters())
         for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
             fresh = [now[name] for name in names]
@@ -112,11 +105,7 @@ class Held:
 
 
 def device_of(config: Config) -> torch.device:
-    """Where a run trains.
-
-    Raises:
-        ArgumentError: if torch cannot use the device.
-    """
+    """Where a run trains."""
     name = config.train.device
     try:
         device = device_named(name)
@@ -201,23 +190,19 @@ class Prepared:
 
 
 def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, Prepared]:
-    """The model with the adapters the config asks for, and the policy it has become.
-
-    Raises:
-        ArgumentError: if the device, the mode, the adapters or the optimizer cannot be had.
-    """
+    """The model with the adapters the config asks for, and the policy it has become."""
     if config.train.lora_rank:
         with torch.random.fork_rng(devices=[]):  # the same adapters on every rank
             torch.manual_seed(config.train.seed)
             model = with_adapters(model, config.train.lora_rank)
-    held = Held(given, model) if isinstance(given, torch.optim.Optimizer) else None
+    by_name = ParametersByName(given, model) if isinstance(given, torch.optim.Optimizer) else None
     if given is not None:
         check_optimizer(config)
     target, precision = place(model, config, ranks)
     if given is None:
         return model, Prepared(target, precision, adamw(model, config))
-    if held is not None:
-        optimizer = held.of(model)
+    if by_name is not None:
+        optimizer = by_name.of(model)
     else:
         assert callable(given)
         optimizer = given(groups_of(model, 0.0))
@@ -226,11 +211,7 @@ def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None)
 
 
 def other_model(reference: Any, objective: Objective, config: Config, policy: Prepared) -> Placed | None:
-    """The reference model in its place; None where the policy itself is what is measured.
-
-    Raises:
-        ArgumentError: if the objective takes no reference, or the policy is to become its own.
-    """
+    """The reference model in its place; None where the policy itself is what is measured."""
     if reference is None and not config.train.ref_model:
         return None
     takes = needs_of(objective, config).ref
@@ -257,11 +238,7 @@ def starts_as_reference(model: Any, objective: Objective, config: Config) -> boo
 
 
 def check_optimizer(config: Config) -> None:
-    """Refuses options of an optimizer that somebody else made.
-
-    Raises:
-        ArgumentError: with the option.
-    """
+    """Refuses options of an optimizer that somebody else made."""
     values, known = as_dict(config), options()
     for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
         if values[f"optimizer.{name}"] != known[f"optimizer.{name}"][1]:
@@ -272,11 +249,7 @@ def check_optimizer(config: Config) -> None:
 
 
 def check_vocabulary(sequences: Sequences, model: Any) -> None:
-    """Refuses ids that the model has no row for: on CUDA they would end the process without a word about them.
-
-    Raises:
-        ArgumentError: with the id and where it stands.
-    """
+    """Refuses ids that the model has no row for: on CUDA they would end the process without a word about them."""
     size = embeddings_of(model)
     for place in (int(sequences.ids.argmax()), int(sequences.ids.argmin())) if sequences.tokens else ():
         token = int(sequences.ids[place])
@@ -287,11 +260,7 @@ def check_vocabulary(sequences: Sequences, model: Any) -> None:
 
 
 def check_step(step: Step, model: Any) -> None:
-    """The same for the ids of a step.
-
-    Raises:
-        ArgumentError: with the id and its row.
-    """
+    """The same for the ids of a step."""
     size = embeddings_of(model)
     for row, batch in enumerate(step.batches):
         for token in (int(np.max(batch.ids, initial=0)), int(np.min(batch.ids, initial=0))):
@@ -317,9 +286,6 @@ def check_media(sequences: Sequences, model: Any) -> list[str]:
 
     Returns:
         what a user should know of traces that hold some.
-
-    Raises:
-        ArgumentError: with the first trace that would be trained behind one.
     """
     s, starts = sequences, sequences.cu_seqlens[:-1]
     place = np.arange(s.tokens)
@@ -334,8 +300,8 @@ def check_media(sequences: Sequences, model: Any) -> list[str]:
                 f"{type(model).__name__} would not see it, as its decoder runs without a tower: logprobs would be "
                 "nats off. Leave these traces out."
             )
-    held = int(s.holds_media.sum())
-    return [f"{held} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if held else []
+    count = int(s.holds_media.sum())
+    return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
 
 
 def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:
@@ -343,9 +309,6 @@ def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint
 
     Args:
         fingerprint: of the data; "" where the run has none, and the options of data are its caller's.
-
-    Raises:
-        ArgumentError: with the option, or for other data.
     """
     free = MAY_CHANGE if fingerprint else (*MAY_CHANGE, *OF_DATA)
     for name, value in told.items():

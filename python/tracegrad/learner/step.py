@@ -164,10 +164,7 @@ def _accumulate(
 
 
 def detached(
-    step: Step,
-    objective: Objective,
-    missing: Literal["mask", "neutral", "refuse"],
-    all_reduce: AllReduce | None = None,
+    step: Step, objective: Objective, missing: Literal["mask", "neutral", "refuse"], all_reduce: AllReduce | None = None
 ) -> Corrected:
     """`correct` with everything it takes from a step and an objective; over ranks with `all_reduce`."""
     needs = objective.needs

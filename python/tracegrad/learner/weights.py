@@ -30,9 +30,6 @@ def whole_weights(
         model: a transformers or peft model, sharded or not.
         adapters: "merged" or "alone", where it has any.
         device: where to; None leaves each where it is.
-
-    Raises:
-        ArgumentError: for "alone" of a model without adapters, or another word.
     """
     if adapters not in ("merged", "alone"):
         raise ArgumentError(f"adapters is {adapters!r}. What is wanted of them is not known. Say merged or alone.")

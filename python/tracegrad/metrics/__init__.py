@@ -3,7 +3,7 @@
 In come per-term arrays of a step; out go named numbers, whose sums merge over micro-batches and ranks, and sinks for
 them. Here are the rows (`table.Row`) of docs/metrics.md: each has a name, a unit, a denominator and its formula over
 sums, so that a number in metrics.jsonl leads to its row by name. Its files, each using those before it alone: `sums`,
-`histogram`, `groups`, `breakdown` (how sums are kept); `columns`, `table`, `offpolicy_rows`, `offpolicy`, `rewards`,
+`histogram`, `groups` (how sums are kept); `columns`, `table`, `offpolicy_rows`, `offpolicy`, `rewards`,
 `tally`; `sinks`, `dashboards`; `peers` (other trainers' names).
 """
 
@@ -11,17 +11,7 @@ from tracegrad.metrics.groups import Rows
 from tracegrad.metrics.offpolicy import OffPolicy
 from tracegrad.metrics.offpolicy_rows import OFF_POLICY
 from tracegrad.metrics.rewards import REWARDS, Rewards
-from tracegrad.metrics.sinks import (
-    JsonLines,
-    Progress,
-    Row,
-    Sink,
-    Stopwatch,
-    finite,
-    log_all,
-    progress_line,
-    read_rows,
-)
+from tracegrad.metrics.sinks import JsonLines, Progress, Row, Sink, Stopwatch, finite, log_all, progress_line, read_rows
 from tracegrad.metrics.sums import Moments, Sums, moments
 from tracegrad.metrics.table import Measured, Metric, Reading, table, with_tables
 from tracegrad.metrics.tally import TRAINING, Tally

@@ -38,9 +38,6 @@ def opened(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:
         told: their names, with commas between, as `train.log_to` has them.
         out: folder of the run, which has its name on the dashboard. It keeps the id under which a resumed run goes on.
         config: options by dotted name, shown beside the curves.
-
-    Raises:
-        ArgumentError: if the package of one is not installed.
     """
     return [DASHBOARDS[name](out, config) for name in split_names(told)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,11 +17,58 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import arrays
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics import histogram
-from tracegrad.metrics.breakdown import BREAKDOWNS
 from tracegrad.metrics.columns import Column, columns
 from tracegrad.metrics.groups import Groups
 from tracegrad.metrics.offpolicy_rows import ROWS, ROWS_BY_CELL
 from tracegrad.metrics.sums import AllReduce, Floats, Sums
+
+LAGS = (0, 1, 2, 3, 4, 8, 16)
+"""First lag of each cell; the last cell is open."""
+TURNS = 8
+"""Turns with a cell of their own; later ones share one."""
+_TIERS = 7
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Values to cells, which are fixed, so that sums have one shape on every rank.
+
+    Args:
+        starts: first value of each cell but the last, which holds what is below the first or not in `values`.
+        cells: their names.
+        above: values from here on are unknown too; None where the last cell is open.
+    """
+
+    starts: tuple[int, ...]
+    cells: tuple[str, ...]
+    above: int | None = None
+
+    def place(self, values: NDArray[np.integer]) -> NDArray[np.intp]:
+        """[M] cell of each value.
+
+        >>> BREAKDOWNS["lag"].place(np.array([0, 5, 99, -1])).tolist()
+        [0, 4, 6, 7]
+        >>> [BREAKDOWNS["lag"].cells[cell] for cell in (0, 4, 6, 7)]
+        ['lag_0', 'lag_4-7', 'lag_16+', 'lag_unknown']
+        """
+        wide = values.astype(np.int64)
+        found = np.searchsorted(self.starts, wide, side="right") - 1
+        unknown = (wide < self.starts[0]) | (False if self.above is None else wide >= self.above)
+        return np.where(unknown, len(self.cells) - 1, found)
+
+
+def _names(name: str, starts: tuple[int, ...]) -> tuple[str, ...]:
+    closed = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(starts)]
+    return tuple(f"{name}_{cell}" for cell in (*closed, f"{starts[-1]}+", "unknown"))
+
+
+_FIRST_TURNS = tuple(range(TURNS + 1))
+BREAKDOWNS = {
+    "turn": Breakdown(_FIRST_TURNS, _names("turn", _FIRST_TURNS)),
+    "tier": Breakdown(tuple(range(_TIERS)), (*(f"tier_T{i}" for i in range(_TIERS)), "tier_unknown"), above=_TIERS),
+    "lag": Breakdown(LAGS, _names("lag", LAGS)),
+}
+"""Name of the array to its cells."""
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
             "Part of the pull that comes from the cell; in breakdowns only.",
             lambda s: per(s["pull"], s["pull"].sum()),
         ),
-    ),
+    )
 }
 """What exists in a breakdown only."""
 

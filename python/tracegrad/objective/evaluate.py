@@ -186,11 +186,7 @@ def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms:
 
 
 def _check_detached(objective: Objective, given: Mapping[str, Any]) -> None:
-    """Refuses terms without what `correct` makes of the parts that are known before the step.
-
-    Raises:
-        ArgumentError: with the part that would be passed over.
-    """
+    """Refuses terms without what `correct` makes of the parts that are known before the step."""
     for name, parts in (("weight", objective.weights), ("keep", objective.gates)):
         known = [part for part in parts if part.detached]
         if known and given[name] is None:
@@ -203,11 +199,7 @@ def _check_detached(objective: Objective, given: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Any]) -> None:
-    """Refuses arrays that are not one entry per term, and an entropy that is needed and absent.
-
-    Raises:
-        ArgumentError: with the array's name.
-    """
+    """Refuses arrays that are not one entry per term, and an entropy that is needed and absent."""
     for name, value in given.items():
         if value is not None and value.shape != logprobs.shape:
             raise ArgumentError(

@@ -35,11 +35,7 @@ class Bond:
         return cls(ranks, interrupt, ranks.shared(secrets.token_hex(4)))
 
     def over(self) -> bool:
-        """Whether the run is to end: the first rank is asked by a signal, its own or another's; it tells the others.
-
-        Raises:
-            TracegradError: if another rank has failed.
-        """
+        """Whether the run is to end: the first rank is asked by a signal, its own or another's; it tells the others."""
         if told := self.ranks.heard():
             raise TracegradError(f"{told} This rank stops with it.")
         signalled = self.interrupt.received is not None

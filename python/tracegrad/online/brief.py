@@ -38,11 +38,7 @@ class Brief:
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, out: Path, config: Config) -> None:
-        """Replaces what the folder of the run says.
-
-        Raises:
-            ReadError: if it cannot be written.
-        """
+        """Replaces what the folder of the run says."""
         known = {"model": self.model, "objective": self.objective, "online": asdict(self.online)}
         known |= {"play": asdict(self.play)}
         known |= {"engine": dict(self.engine), "config": as_dict(config)}
@@ -50,12 +46,7 @@ class Brief:
 
     @classmethod
     def read(cls, out: Path) -> Brief:
-        """What the folder of a run says.
-
-        Raises:
-            ReadError: if it says nothing.
-            FormatError: for a file that no trainer wrote.
-        """
+        """What the folder of a run says."""
         text = read_text(out / NAME, MOST_BYTES)
         try:
             told = json.loads(text)

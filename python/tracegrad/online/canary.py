@@ -65,9 +65,6 @@ class Canary:
         Args:
             version: that they should run.
             salt: of the requests' caches; a new one finds nothing cached.
-
-        Raises:
-            SyncError: on every rank, if a server does not answer as it should.
         """
         ranks = self.driven.ranks
         said, error = (None, None) if self.link is None else self._said(self.link, version, salt)

@@ -45,9 +45,6 @@ class Writer:
 
     Args:
         folder: made if it is not there.
-
-    Raises:
-        TracegradError: if it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -49,9 +49,6 @@ class Ledger:
 
     Args:
         folder: of the run.
-
-    Raises:
-        FormatError: for a line that is none of its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,11 +70,7 @@ class Ledger:
         self._read += len(whole)
 
     def add(self, version: int, groups: Sequence[Place], dull: Sequence[int] = ()) -> Taken:
-        """Writes the line of the next step; it is on the disk when this returns.
-
-        Raises:
-            TracegradError: if it cannot be written.
-        """
+        """Writes the line of the next step; it is on the disk when this returns."""
         taken = Taken(len(self.steps), version, tuple(groups), tuple(dull))
         line = json.dumps(_plain(taken), separators=(",", ":")) + "\n"
         try:

@@ -175,11 +175,7 @@ async def _first(stop: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
 
 
 async def model_of(servers: Any) -> str:
-    """The name by which the servers know the policy: that of the first model that each of them lists.
-
-    Raises:
-        ArgumentError: if they list none, or different ones.
-    """
+    """The name by which the servers know the policy: that of the first model that each of them lists."""
     answers = await servers.each("/v1/models", method="GET")
     names = [_listed(url, answer) for url, answer in zip(servers.urls, answers, strict=True)]
     if len(set(names)) > 1:

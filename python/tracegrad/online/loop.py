@@ -27,17 +27,16 @@ from tracegrad.metrics.dashboards import log_traces
 from tracegrad.online import frames
 from tracegrad.online.bond import Bond
 from tracegrad.online.canary import Canary
-from tracegrad.online.check import Check
+from tracegrad.online.check import Check, Forks
 from tracegrad.online.collector import Collector
 from tracegrad.online.elsewhere import Elsewhere
-from tracegrad.online.forks import Forks
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
 from tracegrad.online.options import Online, Play
-from tracegrad.online.page import write_page
 from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
 from tracegrad.online.ways import weights_of
+from tracegrad.report import write_report
 from tracegrad.sequence import Sequences, align
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
@@ -232,7 +231,10 @@ class Loop:
         """A checkpoint, and on the first rank the page of the run so far."""
         self.driven.save()
         if self.ranks.first and self._shown is not None:
-            write_page(self.driven.out, *self._shown, self.tokenizer)
+            sequences, terms = self._shown
+            rows, out = metrics.read_rows(self.driven.out / "metrics.jsonl"), self.driven.out
+            told = {"rows": rows, "sequences": sequences, "tokenizer": self.tokenizer, "terms": [terms]}
+            write_report(out / "report.html", **told, title=f"{out.name}, the tokens of step {terms.step}")
 
     def _aligned(self, traces: Traces) -> tuple[Traces, Sequences]:
         """The traces in which anything was sampled: what failed before its first answer holds nothing to train on."""
@@ -260,13 +262,11 @@ class Loop:
             check_vocabulary(sequences, model)
             for sentence in [*feed.notes, *check_media(sequences, model)]:
                 self.say(f"note     {sentence}")
-            why = settle_rows(self.driven.target, self._longest(sequences), trees=feed.shares)
+            longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
+            why = settle_rows(self.driven.target, longest, trees=feed.shares)
             self._trees, self._settled = not why, True
         [step] = replace(feed, trees=self._trees).steps(0)
         return step, feed.rewards
-
-    def _longest(self, sequences: Sequences) -> int:
-        return min(int(np.diff(sequences.cu_seqlens).max()), self.driven.config.pack.token_budget)
 
     def _push(self) -> Any:
         weights = weights_of(self.driven, self.options)

@@ -6,7 +6,7 @@ Nothing is asked of a server here, and no torch is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,71 @@ from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.link import Link
 from tracegrad.online.options import Online, Play
 from tracegrad.online.pace import Bound, Pace
-from tracegrad.online.scoring import GroupScore
 from tracegrad.online.signal import Signal
 from tracegrad.online.state import State
 from tracegrad.online.tasks import Tasks
 from tracegrad.rollout.adapters import one_turn, with_tools
+from tracegrad.rollout.play import Played
+from tracegrad.score import Rewards
 from tracegrad.tokenizer import Tokenizer
+
+_PROMPTS = ("prompt", "messages")
+
+
+class GroupScore:
+    """Scores the trajectories of a group together; `close` ends the processes of the functions.
+
+    A task that is a text gives them texts, one of messages gives them messages. Keys of a task that is a dict are
+    columns. What a trajectory said of itself is kept as the reward `own`, beside those of the functions, which alone
+    are trained on.
+
+    Args:
+        functions: `(prompts, completions, **columns) -> list[float | None]`.
+        weights: of the functions, 1 by default.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
+        self.rewards = Rewards(functions, weights)
+
+    async def __call__(self, played: Sequence[Played]) -> None:
+        """Sets `reward`, their weighted sum, and `rewards`, each by its name, of the records that did not fail."""
+        texts = all(isinstance(_prompt(each.task), str) for each in played)
+        prompts = [_prompt(each.task) if texts else each.prompt for each in played]
+        completions = [_text(each.completion) if texts else each.completion for each in played]
+        found = await self.rewards.score(prompts, completions, columns_of([each.task for each in played]))
+        for row, each in enumerate(played):
+            if each.error is not None:
+                continue
+            own = {} if each.record.get("reward") is None else {"own": each.record["reward"]}
+            total = float(found.total[row])
+            each.record["reward"] = None if math.isnan(total) else total
+            each.record["rewards"] = {**(each.record.get("rewards") or {}), **own, **found.row(row)}
+
+    def close(self) -> None:
+        """Ends the processes of the functions."""
+        self.rewards.close()
+
+
+def columns_of(tasks: Sequence[Any]) -> dict[str, list[Any]]:
+    """The values of each key that all tasks have, but for their prompts.
+
+    >>> columns_of([{"prompt": "2+2?", "answer": "4"}, {"prompt": "1+1?", "answer": "2"}])
+    {'answer': ['4', '2']}
+    """
+    if not all(isinstance(task, Mapping) for task in tasks):
+        return {}
+    names = [name for name in tasks[0] if name not in _PROMPTS and all(name in task for task in tasks)]
+    return {name: [task[name] for task in tasks] for name in names if isinstance(name, str)}
+
+
+def _prompt(task: Any) -> Any:
+    if isinstance(task, Mapping):
+        return next((task[name] for name in _PROMPTS if task.get(name) is not None), None)
+    return task
+
+
+def _text(completion: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(each.get("content") or "" for each in completion if each.get("role") == "assistant")
 
 
 @dataclass(frozen=True)
@@ -51,11 +110,7 @@ class Contract:
     def of(
         cls, *, agent: Any, environment: Any, tools: Any, rewards: Any, weights: Sequence[float] | None = None
     ) -> Contract:
-        """By the arguments of `train`.
-
-        Raises:
-            ArgumentError: for two that say how a task is played, or none.
-        """
+        """By the arguments of `train`."""
         given = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
         if len(given) > 1:
             raise ArgumentError(f"{given[0]} and {given[1]} are both given. Each says how a task is played. Pass one.")

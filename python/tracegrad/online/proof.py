@@ -63,12 +63,7 @@ class Gap:
         """By the names of the metrics."""
         if not self.terms:
             return {"sync_terms": 0}
-        return {
-            "sync_terms": self.terms,
-            "sync_p50": self.p50,
-            "sync_p99": self.p99,
-            "sync_max": self.max,
-        }
+        return {"sync_terms": self.terms, "sync_p50": self.p50, "sync_p99": self.p99, "sync_max": self.max}
 
 
 @dataclass

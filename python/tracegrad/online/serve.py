@@ -34,10 +34,6 @@ def served(
 
     Args:
         rank: of the adapters that are trained, for a server that is given them.
-
-    Raises:
-        ArgumentError: if none is named and none can be started.
-        ServerError: if the one that is started does not become healthy.
     """
     from tracegrad.rollout.server import Servers
 

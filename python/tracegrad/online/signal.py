@@ -65,11 +65,7 @@ class Signal:
         return found
 
     def check(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses rewards by other names than the one that is trained on: no group would ever teach anything.
-
-        Raises:
-            ArgumentError: if no record of a group has that one, and some have others.
-        """
+        """Refuses rewards by other names than the one that is trained on: no group would ever teach anything."""
         names = sorted({name for record in records for name in record.get("rewards") or {}} - {self.name})
         wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
         if self.free or not names or any("failure" in each for each in records):

@@ -39,11 +39,7 @@ class State:
     over: bool = False
 
     def write(self, folder: Path) -> None:
-        """Replaces what the folder says.
-
-        Raises:
-            ReadError: if it cannot be written.
-        """
+        """Replaces what the folder says."""
         write_bytes(folder / NAME, [json.dumps(asdict(self)).encode()])
 
     @classmethod
@@ -54,27 +50,20 @@ class State:
 
     @classmethod
     def read(cls, folder: Path) -> State | None:
-        """What the folder says; None where it says nothing yet.
-
-        Raises:
-            FormatError: for a file that is none of its own.
-        """
+        """What the folder says; None where it says nothing yet."""
         path = folder / NAME
         if not path.exists():
             return None
         try:
             told = json.loads(read_text(path, MOST_BYTES))
             counts = {name: count(told[name]) for name in ("version", "coming", "taken")}
-            return cls(**counts, servers=_urls(told["servers"]), model=_text(told["model"]), over=told["over"] is True)
+            servers = tuple(map(_text, told["servers"]))
+            return cls(**counts, servers=servers, model=_text(told["model"]), over=told["over"] is True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
                 f"{path}: not the state of a run ({str(error)[:80]!r}). Which weights serve is not known. Start the "
                 "trainer again, which writes it anew."
             ) from error
-
-
-def _urls(value: Any) -> tuple[str, ...]:
-    return tuple(_text(each) for each in value)
 
 
 def _text(value: Any) -> str:

@@ -23,9 +23,6 @@ class Tasks:
     Args:
         source: a list, whose tasks come again in another order, or what can be iterated once.
         seed: of the orders.
-
-    Raises:
-        ArgumentError: for a list that is empty, or what cannot be iterated.
     """
 
     def __init__(self, source: Iterable[Any], seed: int = 0) -> None:

@@ -22,11 +22,7 @@ NAME = "policy"
 
 
 def sync_of(driven: Run, told: Online) -> Callable[[Any], Any]:
-    """What makes, for the servers of a run, what pushes to them.
-
-    Raises:
-        ArgumentError: if this run's weights cannot go this way.
-    """
+    """What makes, for the servers of a run, what pushes to them."""
     folder = driven.out / FOLDER
     if told.sync == "file":
         for left in (*folder.glob("weights-*.safetensors"), *folder.glob(".weights-*.safetensors.*")):

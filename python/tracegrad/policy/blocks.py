@@ -16,11 +16,7 @@ from tracegrad.policy.run import unwrapped
 
 
 def attend_in_blocks(model: Any) -> None:
-    """Has a model that was loaded with sdpa attend by flex_attention, where it can: packed rows need no dense mask.
-
-    Args:
-        model: a transformers causal LM, with adapters of peft or without; changed in place.
-    """
+    """Has a model that was loaded with sdpa attend by flex_attention, where it can: packed rows need no dense mask."""
     inner = unwrapped(model)
     if attention_of(model) == "sdpa" and getattr(inner, "_supports_flex_attn", False):
         from transformers import AttentionInterface, AttentionMaskInterface

@@ -136,11 +136,7 @@ class _Probe:
             self.branches.append(tokens[own % len(tokens)])
 
     def alone(self) -> tuple[list[Tensor], float]:
-        """[S, H] of each branch by itself, and the difference that is rounding.
-
-        Raises:
-            ArgumentError: for a model whose tokens see what follows them.
-        """
+        """[S, H] of each branch by itself, and the difference that is rounding."""
         found = [self._states(branch[None])[0] for branch in self.branches]
         twice = _apart(self._states(np.stack([self.branches[1]] * 2))[1], found[1])
         kinds = {found[1].dtype, *(parameter.dtype for parameter in self.model.parameters())}

@@ -20,14 +20,7 @@ Plan = Literal["flex", "stack", "alone", "mask"]
 
 
 def run(model: nn.Module, batch: Batch, plan: Plan, *, share_prefix: bool = False) -> Tensor:
-    """Hidden states of a row, [T, H] in the order of `batch.ids`; zeros in branches where nothing is read.
-
-    Args:
-        model: a transformers causal LM.
-        batch: on the model's device.
-        plan: as `forward.forward_plan` says.
-        share_prefix: "stack" computes what all branches begin with once.
-    """
+    """Hidden states of a row, [T, H] in the order of `batch.ids`; zeros in branches where nothing is read."""
     if plan in ("stack", "alone"):
         how = {"share_prefix": share_prefix, "padded": plan == "stack"}
         return stacked(body_of(model), batch.ids, batch.positions, batch.read, **how)

@@ -58,11 +58,7 @@ def find(name: str) -> Objective:
 
 
 def named(name: str, kind: type[_T], room: str, what: str) -> _T:
-    """The value of a kind called `name` in a room, or NAME of `module:NAME` or `file.py:NAME`.
-
-    Raises:
-        ArgumentError: as `find`.
-    """
+    """The value of a kind called `name` in a room, or NAME of `module:NAME` or `file.py:NAME`."""
     module, _, attribute = name.rpartition(":")
     try:
         home = vars(_run(module) if module.endswith(".py") else importlib.import_module(module or room))

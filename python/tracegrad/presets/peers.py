@@ -6,14 +6,7 @@ The gradient is theirs for the same advantages; PARITY.md says how that was show
 from tracegrad.algebra import Clamp, Gate, Level, Objective, Penalty, Ratio, Reduce, Weight, Window
 from tracegrad.algebra.surrogate import Clip, Importance, PolicyGradient
 
-__all__ = [
-    "ART_467",
-    "PRIME_RL_DEFAULT",
-    "SKYRL_849",
-    "SLIME_MIS",
-    "TRL_DEFAULT",
-    "VERL_DEFAULT",
-]
+__all__ = ["ART_467", "PRIME_RL_DEFAULT", "SKYRL_849", "SLIME_MIS", "TRL_DEFAULT", "VERL_DEFAULT"]
 
 _OLD, _ROLLOUT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
 _PRODUCT, _GEOMETRIC = Level("trace", "sum"), Level("trace", "mean")
@@ -33,8 +26,8 @@ SKYRL_849 = Objective(
     _OLD,
     weights=(Weight(_MISMATCH, shape=Clamp(0.0, 2.0)),),
     gates=(
-        Gate(_MISMATCH, low=1e-4, high=100.0, scope="trace"),
-        Gate(_MISMATCH, level=_GEOMETRIC, low=0.99, high=1.01, over="kept"),
+        Gate(_MISMATCH, low=1e-4, high=100.0, drops="trace"),
+        Gate(_MISMATCH, level=_GEOMETRIC, low=0.99, high=1.01, terms="kept"),
     ),
     reduce=Reduce("token"),
 )
@@ -67,7 +60,7 @@ SLIME_MIS = Objective(
     Clip(0.2, 0.28),
     _OLD,
     weights=(Weight(_MISMATCH, shape=Clamp(0.5, 2.0)),),
-    gates=(Gate(_MISMATCH, low=1e-4, scope="trace"),),
+    gates=(Gate(_MISMATCH, low=1e-4, drops="trace"),),
     reduce=Reduce("trace", "mean"),
 )
 """slime's train_infer_mismatch_helper: token weights truncated to [1/2, 2], traces with a ratio under 1e-4 vetoed.

@@ -62,46 +62,29 @@ def _build(o: Asked) -> Recipe:
 
 
 _TRACES = Reduce("trace", "mean")
-_OPTIONS: Mapping[str, Any] = {
-    "loss_fn": "cispo",
-    "ppo": False,
-    "epsilon": None,
-    "epsilon_high": None,
-    "importance_sampling_level": "token",
-    _CAP: None,
-    "mask_prob_ratio": False,
-    "kimi_k2_tau": None,
-    "kl_penalty_coef": 0.0,
-    "precalculate_logprobs": False,
-    "truncated_importance_sampling": None,
-    "scale_rewards": True,
-    "normalize_advantages": True,
-    "learning_rate": 5e-6,
+_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "loss_fn": ("cispo", "ppo"),
+    "ppo": (False, True),
+    "epsilon": (None, 0.3),
+    "epsilon_high": (None, 0.5),
+    "importance_sampling_level": ("token", "sequence", "average", "geometric_average"),
+    _CAP: (None, 3.0),
+    "mask_prob_ratio": (False, True),
+    "kimi_k2_tau": (None, 0.1),
+    "kl_penalty_coef": (0.0, 0.05),
+    "precalculate_logprobs": (False, True),
+    "truncated_importance_sampling": (None, 2.0),
+    "scale_rewards": (True, False),
+    "normalize_advantages": (True, False),
+    "learning_rate": (5e-6, 1e-5),
 }
-_FIRST = {"precalculate_logprobs": True}
 
 ART = Peer(
     name="art",
     version="0.5.18",
     options=_OPTIONS,
     build=_build,
-    values={
-        "loss_fn": ("ppo",),
-        "ppo": (True,),
-        "epsilon": (0.3,),
-        "epsilon_high": (0.5,),
-        "importance_sampling_level": ("sequence", "average", "geometric_average"),
-        _CAP: (3.0,),
-        "mask_prob_ratio": (True,),
-        "kimi_k2_tau": (0.1,),
-        "kl_penalty_coef": (0.05,),
-        "precalculate_logprobs": (True,),
-        "truncated_importance_sampling": (2.0,),
-        "scale_rewards": (False,),
-        "normalize_advantages": (False,),
-        "learning_rate": (1e-5,),
-    },
-    beside={("truncated_importance_sampling", 2.0): _FIRST},
+    beside={"truncated_importance_sampling": {"precalculate_logprobs": True}},
     without={
         "advantage_balance": Without(
             (0.0, 0), "advantages of both signs count alike", "advantage.by_mean_size in a trainer of your own"

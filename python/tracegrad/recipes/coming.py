@@ -6,6 +6,7 @@ python -m tracegrad.recipes.coming docs/coming-from.md
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,25 +96,25 @@ def _section(peer: Peer) -> str:
 
 
 def _rows(peer: Peer) -> list[str]:
-    told = [(name, default, value) for name, default in peer.options.items() for value in peer.values.get(name, ())]
-    cells = ((f"`{name}`", _shown(default), _beside(peer, name, v), _here(peer, name, v)) for name, default, v in told)
-    return [f"| {' | '.join(row)} |" for row in cells]
+    defaults = {name: _shown(values[0]) for name, values in peer.options.items()}
+    return [
+        f"| `{name}` | {defaults[name]} | {_beside(value, beside)} | {_here(peer, name, value, beside)} |"
+        for name, value, beside in peer.cases()
+    ]
 
 
-def _beside(peer: Peer, name: str, value: Any) -> str:
-    others = peer.beside.get((name, value), {})
+def _beside(value: Any, others: Mapping[str, Any]) -> str:
     more = ", ".join(f"{each.rpartition('.')[2]} {_shown(other)}" for each, other in others.items())
     return _shown(value) + (f" (with {more})" if more else "")
 
 
-def _here(peer: Peer, name: str, value: Any) -> str:
-    beside = dict(peer.beside.get((name, value), {}))
+def _here(peer: Peer, name: str, value: Any, beside: Mapping[str, Any]) -> str:
     whole = peer.recipe({**beside, name: value})
     try:
-        found = changes(peer.recipe(beside), whole)
+        effect = changes(peer.recipe(beside), whole)
     except ArgumentError:  # it cannot be left out: what it is together with what it needs
-        found = changes(peer.recipe({}), whole)
-    return f"`{found}`" if found else "the same"
+        effect = changes(peer.recipe({}), whole)
+    return f"`{effect}`" if effect else "the same"
 
 
 def _refused(peer: Peer) -> list[str]:

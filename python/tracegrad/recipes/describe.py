@@ -52,11 +52,7 @@ def describe() -> str:
 
 
 def documented(module: ModuleType, kind: type[_T]) -> list[tuple[str, _T, str]]:
-    """Name, value and docstring of each value of a kind in a module, in the order of the source.
-
-    Raises:
-        ValueError: if one has no docstring.
-    """
+    """Name, value and docstring of each value of a kind in a module, in the order of the source."""
     body = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
     found = []
     for here, after in itertools.pairwise([*body, ast.Pass()]):

@@ -43,12 +43,12 @@ def _read(path: Path) -> Any:
     if len(data) > _MOST_BYTES:
         raise ArgumentError(f"more than {_MOST_BYTES:,} bytes. It is no config. Give another.")
     try:
-        found = json.loads(text) if path.suffix == ".json" else _yaml(text)
+        options = json.loads(text) if path.suffix == ".json" else _yaml(text)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"it cannot be read: {str(error)[:200]!r}. Nothing of it was used. Correct it.") from error
-    if not isinstance(found, dict):
-        raise ArgumentError(f"it holds a {type(found).__name__}, and options have names. Give a file of options.")
-    return found
+    if not isinstance(options, dict):
+        raise ArgumentError(f"it holds a {type(options).__name__}, and options have names. Give a file of options.")
+    return options
 
 
 def _yaml(text: str) -> Any:

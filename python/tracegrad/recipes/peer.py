@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -44,22 +44,26 @@ class Peer:
     Args:
         name: as a user calls it.
         version: of it, against which this is checked.
-        options: what is read, by dotted names, with the peer's defaults.
+        options: what is read, by dotted names: the peer's default, then what else an option may say, which is shown on
+            docs/coming-from.md and compared with the peer's own code.
         build: the recipe of all options, told or at their defaults.
-        values: what else an option may say: shown on docs/coming-from.md and compared with the peer's own code.
-        beside: what is told with a value there, so that it does something.
+        beside: what is told there with an option, or with one of its values, so that it does something.
         without: options that have no counterpart.
         own: patterns of options that say how it runs, not what it minimises.
     """
 
     name: str
     version: str
-    options: Mapping[str, Any]
+    options: Mapping[str, tuple[Any, ...]]
     build: Callable[[Asked], Recipe]
-    values: Mapping[str, tuple[Any, ...]]
-    beside: Mapping[tuple[str, Any], Mapping[str, Any]]
+    beside: Mapping[str | tuple[str, Any], Mapping[str, Any]]
     without: Mapping[str, Without]
     own: str
+
+    def cases(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+        """Each option with each value but its default, and what is told beside it."""
+        for name, (_, *values) in self.options.items():
+            yield from ((name, value, self.beside.get((name, value), self.beside.get(name, {}))) for value in values)
 
     def recipe(self, told: Mapping[str, Any], refused: Sequence[str] = ()) -> Recipe:
         """The recipe of what is told, without spellings.
@@ -67,7 +71,7 @@ class Peer:
         Raises:
             ArgumentError: for options without a counterpart, all of them at once, those in `refused` first.
         """
-        asked = Asked({**self.options, **told}, [*refused])
+        asked = Asked({name: values[0] for name, values in self.options.items()} | {**told}, [*refused])
         try:
             recipe = self.build(asked)
         except ArgumentError as error:
@@ -109,11 +113,7 @@ class Asked:
 
 
 def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
-    """The recipe of a flat config.
-
-    Raises:
-        ArgumentError: for what is no option of the peer or has no counterpart, by name and with the cure.
-    """
+    """The recipe of a flat config."""
     told: dict[str, Any] = {}
     refused: list[str] = []
     for name, value in given.items():
@@ -135,9 +135,6 @@ def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
 def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, Any]:
     """Dotted names to values of mappings and dataclasses, nested ones too as far as `deepest`.
 
-    Raises:
-        ArgumentError: for what is neither, and for more than a config holds.
-
     >>> flat({"algorithm": {"adv_estimator": "grpo"}, "trainer.n": 1})
     {'algorithm.adv_estimator': 'grpo', 'trainer.n': 1}
     """
@@ -145,22 +142,22 @@ def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, An
         raise ArgumentError(
             f"the config is {type(config).__name__}, and its options have no names. Pass its own class, or a dict."
         )
-    told = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
-    found: dict[str, Any] = {}
-    for key, value in told.items():
+    given = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
         name = f"{prefix}{key}"
         if deepest and (isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))):
-            found |= flat(value, f"{name}.", deepest - 1) or {name: None}
+            values |= flat(value, f"{name}.", deepest - 1) or {name: None}
         elif key != "_target_":
-            found[name] = value
-        if len(found) > _MOST:
+            values[name] = value
+        if len(values) > _MOST:
             raise ArgumentError(f"the config has more than {_MOST:,} options. It is none of a trainer's. Pass another.")
-    return found
+    return values
 
 
 def _typed(peer: Peer, name: str, value: Any) -> Any:
     """A value of the default's kind; numbers may be written as YAML 1.1 leaves them, 1e-6 as a text."""
-    default = peer.options[name]
+    default, *others = peer.options[name]
     number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if isinstance(value, str) and (number or default is None) and set(value) <= set("0123456789.eE+-"):
         with contextlib.suppress(ValueError):
@@ -170,9 +167,9 @@ def _typed(peer: Peer, name: str, value: Any) -> Any:
         kinds = (int, float, str, bool)
     if isinstance(default, (list, tuple)):
         kinds = (list, tuple)
-    kinds += tuple({type(each) for each in peer.values.get(name, ()) if each is not None} - {*kinds})
+    kinds += tuple({type(each) for each in others if each is not None} - {*kinds})
     interpolated = isinstance(value, str) and "${" in value
-    if value is None and (default is None or peer.values.get(name, (0,))[0] is None):
+    if value is None and None in (default, *others[:1]):
         return None
     if interpolated or not isinstance(value, kinds) or (number and isinstance(value, bool)):
         why = "it is an interpolation" if interpolated else f"it must be {' or '.join(k.__name__ for k in kinds)}"
@@ -188,17 +185,17 @@ def _refusal(name: str, value: Any, why: str, cure: str) -> str:
 
 def _spelled(peer: Peer, told: Mapping[str, Any], whole: Recipe) -> list[tuple[str, str]]:
     """Each told option that is not at its default, and what of the recipe is due to it."""
-    found = []
+    spelled = []
     for name, value in told.items():
-        if value == peer.options[name]:
+        if value == peer.options[name][0]:
             continue
         try:
             without = peer.recipe({each: told[each] for each in told if each != name})
-            here = changes(without, whole) or "without effect beside the others"
+            effect = changes(without, whole) or "without effect beside the others"
         except ArgumentError:
-            here = "what the others need"
-        found.append((f"{name} = {value}", here))
-    return found
+            effect = "what the others need"
+        spelled.append((f"{name} = {value}", effect))
+    return spelled
 
 
 def changes(before: Recipe, after: Recipe) -> str:
@@ -208,10 +205,10 @@ def changes(before: Recipe, after: Recipe) -> str:
     >>> changes(Recipe(presets.GRPO), Recipe(presets.DUAL_CLIP))
     'objective.surrogate.dual = 3.0, objective.reduce.per = token, objective.reduce.inner = None'
     """
-    found = _of_objectives(before.objective, after.objective)
-    told, now = dict(_beside(before)), dict(_beside(after))
-    found += [f"{name} = {value}" for name, value in now.items() if told.get(name) != value]
-    return ", ".join([*found, *(f"no {name}" for name in told if name not in now)])
+    lines = _of_objectives(before.objective, after.objective)
+    then, now = dict(_beside(before)), dict(_beside(after))
+    lines += [f"{name} = {value}" for name, value in now.items() if then.get(name) != value]
+    return ", ".join([*lines, *(f"no {name}" for name in then if name not in now)])
 
 
 def _beside(recipe: Recipe) -> list[tuple[str, Any]]:

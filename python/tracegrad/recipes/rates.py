@@ -5,12 +5,7 @@ from __future__ import annotations
 from tracegrad.recipes.peer import Asked
 from tracegrad.recipes.recipe import Options
 
-_NAMES = {
-    "linear": "linear",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine": "cosine",
-}
+_NAMES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 
 
 def rates(o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: bool = False) -> Options:
@@ -24,17 +19,17 @@ def rates(o: Asked, lr: str, scheduler: str, warmup: str, *, constant_warms: boo
         o.no(warmup, "warm-up is in steps here", "schedule.warmup_steps")
     if o[scheduler] == "constant" and not constant_warms:
         steps = 0
-    found: list[tuple[str, str | int | float]] = [("optimizer.lr", float(o[lr])), ("schedule.name", name)]
-    return (*found, ("schedule.warmup_steps", int(steps))) if steps else tuple(found)
+    options: list[tuple[str, str | int | float]] = [("optimizer.lr", float(o[lr])), ("schedule.name", name)]
+    return (*options, ("schedule.warmup_steps", int(steps))) if steps else tuple(options)
 
 
 def reward_kl(coef: float, kind: str, target: float | None, horizon: float) -> Options:
     """The section of KL in the reward: k3 is held within 10, the coefficient follows a target where there is one."""
     if not coef:
         return ()
-    found: list[tuple[str, str | int | float]] = [("reward_kl.coef", float(coef))]
-    found += [("reward_kl.kind", kind)] if kind != "k1" else []
-    found += [("reward_kl.cap", 10.0)] if kind == "k3" else []
+    options: list[tuple[str, str | int | float]] = [("reward_kl.coef", float(coef))]
+    options += [("reward_kl.kind", kind)] if kind != "k1" else []
+    options += [("reward_kl.cap", 10.0)] if kind == "k3" else []
     if target is not None:
-        found += [("reward_kl.target", float(target)), ("reward_kl.horizon", float(horizon))]
-    return tuple(found)
+        options += [("reward_kl.target", float(target)), ("reward_kl.horizon", float(horizon))]
+    return tuple(options)

@@ -120,9 +120,9 @@ def named(objective: Objective) -> Options:
     >>> named(presets.with_kl(presets.GRPO, 0.04))
     (('objective', 'GRPO'), ('objective.kl', 0.04))
     """
-    found = _preset(objective)
-    if found:
-        return (("objective", found),)
+    preset = _preset(objective)
+    if preset:
+        return (("objective", preset),)
     bare = replace(objective, penalties=tuple(p for p in objective.penalties if p.ratio != Ratio("theta", "ref")))
     for penalty in objective.penalties:
         for name, add in (("kl", algebra.with_kl), ("beta", algebra.with_beta)):

@@ -86,8 +86,8 @@ def _build(o: Asked) -> Recipe:
         own = (DropCovariance(o[f"{_A}clip_cov.clip_ratio"], *bounds, "microbatch", scaled=True),)
     elif loss == "kl_cov":  # its penalty is a sum, and nothing divides it
         surrogate, where = Importance(), TopCovariance(o[f"{_A}kl_cov.kl_cov_frac"], "microbatch", scaled=True)
-        told = {"gated": True, "weighted": False, "where": where, "reduce": Reduce("constant", norm=1.0)}
-        added = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **told),)
+        extra = {"gated": True, "weighted": False, "where": where, "reduce": Reduce("constant", norm=1.0)}
+        added = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **extra),)
     else:
         o.among(f"{_A}policy_loss_type", dict.fromkeys(LOSSES))
     if loss in ("clip_cov", "kl_cov", "importance_sampling") and (weights or gates):
@@ -122,13 +122,13 @@ def _weights(o: Asked) -> tuple[Weight, ...]:
 
 def _gates(o: Asked) -> tuple[Gate, ...]:
     """In SkyRL's order: outliers, tokens, then the row by what those have left of it."""
-    found: list[Gate] = []
+    gates: list[Gate] = []
     low, high = (o[f"{_C}outlier_token_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None or high is not None:
-        found.append(Gate(_MISMATCH, low=low, high=high, scope="trace"))
+        gates.append(Gate(_MISMATCH, low=low, high=high, drops="trace"))
     low, high = (o[f"{_C}token_mask_is_threshold_{side}"] for side in ("low", "high"))
     if low is not None and high is not None:
-        found.append(Gate(_MISMATCH, low=low, high=high))
+        gates.append(Gate(_MISMATCH, low=low, high=high))
     elif low is not None or high is not None:
         side = "high" if low is None else "low"
         o.no(f"{_C}token_mask_is_threshold_{side}", "one bound alone is silently off there", "tell both, or neither")
@@ -136,8 +136,8 @@ def _gates(o: Asked) -> tuple[Gate, ...]:
     if metric is not None:
         agg, name = o.among(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
         bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
-        found.append(Gate(_MISMATCH, level=Level("trace", agg), over="kept", **bounds))
-    return tuple(found)
+        gates.append(Gate(_MISMATCH, level=Level("trace", agg), terms="kept", **bounds))
+    return tuple(gates)
 
 
 def _reduce(o: Asked) -> Reduce:
@@ -173,21 +173,21 @@ def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
 
 
 def _options(o: Asked, objective: Objective) -> Options:
-    found = list(rates(o, f"{_O}lr", f"{_O}scheduler", f"{_O}num_warmup_steps"))
+    options = list(rates(o, f"{_O}lr", f"{_O}scheduler", f"{_O}num_warmup_steps"))
     beta1, beta2 = o[f"{_O}adam_betas"]
-    found += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
-    found += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
+    options += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
+    options += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
     whole, mini = o["trainer.train_batch_size"], o["trainer.policy_mini_batch_size"]
     charged = o[f"{_A}use_kl_in_reward"]
     if whole and mini and (objective.needs.old or charged):
-        found.append(("train.updates_per_old", max(1, whole // mini)))
+        options.append(("train.updates_per_old", max(1, whole // mini)))
     if charged and o[f"{_A}use_kl_loss"]:
         o.no(f"{_A}use_kl_in_reward", "SkyRL takes it or use_kl_loss", "use_kl_loss False")
     elif charged:
         target = o.among(f"{_A}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{_A}kl_ctrl.kl_target"]})
         kind = o.among(f"{_A}kl_estimator_type", {each: each for each in ("k1", "k2", "k3", "abs")})
-        found += reward_kl(o[f"{_A}kl_loss_coef"], kind, target, o[f"{_A}kl_ctrl.horizon"])
-    return (*found, *_filters(o))
+        options += reward_kl(o[f"{_A}kl_loss_coef"], kind, target, o[f"{_A}kl_ctrl.horizon"])
+    return (*options, *_filters(o))
 
 
 def _filters(o: Asked) -> Options:
@@ -205,71 +205,70 @@ def _filters(o: Asked) -> Options:
         why = "it compares what apply_overlong_filtering left" if masks else "SkyRL has it with zero_variance_filter"
         o.no("trainer.fully_async.sample_full_batch", why, "leave one of them out" if masks else "tell both")
     even = "filter.even_groups" if kind or refills else "filter.mask_even" if masks else ""
-    found: list[tuple[str, Any]] = [(even, True)] if even else []
-    found += [("filter.tolerance", tolerance)] if tolerance else []
-    found += [("filter.truncated", True)] if truncated else []
-    return (*found, *([("filter.zero_truncated", True)] if o["generator.zero_reward_on_non_stop"] else []))
+    options: list[tuple[str, Any]] = [(even, True)] if even else []
+    options += [("filter.tolerance", tolerance)] if tolerance else []
+    options += [("filter.truncated", True)] if truncated else []
+    return (*options, *([("filter.zero_truncated", True)] if o["generator.zero_reward_on_non_stop"] else []))
 
 
-_OPTIONS: Mapping[str, Any] = {
-    f"{_A}policy_loss_type": "regular",
-    f"{_A}loss_reduction": "token_mean",
-    f"{_A}max_seq_len": None,
-    f"{_A}eps_clip_low": 0.2,
-    f"{_A}eps_clip_high": 0.2,
-    f"{_A}clip_ratio_c": 3.0,
-    f"{_A}cispo.cispo_eps_clip_low": 0.0,
-    f"{_A}cispo.cispo_eps_clip_high": 5.0,
-    f"{_A}sapo.tau_pos": 1.0,
-    f"{_A}sapo.tau_neg": 1.05,
-    f"{_A}dppo.dppo_type": "binary_tv",
-    f"{_A}dppo.delta_low": 0.2,
-    f"{_A}dppo.delta_high": 0.2,
-    f"{_A}clip_cov.clip_ratio": 0.0002,
-    f"{_A}clip_cov.clip_cov_lb": 1.0,
-    f"{_A}clip_cov.clip_cov_ub": 5.0,
-    f"{_A}kl_cov.kl_cov_frac": 0.2,
-    f"{_A}kl_cov.ppo_kl_coef": 1.0,
-    f"{_A}use_kl_loss": True,
-    f"{_A}kl_loss_coef": 0.001,
-    f"{_A}kl_estimator_type": "k3",
-    f"{_A}use_kl_in_reward": False,
-    f"{_A}kl_ctrl.type": "fixed",
-    f"{_A}kl_ctrl.kl_target": 0.1,
-    f"{_A}kl_ctrl.horizon": 10000,
-    f"{_A}use_entropy_loss": False,
-    f"{_A}entropy_loss_coef": 0.01,
-    f"{_C}tis_ratio_type": None,
-    f"{_C}token_tis_ratio_clip_high": 2.0,
-    f"{_C}sequence_tis_ratio_clip_high": 5.0,
-    f"{_C}sequence_mask_metric": None,
-    f"{_C}geo_mask_high": 1.01,
-    f"{_C}geo_mask_low": 0.99,
-    f"{_C}product_mask_high": 2.0,
-    f"{_C}product_mask_low": 0.5,
-    f"{_C}outlier_token_is_threshold_low": None,
-    f"{_C}outlier_token_is_threshold_high": None,
-    f"{_C}token_mask_is_threshold_low": None,
-    f"{_C}token_mask_is_threshold_high": None,
-    f"{_A}advantage_estimator": "grpo",
-    f"{_A}grpo_norm_by_std": True,
-    f"{_O}lr": 1e-6,
-    f"{_O}scheduler": "constant_with_warmup",
-    f"{_O}num_warmup_steps": 0,
-    f"{_O}adam_betas": (0.9, 0.999),
-    f"{_O}weight_decay": 0.01,
-    f"{_O}max_grad_norm": 1.0,
-    f"{_A}zero_variance_filter": False,
-    f"{_A}zero_variance_filter_tol": 1e-6,
-    f"{_A}dynamic_sampling.type": None,
-    "trainer.fully_async.sample_full_batch": False,
-    "generator.apply_overlong_filtering": False,
-    "generator.zero_reward_on_non_stop": False,
-    "trainer.train_batch_size": 0,
-    "trainer.policy_mini_batch_size": 256,
+_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    f"{_A}policy_loss_type": LOSSES,
+    f"{_A}loss_reduction": ("token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"),
+    f"{_A}max_seq_len": (None,),
+    f"{_A}eps_clip_low": (0.2, 0.1),
+    f"{_A}eps_clip_high": (0.2, 0.28),
+    f"{_A}clip_ratio_c": (3.0, 2.0),
+    f"{_A}cispo.cispo_eps_clip_low": (0.0, 1.0),
+    f"{_A}cispo.cispo_eps_clip_high": (5.0, 4.0),
+    f"{_A}sapo.tau_pos": (1.0, 1.5),
+    f"{_A}sapo.tau_neg": (1.05, 1.2),
+    f"{_A}dppo.dppo_type": ("binary_tv", "binary_kl"),
+    f"{_A}dppo.delta_low": (0.2, 0.1),
+    f"{_A}dppo.delta_high": (0.2, 0.1),
+    f"{_A}clip_cov.clip_ratio": (0.0002, 0.1),
+    f"{_A}clip_cov.clip_cov_lb": (1.0, 0.001),
+    f"{_A}clip_cov.clip_cov_ub": (5.0, 0.03),
+    f"{_A}kl_cov.kl_cov_frac": (0.2, 0.4),
+    f"{_A}kl_cov.ppo_kl_coef": (1.0, 0.5),
+    f"{_A}use_kl_loss": (True, False),
+    f"{_A}kl_loss_coef": (0.001, 0.1),
+    f"{_A}kl_estimator_type": ("k3", "k1", "k2", "abs"),
+    f"{_A}use_kl_in_reward": (False, True),
+    f"{_A}kl_ctrl.type": ("fixed", "adaptive"),
+    f"{_A}kl_ctrl.kl_target": (0.1, 0.05),
+    f"{_A}kl_ctrl.horizon": (10000, 500),
+    f"{_A}use_entropy_loss": (False, True),
+    f"{_A}entropy_loss_coef": (0.01, 0.05),
+    f"{_C}tis_ratio_type": (None, "token", "sequence"),
+    f"{_C}token_tis_ratio_clip_high": (2.0, 3.0),
+    f"{_C}sequence_tis_ratio_clip_high": (5.0, 1.2),
+    f"{_C}sequence_mask_metric": (None, "geometric", "product"),
+    f"{_C}geo_mask_high": (1.01, 1.1),
+    f"{_C}geo_mask_low": (0.99, 0.95),
+    f"{_C}product_mask_high": (2.0, 3.0),
+    f"{_C}product_mask_low": (0.5, 0.3),
+    f"{_C}outlier_token_is_threshold_low": (None, 1e-4),
+    f"{_C}outlier_token_is_threshold_high": (None, 100.0),
+    f"{_C}token_mask_is_threshold_low": (None, 0.6),
+    f"{_C}token_mask_is_threshold_high": (None, 1.6),
+    f"{_A}advantage_estimator": ("grpo", "rloo", "maxrl"),
+    f"{_A}grpo_norm_by_std": (True, False),
+    f"{_O}lr": (1e-6, 2e-6),
+    f"{_O}scheduler": ("constant_with_warmup", "linear", "cosine"),
+    f"{_O}num_warmup_steps": (0, 10),
+    f"{_O}adam_betas": ((0.9, 0.999),),
+    f"{_O}weight_decay": (0.01, 0.0),
+    f"{_O}max_grad_norm": (1.0, 0.2),
+    f"{_A}zero_variance_filter": (False, True),
+    f"{_A}zero_variance_filter_tol": (1e-6, 0.0),
+    f"{_A}dynamic_sampling.type": (None, "filter"),
+    "trainer.fully_async.sample_full_batch": (False, True),
+    "generator.apply_overlong_filtering": (False, True),
+    "generator.zero_reward_on_non_stop": (False, True),
+    "trainer.train_batch_size": (0, 1024),
+    "trainer.policy_mini_batch_size": (256,),
 }
-_LOSS, _GEO = f"{_A}policy_loss_type", {f"{_C}sequence_mask_metric": "geometric"}
-_PRODUCT = {f"{_C}sequence_mask_metric": "product"}
+_LOSS, _COV = f"{_A}policy_loss_type", f"{_A}clip_cov.clip_cov_lb"
 _CHARGED = {f"{_A}use_kl_loss": False, f"{_A}use_kl_in_reward": True}
 
 SKYRL = Peer(
@@ -277,90 +276,26 @@ SKYRL = Peer(
     version="0.3.0",
     options=_OPTIONS,
     build=_build,
-    values={
-        _LOSS: LOSSES[1:],
-        f"{_A}loss_reduction": ("sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"),
-        f"{_A}eps_clip_low": (0.1,),
-        f"{_A}eps_clip_high": (0.28,),
-        f"{_A}clip_ratio_c": (2.0,),
-        f"{_A}cispo.cispo_eps_clip_low": (1.0,),
-        f"{_A}cispo.cispo_eps_clip_high": (4.0,),
-        f"{_A}sapo.tau_pos": (1.5,),
-        f"{_A}sapo.tau_neg": (1.2,),
-        f"{_A}dppo.dppo_type": ("binary_kl",),
-        f"{_A}dppo.delta_low": (0.1,),
-        f"{_A}dppo.delta_high": (0.1,),
-        f"{_A}clip_cov.clip_ratio": (0.1,),
-        f"{_A}clip_cov.clip_cov_lb": (0.001,),
-        f"{_A}clip_cov.clip_cov_ub": (0.03,),
-        f"{_A}kl_cov.kl_cov_frac": (0.4,),
-        f"{_A}kl_cov.ppo_kl_coef": (0.5,),
-        f"{_A}use_kl_loss": (False,),
-        f"{_A}kl_loss_coef": (0.1,),
-        f"{_A}kl_estimator_type": ("k1", "k2", "abs"),
-        f"{_A}use_kl_in_reward": (True,),
-        f"{_A}kl_ctrl.type": ("adaptive",),
-        f"{_A}kl_ctrl.kl_target": (0.05,),
-        f"{_A}kl_ctrl.horizon": (500,),
-        f"{_A}use_entropy_loss": (True,),
-        f"{_A}entropy_loss_coef": (0.05,),
-        f"{_C}tis_ratio_type": ("token", "sequence"),
-        f"{_C}token_tis_ratio_clip_high": (3.0,),
-        f"{_C}sequence_tis_ratio_clip_high": (1.2,),
-        f"{_C}sequence_mask_metric": ("geometric", "product"),
-        f"{_C}geo_mask_high": (1.1,),
-        f"{_C}geo_mask_low": (0.95,),
-        f"{_C}product_mask_high": (3.0,),
-        f"{_C}product_mask_low": (0.3,),
-        f"{_C}outlier_token_is_threshold_low": (1e-4,),
-        f"{_C}outlier_token_is_threshold_high": (100.0,),
-        f"{_C}token_mask_is_threshold_low": (0.6,),
-        f"{_C}token_mask_is_threshold_high": (1.6,),
-        f"{_A}advantage_estimator": ("rloo", "maxrl"),
-        f"{_A}grpo_norm_by_std": (False,),
-        f"{_O}lr": (2e-6,),
-        f"{_O}scheduler": ("linear", "cosine"),
-        f"{_O}num_warmup_steps": (10,),
-        f"{_O}weight_decay": (0.0,),
-        f"{_O}max_grad_norm": (0.2,),
-        f"{_A}zero_variance_filter": (True,),
-        f"{_A}zero_variance_filter_tol": (0.0,),
-        f"{_A}dynamic_sampling.type": ("filter",),
-        "trainer.fully_async.sample_full_batch": (True,),
-        "generator.apply_overlong_filtering": (True,),
-        "generator.zero_reward_on_non_stop": (True,),
-        "trainer.train_batch_size": (1024,),
-    },
     beside={
         (f"{_A}loss_reduction", "seq_mean_token_sum_norm"): {f"{_A}max_seq_len": 40},
-        (f"{_A}clip_ratio_c", 2.0): {_LOSS: "dual_clip"},
-        (f"{_A}cispo.cispo_eps_clip_low", 1.0): {_LOSS: "cispo"},
-        (f"{_A}cispo.cispo_eps_clip_high", 4.0): {_LOSS: "cispo"},
-        (f"{_A}sapo.tau_pos", 1.5): {_LOSS: "sapo"},
-        (f"{_A}sapo.tau_neg", 1.2): {_LOSS: "sapo"},
-        (f"{_A}dppo.dppo_type", "binary_kl"): {_LOSS: "dppo"},
-        (f"{_A}dppo.delta_low", 0.1): {_LOSS: "dppo"},
-        (f"{_A}dppo.delta_high", 0.1): {_LOSS: "dppo"},
-        (f"{_A}clip_cov.clip_ratio", 0.1): {_LOSS: "clip_cov", f"{_A}clip_cov.clip_cov_lb": 0.001},
-        (f"{_A}clip_cov.clip_cov_lb", 0.001): {_LOSS: "clip_cov"},
-        (f"{_A}clip_cov.clip_cov_ub", 0.03): {_LOSS: "clip_cov", f"{_A}clip_cov.clip_cov_lb": 0.001},
-        (f"{_A}kl_cov.kl_cov_frac", 0.4): {_LOSS: "kl_cov"},
-        (f"{_A}kl_cov.ppo_kl_coef", 0.5): {_LOSS: "kl_cov"},
-        (f"{_A}use_kl_in_reward", True): {f"{_A}use_kl_loss": False},
-        (f"{_A}kl_ctrl.type", "adaptive"): _CHARGED,
-        (f"{_A}kl_ctrl.kl_target", 0.05): {**_CHARGED, f"{_A}kl_ctrl.type": "adaptive"},
-        (f"{_A}kl_ctrl.horizon", 500): {**_CHARGED, f"{_A}kl_ctrl.type": "adaptive"},
-        (f"{_A}entropy_loss_coef", 0.05): {f"{_A}use_entropy_loss": True},
-        (f"{_C}token_tis_ratio_clip_high", 3.0): {f"{_C}tis_ratio_type": "token"},
-        (f"{_C}sequence_tis_ratio_clip_high", 1.2): {f"{_C}tis_ratio_type": "sequence"},
-        (f"{_C}geo_mask_high", 1.1): _GEO,
-        (f"{_C}geo_mask_low", 0.95): _GEO,
-        (f"{_C}product_mask_high", 3.0): _PRODUCT,
-        (f"{_C}product_mask_low", 0.3): _PRODUCT,
-        (f"{_C}token_mask_is_threshold_low", 0.6): {f"{_C}token_mask_is_threshold_high": 1.6},
-        (f"{_C}token_mask_is_threshold_high", 1.6): {f"{_C}token_mask_is_threshold_low": 0.6},
-        (f"{_A}zero_variance_filter_tol", 0.0): {f"{_A}zero_variance_filter": True},
-        ("trainer.fully_async.sample_full_batch", True): {f"{_A}zero_variance_filter": True},
+        f"{_A}clip_ratio_c": {_LOSS: "dual_clip"},
+        **{f"{_A}cispo.cispo_eps_clip_{side}": {_LOSS: "cispo"} for side in ("low", "high")},
+        **{f"{_A}sapo.tau_{sign}": {_LOSS: "sapo"} for sign in ("pos", "neg")},
+        **{f"{_A}dppo.{name}": {_LOSS: "dppo"} for name in ("dppo_type", "delta_low", "delta_high")},
+        **{f"{_A}clip_cov.{name}": {_LOSS: "clip_cov", _COV: 0.001} for name in ("clip_ratio", "clip_cov_ub")},
+        _COV: {_LOSS: "clip_cov"},
+        **{f"{_A}kl_cov.{name}": {_LOSS: "kl_cov"} for name in ("kl_cov_frac", "ppo_kl_coef")},
+        f"{_A}use_kl_in_reward": {f"{_A}use_kl_loss": False},
+        f"{_A}kl_ctrl.type": _CHARGED,
+        **{f"{_A}kl_ctrl.{name}": {**_CHARGED, f"{_A}kl_ctrl.type": "adaptive"} for name in ("kl_target", "horizon")},
+        f"{_A}entropy_loss_coef": {f"{_A}use_entropy_loss": True},
+        **{f"{_C}{kind}_tis_ratio_clip_high": {f"{_C}tis_ratio_type": kind} for kind in ("token", "sequence")},
+        **{f"{_C}geo_mask_{side}": {f"{_C}sequence_mask_metric": "geometric"} for side in ("high", "low")},
+        **{f"{_C}product_mask_{side}": {f"{_C}sequence_mask_metric": "product"} for side in ("high", "low")},
+        f"{_C}token_mask_is_threshold_low": {f"{_C}token_mask_is_threshold_high": 1.6},
+        f"{_C}token_mask_is_threshold_high": {f"{_C}token_mask_is_threshold_low": 0.6},
+        f"{_A}zero_variance_filter_tol": {f"{_A}zero_variance_filter": True},
+        "trainer.fully_async.sample_full_batch": {f"{_A}zero_variance_filter": True},
     },
     without={
         f"{_A}advantage_batch_normalize": Without(

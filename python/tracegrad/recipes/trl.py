@@ -43,13 +43,13 @@ def from_trl(config: Any) -> Recipe:
     >>> print(from_trl({"loss_type": "cispo", "epsilon_high": 5.0}).objective.weights[0])
     clamp(w, 0, 5), w = theta/old
     """
-    told = flat(config, deepest=0)
-    if told.get("scale_rewards") in (True, False):
-        told["scale_rewards"] = "group" if told["scale_rewards"] else "none"
-    cap = told.pop("vllm_importance_sampling_cap", None)
+    options = flat(config, deepest=0)
+    if options.get("scale_rewards") in (True, False):
+        options["scale_rewards"] = "group" if options["scale_rewards"] else "none"
+    cap = options.pop("vllm_importance_sampling_cap", None)
     if cap is not None:
-        told["vllm_importance_sampling_clip_max"] = cap
-    return read(TRL, told)
+        options["vllm_importance_sampling_clip_max"] = cap
+    return read(TRL, options)
 
 
 def _build(o: Asked) -> Recipe:
@@ -127,18 +127,18 @@ def _bonus(o: Asked) -> Entropy | None:
 
 
 def _options(o: Asked) -> Options:
-    found: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
-    found += [("train.epochs", int(o["num_train_epochs"])), ("train.updates_per_old", _updates(o))]
+    options: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
+    options += [("train.epochs", int(o["num_train_epochs"])), ("train.updates_per_old", _updates(o))]
     if o["num_train_epochs"] != int(o["num_train_epochs"]) or o["num_train_epochs"] < 1:
         o.no("num_train_epochs", "passes are whole here", "train.epochs says how many")
     if o["sync_ref_model"]:
-        found.append(("train.ref_every", o["ref_model_sync_steps"]))
+        options.append(("train.ref_every", o["ref_model_sync_steps"]))
         if o["ref_model_mixup_alpha"] != 1:
             why = "the reference is renewed whole here, and not mixed with the one before"
             o.no("ref_model_mixup_alpha", why, "1.0 is train.ref_every")
-    found += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
-    found += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
-    return (*rates(o, "learning_rate", "lr_scheduler_type", "warmup_steps"), *found)
+    options += [(f"optimizer.{name}", o[f"adam_{there}"]) for name, there in _ADAM.items()]
+    options += [("optimizer.weight_decay", o["weight_decay"]), ("optimizer.grad_clip", o["max_grad_norm"])]
+    return (*rates(o, "learning_rate", "lr_scheduler_type", "warmup_steps"), *options)
 
 
 def _updates(o: Asked) -> int:
@@ -154,132 +154,74 @@ def _updates(o: Asked) -> int:
 
 _ADAM = {"beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
 _SAMPLING = "the traces are recorded; a run has no generation to tell"
-_OPTIONS: Mapping[str, Any] = {
-    "loss_type": "dapo",
-    "importance_sampling_level": "token",
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "delta": None,
-    "beta": 0.0,
-    "use_bias_correction_kl": True,
-    "use_vllm": False,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    "vllm_importance_sampling_clip_min": None,
-    "off_policy_mask_threshold": None,
-    "top_entropy_quantile": 1.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "entropy_coef_min": 0.0,
-    "entropy_coef_max": 1.0,
-    "entropy_coef_delta": 0.005,
-    "entropy_target": 0.2,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "max_completion_length": 512,
-    "scale_rewards": "group",
-    "mask_truncated_completions": False,
-    "sync_ref_model": False,
-    "ref_model_mixup_alpha": 0.6,
-    "ref_model_sync_steps": 512,
-    "num_iterations": 1,
-    "steps_per_generation": None,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "num_train_epochs": 3.0,
+_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "epsilon": (0.2, 0.1),
+    "epsilon_high": (None, 0.28),
+    "delta": (None, 1.6),
+    "beta": (0.0, 0.04),
+    "use_bias_correction_kl": (True, False),
+    "use_vllm": (False, True),
+    "vllm_importance_sampling_correction": (True, False),
+    "vllm_importance_sampling_mode": ("sequence_mask", "token_truncate", "token_mask", "sequence_truncate"),
+    "vllm_importance_sampling_clip_max": (3.0, None, 2.0),
+    "vllm_importance_sampling_clip_min": (None, 0.5),
+    "off_policy_mask_threshold": (None, 0.05),
+    "top_entropy_quantile": (1.0, 0.4),
+    "entropy_coef": (0.0, 0.05),
+    "use_adaptive_entropy": (False, True),
+    "entropy_coef_min": (0.0, 0.01),
+    "entropy_coef_max": (1.0, 0.5),
+    "entropy_coef_delta": (0.005, 0.01),
+    "entropy_target": (0.2, 0.4),
+    "sapo_temperature_pos": (1.0, 1.5),
+    "sapo_temperature_neg": (1.05, 1.2),
+    "vespo_k_pos": (2.0, 1.5),
+    "vespo_lambda_pos": (3.0, 2.5),
+    "vespo_k_neg": (3.0, 2.5),
+    "vespo_lambda_neg": (2.0, 1.5),
+    "max_completion_length": (512, 32),
+    "scale_rewards": ("group", "batch", "none"),
+    "mask_truncated_completions": (False, True),
+    "sync_ref_model": (False, True),
+    "ref_model_mixup_alpha": (0.6,),
+    "ref_model_sync_steps": (512, 64),
+    "num_iterations": (1,),
+    "steps_per_generation": (None, 4),
+    "gradient_accumulation_steps": (1,),
+    "learning_rate": (1e-6, 2e-6),
+    "lr_scheduler_type": ("linear", "constant", "constant_with_warmup", "cosine"),
+    "warmup_steps": (0.0, 10.0),
+    "adam_beta1": (0.9, 0.8),
+    "adam_beta2": (0.999, 0.99),
+    "adam_epsilon": (1e-8, 1e-6),
+    "weight_decay": (0.0, 0.01),
+    "max_grad_norm": (1.0, 0.2),
+    "num_train_epochs": (3.0, 1.0),
 }
-_VLLM = {"use_vllm": True}
 
 TRL = Peer(
     name="trl",
     version="1.16",
     options=_OPTIONS,
     build=_build,
-    values={
-        "loss_type": ("grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"),
-        "importance_sampling_level": ("sequence",),
-        "epsilon": (0.1,),
-        "epsilon_high": (0.28,),
-        "delta": (1.6,),
-        "beta": (0.04,),
-        "use_bias_correction_kl": (False,),
-        "use_vllm": (True,),
-        "vllm_importance_sampling_correction": (False,),
-        "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate"),
-        "vllm_importance_sampling_clip_max": (None, 2.0),
-        "vllm_importance_sampling_clip_min": (0.5,),
-        "off_policy_mask_threshold": (0.05,),
-        "top_entropy_quantile": (0.4,),
-        "entropy_coef": (0.05,),
-        "use_adaptive_entropy": (True,),
-        "entropy_coef_min": (0.01,),
-        "entropy_coef_max": (0.5,),
-        "entropy_coef_delta": (0.01,),
-        "entropy_target": (0.4,),
-        "sapo_temperature_pos": (1.5,),
-        "sapo_temperature_neg": (1.2,),
-        "vespo_k_pos": (1.5,),
-        "vespo_lambda_pos": (2.5,),
-        "vespo_k_neg": (2.5,),
-        "vespo_lambda_neg": (1.5,),
-        "max_completion_length": (32,),
-        "scale_rewards": ("batch", "none"),
-        "mask_truncated_completions": (True,),
-        "sync_ref_model": (True,),
-        "ref_model_sync_steps": (64,),
-        "steps_per_generation": (4,),
-        "learning_rate": (2e-6,),
-        "lr_scheduler_type": ("constant", "constant_with_warmup", "cosine"),
-        "warmup_steps": (10.0,),
-        "adam_beta1": (0.8,),
-        "adam_beta2": (0.99,),
-        "adam_epsilon": (1e-6,),
-        "weight_decay": (0.01,),
-        "max_grad_norm": (0.2,),
-        "num_train_epochs": (1.0,),
-    },
     beside={
         ("loss_type", "cispo"): {"epsilon_high": 5.0},
-        ("use_bias_correction_kl", False): {"beta": 0.04},
+        "use_bias_correction_kl": {"beta": 0.04},
         **{
-            (name, value): _VLLM
-            for name, values in {
-                "vllm_importance_sampling_correction": (False,),
-                "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate"),
-                "vllm_importance_sampling_clip_max": (None, 2.0),
-                "vllm_importance_sampling_clip_min": (0.5,),
-            }.items()
-            for value in values
+            f"vllm_importance_sampling_{name}": {"use_vllm": True}
+            for name in ("correction", "mode", "clip_max", "clip_min")
         },
         **{
-            (name, value): {"use_adaptive_entropy": True}
-            for name, value in {
-                "entropy_coef_min": 0.01,
-                "entropy_coef_max": 0.5,
-                "entropy_coef_delta": 0.01,
-                "entropy_target": 0.4,
-            }.items()
+            f"entropy_{name}": {"use_adaptive_entropy": True}
+            for name in ("coef_min", "coef_max", "coef_delta", "target")
         },
-        **{(f"sapo_temperature_{name}", v): {"loss_type": "sapo"} for name, v in (("pos", 1.5), ("neg", 1.2))},
-        **{
-            (f"vespo_{name}", value): {"loss_type": "vespo"}
-            for name, value in {"k_pos": 1.5, "lambda_pos": 2.5, "k_neg": 2.5, "lambda_neg": 1.5}.items()
-        },
-        ("max_completion_length", 32): {"loss_type": "dr_grpo"},
-        ("sync_ref_model", True): {"ref_model_mixup_alpha": 1.0, "beta": 0.04},
-        ("ref_model_sync_steps", 64): {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04},
+        **{f"sapo_temperature_{sign}": {"loss_type": "sapo"} for sign in ("pos", "neg")},
+        **{f"vespo_{name}": {"loss_type": "vespo"} for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+        "max_completion_length": {"loss_type": "dr_grpo"},
+        "sync_ref_model": {"ref_model_mixup_alpha": 1.0, "beta": 0.04},
+        "ref_model_sync_steps": {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "beta": 0.04},
     },
     without={
         "multi_objective_aggregation": Without(

@@ -30,7 +30,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.recipes.peer import Asked, Peer, flat, read
 from tracegrad.recipes.rates import rates, reward_kl
 from tracegrad.recipes.recipe import Options, Recipe
-from tracegrad.recipes.verl_options import BESIDE, CORRECTIONS, LOSSES, OPTIONS, OWN, VALUES, WITHOUT, A, C, G
+from tracegrad.recipes.verl_options import BESIDE, CORRECTIONS, LOSSES, OPTIONS, OWN, WITHOUT, A, C, G
 
 _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
 _PRODUCT = Level("trace", "sum")
@@ -144,8 +144,8 @@ def _weights(o: Asked, ratio: Ratio) -> tuple[Weight, ...]:
 
 def _gates(o: Asked, ratio: Ratio) -> tuple[Gate, ...]:
     """rollout_rs, a list with commas, and its thresholds; verl's k1 is -log, so that its bounds are turned over."""
-    name, told = f"{C}rollout_rs_threshold", o[f"{C}rollout_rs"]
-    wanted = [each.strip() for each in told.split(",")] if told else []
+    name, asked = f"{C}rollout_rs_threshold", o[f"{C}rollout_rs"]
+    wanted = [each.strip() for each in asked.split(",")] if asked else []
     thresholds = [each.strip() for each in str(o[name]).split(",")] if wanted else []
     if wanted and (o[name] is None or len(thresholds) not in (1, len(wanted))):
         o.no(name, f"{len(wanted)} rejections need one threshold, or one each", "such as 0.999_1.001")
@@ -166,10 +166,10 @@ def _gates(o: Asked, ratio: Ratio) -> tuple[Gate, ...]:
 
 def _threshold(o: Asked, name: str, text: str) -> tuple[float | None, float]:
     """A bound, or two as "low_high"."""
-    found = re.fullmatch(r"(?:([0-9.]+)_)?([0-9.]+(?:e[-+]?[0-9]+)?)", text)
+    bounds = re.fullmatch(r"(?:([0-9.]+)_)?([0-9.]+(?:e[-+]?[0-9]+)?)", text)
     try:
-        assert found is not None
-        low, high = None if found[1] is None else float(found[1]), float(found[2])
+        assert bounds is not None
+        low, high = None if bounds[1] is None else float(bounds[1]), float(bounds[2])
         assert high > 0
         return low, high
     except (AssertionError, ValueError):
@@ -211,39 +211,36 @@ def _bonus(o: Asked, reduce: Reduce) -> Entropy | None:
 
 
 def _options(o: Asked, objective: Objective) -> Options:
-    found = list(
+    options = list(
         rates(o, f"{A}optim.lr", f"{A}optim.lr_scheduler_type", f"{A}optim.lr_warmup_steps", constant_warms=True)
     )
     beta1, beta2 = o[f"{A}optim.betas"]
-    found += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
-    found += [("optimizer.weight_decay", o[f"{A}optim.weight_decay"]), ("optimizer.grad_clip", o[f"{A}grad_clip"])]
+    options += [("optimizer.beta1", float(beta1)), ("optimizer.beta2", float(beta2))]
+    options += [("optimizer.weight_decay", o[f"{A}optim.weight_decay"]), ("optimizer.grad_clip", o[f"{A}grad_clip"])]
     whole, mini = o["data.train_batch_size"], o[f"{A}ppo_mini_batch_size"]
     charged = o[f"{G}use_kl_in_reward"]
     if whole and mini and (objective.needs.old or charged):
-        found.append(("train.updates_per_old", max(1, whole // mini)))
+        options.append(("train.updates_per_old", max(1, whole // mini)))
     if charged and o[f"{C}bypass_mode"]:
         o.no(f"{G}use_kl_in_reward", "with bypass_mode it is the recorded policy that pays", "tell one of them")
     if charged:
         kinds = {f"{each}{plus}": here for each, here in _KINDS.items() for plus in ("", "+")}
         target = o.among(f"{G}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{G}kl_ctrl.target_kl"]})
         kind, horizon = o.among(f"{G}kl_penalty", kinds), o[f"{G}kl_ctrl.horizon"]
-        found += reward_kl(o[f"{G}kl_ctrl.kl_coef"], kind, target, horizon)
+        options += reward_kl(o[f"{G}kl_ctrl.kl_coef"], kind, target, horizon)
     if o[f"{G}filter_groups.enable"]:
-        found.append(("filter.even_groups", True))
+        options.append(("filter.even_groups", True))
         if o[f"{G}filter_groups.metric"] not in (None, "reward"):
             o.no(f"{G}filter_groups.metric", "groups are compared by the reward that is trained on", "reward")
-    return tuple(found)
+    return tuple(options)
 
 
-VERL = Peer("verl", "0.9.1", OPTIONS, _build, VALUES, BESIDE, WITHOUT, OWN)
+VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN)
 NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 
 
 def named(name: str) -> Recipe:
     """One of verl's nineteen corrections by its name, on its vanilla loss with the advantages of its grpo.
-
-    Raises:
-        ArgumentError: for a name that it does not have.
 
     >>> named("VERL_BYPASS_PPO_CLIP").objective.ratio
     Ratio(num='theta', den='rollout')

@@ -11,7 +11,7 @@ from typing import Any
 from tracegrad.errors import ArgumentError
 from tracegrad.rollout.environment import Score, converse, scored
 from tracegrad.rollout.play import Contract
-from tracegrad.rollout.policy import Policy
+from tracegrad.rollout.policy import Policy, sent
 from tracegrad.rollout.session import prompt_of
 from tracegrad.rollout.tools import Tools
 
@@ -28,7 +28,7 @@ def one_turn(score: Score | None = None, *, sampling: Mapping[str, Any] | None =
     async def contract(task: Any, policy: Policy) -> Any:
         prompt = prompt_of(task)
         message = await policy.chat(prompt, **(sampling or {}))
-        return await scored(score, task, prompt, [_spoken(message)])
+        return await scored(score, task, prompt, [sent(message)])
 
     return contract
 
@@ -69,7 +69,3 @@ def with_tools(
         return await scored(score, task, prompt, messages[len(prompt) :])
 
     return contract
-
-
-def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != "finish_reason"}

@@ -42,11 +42,7 @@ class Inside(Servers):
         return self
 
     async def where(self, session: str) -> str:
-        """Refused: an agent that brings its own client needs an address.
-
-        Raises:
-            ServerError: always.
-        """
+        """Refused: an agent that brings its own client needs an address."""
         raise ServerError(
             "the policy is served in this process and has no address. An agent that asks by policy.base_url cannot "
             "reach it. Ask by policy.chat, or leave out servers='in-process'."
@@ -61,11 +57,7 @@ class Inside(Servers):
         await self._on_cuda("sleep", lambda llm: llm.sleep(level=level))
 
     async def wake(self) -> None:
-        """Takes it back.
-
-        Raises:
-            ArgumentError: where there is no CUDA.
-        """
+        """Takes it back."""
         await self._on_cuda("wake_up", lambda llm: llm.wake_up())
 
     async def _on_cuda(self, name: str, work: Callable[[Any], Any]) -> None:
@@ -116,15 +108,7 @@ class EngineWire:
         """Nothing is open; the engine is its maker's to close."""
 
     async def request(
-        self,
-        method: str,
-        url: str,
-        path: str,
-        data: bytes | None,
-        *,
-        timeout_s: float,
-        fresh: bool = False,
-        token: bool = True,
+        self, method: str, url: str, path: str, data: bytes | None, *, timeout_s: float, **_: Any
     ) -> Answer:
         """As `http.Wire.request`: an answer or why there is none, within the time; raises nothing but cancellation."""
         started = time.monotonic()

@@ -56,12 +56,7 @@ class Journal:
         self.folder = folder
 
     def __enter__(self) -> Journal:
-        """Takes the folder.
-
-        Raises:
-            ArgumentError: if another proxy has it.
-            TracegradError: if it cannot be made.
-        """
+        """Takes the folder."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -88,11 +83,7 @@ class Journal:
         return sorted(self.folder.glob("*" + ENDING))
 
     def begin(self, name: str, group: str | None) -> Entry:
-        """A session that a client opens.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
+        """A session that a client opens."""
         entry = Entry(name, group, secrets.token_hex(8), [])
         self._path(name).unlink(missing_ok=True)
         self._append(entry, {"name": name, "group": group, "token": entry.token})
@@ -123,11 +114,7 @@ class Journal:
                 self.end(entry)
 
     def found(self) -> Iterator[tuple[Entry, list[dict[str, Any]], list[dict[str, Any]]]]:
-        """The sessions that a proxy before this one left open: calls, and calls that were lost.
-
-        Raises:
-            FormatError: for a file that is none of a journal.
-        """
+        """The sessions that a proxy before this one left open: calls, and calls that were lost."""
         for path in self.files:
             try:
                 told = _read(path)

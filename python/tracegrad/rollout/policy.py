@@ -115,7 +115,7 @@ class Policy:
         """
         if sampling.get("stream"):
             raise ArgumentError("policy.chat gives whole messages. Leave out stream, or use policy.base_url.")
-        body: dict[str, Any] = {"messages": [_sent(message) for message in messages], **sampling}
+        body: dict[str, Any] = {"messages": [sent(message) for message in messages], **sampling}
         if tools:
             body["tools"] = list(tools)
         call = self.session.open(body)
@@ -178,11 +178,7 @@ class Policy:
 
 
 def said(response: Any) -> Message:
-    """The message of a response, as a conversation carries it on.
-
-    Raises:
-        NoAnswer: there is none.
-    """
+    """The message of a response, as a conversation carries it on."""
     try:
         choice = response["choices"][0]
         told = choice["message"]
@@ -202,5 +198,6 @@ def said(response: Any) -> Message:
     return message
 
 
-def _sent(message: Mapping[str, Any]) -> Message:
+def sent(message: Mapping[str, Any]) -> Message:
+    """A message without what only its answer says."""
     return {key: value for key, value in message.items() if key != "finish_reason"}

@@ -117,7 +117,7 @@ class Servers:
         self.retried = 0
         self.admission: Callable[[str], Awaitable[bool]] | None = None
         self._servers = {name: _Server(name) for name in names}
-        self._held: Counter[str] = Counter()
+        self._in_use: Counter[str] = Counter()
         self._sessions: OrderedDict[str, _Server] = OrderedDict()
         self._connect_s, self._probe_s = connect_s, probe_s
         self._retries, self._failures = retries, failures
@@ -170,19 +170,19 @@ class Servers:
         ]
 
     @property
-    def held(self) -> set[str]:
+    def in_use(self) -> set[str]:
         """The names of models that somebody still asks for, as after a push of another."""
-        return set(+self._held)
+        return set(+self._in_use)
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[str]:
-        """The model's name as it is now, which is `held` until this is left."""
+        """The model's name as it is now, which is `in_use` until this is left."""
         name = self.model
-        self._held[name] += 1
+        self._in_use[name] += 1
         try:
             yield name
         finally:
-            self._held[name] -= 1
+            self._in_use[name] -= 1
 
     async def chat(self, body: Mapping[str, Any], *, session: str, salt: str | None = None) -> dict[str, Any]:
         """The answer to a chat completion, asked of the session's server.

@@ -233,9 +233,6 @@ def prompt_of(task: Any) -> list[Message]:
 def known(reward: Any) -> float | None:
     """A reward as a record says it: None where it is not known.
 
-    Raises:
-        ArgumentError: what is no number, or infinite.
-
     >>> known(True), known(float("nan")), known(None)
     (1.0, None, None)
     """

@@ -133,9 +133,6 @@ class Trajectory:
 def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters that a chat request says.
 
-    Raises:
-        ArgumentError: for a field that would be without effect.
-
     >>> sampling_params({"messages": [], "temperature": 1.0, "max_completion_tokens": 8, "logprobs": True})
     {'temperature': 1.0, 'max_tokens': 8, 'logprobs': 0}
     """
@@ -159,11 +156,7 @@ def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampled(response: Any) -> dict[str, Any]:
-    """The choice of a generate response, with `logprobs` as a list of floats.
-
-    Raises:
-        NoAnswer: it holds no ids, or not a logprob for each.
-    """
+    """The choice of a generate response, with `logprobs` as a list of floats."""
     try:
         [choice] = response["choices"]
         ids = choice["token_ids"]

@@ -59,15 +59,11 @@ class Verifiers:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._starting: asyncio.Task[asyncio.subprocess.Process] | None = None
-        self._held: AsyncGenerator[None, None] | None = None
+        self._until_end: AsyncGenerator[None, None] | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the contract
 
     def tasks(self, count: int = 1024) -> list[dict[str, Any]]:
-        """The first tasks of the taskset, at most so many.
-
-        Raises:
-            ArgumentError: if verifiers gives none.
-        """
+        """The first tasks of the taskset, at most so many."""
         command = [self._python, "-P", str(WORKER), json.dumps(self._config), str(count)]
         try:
             done = subprocess.run(
@@ -127,8 +123,8 @@ class Verifiers:
             limit=LONGEST_LINE,
         )
         assert process.stdout is not None
-        self._held = _until_the_loop_ends(process)
-        await anext(self._held)
+        self._until_end = _until_the_loop_ends(process)
+        await anext(self._until_end)
         try:
             ready = await asyncio.wait_for(process.stdout.readline(), self._ready_s)
         except asyncio.TimeoutError:

@@ -12,10 +12,13 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
-from tracegrad.sync.push import Reach, SyncError
+from tracegrad.sync.push import SyncError
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.server import Servers
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def drawn(ids: Sequence[int], version: int, length: int = 192) -> list[int]:
 
 
 async def ask(
-    servers: Reach,
+    servers: Servers,
     cached: Sequence[int],
     new: Sequence[int],
     *,
@@ -84,7 +87,7 @@ async def ask(
 
 
 async def _one(
-    servers: Reach, url: str, known: bool, prompt: list[int], told: Mapping[str, Any], timeout_s: float
+    servers: Servers, url: str, known: bool, prompt: list[int], told: Mapping[str, Any], timeout_s: float
 ) -> Said | str:
     """What a server says, or the URL of one that is gone, which is left out."""
     answer = await servers.ask(url, "/v1/completions", {**told, "prompt": prompt}, timeout_s=timeout_s)

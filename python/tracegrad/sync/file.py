@@ -9,12 +9,15 @@ import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.sync.guard import refuse_open
-from tracegrad.sync.push import Pushed, Pusher, Reach, checked_version, do
+from tracegrad.sync.push import Pushed, Pusher, checked_version, do
 from tracegrad.sync.weights import remove_old, write
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.server import Servers
 
 
 class File:
@@ -35,7 +38,7 @@ class File:
     """
 
     def __init__(
-        self, servers: Reach, folder: str | Path, *, timeout_s: float = 300.0, keep: int = 2, clear_cache: bool = True
+        self, servers: Servers, folder: str | Path, *, timeout_s: float = 300.0, keep: int = 2, clear_cache: bool = True
     ):
         if keep < 1:
             raise ArgumentError(f"keep is {keep}. A server that comes back needs the newest file. Keep at least 1.")

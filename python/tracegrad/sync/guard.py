@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from tracegrad.sync.push import Reach
+    from tracegrad.rollout.server import Servers
 
 FREE = {"/health", "/ping"}
 
@@ -35,7 +35,7 @@ def loopback(url: str) -> bool:
         return False
 
 
-async def refuse_open(servers: Reach, path: str) -> None:
+async def refuse_open(servers: Servers, path: str) -> None:
     """Raise ArgumentError for a server beyond this machine that answers control requests without a token."""
     far = [url for url in servers.urls if not loopback(url)]
     answers = await asyncio.gather(*(servers.ask(url, path, method="GET", token=False) for url in far))

@@ -13,12 +13,15 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.sync.guard import refuse_open
-from tracegrad.sync.push import Pushed, Pusher, Reach, checked_version, do
+from tracegrad.sync.push import Pushed, Pusher, checked_version, do
 from tracegrad.sync.weights import write
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.server import Servers
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -37,7 +40,7 @@ class Lora:
 
     def __init__(
         self,
-        servers: Reach,
+        servers: Servers,
         folder: str | Path,
         *,
         config: Mapping[str, Any] | None = None,
@@ -110,7 +113,7 @@ class Lora:
 
     async def _forget(self) -> None:
         """Unload all but the newest adapters and those still asked for, and remove the folders written for them."""
-        asked = [index for index, (name, _) in enumerate(self.loaded) if name in self.servers.held]
+        asked = [index for index, (name, _) in enumerate(self.loaded) if name in self.servers.in_use]
         first = min([max(len(self.loaded) - self.keep, 0), *asked])
         old, self.loaded = self.loaded[:first], self.loaded[first:]
         await asyncio.gather(*(self._unload(url, name) for url in self.servers.urls for name, _ in old))

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.sync.guard import refuse_open
-from tracegrad.sync.push import Evicted, Pushed, Reach, Refused, SyncError, checked_version, do
+from tracegrad.sync.push import Evicted, Pushed, Refused, SyncError, checked_version, do
 from tracegrad.sync.weights import distinct
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.server import Servers
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Client:
     `worlds` says how many ranks each server has; the ranks of one follow those of the server before.
     """
 
-    def __init__(self, servers: Reach, loop: asyncio.AbstractEventLoop, worlds: Mapping[str, int], timeout_s: float):
+    def __init__(self, servers: Servers, loop: asyncio.AbstractEventLoop, worlds: Mapping[str, int], timeout_s: float):
         self.servers, self.loop, self.worlds, self.timeout_s = servers, loop, worlds, timeout_s
         self.version = ""
         self.refused: dict[str, Refused] = {}
@@ -107,7 +110,7 @@ class Nccl:
 
     def __init__(
         self,
-        servers: Reach,
+        servers: Servers,
         *,
         address: str = "127.0.0.1",
         port: int = 29_577,

@@ -6,60 +6,20 @@ The ways themselves are `file`, `lora` and `nccl`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tracegrad.errors import ArgumentError, TracegradError
+
+if TYPE_CHECKING:
+    from tracegrad.rollout.http import Answer
+    from tracegrad.rollout.server import Servers
 
 
 class SyncError(TracegradError):
     """New weights reached no server: which servers, what they said, and what to do."""
-
-
-class Answer(Protocol):
-    """What a server answered, as `rollout.server` gives it."""
-
-    @property
-    def status(self) -> int: ...
-    @property
-    def body(self) -> Any: ...
-    @property
-    def ok(self) -> bool: ...
-    @property
-    def silent(self) -> bool: ...
-    @property
-    def words(self) -> str: ...
-
-
-class Reach(Protocol):
-    """The servers, as `rollout.server.Servers` gives them."""
-
-    model: str
-    admission: Callable[[str], Awaitable[bool]] | None
-
-    @property
-    def urls(self) -> Sequence[str]: ...
-    @property
-    def ready(self) -> Sequence[str]: ...
-    @property
-    def key(self) -> str | None: ...
-    @property
-    def held(self) -> Collection[str]: ...
-    async def ask(
-        self,
-        url: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float = 60.0,
-        method: str = "POST",
-        token: bool = True,
-    ) -> Answer: ...
-    def leave_out(self, url: str, why: str) -> None: ...
-    def evict(self, url: str, why: str) -> None: ...
-    async def usable(self, timeout_s: float) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +73,7 @@ class Refused(Exception):
         self.gone = answer.status == 0 and not answer.silent
 
 
-async def do(servers: Reach, url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> None:
+async def do(servers: Servers, url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> None:
     """Ask one server to do something; raises Refused unless it said that it did."""
     answer = await servers.ask(url, path, body, timeout_s=timeout_s)
     if not answer.ok:
@@ -133,7 +93,7 @@ class Pusher:
     A server that comes back after it was gone passes through `admit` first: it may hold older weights, or the first.
     """
 
-    def __init__(self, servers: Reach, steps: Callable[[str, bool], Awaitable[float]], timeout_s: float):
+    def __init__(self, servers: Servers, steps: Callable[[str, bool], Awaitable[float]], timeout_s: float):
         self.servers, self.steps, self.timeout_s = servers, steps, timeout_s
         self._busy: dict[str, asyncio.Lock] = {}
 

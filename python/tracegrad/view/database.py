@@ -69,11 +69,7 @@ class Row(NamedTuple):
 
 
 def connect(path: Path, *, write: bool = False) -> sqlite3.Connection:
-    """Opens an index; made if it is not there and `write` is asked.
-
-    Raises:
-        ReadError: if it cannot be opened, or the SQLite of this Python has no trigram index.
-    """
+    """Opens an index; made if it is not there and `write` is asked."""
     try:
         if write:
             new = not path.exists()

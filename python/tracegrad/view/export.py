@@ -31,9 +31,6 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
 
     Args:
         rows: of the index, in the order in which they are listed.
-
-    Raises:
-        ArgumentError: for none, or more than `MOST`.
     """
     if not 0 < len(rows) <= MOST:
         raise ArgumentError(
@@ -137,7 +134,7 @@ def _data(session: Session, rows: Sequence[int], known: dict[int, int]) -> dict[
     for row in rows:
         name = labels[row]["group"]
         if name and name not in groups:
-            own = [other for other in session.group(row, pieces.group.MOST) if other in known]
+            own = [other for other in session.group(row, pieces.MOST) if other in known]
             groups[name] = _renumbered(session, own, known) if len(own) > 1 else ""
     return {
         "state": state,
@@ -152,7 +149,7 @@ def _data(session: Session, rows: Sequence[int], known: dict[int, int]) -> dict[
 
 def _renumbered(session: Session, own: Sequence[int], known: dict[int, int]) -> str:
     found = [(known[row], session.where(row)[0], session.trace(row)) for row in own]
-    return pieces.group.beside([(row, name, trace) for row, name, trace in found if trace is not None])
+    return pieces.side_by_side([(row, name, trace) for row, name, trace in found if trace is not None])
 
 
 def _trace(session: Session, row: int, number: int) -> dict[str, Any]:

@@ -41,12 +41,7 @@ STYLES: dict[str, Callable[[], str]] = {"view.css": style}
 
 
 def page(scripts: str = "", head: str = "") -> str:
-    """The skeleton.
-
-    Args:
-        scripts: instead of links to the page's scripts.
-        head: instead of a link to its style.
-    """
+    """The skeleton."""
     links = "".join(f'<script src="static/{name}" defer></script>' for name in SCRIPTS)
     modes = "".join(
         f'<input type="radio" name="mode" id="by-{name}"{" checked" * (name == "pull")}>'

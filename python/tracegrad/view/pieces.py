@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.report.text import escape, number
-from tracegrad.view import detail, group
-from tracegrad.view.features import message_text
+from tracegrad.trace import Trace
+from tracegrad.view import detail
+from tracegrad.view.features import message_text, tool_calls
 from tracegrad.view.session import Session
 from tracegrad.view.tokens import Shown
+
+MOST = 16
+"""Traces of a group that are shown at once."""
+_MOST_WORDS = 1200
 
 
 def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int = detail.FOLD) -> dict[str, Any]:
@@ -21,16 +28,13 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
         run: name of the run whose steps are shown; the newest one by default.
         step: which of the steps that had it, the last by default.
         whole: characters of a message that are given at once.
-
-    Raises:
-        ArgumentError: if there is no such row.
     """
     name, group_name, source, place = session.where(n)
     found = session.trace(n)
-    held = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
+    sets = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
     why = ""
-    if held:
-        shown: Shown | None = session.sets.shown(held[0], name)
+    if sets:
+        shown: Shown | None = session.sets.shown(sets[0], name)
     elif found is not None and session.tokenizer is not None:
         shown, why = detail.aligned(found, session.tokenizer)
     else:
@@ -41,7 +45,7 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
     told = detail.of_trace(found) if found is not None else [("group", group_name or "alone")]
     told += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
     path = "" if source.kind != "file" else str(source.path)
-    of_run = held[0].source.run if held else None
+    of_run = sets[0].source.run if sets else None
     code = {"model": session.model, "run": None if of_run is None else str(of_run), "token": None}
     return {
         "n": n,
@@ -56,7 +60,7 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
         "history": detail.history(shown) if shown and shown.steps else "",
         "steps": len(shown.steps) if shown else 0,
         "step": at,
-        "runs": list(dict.fromkeys(each.source.run.name for each in held if each.source.run)),
+        "runs": list(dict.fromkeys(each.source.run.name for each in sets if each.source.run)),
         "python": detail.python(path, place, name, **code),
         "python_token": detail.python(path, place, name, **{**code, "token": 987654321}),
         "shell": detail.shell(session.paths, session.model),
@@ -76,9 +80,43 @@ def message(session: Session, n: int, index: int, start: int) -> str:
 
 def beside(session: Session, n: int) -> str:
     """The traces of the group of a row side by side."""
-    rows = session.group(n, group.MOST)
+    rows = session.group(n, MOST)
     found = [(row, session.where(row)[0], session.trace(row)) for row in rows]
-    return group.beside([(row, name, trace) for row, name, trace in found if trace is not None])
+    return side_by_side([(row, name, trace) for row, name, trace in found if trace is not None])
+
+
+def side_by_side(traces: list[tuple[int, str, Trace]]) -> str:
+    """Columns of answers, with what differs from the first one marked."""
+    said = [_words(trace) for _, _, trace in traces]
+    columns = []
+    for (row, name, trace), words in zip(traces, said, strict=True):
+        reward = "no reward" if trace.reward is None else f"reward {number(trace.reward)}"
+        head = f'<h4><a href="#trace-{row}">{escape(name[:80])}</a> <small>{reward}</small></h4>'
+        columns.append(f'<article class="beside">{head}<div class="said">{_marked(said[0], words)}</div></article>')
+    return f'<div class="columns">{"".join(columns)}</div>'
+
+
+def _words(trace: Trace) -> list[str]:
+    """What was sampled, word by word, calls as calls."""
+    parts = []
+    for generation in trace.generations:
+        message = trace.pool[generation.message]
+        calls = [f"{name}({arguments})" for name, arguments in tool_calls(message)]
+        parts.append("\n".join([message_text(message), *calls]))
+    text = "\n\n".join(parts)[:40_000]
+    return re.findall(r"[^\W_]*[\W_]|[^\W_]+", text)[:_MOST_WORDS]
+
+
+def _marked(first: list[str], words: list[str]) -> str:
+    """Words, those that the first has not in `<mark>`; what is lacking is a sign."""
+    out = []
+    for kind, _, _, start, stop in SequenceMatcher(None, first, words, autojunk=False).get_opcodes():
+        text = escape("".join(words[start:stop]))
+        if kind == "equal":
+            out.append(text)
+        else:
+            out.append(f"<mark>{text}</mark>" if text else '<mark class="gone">⌫</mark>')
+    return "".join(out) + (" …" if len(words) >= _MOST_WORDS else "")
 
 
 def read(name: str) -> str:

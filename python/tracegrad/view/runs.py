@@ -22,12 +22,7 @@ _MOST_FINDINGS = 40
 
 
 def page(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
-    """All runs; curves of the chosen ones, at most two, or of the first.
-
-    Args:
-        runs: their folders.
-        chosen: names of two of them.
-    """
+    """All runs; curves of the chosen ones, at most two, or of the first."""
     if not runs:
         return "<p>No run is among the paths. Name the --out of one: tracegrad view traces.jsonl out/</p>"
     names = _names(runs)

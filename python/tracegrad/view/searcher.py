@@ -21,11 +21,7 @@ _MOST_LINE = 16 << 20
 
 
 class Searcher:
-    """Asks one index; a question waits for the one before it.
-
-    Args:
-        path: of the index.
-    """
+    """Asks one index; a question waits for the one before it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,11 +35,7 @@ class Searcher:
                 await self._begin()
 
     async def find(self, query: str, regex: bool, start: int) -> dict[str, Any]:
-        """`rows` that match and `next`, as `search.find` gives them.
-
-        Raises:
-            ArgumentError: for an expression that does not compile, or does not end.
-        """
+        """`rows` that match and `next`, as `search.find` gives them."""
         async with self._one:
             process = self._process or await self._begin()
             assert process.stdin is not None

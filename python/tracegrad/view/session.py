@@ -169,7 +169,7 @@ class Session:
         version = table.pop("version")
         table["lag"] = np.nanmax(version, initial=0) - version if np.isfinite(version).any() else version
         table["advantage"] = _advantages(table["reward"], table["group"])
-        if any(held.source.kind == "terms" for held in self.sets.held):
+        if any(each.source.kind == "terms" for each in self.sets.sets):
             if len(self._names) < len(version):
                 since = len(self._names)
                 found = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (since,))

@@ -30,7 +30,7 @@ _BATCH = 500
 
 
 @dataclass
-class Held:
+class TokenSet:
     """Tokens in one folder, and the run that they are of."""
 
     source: Source
@@ -58,51 +58,47 @@ class TokenSets:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.known: set[str] = set()
-        self.held: list[Held] = []
+        self.sets: list[TokenSet] = []
         self._taken: set[Path] = set()
         self._summed: dict[Path, dict[str, tuple[float, ...]]] = {}
 
     def rows(self, source: Source, number: int, groups: Codes) -> Iterator[list[Row]]:
         """Rows of what came since the last look and has no row yet."""
         for path, name in self._new(source):
-            held = Held(source, Sequences.load(path), name)
-            held.row = {held.sequences.trace_name(row): row for row in range(held.sequences.traces)}
+            tokens = TokenSet(source, Sequences.load(path), name)
+            tokens.row = {tokens.sequences.trace_name(row): row for row in range(tokens.sequences.traces)}
             self._taken.add(path)
-            self.held.append(held)
-            wanted = [row for trace_id, row in held.row.items() if trace_id not in self.known]
-            self.known |= set(held.row)
+            self.sets.append(tokens)
+            wanted = [row for trace_id, row in tokens.row.items() if trace_id not in self.known]
+            self.known |= set(tokens.row)
             for start in range(0, len(wanted), _BATCH):
-                yield self._rows(held, number, wanted[start : start + _BATCH], groups)
+                yield self._rows(tokens, number, wanted[start : start + _BATCH], groups)
 
-    def of(self, trace_id: str, run: Path | None = None) -> list[Held]:
+    def of(self, trace_id: str, run: Path | None = None) -> list[TokenSet]:
         """What holds tokens of a trace: runs before shards, the newest first."""
-        found = [held for held in self.held if trace_id in held.row and run in (None, held.source.run)]
-        of_runs = [held for held in found if held.source.run is not None]
-        return [*of_runs[::-1], *(held for held in found[::-1] if held.source.run is None)]
+        found = [tokens for tokens in self.sets if trace_id in tokens.row and run in (None, tokens.source.run)]
+        of_runs = [tokens for tokens in found if tokens.source.run is not None]
+        return [*of_runs[::-1], *(tokens for tokens in found[::-1] if tokens.source.run is None)]
 
-    def shown(self, held: Held, trace_id: str) -> Shown:
+    def shown(self, tokens: TokenSet, trace_id: str) -> Shown:
         """One trace cut out of what holds it."""
-        row = held.row[trace_id]
-        part, places = subset(held.sequences, [row])
-        if held.source.kind != "terms":
+        row = tokens.row[trace_id]
+        part, places = subset(tokens.sequences, [row])
+        if tokens.source.kind != "terms":
             return Shown(None, part)
         order = np.argsort(places)
         steps = []
-        for step in self._steps(held):
+        for step in self._steps(tokens):
             mine = step.of(row)
             if len(mine.place):
                 local = order[np.searchsorted(places, mine.place, sorter=order)]
                 steps.append(StepTerms(mine.step, mine.tokens, mine.words, local, mine.trace, mine.why, mine.values))
-        return Shown(held.source, part, tuple(steps))
+        return Shown(tokens.source, part, tuple(steps))
 
     def columns(self, names: dict[str, int], rows: int) -> dict[str, NDArray[np.float32]]:
-        """[rows] for each of `OF_STEPS`; the newest run counts where several have a trace.
-
-        Args:
-            names: row of each trace id.
-        """
+        """[rows] for each of `OF_STEPS`; the newest run counts where several have a trace."""
         out = np.full((len(OF_STEPS), rows), math.nan, np.float32)
-        for source in dict.fromkeys(held.source for held in self.held if held.source.kind == "terms"):
+        for source in dict.fromkeys(tokens.source for tokens in self.sets if tokens.source.kind == "terms"):
             for trace_id, values in self._sums(source).items():
                 if (n := names.get(trace_id, rows)) < rows:
                     out[:, n] = values
@@ -116,17 +112,17 @@ class TokenSets:
             found = [(path.parent, path.parent.name) for path in sorted(source.path.glob("tokens-*/manifest.json"))]
         return [(path, name) for path, name in found if path not in self._taken]
 
-    def _steps(self, held: Held) -> Iterator[StepTerms]:
-        found = Terms(held.source.path)
+    def _steps(self, tokens: TokenSet) -> Iterator[StepTerms]:
+        found = Terms(tokens.source.path)
         for _, path in found.files():
             step = found.read(path)
-            if step.tokens == held.name:
+            if step.tokens == tokens.name:
                 yield step
 
     def _sums(self, source: Source) -> dict[str, tuple[float, ...]]:
         """Of every trace of a run; files that were summed up before are not read again."""
         sums = self._summed.setdefault(source.path, {})
-        names = {held.name: held.sequences for held in self.held if held.source == source}
+        names = {tokens.name: tokens.sequences for tokens in self.sets if tokens.source == source}
         found = Terms(source.path)
         for _, path in found.files():
             if path in self._taken:
@@ -143,8 +139,8 @@ class TokenSets:
                     sums[sequences.trace_name(row)] = tuple(one)
         return sums
 
-    def _rows(self, held: Held, number: int, wanted: list[int], groups: Codes) -> list[Row]:
-        part, _ = subset(held.sequences, wanted)
+    def _rows(self, tokens: TokenSet, number: int, wanted: list[int], groups: Codes) -> list[Row]:
+        part, _ = subset(tokens.sequences, wanted)
         tiers, reasons = of_sequences(part)
         out = []
         for row, place in enumerate(wanted):

@@ -8,12 +8,12 @@ out are counted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tracegrad import _core
 from tracegrad.errors import FormatError
-from tracegrad.inputs import paths
+from tracegrad.inputs import chat, paths
 from tracegrad.inputs.adapters import pairs, samples
 from tracegrad.tables import to_json
 
@@ -22,9 +22,9 @@ _SAID = ("request", "response", "messages", "choices", "tools", "usage")
 
 def of_call(record: Any) -> list[dict[str, Any]] | None:
     """As `of_response`, of a request beside a response that has several choices; None of others."""
-    if not isinstance(record, Mapping) or not isinstance(record.get("request"), Mapping):
-        return None
-    return of_response(record) if len(_choices(record.get("response"))) > 1 else None
+    told = chat.table(record)
+    asks = isinstance(told.get("request"), Mapping)
+    return of_response(record) if asks and len(_choices(told.get("response"))) > 1 else None
 
 
 def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -36,8 +36,7 @@ def of_made(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 def _is_further(chunk: Any) -> bool:
     """Whether a chunk of a stream is of another choice than the first."""
-    held = chunk.get("choices") if isinstance(chunk, Mapping) else None
-    return isinstance(held, list) and any(isinstance(each, Mapping) and each.get("index") for each in held)
+    return any(chat.table(each).get("index") for each in _choices(chunk))
 
 
 def of_response(record: Any) -> list[dict[str, Any]] | None:
@@ -52,7 +51,7 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
     response, request = record.get("response"), record.get("request")
     known = isinstance(request, Mapping) and len(_choices(response)) > 1
     count = len(_choices(response)) if known else 1 + _unused(record)
-    outer = {key: value for key, value in record.items() if key not in _SAID}
+    outer = chat.without(record, *_SAID)
     if count == 1 or not _tells_apart(outer, count):
         return None
     asked = request.get("messages") if isinstance(request, Mapping) else record.get("messages")
@@ -67,13 +66,13 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
         ]
     # Of a stream, or of another API, which says itself which choice is which.
     told = samples.rows(record, count, ("response", "usage"), response)
-    made = [{"group": group, **row, **of_answer, "choice": at} for at, (row, of_answer) in enumerate(told)]
-    return [{**each, **({} if response is None else {"response": response})} for each in made]
+    kept = chat.told(record, ["response"])
+    return [{"group": group, **row, **of_answer, "choice": at, **kept} for at, (row, of_answer) in enumerate(told)]
 
 
 def _of_choices(record: Mapping[str, Any], response: Mapping[str, Any], count: int, group: Any) -> list[dict[str, Any]]:
     # Its usage counts all of them.
-    whole = {key: value for key, value in response.items() if key not in ("usage", "choices")}
+    whole = chat.without(response, "usage", "choices")
     kept = {key: record[key] for key in _SAID if key in record and key not in ("response", "usage")}
     made = []
     told = samples.rows(record, count, _SAID, (kept, whole))
@@ -86,15 +85,15 @@ def _of_choices(record: Mapping[str, Any], response: Mapping[str, Any], count: i
 
 
 def _choices(value: Any) -> list[Any]:
-    found = value.get("choices") if isinstance(value, Mapping) else None
+    found = chat.table(value).get("choices")
     return found if isinstance(found, list) else []
 
 
 def _unused(record: Mapping[str, Any]) -> int:
     """How many choices of a record of one call the core leaves out."""
-    bare = {key: value for key, value in record.items() if key not in ("reward", "rewards")}
+    bare = to_json(chat.without(record, "reward", "rewards"))
     try:
-        core, report = _core.Traces.decode([to_json(bare)], "<record>", 1, "auto")
+        core, report = _core.Traces.decode([bare], "<record>", 1, "auto")
     except FormatError:
         return 0
     return report["unused_choices"] if len(core) == report["generations"] == 1 else 0
@@ -102,16 +101,9 @@ def _unused(record: Mapping[str, Any]) -> int:
 
 def _tells_apart(outer: Mapping[str, Any], count: int) -> bool:
     """Whether each choice has a reward of its own, or there is none beside them at all."""
-    if any(paths.REWARD.search(key) for key in _of_each(outer, count)):
+    leaves = {path for path, _ in paths.leaves(outer)}
+    own = [path for path, _ in paths.leaves(samples.part(outer, 0, count)) if path not in leaves]
+    if any(map(paths.REWARD.search, own)):
         return True
-    leaves = itertools.islice(paths.leaves(outer), paths.MOST_WALKED)
-    return not any(paths.REWARD.search(path) and paths.verdict(value) is not None for path, value in leaves)
-
-
-def _of_each(value: Mapping[str, Any], count: int, path: str = "", depth: int = 0) -> Iterator[str]:
-    """The paths of lists that have one value for each choice."""
-    for key, each in value.items():
-        if samples.is_of_each(key, each, count):
-            yield f"{path}{key}"
-        elif isinstance(each, Mapping) and depth < paths.DEEPEST:
-            yield from _of_each(each, count, f"{path}{key}.", depth + 1)
+    beside = itertools.islice(paths.leaves(outer), paths.MOST_WALKED)
+    return not any(paths.REWARD.search(path) and paths.verdict(value) is not None for path, value in beside)

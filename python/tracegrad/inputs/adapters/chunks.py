@@ -9,10 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracegrad.errors import FormatError
+from tracegrad.inputs import chat
+from tracegrad.tables import to_json
 from tracegrad.trace import Line, located
 
 _KINDS = ("chat.completion.chunk", "text_completion.chunk")
 MOST_CHUNKS = 1_000_000
+Gathered = tuple[Line, bytes, bytes, dict[str, Any]]
+"""A call with the place and the bytes of its first chunk, and its own."""
 
 
 def is_chunk(record: Any) -> bool:
@@ -20,9 +24,8 @@ def is_chunk(record: Any) -> bool:
     if not isinstance(record, Mapping) or "messages" in record or "request" in record:
         return False
     choices = record.get("choices")
-    if record.get("object") in _KINDS:
-        return True
-    return isinstance(choices, list) and bool(choices) and isinstance(choices[0], Mapping) and "delta" in choices[0]
+    is_delta = isinstance(choices, list) and bool(choices) and "delta" in chat.table(choices[0])
+    return is_delta or record.get("object") in _KINDS
 
 
 def is_list(record: Any) -> bool:
@@ -36,13 +39,9 @@ def of_list(record: Any) -> list[dict[str, Any]] | None:
         return None
     calls: dict[Any, list[Any]] = {}
     for chunk in record:
-        calls.setdefault(chunk.get("id") if isinstance(chunk, Mapping) else None, []).append(chunk)
-    return [call(chunks) for chunks in calls.values()]
-
-
-def call(chunks: list[Any]) -> dict[str, Any]:
-    """A call whose response was streamed; its prompt is known where the first chunk has its ids."""
-    return {"response": chunks}
+        calls.setdefault(chat.table(chunk).get("id"), []).append(chunk)
+    # The prompt of such a call is known where the first chunk has its ids.
+    return [{"response": chunks} for chunks in calls.values()]
 
 
 class Gather:
@@ -53,7 +52,7 @@ class Gather:
         self._line: Line = 0
         self._raw = b""
 
-    def take(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[tuple[Line, bytes, dict[str, Any]]]:
+    def take(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[Gathered]:
         """Takes a chunk; gives the call before, where this one begins another."""
         if self._held and chunk.get("id") != self._held[0].get("id"):
             yield from self.rest()
@@ -66,8 +65,9 @@ class Gather:
             )
         self._held.append(chunk)
 
-    def rest(self) -> Iterator[tuple[Line, bytes, dict[str, Any]]]:
+    def rest(self) -> Iterator[Gathered]:
         """The call that is held."""
         if self._held:
             held, self._held = self._held, []
-            yield self._line, self._raw, call(held)
+            call = {"response": held}
+            yield self._line, self._raw, to_json(call), call

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.inputs import paths
+from tracegrad.inputs import chat, paths
 from tracegrad.inputs.adapters import shapes
 from tracegrad.inputs.adapters.fitting import failed_call
 from tracegrad.inputs.adapters.loggers import REQUESTS, RESPONSES, opened, plain
@@ -31,7 +31,7 @@ def of_error(record: Any) -> list[dict[str, Any]] | None:
     if why := next((said for _, value in answers if (said := _error(value))), None):
         return [failed_call(record, why)]
     # Messages alone, in which something was answered, may be of a run that failed later.
-    if not answers and asked == "messages" and _has_answer(record[asked]):
+    if not answers and asked == "messages" and chat.has_answer(record[asked]):
         return None
     nothing = all(value in _EMPTY for _, value in answers)
     why = (nothing and _told(record)) or _status(record)
@@ -42,20 +42,19 @@ def of_nothing(record: Any) -> list[dict[str, Any]] | None:
     """As `of_error`, of a request of messages beside nothing, or a text, where its response should be; None where an
     answer stands elsewhere.
     """
-    if not isinstance(record, Mapping) or (asked := _asked(record)) is None or _is_text(record[asked]):
-        return None
-    return _without(record, asked)
+    return _without(record, is_text=False)
 
 
 def of_prompt(record: Any) -> list[dict[str, Any]] | None:
     """As `of_error`, of a prompt as text, whose answer is null: asked last, where nothing else was found."""
+    return _without(record, is_text=True)
+
+
+def _without(record: Any, *, is_text: bool) -> list[dict[str, Any]] | None:
+    """What is refused of a request, whose prompt is a text or is none, beside nothing or a text."""
     if not isinstance(record, Mapping) or (asked := _asked(record)) is None:
         return None
-    return _without(record, asked) if _is_text(record[asked]) else None
-
-
-def _without(record: Mapping[str, Any], asked: str) -> list[dict[str, Any]] | None:
-    answers = _answers(record, asked)
+    answers = _answers(record, asked) if isinstance(opened(record[asked]), str) == is_text else []
     if not answers or any(value not in _EMPTY and not isinstance(value, str) for _, value in answers):
         return None
     if _is_elsewhere(record, asked):
@@ -70,8 +69,7 @@ def _without(record: Mapping[str, Any], asked: str) -> list[dict[str, Any]] | No
 
 def _is_elsewhere(record: Mapping[str, Any], asked: str) -> bool:
     """Whether the answer, or a conversation, stands where its name does not say so."""
-    rest = {key: value for key, value in record.items() if key != asked}
-    return shapes.has_call(record) or shapes.of_record(rest) is not None
+    return shapes.has_call(record) or shapes.of_record(chat.without(record, asked)) is not None
 
 
 def _asked(record: Mapping[str, Any]) -> str | None:
@@ -87,18 +85,9 @@ def _asked(record: Mapping[str, Any]) -> str | None:
     return next((key for key in PROMPTS if isinstance(record.get(key), str) and record[key]), None)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and isinstance(opened(value), str)
-
-
 def _waits(messages: Any) -> bool:
     """Whether no answer of the assistant is the last of messages."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return not (isinstance(last, Mapping) and last.get("role") == "assistant")
-
-
-def _has_answer(messages: list[Any]) -> bool:
-    return any(isinstance(each, Mapping) and each.get("role") == "assistant" for each in messages)
+    return not (isinstance(messages, list) and messages and chat.role(messages[-1]) == "assistant")
 
 
 def _answers(record: Mapping[str, Any], asked: str) -> list[tuple[str, Any]]:

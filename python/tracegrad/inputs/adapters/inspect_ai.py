@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import fitting
 
 VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
-
-
+_FINISH = {"max_tokens": "length", "model_length": "length"}
 _SIGNS = ("epoch", "input", "messages", "output")
 
 
@@ -31,20 +31,20 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
     """One trace: the calls of its events, or the messages where there are none; None where it is no sample."""
     if not (isinstance(record, Mapping) and all(sign in record for sign in _SIGNS)):
         return None
-    attachments = _table(record.get("attachments"))
+    attachments = chat.table(record.get("attachments"))
     group = _group(record)
     head: dict[str, Any] = {
-        "id": "-".join([group, *(str(record[key]) for key in ("epoch", "uuid") if record.get(key) is not None)]),
+        "id": "-".join([group, *map(str, chat.told(record, ("epoch", "uuid")).values())]),
         "group": group,
         **_rewards(record.get("scores")),
         "metadata": record.get("metadata") or {},
     }
-    pool = _table(record.get("events_data")).get("messages")
+    pool = chat.table(record.get("events_data")).get("messages")
     calls = [made for event in _events(record) if (made := _call(event, attachments, pool or [])) is not None]
     if calls:
         return [{**head, "calls": calls}]
     messages = [_message(each, attachments) for each in fitting.listed(record["messages"], "messages")]
-    return [{**head, "messages": messages}] if any(each["role"] == "assistant" for each in messages) else []
+    return [{**head, "messages": messages}] if chat.has_answer(messages) else []
 
 
 def _group(record: Mapping[str, Any]) -> str:
@@ -53,55 +53,33 @@ def _group(record: Mapping[str, Any]) -> str:
     asked = itertools.takewhile(lambda each: isinstance(each, Mapping) and each.get("role") != "assistant", talk)
     prompt = [(each.get("role"), each.get("content")) for each in asked]
     tools = [each.get("tools") for each in _events(record)[:1]]
-    told = json.dumps([record["input"], prompt, tools, sorted(_table(record.get("scores")))], sort_keys=True)
+    told = json.dumps([record["input"], prompt, tools, sorted(chat.table(record.get("scores")))], sort_keys=True)
     return f"{record.get('id')}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
-
-
-def _table(told: Any) -> Mapping[str, Any]:
-    return told if isinstance(told, Mapping) else {}
 
 
 def _events(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     events = record.get("events")
     told = events if isinstance(events, list) else []
-    return [each for each in told if isinstance(each, Mapping) and each.get("event") == "model"]
+    return [each for each in told if chat.table(each).get("event") == "model"]
 
 
 def _call(event: Mapping[str, Any], attachments: Mapping[str, Any], pool: list[Any]) -> dict[str, Any] | None:
     """None of an event that failed. What was asked may stand in the sample's pool, by ranges."""
-    output, asked = event.get("output"), event.get("input")
-    if (
-        event.get("error")
-        or not isinstance(output, Mapping)
-        or not output.get("choices")
-        or not isinstance(asked, list)
-    ):
+    output, asked = chat.table(event.get("output")), event.get("input")
+    if event.get("error") or not output.get("choices") or not isinstance(asked, list):
         return None
     ranges = event.get("input_refs")
     asked = asked + [each for start, end in (ranges if isinstance(ranges, list) else []) for each in pool[start:end]]
-    config = _table(event.get("config"))
-    told = {key: config[key] for key in ("temperature", "top_p") if config.get(key) is not None}
-    tools = [_tool(each) for each in fitting.listed(event.get("tools"), "tools") if isinstance(each, Mapping)]
-    request = {
-        "messages": [_message(each, attachments) for each in asked],
-        **told,
-        **({"tools": tools} if tools else {}),
-    }
+    told = chat.told(event.get("config"), chat.SAMPLING)
+    tools = chat.tools(fitting.listed(event.get("tools"), "tools"))
+    request = {"messages": [_message(each, attachments) for each in asked], **told, **tools}
     choices = []
     for index, each in enumerate(output["choices"]):
         logprobs = {"logprobs": each["logprobs"]} if each.get("logprobs") else {}
-        finish = {"stop_reason": None, "finish_reason": _finish(each.get("stop_reason"))}
+        reason = each.get("stop_reason")
+        finish = {"stop_reason": None, "finish_reason": _FINISH.get(reason, reason)}
         choices.append({"index": index, "message": _message(each["message"], attachments), **finish, **logprobs})
     return {"request": request, "response": {"model": output.get("model"), "choices": choices}}
-
-
-def _finish(reason: Any) -> Any:
-    return {"max_tokens": "length", "model_length": "length"}.get(reason, reason)
-
-
-def _tool(told: Mapping[str, Any]) -> dict[str, Any]:
-    function = {key: told[key] for key in ("name", "description", "parameters") if key in told}
-    return {"type": "function", "function": function}
 
 
 def _message(told: Mapping[str, Any], attachments: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,20 +95,13 @@ def _message(told: Mapping[str, Any], attachments: Mapping[str, Any]) -> dict[st
     if thoughts:
         said["reasoning_content"] = "".join(thoughts)
     if isinstance(calls := told.get("tool_calls"), list) and calls:
-        said["tool_calls"] = [_tool_call(each) for each in calls]
+        said["tool_calls"] = [
+            chat.tool_call(each.get("function"), each.get("id"), each.get("arguments") or {}) for each in calls
+        ]
     for key, source in (("tool_call_id", "tool_call_id"), ("name", "function")):
         if told.get("role") == "tool" and told.get(source):
             said[key] = told[source]
     return said
-
-
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(call.get("arguments") or {}, ensure_ascii=False)
-    return {
-        "id": call.get("id"),
-        "type": "function",
-        "function": {"name": call.get("function"), "arguments": arguments},
-    }
 
 
 def _rewards(scores: Any) -> dict[str, Any]:
@@ -138,7 +109,7 @@ def _rewards(scores: Any) -> dict[str, Any]:
     it is one of several of a scorer, of which none is the total.
     """
     found: dict[str, float] = {}
-    for name, told in scores.items() if isinstance(scores, Mapping) else ():
+    for name, told in chat.table(scores).items():
         value = told.get("value") if isinstance(told, Mapping) else told
         parts = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
         for key, each in parts.items():
@@ -146,5 +117,5 @@ def _rewards(scores: Any) -> dict[str, Any]:
             if isinstance(each, (bool, int, float)):
                 found[str(key)] = float(each)
     first = next(iter(found), "")
-    is_total = len(found) == 1 or first in _table(scores)
+    is_total = len(found) == 1 or first in chat.table(scores)
     return {**({"reward": found[first]} if is_total else {}), "rewards": found} if found else {}

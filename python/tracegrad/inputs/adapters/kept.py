@@ -8,44 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import chat
+
 _TOLD = ("token_ids", "logprobs")
 
 
 def of_talk(record: Any) -> list[dict[str, Any]] | None:
     """The record with these responses among its messages; None where no message has one that says its tokens."""
-    talk = record.get("messages") if isinstance(record, Mapping) else None
+    talk = chat.table(record).get("messages")
     if not isinstance(talk, list):
         return None
     held = [_response(each) for each in talk]
-    if not any(_says_tokens(each) for each in held):
+    if not any(each["choices"][0].get(key) for each in held if each for key in _TOLD):
         return None
-    messages = [_plain(each) if response is None else response for each, response in zip(talk, held, strict=True)]
-    return [{**_sampling(record.get("info")), **record, "messages": messages}]
+    # What its program noted of a message no template knows.
+    plain = [chat.without(each, "extra") if isinstance(each, Mapping) else each for each in talk]
+    messages = [each if response is None else response for each, response in zip(plain, held, strict=True)]
+    # Where mini-swe-agent's config of the model stands.
+    sampling = chat.sampling(chat.within(record, "info.config.model.model_kwargs"))
+    return [{**sampling, **record, "messages": messages}]
 
 
 def _response(message: Any) -> Mapping[str, Any] | None:
     """The response of one choice that an assistant's message keeps."""
-    if not isinstance(message, Mapping) or message.get("role") != "assistant":
-        return None
-    extra = message.get("extra")
-    response = extra.get("response") if isinstance(extra, Mapping) else None
-    choices = response.get("choices") if isinstance(response, Mapping) else None
+    response = chat.table(message.get("extra")).get("response") if chat.role(message) == "assistant" else None
+    choices = chat.table(response).get("choices")
     alone = isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], Mapping)
     return response if alone else None
-
-
-def _says_tokens(response: Mapping[str, Any] | None) -> bool:
-    return response is not None and any(response["choices"][0].get(key) for key in _TOLD)
-
-
-def _plain(message: Any) -> Any:
-    """A message without what its program noted of it, which no template knows."""
-    return {key: value for key, value in message.items() if key != "extra"} if isinstance(message, Mapping) else message
-
-
-def _sampling(info: Any) -> dict[str, Any]:
-    """The temperature of mini-swe-agent's config of the model."""
-    for key in ("config", "model", "model_kwargs"):
-        info = info.get(key) if isinstance(info, Mapping) else None
-    told = info if isinstance(info, Mapping) else {}
-    return {key: told[key] for key in ("temperature", "top_p") if isinstance(told.get(key), (int, float))}

@@ -6,32 +6,20 @@ of a model (a chain, a tool) holds none and is left out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import fitting
 
-ROLES = {
-    "human": "user",
-    "HumanMessage": "user",
-    "HumanMessageChunk": "user",
-    "ai": "assistant",
-    "AIMessage": "assistant",
-    "AIMessageChunk": "assistant",
-    "system": "system",
-    "SystemMessage": "system",
-    "tool": "tool",
-    "ToolMessage": "tool",
-    "function": "tool",
-    "FunctionMessage": "tool",
-}
+ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
+"""By the kind of a message, which its class is named for: `AIMessage`, or `AIMessageChunk`."""
 KEYS = ("lc", "additional_kwargs", "response_metadata")
 """One of them stands in each message that LangChain wrote."""
 _TALKS = ("messages", "input", "output", "history", "chat_history")
 _OF_MODEL = ("llm", "chat_model")
 _OF_RUN = ("inputs", "outputs", "events", "serialized")
-_PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens", "stop")
+_PARAMETERS = (*chat.SAMPLING, "model", "tools", "max_tokens", "stop")
 
 
 def _is_talk(record: Any) -> bool:
@@ -59,15 +47,14 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
     messages = [message(each) for key in keys[:1] for each in record[key]]
     if keys[0] == "input" and isinstance(record.get("output"), list) and _is_talk(record["output"]):
         messages += [message(each) for each in record["output"]]
-    rest = {key: value for key, value in record.items() if key not in keys}
-    return [{**rest, "messages": messages}]
+    return [{**chat.without(record, *keys), "messages": messages}]
 
 
 def of_run(record: Any) -> list[dict[str, Any]] | None:
     """One call of a run of LangSmith, or what is refused as a failed one; none of a run that is no model's, or that has
     not ended; None where it is no run.
     """
-    if not (isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record):
+    if not _is_run(record):
         return None
     inputs, outputs = record.get("inputs"), record.get("outputs")
     if record["run_type"] not in _OF_MODEL or not isinstance(inputs, Mapping):
@@ -81,17 +68,19 @@ def of_run(record: Any) -> list[dict[str, Any]] | None:
     response = _response(outputs)
     if not isinstance(asked, list) or response is None:
         return []
-    extra = record.get("extra")
-    invoked = extra.get("invocation_params") if isinstance(extra, Mapping) else None
-    told = {**_parameters(invoked), **_parameters(inputs)}
-    kept = {key: value for key, value in record.items() if key not in _OF_RUN}
+    invoked = chat.table(record.get("extra")).get("invocation_params")
+    told = {**chat.told(invoked, _PARAMETERS), **chat.told(inputs, _PARAMETERS)}
+    kept = chat.without(record, *_OF_RUN)
     return [{**kept, "request": {**told, "messages": [message(each) for each in asked]}, "response": response}]
+
+
+def _is_run(record: Any) -> bool:
+    return isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record
 
 
 def is_root(record: Any) -> bool:
     """Whether a record is the first run of a trace of LangSmith, and no model's."""
-    is_run = isinstance(record, Mapping) and isinstance(record.get("run_type"), str) and "inputs" in record
-    return is_run and record["run_type"] not in _OF_MODEL and record.get("parent_run_id") is None
+    return _is_run(record) and record["run_type"] not in _OF_MODEL and record.get("parent_run_id") is None
 
 
 def of_root(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +90,7 @@ def of_root(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(error := record.get("error"), str) and error:
         return fitting.failed_call(record, error)
-    kept = {key: value for key, value in record.items() if key not in (*_OF_RUN, "run_type", "error")}
+    kept = chat.without(record, *_OF_RUN, "run_type", "error")
     inputs, outputs = (_plain(record.get(key)) for key in ("inputs", "outputs"))
     asked, said = (told.get("messages") for told in (inputs, outputs))
     if isinstance(asked, list) and isinstance(said, list) and said[: len(asked)] != asked:
@@ -111,68 +100,49 @@ def of_root(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(told: Any) -> dict[str, Any]:
     """An object with its messages as a chat template gets them."""
-    rows = told.items() if isinstance(told, Mapping) else ()
-    return {
-        key: [message(each) for each in value]
-        if _is_talk(value) and isinstance(value, list)
-        else message(value)
-        if is_message(value)
-        else value
-        for key, value in rows
-    }
-
-
-def _parameters(told: Any) -> dict[str, Any]:
-    return {key: told[key] for key in _PARAMETERS if told.get(key) is not None} if isinstance(told, Mapping) else {}
+    made = dict(chat.table(told))
+    for key, value in made.items():
+        if isinstance(value, list) and _is_talk(value):
+            made[key] = [message(each) for each in value]
+        elif is_message(value):
+            made[key] = message(value)
+    return made
 
 
 def _response(outputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """The response of a run: OpenAI's own, LangChain's generations, or a message."""
     if isinstance(outputs.get("choices"), list):
         return dict(outputs)
-    generations = outputs.get("generations")
-    first: Any = generations
+    first: Any = outputs.get("generations")
     while isinstance(first, list) and first:
         first = first[0]
-    if isinstance(first, Mapping) and "message" in first:
+    first = chat.table(first)
+    if "message" in first:
         return of_message(first["message"], first.get("generation_info"))
-    if isinstance(first, Mapping) and isinstance(first.get("text"), str):
+    if isinstance(first.get("text"), str):
         return of_message({"role": "assistant", "content": first["text"]}, first.get("generation_info"))
     said = outputs.get("output", outputs.get("message"))
     if isinstance(outputs.get("messages"), list) and outputs["messages"]:
         said = outputs["messages"][-1]
-    if is_message(said) or (isinstance(said, Mapping) and said.get("role") == "assistant"):
-        return of_message(said, None)
-    return None
+    return of_message(said, None) if is_message(said) or chat.role(said) == "assistant" else None
 
 
 def of_message(told: Any, info: Any) -> dict[str, Any]:
     """A message of the assistant as the response that it came in."""
     said = message(told)
-    info = info if isinstance(info, Mapping) else {}
-    choice: dict[str, Any] = {"index": 0}
-    for key in ("logprobs", "finish_reason", "token_ids"):
-        value = said.pop(key, None)
-        value = info.get(key) if value is None else value
-        if value is not None:
-            choice[key] = value
-    prompt = said.pop("prompt_token_ids", info.get("prompt_token_ids"))
-    return {**({} if prompt is None else {"prompt_token_ids": prompt}), "choices": [{**choice, "message": said}]}
+    of_answer = {**chat.told(info, chat.OF_ANSWER), **chat.told(said, chat.OF_ANSWER)}
+    choice = {"index": 0, **chat.without(of_answer, "prompt_token_ids"), "message": chat.without(said, *chat.OF_ANSWER)}
+    return {**chat.told(of_answer, ["prompt_token_ids"]), "choices": [choice]}
 
 
 def _fields(told: Any) -> tuple[str, Mapping[str, Any]] | None:
-    """The kind of a message and its fields, of whichever spelling."""
+    """The kind of a message, by a word of its own, and its fields, of whichever spelling."""
     if not isinstance(told, Mapping):
         return None
-    if (
-        told.get("lc") == 1
-        and isinstance(told.get("kwargs"), Mapping)
-        and isinstance(told.get("id"), list)
-        and told["id"]
-    ):
-        return str(told["id"][-1]), told["kwargs"]
-    kind = told.get("type")
-    if isinstance(kind, str) and (kind in ROLES or kind == "chat"):
+    kind, names = told.get("type"), told.get("id")
+    if told.get("lc") == 1 and isinstance(told.get("kwargs"), Mapping) and isinstance(names, list) and names:
+        return _kind(str(names[-1])), told["kwargs"]
+    if isinstance(kind, str) and ((kind := _kind(kind)) in ROLES or kind == "chat"):
         inner = told.get("data")
         if isinstance(inner, Mapping):
             return kind, inner
@@ -181,10 +151,14 @@ def _fields(told: Any) -> tuple[str, Mapping[str, Any]] | None:
     return None
 
 
+def _kind(name: str) -> str:
+    return name.removesuffix("Chunk").removesuffix("Message").lower() if "Message" in name else name
+
+
 def is_message(told: Any) -> bool:
     """Whether a value is a message in one of these spellings."""
     found = _fields(told)
-    return found is not None and (found[0] in ROLES or found[0] in ("chat", "ChatMessage"))
+    return found is not None and found[0] in (*ROLES, "chat")
 
 
 def message(told: Any) -> dict[str, Any]:
@@ -201,8 +175,7 @@ def message(told: Any) -> dict[str, Any]:
         "role": ROLES.get(kind) or fields.get("role", "user"),
         "content": text_of(fields.get("content")),
     }
-    more = fields.get("additional_kwargs")
-    more = more if isinstance(more, Mapping) else {}
+    more = chat.table(fields.get("additional_kwargs"))
     calls = fields.get("tool_calls")
     if isinstance(calls, list) and calls:
         said["tool_calls"] = [_tool_call(call, more) for call in calls]
@@ -210,28 +183,20 @@ def message(told: Any) -> dict[str, Any]:
         said["tool_calls"] = more["tool_calls"]
     if isinstance(thought := more.get("reasoning_content"), str) and thought:
         said["reasoning_content"] = thought
-    if kind in ("tool", "ToolMessage") and fields.get("tool_call_id"):
+    if kind == "tool" and fields.get("tool_call_id"):
         said["tool_call_id"] = fields["tool_call_id"]
     if isinstance(fields.get("name"), str) and fields["name"]:
         said["name"] = fields["name"]
-    metadata = fields.get("response_metadata")
-    if said["role"] == "assistant" and isinstance(metadata, Mapping):
-        kept = ("logprobs", "finish_reason", "token_ids", "prompt_token_ids")
-        said |= {key: metadata[key] for key in kept if metadata.get(key) is not None}
+    if said["role"] == "assistant":
+        said |= chat.told(fields.get("response_metadata"), chat.OF_ANSWER)
     return said
 
 
 def text_of(content: Any) -> Any:
     """Text; blocks of text alone become one text, as a template gets them."""
-    if not isinstance(content, list):
-        return content
-    parts = [each.get("text") if isinstance(each, Mapping) and _is_text(each) else each for each in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return "".join(texts) if len(texts) == len(parts) else content
-
-
-def _is_text(block: Mapping[str, Any]) -> bool:
-    return block.get("type", block.get("block_type")) == "text"
+    others = content if isinstance(content, list) else []
+    kinds = [each.get("type", each.get("block_type")) for each in others if isinstance(each, Mapping)]
+    return chat.text_of(content) if all(kind == "text" for kind in kinds) else content
 
 
 def _tool_call(call: Any, more: Mapping[str, Any]) -> Any:
@@ -242,6 +207,4 @@ def _tool_call(call: Any, more: Mapping[str, Any]) -> Any:
     for raw in kept if isinstance(kept, list) else []:
         if isinstance(raw, Mapping) and raw.get("id") == call.get("id"):
             return raw
-    arguments = call.get("args")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"id": call.get("id"), "type": "function", "function": {"name": call.get("name"), "arguments": text}}
+    return chat.tool_call(call.get("name"), call.get("id"), call.get("args"))

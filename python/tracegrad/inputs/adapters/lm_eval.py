@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import fitting
 from tracegrad.inputs.adapters.loggers import opened
 from tracegrad.inputs.adapters.pairs import is_said, messages_of
-
-_SAMPLING = ("temperature", "top_p")
 
 
 def of_sample(record: Any) -> list[dict[str, Any]] | None:
@@ -24,14 +23,13 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
         return None
     asked = record["arguments"]
     requests = [*asked.values()] if isinstance(asked, Mapping) else fitting.listed(asked, "arguments")
-    rest = {key: value for key, value in record.items() if key not in ("arguments", "resps", "filtered_resps")}
-    rest = {"group": f"{record.get('task_name', 'doc')}-{record.get('prompt_hash', record['doc_id'])}", **rest}
+    group = f"{record.get('task_name', 'doc')}-{record.get('prompt_hash', record['doc_id'])}"
+    rest = {"group": group, **chat.without(record, "arguments", "resps", "filtered_resps")}
     made = []
     for request, answers in zip(requests, fitting.listed(record["resps"], "resps"), strict=False):
         parts = [*request.values()] if isinstance(request, Mapping) else fitting.listed(request, "arguments")
         prompt = _prompt(parts[0]) if parts else None
-        options = parts[1] if len(parts) > 1 and isinstance(parts[1], Mapping) else {}
-        told = {key: options[key] for key in _SAMPLING if isinstance(options.get(key), (int, float))}
+        told = chat.sampling(parts[1]) if len(parts) > 1 else {}
         texts = [text for text in fitting.listed(answers, "resps") if prompt is not None and isinstance(text, str)]
         made += [{**rest, **told, "messages": [*(prompt or []), messages_of(text, "assistant")[0]]} for text in texts]
     return made

@@ -12,8 +12,8 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.errors import FormatError
-from tracegrad.inputs import paths
-from tracegrad.inputs.adapters.chunks import is_chunk
+from tracegrad.inputs import chat, paths
+from tracegrad.inputs.adapters.chunks import is_list
 from tracegrad.tables import to_json
 from tracegrad.trace import Trace, Traces
 
@@ -38,14 +38,11 @@ def of_call(record: Any) -> list[dict[str, Any]] | None:
     request = opened(record[asked]) if asked else {"messages": record["messages"]}
     response = opened(record[answered])
     if not asked:
-        request |= {
-            key: record[key] for key in ("temperature", "top_p", "tools", "model") if record.get(key) is not None
-        }
+        request |= chat.told(record, (*chat.SAMPLING, "tools", "model"))
         said = _said(response)
         if request["messages"] and said is not None and _same(request["messages"][-1], said):
             request["messages"] = request["messages"][:-1]
-    kept = {key: value for key, value in record.items() if key not in (asked, answered, "messages")}
-    return [{**kept, "request": request, "response": response}]
+    return [{**chat.without(record, asked, answered, "messages"), "request": request, "response": response}]
 
 
 def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -101,23 +98,21 @@ def _is_request(value: Any) -> bool:
 
 def _is_response(value: Any) -> bool:
     told = opened(value)
-    if isinstance(told, list):
-        return bool(told) and is_chunk(told[0])
-    return isinstance(told, Mapping) and isinstance(told.get("choices"), list) and bool(told["choices"])
+    choices = chat.table(told).get("choices")
+    return is_list(told) or (isinstance(choices, list) and bool(choices))
 
 
 def _of_other(record: Mapping[str, Any], answered: str) -> dict[str, Any]:
     """Messages and the response of another API beside them: as a call, or with what it says behind the messages, where
     that API asks by something else than messages.
     """
-    kept = {key: value for key, value in record.items() if key not in (answered, "messages")}
+    kept = chat.without(record, answered, "messages")
     talk, response = record["messages"], opened(record[answered])
-    sampling = {key: record[key] for key in ("temperature", "top_p") if record.get(key) is not None}
-    trace = _read({**sampling, "messages": talk}, response)
+    request = {**chat.told(record, chat.SAMPLING), "messages": talk}
+    trace = _read(request, response)
     if trace is not None and len(trace.messages) == len(talk) + 1:
-        return {**kept, "request": {**sampling, "messages": talk}, "response": response}
-    given = [{**each, "sampled": False} if each.get("role") == "assistant" else each for each in talk]
-    return {**kept, "messages": [*given, *(trace.messages[-1:] if trace else [])]}
+        return {**kept, "request": request, "response": response}
+    return {**kept, "messages": [*chat.given(talk), *(trace.messages[-1:] if trace else [])]}
 
 
 def _read(request: Any, response: Any) -> Trace | None:
@@ -133,8 +128,7 @@ def _read(request: Any, response: Any) -> Trace | None:
 
 def _said(response: Any) -> Any:
     """The message of a response that is whole."""
-    first = response["choices"][0] if isinstance(response, Mapping) and "choices" in response else None
-    return first.get("message") if isinstance(first, Mapping) else None
+    return chat.table(response["choices"][0]).get("message") if "choices" in chat.table(response) else None
 
 
 def _same(message: Any, said: Any) -> bool:

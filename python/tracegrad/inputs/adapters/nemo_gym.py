@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import fitting
 
 _TOKENS = {
@@ -18,32 +19,22 @@ _TOKENS = {
 }
 
 
-def _is_rollout(record: Any) -> bool:
-    if not isinstance(record, Mapping) or not isinstance(record.get("responses_create_params"), Mapping):
-        return False
-    response = record.get("response")
-    return isinstance(response, Mapping) and isinstance(response.get("output"), list)
-
-
 def of_rollout(record: Any) -> list[dict[str, Any]] | None:
     """One trace of all messages; none where the model said nothing, None where it is no rollout."""
-    if not _is_rollout(record):
+    asked, answered = (chat.table(record).get(key) for key in ("responses_create_params", "response"))
+    if not isinstance(asked, Mapping) or not isinstance(output := chat.table(answered).get("output"), list):
         return None
-    asked = record["responses_create_params"]
     given = asked.get("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
-    messages = [{**each, "sampled": False} if each["role"] == "assistant" else each for each in messages]
-    if isinstance(system := asked.get("instructions"), str) and system:
-        messages.insert(0, {"role": "system", "content": system})
-    said = _messages(record["response"]["output"])
-    if not any(each["role"] == "assistant" for each in said):
+    said = _messages(output)
+    if not chat.has_answer(said):
         return []
-    tools = [_tool(each) for each in fitting.listed(asked.get("tools"), "tools") if isinstance(each, Mapping)]
-    told = {key: asked[key] for key in ("temperature", "top_p") if asked.get(key) is not None}
     task = record.get("_ng_task_index")
     group = {} if task is None or "group" in record else {"group": str(task)}
-    rest = {key: value for key, value in record.items() if key not in ("responses_create_params", "response")}
-    return [{**told, **group, **rest, **({"tools": tools} if tools else {}), "messages": messages + said}]
+    rest = chat.without(record, "responses_create_params", "response")
+    tools = chat.tools(fitting.listed(asked.get("tools"), "tools"))
+    talk = [*chat.under(asked.get("instructions"), chat.given(messages)), *said]
+    return [{**chat.told(asked, chat.SAMPLING), **group, **rest, **tools, "messages": talk}]
 
 
 def _messages(items: Any) -> list[dict[str, Any]]:
@@ -55,9 +46,11 @@ def _messages(items: Any) -> list[dict[str, Any]]:
             continue
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            out.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
+            out.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": chat.text_of(item.get("output"))}
+            )
         elif kind == "message" and item.get("role") != "assistant":
-            out.append({"role": item.get("role", "user"), "content": _text(item.get("content"))})
+            out.append({"role": item.get("role", "user"), "content": chat.text_of(item.get("content"))})
         else:
             if not goes_on:
                 out.append({"role": "assistant", "content": None})
@@ -79,21 +72,5 @@ def _add(said: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
     else:
-        said["content"] = (said["content"] or "") + str(_text(item.get("content")) or "")
+        said["content"] = (said["content"] or "") + str(chat.text_of(item.get("content")) or "")
     said.update({name: item[key] for key, name in _TOKENS.items() if item.get(key) is not None})
-
-
-def _text(content: Any) -> Any:
-    """Parts of text as one text."""
-    if not isinstance(content, list):
-        return content
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return "".join(texts) if len(texts) == len(parts) else content
-
-
-def _tool(told: Mapping[str, Any]) -> dict[str, Any]:
-    if "function" in told:
-        return dict(told)
-    function = {key: told[key] for key in ("name", "description", "parameters") if key in told}
-    return {"type": "function", "function": function}

@@ -6,18 +6,18 @@ A pair becomes two traces of one group: the chosen one has reward 1, the rejecte
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.inputs import paths
+from tracegrad.inputs import chat, paths
 from tracegrad.inputs.adapters import langchain
 from tracegrad.inputs.adapters.loggers import opened, plain
 
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs")
 ANSWERS = ("response", "completion", "output", "answer", "generation", "response_text", "generated_text", "outputs")
-OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
 _OF_MODEL = re.compile(
     r"(model|llm|ai|assistant|bot|agent|generated|predicted|sampled)(answer|response|completion|output|generation|reply)s?"
 )
@@ -35,20 +35,17 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
     prompt = messages_of(record.get("prompt") or record.get("question") or [], "user")
     sides = {side: messages_of(record[side], "assistant") for side in ("chosen", "rejected")}
     if not prompt:
-        common = 0
-        while _same(sides["chosen"], sides["rejected"], common):
-            common += 1
-        prompt = sides["chosen"][:common]
-    if isinstance(system := record.get("system"), str) and system:
-        prompt = [{"role": "system", "content": system}, *prompt]
+        both = list(zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False))
+        prompt = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)]
+    prompt = chat.under(record.get("system"), prompt)
     group = group_of(record, prompt)
-    rest = {key: value for key, value in record.items() if key not in ("prompt", "chosen", "rejected", "system", "id")}
+    rest = chat.without(record, "prompt", "chosen", "rejected", "system", "id")
     made, told = [], _scores(record)
     for side in ("chosen", "rejected"):
         said = sides[side]
         said = said[len(prompt) :] if said[: len(prompt)] == prompt else said
         name = {"id": f"{record['id']}-{side}"} if isinstance(record.get("id"), (str, int)) else {}
-        messages = [*given(prompt), *said]
+        messages = [*chat.given(prompt), *said]
         made.append({**rest, **name, "group": group, "reward": told[side], "messages": messages})
     return made
 
@@ -72,8 +69,7 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     """
     if not isinstance(record, Mapping):
         return None
-    raw = {key for key, value in record.items() if _is_raw(value)}
-    answered = _named({key: value for key, value in record.items() if key not in raw}, ANSWERS, _OF_MODEL)
+    answered = _named({key: value for key, value in record.items() if not _is_raw(value)}, ANSWERS, _OF_MODEL)
     asked = _named(record, PROMPTS, _OF_USER)
     if "messages" in record:
         asked = "messages" if answered and record[answered] and asks(record["messages"], answered) else None
@@ -82,15 +78,13 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     prompt = messages_of(record[asked], "user")
     if asked == "instruction" and isinstance(more := record.get("input"), str) and more:
         prompt = [{"role": "user", "content": f"{record['instruction']}\n\n{more}"}]
-    if isinstance(system := record.get("system"), str) and system:
-        prompt = [{"role": "system", "content": system}, *prompt]
+    prompt = chat.under(record.get("system"), prompt)
     said = messages_of(record[answered], "assistant")
     said = [{**each, "content": langchain.text_of(each["content"])} if "content" in each else each for each in said]
-    used = (asked, answered, "system", "input" if asked == "instruction" else asked)
-    rest = {key: value for key, value in record.items() if key not in used}
-    if said and len(said) == 1:
-        said = [{**said[0], **{key: rest.pop(key) for key in OF_ANSWER if key in rest}}]
-    return [{**rest, "messages": [*given(prompt), *said]}]
+    rest = chat.without(record, asked, answered, "system", "input" if asked == "instruction" else asked)
+    if len(said) == 1:
+        said = [{**said[0], **{key: rest.pop(key) for key in chat.OF_ANSWER if key in rest}}]
+    return [{**rest, "messages": [*chat.given(prompt), *said]}]
 
 
 def group_of(record: Mapping[str, Any], prompt: Any) -> Any:
@@ -109,7 +103,7 @@ def asks(talk: Any, answer: str) -> bool:
         return False
     if talk[-1]["role"] != "user" and answer in _WISHED:
         return False
-    return not any(key in each for each in talk for key in (*OF_ANSWER, "generation"))
+    return not any(key in each for each in talk for key in (*chat.OF_ANSWER, "generation"))
 
 
 def _is_raw(value: Any) -> bool:
@@ -133,9 +127,7 @@ def is_said(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return isinstance(value.get("role"), str)
-    return (
-        isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and "role" in each for each in value)
-    )
+    return isinstance(value, list) and bool(value) and all("role" in chat.table(each) for each in value)
 
 
 def messages_of(value: Any, role: str) -> list[dict[str, Any]]:
@@ -154,12 +146,3 @@ def messages_of(value: Any, role: str) -> list[dict[str, Any]]:
         ]
         return said if said[-1]["content"] else said[:-1]  # a prompt ends where the assistant begins
     return [dict(value)] if isinstance(value, Mapping) else [dict(each) for each in value]
-
-
-def given(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a prompt: what the assistant says there was not sampled."""
-    return [{**each, "sampled": False} if each.get("role") == "assistant" else each for each in messages]
-
-
-def _same(one: list[Any], other: list[Any], at: int) -> bool:
-    return at < min(len(one), len(other)) - 1 and one[at] == other[at]

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import langchain
 from tracegrad.inputs.adapters.loggers import opened
 
@@ -26,10 +27,10 @@ def of_history(record: Any) -> list[dict[str, Any]] | None:
     for each in history:
         messages += [_response(each)] if each["kind"] == "response" else _request(each)
     told = next((each["instructions"] for each in history if isinstance(each.get("instructions"), str)), None)
-    if told and not any(each["role"] == "system" for each in messages):
-        messages.insert(0, {"role": "system", "content": told})
-    rest = {name: value for name, value in record.items() if name != key} if isinstance(record, Mapping) else {}
-    return [{**rest, "messages": messages}] if any(each["role"] == "assistant" for each in messages) else []
+    if not any(each["role"] == "system" for each in messages):
+        messages = chat.under(told, messages)
+    rest = chat.without(chat.table(record), key)
+    return [{**rest, "messages": messages}] if chat.has_answer(messages) else []
 
 
 def _history(record: Any) -> tuple[str, list[Any]] | None:
@@ -64,19 +65,15 @@ def _response(told: Mapping[str, Any]) -> dict[str, Any]:
     parts = told["parts"]
     texts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "text"]
     thoughts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "thinking"]
-    calls = [_call(part) for part in parts if part["part_kind"] == "tool-call"]
-    details = told.get("provider_details")
-    details = details if isinstance(details, Mapping) else {}
+    calls = [
+        chat.tool_call(part.get("tool_name"), part.get("tool_call_id"), part.get("args") or {})
+        for part in parts
+        if part["part_kind"] == "tool-call"
+    ]
+    details = chat.table(told.get("provider_details"))
     logprobs, finish = details.get("logprobs"), details.get("finish_reason")
     said: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or None}
     said |= {"reasoning_content": "".join(thoughts)} if any(thoughts) else {}
     said |= {"tool_calls": calls} if calls else {}
     said |= {"logprobs": {"content": logprobs}} if isinstance(logprobs, list) else {}
     return said | ({"finish_reason": finish} if isinstance(finish, str) else {})
-
-
-def _call(part: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = part.get("args")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    function = {"name": part.get("tool_name"), "arguments": text}
-    return {"id": part.get("tool_call_id"), "type": "function", "function": function}

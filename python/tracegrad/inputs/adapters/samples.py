@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.inputs import paths
+from tracegrad.inputs import chat, paths
 from tracegrad.inputs.adapters import fitting, pairs
 
 ANSWERS = ("completions", "responses", "outputs", "answers", "generations", "samples", "candidates", "choices")
 _TEXTS = ("text", "content", "completion", "response", "output", "answer", "generation")
-
-
-def _is_samples(record: Any) -> bool:
-    return isinstance(record, Mapping) and bool(_of(record)) and _asked(record) is not None
 
 
 def of_samples(record: Any) -> list[dict[str, Any]] | None:
@@ -25,31 +21,29 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
     Raises:
         Unfit: if what stands beside them fits no answer, or they share too much.
     """
-    if not _is_samples(record):
+    answers = _of(record) if isinstance(record, Mapping) else ""
+    if not answers or (asked := _asked(record, answers)) is None:
         return None
-    asked, answers = _asked(record) or "prompt", _of(record)
-    prompt = pairs.messages_of(record[asked], "user")
-    if isinstance(system := record.get("system"), str) and system:
-        prompt = [{"role": "system", "content": system}, *prompt]
+    prompt = chat.under(record.get("system"), pairs.messages_of(record[asked], "user"))
     told = rows(record, len(record[answers]), (asked, answers, "system"), prompt)
-    group, given = pairs.group_of(record, prompt), pairs.given(prompt)
+    group, given = pairs.group_of(record, prompt), chat.given(prompt)
     made = []
     for (row, of_answer), answer in zip(told, record[answers], strict=True):
         own, text = {}, answer
         if isinstance(answer, Mapping) and "role" not in answer:
             key = next(name for name in _TEXTS if pairs.is_said(answer.get(name)))
-            own, text = {name: value for name, value in answer.items() if name != key}, answer[key]
+            own, text = chat.without(answer, key), answer[key]
         said = pairs.messages_of(text, "assistant")
-        of_own = {name: own.pop(name) for name in pairs.OF_ANSWER if name in own}
+        of_own = {name: own.pop(name) for name in chat.OF_ANSWER if name in own}
         said[-1:] = [{**of_answer, **said[-1], **of_own}]
         made.append({"group": group, **row, **_rewarded(own), "messages": [*given, *said]})
     return made
 
 
-def _asked(record: Mapping[str, Any]) -> str | None:
+def _asked(record: Mapping[str, Any], answers: str) -> str | None:
     """The key of the prompt: messages where there are any, and they end before an answer."""
     if "messages" in record:
-        return "messages" if pairs.asks(record["messages"], _of(record)) else None
+        return "messages" if pairs.asks(record["messages"], answers) else None
     return next((name for name in (*pairs.PROMPTS, "prompts") if pairs.is_said(record.get(name))), None)
 
 
@@ -87,12 +81,13 @@ def rows(
         given: what each trace has of these.
     """
     of_answers = _of_answers(record, count)
-    rest = {key: value for key, value in record.items() if key not in used and key not in pairs.OF_ANSWER}
-    lists = {key for key, value in rest.items() if is_of_each(key, value, count) or _are_names(key, value, count)}
+    rest = chat.without(record, *used, *chat.OF_ANSWER)
+    lists = {key for key, value in rest.items() if is_of_each(key, value, count)}
+    lists |= {"id"} if isinstance(rest.get("id"), list) and len(rest["id"]) == count else set()
     for key in ("reward", "rewards"):
         if isinstance(rest.get(key), list) and key not in lists:
             raise fitting.unequal(key, rest[key], count)
-    fitting.bounded(count, (given, {key: value for key, value in rest.items() if key not in lists}))
+    fitting.bounded(count, (given, chat.without(rest, *lists)))
     told = []
     for at in range(count):
         row = {key: value[at] if key in lists else part(value, at, count) for key, value in rest.items()}
@@ -119,7 +114,7 @@ def part(value: Any, at: int, count: int, depth: int = 0) -> Any:
 def _of_answers(record: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """What goes on the message of each answer: its ids, their logprobs, why it ended."""
     found: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name in pairs.OF_ANSWER:
+    for name in chat.OF_ANSWER:
         value = record.get(name)
         if value is None:
             continue
@@ -142,10 +137,7 @@ def _has_each(name: str, value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     wanted = str if name == "finish_reason" else (list, Mapping)
-    return all(
-        each is None or (isinstance(each, wanted) and not (isinstance(each, Mapping) and "logprob" in each))
-        for each in value
-    )
+    return all(each is None or (isinstance(each, wanted) and "logprob" not in chat.table(each)) for each in value)
 
 
 def _are_ids(value: Any) -> bool:
@@ -168,13 +160,9 @@ def _is_verdict(value: Any) -> bool:
     return paths.verdict(value) is not None
 
 
-def _are_names(key: str, value: Any, count: int) -> bool:
-    return key == "id" and isinstance(value, list) and len(value) == count
-
-
 def _rewarded(row: dict[str, Any]) -> dict[str, Any]:
     """With `reward` as a number, where `reward` or `rewards` is one, or a number as text."""
     for key in ("reward", "rewards"):
         if key in row and (found := paths.number(row[key])) is not None:
-            row = {**{name: value for name, value in row.items() if name != key}, "reward": found}
+            row = {**chat.without(row, key), "reward": found}
     return row

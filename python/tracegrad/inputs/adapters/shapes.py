@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import langchain
 from tracegrad.inputs.adapters.chunks import is_list
 from tracegrad.inputs.adapters.loggers import opened
@@ -20,7 +21,7 @@ DEEPEST, MOST_LOOKED = 8, 4096
 ROLES = {"tool-call": "assistant", "tool-response": "user"}
 """Roles of smolagents, as it sends them."""
 _SAID = {"content", "tool_calls", "blocks"}
-_PARAMETERS = ("temperature", "top_p", "model", "tools", "max_tokens")
+_PARAMETERS = (*chat.SAMPLING, "model", "tools", "max_tokens")
 _WISHED = re.compile(r"expect|reference|ideal|gold|target|ground|truth|label|example", re.I)
 """Names under which stands what should have been said."""
 _NOT_KEPT = ("messages", "calls", "choices", "request", "response", "prompt_token_ids")
@@ -81,13 +82,13 @@ def message(told: Any) -> dict[str, Any]:
     """
     if langchain.is_message(told):
         return langchain.message(told)
-    said = {key: value for key, value in told.items() if key != "blocks" and value is not None}
+    said = chat.told(told, [key for key in told if key != "blocks"])
     content = told.get("content", told.get("blocks"))
     return {**said, "role": ROLES.get(said["role"], said["role"]), "content": langchain.text_of(content)}
 
 
 def _beside(record: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in used and key not in _NOT_KEPT}
+    return chat.without(record, *used, *_NOT_KEPT)
 
 
 def _call(found: _Found) -> tuple[set[str], dict[str, Any], Any] | None:
@@ -117,10 +118,10 @@ def _sampled(beside: Mapping[str, Any]) -> dict[str, Any]:
 def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked of the model, where messages stand: in their request, or in an object beside them."""
     if isinstance(parent.get("messages"), list):
-        return {key: value for key, value in parent.items() if key in _PARAMETERS and value is not None}
+        return chat.told(parent, _PARAMETERS)
     told: dict[str, Any] = {}
-    for each in (*(value for value in parent.values() if isinstance(value, Mapping)), parent):
-        told |= {key: each[key] for key in ("temperature", "top_p") if isinstance(each.get(key), (int, float))}
+    for each in (*parent.values(), parent):
+        told |= chat.sampling(each)
     return told
 
 
@@ -193,15 +194,14 @@ def _into(found: _Found, key: str, value: Any, parent: Mapping[str, Any], depth:
 
 
 def _is_response(value: Any) -> bool:
-    if isinstance(value, list):
+    choices = chat.table(value).get("choices")
+    if not isinstance(choices, list) or not choices:
         return is_list(value)
-    if not isinstance(value, Mapping) or not isinstance(choices := value.get("choices"), list) or not choices:
-        return False
-    return all(isinstance(each, Mapping) and isinstance(each.get("message"), Mapping) for each in choices)
+    return all(isinstance(chat.table(each).get("message"), Mapping) for each in choices)
 
 
 def _is_choice(value: Any) -> bool:
-    said = value.get("message") if isinstance(value, Mapping) else None
+    said = chat.table(value).get("message")
     return _is_message(said) and _role(said) == "assistant"
 
 

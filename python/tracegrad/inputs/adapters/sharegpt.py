@@ -6,38 +6,35 @@ camel-ai 0.2.90's `ShareGPTDataCollector`, whose function_call is a list of Open
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bing": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
+from tracegrad.inputs import chat, paths
+
+_SPEAKERS = {
+    "user": "human user",
+    "assistant": "gpt assistant model bing chatgpt bard function_call",
     "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-    "function_response": "tool",
+    "tool": "observation tool function_response",
 }
+ROLES = {speaker: role for role, speakers in _SPEAKERS.items() for speaker in speakers.split()}
 _KEYS = ("conversations", "conversation")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
 def of_talk(record: Any) -> list[dict[str, Any]] | None:
     """The record with messages in place of its conversation; None where it is none of this form."""
-    talk = _talk(record)
-    if not talk or not all(isinstance(each, Mapping) and "from" in each and "value" in each for each in talk):
+    talk = next((record[key] for key in _KEYS if key in record), None) if isinstance(record, Mapping) else None
+    if (
+        not isinstance(talk, list)
+        or not talk
+        or not all(isinstance(each, Mapping) and "from" in each and "value" in each for each in talk)
+    ):
         return None
     messages = [_message(each) for each in talk]
-    if isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    rest = {key: value for key, value in record.items() if key not in (*_KEYS, "system", "tools")}
+    if messages[0]["role"] != "system":
+        messages = chat.under(record.get("system"), messages)
+    rest = chat.without(record, *_KEYS, "system", "tools")
     tools = _tools(record.get("tools"))
     return [{**rest, **({"tools": tools} if tools else {}), "messages": messages}]
 
@@ -46,7 +43,7 @@ def _message(told: Mapping[str, Any]) -> dict[str, Any]:
     """A message; what `function_call` says is a call, where it is the JSON of one or several."""
     speaker, said = str(told["from"]).lower(), told["value"]
     if speaker == "function_call" and isinstance(said, str):
-        calls = _json(said)
+        calls = paths.opened(said.strip())
         made = [_call(each) for each in (calls if isinstance(calls, list) else [calls])]
         if made and None not in made:
             return {"role": "assistant", "content": None, "tool_calls": made}
@@ -55,30 +52,15 @@ def _message(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _call(told: Any) -> dict[str, Any] | None:
     """A call of a tool: its name and arguments, alone or wrapped as OpenAI does; None where it is none."""
-    function = told.get("function", told) if isinstance(told, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        return None
+    function = chat.table(chat.table(told).get("function", told))
     arguments = next((function[key] for key in _ARGUMENTS if key in function), None)
-    if arguments is None:
+    if not isinstance(function.get("name"), str) or arguments is None:
         return None
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", "function": {"name": function["name"], "arguments": written}}
+    return {"type": "function", "function": {"name": function["name"], "arguments": chat.written(arguments)}}
 
 
 def _tools(told: Any) -> list[Any]:
     """Schemas of tools, which may stand as text, and without the wrapping that templates expect."""
-    found = _json(told) if isinstance(told, str) else told
+    found = paths.opened(told.strip() if isinstance(told, str) else told)
     tools = [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
     return [dict(each) if "function" in each else {"type": "function", "function": dict(each)} for each in tools]
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _talk(record: Any) -> list[Any]:
-    found = next((record[key] for key in _KEYS if key in record), None) if isinstance(record, Mapping) else None
-    return found if isinstance(found, list) else []

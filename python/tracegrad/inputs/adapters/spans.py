@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad.inputs import chat
+
 _PARENTS = ("parent_id", "parent_span_id", "parentSpanId", "parentId")
 _TRACES = ("trace_id", "traceId")
 
 
-def _is_span(record: Any) -> bool:
-    """Whether a record is a span, or the trace that spans belong to."""
-    if not isinstance(record, Mapping):
-        return False
-    if record.get("object") == "trace" or isinstance(record.get("span_id"), str):
-        return True
-    context = record.get("context")
-    rows = (record, context) if isinstance(context, Mapping) else (record,)
-    return any(key in record for key in _PARENTS) and any(key in row for row in rows for key in _TRACES)
-
-
 def of_span(record: Any) -> list[dict[str, Any]] | None:
-    """No trace: a span that comes here holds no call. None of what is no span."""
-    return [] if _is_span(record) else None
+    """No trace: a span that comes here, or the trace that spans belong to, holds no call. None of what is neither."""
+    if not isinstance(record, Mapping):
+        return None
+    if record.get("object") == "trace" or isinstance(record.get("span_id"), str):
+        return []
+    traced = {*record, *chat.table(record.get("context"))}.intersection(_TRACES)
+    return [] if traced and not record.keys().isdisjoint(_PARENTS) else None

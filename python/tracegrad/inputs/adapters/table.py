@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tracegrad import _core
 from tracegrad.errors import FormatError, ReadError
+from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import (
     choices,
     chunks,
@@ -56,21 +57,17 @@ class Made(NamedTuple):
     records: list[dict[str, Any]]
 
 
-def _listed(record: Any) -> list[Any] | None:
-    """The one list of records in an object around them; None without one. Its first one is looked at."""
-    if not isinstance(record, Mapping):
-        return None
-    held = [each for each in record.values() if isinstance(each, list) and each and isinstance(each[0], Mapping)]
-    held = [each for each in held if made_of(each[0]) is not None or _core_reads(each[0])]
-    return held[0] if len(held) == 1 else None
-
-
 def _of_export(record: Any) -> list[dict[str, Any]] | None:
-    """What is made of each record in the list; one that no adapter knows is left to the core, which says why."""
-    if (rows := _listed(record)) is None:
+    """What is made of each record in the one list of records in an object around them, known by their first; None
+    without one. A record that no adapter knows is left to the core, which says why.
+    """
+    held = [each for each in chat.table(record).values() if isinstance(each, list) and each]
+    held = [each for each in held if isinstance(each[0], Mapping)]
+    held = [each for each in held if made_of(each[0]) is not None or _core_reads(each[0])]
+    if len(held) != 1:
         return None
     out = []
-    for each in rows:
+    for each in held[0]:
         made = adapt(each)
         out += [each if isinstance(each, dict) else {"record": each}] if made is None else made
     return out
@@ -282,20 +279,21 @@ class Adapted:
         found = (_of_root(record) if self.roots else None) or made_of(record)
         if found is None:
             return None
+        adapter, records = found
         out, left = [], fitting.MOST_BYTES + 4 * size
-        for at, each in enumerate(found.records):
+        for at, each in enumerate(records):
             place = line
-            if found.name == EXPORT and isinstance(line, int):
+            if adapter == EXPORT and isinstance(line, int):
                 place = (line, at + 1)
-            elif len(found.records) > 1 and each.get("id") is None:
+            elif len(records) > 1 and each.get("id") is None:
                 each = {**each, "id": f"{located(name, line)}-{at}"}
-            with fitting.fitting(found.name):
+            with fitting.fitting(adapter):
                 out.append((place, to_json(each), each))
             left -= len(out[-1][1])
             if left < 0:
-                raise fitting.too_much(f"{len(found.records):,} traces")
-        self.counts[found.name] += found.name != fitting.FAILED
-        self.empty[found.name] += not found.records
+                raise fitting.too_much(f"{len(records):,} traces")
+        self.counts[adapter] += adapter != fitting.FAILED
+        self.empty[adapter] += not records
         return out
 
     def lines(self) -> list[str]:

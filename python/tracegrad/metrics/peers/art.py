@@ -7,10 +7,9 @@ beside ART's code (tests/parity/test_art_metrics.py); the pull request was close
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.groups import Rows
@@ -74,16 +73,14 @@ def as_art(
         "removed": np.count_nonzero(removed),
         "bins": np.bincount(np.searchsorted(EDGES, taken.astype(np.float32)), minlength=len(EDGES) + 1),
     }
-    sums = moments("ratio", taken) | Sums.of(_products(np.exp(old[known]), np.exp(new[known])), counts)
+    x, y = np.exp(old[known]), np.exp(new[known])
+    products = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y}
+    sums = moments("ratio", taken) | Sums.of(products, counts)
     found = Measured(sums.at("art/"), (Reading(DIAGNOSTICS, "art/"),))
     if ref is not None:
         sums = moments("gap", new - np.asarray(ref, np.float64)).at("ref/")
         found = found | Measured(sums, (Reading(REFERENCE, "ref/"),))
     return found
-
-
-def _products(x: NDArray[np.float64], y: NDArray[np.float64]) -> dict[str, Any]:
-    return {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y}
 
 
 def _correlation(s: Sums) -> float:

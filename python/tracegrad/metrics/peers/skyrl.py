@@ -152,12 +152,9 @@ def _hits(name: str, count: int, masked: NDArray, high: NDArray, low: NDArray) -
     return Measured(Sums.of(counts=counts).at(f"{name}/"), (Reading(_HITS[name], f"{name}/"),))
 
 
-def _one(s: Sums) -> float:
-    return float(s["hit"]) / max(int(s["of"]), 1)
-
-
-def _ratio_mean(s: Sums) -> float:
-    return Moments(s, "ratio").total / max(Moments(s, "ratio").n, 1)
+def _over(name: str, bottom: str) -> Callable[[Sums], float]:
+    """name / bottom, where SkyRL divides by 1 if there is none."""
+    return lambda s: float(s[name]) / max(int(s[bottom]), 1)
 
 
 def _padded_deviation(s: Sums) -> float:
@@ -178,7 +175,7 @@ def _padded_largest(name: str) -> Callable[[Sums], float]:
 
 _ROLLOUT, _PROXIMAL = "theta / rollout", "theta / old"
 RATIO = (
-    Metric("is_ratio_mean", "1", _OLD, "terms, at least 1", "Mean raw ratio.", _ratio_mean),
+    Metric("is_ratio_mean", "1", _OLD, "terms, at least 1", "Mean raw ratio.", _over("ratio", "ratio.n")),
     Metric(
         "is_ratio_std",
         "1",
@@ -193,10 +190,12 @@ RATIO = (
 _SHARE = {
     row.name: row
     for row in (
-        Metric("token_mask_ratio", "share", _OLD, "terms left", "Terms the token mask drops.", _one),
-        Metric("tis_token_clip_high_ratio", "share", _OLD, "terms left", "Ratios above the cap.", _one),
-        Metric("tis_seq_clip_high_ratio", "share", _OLD, _ROWS, "Products above the cap.", _one),
-        Metric("clip_ratio", "share", _PROXIMAL, "terms", "Terms whose gradient the bound removed.", _one),
+        Metric("token_mask_ratio", "share", _OLD, "terms left", "Terms the token mask drops.", _over("hit", "of")),
+        Metric("tis_token_clip_high_ratio", "share", _OLD, "terms left", "Ratios above the cap.", _over("hit", "of")),
+        Metric("tis_seq_clip_high_ratio", "share", _OLD, _ROWS, "Products above the cap.", _over("hit", "of")),
+        Metric(
+            "clip_ratio", "share", _PROXIMAL, "terms", "Terms whose gradient the bound removed.", _over("hit", "of")
+        ),
     )
 }
 

@@ -50,14 +50,6 @@ def _ess(s: Sums) -> float:
     return (mean + EPS) ** 2 * weights.n / square if square > 0 else 0.0
 
 
-def _dropped(s: Sums) -> Any:
-    return (s["n"] - s["kept"]) / s["n"]
-
-
-def _rows_hit(s: Sums) -> Any:
-    return np.nan_to_num(per(s["hit"], s["row.n"]))
-
-
 def _row(name: str, unit: str, per: str, meaning: str, value: Callable[[Sums], Any], ratio: str = _OLD) -> Metric:
     return Metric(f"rollout_corr/{name}", unit, ratio, per, meaning, value)
 
@@ -154,7 +146,13 @@ def _rejection_rows(name: str, bottom: str, *, k1: bool) -> tuple[Metric, ...]:
         _row(x + "seq_max_deviation", "stat", "", "Largest |.|.", _filled(largest_of, "away")),
         _row(x + "seq_fraction_high", "share", seq, "Rows above.", _filled(above)),
         _row(x + "masked_fraction", "share", _TERMS, "Terms dropped.", _of("kept", lambda m: (m.n - m.total) / m.n)),
-        _row(x + "seq_masked_fraction", "share", seq, "Rows with a term dropped.", _rows_hit),
+        _row(
+            x + "seq_masked_fraction",
+            "share",
+            seq,
+            "Rows with a term dropped.",
+            lambda s: np.nan_to_num(per(s["hit"], s["row.n"])),
+        ),
         _row(x + "fraction_low", "share", bottom, "Below the lower bound; 0 but for k1.", low),
     )
 
@@ -170,7 +168,13 @@ REJECTION = {
 }
 """By level and whether the statistic is k1, which alone has a lower bound."""
 REJECTION_ALL = (
-    _row("rollout_rs_masked_fraction", "share", _TERMS, "Terms that any option dropped.", _dropped),
+    _row(
+        "rollout_rs_masked_fraction",
+        "share",
+        _TERMS,
+        "Terms that any option dropped.",
+        lambda s: (s["n"] - s["kept"]) / s["n"],
+    ),
     _row("rollout_rs_seq_masked_fraction", "share", _ROWS, "Rows with a term dropped.", _over("hit", "rows")),
 )
 _PPO = "theta / old"

@@ -1,0 +1,94 @@
+"""What records of chats hold, whoever wrote them: roles, text, sampling, and tools as a chat template gets them.
+
+Nothing of a producer is known here, and no files. `calls` and the adapters use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tracegrad.inputs import paths
+
+SAMPLING = ("temperature", "top_p")
+OF_ANSWER = ("logprobs", "token_ids", "finish_reason", "prompt_token_ids")
+"""What is said of the tokens of an answer, beside it."""
+_SCHEMA = ("name", "description", "parameters")
+
+
+def table(value: Any) -> Mapping[str, Any]:
+    """An object, empty where a value is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def within(record: Any, path: str) -> Any:
+    """What stands at a path, None where nothing does."""
+    try:
+        return paths.at(record, path)
+    except paths.Missing:
+        return None
+
+
+def told(record: Any, names: Iterable[str]) -> dict[str, Any]:
+    """What a record says under some names, but null; nothing where it is no object."""
+    return {name: record[name] for name in names if record.get(name) is not None} if table(record) else {}
+
+
+def sampling(record: Any) -> dict[str, Any]:
+    """What a record says of sampling as numbers."""
+    return {name: value for name, value in told(record, SAMPLING).items() if isinstance(value, (int, float))}
+
+
+def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """A record but for some names."""
+    return {name: value for name, value in record.items() if name not in names}
+
+
+def role(message: Any) -> Any:
+    """The role of a message, None of what is none."""
+    return table(message).get("role")
+
+
+def has_answer(messages: Any) -> bool:
+    """Whether the assistant says something in a list of messages."""
+    return isinstance(messages, list) and any(role(each) == "assistant" for each in messages)
+
+
+def given(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a prompt: what the assistant says there was not sampled."""
+    return [{**each, "sampled": False} if each.get("role") == "assistant" else each for each in messages]
+
+
+def under(system: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages below a system prompt, where that is a text."""
+    says = isinstance(system, str) and system
+    return [{"role": "system", "content": system}, *messages] if says else messages
+
+
+def text_of(content: Any) -> Any:
+    """Text; a list of parts that all have text is one text, as a template gets it."""
+    if not isinstance(content, list):
+        return content
+    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else content
+
+
+def written(arguments: Any) -> str:
+    """Arguments of a call as text: as they stand where they are one."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def tool_call(name: Any, identity: Any, arguments: Any) -> dict[str, Any]:
+    """A call of a tool as OpenAI writes it."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": written(arguments)}}
+
+
+def tools(schemas: list[Any]) -> dict[str, Any]:
+    """`tools` with the schemas of a list, wrapped as OpenAI does; nothing where there are none."""
+    rows = [each for each in schemas if isinstance(each, Mapping)]
+    made = [
+        dict(each) if "function" in each else {"type": "function", "function": told(each, _SCHEMA)} for each in rows
+    ]
+    return {"tools": made} if made else {}
