@@ -403,3 +403,15 @@ def test_a_record_is_looked_through_once_by_its_shape(monkeypatch):
     record = {"chatHistory": [USER, SAID], "score": 1}
     assert table.made_of(record).name == "renamed_messages"
     assert looks == [record]
+
+
+def test_a_schema_of_a_tool_keeps_its_null_and_a_call_its_empty_arguments():
+    said = [{"type": "message", "role": "assistant", "content": "4"}]
+    asked = {"input": "2+2?", "tools": [{"type": "function", "name": "add", "description": None, "strict": True}]}
+    made = adapt({"responses_create_params": asked, "response": {"output": said}})
+    assert made[0]["tools"] == [{"type": "function", "function": {"name": "add", "description": None}}]
+    given = {"kind": "request", "parts": [{"part_kind": "user-prompt", "content": "now?"}]}
+    for args, written in (("", ""), (None, "{}"), ({"a": 1}, '{"a": 1}')):
+        call = {"part_kind": "tool-call", "tool_name": "now", "args": args, "tool_call_id": "c"}
+        made = adapt([given, {"kind": "response", "parts": [call]}])
+        assert made[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == written

@@ -87,8 +87,9 @@ def tool_call(name: Any, identity: Any, arguments: Any) -> dict[str, Any]:
 
 def tools(schemas: list[Any]) -> dict[str, Any]:
     """`tools` with the schemas of a list, wrapped as OpenAI does; nothing where there are none."""
-    rows = [each for each in schemas if isinstance(each, Mapping)]
-    made = [
-        dict(each) if "function" in each else {"type": "function", "function": told(each, _SCHEMA)} for each in rows
-    ]
+    made = []
+    for each in schemas:
+        if isinstance(each, Mapping):
+            schema = {name: each[name] for name in _SCHEMA if name in each}  # null too, as it was asked
+            made.append(dict(each) if "function" in each else {"type": "function", "function": schema})
     return {"tools": made} if made else {}

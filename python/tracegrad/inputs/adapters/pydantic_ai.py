@@ -66,7 +66,7 @@ def _response(told: Mapping[str, Any]) -> dict[str, Any]:
     texts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "text"]
     thoughts = [str(part.get("content") or "") for part in parts if part["part_kind"] == "thinking"]
     calls = [
-        chat.tool_call(part.get("tool_name"), part.get("tool_call_id"), part.get("args") or {})
+        chat.tool_call(part.get("tool_name"), part.get("tool_call_id"), chat.told(part, ["args"]).get("args", {}))
         for part in parts
         if part["part_kind"] == "tool-call"
     ]
