@@ -36,10 +36,11 @@ impl Template {
         let context = call.variables(turns::Messages::value(values), tools, alphabet);
         let run = |context: Value, earlier: Option<&Earlier>| {
             turns::begin(plan, earlier.map(|earlier| earlier.ran.as_slice()), common, count);
-            watch::begin(marks);
+            // What a run noticed in the items that are skipped, it would notice again: nothing is left to watch for.
+            let before = earlier.is_some_and(|earlier| earlier.noticed);
+            watch::begin(if before { 0 } else { marks });
             let written = environment::render_noted(&self.env, context, call.size);
-            // What a run noticed in the items that are skipped, it would notice again.
-            let noticed = watch::end() || earlier.is_some_and(|earlier| earlier.noticed);
+            let noticed = watch::end() || before;
             (written, turns::end(), noticed)
         };
         if let Some(earlier) = earlier.filter(|_| common > 0) {
