@@ -53,7 +53,7 @@ class TestTrl:
     def test_every_option_of_its_class_is_read_refused_or_its_own(self):
         assert covered(TRL, {each.name for each in fields(GRPOConfig)}) == {"vllm_importance_sampling_cap"}
         config = grpo_config()
-        for name, default in TRL.options.items():
+        for name, (default, *_) in TRL.options.items():
             found = getattr(config, name)
             assert (1 if name == "steps_per_generation" else default) == getattr(found, "value", found), name
         for name, each in TRL.without.items():
@@ -117,7 +117,7 @@ class TestVerl:
         assert covered(VERL, set(found)) == set()
         told_by_hand = {f"{ALGORITHM}adv_estimator", "data.train_batch_size", f"{ACTOR}grad_clip"}
         told_by_hand.add(f"{ALGORITHM}filter_groups.metric")
-        for name, default in VERL.options.items():
+        for name, (default, *_) in VERL.options.items():
             if name not in told_by_hand:
                 same = list(default) if isinstance(default, tuple) else default
                 assert found[name] == same, name
@@ -203,7 +203,7 @@ class TestSkyrl:
         whole = config.SkyRLTrainConfig()
         found = flat(whole)
         assert covered(SKYRL, set(found)) == set()
-        for name, default in SKYRL.options.items():
+        for name, (default, *_) in SKYRL.options.items():
             if name != "trainer.train_batch_size":
                 assert found[name] == (list(default) if isinstance(default, tuple) else default), name
         told_by_it = recipes.from_skyrl(whole)
