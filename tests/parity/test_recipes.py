@@ -253,7 +253,7 @@ class TestArt:
         called = inspect.signature(backend.LocalBackend.train).parameters
         names = {*called, *Dev.__annotations__, *TrainConfig.model_fields} - {"self", "model", "trajectory_groups"}
         assert covered(ART, names) == set()
-        for name, default in ART.options.items():
+        for name, (default, *_) in ART.options.items():
             assert name == "ppo" or called[name].default == default, name
         assert recipes.from_art(TrainConfig(learning_rate=1e-5)) == recipes.from_art({"learning_rate": 1e-5})
 
