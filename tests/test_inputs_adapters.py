@@ -72,6 +72,9 @@ EXAMPLES = {
         SAMPLE,
         {"eval": {}, "samples": [SAMPLE, {**SAMPLE, "events": [EVENT]}]},
     ],
+    "anthropic_talk": [
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}], "reward": 1.0},
+    ],
     "nemo_gym": [
         {
             "responses_create_params": {"input": [USER], "instructions": "be", "tools": [FUNCTION], "top_p": 1.0},

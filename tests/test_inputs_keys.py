@@ -30,6 +30,7 @@ BOTH = {
     "sharegpt": {"conversations": [{"from": "gpt", "value": "4"}], "messages": TALK},
     "preference_pair": {"chosen": TALK, "rejected": TALK, "messages": TALK},
     "kept_responses": {"messages": [TALK[0], {**TALK[1], "extra": {"response": {"choices": [KEPT]}}}]},
+    "anthropic_talk": {"messages": [TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
     "choices": {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES}, "scores": [1, 0]},
 }
 

@@ -277,3 +277,37 @@ def test_finished_conversations_that_begin_alike_are_not_joined(tmp_path):
 
 def read_found(path):
     return candidates.find([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def test_anthropics_blocks_in_messages_become_messages_that_templates_write():
+    asked = {"type": "text", "text": "Where is it?"}
+    found = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "Oslo"}]}
+    called = {"type": "tool_use", "id": "c", "name": "look", "input": {"for": "it"}}
+    talk = [
+        {"role": "user", "content": [asked]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "I look.", "signature": "s"}, called]},
+        {"role": "user", "content": [found, {"type": "text", "text": "And?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "In "}, {"type": "text", "text": "Oslo."}]},
+    ]
+    schema = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+    [trace] = tg.read([{"system": [{"type": "text", "text": "Be kind."}], "tools": [schema], "messages": talk}])
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"for": "it"}'}}
+    assert trace.messages == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Where is it?"},
+        {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Oslo"},
+        {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": "In Oslo."},
+    ]
+    function = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+    assert trace.tools == [{"type": "function", "function": function}]
+    assert len(trace.generations) == 2
+
+
+def test_parts_that_are_no_text_stay_in_a_message_of_blocks():
+    picture = {"type": "image", "source": {"type": "base64", "data": "A"}}
+    said = {"role": "assistant", "content": [{"type": "text", "text": "a cat"}]}
+    [trace] = tg.read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, picture]}, said]}])
+    assert trace.messages[0]["content"] == [{"type": "text", "text": "what?"}, picture]
+    assert trace.messages[1]["content"] == "a cat"

@@ -47,7 +47,7 @@ SECOND = {
     "camel_sharegpt.jsonl.gz": ("convert  24 records of sharegpt", "'up' is 1, 'down' is 0"),
     "distilabel_dpo.json.gz": ("records of preference_pair", "22 traces in 6 groups"),
     "harbor_atif.jsonl.gz": ("24 as atif", "reward is extra.verifier_result.rewards.reward"),
-    "inspect_two_marks.eval": ("convert  12 records of inspect_ai", "reward is scores.marks.value.exact"),
+    "inspect_two_marks.eval": ("convert  12 records of inspect_ai", 'trained on is "marks.exact"'),
     "minisweagent": ("records of kept_responses", "reward is info.resolved"),
 }
 
@@ -60,7 +60,7 @@ THIRD = {
     "facts.eval": ("8 traces in 2 groups", "convert  8 records of inspect_ai"),
     "streams.jsonl.gz": ("12 traces in 4 groups", "true or false in 12 of 12 records"),
     "langgraph_threads.jsonl.gz": ("10 traces in 2 groups", "reward is user_rating"),
-    "weather.eval": ("6 traces in 2 groups", "reward is scores.graded.value.right"),
+    "weather.eval": ("6 traces in 2 groups", 'trained on is "graded.right"'),
     "dspy_history.json.gz": ("12 traces in 4 groups", "reward is metric"),
     "smolagents_runs.jsonl.gz": ("8 traces in 2 groups", "reward is success"),
     "distilabel_dpo.jsonl.gz": ("convert  8 records of preference_pair",),

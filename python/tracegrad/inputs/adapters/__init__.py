@@ -1,9 +1,9 @@
 """Records of producers that the core does not read, made into records that it does: one small file for each producer.
 
 A record goes to the first adapter that knows it; what none knows stays as it is. What is left out is counted and
-said. Its files, each using those before it alone: `fitting`, `chunks`, `kept`; `langchain`, `loggers`, `pairs`,
-`sharegpt`, `spans`, `inspect_ai`, `nemo_gym`, `samples`, `choices`, `lm_eval`, `pydantic_ai`, `shapes`, `failed`;
-`table` (the order in which they are asked).
+said. Its files, each using those before it alone: `fitting`, `blocks`, `chunks`, `kept`; `langchain`, `loggers`,
+`pairs`, `sharegpt`, `spans`, `inspect_ai`, `nemo_gym`, `samples`, `choices`, `lm_eval`, `pydantic_ai`, `shapes`,
+`failed`; `table` (the order in which they are asked).
 """
 
 from tracegrad.inputs.adapters.chunks import Gather, is_chunk

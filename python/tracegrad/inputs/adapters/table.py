@@ -10,6 +10,7 @@ from tracegrad import _core
 from tracegrad.errors import FormatError, ReadError
 from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import (
+    blocks,
     choices,
     chunks,
     failed,
@@ -85,6 +86,7 @@ ADAPTERS = (
     Adapter("sharegpt", sharegpt.of_talk, ("from",)),
     Adapter("preference_pair", pairs.of_preference, ("rejected",)),
     Adapter("kept_responses", kept.of_talk, ("extra",)),
+    Adapter("anthropic_talk", blocks.of_talk, blocks.KEYS),
     Adapter("chunk_list", chunks.of_list),
     Adapter("choices", choices.of_call),
     Adapter(fitting.FAILED, failed.of_error, weak=True, beside=True),
