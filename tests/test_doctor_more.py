@@ -321,3 +321,32 @@ def test_the_choices_of_one_stream_are_no_copies(tmp_path):
     record = {"request": {"messages": [{"role": "user", "content": "A lamp?"}]}, "response": chunks, "rewards": [1, 0]}
     assert "duplicated" not in names(diagnosed([record], tmp_path))
     assert "duplicated" in names(diagnosed([record, record], tmp_path))
+
+
+def test_an_empty_thought_of_the_template_is_neither_trained_nor_missed(tmp_path):
+    thought = "<think>\n\n</think>\n\n"
+    inserted = f"(({thought!r} if loop.last else '') ~ (message.content or ''))"
+    model = with_template(tmp_path, lambda text: text.replace("(message.content or '')", inserted))
+    talk = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b c")) * 2]
+    traces, told = tg.read([{"messages": talk, "reward": 1.0}]), tg.Tokenizer.from_pretrained(model)
+    found = tg.align(traces, told, text_only=True)
+    trained = told.decode(found.ids[found.trainable].tolist())
+    assert found.branches == 2
+    assert thought in told.decode(found.ids.tolist())
+    assert "think" not in trained
+    assert trained.count("b c") == 2
+    said = tg.align(tg.read([{"messages": [talk[0], {**talk[1], "content": thought + "b c"}]}]), told, text_only=True)
+    assert thought in told.decode(said.ids[said.trainable].tolist()), "what the record says was sampled is trained"
+    assert "dropped_reasoning" not in names(diagnosed([{"messages": talk, "reward": 1.0}], tmp_path, model=model))
+
+
+def test_answers_without_a_word_are_found(tmp_path):
+    answers = ["", " \n", "b", ""]
+    call = {"id": "c", "type": "function", "function": {"name": "price", "arguments": "{}"}}
+    records = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}], "reward": float(at)}
+        for at, text in enumerate(answers)
+    ]
+    records[3]["messages"][1]["tool_calls"] = [call]
+    found = {each.name: each for each in diagnosed(records, tmp_path).findings}["empty_answers"]
+    assert (found.hits.count, found.hits.of, found.hits.first.line) == (2, 4, 1)

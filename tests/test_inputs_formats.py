@@ -95,8 +95,7 @@ def test_an_inspect_log_gives_samples_by_their_epochs_with_scores():
     assert len({trace.id for trace in traces}) == 4
     assert [trace.group[:5] for trace in traces] == ["lamp-", "lamp-", "vase-", "vase-"]
     assert len({trace.group for trace in traces}) == 2
-    assert [trace.reward for trace in traces] == [1.0, 1.0, 0.0, 0.0]
-    assert traces[0].rewards == {"match": 1.0}
+    assert [dict(trace.rewards) for trace in traces] == [{"match": each} for each in (1.0, 1.0, 0.0, 0.0)]
     asks_and_answers(traces[0], temperature=1.0)
     whole = {"eval": {}, "samples": [json.loads(each) for each in evals.samples(str(GOLDEN / "inspect.eval"))]}
     assert [trace.id for trace in tg.read([whole])] == [trace.id for trace in traces]
@@ -161,7 +160,8 @@ def test_text_forms():
     said = [[(each["role"], each["content"]) for each in trace.messages] for trace in traces]
     assert said[0] == [("system", "s"), ("user", "a"), ("assistant", "b")]
     assert said[1:5] == [[("user", "a"), ("assistant", text)] for text in "bcbc"]
-    assert [trace.reward for trace in traces[1:5]] == pytest.approx([0.9, 0.25, 1.0, 0.0])
+    assert [trace.reward for trace in traces[1:5]] == [1.0, 0.0, 1.0, 0.0]
+    assert [trace.rewards.get("score") for trace in traces[1:5]] == [pytest.approx(0.9), 0.25, None, None]
     assert traces[1].group == traces[2].group == traces[3].group
     assert [trace.id for trace in traces[1:3]] == ["p-chosen", "p-rejected"]
     assert said[5] == [("user", "add\n\n2+2"), ("assistant", "4")]
@@ -207,19 +207,18 @@ def test_a_run_of_a_model_of_texts_is_a_call_whose_prompt_the_user_said():
 
 
 @pytest.mark.parametrize(
-    ("scores", "reward", "rewards"),
+    ("scores", "rewards"),
     [
-        ({"right": "C", "style": {"brief": 0.5, "kind": "I"}}, 1, {"right": 1, "style.brief": 0.5, "style.kind": 0}),
-        ({"style": {"brief": 0.5, "kind": 1}, "right": "C"}, None, {"style.brief": 0.5, "style.kind": 1, "right": 1}),
-        ({"style": {"brief": 0.5}}, 0.5, {"style.brief": 0.5}),
-        ({"right": None}, None, {}),
+        ({"right": "C", "style": {"brief": 0.5, "kind": "I"}}, {"right": 1, "style.brief": 0.5, "style.kind": 0}),
+        ({"style": {"brief": 0.5}}, {"style.brief": 0.5}),
+        ({"right": None}, {}),
     ],
 )
-def test_scores_of_a_scorer_that_gives_several_are_rewards_by_their_names(scores, reward, rewards):
+def test_scores_of_scorers_are_rewards_by_their_names_and_none_is_the_total(scores, rewards):
     told = {name: {"value": value} for name, value in scores.items()}
     messages = [{"role": "user", "content": "A lamp?"}, said("3")]
     [trace] = tg.read([{"id": 1, "epoch": 1, "input": "A lamp?", "messages": messages, "output": {}, "scores": told}])
-    assert (trace.reward, {**trace.rewards}) == (reward, rewards)
+    assert (trace.reward, {**trace.rewards}) == (None, rewards)
 
 
 def root(number, inputs, outputs, **more):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.inputs import candidates
 from tracegrad.learner.feed import reward_column
 
+MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 ASKED = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 1}
 
 
@@ -311,3 +313,39 @@ def test_parts_that_are_no_text_stay_in_a_message_of_blocks():
     [trace] = tg.read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, picture]}, said]}])
     assert trace.messages[0]["content"] == [{"type": "text", "text": "what?"}, picture]
     assert trace.messages[1]["content"] == "a cat"
+
+
+def test_a_prompt_is_the_text_that_holds_the_question():
+    schema = "Table t(a). Which rows are there?"
+    record = {"question": "Which rows are there?", "input_text": schema, "gold_sql": "x", "generated_text": "SELECT a"}
+    [trace] = tg.read([record])
+    assert [each["content"] for each in trace.messages] == [schema, "SELECT a"]
+    [other] = tg.read([{**record, "input_text": "Table t(a)."}])
+    assert other.messages[0]["content"] == "Which rows are there?", "it does not hold the question"
+
+
+def answer_to(prompt, answer="4", **more):
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], **more}
+
+
+def test_the_prompts_of_an_export_are_counted_one_by_one():
+    prompts = ["a", "a", "b", "b", "b", "c"]
+    export = {"made": 1, "runs": [answer_to(prompt, str(at), score=at % 2) for at, prompt in enumerate(prompts)]}
+    [found] = candidates.find([export]).of("group")
+    assert (found.why, found.partial) == ("5 records begin with one of 2 prompts that others share", True)
+
+
+@pytest.mark.parametrize(
+    ("records", "partial"),
+    [
+        ([answer_to("a", score=1), answer_to("a", score=0)] * 2, False),
+        ([answer_to("a", score=1), answer_to("a", score=0), answer_to("a")], True),
+        ([answer_to("a", score=1), answer_to("a", score=0), answer_to("b", score=1)], True),
+    ],
+)
+def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, partial, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in records))
+    following = tg.doctor.examine(path, MODEL).following
+    assert "--map.group prompt" in following
+    assert ("--advantage.singleton zero" in following) == partial

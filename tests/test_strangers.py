@@ -167,14 +167,18 @@ def test_the_thumb_of_a_session_is_given_to_the_answer_that_its_chunks_hold():
         assert trace.reward == {"up": 1.0, "down": 0.0, None: None}[call["thumbs"]]
 
 
-def test_equal_sides_of_a_pair_are_remarked_and_ratings_are_their_rewards(here, capsys):
+def test_equal_sides_of_a_pair_are_worth_the_same_and_ratings_are_rewards_beside(here, capsys):
     shutil.copy(FILES / "fourth" / "rated_pairs.jsonl.gz", here)
     _, out, _ = typed(f"tracegrad doctor rated_pairs.jsonl.gz --model {MODEL}", capsys)
-    assert "equal sides of a pair, with unlike rewards: 4 of 48 traces" in out
+    assert "equal sides" not in out
+    assert 'trained on is "reward", the total of each record, not "rating": --data.reward rating' in out
     rows = [json.loads(line) for line in gzip.decompress(Path("rated_pairs.jsonl.gz").read_bytes()).splitlines()]
     assert sum(each["chosen"] == each["rejected"] for each in rows) == 4
     rated = [each[f"{side}_rating"] for each in rows for side in ("chosen", "rejected")]
-    assert tg.read("rated_pairs.jsonl.gz").reward.tolist() == pytest.approx(rated)
+    traces = tg.read("rated_pairs.jsonl.gz")
+    assert [trace.rewards["rating"] for trace in traces] == pytest.approx(rated)
+    worth = [(0.5, 0.5) if each["chosen"] == each["rejected"] else (1.0, 0.0) for each in rows]
+    assert traces.reward.tolist() == [one for both in worth for one in both]
 
 
 def test_a_log_without_a_sample_is_left_out_beside_others_and_alone_says_why(here, capsys):
@@ -223,7 +227,7 @@ def test_a_function_that_fails_everywhere_is_not_asked_for_again_by_what_is_prin
 def test_a_verdict_agrees_with_the_command_below_it(here, capsys):
     shutil.copy(FILES / "third" / "litellm.jsonl.gz", here)
     _, out, _ = typed(f"tracegrad doctor litellm.jsonl.gz --model {MODEL}", capsys)
-    assert "raw logprobs, or of an unknown kind, at another temperature than 1: 16 of 16 turns" in out
+    assert "raw logprobs, or of an unknown kind, where temperature or top_p is not 1: 16 of 16 turns" in out
     assert "training on it as it stands would be wrong; the command after `next` goes around that" in out
     assert followed(out).endswith("--objective TOPR_POSITIVE --text-only")
 

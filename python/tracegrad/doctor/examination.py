@@ -53,6 +53,7 @@ OF_BATCHES: tuple[Check, ...] = (
     history.dropped_reasoning,
     history.history_rewritten,
     tokens.truncated,
+    tokens.empty_answers,
     history.unrecorded_tools,
     history.overlong,
     numbers.missing_logprobs,

@@ -69,6 +69,8 @@ def command(
     flags = [*mapped, *_which(whole), *(TEXT if text else ())]
     if "lone_traces" in wrong and "--map.group" not in mapped:
         flags += ["--advantage.baseline", "batch_mean"]
+    elif "lone_traces" in by_name or any(each.partial for each in candidates.taken(missing)):
+        flags += ["--advantage.singleton", "zero"]
     partly = (bare is not None or foreign is not None) and not text
     if whole.traces and (whole.read.bad or whole.unaligned or partly):
         flags += ["--on-error", "skip"]

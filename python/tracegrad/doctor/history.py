@@ -17,6 +17,8 @@ from tracegrad.trace import Trace, Traces
 
 CLOSER = b"</think>"
 _NUMBERED = re.compile(rb'"index"\s*:\s*[1-9]')
+_EMPTY_THOUGHT = re.compile(r'sampled "<think>(\\n|\s)*</think>')
+"""How a difference begins in which an empty thought was dropped, such as a template inserts."""
 REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
 
 
@@ -30,11 +32,12 @@ REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
     "it back in the messages.",
 )
 def dropped_reasoning(look: Look) -> Hits:
-    """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it).
+    """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it); not an
+    empty thought, which teaches nothing.
 
     Threshold: any turn is a note; it costs from 5 % of turns, where prompts are mostly computed twice.
     """
-    found = look.drift(STRIPPED)
+    found = {at: each for at, each in look.drift(STRIPPED).items() if not _EMPTY_THOUGHT.match(each[1])}
     for generation in look.drift(NOT_EXTENDED):
         before = generation - 1
         if look.turn[generation] > 0 and before not in found and _lost_thought(look, before, generation):
@@ -53,7 +56,7 @@ def _lost_thought(look: Look, before: int, after: int) -> bool:
     decode = look.vocabulary.tokenizer.decode_bytes
     said = decode(ids[spans[0]])
     thought, closer, _ = said.partition(CLOSER)
-    return bool(closer and thought.strip()) and said not in decode(ids[start : spans[1][0]])
+    return bool(closer and thought.replace(b"<think>", b"").strip()) and said not in decode(ids[start : spans[1][0]])
 
 
 @check(

@@ -123,7 +123,7 @@ def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[
 
 
 @check(
-    "raw logprobs, or of an unknown kind, at another temperature than 1",
+    "raw logprobs, or of an unknown kind, where temperature or top_p is not 1",
     costs=0.0,
     wrong=0.01,
     hurts="The tokens were drawn from the tempered or cut distribution, raw logprobs are of the untempered one: the "

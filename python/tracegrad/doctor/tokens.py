@@ -8,8 +8,11 @@ from numpy.typing import NDArray
 from tracegrad.codes import GUESSED, TIERS
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
+from tracegrad.drift import said
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
+FEW = 8  # tokens that an answer without a word may have, where a template writes an empty thought
+WORDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
 SLACK = 2  # tokens that servers count in usage and do not list
 
 
@@ -248,6 +251,26 @@ def other_prompt(look: Look) -> Hits:
     Threshold: any turn; a note, because recorded ids win over rendering.
     """
     return look.drift_hits(18, 31)
+
+
+@check(
+    "answers without a word",
+    note=0.0,
+    costs=0.1,
+    hurts="Only the end of the turn is trained: its reward teaches the policy to stop at once, or not to.",
+    cure="Were they sampled, leave them. Else they are failed calls that were logged as answers: leave them out.",
+)
+def empty_answers(look: Look) -> Hits:
+    """Sees turns whose message has neither text nor reasoning nor a tool call.
+
+    Threshold: any turn is a note; it costs from 10 % of turns.
+    """
+    hit = np.zeros(look.generations, bool)
+    for g in np.flatnonzero((look.aligned > 0) & (look.aligned <= FEW) & (look["tokens"] <= 1)):
+        message = said(look.traces.core, int(look.trace[g]))[int(look.turn[g])]
+        words = [message.get(key) for key in WORDS]
+        hit[g] = not any(each.strip() if isinstance(each, str) else each for each in words)
+    return look.hits(hit)
 
 
 def _ends(look: Look) -> NDArray[np.bool_]:

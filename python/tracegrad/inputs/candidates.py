@@ -75,6 +75,7 @@ class Candidate:
         why: what was seen, in words.
         rank: the higher the better.
         order: of a session, the path by which its calls are in order.
+        partial: whether some records lack it, or are alone in a group of it: then groups of one trace are expected.
     """
 
     field: str
@@ -82,6 +83,7 @@ class Candidate:
     why: str
     rank: float
     order: str = ""
+    partial: bool = False
 
     def flags(self) -> list[str]:
         """As arguments of a command."""
@@ -114,9 +116,12 @@ class Candidates:
         return [each for each in self.found if each.field == name]
 
     def flags(self, names: Sequence[str]) -> list[str]:
-        """The best of each of these fields, as arguments; a session only where calls are seen to go on others."""
-        best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
-        return [flag for each in best for flag in each.flags()]
+        """The best of each of these fields, as arguments."""
+        return [flag for each in self.taken(names) for flag in each.flags()]
+
+    def taken(self, names: Sequence[str]) -> list[Candidate]:
+        """The best of each of these fields; a session only where calls are seen to go on others."""
+        return [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
 
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
         """The best few of each field."""
@@ -289,7 +294,7 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
     for path, column in columns.items():
         if path.endswith("\0"):
             why = f'{column.count:,} of {count:,} records have an object "{path[:-1]}" of numbers'
-            yield Candidate("reward", path[:-1], why, 2.5 * column.count / count)
+            yield Candidate("reward", path[:-1], why, 2.5 * column.count / count, partial=column.count < count)
             continue
         hint, last = bool(paths.REWARD.search(path)), path.rpartition(".")[2]
         if column.numbers < column.count or column.numbers * 10 < count or column.low == column.high:
@@ -306,7 +311,8 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
             f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
             f"{len(column.values):,} values{_said(column)})"
         )
-        yield Candidate("reward", path, why, (2 * hint + bounded + 0.5) * column.count / count)
+        rank = (2 * hint + bounded + 0.5) * column.count / count
+        yield Candidate("reward", path, why, rank, partial=column.count < count)
 
 
 def _said(column: _Column) -> str:
@@ -341,14 +347,16 @@ def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str)
         what = "conversations" if by_key else "records"
         begin = "the same prompt" if one else f"one of {len(shared):,} prompts that others share"
         why = f"{many:,} {what} begin with {begin}"
-        yield Candidate("group", "prompt", why, 1.5 * many / max(sum(prompts.values()), 1))
+        count_all = sum(prompts.values())
+        yield Candidate("group", "prompt", why, 1.5 * many / count_all, partial=many < count_all)
     for path, column in columns.items():
         distinct, last = len(column.values), path.rpartition(".")[2]
         names = sum(column.kinds[kind] for kind in ("a text", "a number as text", "a number"))
         if not _GROUP.search(last) or names < column.count or not 1 < distinct <= column.count / 1.5:
             continue
         why = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
-        yield Candidate("group", path, why, 2 * column.count / count)
+        alone = column.count < count or 1 in column.values.values()
+        yield Candidate("group", path, why, 2 * column.count / count, partial=alone)
 
 
 def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:
@@ -364,7 +372,8 @@ def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator
             continue
         if not calls.joins(path, column.values):
             continue
-        why = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values'
+        apart = "" if calls.joined else ", though no call goes on another"
+        why = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values{apart}'
         yield Candidate("session", path, why, (2 if sure else 1.2) * column.count / count, order)
 
 

@@ -55,10 +55,11 @@ class Calls:
 
     def add(self, record: Any, made: Sequence[Any]) -> None:
         """Looks at the calls of what was made of one record; several answers have one prompt."""
-        told = [self._add(each) for each in made]
-        prompt = next((each for each in told if each), None)
-        if (untold := sum(each is None for each in told)) and self._groups:
-            prompt = self._prompt(made[0], untold)
+        prompts = [self._add(each) for each in made]
+        if self._groups:
+            untold = [one for one, told in zip(made, prompts, strict=True) if told is None]
+            prompts += [self._prompt(one, times) for one, times in _by_prompt(untold)]
+        prompt = next((each for each in prompts if each), None)
         if self._sessions:
             whole = any(calls_of(each) is None for each in made)
             outer = {**(record if isinstance(record, dict) else {}), **made[0]}
@@ -118,3 +119,12 @@ class Calls:
         if prompt:
             self.prompts[prompt] += times
         return prompt
+
+
+def _by_prompt(made: Sequence[Any]) -> list[tuple[Any, int]]:
+    """One record of those that differ in their last message alone, as the answers to one prompt do, and how many."""
+    alike: dict[str, list[Any]] = {}
+    for each in made:
+        talk = chat.table(each).get("messages")
+        alike.setdefault(counted(talk[:-1]) if isinstance(talk, list) else "", []).append(each)
+    return [(same[0], len(same)) for same in alike.values()]

@@ -6,6 +6,9 @@ computed once: later tokens see them only through their keys and values. No head
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Container
+
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +45,7 @@ def stacked(
     if shared >= SHARED_FROM:
         start = branches[0][0]
         out = body(input_ids=ids[start : start + shared][None], use_cache=True)
-        cache = [(layer.keys, layer.values) for layer in out.past_key_values.layers]
+        cache = [(layer.keys, layer.values) for layer in out[_cache_name(out.keys())].layers]
         for start, _ in branches:
             order.append(torch.arange(start, start + shared))
             hidden.append(out.last_hidden_state[0])
@@ -65,7 +68,13 @@ def _run(body: nn.Module, ids: Tensor, stack: list[Bounds], prefix: list[tuple[T
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(prefix):
         cache.update(keys.expand(len(stack), -1, -1, -1), values.expand(len(stack), -1, -1, -1), layer)
-    return body(input_ids=padded, past_key_values=cache, use_cache=True).last_hidden_state
+    name = _cache_name(inspect.signature(body.forward).parameters)
+    return body(input_ids=padded, use_cache=True, **{name: cache}).last_hidden_state
+
+
+def _cache_name(names: Container[str]) -> str:
+    """What a body calls its keys and values; transformers renamed them in 5.24, and drops the old name in 5.40."""
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _common_prefix(ids: Tensor, branches: list[Bounds]) -> int:

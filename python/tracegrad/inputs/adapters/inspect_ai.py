@@ -105,9 +105,7 @@ def _message(told: Mapping[str, Any], attachments: Mapping[str, Any]) -> dict[st
 
 
 def _rewards(scores: Any) -> dict[str, Any]:
-    """Scores by their names, those of a scorer that gives several behind its own. The first is the reward, but where
-    it is one of several of a scorer, of which none is the total.
-    """
+    """Scores by their names, those of a scorer that gives several behind its own: no total, as inspect has none."""
     found: dict[str, float] = {}
     for name, told in chat.table(scores).items():
         value = told.get("value") if isinstance(told, Mapping) else told
@@ -116,6 +114,4 @@ def _rewards(scores: Any) -> dict[str, Any]:
             each = VALUES.get(each, each) if isinstance(each, str) else each
             if isinstance(each, (bool, int, float)):
                 found[str(key)] = float(each)
-    first = next(iter(found), "")
-    is_total = len(found) == 1 or first in chat.table(scores)
-    return {**({"reward": found[first]} if is_total else {}), "rewards": found} if found else {}
+    return {"rewards": found} if found else {}

@@ -1,6 +1,7 @@
 """A prompt with its answer under whatever names, and preference pairs (chosen, rejected). Text only.
 
-A pair becomes two traces of one group: the chosen one has reward 1, the rejected one 0, or the scores that it says.
+A pair becomes two traces of one group: the chosen one has reward 1, the rejected one 0, both 0.5 where they are equal;
+the scores that a pair says are rewards by their own names.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ _OF_MODEL = re.compile(
     r"(model|llm|ai|assistant|bot|agent|generated|predicted|sampled)(answer|response|completion|output|generation|reply)s?"
 )
 _OF_USER = re.compile(r"(user|human|customer)(prompt|question|query|input|message|request)")
+_PROMPT = re.compile(r"(^|_)(prompt|input|inputs|query|instruction)(_text|_str)?$", re.I)
+_LEAST = 8  # letters: a shorter text stands in others by chance
 _WISHED = ("answer", "answers")
 _SHOWN = re.compile(r"[A-Z]\w*\(\s*\w+=")
 _TURNS = re.compile(r"\n\n(Human|Assistant):[ ]?")
+_SIDES = ("chosen", "rejected")
 _SCORES = ("score", "rating", "reward", "grade", "quality", "points")
 
 
@@ -33,33 +37,34 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
     if not (isinstance(record, Mapping) and is_said(record.get("chosen")) and is_said(record.get("rejected"))):
         return None
     prompt = messages_of(record.get("prompt") or record.get("question") or [], "user")
-    sides = {side: messages_of(record[side], "assistant") for side in ("chosen", "rejected")}
+    sides = {side: messages_of(record[side], "assistant") for side in _SIDES}
     if not prompt:
         both = list(zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False))
         prompt = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)]
     prompt = chat.under(record.get("system"), prompt)
     group = group_of(record, prompt)
     rest = chat.without(record, "prompt", "chosen", "rejected", "system", "id")
-    made, told = [], _scores(record)
-    for side in ("chosen", "rejected"):
-        said = sides[side]
+    made, equal = [], sides["chosen"] == sides["rejected"]
+    for side, said in sides.items():
         said = said[len(prompt) :] if said[: len(prompt)] == prompt else said
         name = {"id": f"{record['id']}-{side}"} if isinstance(record.get("id"), (str, int)) else {}
+        reward = 0.5 if equal else float(side == "chosen")
+        rewards = {"rewards": found} if (found := _scores(record, side)) else {}
         messages = [*chat.given(prompt), *said]
-        made.append({**rest, **name, "group": group, "reward": told[side], "messages": messages})
+        made.append({**rest, **name, "group": group, "reward": reward, **rewards, "messages": messages})
     return made
 
 
-def _scores(record: Mapping[str, Any]) -> dict[str, float]:
-    """The rewards of the two sides: what both were rated, by a name with the side before or behind it; or 1 and 0."""
+def _scores(record: Mapping[str, Any], side: str) -> dict[str, float]:
+    """What a side was rated, where both were, by a name with the side before or behind it."""
     named = {plain(str(key)): value for key, value in record.items()}
-    sides = ("chosen", "rejected")
+    out = {}
     for name in _SCORES:
-        told = [named.get(side + name, named.get(name + side)) for side in sides]
+        told = [named.get(each + name, named.get(name + each)) for each in (side, *_SIDES)]
         found = [None if isinstance(each, bool) else paths.number(each) for each in told]
         if None not in found:
-            return {side: each or 0.0 for side, each in zip(sides, found, strict=True)}
-    return {"chosen": 1.0, "rejected": 0.0}
+            out[name] = found[0] or 0.0
+    return out
 
 
 def of_answered(record: Any) -> list[dict[str, Any]] | None:
@@ -70,7 +75,7 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     if not isinstance(record, Mapping):
         return None
     answered = _named({key: value for key, value in record.items() if not _is_raw(value)}, ANSWERS, _OF_MODEL)
-    asked = _named(record, PROMPTS, _OF_USER)
+    asked = _whole(record, _named(record, PROMPTS, _OF_USER))
     if "messages" in record:
         asked = "messages" if answered and record[answered] and asks(record["messages"], answered) else None
     if asked is None or answered is None:
@@ -85,6 +90,14 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     if len(said) == 1:
         said = [{**said[0], **{key: rest.pop(key) for key in chat.OF_ANSWER if key in rest}}]
     return [{**rest, "messages": [*chat.given(prompt), *said]}]
+
+
+def _whole(record: Mapping[str, Any], asked: str | None) -> str | None:
+    """Where the text that the model saw stands: under another prompt's name, if that text holds the one found."""
+    if asked is None or not isinstance(record[asked], str) or len(record[asked]) < _LEAST:
+        return asked
+    others = [name for name, text in record.items() if _PROMPT.search(str(name)) and isinstance(text, str)]
+    return max((asked, *(name for name in others if record[asked] in record[name])), key=lambda name: len(record[name]))
 
 
 def group_of(record: Mapping[str, Any], prompt: Any) -> Any:

@@ -56,6 +56,16 @@ pub fn difference(spelled: &[u8], plain: &[u8], body: &str, produced: &Value) ->
     Difference { reasons, same_history: false }
 }
 
+/// How many bytes the empty thought has that a template writes before an answer without reasoning; 0 without one.
+pub fn inserted_thought(body: &str, produced: &Value) -> usize {
+    let content = produced.get("content").and_then(Value::as_str).unwrap_or_default();
+    let rest = body.trim_start().strip_prefix("<think>").and_then(|rest| rest.trim_start().strip_prefix("</think>"));
+    match rest {
+        Some(rest) if !is_split(produced) && !content.contains("</think>") => body.len() - rest.trim_start().len(),
+        _ => 0,
+    }
+}
+
 /// Whether the server took the reasoning out of the content.
 fn is_split(produced: &Value) -> bool {
     let text = |key: &str| produced.get(key).and_then(Value::as_str).is_some_and(|text| !text.is_empty());

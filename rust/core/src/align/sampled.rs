@@ -2,6 +2,7 @@
 //!
 //! Tokens behind a stop string are left out, an id that cannot be known ends the branch, and both are counted.
 
+use super::body;
 use super::branch::{Sampling, Stretch};
 use super::resolved::{Resolved, Run};
 use super::spelling::spell_all;
@@ -160,11 +161,12 @@ impl<'a> Loom<'a, '_> {
             true => tier::COUNT,
             false => tier::TEXT_ONLY,
         };
+        let given = if level == tier::TEXT_ONLY { self.inserted(generation, &body, &ids)? } else { 0 };
         if level == tier::TEXT_ONLY || logprobs.len() > ids.len() {
             ids.extend(closing);
         }
         if generation.tokens.is_empty() || foreign {
-            self.woven.recorded += if foreign { 0 } else { ids.len() as u64 };
+            self.woven.recorded += if foreign { 0 } else { (ids.len() - given) as u64 };
         }
         let options = self.options;
         let trained = if level == tier::TEXT_ONLY { options.text_only } else { options.assume_canonical };
@@ -176,13 +178,23 @@ impl<'a> Loom<'a, '_> {
         branch.stopped = ids.last().copied() == closing && closing.is_some();
         let (mut index, logprobs) = (0, Some(logprobs).filter(|_| level != tier::TEXT_ONLY));
         while index < ids.len() {
-            let behind = alike_version(generation, index, ids.len());
+            let behind = alike_version(generation, index, if index < given { given } else { ids.len() });
             let sampling = Sampling { version: version_at(generation, index), ..sampling };
             let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..behind]));
+            let trained = trained && index >= given;
             branch.sample(&ids[index..behind], Stretch { sampling, tier: level, trained, logprobs });
             index = behind;
         }
         Ok(())
+    }
+
+    /// How many of the first ids of a text are an empty thought that the template inserts: they are not trained, as
+    /// nothing says that they were sampled.
+    fn inserted(&self, generation: &Generation, body: &str, ids: &[u32]) -> Result<usize> {
+        let message = self.trace.messages.get(generation.message as usize);
+        let Some(message) = message.filter(|_| generation.text.is_none()) else { return Ok(0) };
+        let thought = self.tokenizer.encode(&body[..body::inserted_thought(body, &message.value)])?;
+        Ok(thought.iter().zip(ids).take_while(|(left, right)| left == right).count())
     }
 
     /// The text that was sampled: as recorded, else as the template writes it, else the message's content.
