@@ -18,12 +18,14 @@ def first(diagnosis):
     return diagnosis.findings[0].hits.first
 
 
-def test_recordings_with_nothing_wrong_have_no_finding_one_line_and_what_comes_next(tmp_path):
+def test_recordings_with_nothing_wrong_have_no_finding_two_lines_and_what_comes_next(tmp_path):
     found = diagnosed(recorded(), tmp_path)
     assert found.findings == ()
     assert (found.exit_code, found.severity) == (0, None)
-    line, blank, reward, between, following = lines(found)
+    line, rewards, blank, reward, between, following = lines(found)
     assert line.startswith("clean    240 traces")
+    told = [each["reward"] for each in recorded()]
+    assert rewards == f"         rewards 0 to 1, mean {sum(told) / 240:.3g}; 30 groups of 8 traces"
     assert reward.startswith('reward   trained on is "reward", the total of each record')
     assert (blank, between, following) == ("", "", f"next     {found.following}")
 
@@ -170,7 +172,7 @@ def test_raw_logprobs_at_another_temperature_are_found_and_processed_ones_are_ri
     assert names(found) == {"raw_at_temperature": "WRONG"}
     assert "temperature 0.7" in found.findings[0].hits.found
     assert found.following.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
-    assert "goes around that" in lines(found)[1]
+    assert "goes around that" in lines(found)[2]
     assert names(diagnosed(spoiled(lambda record: warm(record, "processed")), tmp_path)) == {}
     told = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path, logprob_kind="processed")
     assert names(told) == {}

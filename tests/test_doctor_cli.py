@@ -48,10 +48,10 @@ def test_a_wrong_file_gets_its_findings_and_exit_code_1(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("reward   ")]
     assert lines[0].startswith("wrong    240 traces")
     around = "training on it as it stands would be wrong; the command after `next` goes around that"
-    assert lines[1] == f"         1 finding; {around}"
-    assert lines[3].startswith("WRONG    logprobs filled up with one value: ")
-    assert lines[4] == f"  first  {path}:1 trace '{recorded()[0]['id']}' turn 0"
-    assert [line[2:7].strip() for line in lines[5:-2] if line and line[2] != " "] == ["found", "hurts", "cure"]
+    assert lines[2] == f"         1 finding; {around}"
+    assert lines[4].startswith("WRONG    logprobs filled up with one value: ")
+    assert lines[5] == f"  first  {path}:1 trace '{recorded()[0]['id']}' turn 0"
+    assert [line[2:7].strip() for line in lines[6:-2] if line and line[2] != " "] == ["found", "hurts", "cure"]
     assert max(map(len, lines[1:-2])) <= 120
     assert lines[-1].startswith("next     tracegrad train ")
 
@@ -71,6 +71,7 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
         "traces",
         "turns",
         "trained_tokens",
+        "rewards",
         "verdict",
         "exit_code",
         "findings",

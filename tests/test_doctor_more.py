@@ -207,7 +207,7 @@ def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     assert clean.as_dict()["advice"]["options"]["objective"] == "DAPO"
     shown = tg.doctor.lines(clean)
     assert "nothing found" in shown[0]
-    assert shown[4].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
+    assert shown[5].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
     assert any(line.startswith("  figure old/rollout outside [0.5, 2]: 0.0% of terms") for line in shown)
     assert "advice" not in diagnosed(records, tmp_path).as_dict()
     for record in records:
@@ -350,3 +350,13 @@ def test_answers_without_a_word_are_found(tmp_path):
     records[3]["messages"][1]["tool_calls"] = [call]
     found = {each.name: each for each in diagnosed(records, tmp_path).findings}["empty_answers"]
     assert (found.hits.count, found.hits.of, found.hits.first.line) == (2, 4, 1)
+    told = {"message": {"role": "assistant", "content": ""}, "token_ids": [40, 41], "logprobs": [-0.5, -0.5]}
+    call = {"request": {"messages": [{"role": "user", "content": "a"}]}, "response": {"choices": [told]}}
+    assert "empty_answers" not in names(diagnosed([{"calls": [call], "reward": 1.0}], tmp_path)), "tokens are words"
+
+
+def test_equal_answers_of_one_record_with_unlike_rewards_are_found(tmp_path):
+    rated = [{"prompt": "a", "completions": ["b", "b", "c"], "rewards": rewards} for rewards in ([1, 0, 0], [1, 1, 0])]
+    found = {each.name: each for each in diagnosed(rated, tmp_path).findings}["unlike_rewards"]
+    assert (found.hits.count, found.hits.of) == (1, 6)
+    assert found.hits.found == "reward 0, and 1 of an equal one of the same record"

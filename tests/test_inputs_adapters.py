@@ -359,8 +359,8 @@ def test_many_answers_are_looked_at_once_for_what_they_share(monkeypatch):
     tracemalloc.stop()
     assert (found.records, len(prompts), values.count(0.5), values.count(0.25)) == (1000, 2, 1, 1)
     whys = [each.why for each in found.of("reward")]
-    assert '1,000 of 1,000 records have a number "reward" (0 to 1, 2 values)' in whys
-    assert '1,000 of 1,000 records have a number "meta.score" (0.25 to 0.5, 2 values)' in whys
+    assert '1,000 of 1,000 records have a number "reward" (0 to 1, mean 0.5, 2 values)' in whys
+    assert '1,000 of 1,000 records have a number "meta.score" (0.25 to 0.5, mean 0.375, 2 values)' in whys
     values.clear()
     assert not candidates.find([record], wanted=["session"]).found
     assert not values, "no name of them is that of a session"

@@ -138,7 +138,7 @@ def test_failed_calls_hide_nothing_of_what_is_found_about_the_others():
     good = [row for row in log() if row["status"] == 200]
     assert found == candidates.find(good)
     assert found.flags(["session"]) == ["--map.session", "conversation_id", "--map.order", "time"]
-    assert found.of("reward")[0].why == '7 of 7 records have a number "eval.score" (0 to 0.75, 4 values)'
+    assert found.of("reward")[0].why == '7 of 7 records have a number "eval.score" (0 to 0.75, mean 0.393, 4 values)'
     assert found.of("group")[0].why == "4 conversations begin with one of 2 prompts that others share"
 
 

@@ -210,6 +210,7 @@ def test_a_run_of_a_model_of_texts_is_a_call_whose_prompt_the_user_said():
     ("scores", "rewards"),
     [
         ({"right": "C", "style": {"brief": 0.5, "kind": "I"}}, {"right": 1, "style.brief": 0.5, "style.kind": 0}),
+        ({"style": {"brief": 0.5, "kind": 1}, "right": "C"}, {"style.brief": 0.5, "style.kind": 1, "right": 1}),
         ({"style": {"brief": 0.5}}, {"style.brief": 0.5}),
         ({"right": None}, {}),
     ],

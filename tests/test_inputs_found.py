@@ -49,7 +49,7 @@ def test_candidates_are_named_by_type_coverage_and_spread():
     found = candidates.find(calls())
     assert found.records == 16
     assert [(each.field, each.path) for each in found.found if each.field == "reward"] == [("reward", "metadata.score")]
-    assert found.of("reward")[0].why == '16 of 16 records have a number "metadata.score" (0 to 1, 3 values)'
+    assert found.of("reward")[0].why == '16 of 16 records have a number "metadata.score" (0 to 1, mean 0.438, 3 values)'
     assert {each.path for each in found.of("group")} == {"metadata.task", "prompt"}
     assert "8 conversations begin with one of 4 prompts that others share" in [each.why for each in found.of("group")]
     assert found.of("session")[0].flags() == ["--map.session", "session_id", "--map.order", "started"]
@@ -75,8 +75,8 @@ def test_what_cannot_be_a_reward_is_not_named(more, line):
 def test_booleans_and_numbers_as_text_are_found():
     rows = [{"messages": [user("a")], "success": n % 2 == 0, "grade": str(n)} for n in range(4)]
     lines = "\n".join(candidates.find(rows).lines(["reward"]))
-    assert '4 of 4 records have true or false "success" (0 to 1, 2 values): --map.reward success' in lines
-    assert '4 of 4 records have a number as text "grade" (0 to 3, 4 values): --map.reward grade' in lines
+    assert '4 of 4 records have true or false "success" (0 to 1, mean 0.5, 2 values): --map.reward success' in lines
+    assert '4 of 4 records have a number as text "grade" (0 to 3, mean 1.5, 4 values): --map.reward grade' in lines
 
 
 def runs():
@@ -105,7 +105,9 @@ def test_a_name_of_the_prompt_is_no_conversation(prompts, names):
     rows = [
         {"conversation_name": "ab"[n % 2], "prompt": prompts[n % len(prompts)], "response": str(n)} for n in range(8)
     ]
-    assert bool(candidates.find(rows).of("session")) == names
+    found = candidates.find(rows).of("session")
+    assert bool(found) == names
+    assert all(each.why.endswith("though no call goes on another") for each in found)
 
 
 def test_reading_says_what_it_found_and_takes_nothing_of_it(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 import tracegrad as tg
 from tracegrad import config
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.inputs import candidates
+from tracegrad.inputs import candidates, first_calls
+from tracegrad.inputs.adapters import table
 from tracegrad.learner.feed import reward_column
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
@@ -180,7 +181,7 @@ def test_a_row_without_a_call_says_the_reward_of_its_conversation():
     rows.append({"context": {"trace_id": "c"}, "parent_id": None, "attributes": {"eval.score": 1}})
     found = candidates.find(rows)
     assert found.lines(["reward"]) == [
-        'found    3 of 3 records without a call have a number "attributes.eval.score" (0 to 1, 2 values): '
+        'found    3 of 3 records without a call have a number "attributes.eval.score" (0 to 1, mean 0.667, 2 values): '
         "--map.reward attributes.eval.score"
     ]
     flags = found.flags(["reward", "session"])
@@ -315,6 +316,17 @@ def test_parts_that_are_no_text_stay_in_a_message_of_blocks():
     assert trace.messages[1]["content"] == "a cat"
 
 
+def test_of_blocks_what_is_hidden_is_left_out_and_what_has_the_form_of_openai_stays():
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    said = {"role": "assistant", "content": [hidden, {"type": "text", "text": "4"}]}
+    schema = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    record = {"messages": [{"role": "user", "content": "2+2?"}, said], "tools": [schema]}
+    [trace] = tg.read([record])
+    assert (trace.messages[1], trace.tools) == ({"role": "assistant", "content": "4"}, [schema])
+    found = table.made_of({**record, "response": answered("5")})
+    assert found is None or found.name != "anthropic_talk", "the answer stands beside the messages"
+
+
 def test_a_prompt_is_the_text_that_holds_the_question():
     schema = "Table t(a). Which rows are there?"
     record = {"question": "Which rows are there?", "input_text": schema, "gold_sql": "x", "generated_text": "SELECT a"}
@@ -322,6 +334,8 @@ def test_a_prompt_is_the_text_that_holds_the_question():
     assert [each["content"] for each in trace.messages] == [schema, "SELECT a"]
     [other] = tg.read([{**record, "input_text": "Table t(a)."}])
     assert other.messages[0]["content"] == "Which rows are there?", "it does not hold the question"
+    [short] = tg.read([{**record, "question": "a?", "input_text": "Is it a?"}])
+    assert short.messages[0]["content"] == "a?", "so few letters stand in others by chance"
 
 
 def answer_to(prompt, answer="4", **more):
@@ -333,6 +347,8 @@ def test_the_prompts_of_an_export_are_counted_one_by_one():
     export = {"made": 1, "runs": [answer_to(prompt, str(at), score=at % 2) for at, prompt in enumerate(prompts)]}
     [found] = candidates.find([export]).of("group")
     assert (found.why, found.partial) == ("5 records begin with one of 2 prompts that others share", True)
+    calls = [{"calls": [{"request": {}, "response": {}}], "input": prompt} for prompt in prompts]
+    assert first_calls._by_prompt(calls) == [(each, 1) for each in calls], "no messages say that they are alike"
 
 
 @pytest.mark.parametrize(
@@ -341,11 +357,21 @@ def test_the_prompts_of_an_export_are_counted_one_by_one():
         ([answer_to("a", score=1), answer_to("a", score=0)] * 2, False),
         ([answer_to("a", score=1), answer_to("a", score=0), answer_to("a")], True),
         ([answer_to("a", score=1), answer_to("a", score=0), answer_to("b", score=1)], True),
+        ([answer_to(str(at), task=each, score=at % 2) for at, each in enumerate("aaabbb")], False),
+        ([answer_to(str(at), task=each, score=at % 2) for at, each in enumerate("aaabbc")], True),
     ],
 )
 def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, partial, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in records))
     following = tg.doctor.examine(path, MODEL).following
-    assert "--map.group prompt" in following
+    assert "--map.group" in following
     assert ("--advantage.singleton zero" in following) == partial
+
+
+@pytest.mark.parametrize(("tasks", "alone"), [("aabb", False), ("aabbc", True)])
+def test_a_command_allows_lone_traces_of_groups_that_were_told(tasks, alone, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(answer_to("q", task=each, score=at)) + "\n" for at, each in enumerate(tasks)))
+    following = tg.doctor.examine(path, MODEL, map=config.Map(group="task", reward="score")).following
+    assert ("--advantage.singleton zero" in following) == alone

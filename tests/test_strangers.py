@@ -170,7 +170,7 @@ def test_the_thumb_of_a_session_is_given_to_the_answer_that_its_chunks_hold():
 def test_equal_sides_of_a_pair_are_worth_the_same_and_ratings_are_rewards_beside(here, capsys):
     shutil.copy(FILES / "fourth" / "rated_pairs.jsonl.gz", here)
     _, out, _ = typed(f"tracegrad doctor rated_pairs.jsonl.gz --model {MODEL}", capsys)
-    assert "equal sides" not in out
+    assert "unlike rewards" not in out
     assert 'trained on is "reward", the total of each record, not "rating": --data.reward rating' in out
     rows = [json.loads(line) for line in gzip.decompress(Path("rated_pairs.jsonl.gz").read_bytes()).splitlines()]
     assert sum(each["chosen"] == each["rejected"] for each in rows) == 4

@@ -95,6 +95,7 @@ class Diagnosis:
         source: the file as the user named it.
         traces, turns, terms: read, sampled, and tokens that would be trained.
         findings: the worst first; within a severity, the larger share first.
+        rewards: their span and mean, and how many groups they stand in, as a line; "" where no trace has one.
         advice: the recipe for the traces that were rescored; None where none were.
         mapped: what was mapped, joined and converted, as lines.
         found: where rewards, groups or sessions are not told, what the records seem to hold, with the flag to type.
@@ -106,6 +107,7 @@ class Diagnosis:
     turns: int
     terms: int
     findings: tuple[Finding, ...]
+    rewards: str = ""
     advice: Advice | None = None
     mapped: tuple[str, ...] = ()
     found: tuple[str, ...] = ()
@@ -139,6 +141,7 @@ class Diagnosis:
             "traces": self.traces,
             "turns": self.turns,
             "trained_tokens": self.terms,
+            "rewards": self.rewards,
             "verdict": "clean" if self.severity is None else self.severity.name.lower(),
             "exit_code": self.exit_code,
             "findings": [finding.as_dict() for finding in self.findings[:SHOWN]],
@@ -217,7 +220,7 @@ def examine(
     seems = candidates.find(named, map, missing) if missing else candidates.Candidates(0, ())
     following = follow.command(named, model, map, logprob_kind, findings, whole, (seems, missing), bool(again))
     counts, lines = (whole.traces, whole.turns, whole.terms), (*seems.lines(missing), *follow.untold(whole))
-    return Diagnosis(source, *counts, findings, advice, tuple(traces.lines()), lines, following)
+    return Diagnosis(source, *counts, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
 
 
 def _missing(told: Map, names: set[str], whole: Whole) -> list[str]:

@@ -140,12 +140,12 @@ def lone_traces(whole: Whole) -> Hits:
 
 
 @check(
-    "equal sides of a pair, with unlike rewards",
+    "equal answers of one record, with unlike rewards",
     "traces",
     note=0.0,
     costs=0.05,
-    hurts="The same words are praised and blamed: what one side teaches the other takes back.",
-    cure="Drop pairs whose two sides are equal. Where a judge rated the same words twice, take the mean.",
+    hurts="The same words are praised and blamed: what one answer teaches the other takes back.",
+    cure="Where a judge rated the same words twice, take the mean; else leave such answers out.",
 )
 def unlike_rewards(whole: Whole) -> Hits:
     """Sees traces that say, token for token, what an earlier one of their record says, and have another reward.

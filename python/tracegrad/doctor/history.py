@@ -15,10 +15,8 @@ from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
 from tracegrad.trace import Trace, Traces
 
-CLOSER = b"</think>"
+OPENER, CLOSER = b"<think>", b"</think>"
 _NUMBERED = re.compile(rb'"index"\s*:\s*[1-9]')
-_EMPTY_THOUGHT = re.compile(r'sampled "<think>(\\n|\s)*</think>')
-"""How a difference begins in which an empty thought was dropped, such as a template inserts."""
 REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
 
 
@@ -32,12 +30,12 @@ REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
     "it back in the messages.",
 )
 def dropped_reasoning(look: Look) -> Hits:
-    """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it); not an
-    empty thought, which teaches nothing.
+    """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it). An
+    empty thought is none.
 
     Threshold: any turn is a note; it costs from 5 % of turns, where prompts are mostly computed twice.
     """
-    found = {at: each for at, each in look.drift(STRIPPED).items() if not _EMPTY_THOUGHT.match(each[1])}
+    found = {at: each for at, each in look.drift(STRIPPED).items() if _thinks(_said(look, at))}
     for generation in look.drift(NOT_EXTENDED):
         before = generation - 1
         if look.turn[generation] > 0 and before not in found and _lost_thought(look, before, generation):
@@ -49,14 +47,27 @@ def dropped_reasoning(look: Look) -> Hits:
 
 def _lost_thought(look: Look, before: int, after: int) -> bool:
     """Whether turn `before` closed a thought that does not stand before turn `after`."""
-    spans = [look.own[slice(*np.searchsorted(look.own_generation, [g, g + 1]))] for g in (before, after)]
-    if not len(spans[0]) or not len(spans[1]):
+    said, span = _said(look, before), _span(look, after)
+    if not len(span) or not _thinks(said):
         return False
-    ids, start = look.sequences.ids, int(look.sequences.cu_seqlens[look.branch[spans[1][0]]])
-    decode = look.vocabulary.tokenizer.decode_bytes
-    said = decode(ids[spans[0]])
+    start = int(look.sequences.cu_seqlens[look.branch[span[0]]])
+    return said not in look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[start : span[0]])
+
+
+def _span(look: Look, generation: int) -> NDArray[np.int64]:
+    """Where the sampled tokens of a turn stand."""
+    return look.own[slice(*np.searchsorted(look.own_generation, [generation, generation + 1]))]
+
+
+def _said(look: Look, generation: int) -> bytes:
+    """What the sampled tokens of a turn spell."""
+    return look.vocabulary.tokenizer.decode_bytes(look.sequences.ids[_span(look, generation)])
+
+
+def _thinks(said: bytes) -> bool:
+    """Whether a turn closes a thought that is not empty."""
     thought, closer, _ = said.partition(CLOSER)
-    return bool(closer and thought.replace(b"<think>", b"").strip()) and said not in decode(ids[start : spans[1][0]])
+    return bool(closer and thought.replace(OPENER, b"").strip())
 
 
 @check(

@@ -19,17 +19,19 @@ LONGEST, MOST_TYPED = 300, 1 << 17
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """A line for a clean file, else a verdict and four or five for each of ten findings at most; then what is next."""
+    """Two lines for a clean file, else a verdict and four or five for each of ten findings; then what is next."""
     source, found = printable(diagnosis.source), diagnosis.findings
     what = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.terms:,} tokens to train in {source}"
+    rewards = [f"         {diagnosis.rewards}"] if diagnosis.rewards else []
     if diagnosis.severity is None:
-        first = [f"clean    {what}: nothing found", *map(printable, diagnosis.mapped)]
+        first = [f"clean    {what}: nothing found", *rewards, *map(printable, diagnosis.mapped)]
         return [*first, *_found(diagnosis), *_advised(diagnosis), *_following(diagnosis)]
     count = f"{len(found)} finding{'s' * (len(found) > 1)}"
     shown = [line for finding in found[:SHOWN] for line in ["", *_lines(finding)]]
     more = ", ".join(finding.name for finding in found[SHOWN:])
     return [
         f"{diagnosis.severity.name.lower():<8} {what}",
+        *rewards,
         f"         {count}; {_verdict(diagnosis)}",
         *map(printable, diagnosis.mapped),
         *shown,

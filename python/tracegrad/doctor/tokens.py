@@ -11,7 +11,7 @@ from tracegrad.doctor.look import Look
 from tracegrad.drift import said
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
-FEW = 8  # tokens that an answer without a word may have, where a template writes an empty thought
+FEW = 8  # tokens, at most, of an answer without a word: its end, and an empty thought that a template writes
 WORDS = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
 SLACK = 2  # tokens that servers count in usage and do not list
 
@@ -266,10 +266,12 @@ def empty_answers(look: Look) -> Hits:
     Threshold: any turn is a note; it costs from 10 % of turns.
     """
     hit = np.zeros(look.generations, bool)
-    for g in np.flatnonzero((look.aligned > 0) & (look.aligned <= FEW) & (look["tokens"] <= 1)):
-        message = said(look.traces.core, int(look.trace[g]))[int(look.turn[g])]
-        words = [message.get(key) for key in WORDS]
-        hit[g] = not any(each.strip() if isinstance(each, str) else each for each in words)
+    short = np.flatnonzero((look.aligned > 0) & (look.aligned <= FEW) & (look["tokens"] <= 1))
+    for trace in np.unique(look.trace[short]):
+        messages = said(look.traces.core, int(trace))
+        for g in short[look.trace[short] == trace]:
+            words = [messages[int(look.turn[g])].get(key) for key in WORDS]
+            hit[g] = not any(each.strip() if isinstance(each, str) else each for each in words)
     return look.hits(hit)
 
 

@@ -139,6 +139,20 @@ class Rewards:
             if key not in self.first:
                 self.first[key] = (look.trace_at(int(row)), name or "", len(self.first))
 
+    def line(self) -> str:
+        """Span and mean of the first rewards, and how many groups they stand in; "" where no trace has one."""
+        rewards = np.concatenate(self.reward) if self.reward else np.zeros(0)
+        known = ~np.isnan(rewards)
+        if not known.any():
+            return ""
+        told, sizes = rewards[known], np.unique(np.concatenate(self.group)[known], return_counts=True)[1]
+        few, many = int(sizes.min()), int(sizes.max())
+        lacking = f", {np.sum(~known):,} traces have none" * (not known.all())
+        return (
+            f"rewards {told.min():g} to {told.max():g}, mean {told.mean():.3g}{lacking}; {len(sizes):,} groups of "
+            f"{few:,}{f' to {many:,}' * (few < many)} traces"
+        )
+
 
 @dataclass
 class Alike:

@@ -50,6 +50,7 @@ class _Column:
     values: Counter[Any] = field(default_factory=Counter)
     low: float = float("inf")
     high: float = float("-inf")
+    total: float = 0.0
     numbers: int = 0
     places: int = 0
     """How often it was the place of its answer among the answers of a record."""
@@ -63,6 +64,7 @@ class _Column:
         if (found := paths.verdict(value)) is not None and abs(found) < 1e300:
             self.numbers += times
             self.low, self.high = min(self.low, found), max(self.high, found)
+            self.total += found * times
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
 
     >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> find([{"messages": said, "meta": {"score": n / 4}} for n in range(4)]).lines(["reward"])
-    ['found    4 of 4 records have a number "meta.score" (0 to 0.75, 4 values): --map.reward meta.score']
+    ['found    4 of 4 records have a number "meta.score" (0 to 0.75, mean 0.375, 4 values): --map.reward meta.score']
     """
     told = told or Map()
     wanted = [name for name in wanted if not getattr(told, name)]
@@ -292,9 +294,10 @@ def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:
 
 def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
     for path, column in columns.items():
+        partial = column.count < count
         if path.endswith("\0"):
             why = f'{column.count:,} of {count:,} records have an object "{path[:-1]}" of numbers'
-            yield Candidate("reward", path[:-1], why, 2.5 * column.count / count, partial=column.count < count)
+            yield Candidate("reward", path[:-1], why, 2.5 * column.count / count, partial=partial)
             continue
         hint, last = bool(paths.REWARD.search(path)), path.rpartition(".")[2]
         if column.numbers < column.count or column.numbers * 10 < count or column.low == column.high:
@@ -309,10 +312,10 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
         kind = column.kinds.most_common(1)[0][0]
         why = (
             f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
-            f"{len(column.values):,} values{_said(column)})"
+            f"mean {column.total / column.numbers:.3g}, {len(column.values):,} values{_said(column)})"
         )
         rank = (2 * hint + bounded + 0.5) * column.count / count
-        yield Candidate("reward", path, why, rank, partial=column.count < count)
+        yield Candidate("reward", path, why, rank, partial=partial)
 
 
 def _said(column: _Column) -> str:
@@ -347,8 +350,8 @@ def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str)
         what = "conversations" if by_key else "records"
         begin = "the same prompt" if one else f"one of {len(shared):,} prompts that others share"
         why = f"{many:,} {what} begin with {begin}"
-        count_all = sum(prompts.values())
-        yield Candidate("group", "prompt", why, 1.5 * many / count_all, partial=many < count_all)
+        total = sum(prompts.values())
+        yield Candidate("group", "prompt", why, 1.5 * many / total, partial=many < total)
     for path, column in columns.items():
         distinct, last = len(column.values), path.rpartition(".")[2]
         names = sum(column.kinds[kind] for kind in ("a text", "a number as text", "a number"))

@@ -123,8 +123,10 @@ class Calls:
 
 def _by_prompt(made: Sequence[Any]) -> list[tuple[Any, int]]:
     """One record of those that differ in their last message alone, as the answers to one prompt do, and how many."""
-    alike: dict[str, list[Any]] = {}
-    for each in made:
+    if len(made) < 2:
+        return [(each, 1) for each in made]
+    alike: dict[Any, list[Any]] = {}
+    for at, each in enumerate(made):
         talk = chat.table(each).get("messages")
-        alike.setdefault(counted(talk[:-1]) if isinstance(talk, list) else "", []).append(each)
+        alike.setdefault(counted(talk[:-1]) if isinstance(talk, list) else at, []).append(each)
     return [(same[0], len(same)) for same in alike.values()]

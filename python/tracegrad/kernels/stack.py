@@ -39,27 +39,30 @@ def stacked(
     used = torch.unique(torch.searchsorted(starts, read, right=True) - 1).tolist() or [0]
     branches = sorted(((bounds[n], bounds[n + 1]) for n in used), key=lambda bound: bound[1] - bound[0])
     shared = _common_prefix(ids, branches) if share_prefix else 0
-    cache = None
+    cache, name = None, ""
     order: list[Tensor] = []
     hidden: list[Tensor] = []
     if shared >= SHARED_FROM:
         start = branches[0][0]
         out = body(input_ids=ids[start : start + shared][None], use_cache=True)
         cache = [(layer.keys, layer.values) for layer in out[_cache_name(out.keys())].layers]
+        name = _cache_name(inspect.signature(body.forward).parameters)
         for start, _ in branches:
             order.append(torch.arange(start, start + shared))
             hidden.append(out.last_hidden_state[0])
         branches = [(start + shared, end) for start, end in branches]
     for stack in _stacks(branches) if padded else [[branch] for branch in branches]:
-        rows = _run(body, ids, stack, cache)
+        rows = _run(body, ids, stack, cache, name)
         hidden += [row[: end - start] for row, (start, end) in zip(rows, stack, strict=True)]
         order += [torch.arange(start, end) for start, end in stack]
     place = torch.cat(order).to(ids.device)
     return hidden[0].new_zeros(len(ids), hidden[0].shape[-1]).index_copy(0, place, torch.cat(hidden))
 
 
-def _run(body: nn.Module, ids: Tensor, stack: list[Bounds], prefix: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-    """[B, S, H] of one padded batch, after the keys and values of a prefix where there is one."""
+def _run(
+    body: nn.Module, ids: Tensor, stack: list[Bounds], prefix: list[tuple[Tensor, Tensor]] | None, name: str
+) -> Tensor:
+    """[B, S, H] of one padded batch, after the keys and values of a prefix, which the body takes under `name`."""
     padded = nn.utils.rnn.pad_sequence([ids[start:end] for start, end in stack], batch_first=True)
     if prefix is None:
         return body(input_ids=padded, use_cache=False).last_hidden_state
@@ -68,12 +71,13 @@ def _run(body: nn.Module, ids: Tensor, stack: list[Bounds], prefix: list[tuple[T
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(prefix):
         cache.update(keys.expand(len(stack), -1, -1, -1), values.expand(len(stack), -1, -1, -1), layer)
-    name = _cache_name(inspect.signature(body.forward).parameters)
     return body(input_ids=padded, use_cache=True, **{name: cache}).last_hidden_state
 
 
 def _cache_name(names: Container[str]) -> str:
-    """What a body calls its keys and values; transformers renamed them in 5.24, and drops the old name in 5.40."""
+    """What a body calls its keys and values: newer versions of transformers have renamed them, and 5.40 drops the old
+    name.
+    """
     return "cache" if "cache" in names else "past_key_values"
 
 

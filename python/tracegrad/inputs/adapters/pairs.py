@@ -44,26 +44,27 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
     prompt = chat.under(record.get("system"), prompt)
     group = group_of(record, prompt)
     rest = chat.without(record, "prompt", "chosen", "rejected", "system", "id")
-    made, equal = [], sides["chosen"] == sides["rejected"]
+    made, equal, scores = [], sides["chosen"] == sides["rejected"], _scores(record)
     for side, said in sides.items():
         said = said[len(prompt) :] if said[: len(prompt)] == prompt else said
         name = {"id": f"{record['id']}-{side}"} if isinstance(record.get("id"), (str, int)) else {}
         reward = 0.5 if equal else float(side == "chosen")
-        rewards = {"rewards": found} if (found := _scores(record, side)) else {}
+        rewards = {"rewards": scores[side]} if scores[side] else {}
         messages = [*chat.given(prompt), *said]
         made.append({**rest, **name, "group": group, "reward": reward, **rewards, "messages": messages})
     return made
 
 
-def _scores(record: Mapping[str, Any], side: str) -> dict[str, float]:
-    """What a side was rated, where both were, by a name with the side before or behind it."""
+def _scores(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What each side was rated, where both were, by a name with the side before or behind it."""
     named = {plain(str(key)): value for key, value in record.items()}
-    out = {}
+    out: dict[str, dict[str, float]] = {side: {} for side in _SIDES}
     for name in _SCORES:
-        told = [named.get(each + name, named.get(name + each)) for each in (side, *_SIDES)]
-        found = [None if isinstance(each, bool) else paths.number(each) for each in told]
-        if None not in found:
-            out[name] = found[0] or 0.0
+        told = {side: named.get(side + name, named.get(name + side)) for side in _SIDES}
+        found = {side: None if isinstance(each, bool) else paths.number(each) for side, each in told.items()}
+        for side, each in found.items():
+            if each is not None and None not in found.values():
+                out[side][name] = each
     return out
 
 
@@ -93,7 +94,7 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
 
 
 def _whole(record: Mapping[str, Any], asked: str | None) -> str | None:
-    """Where the text that the model saw stands: under another prompt's name, if that text holds the one found."""
+    """Under which name the whole prompt stands: the longest text of a prompt that holds the one under `asked`."""
     if asked is None or not isinstance(record[asked], str) or len(record[asked]) < _LEAST:
         return asked
     others = [name for name, text in record.items() if _PROMPT.search(str(name)) and isinstance(text, str)]
