@@ -48,6 +48,7 @@ SECOND = {
     "distilabel_dpo.json.gz": ("records of preference_pair", "22 traces in 6 groups"),
     "harbor_atif.jsonl.gz": ("24 as atif", "reward is extra.verifier_result.rewards.reward"),
     "inspect_two_marks.eval": ("convert  12 records of inspect_ai", 'trained on is "marks.exact"'),
+    "mlflow.jsonl.gz": ("convert  24 records of nested_call", "info.assessments.verdict: a text in 18 of 24 records"),
     "minisweagent": ("records of kept_responses", "reward is info.resolved"),
 }
 

@@ -121,6 +121,15 @@ def plain(name: str, value: Any, *, where: str = "") -> Scalar:
     return found
 
 
+def split_names(told: str) -> list[str]:
+    """The names in a text that has commas between them.
+
+    >>> split_names("wandb, trackio"), split_names("")
+    (['wandb', 'trackio'], [])
+    """
+    return [name.strip() for name in told.split(",") if name.strip()]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The cure for an unknown name: the nearest valid one, or all of them where none is near."""
     known, name = list(known), name[:80]

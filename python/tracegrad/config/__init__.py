@@ -23,7 +23,7 @@ from tracegrad.config.options import (
     Train,
 )
 from tracegrad.config.reading import as_dict, describe, field_docs, flatten, load, options, read_toml, to_toml, update
-from tracegrad.dotted import nearest, scalar
+from tracegrad.dotted import nearest, scalar, split_names
 
 __all__ = [
     "FEATURES",
@@ -51,6 +51,7 @@ __all__ = [
     "options",
     "read_toml",
     "scalar",
+    "split_names",
     "to_toml",
     "update",
 ]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from tracegrad.config.mapping import Map
-from tracegrad.dotted import Scalar
+from tracegrad.dotted import Scalar, split_names
 from tracegrad.errors import ArgumentError
-from tracegrad.metrics.dashboards import DASHBOARDS, split_names
+from tracegrad.metrics.dashboards import DASHBOARDS
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Data:
     lenient: bool = False
     """After an id that cannot be known go on with the canonical tokens of the text, untrained and counted."""
     reward: str = ""
-    """Name of the reward column to train on; empty: the first."""
+    """Name of the reward to train on, or several with commas: of each trace the first that it has; empty: the first."""
     holdout: float = 0.05
     """Share of the groups kept out of training to measure value; 0 measures none."""
 

@@ -226,7 +226,7 @@ def examine(
 def _missing(told: Map, names: set[str], whole: Whole) -> list[str]:
     """What neither the records nor the user say."""
     none = not whole.traces
-    missing = ["reward"] * ("no_rewards" in names or none)
+    missing = ["reward"] * (none or not whole.rewards.spans)
     missing += ["group"] * ("lone_traces" in names or not whole.grouped)
     return [name for name in [*missing, "session"] if not getattr(told, name)]
 

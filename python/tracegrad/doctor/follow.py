@@ -87,10 +87,15 @@ def _may_hold_out(equal: Hits) -> bool:
 
 
 def _which(whole: Whole) -> list[str]:
-    """Which of several rewards, where none is the total: the first that differs between traces."""
-    spans = whole.rewards.spans
+    """Which of several rewards, where none is the total: the first that differs between traces, and of traces that
+    never have that one, as those of another task, the first of theirs.
+    """
+    spans, chosen = whole.rewards.spans, list[str]()
     apart = [name for name, (low, high) in spans.items() if low < high]
-    return ["--data.reward", apart[0]] if "reward" not in spans and len(spans) > 1 and apart else []
+    for name in apart:
+        if not any(name in each and set(chosen) & set(each) for each in whole.rewards.together):
+            chosen.append(name)
+    return ["--data.reward", ",".join(chosen)] if "reward" not in spans and len(spans) > 1 and apart else []
 
 
 def untold(whole: Whole) -> list[str]:

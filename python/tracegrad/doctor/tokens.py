@@ -132,7 +132,7 @@ def truncated(look: Look) -> Hits:
 )
 def lost_chunks(look: Look) -> Hits:
     """Sees turns whose tokens spell fewer bytes than the message has, or that list fewer than usage counts, and that
-    no other finding explains: a broken stream, a call that is not listed, hidden reasoning.
+    no other finding explains: a broken stream, a call that is not listed, hidden reasoning, another tokenizer.
 
     Threshold: one byte less than the content (a server only ever cuts content, never adds), or more than 2 tokens and
     2 % less than usage.completion_tokens: servers were seen to count 0 to 2 more than they list. Wrong from 10 %,
@@ -143,7 +143,7 @@ def lost_chunks(look: Look) -> Hits:
     used, thought = look.usage
     fewer = _fewer(look, used) & (thought <= 0) & ~look.unlisted
     explained = np.zeros(look.generations, bool)
-    explained[list(look.drift(28))] = True
+    explained[list(look.drift(25, 26, 28))] = True
 
     def say(g: int) -> str:
         if short[g]:

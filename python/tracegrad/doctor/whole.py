@@ -6,6 +6,7 @@ few numbers each, never with tokens.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,10 +115,13 @@ def _improbable(look: Look) -> list[tuple[int, int, int]]:
 
 @dataclass
 class Rewards:
-    """First reward of each trace by group, where each group begins, and the least and the largest of each name."""
+    """First reward of each trace by group, where each group begins, the least and the largest of each name, and which
+    names stand together in one trace.
+    """
 
     reward: list[Array] = field(default_factory=list)
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    together: set[tuple[str, ...]] = field(default_factory=set)
     group: list[Array] = field(default_factory=list)
     first: dict[int, tuple[Place, str, int]] = field(default_factory=dict)
 
@@ -131,6 +135,8 @@ class Rewards:
             if len(told := column[~np.isnan(column)]):
                 low, high = self.spans.get(name, (np.inf, -np.inf))
                 self.spans[name] = (min(low, float(told.min())), max(high, float(told.max())))
+        for row in np.unique(known, axis=0):
+            self.together.add(tuple(itertools.compress(sequences.reward_names, row)))
         names = [look.traces.core.group(int(row)) for row in look.rows]
         alone = [f"\x1f{look.trace_at(int(row))}" for row in look.rows]
         hashes = [hash(own if name is None else name) for name, own in zip(names, alone, strict=True)]
@@ -342,8 +348,9 @@ class Whole:
 
     @property
     def grouped(self) -> bool:
-        """Whether a trace names a group."""
-        return any(name for _, name, _ in self.rewards.first.values())
+        """Whether most traces name a group; one that names none is a group of its own."""
+        alone = sum(not name for _, name, _ in self.rewards.first.values())
+        return alone * 2 < sum(map(len, self.rewards.group))
 
     @property
     def is_text(self) -> bool:

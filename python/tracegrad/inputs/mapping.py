@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad.config import Map
+from tracegrad.config import Map, split_names
 from tracegrad.inputs import chat, paths
 from tracegrad.inputs.sources import Made
 from tracegrad.sequence import LOGPROB_KINDS
@@ -109,7 +109,9 @@ def which_reward(names: Sequence[str], told: str = "") -> list[str]:
     if len(names) < 2 or not (told or "reward" in names):
         return []
     chosen, why = (told, "as --data.reward says") if told else ("reward", "the total of each record")
-    others = [name for name in names if name != chosen]
+    others = [name for name in names if name not in (chosen, *split_names(chosen))]
+    if not others:
+        return []
     shown = ", ".join(f'"{name}"' for name in others[:8])
     flag = shlex.join(["--data.reward", others[0]])
     return [f'reward   trained on is "{chosen}", {why}, not {shown}: {flag} chooses that']

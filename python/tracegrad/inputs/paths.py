@@ -18,10 +18,12 @@ REWARD = re.compile(
 )
 """Names under which rewards stand."""
 AGAINST = re.compile(
-    r"(^|_)((in|un)(correct|solved|resolved|success)|not_|fail|wrong|down|dislike|reject|error|bad(_|$)|toxic|halluc)",
+    r"(^|_)((in|un)(correct|solved|resolved|success)|not_|fail|wrong|down|dislike|reject|error|bad(_|$)|toxic|halluc|abort|cancel|timed_?out|interrupt)",
     re.I,
 )
 """Beginnings of the words of names under which more is worse."""
+_NAMES = ("name", "key", "metric", "scorer", "assessment_name", "evaluator")
+_VALUES = ("score", "value", "numeric_value", "result")
 _VERSION = re.compile(r"[vV]?(\d{1,18})")
 
 
@@ -30,7 +32,8 @@ class Missing(Exception):
 
 
 def at(record: Any, path: str) -> Any:
-    """What stands at a path; keys with dots are found whole, numbers count through lists, JSON as text is opened.
+    """What stands at a path; keys with dots are found whole, numbers count through lists, JSON as text is opened, and
+    what a list of scores names is found by its name.
 
     Raises:
         Missing: if nothing does, or null.
@@ -44,6 +47,7 @@ def at(record: Any, path: str) -> Any:
         return record
     record = opened(record)
     keys = path.split(".")
+    record = (keys[0].isdecimal() and record) or named(record) or record
     for count in range(len(keys), 0, -1):
         key, rest = ".".join(keys[:count]), ".".join(keys[count:])
         if isinstance(record, Mapping) and key in record:
@@ -65,10 +69,31 @@ def opened(value: Any) -> Any:
     return value
 
 
+def named(record: Any) -> dict[str, Any] | None:
+    """What a list of scores or checks says, each by its name; None of other lists. Of two by one name the later one
+    counts that is not marked as no longer valid.
+
+    >>> named([{"name": "right", "value": 1}, {"key": "tone", "score": 0.5, "value": None}]), named([{"name": "a"}])
+    ({'right': 1, 'tone': 0.5}, None)
+    """
+    out: dict[str, Any] = {}
+    for each in record if isinstance(record, list) else ():
+        if not isinstance(each, Mapping):
+            return None
+        inner = each.get("feedback")
+        told = {**each, **inner} if isinstance(inner, Mapping) else each
+        name = next((told[key] for key in _NAMES if isinstance(told.get(key), str)), None)
+        value = next((told[key] for key in _VALUES if isinstance(told.get(key), (str, int, float))), None)
+        if name and value is not None and told.get("valid", True):
+            out[name] = value
+    return out or None
+
+
 def leaves(record: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Paths and values of what is no object or list; messages and lists of numbers are not walked through."""
-    if isinstance(record, Mapping) and depth < DEEPEST:
-        for key, value in record.items():
+    held = named(record) or record
+    if isinstance(held, Mapping) and depth < DEEPEST:
+        for key, value in held.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
     elif not isinstance(record, (Mapping, list)) and prefix:
         yield prefix, record

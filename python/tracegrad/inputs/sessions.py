@@ -6,6 +6,7 @@ with what they say. Called by `reading`.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class _Entry:
     silent: bool = False
 
 
-_Part = tuple[_Entry, bytes]
+_Part = tuple[_Entry, bytes, Any]
+"""A record, where it lies, as it stands and as Python has it."""
 
 
 Joined = tuple[int, Row]
@@ -64,9 +66,12 @@ class Sessions:
     sessions: int = 0
     unlike: int = 0
     silent: int = 0
+    apart: int = 0
     _keyed: dict[str, list[_Entry]] = field(default_factory=dict)
     _free: list[_Entry] = field(default_factory=list)
     _size: int = 0
+    _origin: tuple[int, Line, str] | None = None
+    _choice: int = 0
 
     def __post_init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="tracegrad-sessions-")  # noqa: SIM115
@@ -92,6 +97,11 @@ class Sessions:
         if by_prefix and (calls := calls_of(record)):
             found, end = prefixes(calls[-1])
             before = tuple(prefixes(calls[0])[0] if len(calls) > 1 else found)
+        if key is not None:
+            # Several of one record, as the choices of a response, are no calls of one conversation.
+            self._choice = self._choice + 1 if (place, line, key) == self._origin else 0
+            self._origin = place, line, key
+            key = f"{key}-{self._choice}" if self._choice else key
         self._file.write(raw)
         entry = _Entry(place, line, self._size, len(raw), order, header, before, end)
         self._size += len(raw)
@@ -138,30 +148,38 @@ class Sessions:
         """The calls of one session; one of several that is no call, or that the core refuses, is refused where it
         stands, and takes none of the others along.
         """
-        calls = [(entry, self._text(entry)) for entry in entries]
+        texts = [(entry, self._text(entry)) for entry in entries]
+        calls = [(entry, text, loads(text)) for entry, text in texts]
+        apart: list[list[_Part]] = []
         if len(calls) > 1:
-            calls, others = _parted(calls, lambda _, text: calls_of(loads(text)) is not None)
-            for entry, text in others:
-                keys = ", ".join(list(map(str, loads(text)))[:8]) or "none"
+            calls, others = _parted(calls, lambda part: calls_of(part[2]) is not None)
+            for entry, text, record in others:
+                keys = ", ".join(list(map(str, record))[:8]) or "none"
                 why = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
                 yield entry.place, (entry.line, text, why)
+            calls, *apart = _apart(calls) if calls else [calls]
         if not calls:
             return
         unlike = self.unlike
         joined = self._join(key, calls, beside)
         if len(calls) > 1 and not _is_read(joined[1][2]):
-            good, bad = _parted(calls, lambda entry, text: _is_read(add(text, entry.header)))
-            yield from ((entry.place, (entry.line, text, add(text, entry.header))) for entry, text in bad)
+            good, bad = _parted(calls, lambda part: _is_read(add(part[1], part[0].header)))
+            yield from ((entry.place, (entry.line, text, add(text, entry.header))) for entry, text, _ in bad)
             if not good:
                 return
             self.unlike = unlike
             joined = self._join(key, good, beside)
         yield joined
+        for number, parts in enumerate(apart, 2):
+            self.apart += len(parts)
+            yield self._join(f"{key}#{number}", parts, [], rewarded=False)
 
-    def _join(self, key: str | None, parts: list[_Part], beside: list[Mapping[str, Any]]) -> Joined:
-        (first, only), *others = parts
-        origin = b"\n".join(text for _, text in parts)
-        if not others:
+    def _join(
+        self, key: str | None, parts: list[_Part], beside: list[Mapping[str, Any]], *, rewarded: bool = True
+    ) -> Joined:
+        (first, only, _), *others = parts
+        origin = b"\n".join(text for _, text, _ in parts)
+        if not others and rewarded:
             named = {} if key is None or "id" in first.header else {"id": key}
             header = {**named, **first.header}
             for each in beside:
@@ -169,14 +187,13 @@ class Sessions:
             return first.place, (first.line, origin, add(only, header))
         calls, head = [], {} if key is None else {"id": key}
         last: dict[str, Any] = {}
-        for entry, text in parts:
-            record = loads(text)
+        for entry, _, record in parts:
             told = {**record, **entry.header}
             calls += [{**chat.told(told, _OF_CALL), **call} for call in calls_of(record) or ()]
             head = {**chat.told(told, _OF_ALL), **head}
             if "id" in entry.header:
                 head["id"] = head["id"] if key is None else entry.header["id"]
-            found = chat.told(told, _LAST)
+            found = chat.told(told, _LAST) if rewarded else {}
             self.unlike += bool(last and found and found != last)
             last = found or last
         for each in beside:
@@ -195,15 +212,42 @@ class Sessions:
         out = [f"map      session: {self.records:,} records are {self.sessions:,} conversations, whose calls {how}"]
         if self.silent:
             out.append(f"         {self.silent:,} records without a call say what they say of their conversations")
+        if self.apart:
+            out.append(
+                f"         {self.apart:,} calls of another model, or with other tools, that begin otherwise than their "
+                "conversation stand apart, without a reward"
+            )
         if self.unlike:
             out.append(f"         {self.unlike:,} rewards of one conversation differ: its last one counts")
         return out
 
 
-def _parted(parts: list[_Part], is_good: Callable[[_Entry, bytes], bool]) -> tuple[list[_Part], list[_Part]]:
+def _apart(parts: list[_Part]) -> list[list[_Part]]:
+    """The calls of a conversation, then those that are none of it: they begin otherwise, and were asked of another
+    model or with other tools, as what finds a title or guards an agent is. Those of one model and its tools together.
+    """
+    asked: dict[str, list[int]] = {}
+    begins, sizes = [], []
+    for at, part in enumerate(parts):
+        call = next(iter(calls_of(part[2]) or ()), {})
+        request = chat.table(call.get("request"))
+        tools = request.get("tools") or part[2].get("tools") or []
+        asked.setdefault(json.dumps([request.get("model"), tools], sort_keys=True, default=str), []).append(at)
+        before = prefixes({"request": request})[0]
+        begins.append(before[:1])
+        sizes.append((len(before), bool(tools)))
+    # The conversation is what grew longest; a guard may be asked as often.
+    main = max(asked.values(), key=lambda each: (*max(sizes[at] for at in each), len(each)))
+    begun = [begins[at] for at in main]
+    others = [[at for at in each if begins[at] not in begun] for each in asked.values()]
+    mine = [at for at, begin in enumerate(begins) if begin in begun]
+    return [[parts[at] for at in each] for each in (mine, *others) if each]
+
+
+def _parted(parts: list[_Part], is_good: Callable[[_Part], bool]) -> tuple[list[_Part], list[_Part]]:
     good, bad = [], []
     for part in parts:
-        (good if is_good(*part) else bad).append(part)
+        (good if is_good(part) else bad).append(part)
     return good, bad
 
 

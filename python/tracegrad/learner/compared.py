@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import advantage
-from tracegrad.config import Config, nearest
+from tracegrad.config import Config, nearest, split_names
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
 
@@ -18,24 +18,28 @@ _A_STAR = 0.5
 
 
 def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
-    """[R] float32: the rewards called `name`; for "" the first column, or the one that is known where that is not."""
+    """[R] float32: the rewards called `name`, of several names with commas the first that a trace has; for "" the first
+    column, or the one that is known where that is not.
+    """
     names = sequences.reward_names
-    if name and name not in names:
-        raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
+    wanted = [name] if name in names else split_names(name)
+    if lacking := [each for each in wanted if each not in names]:
+        raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(lacking[0], names)}")
     if not names or not np.isfinite(sequences.rewards).any():
         raise ArgumentError(
             "no trace has a reward. Without one no trace is better than another. Say where the records hold it: "
             "--map.reward PATH; tracegrad doctor names what may be meant."
         )
     known = np.asarray(np.isfinite(sequences.rewards).any(axis=0))
-    at = names.index(name) if name else int(np.argmax(known))
+    columns = [names.index(each) for each in wanted] or [int(np.argmax(known))]
     if not name and not known[0] and known.sum() > 1:
         several = [each for each, is_known in zip(names, known, strict=True) if is_known]
         raise ArgumentError(
             f"no trace has a total reward, and {len(several)} have names: {', '.join(several[:8])}. Which of them is "
             f"trained on is not told. Say it: --data.reward {several[0]}."
         )
-    return np.ascontiguousarray(sequences.rewards[:, at])
+    told = sequences.rewards[:, columns]
+    return np.ascontiguousarray(told[np.arange(len(told)), np.isfinite(told).argmax(axis=1)])
 
 
 def compared(

@@ -14,21 +14,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from tracegrad.dotted import split_names
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics.sinks import Row, Sink
 from tracegrad.trace import Trace
 
 PROJECT = "tracegrad"
 _ID = "dashboard_id"
-
-
-def split_names(told: str) -> list[str]:
-    """The names in a text that has commas between them.
-
-    >>> split_names("wandb, trackio"), split_names("")
-    (['wandb', 'trackio'], [])
-    """
-    return [name.strip() for name in told.split(",") if name.strip()]
 
 
 def opened(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.config import Config
+from tracegrad.config import Config, split_names
 from tracegrad.errors import ArgumentError
 from tracegrad.trace import Traces
 
@@ -50,15 +50,22 @@ class Signal:
         """
         if self.zero_truncated:
             return self.of_traces(Traces.from_records(records))
-        places = [(record.get("rewards") or {}, self.name) if self.name else (record, "reward") for record in records]
-        found = [place.get(name) for place, name in places]
+        places = [(record.get("rewards") or {}) if self.name else record for record in records]
+        found = [self._of(place) for place in places]
         return np.array([np.nan if value is None else value for value in found], np.float32)
+
+    def _of(self, rewards: Mapping[str, Any]) -> Any:
+        """The one that is trained on, None where it is not known; of several names the first that there is."""
+        names = [self.name, *split_names(self.name)] if self.name else ["reward"]
+        told = (rewards.get(name) for name in names)
+        return next((value for value in told if value is not None and value == value), None)
 
     def of_traces(self, traces: Traces) -> Floats:
         """The same of records that were read."""
         found = traces.reward
         if self.name:
-            found = np.array([trace.rewards.get(self.name, np.nan) for trace in traces], np.float32)
+            told = [self._of(trace.rewards) for trace in traces]
+            found = np.array([np.nan if value is None else value for value in told], np.float32)
         if self.zero_truncated:
             ended = [any(each.finish_reason in _ENDED for each in trace.generations[-1:]) for trace in traces]
             found = np.where(np.isnan(found) | ended, found, np.float32(0))
@@ -66,7 +73,9 @@ class Signal:
 
     def check(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Refuses rewards by other names than the one that is trained on: no group would ever teach anything."""
-        names = sorted({name for record in records for name in record.get("rewards") or {}} - {self.name})
+        names = sorted(
+            {name for record in records for name in record.get("rewards") or {}} - {self.name, *split_names(self.name)}
+        )
         wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
         if self.free or not names or any("failure" in each for each in records):
             return

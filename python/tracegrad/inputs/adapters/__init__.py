@@ -2,7 +2,7 @@
 
 A record goes to the first adapter that knows it; what none knows stays as it is. What is left out is counted and
 said. Its files, each using those before it alone: `fitting`, `blocks`, `chunks`, `kept`; `langchain`, `loggers`,
-`pairs`, `sharegpt`, `spans`, `inspect_ai`, `nemo_gym`, `samples`, `choices`, `lm_eval`, `pydantic_ai`, `shapes`,
+`pairs`, `sharegpt`, `inspect_ai`, `nemo_gym`, `samples`, `choices`, `lm_eval`, `pydantic_ai`, `shapes`, `spans`,
 `failed`; `table` (the order in which they are asked).
 """
 

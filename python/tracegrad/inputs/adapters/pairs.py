@@ -38,15 +38,17 @@ def of_preference(record: Any) -> list[dict[str, Any]] | None:
         return None
     prompt = messages_of(record.get("prompt") or record.get("question") or [], "user")
     sides = {side: messages_of(record[side], "assistant") for side in _SIDES}
-    if not prompt:
-        both = list(zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False))
-        prompt = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)]
-    prompt = chat.under(record.get("system"), prompt)
+    sides = {side: said[len(prompt) :] if said[: len(prompt)] == prompt else said for side, said in sides.items()}
+    # What both sides begin with was given, as TRL's extract_prompt has it.
+    both = zip(sides["chosen"][:-1], sides["rejected"][:-1], strict=False)
+    shared = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)]
+    sides = {side: said[len(shared) :] for side, said in sides.items()}
+    is_whole = shared[:1] and shared[0].get("role") == "system" and all(each in shared for each in prompt)
+    prompt = chat.under(record.get("system"), shared if is_whole else [*prompt, *shared])
     group = group_of(record, prompt)
     rest = chat.without(record, "prompt", "chosen", "rejected", "system", "id")
     made, equal, scores = [], sides["chosen"] == sides["rejected"], _scores(record)
     for side, said in sides.items():
-        said = said[len(prompt) :] if said[: len(prompt)] == prompt else said
         name = {"id": f"{record['id']}-{side}"} if isinstance(record.get("id"), (str, int)) else {}
         reward = 0.5 if equal else float(side == "chosen")
         rewards = {"rewards": scores[side]} if scores[side] else {}

@@ -29,6 +29,9 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
     group, given = pairs.group_of(record, prompt), chat.given(prompt)
     made = []
     for (row, of_answer), answer in zip(told, record[answers], strict=True):
+        if answer is None:
+            made.append(fitting.failed_call(row, "null stands where an answer of the model should be"))
+            continue
         own, text = {}, answer
         if isinstance(answer, Mapping) and "role" not in answer:
             key = next(name for name in _TEXTS if pairs.is_said(answer.get(name)))
@@ -51,7 +54,9 @@ def _of(record: Mapping[str, Any]) -> str:
     """The key of the answers, "" where there are none."""
     for name in ANSWERS:
         answers = record.get(name)
-        if not isinstance(answers, list) or not answers or not all(map(_is_answer, answers)):
+        answers = answers if isinstance(answers, list) else []
+        known = [each for each in answers if each is not None]
+        if not known or not all(map(_is_answer, known)):
             continue
         if name != "choices" or _are_sampled(record, answers):
             return name

@@ -20,6 +20,8 @@ from tracegrad.inputs.adapters.pairs import PROMPTS
 DEEPEST, MOST_LOOKED = 8, 4096
 ROLES = {"tool-call": "assistant", "tool-response": "user"}
 """Roles of smolagents, as it sends them."""
+PARENTS = ("parent_id", "parent_span_id", "parentSpanId", "parentId")
+"""Keys under which a span names the one that began it."""
 _SAID = {"content", "tool_calls", "blocks"}
 _PARAMETERS = (*chat.SAMPLING, "model", "tools", "max_tokens")
 _WISHED = re.compile(r"expect|reference|ideal|gold|target|ground|truth|label|example", re.I)
@@ -126,13 +128,17 @@ def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(found: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
-    """The one list that holds calls, its rows and its calls, if each goes on from what the first was asked."""
+    """The one list that holds calls, its rows and its calls, if each goes on from what the first was asked.
+
+    In a tree of spans only the calls beside the first one must: those below a tool are its own, and left out.
+    """
     if found.talks or found.responses:
         return None
     held = []
     for key, rows in found.lists:
-        called = [_call(_look(each)) if isinstance(each, Mapping) else None for each in rows]
-        calls = [{"request": call[1], "response": call[2]} for call in called if call is not None]
+        found_in = [(each, _call(_look(each))) for each in rows if isinstance(each, Mapping)]
+        called = [(parent_of(row), call) for row, call in found_in if call is not None]
+        calls = [{"request": call[1], "response": call[2]} for above, call in called if above == called[0][0]]
         if calls:
             held.append((key, rows, calls))
     if len(held) != 1:
@@ -140,6 +146,11 @@ def _steps(found: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
     asked = [call["request"]["messages"] for call in held[0][2]]
     goes_on = all(len(each) > len(asked[0]) and each[: len(asked[0])] == asked[0] for each in asked[1:])
     return held[0] if goes_on else None
+
+
+def parent_of(span: Mapping[str, Any]) -> Any:
+    """The id of the span that began a span, None where it names none."""
+    return next((span[key] for key in PARENTS if isinstance(span.get(key), str)), None)
 
 
 def _talk(found: _Found) -> tuple[str, list[Any]] | None:

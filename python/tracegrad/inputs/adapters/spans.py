@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad.inputs import chat
+from tracegrad.inputs.adapters.shapes import PARENTS
 
-_PARENTS = ("parent_id", "parent_span_id", "parentSpanId", "parentId")
 _TRACES = ("trace_id", "traceId")
 
 
@@ -23,4 +23,4 @@ def of_span(record: Any) -> list[dict[str, Any]] | None:
     if record.get("object") == "trace" or isinstance(record.get("span_id"), str):
         return []
     traced = {*record, *chat.table(record.get("context"))}.intersection(_TRACES)
-    return [] if traced and not record.keys().isdisjoint(_PARENTS) else None
+    return [] if traced and not record.keys().isdisjoint(PARENTS) else None

@@ -1,0 +1,227 @@
+"""Scores in lists that name them, several rewards of several tasks, and what of a record was given and not sampled."""
+
+import json
+
+import pytest
+
+import tracegrad as tg
+from tracegrad import config
+from tracegrad.errors import ArgumentError
+from tracegrad.inputs import candidates, paths
+from tracegrad.learner.feed import reward_column
+from tracegrad.online.signal import Signal
+
+SCORES = [
+    {"name": "tone", "value": "good", "comment": "x"},
+    {"name": "right", "score": 0, "valid": False},
+    {"assessment_name": "right", "feedback": {"value": "correct"}, "valid": True},
+    {"assessment_name": "wished", "expectation": {"value": "yes"}},
+]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_a_list_of_scores_is_looked_into_by_their_names():
+    assert paths.named(SCORES) == {"tone": "good", "right": "correct"}
+    record = {"info": {"checks": SCORES}, "messages": [user("a"), said("b")]}
+    assert paths.at(record, "info.checks.right") == "correct"
+    assert paths.at(record, "info.checks.1.score") == 0
+    assert dict(paths.leaves({"info": record["info"]})) == {"info.checks.tone": "good", "info.checks.right": "correct"}
+    found = candidates.find([record, {**record, "info": {"checks": [{**SCORES[2], "feedback": {"value": "wrong"}}]}}])
+    [reward] = [each for each in found.of("reward") if "right" in each.path]
+    assert (reward.path, "mean 0.5, 2 values, 'correct' is 1, 'wrong' is 0" in reward.why) == (
+        "info.checks.right",
+        True,
+    )
+    assert tg.read([record], map={"reward": reward.path}).reward.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("value", [[1, 2], [{"name": "a"}], [{"name": "a", "value": {}}], ["name"], [], "name", None])
+def test_other_lists_name_nothing(value):
+    assert paths.named(value) is None
+
+
+def rewarded(rows, names):
+    told = {"rewards": rows, "reward_names": names}
+    count = len(rows)
+    cu = [2 * at for at in range(count + 1)]
+    return tg.Sequences.from_arrays([5, 6] * count, cu, [float("nan"), -0.5] * count, [False, True] * count, **told)
+
+
+def test_of_several_names_of_a_reward_each_trace_takes_the_first_that_it_has():
+    none = float("nan")
+    s = rewarded([[none, 1, none, 0.5], [none, none, 0.25, 1], [none, 0, 0.75, 1]], ("reward", "match", "rank", "a,b"))
+    assert reward_column(s, "match, rank").tolist() == [1, 0.25, 0]
+    assert reward_column(s, "rank,match").tolist() == [1, 0.25, 0.75]
+    assert reward_column(s, "a,b").tolist() == [0.5, 1, 1], "a name that has a comma"
+    with pytest.raises(ArgumentError, match=r"no trace has such a reward. Did you mean match\?"):
+        reward_column(s, "rank,mach")
+    records = [{"rewards": {"rank": 0.25, "a": 1}}, {"rewards": {"match": 1, "rank": 0}}, {"rewards": {"match": none}}]
+    assert Signal("match,rank").of_records(records)[:2].tolist() == [0.25, 1]
+    assert Signal("rank").of_traces(tg.read([{"messages": [user("a"), said("b")], **records[0]}])).tolist() == [0.25]
+    with pytest.raises(ArgumentError, match=r"the rewards are a, and data.reward is 'match,rank'"):
+        Signal("match,rank").check([{"rewards": {"a": 1}}, {"rewards": {"match": none, "rank": none}}])
+
+
+def diagnosed(records, tmp_path, **told):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in records))
+    return tg.doctor.examine(path, MODEL, **told)
+
+
+MODEL = "examples/quickstart/model"
+
+
+@pytest.mark.parametrize(
+    ("scores", "flag"),
+    [
+        ([{"match": 1, "brief": 0.5}, {"match": 0, "brief": 0.25}, {"rank": 1, "brief": 1}, {"rank": 0}], "match,rank"),
+        ([{"match": 1, "rank": 0.5}, {"match": 0}, {"rank": 1}, {"rank": 0.5}], "match"),
+        ([{"match": 1, "rank": 1}, {"match": 1}, {"rank": 0}, {"rank": 0.5}], "rank"),
+    ],
+)
+def test_traces_of_several_tasks_are_rewarded_each_by_its_own_score(scores, flag, tmp_path):
+    rows = [{"messages": [user("a"), said(str(at))], "group": "g", "rewards": each} for at, each in enumerate(scores)]
+    found = diagnosed(rows, tmp_path)
+    assert f"--data.reward {flag} " in found.following + " "
+    assert "--map.reward" not in found.following, "the records say it"
+    assert found.rewards.endswith("; 1 groups of 4 traces")
+
+
+def test_choices_that_are_a_group_hide_not_that_others_name_none(tmp_path):
+    choices = [{"index": at, "finish_reason": "stop", "message": said(str(at))} for at in range(2)]
+    several = {"request": {"messages": [user("a")]}, "response": {"choices": choices}, "score": [1, 0]}
+    one = {"request": {"messages": [user("b")]}, "response": {"choices": choices[:1]}}
+    rows = [several, *({**one, "score": at % 2} for at in range(4))]
+    assert "--map.group prompt" in diagnosed(rows, tmp_path).following
+    assert "--map.group" not in diagnosed([several, several, one], tmp_path).following
+
+
+def test_a_null_among_answers_is_a_failed_call_and_the_others_stay():
+    record = {"prompt": "2+2?", "completions": ["4", None, "5"], "rewards": [1, None, 0], "id": "r"}
+    traces = tg.read([record], on_error="skip")
+    assert [(trace.id, trace.reward, trace.messages[-1]["content"]) for trace in traces] == [
+        ("r-0", 1.0, "4"),
+        ("r-2", 0.0, "5"),
+    ]
+    assert traces.read_report.reasons == {"failed_call": 1}
+    with pytest.raises(tg.TracegradError, match="null stands where an answer of the model should be"):
+        tg.read([record])
+
+
+@pytest.mark.parametrize("prompt", [None, "a", [user("a")], [user("a"), said("b")]])
+@pytest.mark.parametrize("system", [(), ({"role": "system", "content": "s"},)])
+def test_what_both_sides_of_a_pair_begin_with_was_given(prompt, system):
+    given = [*system, user("a"), said("b"), user("c")]
+    record = {"prompt": prompt, "chosen": [*given, said("d")], "rejected": [*given, said("e"), user("f"), said("g")]}
+    good, bad = tg.read([record])
+    assert [each["content"] for each in good.messages] == [each["content"] for each in [*given, said("d")]]
+    assert [each["content"] for each in bad.messages[len(given) :]] == ["e", "f", "g"]
+    assert (len(good.generations), len(bad.generations)) == (1, 2)
+    assert good.group == bad.group
+    [same, _] = tg.read([{**record, "rejected": record["chosen"]}])
+    assert (len(same.generations), same.reward) == (1, 0.5)
+
+
+def test_a_system_message_of_both_sides_stands_before_a_prompt_that_they_do_not_hold():
+    sides = {side: [{"role": "system", "content": "s"}, said(side)] for side in ("chosen", "rejected")}
+    good, _ = tg.read([{"prompt": "a", **sides}])
+    assert sorted(each["content"] for each in good.messages) == ["a", "chosen", "s"]
+
+
+def span(name, parent, talk, answer):
+    inputs, outputs = {"messages": talk}, {"choices": [{"index": 0, "finish_reason": "stop", "message": said(answer)}]}
+    told = {"spanInputs": json.dumps(inputs), "spanOutputs": json.dumps(outputs)}
+    return {"span_id": name, "parent_span_id": parent, "attributes": told}
+
+
+def test_of_a_tree_of_spans_the_calls_below_a_tool_are_no_part_of_the_conversation():
+    first, inner = [user("a")], [user("shorten it")]
+    later = [*first, said("b"), user("c")]
+    tool = {"span_id": "t", "parent_span_id": "r", "attributes": {}}
+    spans = [span("1", "r", first, "b"), tool, span("2", "t", inner, "x"), span("3", "r", later, "d")]
+    [trace] = tg.read([{"info": {"id": 1}, "data": {"spans": spans}}])
+    assert [each["content"] for each in trace.messages] == ["a", "b", "c", "d"]
+    assert len(trace.generations) == 2
+    spans[2]["parent_span_id"] = "r"
+    with pytest.raises(tg.TracegradError, match="a record with the keys info, data"):
+        tg.read([{"info": {"id": 1}, "data": {"spans": spans}}])
+
+
+def test_words_of_another_tokenizer_that_usage_counts_otherwise_are_no_lost_chunks(tmp_path):
+    content = [{"token": "\N{SNOWMAN}\N{SNOWMAN}", "logprob": -0.5, "bytes": None}]
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": said("\N{SNOWMAN}\N{SNOWMAN}"),
+        "logprobs": {"content": content},
+    }
+    response = {"choices": [choice], "usage": {"completion_tokens": 30}}
+    rows = [{"request": {"messages": [user("a")]}, "response": response, "reward": at} for at in range(2)]
+    found = diagnosed(rows, tmp_path, map=config.Map(group="prompt"))
+    names = {each.name for each in found.findings}
+    assert "wrong_tokenizer" in names
+    assert "lost_chunks" not in names
+    assert found.following.startswith("tracegrad train ")
+
+
+def call(asked, answer, model="m", **more):
+    request = {"model": model, "messages": asked, **more}
+    choices = [{"index": 0, "finish_reason": "stop", "message": said(answer)}]
+    return {"request": request, "response": {"model": model, "choices": choices}}
+
+
+TOOLS = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
+
+
+@pytest.mark.parametrize("aside", [{"model": "guard"}, {"model": "m", "tools": None}])
+def test_calls_of_a_session_that_are_none_of_its_conversation_stand_apart(aside):
+    again = [user("a"), said("b"), user("c")]
+    rows = [
+        {**call([user("Is this safe: a")], "yes", **aside), "sid": 1, "score": 1},
+        {**call([user("a")], "b", **TOOLS), "sid": 1, "score": None},
+        {**call(again, "d", **TOOLS), "sid": 1, "score": 0},
+        {**call([user("Is this safe: c")], "no", **aside), "sid": 1, "reward": 1},
+        {**call([user("a")], "b"), "sid": 2, "score": 1},
+    ]
+    told = config.Map(session="sid", reward="score")
+    stream = tg.inputs.stream(rows, map=told)
+    traces = tg.inputs.together(stream)
+    assert [trace.id for trace in traces] == ["1", "1#2", "2"]
+    assert [len(trace.generations) for trace in traces] == [2, 2, 1]
+    assert [trace.reward for trace in traces] == [0, None, 1]
+    assert [each["content"] for each in traces[0].messages] == ["a", "b", "c", "d"]
+    said_aside = "2 calls of another model, or with other tools, that begin otherwise than their conversation"
+    assert [line.strip() for line in stream.lines() if said_aside in line] == [
+        f"{said_aside} stand apart, without a reward"
+    ]
+
+
+def test_a_call_of_another_model_that_goes_on_is_of_the_conversation():
+    again = [user("a"), said("b"), user("c")]
+    rows = [{**call([user("a")], "b"), "sid": 1}, {**call(again, "d", "other"), "sid": 1}]
+    [trace] = tg.read(rows, map={"session": "sid"})
+    assert len(trace.generations) == 2
+    # A clock in the system prompt makes no other conversation.
+    for at, row in enumerate(rows):
+        row["request"]["messages"].insert(0, {"role": "system", "content": f"It is {at} o'clock."})
+        row["request"]["model"] = "m"
+    [trace] = tg.read(rows, map={"session": "sid"})
+    assert len(trace.generations) == 2
+
+
+def test_choices_of_one_response_are_no_calls_of_one_conversation():
+    choices = [{"index": at, "finish_reason": "stop", "message": said(str(at))} for at in range(3)]
+    several = {"request": {"messages": [user("a")]}, "response": {"choices": choices}, "sid": "s", "score": [1, 0, 1]}
+    again = {**call([user("a"), said("0"), user("b")], "c"), "sid": "s"}
+    traces = tg.read([several, again, {**several, "sid": "t"}], map={"session": "sid", "reward": "score"})
+    assert [(trace.id, trace.reward, len(trace.generations)) for trace in traces] == [
+        *(("s", 1.0, 2), ("s-1", 0.0, 1), ("s-2", 1.0, 1)),
+        *(("t", 1.0, 1), ("t-1", 0.0, 1), ("t-2", 1.0, 1)),
+    ]
