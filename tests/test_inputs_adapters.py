@@ -128,6 +128,7 @@ EXAMPLES = {
         {"chatHistory": [USER, SAID], "meta": {"score": 1}},
         {"state": {"values": {"talk": TALK}}, "score": 1},
     ],
+    "verdict": [{"session": "a", "grade": 0.5, "by": {"name": "rubric"}}],
     "pydantic_ai": [{"history": HISTORY, "score": 1}, HISTORY],
     "lm_eval": [
         {"doc_id": 0, "arguments": {"gen_args_0": {"arg_0": "2+2?", "arg_1": {"temperature": 1}}}, "resps": [["4"]]},

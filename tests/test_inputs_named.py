@@ -225,3 +225,59 @@ def test_choices_of_one_response_are_no_calls_of_one_conversation():
         *(("s", 1.0, 2), ("s-1", 0.0, 1), ("s-2", 1.0, 1)),
         *(("t", 1.0, 1), ("t-1", 0.0, 1), ("t-2", 1.0, 1)),
     ]
+
+
+def responses(name, asked, text, previous=None, **more):
+    output = [
+        {"id": f"m{name}", "type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+    ]
+    request = {"model": "m", "instructions": "be brief", "input": asked}
+    request |= {"previous_response_id": previous} if previous else {}
+    response = {"id": name, "object": "response", "status": "completed", "output": output, "model": "m"}
+    return {"kind": "call", "req": request, "resp": response, **more}
+
+
+def test_calls_of_the_responses_api_go_on_by_the_id_of_the_response_before():
+    rows = [
+        responses("r1", "a", "b", review="rv_000001", n=0),
+        responses("x1", [{"role": "user", "content": "a"}], "z", review="rv_000002", n=0),
+        responses("r2", [{"role": "user", "content": "c"}], "d", "r1", review="rv_000001", n=1),
+        {"kind": "grade", "review": "rv_000001", "grade": 0.5, "by": {"name": "rubric"}},
+        {"kind": "grade", "review": "rv_000002", "grade": 0.25, "by": {"name": "rubric"}},
+    ]
+    found = candidates.find(rows)
+    assert found.flags(["reward", "session"]) == ["--map.reward", "grade", "--map.session", "review"]
+    assert found.joined
+    traces = tg.read(rows, map={"reward": "grade", "session": "review", "group": "prompt"})
+    assert [trace.reward for trace in traces] == [0.5, 0.25]
+    assert [each["content"] for each in traces[0].messages] == ["be brief", *"abcd"]
+    assert [len(trace.generations) for trace in traces] == [2, 1]
+    assert traces[0].group == traces[1].group
+    by_id = tg.read(rows, map={"session": "prefix"})
+    assert [[each["content"] for each in trace.messages][1:] for trace in by_id] == [[*"abcd"], ["a", "z"]]
+    # What it goes on is not in the file: the prompt is not known.
+    [lone] = tg.read(rows[2:3])
+    assert "a" not in [each["content"] for each in lone.messages]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"sid": "a", "grade": "soon"},
+        {"sid": "a", "note": 1},
+        {"grade": 1, "prompt": "a"},
+        {"grade": 1, "Messages": "a"},
+        {"grade": 1, "steps": [{"a": 1}]},
+        {"grade": 1, "info": {"steps": []}},
+    ],
+)
+def test_what_may_hold_more_than_a_verdict_is_refused_by_its_keys(row):
+    with pytest.raises(tg.TracegradError, match="a record with the keys"):
+        tg.read([row])
+
+
+def test_the_name_of_a_reward_counts_more_than_where_it_stands():
+    rows = [{**call([user(str(at))], "b"), "feedback": {"brief": at % 2, "correct": 1 - at % 2}} for at in range(4)]
+    assert [each.path for each in candidates.find(rows).of("reward")[:2]] == ["feedback.correct", "feedback.brief"]
+    rows = [{**call([user(str(at))], "b"), "outcome": {"success": at % 2, "reward": at % 2}} for at in range(4)]
+    assert candidates.find(rows).of("reward")[0].path == "outcome.reward"

@@ -16,6 +16,7 @@ from tracegrad.inputs import chat, paths
 from tracegrad.trace import Trace
 
 _SAMPLING = (*chat.SAMPLING, "policy_version", "logprob_kind", "choice")
+_PREVIOUS = "previous_response_id"
 _OF_CALL = ("token_ids", "finish_reason", "stop_reason", "logprobs")
 
 
@@ -60,8 +61,15 @@ def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
-    """Hashes of the messages of a call's request up to each of them, and of all with its answer, None without one."""
-    messages = chat.table(call.get("request")).get("messages")
+    """Hashes of the messages of a call's request up to each of them, and of all with its answer, None without one.
+
+    A call of the Responses API goes by what it was asked, or by the id of the response that it goes on, and by its own.
+    """
+    request, response = chat.table(call.get("request")), chat.table(call.get("response"))
+    messages = request.get("messages")
+    if messages is None and "input" in request:
+        before = _hash(request.get(_PREVIOUS) or [request.get("instructions"), request["input"]])
+        return [before], _hash(response["id"]) if isinstance(response.get("id"), str) else None
     told = messages if isinstance(messages, list) else []
     chain, found = hashlib.blake2b(digest_size=16), []
     for message in told:
@@ -72,6 +80,30 @@ def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
         return found, None
     chain.update(_normal({"role": "assistant", **answer}))
     return found, chain.digest()
+
+
+def whole_inputs(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of the Responses API with what `previous_response_id` stands for before their own input, where the call
+    that gave that response is among those before.
+    """
+    known: dict[str, list[Any]] = {}
+    made = []
+    for call in calls:
+        request, response = chat.table(call.get("request")), chat.table(call.get("response"))
+        asked = request.get("input")
+        if isinstance(asked, (str, list)):
+            own = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            before = known.get(str(request.get(_PREVIOUS)))
+            if before is not None:
+                call = {**call, "request": {**chat.without(request, _PREVIOUS), "input": [*before, *own]}}
+            if isinstance(response.get("output"), list):
+                known[str(response.get("id"))] = [*(before or []), *own, *response["output"]]
+        made.append(call)
+    return made
+
+
+def _hash(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 
 def _answered(response: Any) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ from typing import Any
 from tracegrad.config import Map
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import chat, paths, sources
-from tracegrad.inputs.adapters import adapt, is_chunk, is_failed, only_roots
+from tracegrad.inputs.adapters import adapt, is_chunk, is_failed, of_verdict, only_roots
 from tracegrad.inputs.first_calls import SESSION, Calls, counted, outside
 from tracegrad.inputs.mapping import Unfit, loads
 from tracegrad.inputs.places import named
@@ -32,6 +32,7 @@ MOST_CALLS = 64
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid", re.I
 )
+_LEAST = 8  # letters of a text that may be an id, under whatever name
 _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
 _NEVER = re.compile(
@@ -153,11 +154,12 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     beside: dict[str, _Column] = {}
     linked: dict[str, set[str]] = {}
     calls = Calls("group" in wanted, "session" in wanted or bool(told.session))
-    count = silent = 0
+    count = silent = verdicts = 0
     for record, roots in _first(source):
         made = _made(record, roots)
         if made == [] and isinstance(record, dict):
             silent += 1
+            verdicts += of_verdict(record) == []
             _count(beside, record, 1, wanted)
             _link(linked, record)
         if not made:
@@ -169,7 +171,7 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
         if count >= RECORDS:
             break
     sessions = list(_sessions(columns, count, calls))
-    told_beside = list(_beside(beside, silent, columns, linked, sessions))
+    told_beside = list(_beside(beside, silent, columns, linked, sessions, verdicts == silent))
     found_beside = sum(each.field == "session" for each in told_beside)
     joined = calls.joined + found_beside
     keys = sorted((each for each in (*sessions, *told_beside) if each.field == "session"), key=lambda each: -each.rank)
@@ -199,7 +201,7 @@ def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     told = list(itertools.islice(paths.leaves(record), paths.MOST_WALKED))
     if any(paths.REWARD.search(path) and paths.verdict(value) is not None for path, value in told):
         for path, value in told:
-            if value is not None and SESSION.search(path.rpartition(".")[2]):
+            if isinstance(value, str) and (SESSION.search(path.rpartition(".")[2]) or len(value) >= _LEAST):
                 linked.setdefault(path, set()).add(counted(value))
 
 
@@ -209,17 +211,20 @@ def _beside(
     columns: dict[str, _Column],
     linked: dict[str, set[str]],
     sessions: list[Candidate],
+    graded: bool,
 ) -> Iterator[Candidate]:
     """Rewards in records without a call, which count for the conversation whose key they have, below those of calls.
 
     Where no session is found by which they are of calls, the key is one by which most of them are: not what leads to
-    rows that say no reward, as the parent of a call may have one and the steps beside the call have none.
+    rows that say no reward, as the parent of a call may have one and the steps beside the call have none. Where all are
+    `graded`, some calls may have no grade.
     """
     rewards = [each for each in _rewards(beside, count) if paths.REWARD.search(each.path)]
     if not rewards:
         return
     both = [path for path in linked if path in columns and path in beside and len(linked[path]) > 1]
-    both = [path for path in both if columns[path].values.keys() <= beside[path].values.keys()]
+    if not graded:
+        both = [path for path in both if columns[path].values.keys() <= beside[path].values.keys()]
     joins = [path for path in both if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])]
     # What all runs share, as the id of a project or of a user, has fewer values than what a conversation shares.
     path = max(joins, key=lambda each: len(linked[each]), default=None)
@@ -314,7 +319,8 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
             f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
             f"mean {column.total / column.numbers:.3g}, {len(column.values):,} values{_said(column)})"
         )
-        rank = (2 * hint + bounded + 0.5) * column.count / count
+        named = 0.5 * bool(paths.REWARD.search(last)) + 0.25 * (last == "reward")
+        rank = (2 * hint + bounded + named + 0.5) * column.count / count
         yield Candidate("reward", path, why, rank, partial=partial)
 
 

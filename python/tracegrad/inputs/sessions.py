@@ -17,7 +17,7 @@ from tracegrad import _core
 from tracegrad.config import Map
 from tracegrad.errors import FormatError
 from tracegrad.inputs import chat, paths
-from tracegrad.inputs.calls import calls_of, prefixes
+from tracegrad.inputs.calls import calls_of, prefixes, whole_inputs
 from tracegrad.inputs.mapping import Unfit, add, loads
 from tracegrad.inputs.sources import Made, Row
 from tracegrad.trace import Line
@@ -199,7 +199,7 @@ class Sessions:
         for each in beside:
             self.unlike += bool(last and each.keys() & last.keys() and {**last, **each} != {**each, **last})
             last |= each
-        record = {**head, **last, "calls": calls}
+        record = {**head, **last, "calls": whole_inputs(calls)}
         return first.place, (first.line, origin, add(b"{}", record))
 
     def _text(self, entry: _Entry) -> bytes:

@@ -51,6 +51,8 @@ def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
     there = [named[key] for key in RESPONSES if key in named]
     answered = next((key for key in there if _is_response(record[key])), None)
     if answered is None:
+        if (other := _of_other_api(record, named, there)) is not None:
+            return other
         talk = record.get("messages")
         asks = isinstance(talk, list) and talk and isinstance(talk[-1], Mapping) and talk[-1].get("role") != "assistant"
         answered = next((key for key in there if asks and _read({}, opened(record[key]))), None)
@@ -60,6 +62,17 @@ def _names(record: Mapping[str, Any]) -> tuple[str, str] | None:
     if asked is None:
         return ("", answered) if isinstance(record.get("messages"), list) else None
     return asked, answered
+
+
+def _of_other_api(record: Mapping[str, Any], named: dict[str, str], there: list[str]) -> tuple[str, str] | None:
+    """The keys of a request of another API, and of a response to it that the core reads."""
+    for asked in (named[key] for key in REQUESTS if key in named):
+        request = opened(record[asked])
+        if isinstance(request, Mapping) and not request.keys().isdisjoint(("input", "contents", "system")):
+            answered = next((key for key in there if key != asked and _read(request, opened(record[key]))), None)
+            if answered is not None:
+                return asked, answered
+    return None
 
 
 def plain(name: str) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tracegrad.inputs import chat
+from tracegrad.inputs import chat, paths
+from tracegrad.inputs.adapters.loggers import REQUESTS, RESPONSES, plain
+from tracegrad.inputs.adapters.pairs import ANSWERS, PROMPTS
 from tracegrad.inputs.adapters.shapes import PARENTS
 
 _TRACES = ("trace_id", "traceId")
@@ -24,3 +26,19 @@ def of_span(record: Any) -> list[dict[str, Any]] | None:
         return []
     traced = {*record, *chat.table(record.get("context"))}.intersection(_TRACES)
     return [] if traced and not record.keys().isdisjoint(PARENTS) else None
+
+
+def of_verdict(record: Any) -> list[dict[str, Any]] | None:
+    """No trace: a row that only says how good a conversation was, which stands elsewhere. None of others."""
+    if not isinstance(record, Mapping) or any(map(_is_long, record.values())):
+        return None
+    names = {plain(str(key)) for key in record}
+    if not names.isdisjoint((*REQUESTS, *RESPONSES, *map(plain, (*PROMPTS, *ANSWERS)), "messages", "choices", "calls")):
+        return None
+    told = [(str(key), value) for key, value in record.items() if paths.REWARD.search(str(key))]
+    return [] if any(paths.verdict(value) is not None for _, value in told) else None
+
+
+def _is_long(value: Any) -> bool:
+    """Whether a value may hold what was said."""
+    return isinstance(value, list) or (isinstance(value, Mapping) and any(map(_is_long, value.values())))
