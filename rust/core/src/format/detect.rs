@@ -51,7 +51,7 @@ pub(super) fn decode(text: &str, wanted: Option<&str>) -> Decoded<Option<Foreign
     } else if outline.has("messages") {
         return Ok(None);
     } else if let Some(server) = server_of(&outline, wanted)? {
-        let sampling = sampling_of(&outline, "temperature", "top_p").unwrap_or_default().or(&header.sampling);
+        let sampling = sampling_of(&outline, "top_p").unwrap_or_default().or(&header.sampling);
         let asked = Asked { choice, sampling: &sampling, request: None };
         log.add(answered(server, None, &outline, &asked, None)?)?;
         server.form

@@ -15,7 +15,6 @@ use serde_json::Value;
 /// The name in `format`.
 pub(super) const NAME: &str = "tracegrad/1";
 
-/// Reads `messages` and `extra_messages`.
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
     let mut body = Body::default();
     let nodes = record.take_list("messages")?.ok_or_else(|| {

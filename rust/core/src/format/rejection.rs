@@ -73,6 +73,11 @@ pub struct Rejection {
 /// Result of decoding one record.
 pub type Decoded<T> = Result<T, Rejection>;
 
+/// What was found first, or what `second` finds where that is nothing.
+pub(crate) fn either<T>(first: Option<T>, second: impl FnOnce() -> Decoded<Option<T>>) -> Decoded<Option<T>> {
+    first.map_or_else(second, |first| Ok(Some(first)))
+}
+
 /// A rejection that says what was found.
 pub(crate) fn reject(reason: Reason, what: impl Into<String>) -> Rejection {
     let kind = if reason == Reason::Stream { Kind::Io } else { Kind::Format };

@@ -35,7 +35,6 @@ pub struct Frames {
     name: String,
     /// Bytes that a frame may hold.
     most: usize,
-    /// Where the next frame begins.
     start: u64,
     /// Bytes of the file, those of the next frame from `at` to `filled`.
     block: Vec<u8>,

@@ -70,12 +70,10 @@ impl Deref for Held {
 }
 
 impl Held {
-    /// Room for records of at most `most` bytes.
     pub fn new(most: usize) -> Self {
         Self { block: Arc::default(), filled: 0, spare: Arc::default(), most }
     }
 
-    /// Bytes for which there is room.
     #[cfg(test)]
     pub fn room(&self) -> usize {
         self.block.capacity()

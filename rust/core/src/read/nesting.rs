@@ -85,7 +85,6 @@ pub(super) fn passes(blanks: &[u8], before: usize, limit: usize) -> Option<usize
         .map(|at| at + 1)
 }
 
-/// How many lines end in some bytes.
 pub(super) fn count_lines(bytes: &[u8]) -> u64 {
     memchr::memchr_iter(b'\n', bytes).count() as u64
 }

@@ -12,7 +12,6 @@ pub(super) struct Quarantine {
     raw_path: PathBuf,
     list_path: PathBuf,
     files: Option<[BufWriter<File>; 2]>,
-    /// Bytes in the raw file.
     offset: u64,
     /// What the list says of the last record, written once its length is known.
     pending: Option<Pending>,
@@ -41,7 +40,6 @@ impl Quarantine {
         }
     }
 
-    /// Writes a bad record aside.
     pub fn put(&mut self, bytes: &[u8], at: At, file: &str, rejection: &Rejection) -> Result<()> {
         self.close_record()?;
         self.pending = Some(Pending {

@@ -54,7 +54,6 @@ impl Default for Options {
 /// Bytes of the first chunk: small, so that the first traces come soon.
 const FIRST_CHUNK_BYTES: usize = 64 << 10;
 
-/// Records parsed at once, at most.
 const CHUNK_RECORDS: usize = 1 << 14;
 
 /// Reads all traces of a file that is in memory, in any layout and compression; an error names `name` as the file.
@@ -84,7 +83,6 @@ pub fn read_all(bytes: &[u8], name: &str, options: Options) -> Result<(Vec<Arc<T
 pub struct Reader {
     pub(super) file: Arc<str>,
     pub(super) options: Options,
-    /// Bytes of the longest record.
     pub(super) limit: usize,
     /// Bytes taken from the file so far.
     pub(super) taken: Arc<AtomicU64>,

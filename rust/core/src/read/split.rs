@@ -98,12 +98,10 @@ impl Splitter {
         }
     }
 
-    /// Whether the stream had any byte.
     pub fn saw_bytes(&self) -> bool {
         self.saw_bytes
     }
 
-    /// Bytes for which there is room.
     #[cfg(test)]
     pub fn held(&self) -> usize {
         self.buffer.room()

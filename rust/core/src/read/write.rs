@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 /// zstd's own default.
 const ZSTD_LEVEL: i32 = 3;
 
-/// Bytes handed to the file at once.
 const BLOCK: usize = 1 << 18;
 
 /// Writes records to a temporary file beside `path`, which takes its name when all is written.

@@ -32,7 +32,6 @@ impl Reading {
         if value < 0.0 { Self::Invalid } else { Self::of(value.ln()) }
     }
 
-    /// What a number says.
     pub fn of(value: f64) -> Self {
         let short = value as f32;
         // llama.cpp and SGLang write the lowest float32 where the probability is 0.
@@ -118,7 +117,6 @@ impl<'de> Deserialize<'de> for Scalar {
     }
 }
 
-/// Visits any JSON value.
 struct ScalarVisitor;
 
 impl<'de> Visitor<'de> for ScalarVisitor {
@@ -175,7 +173,6 @@ impl<'de> Deserialize<'de> for Reading {
     }
 }
 
-/// One token id.
 #[derive(Debug, Clone, Copy)]
 pub struct Id(pub u32);
 
@@ -197,7 +194,6 @@ impl<'de> Deserialize<'de> for Id {
 }
 
 impl Id {
-    /// Token ids as plain numbers.
     pub fn plain(ids: Vec<Self>) -> Vec<u32> {
         ids.into_iter().map(|Self(id)| id).collect()
     }
@@ -216,7 +212,6 @@ impl<'de> Deserialize<'de> for TokenText {
     }
 }
 
-/// Visits the text of a token.
 struct TokenTextVisitor;
 
 impl<'de> Visitor<'de> for TokenTextVisitor {

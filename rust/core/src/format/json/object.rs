@@ -20,9 +20,7 @@ pub enum Kind {
     Generation,
     /// One of `calls`.
     Call,
-    /// What was sent to the server.
     Request,
-    /// What the server sent back.
     Response,
 }
 
@@ -122,7 +120,6 @@ impl Numbers {
         self
     }
 
-    /// Whether there is any sampled token.
     pub fn any_sampled(&self) -> bool {
         self.logprobs.is_some() || self.token_ids.is_some() || self.texts.is_some() || self.bytes.is_some()
     }
@@ -159,7 +156,6 @@ fn contradicting_ids(ids: &[u32], listed: &[u32]) -> Rejection {
 pub struct Object {
     /// Everything that is neither a token list nor nested.
     pub fields: Map<String, Value>,
-    /// The token lists.
     pub numbers: Numbers,
     /// Tool schemas, or what stands in their place.
     pub tools: Option<Schemas>,
@@ -180,12 +176,10 @@ impl Object {
         self.nested.iter().any(|(name, node)| *name == key && !matches!(node, Node::Other(Value::Null)))
     }
 
-    /// Whether a list stands under a key.
     pub fn has_list(&self, key: &str) -> bool {
         self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::List(_)))
     }
 
-    /// Whether an object stands under a key.
     pub fn has_object(&self, key: &str) -> bool {
         self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::Object(_)))
     }
@@ -211,12 +205,10 @@ impl Object {
         })
     }
 
-    /// Takes the object under a key.
     pub fn take_object(&mut self, key: &str) -> Decoded<Option<Object>> {
         self.take(key).map(|node| node.object(key)).transpose()
     }
 
-    /// Takes the list of objects under a key.
     pub fn take_list(&mut self, key: &str) -> Decoded<Option<Vec<Node>>> {
         match self.take(key) {
             None => Ok(None),
@@ -235,11 +227,8 @@ impl Object {
 /// What stands where an object is expected.
 #[derive(Debug)]
 pub enum Node {
-    /// An object.
     Object(Box<Object>),
-    /// A list.
     List(Vec<Node>),
-    /// Anything else.
     Other(Value),
 }
 

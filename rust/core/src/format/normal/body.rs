@@ -28,7 +28,6 @@ const MOST_COPIES: usize = 1 << 26;
 pub struct Budget(usize);
 
 impl Budget {
-    /// Counts `copies` more.
     pub fn spend(&mut self, copies: usize) -> Decoded<()> {
         self.0 += copies;
         if self.0 <= MOST_COPIES {

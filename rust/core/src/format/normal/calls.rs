@@ -15,10 +15,8 @@ use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Message, Prompt, Schemas};
 
 /// Temperature and top-p of a request that names none: the defaults of the chat completions API.
-const API_DEFAULTS: Sampling =
-    Sampling { temperature: Some(1.0), top_p: Some(1.0), policy_version: None, logprob_kind: None };
+pub const API_DEFAULTS: Sampling = Sampling { temperature: Some(1.0), top_p: Some(1.0), ..Sampling::UNKNOWN };
 
-/// Reads `calls`.
 pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
     let nodes = record.take_list("calls")?.unwrap_or_default();
     if nodes.is_empty() {
@@ -88,6 +86,14 @@ impl<'a> Log<'a> {
     pub fn new(header: &'a Header, choice: Option<i32>) -> Self {
         let (history, body) = (History::default(), Body::default());
         Self { header, choice, history, body, scaffold: None, scaffold_varies: false }
+    }
+
+    pub fn of(header: &'a Header, calls: impl IntoIterator<Item = Decoded<Call>>) -> Decoded<Body> {
+        let mut log = Self::new(header, None);
+        for call in calls {
+            log.add(call?)?;
+        }
+        log.finish()
     }
 
     fn call(&mut self, mut call: Object) -> Decoded<()> {

@@ -5,9 +5,9 @@
 use super::{finish, strays};
 use crate::format::json::fields::{Fields, Sampling, count, get, number, present, stop_under, text};
 use crate::format::json::object::{Node, Numbers, Object, describe};
-use crate::format::rejection::{Decoded, Reason, not_a_trace, reject};
-use crate::trace::{Generation, LogprobKind, Message, Prompt};
-use serde_json::Value;
+use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+use crate::trace::{Generation, Message, Prompt, Stop};
+use serde_json::{Value, json};
 
 /// What one entry says.
 pub struct Entry {
@@ -88,7 +88,7 @@ impl Entry {
 }
 
 /// A complaint about the pieces of a streamed response.
-pub fn streamed() -> crate::format::rejection::Rejection {
+pub fn streamed() -> Rejection {
     reject(Reason::UnknownForm, "a chunk of a streamed response")
         .why("A generation is read from the whole response")
         .cure("Record the assembled response, or turn streaming off while recording")
@@ -139,15 +139,18 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
         prompt,
         tokens: numbers.into_tokens()?,
         finish_reason: finish.map(|raw| finish::common(&raw).to_owned()),
-        stop: stop.map_or(Ok(crate::trace::Stop::Unsaid), |(key, fields)| stop_under(fields, key))?,
-        logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
-        temperature: sampling.temperature,
-        top_p: sampling.top_p,
-        policy_version: sampling.policy_version.unwrap_or(-1),
+        stop: stop.map_or(Ok(Stop::Unsaid), |(key, fields)| stop_under(fields, key))?,
         cumulative_logprob: first("cumulative_logprob")
             .map_or(Ok(None), |fields| number(fields, "cumulative_logprob"))?,
-        ..Generation::default()
+        ..sampling.generation()
     })
+}
+
+/// A message that says this and nothing else.
+pub fn plain(role: &str, content: impl Into<Value>) -> Message {
+    let mut value = json!({"role": role, "content": null});
+    value["content"] = content.into();
+    Message { value, reward: None }
 }
 
 /// The message as a template gets it.
@@ -158,9 +161,7 @@ pub fn message_of(mut fields: Fields) -> Decoded<Message> {
     match get(&fields, "role") {
         Some(Value::String(_)) => {}
         None => return Err(not_a_trace("a message has no `role`")),
-        Some(other) => {
-            return Err(not_a_trace(format!("`role` is {}, not a string", describe(other))));
-        }
+        Some(other) => return Err(not_a_trace(format!("`role` is {}, not a string", describe(other)))),
     }
     check_content(&fields)?;
     let reward = number(&fields, "reward")?.map(|reward| reward as f32);

@@ -4,19 +4,14 @@
 //! Source: agentlightning 0.3.0 `types/tracer.py`, `types/core.py`, `adapter/triplet.py`: spans in the order of their
 //! `sequence_id`, the same response once, a reward to the last call before it that has none.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::kits::attributes::Attributes;
 use super::kits::columns::{Columns, tokens_of};
-use super::kits::talk::{message, sampled};
-use crate::format::form::Form;
-use crate::format::json::fields::{Header, Sampling};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
+use super::kits::talk::message;
 use crate::format::normal::calls::{Call, Log, Request};
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::format::normal::message::{Entry, plain};
 use crate::trace::{Message, Prompt};
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::collections::HashSet;
 
 pub(super) const DUMP: Dump = Dump {
@@ -72,11 +67,7 @@ pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body
     if calls.is_empty() {
         return Err(silent());
     }
-    let mut log = Log::new(header, None);
-    for call in calls {
-        log.add(call)?;
-    }
-    log.finish()
+    Log::of(header, calls.into_iter().map(Ok))
 }
 
 /// When a span began, in whatever unit; 0 where it is not a number.
@@ -103,18 +94,14 @@ fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {
         calls.push(triplet(one, &header.sampling).map_err(place)?);
     }
     header.reward = header.reward.or_else(|| calls.iter().rev().find_map(|call| call.reward));
-    let mut log = Log::new(header, None);
-    for call in calls {
-        log.add(call)?;
-    }
-    log.finish()
+    Log::of(header, calls.into_iter().map(Ok))
 }
 
 /// `{"prompt": {"token_ids", "raw_content"}, "response": {"token_ids", "logprobs"}, "reward", "metadata"}`.
 fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
     let part = |key: &str| if one.is(key, Shape::Object) { one.object(key) } else { Ok(None) };
     let (prompt, response) = (part("prompt")?.unwrap_or_default(), part("response")?.unwrap_or_default());
-    let mut generation = sampled(sampling);
+    let mut generation = sampling.generation();
     let ids = Columns(&response).ids("token_ids")?.filter(|ids| !ids.is_empty());
     generation.tokens = match response.logprobs("logprobs")? {
         Some(tokens) => crate::trace::Tokens { ids: ids.or(tokens.ids), ..tokens },
@@ -128,8 +115,8 @@ fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
     };
     let said = chat(response.value("raw_content")?)?.into_iter().next();
     let answer = said.filter(|said| said.role() == "assistant");
-    let silent = || Message { value: json!({"role": "assistant", "content": null}), reward: None };
-    let entry = Entry::sampled(answer.unwrap_or_else(silent), generation, 0);
+    let answer = answer.unwrap_or_else(|| plain("assistant", Value::Null));
+    let entry = Entry::sampled(answer, generation, 0);
     let reward = one.number("reward")?.map(|reward| reward as f32);
     let request = Request { messages, prompt, ..Request::default() };
     Ok(Call { request: Some(request), entry, model: None, reward })

@@ -3,15 +3,10 @@
 //! Source: areal 1.0.4 `workflow/multi_turn.py` (a batch of one row; logprobs 0.0 and versions -1 where nothing was
 //! sampled; a logprob stands at its own token) and `infra/workflow_executor.py`, `_dump_trajectory`.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use crate::trace::Prompt;
 
 pub(super) const DUMP: Dump = Dump {

@@ -3,16 +3,12 @@
 //!
 //! Source: ATIF 1.8 (atif 1.8.0, harbor 0.25.0 `models/trajectories`).
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::kits::columns::{Columns, tokens_of};
 use super::kits::masked::all_zero;
-use super::kits::talk::{Talk, message, sampled};
+use super::kits::talk::{Talk, message};
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::{Header, Sampling, schemas};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::format::json::fields::schemas;
 use crate::trace::{Generation, Message, Note, Prompt};
 use serde_json::{Value, json};
 
@@ -87,18 +83,16 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
 }
 
 fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decoded<Generation> {
-    let mut generation = sampled(sampling);
+    let mut generation = sampling.generation();
     let Some(metrics) = step.object("metrics")? else { return Ok(generation) };
     let columns = Columns(&metrics);
     let (ids, logprobs) = (columns.ids("completion_token_ids")?, columns.logprobs("logprobs")?);
     if inferences > 1 {
-        generation.notes.push(Note {
-            reason: drift::Reason::CountMismatch,
-            count: ids.map_or(0, |ids| ids.len()) as u32,
-            detail: format!(
-                "the step holds the numbers of {inferences} calls together: which ids answer which prompt is not known"
-            ),
-        });
+        let detail = format!(
+            "the step holds the numbers of {inferences} calls together: which ids answer which prompt is not known"
+        );
+        let count = ids.map_or(0, |ids| ids.len()) as u32;
+        generation.notes.push(Note { reason: drift::Reason::CountMismatch, count, detail });
         return Ok(generation);
     }
     generation.tokens = tokens_of(ids.filter(|ids| !ids.is_empty()), logprobs.filter(|logprobs| !logprobs.is_empty()));

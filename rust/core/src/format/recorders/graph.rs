@@ -3,13 +3,13 @@
 //! The ids of a path, end to end, are what the model saw. A node with several children is where a history was rewritten or
 //! sampled again; each sampled node is one generation, whatever the number of paths through it.
 
+use super::contract::{Body, Decoded, Header, Outline, Reason, Shape, either, reject};
 use super::kits::columns::{Columns, tokens_of};
+use super::kits::masked::{all_zero, lengths};
 use super::kits::openai::{openai, tools};
-use super::kits::talk::{message, sampled};
-use crate::format::json::fields::{Fields, Header};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::{Body, Budget};
-use crate::format::rejection::{Decoded, Reason, reject};
+use super::kits::talk::message;
+use crate::format::json::fields::Fields;
+use crate::format::normal::body::Budget;
 use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 
@@ -45,11 +45,8 @@ pub(super) fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         graph.body.conversation = graph.path(last);
     }
     let mut body = graph.body;
-    let listed = match nodes.first().map(|root| root.value("tools")).transpose()?.flatten() {
-        Some(own) => Some(own),
-        None => record.value("tools")?,
-    };
-    body.tools = tools(listed);
+    let own = nodes.first().map(|root| root.value("tools")).transpose()?.flatten();
+    body.tools = tools(either(own, || record.value("tools"))?);
     body.model = graph.calls.iter().find_map(|call| call.fields.get("model")?.as_str().map(str::to_owned));
     Ok((header, body))
 }
@@ -81,7 +78,7 @@ impl Graph<'_> {
         let is_sampled = trains && node.typed::<bool>("sampled")? == Some(true);
         let mask = columns.mask("mask")?.unwrap_or_default();
         if (is_sampled || !mask.is_empty()) && mask.len() != ids.len() {
-            return Err(super::kits::masked::lengths("mask", mask.len(), ids.len()));
+            return Err(lengths("mask", mask.len(), ids.len()));
         }
         let depth = parent.map_or(1, |parent| self.nodes[parent].depth + 1);
         let mut kept = Node { parent, tail: Vec::new(), turn: None, depth };
@@ -104,7 +101,7 @@ impl Graph<'_> {
                 .why("A node is one call of the model")
                 .cure("Write the trace as verifiers' to_record makes it"));
         }
-        let mut generation = sampled(&self.header.sampling);
+        let mut generation = self.header.sampling.generation();
         self.describe(index, &mut generation);
         generation.message = index as u32;
         generation.prompt = self.prompt(kept.parent, &ids[..start])?;
@@ -113,7 +110,7 @@ impl Graph<'_> {
         let logprobs = Columns(node).logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
         if start < end || logprobs.is_some() {
             generation.tokens = tokens_of((start < end).then(|| ids[start..end].to_vec()), logprobs);
-            generation.notes.extend(super::kits::masked::all_zero(&generation.tokens));
+            generation.notes.extend(all_zero(&generation.tokens));
         }
         (kept.tail, kept.turn) =
             if start < end { (ids[end..].to_vec(), Some(self.body.generations.len() as u32)) } else { (ids, None) };
@@ -213,7 +210,7 @@ fn header(record: &Outline<'_>) -> Decoded<Header> {
         header.reward = header.reward.or(sum.map(|sum| sum as f32));
     }
     if let Some(task) = record.object("task")?.filter(|_| header.group.is_none()) {
-        header.group = task.name("key")?.map_or_else(|| task.name("hash"), |key| Ok(Some(key)))?;
+        header.group = either(task.name("key")?, || task.name("hash"))?;
     }
     Ok(header)
 }

@@ -3,16 +3,11 @@
 //! Source: litellm 1.106.2 `types/utils.py`. What the server adds to a choice beside OpenAI's fields stands in
 //! `provider_specific_fields` there: `token_ids` of vLLM's return_token_ids among them.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::{parts, splice};
 use crate::format::call::add_call;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
 use crate::format::normal::calls::{Log, no_response};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use serde_json::value::RawValue;
 
 pub(super) const DUMP: Dump = Dump {

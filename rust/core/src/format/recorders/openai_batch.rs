@@ -4,16 +4,11 @@
 //! request stands in another file: a line that holds both, `{**input, **output}`, is read with it. The body may be of any
 //! server whose responses are read.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::splice;
 use crate::format::call::add_call;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
 use crate::format::normal::calls::{Log, no_response};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 
 pub(super) const DUMP: Dump = Dump {
     form: Form { name: "openai_batch", sign: "it has `custom_id`" },

@@ -4,13 +4,8 @@
 //! opentelemetry-sdk `ReadableSpan.to_json`. Text only, unless ids were added under Agent Lightning's names.
 
 use super::agent_lightning::follow;
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
 use super::kits::columns::Columns;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {

@@ -4,16 +4,11 @@
 //! Source: skyrl 0.3.0 `train/generators/base.py`, `skyrl_gym_generator.py` (an observation has mask 0 and logprob 0.0; a
 //! stop token that was not sampled may be appended with mask 1 and logprob 0.0), `train/utils/trainer_utils.py`.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use crate::trace::{Generation, Note, Prompt};
 use serde_json::Value;
 
@@ -58,14 +53,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 }
 
 fn finish(columns: &Columns<'_, '_>) -> Decoded<Option<String>> {
-    let found =
-        columns.scalar("stop_reasons")?.map_or_else(|| columns.scalar("stop_reason"), |found| Ok(Some(found)))?;
+    let found = either(columns.scalar("stop_reasons")?, || columns.scalar("stop_reason"))?;
     Ok(found.and_then(|reason| reason.as_str().map(str::to_owned)))
 }
 
 /// `{"instance_id", "repetition_id"}`: the prompt, and which of its samples.
 fn name(columns: &Columns<'_, '_>, header: &mut Header) -> Decoded<()> {
-    let found = columns.scalar("trajectory_ids")?.map_or_else(|| columns.scalar("trajectory_id"), |id| Ok(Some(id)))?;
+    let found = either(columns.scalar("trajectory_ids")?, || columns.scalar("trajectory_id"))?;
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
         Value::Number(number) => Some(number.to_string()),

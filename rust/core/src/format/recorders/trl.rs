@@ -5,17 +5,13 @@
 //! `trainer/grpo_trainer.py` (prompts padded on the left, completions on the right, `tool_mask` 0 on tool results;
 //! `old_per_token_logps` are the trainer's own and are not read).
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
 use super::kits::columns::{Columns, numbers_of};
 use super::kits::masked::{Row, lengths};
 use super::kits::talk;
 use super::kits::talk::messages;
-use crate::format::form::Form;
-use crate::format::json::fields::{Fields, Header};
+use crate::format::json::fields::Fields;
 use crate::format::json::numbers::Reading;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {

@@ -4,22 +4,18 @@
 //! Source: verifiers 0.4.0 `v1/graph.py`, `v1/trace.py` (`to_record` rounds logprobs to four decimals), verifiers 0.1.14
 //! `types.py`, renderers 0.1.12 `client.py`. prime-rl writes the same.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Sampling, Shape, reject};
 use super::graph;
 use super::kits::columns::{Columns, numbers_of, tokens_of};
 use super::kits::masked::all_zero;
 use super::kits::openai::{openai, tools};
 use super::kits::talk;
-use super::kits::talk::{messages, sampled};
-use crate::format::form::Form;
-use crate::format::json::fields::{Fields, Header, Sampling};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
+use super::kits::talk::messages;
+use crate::format::json::fields::Fields;
 use crate::format::normal::calls::{Call, Log, Request};
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{Generation, Message, Prompt};
-use serde_json::{Value, json};
+use crate::format::normal::message::{Entry, plain};
+use crate::trace::{Generation, Prompt};
+use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {
     form: Form {
@@ -63,19 +59,16 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 
 /// Steps, each with its whole prompt.
 fn trajectory(steps: &[Outline<'_>], header: &Header) -> Decoded<Body> {
-    let mut log = Log::new(header, None);
-    for (turn, step) in steps.iter().enumerate() {
-        let call =
-            step_call(step, header).map_err(|rejection| rejection.inside(format!("trajectory[{turn}]")).in_turn(turn));
-        log.add(call?)?;
-    }
-    log.finish()
+    let call = |(turn, step)| {
+        step_call(step, header).map_err(|rejection| rejection.inside(format!("trajectory[{turn}]")).in_turn(turn))
+    };
+    Log::of(header, steps.iter().enumerate().map(call))
 }
 
 fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
     let mut said = messages(step, "completion")?.unwrap_or_default();
     let message = match said.len() {
-        0 => Message { value: json!({"role": "assistant", "content": null}), reward: None },
+        0 => plain("assistant", Value::Null),
         1 => said.remove(0),
         count => {
             return Err(reject(Reason::Contradiction, format!("`completion` holds {count} messages"))
@@ -83,11 +76,9 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
                 .cure("Write a step for each call"));
         }
     };
-    let mut generation = sampled(&header.sampling);
-    let prompt = match step.object("tokens")? {
-        Some(tokens) => fill(&mut generation, &tokens)?,
-        None => None,
-    };
+    let mut generation = header.sampling.generation();
+    let tokens = step.object("tokens")?;
+    let prompt = tokens.map_or(Ok(None), |tokens| fill(&mut generation, &tokens))?;
     if step.typed::<bool>("is_truncated")? == Some(true) {
         generation.finish_reason = Some("length".to_owned());
     }
@@ -117,7 +108,7 @@ fn fill(generation: &mut Generation, tokens: &Outline<'_>) -> Decoded<Option<Vec
 
 /// One call of a renderer's client, as its dict.
 fn turn(record: &Outline<'_>, header: &Header) -> Decoded<Body> {
-    let mut generation = sampled(&header.sampling);
+    let mut generation = header.sampling.generation();
     generation.prompt = fill(&mut generation, record)?.map_or(Prompt::Unknown, Prompt::Ids);
     generation.finish_reason = record.text("finish_reason")?;
     let mut fields = Fields::new();

@@ -5,16 +5,11 @@
 //! logprobs with 0.0; `attention_mask` is of both) and `trainer/ppo/ray_trainer.py`, `_write_generations`.
 //! `old_log_probs` are the trainer's own and are not read.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use crate::trace::{Generation, Note, Prompt};
 
 pub(super) const DUMP: Dump = Dump {
@@ -49,10 +44,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let columns = Columns(record);
     let first = |keys: [&'static str; 2]| keys.into_iter().find(|key| record.has(key)).unwrap_or(keys[0]);
     let response = columns.ids(first(["responses", "response_ids"]))?.unwrap_or_default();
-    let prompt = match columns.ids(first(["prompts", "prompt_ids"]))? {
-        Some(prompt) => prompt,
-        None => before(columns.ids("input_ids")?.unwrap_or_default(), response.len()),
-    };
+    let before = || Ok(columns.ids("input_ids")?.map(|ids| before(ids, response.len())));
+    let prompt = either(columns.ids(first(["prompts", "prompt_ids"]))?, before)?.unwrap_or_default();
     let mut header = header;
     if header.sampling.policy_version.is_none()
         && let Some(extra) = record.object("extra_fields")?

@@ -4,15 +4,13 @@
 //! with the prompt, whose first logprob is null; it is cut off here. The list of a server that stops at a stop string may
 //! run past it: those tokens stay and are noted. vLLM adds `token_ids` and `prompt_token_ids`.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Rejection, Request, Server, Shape, either, finish_under,
+    reject, sampling_of, spoken, stop_under,
+};
 use super::kits::cut::tokens_from;
 use crate::drift;
-use crate::format::form::Form;
 use crate::format::json::object::Numbers;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
@@ -59,10 +57,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 
 /// The prompt's ids as the server reports them, on the choice or beside it.
 fn reported_prompt(response: &Outline<'_>, choice: &Outline<'_>) -> Decoded<Option<Prompt>> {
-    let ids = match choice.ids("prompt_token_ids")? {
-        Some(ids) => Some(ids),
-        None => response.ids("prompt_token_ids")?,
-    };
+    let ids = either(choice.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
     Ok(ids.map(Prompt::Ids))
 }
 
@@ -89,7 +84,6 @@ fn sent_prompt(asked: &Asked<'_>) -> Decoded<SentPrompt> {
 }
 
 impl SentPrompt {
-    /// The prompt of choice `index`.
     fn of(self, index: i32) -> Prompt {
         let at = index as usize / self.each;
         match self.prompts {
@@ -189,14 +183,9 @@ fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) ->
     let matched = stops.into_iter().find(|stop| rest.starts_with(stop.as_bytes()));
     let past = texts.len() - body;
     if generation.stop == Stop::Unsaid && (matched.is_some() || past > 1) {
-        generation.notes.push(Note {
-            reason: drift::Reason::StopStringTruncated,
-            count: past as u32,
-            detail: format!(
-                "the text ends after {body} of {} listed tokens; the others run past the stop",
-                texts.len()
-            ),
-        });
+        let total = texts.len();
+        let detail = format!("the text ends after {body} of {total} listed tokens; the others run past the stop");
+        generation.notes.push(Note { reason: drift::Reason::StopStringTruncated, count: past as u32, detail });
         generation.stop = matched.map_or(Stop::Unsaid, Stop::Text);
     }
     Ok(())
@@ -215,7 +204,7 @@ fn stop_strings(asked: &Asked<'_>) -> Decoded<Vec<String>> {
 
 /// The prompt depends on which choice was used, so `answer` reads it.
 pub(super) fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let sampling = sampling_of(request, "temperature", "top_p")?;
+    let sampling = sampling_of(request, "top_p")?;
     let model = request.text("model")?;
     Ok(Request { model, prompt: Prompt::Unknown, sampling, ..Request::default() })
 }

@@ -3,16 +3,13 @@
 //! Source: google-genai 3.4.0 `types.py`, whose dumps have snake_case keys where the wire has camelCase. `tokenId` is of a closed
 //! tokenizer. What the numbers are of is not documented.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of};
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, PLAIN, Request, Server, Shape, either, finish_under, sampling_of,
+};
 use super::kits::said;
-use crate::format::form::Form;
-use crate::format::json::fields::{Fields, schemas};
+use crate::format::json::fields::Fields;
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::Decoded;
 use crate::trace::{LogprobKind, Message, Schemas, Tokens};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -126,11 +123,9 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let name = if request.has("config") { "config" } else { key(request, "generationConfig") };
     let config = request.object(name)?.unwrap_or_default();
-    let sampling = sampling_of(&config, "temperature", key(&config, "topP"))?;
-    let system = match request.value(key(request, "systemInstruction"))? {
-        Some(system) => Some(system),
-        None => config.value(key(&config, "systemInstruction"))?,
-    };
+    let sampling = sampling_of(&config, key(&config, "topP"))?;
+    let system = request.value(key(request, "systemInstruction"))?;
+    let system = either(system, || config.value(key(&config, "systemInstruction")))?;
     let mut values = Vec::new();
     for content in system.iter().flat_map(|system| messages_of(system, "system")) {
         values.push(json!({"role": "system", "content": content["content"]}));
@@ -140,10 +135,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         Value::Null => {}
         content => values.extend(messages_of(&content, "user")),
     }
-    let tools = match request.value("tools")? {
-        Some(tools) => Some(tools),
-        None => config.value("tools")?,
-    };
+    let tools = either(request.value("tools")?, || config.value("tools"))?;
     let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
     let template_kwargs = Fields::new();
     let model = request.text("model")?;
@@ -154,10 +146,5 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
 fn declared(tools: Option<Value>) -> Option<Schemas> {
     let tools = tools?;
     let lists = tools.as_array()?.iter().filter_map(|tool| get(tool, "functionDeclarations")?.as_array());
-    let schema = |declaration: &Value| {
-        let parameters = get(declaration, "parametersJsonSchema").or_else(|| declaration.get("parameters"));
-        said::tool_schema(declaration.get("name"), declaration.get("description"), parameters)
-    };
-    let list = lists.flatten().map(schema).collect();
-    schemas(list)
+    said::tool_schemas(lists.flatten(), |tool| get(tool, "parametersJsonSchema").or_else(|| tool.get("parameters")))
 }

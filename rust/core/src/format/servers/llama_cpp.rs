@@ -5,17 +5,14 @@
 //! taken. Old servers list `{"content", "probs": [{"tok_str", "prob"}]}` for each token. Stop words are not listed, the end
 //! token is.
 
-use super::contract::{Asked, Server, sampling_of, spoken};
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of, sampling_under, spoken,
+};
 use crate::drift;
-use crate::format::form::Form;
 use crate::format::json::fields::Sampling;
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
 use crate::format::normal::finish;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::Decoded;
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop};
 use serde::Deserialize;
 use serde_json::Value;
@@ -29,7 +26,7 @@ pub(super) const SERVER: Server = Server {
     knows,
     answer,
     request,
-    defaults: Sampling { temperature: None, top_p: None, policy_version: None, logprob_kind: None },
+    defaults: Sampling::UNKNOWN,
 };
 
 fn knows(response: &Outline<'_>) -> bool {
@@ -93,7 +90,10 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         generation.tokens.ids =
             response.ids("tokens")?.filter(|ids| !ids.is_empty() && (count == 0 || ids.len() == count));
     }
-    note_probabilities(&mut generation, probabilities);
+    if probabilities > 0 {
+        let detail = format!("{probabilities} probabilities in place of logprobs: their logarithms are taken");
+        generation.notes.push(Note { reason: drift::Reason::InvalidLogprob, count: probabilities, detail });
+    }
     settings(response, &mut generation)?;
     finish_of(response, &mut generation)?;
     generation.prompt = response.get("prompt").map_or(Ok(Prompt::Rendered), |_| prompt(response))?;
@@ -101,20 +101,9 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(spoken(&text), generation, 0))
 }
 
-fn note_probabilities(generation: &mut Generation, count: u32) {
-    if count > 0 {
-        generation.notes.push(Note {
-            reason: drift::Reason::InvalidLogprob,
-            count,
-            detail: format!("{count} probabilities in place of logprobs: their logarithms are taken"),
-        });
-    }
-}
-
 /// The response repeats how it sampled.
 fn settings(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()> {
-    let settings = response.object("generation_settings")?.unwrap_or_default();
-    let settings = sampling_of(&settings, "temperature", "top_p")?;
+    let settings = sampling_under(response, "generation_settings")?;
     generation.temperature = generation.temperature.or(settings.temperature);
     generation.top_p = generation.top_p.or(settings.top_p);
     Ok(())
@@ -149,6 +138,6 @@ fn prompt(outline: &Outline<'_>) -> Decoded<Prompt> {
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let sampling = sampling_of(request, "temperature", "top_p")?;
+    let sampling = sampling_of(request, "top_p")?;
     Ok(Request { prompt: prompt(request)?, sampling, ..Request::default() })
 }

@@ -5,17 +5,16 @@
 //! list of numbers (TensorRT-LLM), or vLLM's `FlatLogprobs`. Values are not clamped: -inf and NaN occur. Raw or processed is an option
 //! of the engine that the object does not name.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Request, Server, Shape, finish_under, reject, sampling_under,
+    spoken, stop_under,
+};
 use crate::drift;
-use crate::format::form::Form;
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::{Request, chat_request};
+use crate::format::normal::calls::chat_request;
 use crate::format::normal::extras::{routed_experts, sampling_mask, version_spans};
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{LogprobKind, Note, Prompt, Tokens};
+use crate::trace::{Generation, LogprobKind, Note, Prompt, Tokens};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
@@ -64,12 +63,17 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         (None, Some(text)) => Prompt::Text(text),
         (None, None) => Prompt::Rendered,
     };
-    generation.finish_reason = finish_under(&output, "finish_reason")?;
-    generation.stop = stop_under(&output, "stop_reason")?;
     generation.cumulative_logprob = output.number("cumulative_logprob").ok().flatten();
-    generation.versions = version_spans(&output)?;
-    let mask = sampling_mask(&output, "sampling_mask")?;
-    generation.extras = routed_experts(&output)?.into_iter().chain(mask).collect();
+    described(&output, generation, unused)
+}
+
+/// The entry of an output of vLLM, with what it says of the generation beside the tokens.
+pub(super) fn described(output: &Outline<'_>, mut generation: Generation, unused: u32) -> Decoded<Entry> {
+    generation.finish_reason = finish_under(output, "finish_reason")?;
+    generation.stop = stop_under(output, "stop_reason")?;
+    generation.versions = version_spans(output)?;
+    let mask = sampling_mask(output, "sampling_mask")?;
+    generation.extras = routed_experts(output)?.into_iter().chain(mask).collect();
     generation.text = output.text("text")?;
     let message = spoken(generation.text.as_deref().unwrap_or_default());
     Ok(Entry::sampled(message, generation, unused))
@@ -114,12 +118,9 @@ fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>
         tokens
     };
     tokens.ids = Some(ids);
-    let note = (extra > 0).then(|| Note {
-        reason: drift::Reason::StopStringTruncated,
-        count: extra as u32,
-        detail: format!("{extra} more logprobs than tokens: a stop word was trimmed from the tokens alone"),
-    });
-    Ok((tokens, note))
+    let detail = format!("{extra} more logprobs than tokens: a stop word was trimmed from the tokens alone");
+    let note = Note { reason: drift::Reason::StopStringTruncated, count: extra as u32, detail };
+    Ok((tokens, Some(note).filter(|_| extra > 0)))
 }
 
 /// The sampled tokens of a list of `{id: entry}`.
@@ -175,8 +176,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     if request.has("messages") {
         return chat_request(request);
     }
-    let parameters = request.object("sampling_params")?.unwrap_or_default();
-    let sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let sampling = sampling_under(request, "sampling_params")?;
     let prompt = match (request.ids("prompt_token_ids")?, request.get("prompt").map(Shape::of)) {
         (Some(ids), _) => Prompt::Ids(ids),
         (None, Some(Shape::Text)) => request.text("prompt")?.map_or(Prompt::Unknown, Prompt::Text),

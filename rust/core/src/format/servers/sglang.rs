@@ -4,17 +4,15 @@
 //! may be null or absent. They are log-softmax of the logits divided by the temperature, before top-p and top-k (unless the
 //! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
-use super::contract::{Asked, PLAIN, Server, sampling_of, spoken};
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Request, Server, Shape, reject, sampling_under, spoken,
+    stop_id,
+};
 use crate::drift;
-use crate::format::form::Form;
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
 use crate::format::normal::extras::{raw_experts, sampling_mask, version, version_spans};
 use crate::format::normal::finish;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::{LogprobKind, Note, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
@@ -72,11 +70,8 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     generation.extras.extend(experts.into_iter().chain(sampling_mask(&meta, "output_token_sampling_mask")?));
     if generation.finish_reason.as_deref() == Some("abort") {
         let why = finish.as_ref().and_then(|finish| finish.get("message")?.as_str()).unwrap_or("no message");
-        generation.notes.push(Note {
-            reason: drift::Reason::LengthTruncated,
-            count: sampled as u32,
-            detail: format!("the server aborted the generation: {why}"),
-        });
+        let detail = format!("the server aborted the generation: {why}");
+        generation.notes.push(Note { reason: drift::Reason::LengthTruncated, count: sampled as u32, detail });
     }
     generation.text.clone_from(&text);
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, 0))
@@ -120,22 +115,17 @@ fn kind(finish: &Value) -> Option<&str> {
 fn stop(finish: &Value) -> Stop {
     match finish.get("matched") {
         Some(Value::String(text)) => Stop::Text(text.clone()),
-        Some(Value::Number(id)) => id.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id),
-        Some(Value::Array(ids)) => match ids.last().and_then(Value::as_u64).and_then(|id| u32::try_from(id).ok()) {
-            Some(id) => Stop::Id(id),
-            None => Stop::Unsaid,
-        },
-        _ => Stop::Unsaid,
+        Some(Value::Array(ids)) => ids.last().map_or(Stop::Unsaid, stop_id),
+        found => found.map_or(Stop::Unsaid, stop_id),
     }
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let params = request.object("sampling_params")?.unwrap_or_default();
     let prompt = match (request.ids("input_ids")?, request.text("text")?) {
         (Some(ids), _) => Prompt::Ids(ids),
         (None, Some(text)) => Prompt::Text(text),
         (None, None) => Prompt::Unknown,
     };
-    let sampling = sampling_of(&params, "temperature", "top_p")?;
+    let sampling = sampling_under(request, "sampling_params")?;
     Ok(Request { prompt, sampling, ..Request::default() })
 }

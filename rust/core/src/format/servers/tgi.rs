@@ -4,14 +4,12 @@
 //! logprobs are log-softmax of the scores after temperature, penalties, top-k and top-p: `processed`. `prefill` has the
 //! prompt's ids where they were asked for.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken};
-use crate::format::form::Form;
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Rejection, Request, Server, Shape, finish_under, reject,
+    sampling_of, spoken,
+};
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::{LogprobKind, Prompt};
 use serde::Deserialize;
 use serde_json::Value;
@@ -25,7 +23,6 @@ pub(super) const SERVER: Server = Server {
     defaults: PLAIN,
 };
 
-/// A token of `tokens` or `prefill`.
 #[derive(Deserialize)]
 struct Token {
     id: Id,
@@ -64,7 +61,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, unused))
 }
 
-fn missing_sequence(wanted: i32) -> crate::format::rejection::Rejection {
+fn missing_sequence(wanted: i32) -> Rejection {
     reject(Reason::Incomplete, format!("sequence {wanted} is asked for but `best_of_sequences` does not have it"))
         .why("There is no generation to read")
         .cure("Name an existing one: 0 is the best, the others follow")
@@ -81,7 +78,7 @@ fn full_text_prompt(asked: &Asked<'_>) -> Decoded<Option<String>> {
 /// Without `do_sample`, a temperature, top-k, top-p or typical-p, the server takes the likeliest token: temperature 0.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let parameters = request.object("parameters")?.unwrap_or_default();
-    let mut sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let mut sampling = sampling_of(&parameters, "top_p")?;
     let drawn = ["temperature", "top_k", "top_p", "typical_p"].iter().any(|key| parameters.has(key))
         || parameters.value("do_sample")? == Some(Value::Bool(true));
     if !drawn {

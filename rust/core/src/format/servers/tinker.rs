@@ -4,13 +4,10 @@
 //! and there is no text. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`. Whether the numbers are raw is
 //! not documented.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken};
-use crate::format::form::Form;
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, PLAIN, Request, Server, Shape, finish_under, sampling_under, spoken,
+};
 use crate::format::json::object::Numbers;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::Decoded;
 use crate::trace::{LogprobKind, Prompt};
 
 pub(super) const SERVER: Server = Server {
@@ -47,8 +44,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 
 /// `prompt.chunks[].tokens`; a prompt with an image has parts that no ids say.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let parameters = request.object("sampling_params")?.unwrap_or_default();
-    let sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let sampling = sampling_under(request, "sampling_params")?;
     let prompt = request.object("prompt")?.unwrap_or_default();
     let mut ids = Some(Vec::new());
     for chunk in prompt.objects("chunks")? {

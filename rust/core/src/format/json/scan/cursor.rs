@@ -56,7 +56,6 @@ impl<'a> Cursor<'a> {
         self.at += count;
     }
 
-    /// What is left.
     #[inline]
     pub fn rest(&self) -> &'a [u8] {
         self.bytes.get(self.at..).unwrap_or_default()
@@ -67,7 +66,6 @@ impl<'a> Cursor<'a> {
         self.text.get(start.0..self.at)
     }
 
-    /// The text from one place to another.
     pub fn between(&self, start: Place, end: Place) -> Option<&'a str> {
         self.text.get(start.0..end.0)
     }
@@ -178,13 +176,11 @@ impl<'a> Cursor<'a> {
         self.rest().starts_with(word).then(|| self.at += word.len())
     }
 
-    /// Steps over null, if it stands here.
     #[inline]
     pub fn null(&mut self) -> Option<()> {
         self.word(b"null")
     }
 
-    /// A string.
     pub fn string(&mut self) -> Option<String> {
         self.unquoted().map(str::to_owned)
     }
@@ -236,7 +232,6 @@ impl<'a> Cursor<'a> {
         self.text.get(start..end).map(|text| (text, escaped))
     }
 
-    /// Steps over a string.
     #[inline]
     fn skip_string(&mut self) -> Option<()> {
         let start = self.at + 1;

@@ -81,7 +81,6 @@ impl Default for Read {
 const FIELDS: usize = 8;
 
 impl<'a> Cursor<'a> {
-    /// A `logprobs` value.
     pub fn logprobs(&mut self) -> Option<Option<Tokens>> {
         let mut lists = Lists::default();
         match self.peek() {

@@ -28,12 +28,10 @@ pub(super) fn object(text: &str, kind: Kind) -> Option<Object> {
     whole(text, |cursor| cursor.object(kind)).map(|object| *object)
 }
 
-/// A list of token ids.
 pub(super) fn ids(text: &str) -> Option<Vec<u32>> {
     whole(text, Cursor::ids)
 }
 
-/// A `logprobs` value.
 pub(super) fn logprobs(text: &str) -> Option<Option<Tokens>> {
     whole(text, Cursor::logprobs)
 }

@@ -28,7 +28,6 @@ struct Decimal {
 const MOST_EXPONENT: i64 = 1 << 20;
 
 impl Cursor<'_> {
-    /// Steps over a number.
     #[inline]
     pub fn skip_number(&mut self) -> Option<()> {
         self.decimal().map(|_| ())
@@ -108,7 +107,6 @@ impl Cursor<'_> {
         self.since(start)?.parse().ok().filter(|value: &f64| value.is_finite())
     }
 
-    /// A token id.
     #[inline]
     pub fn id(&mut self) -> Option<u32> {
         let word = word_at(self.rest(), 0).unwrap_or(0);
@@ -188,7 +186,6 @@ impl Decimal {
 }
 
 impl Cursor<'_> {
-    /// A number as a JSON value.
     pub fn number_value(&mut self) -> Option<serde_json::Number> {
         let start = self.place();
         match self.decimal()?.into_integer() {

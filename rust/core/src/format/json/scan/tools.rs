@@ -20,7 +20,6 @@ fn seen() -> Option<MutexGuard<'static, Seen>> {
 }
 
 impl Cursor<'_> {
-    /// The value of `tools`.
     pub fn tools(&mut self) -> Option<Schemas> {
         // A list ends with its own bracket, so what begins with the text of one begins with that list.
         if self.peek() != b'[' {

@@ -7,7 +7,6 @@ use serde_json::{Map, Value};
 pub(super) const FEW: usize = 4;
 
 impl Cursor<'_> {
-    /// The next value.
     pub fn value(&mut self) -> Option<Value> {
         Some(match self.peek() {
             b'"' => Value::String(self.string()?),

@@ -6,7 +6,7 @@
 
 use super::literal;
 use super::openai::tools;
-use super::talk::{message, sampled};
+use super::talk::message;
 use crate::format::json::fields::{Fields, Header, Sampling, number_of};
 use crate::format::json::numbers::MAX_ID;
 use crate::format::json::outline::logprobs_in;
@@ -127,7 +127,7 @@ impl Attributes {
                 fields.insert(name.to_owned(), value.clone());
             }
         }
-        let mut generation = sampled(&header.sampling.clone().or(&Sampling::read(&fields)?));
+        let mut generation = header.sampling.clone().or(&Sampling::read(&fields)?).generation();
         generation.tokens = self.tokens()?;
         let said = self.said();
         generation.finish_reason =

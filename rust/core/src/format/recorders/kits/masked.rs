@@ -7,9 +7,10 @@ use crate::drift;
 use crate::format::json::fields::Sampling;
 use crate::format::json::numbers::Reading;
 use crate::format::normal::body::Body;
+use crate::format::normal::message::plain;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Generation, LogprobKind, Message, Note, Prompt, Tokens, VersionSpan};
-use serde_json::json;
+use crate::trace::{Generation, Message, Note, Prompt, Tokens, VersionSpan};
+use serde_json::Value;
 
 /// A row: ids, which of them were sampled, and a number for each id.
 #[derive(Default)]
@@ -101,7 +102,7 @@ impl Row {
             };
             generation.message = body.messages.len() as u32;
             body.conversation.push(generation.message);
-            body.messages.push(Message { value: json!({"role": "assistant", "content": null}), reward: None });
+            body.messages.push(plain("assistant", Value::Null));
             body.generations.push(generation);
             (at, given) = (end, end);
         }
@@ -117,12 +118,9 @@ impl Row {
         Generation {
             notes: all_zero(&tokens).into_iter().collect(),
             tokens,
-            logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
-            temperature: sampling.temperature,
-            top_p: sampling.top_p,
             policy_version: sampling.policy_version.unwrap_or(version),
             versions,
-            ..Generation::default()
+            ..sampling.generation()
         }
     }
 

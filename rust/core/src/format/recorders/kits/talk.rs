@@ -5,11 +5,11 @@
 use crate::format::json::fields::Sampling;
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::{Body, Budget};
-use crate::format::normal::message::message_of;
+use crate::format::normal::message::{message_of, plain};
 use crate::format::rejection::{Decoded, Rejection, not_a_trace};
-use crate::trace::{Generation, LogprobKind, Message, Prompt};
+use crate::trace::{Generation, Message, Prompt};
+use serde_json::Value;
 use serde_json::value::RawValue;
-use serde_json::{Value, json};
 
 /// A conversation while it is being read.
 #[derive(Default)]
@@ -41,7 +41,7 @@ impl Talk {
     /// A message of which only its role says whether it was sampled.
     pub fn heard(&mut self, message: Message, sampling: &Sampling) -> Decoded<()> {
         if message.role() == "assistant" {
-            return self.said(message, sampled(sampling));
+            return self.said(message, sampling.generation());
         }
         self.given(message);
         Ok(())
@@ -62,21 +62,10 @@ impl Talk {
     }
 }
 
-/// A generation of which nothing is known but how it was sampled.
-pub fn sampled(sampling: &Sampling) -> Generation {
-    Generation {
-        logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
-        temperature: sampling.temperature,
-        top_p: sampling.top_p,
-        policy_version: sampling.policy_version.unwrap_or(-1),
-        ..Generation::default()
-    }
-}
-
 /// A prompt and the text that was sampled after it.
 pub fn texts(prompt: Prompt, completion: String, sampling: &Sampling) -> Body {
-    let message = Message { value: json!({"role": "assistant", "content": completion}), reward: None };
-    let generation = Generation { prompt, text: Some(completion), ..sampled(sampling) };
+    let message = plain("assistant", completion.as_str());
+    let generation = Generation { prompt, text: Some(completion), ..sampling.generation() };
     Body { messages: vec![message], generations: vec![generation], conversation: vec![0], ..Body::default() }
 }
 
@@ -97,7 +86,7 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
         }
     } else {
         let text = record.text("completion")?.unwrap_or_default();
-        talk.heard(Message { value: json!({"role": "assistant", "content": text}), reward: None }, sampling)?;
+        talk.heard(plain("assistant", text), sampling)?;
     }
     Ok(talk.finish())
 }
@@ -113,7 +102,6 @@ pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>
     Ok(Some(messages))
 }
 
-/// One chat message.
 pub fn message(value: Value) -> Decoded<Message> {
     match value {
         Value::Object(fields) => message_of(fields),

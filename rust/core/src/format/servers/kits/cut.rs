@@ -2,7 +2,6 @@
 
 use crate::trace::{Pieces, Tokens};
 
-/// The pieces from `start` on.
 fn pieces_from(pieces: &Pieces, start: usize) -> Pieces {
     let mut rest = Pieces::default();
     (start..pieces.len()).for_each(|index| rest.push(pieces.get(index)));

@@ -1,5 +1,6 @@
 //! The events of a stream, each the JSON of one chunk; repeated ones dropped.
 
+use super::pieces::incomplete;
 use crate::drift;
 use crate::format::json::diagnose;
 use crate::format::json::outline::{Outline, Shape};
@@ -17,7 +18,6 @@ pub(in super::super::super) fn is_events(text: &str) -> bool {
 /// How the lines of an event stream begin.
 const FIELDS: [&str; 5] = ["data:", "event:", "id:", "retry:", ":"];
 
-/// What ends a stream of the OpenAI kind.
 const DONE: &str = "[DONE]";
 
 /// The chunks of a list or of a text, and what was found on the way.
@@ -79,8 +79,7 @@ fn of_text(text: &str, notes: &mut Vec<Note>) -> Decoded<Vec<String>> {
         }
     }
     if settle(&mut pending, &mut events).is_err() {
-        let detail = "the stream breaks off within a chunk".to_owned();
-        notes.push(Note { reason: drift::Reason::StreamIncomplete, count: 1, detail });
+        notes.push(incomplete("the stream breaks off within a chunk"));
     }
     Ok(events)
 }
