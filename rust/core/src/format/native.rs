@@ -4,10 +4,9 @@
 //! through `messages` and then `extra_messages`, and its number among the calls.
 
 use super::chat::{Placings, append};
-use super::json::fields::{Fields, Sampling};
+use super::json::fields::{Fields, Sampling, count};
 use super::json::object::Object;
 use super::normal::body::Body;
-use super::normal::message::call_number;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Generation;
 use serde_json::Value;
@@ -73,7 +72,7 @@ fn bad_context(found: &str) -> Rejection {
 fn in_call_order(generations: Vec<Generation>, placings: &Placings) -> Decoded<Vec<Generation>> {
     let mut numbers = Vec::with_capacity(generations.len());
     for (turn, placing) in placings {
-        numbers.push(call_number(placing).map_err(|rejection| rejection.in_turn(*turn))?);
+        numbers.push(count(placing, "call").map_err(|rejection| rejection.in_turn(*turn))?);
     }
     if numbers.iter().all(Option::is_none) {
         return Ok(generations);

@@ -224,6 +224,10 @@ pub struct Header {
     pub sampling: Sampling,
 }
 
+/// Keys of a header that no server's response has for something else.
+pub const HEADER_KEYS: [&str; 8] =
+    ["id", "group", "reward", "rewards", "policy_version", "logprob_kind", "template_kwargs", "chat_template_kwargs"];
+
 impl Header {
     /// The header of a record: its fields, and the tool schemas beside them.
     pub fn read(fields: &Fields, schemas: Option<Schemas>) -> Decoded<Self> {

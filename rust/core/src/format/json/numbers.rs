@@ -208,36 +208,33 @@ pub struct TokenText(pub Option<Vec<u8>>);
 
 impl<'de> Deserialize<'de> for TokenText {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_option(TokenTextVisitor)
+        Ok(Self(Option::<Known>::deserialize(deserializer)?.and_then(|Known(text)| text)))
+    }
+}
+
+/// A text that is there, `None` where UTF-8 cannot say it.
+struct Known(Option<Vec<u8>>);
+
+impl<'de> Deserialize<'de> for Known {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_bytes(TokenTextVisitor)
     }
 }
 
 struct TokenTextVisitor;
 
-impl<'de> Visitor<'de> for TokenTextVisitor {
-    type Value = TokenText;
+impl Visitor<'_> for TokenTextVisitor {
+    type Value = Known;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the text of a token (a string or null)")
     }
 
-    fn visit_none<E>(self) -> Result<TokenText, E> {
-        Ok(TokenText(None))
+    fn visit_bytes<E>(self, value: &[u8]) -> Result<Known, E> {
+        Ok(Known(std::str::from_utf8(value).is_ok().then(|| value.to_owned())))
     }
 
-    fn visit_unit<E>(self) -> Result<TokenText, E> {
-        Ok(TokenText(None))
-    }
-
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<TokenText, D::Error> {
-        deserializer.deserialize_bytes(self)
-    }
-
-    fn visit_bytes<E>(self, value: &[u8]) -> Result<TokenText, E> {
-        Ok(TokenText(std::str::from_utf8(value).is_ok().then(|| value.to_owned())))
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<TokenText, E> {
-        Ok(TokenText(Some(value.as_bytes().to_owned())))
+    fn visit_str<E>(self, value: &str) -> Result<Known, E> {
+        Ok(Known(Some(value.as_bytes().to_owned())))
     }
 }

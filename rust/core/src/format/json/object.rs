@@ -129,11 +129,7 @@ impl Numbers {
         let mut tokens = self.logprobs.map_or_else(Tokens::default, |tokens| *tokens);
         tokens.texts = self.texts.map(|texts| *texts).or(tokens.texts);
         tokens.bytes = self.bytes.map(|bytes| *bytes).or(tokens.bytes);
-        take_placeholders(&mut tokens).map_err(|what| {
-            reject(Reason::IdOutOfRange, what)
-                .why("No vocabulary has it")
-                .cure("Store the response as the server sent it")
-        })?;
+        take_placeholders(&mut tokens).map_err(no_id)?;
         let Some(ids) = self.token_ids else { return Ok(tokens) };
         if let Some(listed) = tokens.ids.as_ref().filter(|listed| listed.len() == ids.len() && **listed != ids) {
             return Err(contradicting_ids(&ids, listed));
@@ -141,6 +137,11 @@ impl Numbers {
         tokens.ids = Some(ids);
         Ok(tokens)
     }
+}
+
+/// A complaint about a token id.
+pub fn no_id(what: String) -> Rejection {
+    reject(Reason::IdOutOfRange, what).why("No vocabulary has it").cure("Store the response as the server sent it")
 }
 
 fn contradicting_ids(ids: &[u32], listed: &[u32]) -> Rejection {

@@ -5,7 +5,7 @@
 
 use super::body::Body;
 use super::coverage;
-use super::history::History;
+use super::history::{History, Path};
 use super::message::{Entry, streamed};
 use crate::format::json::diagnose;
 use crate::format::json::fields::{Fields, Header, Sampling, count, mapping, number, text, tools};
@@ -67,10 +67,17 @@ pub struct Request {
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     pub model: Option<String>,
-    /// `Rendered` for messages; what was sent where no template is involved.
+    /// `Rendered` for messages, without any `Unknown`; what was sent where no template is involved.
     pub prompt: Prompt,
     /// How it asked to sample.
     pub sampling: Sampling,
+}
+
+impl Request {
+    /// Messages, and the ids that they were rendered to where those are known.
+    pub fn of(messages: Vec<Message>, ids: Option<Vec<u32>>) -> Self {
+        Self { messages, prompt: ids.map_or(Prompt::Rendered, Prompt::Ids), ..Self::default() }
+    }
 }
 
 /// One call, whatever server it went to.
@@ -151,7 +158,7 @@ impl<'a> Log<'a> {
         let model = &mut self.body.model;
         *model = model.take().or(asked).or(call.model);
         let path = match call.request {
-            None => super::history::Path::default(),
+            None => Path::default(),
             Some(request) => {
                 if generation.prompt == Prompt::Rendered {
                     generation.prompt = request.prompt;

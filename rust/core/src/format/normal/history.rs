@@ -173,6 +173,7 @@ fn write_others(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::message::plain;
     use super::*;
     use proptest::prelude::*;
     use serde_json::json;
@@ -182,11 +183,11 @@ mod tests {
     }
 
     fn said(content: &str) -> Message {
-        message(json!({"role": "assistant", "content": content}))
+        plain("assistant", content)
     }
 
     fn asked(content: &str) -> Message {
-        message(json!({"role": "user", "content": content}))
+        plain("user", content)
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a whole response (`{"choices"}`).
 
 use super::{finish, strays};
-use crate::format::json::fields::{Fields, Sampling, count, get, number, present, stop_under, text};
+use crate::format::json::fields::{Fields, Sampling, get, number, present, stop_under, text};
 use crate::format::json::object::{Node, Numbers, Object, describe};
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use crate::trace::{Generation, Message, Prompt, Stop};
@@ -108,12 +108,15 @@ fn pick(choices: Vec<Node>, wanted: Option<i32>) -> Decoded<Object> {
             by_position = Some(choice);
         }
     }
-    by_position.ok_or_else(|| {
-        let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
-        reject(reason, format!("choice {wanted} is asked for but the response has {total} choices"))
-            .why("There is no generation to read")
-            .cure("Leave out failed calls when recording, and name an existing choice")
-    })
+    by_position.ok_or_else(|| no_choice(wanted as i32, total, "choices"))
+}
+
+/// A complaint about a choice that is not among the `total` of a response.
+pub fn no_choice(wanted: i32, total: usize, what: &str) -> Rejection {
+    let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
+    reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
+        .why("There is no generation to read")
+        .cure("Leave out failed calls when recording, and name an existing choice")
 }
 
 fn role(fields: &Fields) -> Option<&str> {
@@ -199,9 +202,4 @@ fn check_content(fields: &Fields) -> Decoded<()> {
         None | Some(Value::Null | Value::Array(_)) => Ok(()),
         Some(other) => Err(not_a_trace(format!("`tool_calls` is {}, not a list", describe(other)))),
     }
-}
-
-/// The position that a `generation` object gives itself among the calls.
-pub fn call_number(placing: &Fields) -> Decoded<Option<i32>> {
-    count(placing, "call")
 }

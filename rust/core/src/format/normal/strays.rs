@@ -5,9 +5,9 @@
 
 use super::extras;
 use crate::format::json::fields::{Fields, get};
-use crate::format::json::numbers::Id;
-use crate::format::json::object::Numbers;
-use crate::format::rejection::{Decoded, Reason, not_a_trace, reject};
+use crate::format::json::numbers::{ID_COMPLAINT, Id};
+use crate::format::json::object::{Numbers, no_id};
+use crate::format::rejection::{Decoded, not_a_trace};
 use crate::trace::Generation;
 use serde::Deserialize;
 use serde_json::Value;
@@ -15,12 +15,8 @@ use serde_json::Value;
 fn ids(value: Option<&Value>) -> Decoded<Option<Vec<u32>>> {
     let Some(value) = value.filter(|value| value.is_array()) else { return Ok(None) };
     Vec::<Id>::deserialize(value).map(|ids| Some(Id::plain(ids))).map_err(|error| {
-        if error.to_string().starts_with(crate::format::json::numbers::ID_COMPLAINT) {
-            return reject(Reason::IdOutOfRange, error.to_string())
-                .why("No vocabulary has it")
-                .cure("Store the response as the server sent it");
-        }
-        not_a_trace(error.to_string())
+        let what = error.to_string();
+        if what.starts_with(ID_COMPLAINT) { no_id(what) } else { not_a_trace(what) }
     })
 }
 

@@ -10,7 +10,7 @@ use super::kits::columns::{Columns, tokens_of};
 use super::kits::talk::message;
 use crate::format::normal::calls::{Call, Log, Request};
 use crate::format::normal::message::{Entry, plain};
-use crate::trace::{Message, Prompt};
+use crate::trace::Message;
 use serde_json::Value;
 use std::collections::HashSet;
 
@@ -108,17 +108,12 @@ fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
         None => tokens_of(ids, None),
     };
     let messages = chat(prompt.value("raw_content")?)?;
-    let prompt = match Columns(&prompt).ids("token_ids")?.filter(|ids| !ids.is_empty()) {
-        Some(ids) => Prompt::Ids(ids),
-        None if messages.is_empty() => Prompt::Unknown,
-        None => Prompt::Rendered,
-    };
+    let request = Request::of(messages, Columns(&prompt).ids("token_ids")?.filter(|ids| !ids.is_empty()));
     let said = chat(response.value("raw_content")?)?.into_iter().next();
     let answer = said.filter(|said| said.role() == "assistant");
     let answer = answer.unwrap_or_else(|| plain("assistant", Value::Null));
     let entry = Entry::sampled(answer, generation, 0);
     let reward = one.number("reward")?.map(|reward| reward as f32);
-    let request = Request { messages, prompt, ..Request::default() };
     Ok(Call { request: Some(request), entry, model: None, reward })
 }
 

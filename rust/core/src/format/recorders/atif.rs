@@ -6,10 +6,11 @@
 use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::kits::columns::{Columns, tokens_of};
 use super::kits::masked::all_zero;
+use super::kits::openai::function_call;
 use super::kits::talk::{Talk, message};
 use crate::drift;
 use crate::format::json::fields::schemas;
-use crate::trace::{Generation, Message, Note, Prompt};
+use crate::trace::{Generation, Note, Prompt};
 use serde_json::{Value, json};
 
 pub(super) const DUMP: Dump = Dump {
@@ -74,8 +75,7 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
     let inferences = step.count("llm_call_count")?;
     let copied = step.typed::<bool>("is_copied_context")? == Some(true);
     if role == "assistant" && plays && !copied && inferences != Some(0) {
-        let generation = generation(step, sampling, inferences.unwrap_or(1))?;
-        talk.said(said, generation)?;
+        talk.said(said, generation(step, sampling, inferences.unwrap_or(1))?)?;
     } else {
         talk.given(said);
     }
@@ -106,12 +106,7 @@ fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decod
 /// Tool calls as the chat completions API has them.
 fn calls(listed: Value) -> Value {
     let Value::Array(calls) = listed else { return listed };
-    let call = |call: Value| {
-        let part = |key: &str| call.get(key).cloned().unwrap_or(Value::Null);
-        let function = json!({"name": part("function_name"), "arguments": part("arguments")});
-        json!({"id": part("tool_call_id"), "type": "function", "function": function})
-    };
-    calls.into_iter().map(call).collect()
+    calls.iter().map(|call| function_call(call, ["tool_call_id", "function_name", "arguments"])).collect()
 }
 
 /// What the environment answered: to a call as `tool`, else as `user`.
@@ -124,8 +119,7 @@ fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
             None if content.is_none() => continue,
             None => json!({"role": "user", "content": content}),
         };
-        let said: Message = message(value)?;
-        talk.given(said);
+        talk.given(message(value)?);
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use super::kits::openai::tools;
 use super::kits::talk::message;
 use crate::format::normal::calls::{Call, Log, Request, no_response};
 use crate::format::normal::message::{Entry, message_of, plain};
-use crate::trace::{Message, Prompt};
+use crate::trace::Message;
 use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {
@@ -80,9 +80,8 @@ fn call(one: &Outline<'_>, header: &Header) -> Decoded<Call> {
         Some(Value::Array(items)) => spoken(items.into_iter().next().filter(Value::is_object))?,
         said => spoken(said)?,
     };
-    let prompt = if messages.is_empty() { Prompt::Unknown } else { Prompt::Rendered };
     let model = one.text("model")?;
-    let request = Request { messages, prompt, tools: tools(listed), model, ..Request::default() };
+    let request = Request { messages, tools: tools(listed), model, ..Request::default() };
     let generation = own.or(&header.sampling).generation();
     Ok(Call { request: Some(request), entry: Entry::sampled(said, generation, 0), model: None, reward: None })
 }

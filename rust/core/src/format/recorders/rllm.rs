@@ -9,7 +9,7 @@ use super::kits::masked::all_zero;
 use super::kits::talk::messages;
 use crate::format::normal::calls::{Call, Log, Request};
 use crate::format::normal::message::Entry;
-use crate::trace::{Message, Prompt};
+use crate::trace::Message;
 use serde_json::json;
 
 pub(super) const DUMP: Dump = Dump {
@@ -79,12 +79,7 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
         Some(message) => message,
         None => spoken(step, &output)?,
     };
-    let is_bare = said.is_empty();
-    let request = Request {
-        messages: said,
-        prompt: prompt.map_or(if is_bare { Prompt::Unknown } else { Prompt::Rendered }, Prompt::Ids),
-        ..Request::default()
-    };
+    let request = Request::of(said, prompt);
     let reward = step.number("reward")?.map(|reward| reward as f32);
     Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
 }

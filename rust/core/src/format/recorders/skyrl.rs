@@ -43,18 +43,14 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         columns.mask(first(["loss_masks", "loss_mask"]))?,
         columns.logprobs("rollout_logprobs")?,
     )?;
-    row.finish_reason = finish(&columns)?;
+    let finish = either(columns.scalar("stop_reasons")?, || columns.scalar("stop_reason"))?;
+    row.finish_reason = finish.and_then(|reason| reason.as_str().map(str::to_owned));
     let ends_sampled = row.sampled.last() == Some(&true);
     let mut body = row.decode(&header.sampling)?;
     if let Some(last) = body.generations.last_mut().filter(|_| ends_sampled) {
         last.notes.extend(appended(last));
     }
     Ok((header, body))
-}
-
-fn finish(columns: &Columns<'_, '_>) -> Decoded<Option<String>> {
-    let found = either(columns.scalar("stop_reasons")?, || columns.scalar("stop_reason"))?;
-    Ok(found.and_then(|reason| reason.as_str().map(str::to_owned)))
 }
 
 /// `{"instance_id", "repetition_id"}`: the prompt, and which of its samples.

@@ -82,11 +82,7 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
     if step.typed::<bool>("is_truncated")? == Some(true) {
         generation.finish_reason = Some("length".to_owned());
     }
-    let request = Request {
-        messages: messages(step, "prompt")?.unwrap_or_default(),
-        prompt: prompt.map_or(Prompt::Rendered, Prompt::Ids),
-        ..Request::default()
-    };
+    let request = Request::of(messages(step, "prompt")?.unwrap_or_default(), prompt);
     let reward = step.number("reward")?.map(|reward| reward as f32);
     Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
 }

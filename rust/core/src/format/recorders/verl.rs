@@ -25,7 +25,8 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header(&[
+    let columns = Columns(record);
+    let mut header = columns.header(&[
         ("id", "id"),
         ("id", "request_id"),
         ("group", "group"),
@@ -41,12 +42,10 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if record.is("output", Shape::Text) {
         return decode_text(record, header);
     }
-    let columns = Columns(record);
     let first = |keys: [&'static str; 2]| keys.into_iter().find(|key| record.has(key)).unwrap_or(keys[0]);
     let response = columns.ids(first(["responses", "response_ids"]))?.unwrap_or_default();
     let before = || Ok(columns.ids("input_ids")?.map(|ids| before(ids, response.len())));
     let prompt = either(columns.ids(first(["prompts", "prompt_ids"]))?, before)?.unwrap_or_default();
-    let mut header = header;
     if header.sampling.policy_version.is_none()
         && let Some(extra) = record.object("extra_fields")?
     {

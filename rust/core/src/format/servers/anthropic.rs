@@ -5,8 +5,8 @@
 //! `tool_result` a tool message.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Request, Server, Shape, finish_under, reject, sampling_of,
-    stop_under,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
+    sampling_of, stop_under,
 };
 use super::kits::said;
 use crate::drift;
@@ -21,7 +21,7 @@ pub(super) const SERVER: Server = Server {
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {

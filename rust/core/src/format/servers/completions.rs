@@ -5,8 +5,8 @@
 //! run past it: those tokens stay and are noted. vLLM adds `token_ids` and `prompt_token_ids`.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Rejection, Request, Server, Shape, either, finish_under,
-    reject, sampling_of, spoken, stop_under,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
+    finish_under, reject, sampling_of, spoken, stop_under,
 };
 use super::kits::cut::tokens_from;
 use crate::drift;
@@ -21,7 +21,7 @@ pub(super) const SERVER: Server = Server {
     knows,
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn knows(response: &Outline<'_>) -> bool {
@@ -34,7 +34,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);
     let mut text = choice.text("text")?.unwrap_or_default();
     let listed = choice.logprobs("logprobs")?;
-    let sent = sent_prompt(asked)?.of(choice.count("index")?.unwrap_or(0));
+    let sent = sent_prompt(asked, &choice)?;
     generation.prompt = reported_prompt(response, &choice)?.unwrap_or_else(|| sent.clone());
     let ids = choice.ids("token_ids")?;
     let tokens = match listed {
@@ -71,29 +71,18 @@ enum Sent {
     IdLists(Vec<Vec<u32>>),
 }
 
-/// The prompts of a request, and how many choices each has.
-struct SentPrompt {
-    prompts: Option<Sent>,
-    each: usize,
-}
-
-fn sent_prompt(asked: &Asked<'_>) -> Decoded<SentPrompt> {
-    let Some(request) = asked.request else { return Ok(SentPrompt { prompts: None, each: 1 }) };
-    let each = request.count("n")?.unwrap_or(1).max(1) as usize;
-    Ok(SentPrompt { prompts: request.typed("prompt")?, each })
-}
-
-impl SentPrompt {
-    fn of(self, index: i32) -> Prompt {
-        let at = index as usize / self.each;
-        match self.prompts {
-            Some(Sent::Text(text)) => Prompt::Text(text),
-            Some(Sent::Ids(ids)) => Prompt::Ids(ids),
-            Some(Sent::Texts(texts)) => texts.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Text),
-            Some(Sent::IdLists(lists)) => lists.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Ids),
-            None => Prompt::Unknown,
-        }
-    }
+/// The prompt that a choice answers; each prompt of a request has `n` choices.
+fn sent_prompt(asked: &Asked<'_>, choice: &Outline<'_>) -> Decoded<Prompt> {
+    let each = asked.request.map_or(Ok(None), |request| request.count("n"))?.unwrap_or(1).max(1);
+    let prompts = asked.request.map_or(Ok(None), |request| request.typed("prompt"))?;
+    let at = (choice.count("index")?.unwrap_or(0) / each) as usize;
+    Ok(match prompts {
+        Some(Sent::Text(text)) => Prompt::Text(text),
+        Some(Sent::Ids(ids)) => Prompt::Ids(ids),
+        Some(Sent::Texts(texts)) => texts.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Text),
+        Some(Sent::IdLists(lists)) => lists.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Ids),
+        None => Prompt::Unknown,
+    })
 }
 
 /// Whether the list begins with the prompt: the request says so, or a first logprob of null where there is no request.

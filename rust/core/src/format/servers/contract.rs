@@ -3,13 +3,12 @@
 pub(in crate::format) use crate::format::form::Form;
 use crate::format::json::fields::{Sampling, magnitude_of};
 pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::API_DEFAULTS;
-pub(in crate::format) use crate::format::normal::calls::Request;
+pub(in crate::format) use crate::format::normal::calls::{API_DEFAULTS, Request};
 use crate::format::normal::finish;
 pub(in crate::format) use crate::format::normal::message::Entry;
-use crate::format::normal::message::plain;
+use crate::format::normal::message::{no_choice, plain};
 pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
-use crate::trace::{Generation, LogprobKind, Message, Stop};
+use crate::trace::{Generation, LogprobKind, Message, Prompt, Stop};
 use serde_json::Value;
 
 /// How one server writes.
@@ -25,9 +24,6 @@ pub struct Server {
     /// Temperature and top-p of a request that names none.
     pub defaults: Sampling,
 }
-
-/// Temperature and top-p of 1.
-pub const PLAIN: Sampling = API_DEFAULTS;
 
 /// What is known of a call before its response is read.
 pub struct Asked<'a> {
@@ -58,12 +54,7 @@ impl Asked<'_> {
                 _ => {}
             }
         }
-        by_position.map(|item| (item, self.unused(total))).ok_or_else(|| {
-            let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
-            reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
-                .why("There is no generation to read")
-                .cure("Leave out failed calls when recording, and name an existing choice")
-        })
+        by_position.map(|item| (item, self.unused(total))).ok_or_else(|| no_choice(wanted, total, what))
     }
 
     fn unused(&self, total: usize) -> u32 {
@@ -74,6 +65,11 @@ impl Asked<'_> {
 /// What the policy said, as a message of its own.
 pub fn spoken(text: &str) -> Message {
     plain("assistant", text)
+}
+
+/// A prompt in ids, or else in text; that of the messages where it is in neither.
+pub fn prompt_of(ids: Option<Vec<u32>>, text: Option<String>) -> Prompt {
+    ids.map(Prompt::Ids).or(text.map(Prompt::Text)).unwrap_or_default()
 }
 
 /// The stop token or stop string under a key, where the value is one.

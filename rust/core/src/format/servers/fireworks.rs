@@ -6,7 +6,7 @@
 
 use super::completions;
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Request, Server, Shape, either, finish_under, spoken,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, either, finish_under, spoken,
 };
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
@@ -24,7 +24,7 @@ pub(super) const SERVER: Server = Server {
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 /// One entry of `completion_logprobs.content`.

@@ -4,7 +4,7 @@
 //! tokenizer. What the numbers are of is not documented.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Request, Server, Shape, either, finish_under, sampling_of,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, either, finish_under, sampling_of,
 };
 use super::kits::said;
 use crate::format::json::fields::Fields;
@@ -20,39 +20,31 @@ pub(super) const SERVER: Server = Server {
     knows: |response| {
         let first = response.objects("candidates").ok().and_then(|candidates| candidates.into_iter().next());
         first.is_some_and(|candidate| {
-            candidate.is("content", Shape::Object) || candidate.names(key(&candidate, "finishReason"))
+            candidate.is("content", Shape::Object) || candidate.names(&key(&candidate, "finishReason"))
         })
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
-/// Keys in both spellings.
-const SPELLINGS: [(&str, &str); 12] = [
-    ("finishReason", "finish_reason"),
-    ("logprobsResult", "logprobs_result"),
-    ("chosenCandidates", "chosen_candidates"),
-    ("functionCall", "function_call"),
-    ("functionResponse", "function_response"),
-    ("systemInstruction", "system_instruction"),
-    ("generationConfig", "generation_config"),
-    ("functionDeclarations", "function_declarations"),
-    ("parametersJsonSchema", "parameters_json_schema"),
-    ("topP", "top_p"),
-    ("inlineData", "inline_data"),
-    ("fileData", "file_data"),
-];
+/// The other spelling of a key: `topP` as `top_p`.
+fn snake(camel: &str) -> String {
+    let mut snake = String::new();
+    for letter in camel.chars() {
+        snake.extend(letter.is_ascii_uppercase().then_some('_'));
+        snake.push(letter.to_ascii_lowercase());
+    }
+    snake
+}
 
 /// The spelling of a key that the object has.
-fn key(outline: &Outline<'_>, camel: &'static str) -> &'static str {
-    let snake = SPELLINGS.iter().find(|(name, _)| *name == camel).map_or(camel, |(_, snake)| snake);
-    if outline.has(snake) { snake } else { camel }
+fn key(outline: &Outline<'_>, camel: &str) -> String {
+    Some(snake(camel)).filter(|snake| outline.has(snake)).unwrap_or_else(|| camel.to_owned())
 }
 
 fn get<'v>(value: &'v Value, camel: &str) -> Option<&'v Value> {
-    let snake = SPELLINGS.iter().find(|(name, _)| *name == camel).map_or(camel, |(_, snake)| snake);
-    value.get(camel).or_else(|| value.get(snake)).filter(|value| !value.is_null())
+    value.get(camel).or_else(|| value.get(snake(camel))).filter(|value| !value.is_null())
 }
 
 /// A chosen token.
@@ -70,7 +62,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (candidate, unused) = asked.pick(response.objects("candidates")?, "candidates")?;
     let mut generation = asked.generation(LogprobKind::Unknown);
     generation.tokens = tokens(&candidate)?;
-    generation.finish_reason = finish_under(&candidate, key(&candidate, "finishReason"))?;
+    generation.finish_reason = finish_under(&candidate, &key(&candidate, "finishReason"))?;
     let content = candidate.value("content")?.unwrap_or_default();
     let messages = messages_of(&content, "model");
     let message = messages.into_iter().find(|message| message["role"] == "assistant");
@@ -79,8 +71,8 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 }
 
 fn tokens(candidate: &Outline<'_>) -> Decoded<Tokens> {
-    let result = candidate.object(key(candidate, "logprobsResult"))?.unwrap_or_default();
-    let chosen: Vec<Chosen> = result.typed(key(&result, "chosenCandidates"))?.unwrap_or_default();
+    let result = candidate.object(&key(candidate, "logprobsResult"))?.unwrap_or_default();
+    let chosen: Vec<Chosen> = result.typed(&key(&result, "chosenCandidates"))?.unwrap_or_default();
     let mut listing = Columns::default();
     for token in chosen {
         let reading = token.logprob.unwrap_or(Reading::Missing);
@@ -121,11 +113,11 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
 
 /// `contents` with `generationConfig`, or the SDK's `config`.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let name = if request.has("config") { "config" } else { key(request, "generationConfig") };
+    let name = if request.has("config") { "config" } else { &key(request, "generationConfig") };
     let config = request.object(name)?.unwrap_or_default();
-    let sampling = sampling_of(&config, key(&config, "topP"))?;
-    let system = request.value(key(request, "systemInstruction"))?;
-    let system = either(system, || config.value(key(&config, "systemInstruction")))?;
+    let sampling = sampling_of(&config, &key(&config, "topP"))?;
+    let system = request.value(&key(request, "systemInstruction"))?;
+    let system = either(system, || config.value(&key(&config, "systemInstruction")))?;
     let mut values = Vec::new();
     for content in system.iter().flat_map(|system| messages_of(system, "system")) {
         values.push(json!({"role": "system", "content": content["content"]}));

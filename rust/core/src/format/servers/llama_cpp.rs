@@ -94,19 +94,14 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         let detail = format!("{probabilities} probabilities in place of logprobs: their logarithms are taken");
         generation.notes.push(Note { reason: drift::Reason::InvalidLogprob, count: probabilities, detail });
     }
-    settings(response, &mut generation)?;
+    // The response repeats how it sampled.
+    let settings = sampling_under(response, "generation_settings")?;
+    generation.temperature = generation.temperature.or(settings.temperature);
+    generation.top_p = generation.top_p.or(settings.top_p);
     finish_of(response, &mut generation)?;
     generation.prompt = response.get("prompt").map_or(Ok(Prompt::Rendered), |_| prompt(response))?;
     generation.text = Some(text.clone());
     Ok(Entry::sampled(spoken(&text), generation, 0))
-}
-
-/// The response repeats how it sampled.
-fn settings(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()> {
-    let settings = sampling_under(response, "generation_settings")?;
-    generation.temperature = generation.temperature.or(settings.temperature);
-    generation.top_p = generation.top_p.or(settings.top_p);
-    Ok(())
 }
 
 /// `stop_type`, or the three flags of old servers.

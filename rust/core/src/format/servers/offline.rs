@@ -6,8 +6,8 @@
 //! of the engine that the object does not name.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Request, Server, Shape, finish_under, reject, sampling_under,
-    spoken, stop_under,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, prompt_of,
+    reject, sampling_under, spoken, stop_under,
 };
 use crate::drift;
 use crate::format::json::listed::Columns;
@@ -24,7 +24,7 @@ pub(super) const VLLM: Server = Server {
     knows: |response| first_output(response).is_some(),
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 pub(super) const TENSORRT_LLM: Server = Server {
@@ -39,7 +39,7 @@ pub(super) const TENSORRT_LLM: Server = Server {
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn first_output<'a>(response: &Outline<'a>) -> Option<Outline<'a>> {
@@ -58,11 +58,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (tokens, note) = sampled(&output, ids)?;
     generation.tokens = tokens;
     generation.notes.extend(note);
-    generation.prompt = match (response.ids("prompt_token_ids")?, response.text("prompt")?) {
-        (Some(ids), _) => Prompt::Ids(ids),
-        (None, Some(text)) => Prompt::Text(text),
-        (None, None) => Prompt::Rendered,
-    };
+    generation.prompt = prompt_of(response.ids("prompt_token_ids")?, response.text("prompt")?);
     generation.cumulative_logprob = output.number("cumulative_logprob").ok().flatten();
     described(&output, generation, unused)
 }

@@ -5,7 +5,7 @@
 //! are one assistant message. What the numbers are of is not documented.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Request, Server, Shape, reject, sampling_of,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, reject, sampling_of,
 };
 use super::kits::said;
 use crate::drift;
@@ -25,7 +25,7 @@ pub(super) const SERVER: Server = Server {
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 /// A token of a text part.

@@ -5,8 +5,8 @@
 //! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Request, Server, Shape, reject, sampling_under, spoken,
-    stop_id,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, prompt_of, reject,
+    sampling_under, spoken, stop_id,
 };
 use crate::drift;
 use crate::format::json::listed::Columns;
@@ -23,7 +23,7 @@ pub(super) const SERVER: Server = Server {
     knows: |response| response.is("meta_info", Shape::Object),
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 /// `[logprob, id, text]`, `[logprob, id]`, or an object with the same.
@@ -121,11 +121,7 @@ fn stop(finish: &Value) -> Stop {
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let prompt = match (request.ids("input_ids")?, request.text("text")?) {
-        (Some(ids), _) => Prompt::Ids(ids),
-        (None, Some(text)) => Prompt::Text(text),
-        (None, None) => Prompt::Unknown,
-    };
+    let prompt = prompt_of(request.ids("input_ids")?, request.text("text")?);
     let sampling = sampling_under(request, "sampling_params")?;
     Ok(Request { prompt, sampling, ..Request::default() })
 }

@@ -4,7 +4,7 @@ use crate::drift::NAMES;
 use crate::error::Location;
 use crate::format::{Record, decode};
 use crate::raw::Raw;
-use crate::trace::{LogprobKind, Pieces, Prompt, Stop};
+use crate::trace::{Pieces, Prompt, Stop};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -60,9 +60,7 @@ fn seen(record: &Record, key: &str) -> Value {
     match key {
         "form" => json!(record.form.name),
         "ids" => json!(tokens.ids),
-        "logprobs" => {
-            json!(tokens.logprobs.as_ref().map(|values| values.iter().copied().map(number).collect::<Vec<_>>()))
-        }
+        "logprobs" => json!(tokens.logprobs),
         "text" => json!(generation.text),
         "message" => trace.messages[generation.message as usize].value["content"].clone(),
         "finish_reason" => json!(generation.finish_reason),
@@ -72,19 +70,11 @@ fn seen(record: &Record, key: &str) -> Value {
             other => json!(format!("{other:?}")),
         },
         "pieces" => json!(texts(tokens.bytes.as_ref().or(tokens.texts.as_ref()))),
-        "notes" => {
-            json!(generation.notes.iter().map(|note| &NAMES[note.reason as usize][..3]).collect::<Vec<_>>())
-        }
+        "notes" => json!(generation.notes.iter().map(|note| &NAMES[note.reason as usize][..3]).collect::<Vec<_>>()),
         "versions" => json!(generation.versions.iter().map(|s| json!([s.start, s.end, s.version])).collect::<Vec<_>>()),
         "version" => json!(generation.policy_version),
-        "kind" => json!(match generation.logprob_kind {
-            LogprobKind::Unknown => "unknown",
-            LogprobKind::Raw => "raw",
-            LogprobKind::Processed => "processed",
-        }),
-        "temperature" => {
-            json!(generation.temperature.map(|value| format!("{value}").parse::<f64>().expect("a number")))
-        }
+        "kind" => json!(["unknown", "raw", "processed"][generation.logprob_kind as usize]),
+        "temperature" => json!(generation.temperature),
         "stop" => match &generation.stop {
             Stop::Unsaid => Value::Null,
             Stop::Id(id) => json!(id),
@@ -94,11 +84,6 @@ fn seen(record: &Record, key: &str) -> Value {
         "unused_choices" => json!(record.unused_choices),
         other => panic!("a truth about {other}"),
     }
-}
-
-/// A float32 with the digits that tell it apart; null for NaN.
-fn number(value: f32) -> Value {
-    if value.is_nan() { Value::Null } else { json!(f64::from(value)) }
 }
 
 /// Whether two values are equal, numbers as float32.

@@ -5,8 +5,8 @@
 //! prompt's ids where they were asked for.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Reason, Rejection, Request, Server, Shape, finish_under, reject,
-    sampling_of, spoken,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, finish_under,
+    reject, sampling_of, spoken,
 };
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
@@ -20,7 +20,7 @@ pub(super) const SERVER: Server = Server {
     knows: |response| response.is("details", Shape::Object) && response.names("generated_text"),
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 #[derive(Deserialize)]

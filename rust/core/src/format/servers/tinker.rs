@@ -5,7 +5,7 @@
 //! not documented.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, PLAIN, Request, Server, Shape, finish_under, sampling_under, spoken,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
 };
 use crate::format::json::object::Numbers;
 use crate::trace::{LogprobKind, Prompt};
@@ -16,7 +16,7 @@ pub(super) const SERVER: Server = Server {
     knows,
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn is_sequence(sequence: &Outline<'_>) -> bool {

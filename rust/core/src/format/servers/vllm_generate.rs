@@ -5,7 +5,7 @@
 //! place of `token_id`. In text mode the text leaves out a stop string that `token_ids` keep. Whether its logprobs are raw is
 //! an option of the server (`--logprobs-mode`) that no response tells.
 
-use super::contract::{Asked, Decoded, Entry, Form, Outline, PLAIN, Request, Server, Shape, sampling_under};
+use super::contract::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_under};
 use super::offline::described;
 use crate::format::json::object::Numbers;
 use crate::trace::{LogprobKind, Prompt};
@@ -16,7 +16,7 @@ pub(super) const SERVER: Server = Server {
     knows,
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn knows(response: &Outline<'_>) -> bool {

@@ -3,7 +3,7 @@
 //! A column is a list, or a batch of one row around it (`[[...]]`, as a tensor of shape [1, S] is written). A batch of
 //! several rows is refused: a trace is one record.
 
-use crate::format::json::fields::{Fields, Header, number_of};
+use crate::format::json::fields::{Fields, HEADER_KEYS, Header, number_of};
 use crate::format::json::numbers::{Id, Reading, Scalar};
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
@@ -75,7 +75,8 @@ impl<'a> Columns<'_, 'a> {
         let mut fields = Fields::new();
         let named =
             |own: &str| taken.contains(&own) || names.iter().any(|(ours, theirs)| *ours == own || *theirs == own);
-        let own = OWN.iter().filter(|own| !named(own)).map(|own| (*own, *own));
+        let own = HEADER_KEYS.into_iter().chain(["temperature", "top_p", "model", "tools"]);
+        let own = own.filter(|own| !named(own)).map(|own| (own, own));
         for (ours, theirs) in names.iter().copied().chain(own) {
             if fields.contains_key(ours) {
                 continue;
@@ -88,22 +89,6 @@ impl<'a> Columns<'_, 'a> {
         Header::read(&fields, schemas)
     }
 }
-
-/// Header fields that a record may have under our names, whoever wrote it.
-const OWN: &[&str] = &[
-    "id",
-    "group",
-    "reward",
-    "rewards",
-    "policy_version",
-    "logprob_kind",
-    "temperature",
-    "top_p",
-    "model",
-    "tools",
-    "template_kwargs",
-    "chat_template_kwargs",
-];
 
 /// A reward may be a number, numbers for the tokens (their sum counts), or named numbers.
 fn put(fields: &mut Fields, ours: &str, theirs: &str, value: Value) -> Decoded<()> {

@@ -21,6 +21,12 @@ pub fn openai(mut message: Fields) -> Fields {
     message
 }
 
+/// A call that is kept flat as the chat completions API has it, by its names for the id, the name and the arguments.
+pub fn function_call(call: &Value, [id, name, arguments]: [&str; 3]) -> Value {
+    let part = |key: &str| call.get(key).cloned().unwrap_or(Value::Null);
+    json!({"id": part(id), "type": "function", "function": {"name": part(name), "arguments": part(arguments)}})
+}
+
 /// Schemas as the chat completions API has them; none where there are none.
 pub fn tools(listed: Option<Value>) -> Option<Schemas> {
     let Some(Value::Array(tools)) = listed else { return None };
