@@ -1,8 +1,9 @@
 //! What every format's reader returns: messages, generations and the fields that differ between formats.
 
+use crate::drift;
 use crate::format::json::fields::Fields;
 use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{Generation, Message, Schemas};
+use crate::trace::{Generation, Message, Note, Schemas};
 
 /// Messages and generations of a record.
 #[derive(Debug, Default)]
@@ -18,6 +19,11 @@ pub struct Body {
     pub budget: Budget,
     /// Choices beside the one that was used.
     pub unused_choices: u32,
+}
+
+/// What a reader noticed about `count` tokens of a generation.
+pub fn note(reason: drift::Reason, count: usize, detail: impl Into<String>) -> Note {
+    Note { reason, count: count as u32, detail: detail.into() }
 }
 
 /// Items of contexts and prompts that the generations of one record may hold together.

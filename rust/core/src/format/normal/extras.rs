@@ -40,14 +40,8 @@ pub fn raw_experts(outline: &Outline<'_>, rows: usize) -> Decoded<Option<Extra>>
 fn rows_of(rows: u32, shape: &[u32], values: Vec<i32>) -> Option<Extra> {
     let width = shape.iter().try_fold(1_u32, |width, size| width.checked_mul(*size))?;
     let ends: Vec<u32> = (1..=rows).map(|row| row.checked_mul(width)).collect::<Option<_>>()?;
-    let first = ExtraStart::Prompt;
-    (ends.last().copied().unwrap_or(0) as usize == values.len()).then(|| Extra {
-        name: "routed_experts",
-        first,
-        shape: shape.to_vec(),
-        ends,
-        values,
-    })
+    let fits = ends.last().copied().unwrap_or(0) as usize == values.len();
+    fits.then(|| Extra { name: "routed_experts", first: ExtraStart::Prompt, shape: shape.to_vec(), ends, values })
 }
 
 fn broken_experts() -> Rejection {
@@ -115,13 +109,8 @@ struct Array {
 fn npy(bytes: &[u8]) -> Option<Array> {
     let rest = bytes.strip_prefix(b"\x93NUMPY")?;
     let (&major, rest) = rest.split_first()?;
-    let (length, rest) = if major == 1 {
-        let (length, rest) = rest.get(1..)?.split_first_chunk::<2>()?;
-        (u16::from_le_bytes(*length) as usize, rest)
-    } else {
-        let (length, rest) = rest.get(1..)?.split_first_chunk::<4>()?;
-        (u32::from_le_bytes(*length) as usize, rest)
-    };
+    let (length, rest) = rest.get(1..)?.split_at_checked(if major == 1 { 2 } else { 4 })?;
+    let length = length.iter().rev().fold(0, |length, &byte| length << 8 | usize::from(byte));
     let header = std::str::from_utf8(rest.get(..length)?).ok()?;
     let data = rest.get(length..)?;
     if !header.contains("'fortran_order': False") {

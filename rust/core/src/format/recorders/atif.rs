@@ -10,7 +10,8 @@ use super::kits::openai::function_call;
 use super::kits::talk::{Talk, message};
 use crate::drift;
 use crate::format::json::fields::schemas;
-use crate::trace::{Generation, Note, Prompt};
+use crate::format::normal::body::note;
+use crate::trace::{Generation, Prompt};
 use serde_json::{Value, json};
 
 pub(super) const DUMP: Dump = Dump {
@@ -91,8 +92,7 @@ fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decod
         let detail = format!(
             "the step holds the numbers of {inferences} calls together: which ids answer which prompt is not known"
         );
-        let count = ids.map_or(0, |ids| ids.len()) as u32;
-        generation.notes.push(Note { reason: drift::Reason::CountMismatch, count, detail });
+        generation.notes.push(note(drift::Reason::CountMismatch, ids.map_or(0, |ids| ids.len()), detail));
         return Ok(generation);
     }
     generation.tokens = tokens_of(ids.filter(|ids| !ids.is_empty()), logprobs.filter(|logprobs| !logprobs.is_empty()));

@@ -6,8 +6,8 @@
 use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::{parts, splice};
-use crate::format::call::add_call;
-use crate::format::normal::calls::{Log, no_response};
+use crate::format::call::one_call;
+use crate::format::normal::calls::no_response;
 use serde_json::value::RawValue;
 
 pub(super) const DUMP: Dump = Dump {
@@ -44,11 +44,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let request = splice(&asked);
     let answer = lifted(&response)?;
     let text = format!("{{\"request\":{request},\"response\":{answer}}}");
-    let call = Outline::parse(&text)?;
-    let mut log = Log::new(&header, None);
-    add_call(&mut log, &call, record.count("choice")?, None)?;
-    let body = log.finish()?;
-    Ok((header, body))
+    one_call(header, record, &text)
 }
 
 /// The response with the fields of its server where the server put them.
@@ -59,13 +55,10 @@ fn lifted(response: &Outline<'_>) -> Decoded<String> {
     all.retain(|(key, _)| *key != "choices");
     let mut prompt = None;
     for holder in std::iter::once(response).chain(&choices) {
-        let inner = match holder.object("message")? {
-            Some(message) => message.object("provider_specific_fields")?,
-            None => None,
-        };
+        let inner = holder.object("message")?.unwrap_or_default().object("provider_specific_fields")?;
         let own = holder.object("provider_specific_fields")?;
-        prompt =
-            prompt.or_else(|| [own, inner].into_iter().flatten().find_map(|fields| fields.get("prompt_token_ids")));
+        let found = [own, inner].into_iter().flatten().find_map(|fields| fields.get("prompt_token_ids"));
+        prompt = prompt.or(found);
     }
     if let Some(prompt) = prompt.filter(|_| !response.has("prompt_token_ids")) {
         all.push(("prompt_token_ids", prompt));

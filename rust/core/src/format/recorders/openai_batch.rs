@@ -7,8 +7,8 @@
 use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::splice;
-use crate::format::call::add_call;
-use crate::format::normal::calls::{Log, no_response};
+use crate::format::call::one_call;
+use crate::format::normal::calls::no_response;
 
 pub(super) const DUMP: Dump = Dump {
     form: Form { name: "openai_batch", sign: "it has `custom_id`" },
@@ -35,12 +35,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     };
     let mut parts = vec![("response", answer)];
     parts.extend(request.map(|request| ("request", request)));
-    let text = splice(&parts);
-    let call = Outline::parse(&text)?;
-    let mut log = Log::new(&header, None);
-    add_call(&mut log, &call, record.count("choice")?, None)?;
-    let body = log.finish()?;
-    Ok((header, body))
+    one_call(header, record, &splice(&parts))
 }
 
 /// What went wrong with the request, if anything did.

@@ -9,6 +9,7 @@ use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
+use crate::format::normal::body::note;
 use crate::trace::{Generation, Note, Prompt};
 use serde_json::Value;
 
@@ -80,12 +81,10 @@ fn name(columns: &Columns<'_, '_>, header: &mut Header) -> Decoded<()> {
 fn appended(generation: &Generation) -> Option<Note> {
     let last = *generation.tokens.logprobs.as_ref()?.last()?;
     let stopped = generation.finish_reason.as_deref() != Some("length");
-    (last == 0.0 && stopped).then(|| Note {
-        reason: drift::Reason::StopTokenDiffers,
-        count: 1,
-        detail: "the last logprob is exactly 0: SkyRL appends a stop token that was not sampled so, unless \
-                 use_conversation_multi_turn is on"
-            .to_owned(),
+    (last == 0.0 && stopped).then(|| {
+        let detail = "the last logprob is exactly 0: SkyRL appends a stop token that was not sampled so, unless \
+                      use_conversation_multi_turn is on";
+        note(drift::Reason::StopTokenDiffers, 1, detail)
     })
 }
 

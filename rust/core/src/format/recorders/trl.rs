@@ -6,10 +6,9 @@
 //! `old_per_token_logps` are the trainer's own and are not read).
 
 use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
-use super::kits::columns::{Columns, numbers_of};
+use super::kits::columns::{Columns, rewards_of};
 use super::kits::masked::{Row, lengths};
-use super::kits::talk;
-use super::kits::talk::messages;
+use super::kits::talk::{self, messages};
 use crate::format::json::fields::Fields;
 use crate::format::json::numbers::Reading;
 use serde_json::Value;
@@ -77,10 +76,7 @@ fn rewards(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
             }
         }
     }
-    header.rewards = numbers_of(&named)
-        .into_iter()
-        .map(|(name, value)| (name, value.as_f64().map_or(f32::NAN, |reward| reward as f32)))
-        .collect();
+    header.rewards = rewards_of(&named);
     Ok(())
 }
 
@@ -110,9 +106,8 @@ fn split_row(record: &Outline<'_>) -> Decoded<Row> {
     }
     let mut row = Row::after_prompt(prompt, response, sampled, logprobs)?.unpadded(&attended)?;
     row.messages = messages(record, "prompt")?.unwrap_or_default();
-    row.text = record
-        .get("completion")
-        .filter(|raw| Shape::of(raw) == Shape::Text)
-        .map_or(Ok(None), |_| record.text("completion"))?;
+    if record.is("completion", Shape::Text) {
+        row.text = record.text("completion")?;
+    }
     Ok(row)
 }

@@ -6,11 +6,10 @@
 
 use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Sampling, Shape, reject};
 use super::graph;
-use super::kits::columns::{Columns, numbers_of, tokens_of};
+use super::kits::columns::{Columns, rewards_of, tokens_of};
 use super::kits::masked::all_zero;
 use super::kits::openai::{openai, tools};
-use super::kits::talk;
-use super::kits::talk::messages;
+use super::kits::talk::{self, messages};
 use crate::format::json::fields::Fields;
 use crate::format::normal::calls::{Call, Log, Request};
 use crate::format::normal::message::{Entry, plain};
@@ -43,8 +42,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         header.sampling = header.sampling.or(&Sampling::read(&arguments.fields_without(&[])?)?);
     }
     if let (true, Some(Value::Object(metrics))) = (header.rewards.is_empty(), record.value("metrics")?) {
-        let number = |value: Value| value.as_f64().map_or(f32::NAN, |found| found as f32);
-        header.rewards = numbers_of(&metrics).into_iter().map(|(name, value)| (name, number(value))).collect();
+        header.rewards = rewards_of(&metrics);
     }
     let steps = record.objects("trajectory")?;
     let body = if record.has("completion_ids") {

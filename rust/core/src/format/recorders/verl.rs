@@ -10,7 +10,8 @@ use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
-use crate::trace::{Generation, Note, Prompt};
+use crate::format::normal::body::note;
+use crate::trace::{Note, Prompt};
 
 pub(super) const DUMP: Dump = Dump {
     form: Form { name: "verl", sign: "it has `response_mask` beside ids, or `input`, `output` and `step`" },
@@ -84,23 +85,17 @@ fn before(mut ids: Vec<u32>, response: usize) -> Vec<u32> {
 fn padding(prompt: &[u32], told: bool) -> Option<Note> {
     let first = prompt.first()?;
     let count = prompt.iter().take_while(|id| *id == first).count();
-    (count > 1 && !told).then(|| Note {
-        reason: drift::Reason::PromptMismatch,
-        count: count as u32,
-        detail: format!(
-            "the prompt begins with id {first} {count} times, as padding would; there is no attention_mask"
-        ),
-    })
+    let detail =
+        format!("the prompt begins with id {first} {count} times, as padding would; there is no attention_mask");
+    (count > 1 && !told).then(|| note(drift::Reason::PromptMismatch, count, detail))
 }
 
 /// The dump in text. The special tokens are taken out of both, so that what was sent is not known.
 fn decode_text(record: &Outline<'_>, header: Header) -> Decoded<(Header, Body)> {
     let mut body = talk::texts(Prompt::Unknown, record.text("output")?.unwrap_or_default(), &header.sampling);
-    let stripped = Note {
-        reason: drift::Reason::SpecialStripped,
-        count: 0,
-        detail: "verl writes its rollout dump without special tokens: the prompt that was sent is not known".to_owned(),
-    };
-    body.generations.iter_mut().for_each(|generation: &mut Generation| generation.notes.push(stripped.clone()));
+    let detail = "verl writes its rollout dump without special tokens: the prompt that was sent is not known";
+    for generation in &mut body.generations {
+        generation.notes.push(note(drift::Reason::SpecialStripped, 0, detail));
+    }
     Ok((header, body))
 }

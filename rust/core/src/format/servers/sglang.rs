@@ -5,8 +5,8 @@
 //! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, prompt_of, reject,
-    sampling_under, spoken, stop_id,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, prompt_of, reject, sampling_of,
+    spoken, stop_id,
 };
 use crate::drift;
 use crate::format::json::listed::Columns;
@@ -121,7 +121,8 @@ fn stop(finish: &Value) -> Stop {
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let parameters = request.object("sampling_params")?.unwrap_or_default();
     let prompt = prompt_of(request.ids("input_ids")?, request.text("text")?);
-    let sampling = sampling_under(request, "sampling_params")?;
+    let sampling = sampling_of(&parameters, "top_p")?;
     Ok(Request { prompt, sampling, ..Request::default() })
 }

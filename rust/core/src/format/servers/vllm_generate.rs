@@ -5,7 +5,7 @@
 //! place of `token_id`. In text mode the text leaves out a stop string that `token_ids` keep. Whether its logprobs are raw is
 //! an option of the server (`--logprobs-mode`) that no response tells.
 
-use super::contract::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_under};
+use super::contract::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of};
 use super::offline::described;
 use crate::format::json::object::Numbers;
 use crate::trace::{LogprobKind, Prompt};
@@ -39,7 +39,8 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {
+    let parameters = request.object("sampling_params")?.unwrap_or_default();
     let prompt = request.ids("token_ids")?.map_or(Prompt::Unknown, Prompt::Ids);
-    let sampling = sampling_under(request, "sampling_params")?;
+    let sampling = sampling_of(&parameters, "top_p")?;
     Ok(Request { model: request.text("model")?, prompt, sampling, ..Request::default() })
 }

@@ -114,6 +114,12 @@ pub fn numbers_of(named: &Fields) -> Fields {
     named.iter().filter(|(_, value)| is_number(value)).map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
+/// Of named values those that are numbers as rewards, NaN for what is none.
+pub fn rewards_of(named: &Fields) -> Vec<(String, f32)> {
+    let reward = |value: Value| value.as_f64().map_or(f32::NAN, |reward| reward as f32);
+    numbers_of(named).into_iter().map(|(name, value)| (name, reward(value))).collect()
+}
+
 /// The sum of per-token rewards; none where all are null.
 pub fn total(key: &str, list: &[Value]) -> Decoded<Option<f64>> {
     let mut sum = None;

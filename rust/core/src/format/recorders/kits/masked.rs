@@ -6,7 +6,7 @@
 use crate::drift;
 use crate::format::json::fields::Sampling;
 use crate::format::json::numbers::Reading;
-use crate::format::normal::body::Body;
+use crate::format::normal::body::{Body, note};
 use crate::format::normal::message::plain;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Generation, Message, Note, Prompt, Tokens, VersionSpan};
@@ -74,12 +74,8 @@ impl Row {
         }
         keep(&mut self.ids, attended);
         keep(&mut self.sampled, attended);
-        if let Some(column) = &mut self.logprobs {
-            keep(column, attended);
-        }
-        if let Some(column) = &mut self.versions {
-            keep(column, attended);
-        }
+        self.logprobs.iter_mut().for_each(|column| keep(column, attended));
+        self.versions.iter_mut().for_each(|column| keep(column, attended));
         Ok(self)
     }
 
@@ -164,10 +160,9 @@ fn spans(versions: &[i32]) -> (i32, Vec<VersionSpan>) {
 /// Several logprobs that are all exactly 0 are filler, or a greedy server's processed ones: nothing tells them apart.
 pub fn all_zero(tokens: &Tokens) -> Option<Note> {
     let logprobs = tokens.logprobs.as_deref().filter(|logprobs| logprobs.len() > 1)?;
-    logprobs.iter().all(|&logprob| logprob == 0.0).then(|| Note {
-        reason: drift::Reason::InvalidLogprob,
-        count: logprobs.len() as u32,
-        detail: "every logprob is exactly 0: filler of a recorder that had none, or greedy sampling".to_owned(),
+    logprobs.iter().all(|&logprob| logprob == 0.0).then(|| {
+        let detail = "every logprob is exactly 0: filler of a recorder that had none, or greedy sampling";
+        note(drift::Reason::InvalidLogprob, logprobs.len(), detail)
     })
 }
 

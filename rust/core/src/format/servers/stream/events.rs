@@ -4,6 +4,7 @@ use super::pieces::incomplete;
 use crate::drift;
 use crate::format::json::diagnose;
 use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::body::note;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Note;
 use serde::de::IgnoredAny;
@@ -106,10 +107,8 @@ fn whole(data: &str) -> Option<String> {
 fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec<String> {
     let half = events.len() / 2;
     let even = events.len() >= 4 && events.len().is_multiple_of(2);
-    let dropped = |count: usize, what: &str| Note {
-        reason: drift::Reason::DuplicateGeneration,
-        count: count as u32,
-        detail: format!("{what}: {count} chunks are dropped"),
+    let dropped = |count: usize, what: &str| {
+        note(drift::Reason::DuplicateGeneration, count, format!("{what}: {count} chunks are dropped"))
     };
     if even && events.chunks_exact(2).all(|pair| pair[0] == pair[1]) {
         notes.push(dropped(half, "every chunk was recorded twice"));

@@ -2,6 +2,7 @@
 
 use crate::drift;
 use crate::format::json::outline::{Outline, Shape};
+use crate::format::normal::body::note;
 use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::Note;
 use serde_json::Value;
@@ -10,7 +11,7 @@ use std::collections::{BTreeMap, HashMap};
 
 /// A note about a stream that lacks something.
 pub(super) fn incomplete(detail: &str) -> Note {
-    Note { reason: drift::Reason::StreamIncomplete, count: 1, detail: detail.to_owned() }
+    note(drift::Reason::StreamIncomplete, 1, detail)
 }
 
 /// A JSON object being written: keys with the JSON of their values.
