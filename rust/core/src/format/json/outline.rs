@@ -76,6 +76,11 @@ impl<'a> Outline<'a> {
         self.read(key, |raw| parse(raw.get()))
     }
 
+    /// The first object of the list under a key, where it is one of objects alone.
+    pub fn first_of(&self, key: &str) -> Option<Self> {
+        self.objects(key).ok()?.into_iter().next()
+    }
+
     /// The value of a key by a reader of its own.
     fn read<T>(&self, key: &str, read: impl FnOnce(&'a RawValue) -> Read<'a, T>) -> Decoded<Option<T>> {
         let Some(raw) = self.get(key) else { return Ok(None) };

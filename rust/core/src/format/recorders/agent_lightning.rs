@@ -25,9 +25,11 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let names =
-        [("id", "id"), ("id", "rollout_id"), ("group", "group"), ("group", "task_id"), ("reward", "final_reward")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record).header(&[
+        ("id", &["id", "rollout_id"]),
+        ("group", &["group", "task_id"]),
+        ("reward", &["final_reward"]),
+    ])?;
     if record.is("triplets", Shape::List) {
         let body = triplets(record, &mut header)?;
         return Ok((header, body));
@@ -65,7 +67,9 @@ pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body
     }
     header.reward = header.reward.or(last);
     if calls.is_empty() {
-        return Err(silent());
+        return Err(reject(Reason::Incomplete, "no span holds a call of a model")
+            .why("There is no generation to read")
+            .cure("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}"));
     }
     Log::of(header, calls.into_iter().map(Ok))
 }
@@ -78,12 +82,6 @@ fn started(span: &Outline<'_>) -> Decoded<f64> {
         Some(Value::String(digits)) => digits.parse().unwrap_or(0.0),
         _ => 0.0,
     })
-}
-
-fn silent() -> Rejection {
-    reject(Reason::Incomplete, "no span holds a call of a model")
-        .why("There is no generation to read")
-        .cure("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}")
 }
 
 fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {

@@ -24,7 +24,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         return decode_text(record);
     }
     let columns = Columns(record);
-    let header = columns.header(&[("id", "id"), ("group", "group"), ("group", "task_id"), ("reward", "rewards")])?;
+    let header = columns.header(&[("group", &["group", "task_id"]), ("reward", &["rewards"])])?;
     let mut row = Row {
         ids: columns.ids("input_ids")?.unwrap_or_default(),
         sampled: columns.mask("loss_mask")?.unwrap_or_default(),
@@ -42,8 +42,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 
 /// The dump in text, decoded with all special tokens: what was sent, but not its ids.
 fn decode_text(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let names = [("group", "group"), ("group", "task_id"), ("policy_version", "head_version")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header =
+        Columns(record).header(&[("group", &["group", "task_id"]), ("policy_version", &["head_version"])])?;
     if let (None, Some(task), Some(sample)) = (&header.id, record.name("task_id")?, record.name("sample_idx")?) {
         header.id = Some(format!("{task}-{sample}"));
     }

@@ -29,12 +29,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if !record.has("messages_and_choices") {
         return Err(group(record));
     }
-    let names = [
-        ("policy_version", "policy_version"),
-        ("policy_version", "initial_policy_version"),
-        ("policy_version", "final_policy_version"),
-    ];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record)
+        .header(&[("policy_version", &["policy_version", "initial_policy_version", "final_policy_version"])])?;
     if let (true, Some(Value::Object(metrics))) = (header.rewards.is_empty(), record.value("metrics")?) {
         let number = |value: &Value| value.as_f64().or(value.as_bool().map(f64::from)).map_or(f32::NAN, |v| v as f32);
         header.rewards = numbers_of(&metrics).iter().map(|(name, value)| (name.clone(), number(value))).collect();

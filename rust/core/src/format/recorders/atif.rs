@@ -22,8 +22,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let names = [("id", "id"), ("id", "trajectory_id"), ("id", "session_id"), ("group", "group"), ("reward", "reward")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record).header(&[("id", &["id", "trajectory_id", "session_id"])])?;
     let agent = record.object("agent")?.unwrap_or_default();
     let model = agent.text("model_name")?;
     if let (None, Some(Value::Array(listed))) = (&header.tools, agent.value("tool_definitions")?) {

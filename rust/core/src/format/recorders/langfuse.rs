@@ -24,8 +24,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let mut header =
-        Columns(record).header_without(&["model"], &[("id", "id"), ("group", "group"), ("group", "sessionId")])?;
+    let mut header = Columns(record).header_without(&["model"], &[("group", &["group", "sessionId"])])?;
     scores(record, &mut header)?;
     let listed = if record.has("observations") { record.objects("observations")? } else { vec![record.clone()] };
     let mut calls = Vec::new();

@@ -3,7 +3,7 @@
 //! Source: litellm 1.106.2 `types/utils.py`. What the server adds to a choice beside OpenAI's fields stands in
 //! `provider_specific_fields` there: `token_ids` of vLLM's return_token_ids among them.
 
-use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, reject};
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::{parts, splice};
 use crate::format::call::one_call;
@@ -21,7 +21,7 @@ pub(super) const DUMP: Dump = Dump {
 const REDACTED: &str = "\"redacted-by-litellm\"";
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header(&[("id", "id")])?;
+    let header = Columns(record).header(&[])?;
     let Some(response) =
         record.object("response")?.filter(|_| record.text("status").ok().flatten().as_deref() != Some("failure"))
     else {
@@ -33,7 +33,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if messages.is_some_and(|raw| raw.get() == REDACTED)
         || response.get("text").is_some_and(|raw| raw.get() == REDACTED)
     {
-        return Err(redacted());
+        return Err(reject(Reason::Incomplete, "messages and response are redacted")
+            .why("There is nothing to train on")
+            .cure("Log with litellm.turn_off_message_logging = False"));
     }
     let parameters = record.object("model_parameters")?.unwrap_or_default();
     let mut asked = parts(&parameters);
@@ -83,10 +85,4 @@ fn lift(choice: &Outline<'_>) -> Decoded<String> {
     }
     all.retain(|(key, _)| *key != "provider_specific_fields");
     Ok(splice(&all))
-}
-
-fn redacted() -> Rejection {
-    reject(Reason::Incomplete, "messages and response are redacted")
-        .why("There is nothing to train on")
-        .cure("Log with litellm.turn_off_message_logging = False")
 }

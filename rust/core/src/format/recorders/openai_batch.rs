@@ -4,7 +4,7 @@
 //! request stands in another file: a line that holds both, `{**input, **output}`, is read with it. The body may be of any
 //! server whose responses are read.
 
-use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, reject};
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::splice;
 use crate::format::call::one_call;
@@ -18,11 +18,13 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header_without(&["id"], &[("id", "custom_id")])?;
+    let header = Columns(record).header_without(&["id"], &[("id", &["custom_id"])])?;
     let response = record.object("response")?.unwrap_or_default();
     let result = record.object("result")?.unwrap_or_default();
     if let Some(failure) = failure(record, &response, &result)? {
-        return Err(failed(header.id.as_deref(), &failure));
+        let id = header.id.as_deref().unwrap_or_default();
+        return Err(no_response(format!("the request {id} of the batch failed: {failure}"))
+            .cure("Send it again, or leave it out with on_error=\"skip\""));
     }
     let Some(answer) = response.get("body").or_else(|| result.get("message")) else {
         return Err(reject(Reason::Incomplete, "a request of a batch without its response")
@@ -48,9 +50,4 @@ fn failure(record: &Outline<'_>, response: &Outline<'_>, result: &Outline<'_>) -
     let said = error.map(|raw| raw.get().chars().take(200).collect::<String>());
     let parts: Vec<String> = status.into_iter().chain(kind).chain(said).collect();
     Ok((!parts.is_empty()).then(|| parts.join(", ")))
-}
-
-fn failed(id: Option<&str>, failure: &str) -> Rejection {
-    no_response(format!("the request {} of the batch failed: {failure}", id.unwrap_or_default()))
-        .cure("Send it again, or leave it out with on_error=\"skip\"")
 }

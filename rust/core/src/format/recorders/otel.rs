@@ -22,7 +22,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let mut header = Columns(record).header(&[("id", "id"), ("id", "trace_id"), ("id", "traceId")])?;
+    let mut header = Columns(record).header(&[("id", &["id", "trace_id", "traceId"])])?;
     if let (None, Some(context)) = (&header.id, record.object("context")?) {
         header.id = context.text("trace_id")?;
     }

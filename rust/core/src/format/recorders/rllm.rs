@@ -37,11 +37,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let trajectory = inner.as_ref().unwrap_or(record);
     let is_step = !trajectory.has("steps");
     let steps = if is_step { vec![trajectory.clone()] } else { trajectory.objects("steps")? };
-    let mut header = Columns(trajectory).header_without(&["tools"], &[("id", "uid"), ("id", "id")])?;
+    let mut header = Columns(trajectory).header_without(&["tools"], &[("id", &["uid", "id"])])?;
     if let Some(episode) = inner.as_ref().map(|_| record) {
         let outer =
-            Columns(episode).header_without(&["reward", "rewards", "tools"], &[("id", "id"), ("id", "episode_id")])?;
-        header.group = header.group.or(outer.group).or_else(|| group_of(outer.id.as_deref()));
+            Columns(episode).header_without(&["reward", "rewards", "tools"], &[("id", &["id", "episode_id"])])?;
+        // An episode's id is `task:rollout`.
+        let task = outer.id.as_deref().and_then(|id| id.split_once(':')).map(|(task, _)| task.to_owned());
+        header.group = header.group.or(outer.group).or(task);
         header.id = outer.id.or(header.id);
     }
     let process = steps.iter().any(|step| matches!(step.number("reward"), Ok(Some(reward)) if reward != 0.0));
@@ -52,11 +54,6 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     };
     let body = Log::of(&header, steps.iter().enumerate().map(call))?;
     Ok((header, body))
-}
-
-/// An episode's id is `task:rollout`.
-fn group_of(id: Option<&str>) -> Option<String> {
-    id?.split_once(':').map(|(task, _)| task.to_owned())
 }
 
 fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {

@@ -30,9 +30,7 @@ pub(super) const DUMP: Dump = Dump {
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let columns = Columns(record);
-    let names =
-        [("reward", "reward"), ("reward", "rewards"), ("reward", "score"), ("group", "group"), ("group", "uid")];
-    let mut header = columns.header(&names)?;
+    let mut header = columns.header(&[("reward", &["reward", "rewards", "score"]), ("group", &["group", "uid"])])?;
     name(&columns, &mut header)?;
     if record.has("output_response") {
         return decode_text(record, header);

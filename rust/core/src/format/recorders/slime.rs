@@ -33,10 +33,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     row.text = record.text("response")?;
     row.finish_reason = finish(record.text("status")?.as_deref()).map(str::to_owned);
     let header = columns.header(&[
-        ("id", "id"),
-        ("id", "index"),
-        ("group", "group_index"),
-        ("template_kwargs", "apply_chat_template_kwargs"),
+        ("id", &["id", "index"]),
+        ("group", &["group_index"]),
+        ("template_kwargs", &["apply_chat_template_kwargs"]),
     ])?;
     let sampled = row.sampled[split..].to_vec();
     let mut body = row.decode(&header.sampling)?;

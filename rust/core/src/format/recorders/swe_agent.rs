@@ -22,7 +22,7 @@ const OWN: &[&str] =
     &["agent", "message_type", "thought", "action", "is_demo", "cache_control", "tags", "thinking_blocks"];
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header(&[("id", "id")])?;
+    let header = Columns(record).header(&[])?;
     let mut talk = Talk::default();
     for (position, value) in record.typed::<Vec<Value>>("history")?.unwrap_or_default().into_iter().enumerate() {
         let place = |rejection: Rejection| rejection.inside(format!("history[{position}]"));

@@ -14,7 +14,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let mut header = Columns(record).header(&[("id", "id"), ("group", "group"), ("group", "task_id")])?;
+    let mut header = Columns(record).header(&[("group", &["group", "task_id"])])?;
     if let (None, Some(task), Some(trial)) = (&header.id, record.name("task_id")?, record.name("trial")?) {
         header.id = Some(format!("{task}-{trial}"));
     }

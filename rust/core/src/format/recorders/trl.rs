@@ -30,13 +30,8 @@ pub(super) const DUMP: Dump = Dump {
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let columns = Columns(record);
-    let mut header = columns.header(&[
-        ("group", "group"),
-        ("group", "group_id"),
-        ("reward", "reward"),
-        ("policy_version", "policy_version"),
-        ("policy_version", "model_version"),
-    ])?;
+    let mut header = columns
+        .header(&[("group", &["group", "group_id"]), ("policy_version", &["policy_version", "model_version"])])?;
     rewards(record, &mut header)?;
     let body = if record.has("input_ids") {
         let row = Row {

@@ -35,8 +35,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if record.has("nodes") {
         return graph::decode(record);
     }
-    let names = [("id", "id"), ("id", "request_id"), ("group", "group"), ("group", "example_id"), ("reward", "reward")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record).header(&[("id", &["id", "request_id"]), ("group", &["group", "example_id"])])?;
     header.tools = header.tools.or(tools(record.value("tool_defs")?));
     if let Some(arguments) = record.object("sampling_args")? {
         header.sampling = header.sampling.or(&Sampling::read(&arguments.fields_without(&[])?)?);

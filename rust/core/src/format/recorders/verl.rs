@@ -28,17 +28,10 @@ pub(super) const DUMP: Dump = Dump {
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let columns = Columns(record);
     let mut header = columns.header(&[
-        ("id", "id"),
-        ("id", "request_id"),
-        ("group", "group"),
-        ("group", "uid"),
-        ("reward", "reward"),
-        ("reward", "reward_score"),
-        ("reward", "score"),
-        ("reward", "token_level_scores"),
-        ("reward", "rm_scores"),
-        ("policy_version", "policy_version"),
-        ("policy_version", "min_global_steps"),
+        ("id", &["id", "request_id"]),
+        ("group", &["group", "uid"]),
+        ("reward", &["reward", "reward_score", "score", "token_level_scores", "rm_scores"]),
+        ("policy_version", &["policy_version", "min_global_steps"]),
     ])?;
     if record.is("output", Shape::Text) {
         return decode_text(record, header);

@@ -18,16 +18,14 @@ use serde_json::Value;
 pub(super) const SERVER: Server = Server {
     form: Form { name: "completions", sign: "its `choices` have `text`" },
     signs: &["choices"],
-    knows,
+    knows: |response| {
+        let first = response.first_of("choices");
+        first.is_some_and(|choice| choice.names("text") && !choice.has("message") && !choice.has("delta"))
+    },
     answer,
     request,
     defaults: API_DEFAULTS,
 };
-
-fn knows(response: &Outline<'_>) -> bool {
-    let choices = response.objects("choices").unwrap_or_default();
-    choices.first().is_some_and(|choice| choice.names("text") && !choice.has("message") && !choice.has("delta"))
-}
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
@@ -35,7 +33,8 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut text = choice.text("text")?.unwrap_or_default();
     let listed = choice.logprobs("logprobs")?;
     let sent = sent_prompt(asked, &choice)?;
-    generation.prompt = reported_prompt(response, &choice)?.unwrap_or_else(|| sent.clone());
+    let reported = either(choice.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
+    generation.prompt = reported.map_or_else(|| sent.clone(), Prompt::Ids);
     let ids = choice.ids("token_ids")?;
     let tokens = match listed {
         Some(listed) if echoes(asked, &listed)? => {
@@ -46,19 +45,12 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         }
         listed => listed,
     };
-    let numbers = Numbers::listed(tokens, ids);
-    generation.tokens = numbers.into_tokens()?;
+    generation.tokens = Numbers::listed(tokens, ids).into_tokens()?;
     generation.finish_reason = finish_under(&choice, "finish_reason")?;
     generation.stop = stop_under(&choice, "stop_reason")?;
     note_past_stop(&mut generation, &text, asked)?;
     generation.text = Some(text.clone());
     Ok(Entry::sampled(spoken(&text), generation, unused))
-}
-
-/// The prompt's ids as the server reports them, on the choice or beside it.
-fn reported_prompt(response: &Outline<'_>, choice: &Outline<'_>) -> Decoded<Option<Prompt>> {
-    let ids = either(choice.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
-    Ok(ids.map(Prompt::Ids))
 }
 
 /// What was sent: one prompt or several, in text or in ids.

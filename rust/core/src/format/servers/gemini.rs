@@ -18,8 +18,7 @@ pub(super) const SERVER: Server = Server {
     form: Form { name: "gemini", sign: "its `candidates` have `content`" },
     signs: &["candidates"],
     knows: |response| {
-        let first = response.objects("candidates").ok().and_then(|candidates| candidates.into_iter().next());
-        first.is_some_and(|candidate| {
+        response.first_of("candidates").is_some_and(|candidate| {
             candidate.is("content", Shape::Object) || candidate.names(&key(&candidate, "finishReason"))
         })
     },

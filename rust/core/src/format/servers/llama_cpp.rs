@@ -23,16 +23,14 @@ pub(super) const SERVER: Server = Server {
         sign: "it has `content` and `completion_probabilities`, `stop_type` or `tokens_predicted`",
     },
     signs: &["completion_probabilities", "stop_type", "tokens_predicted", "probs"],
-    knows,
+    knows: |response| {
+        let own = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
+        response.is("content", Shape::Text) && own.iter().any(|key| response.has(key))
+    },
     answer,
     request,
     defaults: Sampling::UNKNOWN,
 };
-
-fn knows(response: &Outline<'_>) -> bool {
-    let own = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
-    response.is("content", Shape::Text) && own.iter().any(|key| response.has(key))
-}
 
 /// A sampled token, in the new form or in the old one.
 #[derive(Deserialize)]

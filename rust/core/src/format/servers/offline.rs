@@ -43,8 +43,7 @@ pub(super) const TENSORRT_LLM: Server = Server {
 };
 
 fn first_output<'a>(response: &Outline<'a>) -> Option<Outline<'a>> {
-    let first = response.objects("outputs").ok()?.into_iter().next()?;
-    first.is("token_ids", Shape::List).then_some(first)
+    response.first_of("outputs").filter(|first| first.is("token_ids", Shape::List))
 }
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {

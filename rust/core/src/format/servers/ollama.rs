@@ -17,7 +17,10 @@ use serde_json::Value;
 pub(super) const SERVER: Server = Server {
     form: Form { name: "ollama", sign: "it has `done` beside `response` or `message`" },
     signs: &["done", "done_reason"],
-    knows,
+    knows: |response| {
+        let said = response.is("response", Shape::Text) || response.is("message", Shape::Object);
+        response.is("done", Shape::Bool) && said
+    },
     answer,
     request,
     defaults: Sampling::UNKNOWN,
@@ -25,10 +28,6 @@ pub(super) const SERVER: Server = Server {
 
 /// What the bytes of a part of a character become when they are read as text.
 const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
-
-fn knows(response: &Outline<'_>) -> bool {
-    response.is("done", Shape::Bool) && (response.is("response", Shape::Text) || response.is("message", Shape::Object))
-}
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);

@@ -19,10 +19,7 @@ use serde_json::{Value, json};
 pub(super) const SERVER: Server = Server {
     form: Form { name: "responses", sign: "its `output` is a list of typed items" },
     signs: &["output"],
-    knows: |response| {
-        let items = response.objects("output").unwrap_or_default();
-        items.first().is_some_and(|item| item.is("type", Shape::Text))
-    },
+    knows: |response| response.first_of("output").is_some_and(|item| item.is("type", Shape::Text)),
     answer,
     request,
     defaults: API_DEFAULTS,

@@ -5,8 +5,8 @@
 //! prompt's ids where they were asked for.
 
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, finish_under,
-    reject, sampling_of, spoken,
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
+    sampling_of, spoken,
 };
 use crate::format::json::listed::Columns;
 use crate::format::json::numbers::{Id, Reading, TokenText};
@@ -38,7 +38,12 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (details, mut text) = match asked.choice.unwrap_or(0) {
         0 => (details, response.text("generated_text")?),
         wanted => {
-            let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| missing_sequence(wanted))?;
+            let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| {
+                let what = format!("sequence {wanted} is asked for but `best_of_sequences` does not have it");
+                reject(Reason::Incomplete, what)
+                    .why("There is no generation to read")
+                    .cure("Name an existing one: 0 is the best, the others follow")
+            })?;
             let text = other.text("generated_text")?;
             (other, text)
         }
@@ -59,12 +64,6 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     }
     generation.text.clone_from(&text);
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, unused))
-}
-
-fn missing_sequence(wanted: i32) -> Rejection {
-    reject(Reason::Incomplete, format!("sequence {wanted} is asked for but `best_of_sequences` does not have it"))
-        .why("There is no generation to read")
-        .cure("Name an existing one: 0 is the best, the others follow")
 }
 
 /// The prompt, where the request asked for it in front of the text.

@@ -13,7 +13,10 @@ use crate::trace::{LogprobKind, Prompt};
 pub(super) const SERVER: Server = Server {
     form: Form { name: "tinker", sign: "it has `sequences` with `tokens`" },
     signs: &["sequences", "sequence_id", "tokens_np"],
-    knows,
+    knows: |response| match response.first_of("sequences") {
+        Some(first) => is_sequence(&first),
+        None => response.has("sequence_id") && is_sequence(response),
+    },
     answer,
     request,
     defaults: API_DEFAULTS,
@@ -21,11 +24,6 @@ pub(super) const SERVER: Server = Server {
 
 fn is_sequence(sequence: &Outline<'_>) -> bool {
     (sequence.is("tokens", Shape::List) || sequence.is("tokens_np", Shape::List)) && sequence.names("stop_reason")
-}
-
-fn knows(response: &Outline<'_>) -> bool {
-    let first = response.objects("sequences").ok().and_then(|sequences| sequences.into_iter().next());
-    first.as_ref().map_or_else(|| response.has("sequence_id") && is_sequence(response), is_sequence)
 }
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {

@@ -13,23 +13,20 @@ use crate::trace::{LogprobKind, Prompt};
 pub(super) const SERVER: Server = Server {
     form: Form { name: "vllm_generate", sign: "its `choices` have `token_ids` and it has `request_id`" },
     signs: &["choices", "request_id", "output_mode"],
-    knows,
+    knows: |response| {
+        let own = response.has("output_mode") || response.has("request_id") && !response.has("object");
+        let first = response.first_of("choices").filter(|_| own);
+        first.is_some_and(|choice| choice.is("token_ids", Shape::List) && !choice.has("message"))
+    },
     answer,
     request,
     defaults: API_DEFAULTS,
 };
 
-fn knows(response: &Outline<'_>) -> bool {
-    let choices = response.objects("choices").unwrap_or_default();
-    let own = response.has("output_mode") || response.has("request_id") && !response.has("object");
-    own && choices.first().is_some_and(|choice| choice.is("token_ids", Shape::List) && !choice.has("message"))
-}
-
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
     let mut generation = asked.generation(LogprobKind::Unknown);
-    let numbers = Numbers::listed(choice.logprobs("logprobs")?, choice.ids("token_ids")?);
-    generation.tokens = numbers.into_tokens()?;
+    generation.tokens = Numbers::listed(choice.logprobs("logprobs")?, choice.ids("token_ids")?).into_tokens()?;
     generation.prompt = response.ids("prompt_token_ids")?.map_or(Prompt::Rendered, Prompt::Ids);
     let mut entry = described(&choice, generation, unused)?;
     if let Some(generation) = entry.generation.as_mut().filter(|generation| generation.policy_version < 0) {

@@ -11,6 +11,9 @@ use crate::trace::{Schemas, Tokens};
 use serde::de::{self, Deserialize, Deserializer};
 use serde_json::Value;
 
+/// Our names of header fields, each with those that a recorder has for it.
+pub type Names<'n> = &'n [(&'n str, &'n [&'n str])];
+
 /// The columns of a row.
 pub struct Columns<'o, 'a>(pub &'o Outline<'a>);
 
@@ -37,7 +40,8 @@ impl<'a> Columns<'_, 'a> {
     }
 
     fn of<T: Deserialize<'a>>(&self, key: &str) -> Decoded<Option<Vec<T>>> {
-        if !self.is_batch(key) {
+        let list = self.0.get(key).filter(|raw| Shape::of(raw) == Shape::List);
+        if !list.is_some_and(|raw| raw.get()[1..].trim_start().starts_with('[')) {
             return self.0.typed(key);
         }
         let mut rows = self.0.typed::<Vec<Vec<T>>>(key)?.unwrap_or_default();
@@ -45,12 +49,6 @@ impl<'a> Columns<'_, 'a> {
             1 => Ok(rows.pop()),
             count => Err(several(key, count)),
         }
-    }
-
-    fn is_batch(&self, key: &str) -> bool {
-        let Some(raw) = self.0.get(key).filter(|raw| Shape::of(raw) == Shape::List) else { return false };
-        let inside = raw.get()[1..].trim_start();
-        inside.starts_with('[')
     }
 
     /// The scalar under a key, also in a batch of one.
@@ -64,20 +62,21 @@ impl<'a> Columns<'_, 'a> {
         Ok(value)
     }
 
-    /// The header, under the recorder's names: `(ours, theirs)`, of several that are there the first. Our own names are
+    /// The header, under the recorder's names: `(ours, theirs)`, of theirs that are there the first. Our own names are
     /// taken where they are not named.
-    pub fn header(&self, names: &[(&str, &str)]) -> Decoded<Header> {
+    pub fn header(&self, names: Names<'_>) -> Decoded<Header> {
         self.header_without(&[], names)
     }
 
     /// The same, where the recorder uses some of our own names for something else.
-    pub fn header_without(&self, taken: &[&str], names: &[(&str, &str)]) -> Decoded<Header> {
+    pub fn header_without(&self, taken: &[&str], names: Names<'_>) -> Decoded<Header> {
         let mut fields = Fields::new();
+        let names = names.iter().flat_map(|(ours, theirs)| theirs.iter().map(|theirs| (*ours, *theirs)));
         let named =
-            |own: &str| taken.contains(&own) || names.iter().any(|(ours, theirs)| *ours == own || *theirs == own);
+            |own: &str| taken.contains(&own) || names.clone().any(|(ours, theirs)| ours == own || theirs == own);
         let own = HEADER_KEYS.into_iter().chain(["temperature", "top_p", "model", "tools"]);
         let own = own.filter(|own| !named(own)).map(|own| (own, own));
-        for (ours, theirs) in names.iter().copied().chain(own) {
+        for (ours, theirs) in names.clone().chain(own) {
             if fields.contains_key(ours) {
                 continue;
             }

@@ -6,7 +6,7 @@ use crate::format::json::fields::Sampling;
 use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::{Body, Budget};
 use crate::format::normal::message::{message_of, plain};
-use crate::format::rejection::{Decoded, Rejection, not_a_trace};
+use crate::format::rejection::{Decoded, not_a_trace};
 use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -94,7 +94,10 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
 /// A list of chat messages; `None` where something else stands there.
 pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>> {
     let Some(raw) = record.get(key).filter(|raw| is_chat(raw)) else { return Ok(None) };
-    let values: Vec<Value> = serde_json::from_str(raw.get()).map_err(|error| unreadable(key, &error))?;
+    let values: Vec<Value> = serde_json::from_str(raw.get()).map_err(|error| {
+        let complaint = error.to_string();
+        not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
+    })?;
     let mut messages = Vec::with_capacity(values.len());
     for (position, value) in values.into_iter().enumerate() {
         messages.push(message(value).map_err(|rejection| rejection.inside(format!("{key}[{position}]")))?);
@@ -107,11 +110,6 @@ pub fn message(value: Value) -> Decoded<Message> {
         Value::Object(fields) => message_of(fields),
         _ => Err(not_a_trace("a message is not an object")),
     }
-}
-
-fn unreadable(key: &str, error: &serde_json::Error) -> Rejection {
-    let complaint = error.to_string();
-    not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
 }
 
 fn is_chat(raw: &RawValue) -> bool {

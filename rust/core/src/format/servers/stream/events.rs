@@ -143,7 +143,7 @@ fn last_attempt(events: &[String]) -> usize {
 fn identity(event: &str) -> Option<(String, bool)> {
     let chunk = Outline::parse(event).ok()?;
     let id = chunk.text("id").ok()??;
-    let choice = chunk.objects("choices").ok()?.into_iter().next()?;
+    let choice = chunk.first_of("choices")?;
     let begins = choice.object("delta").ok()?.is_some_and(|delta| delta.has("role"));
     (!id.is_empty()).then_some((id, begins))
 }

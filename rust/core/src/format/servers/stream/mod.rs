@@ -57,7 +57,7 @@ enum Kind {
 
 /// What one chunk tells; a chunk without choices tells nothing.
 fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
-    if let Some(choice) = chunk.objects("choices").ok().and_then(|choices| choices.into_iter().next()) {
+    if let Some(choice) = chunk.first_of("choices") {
         return Some(if choice.has("message") {
             Kind::Whole
         } else if choice.names("delta") {
