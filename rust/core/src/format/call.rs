@@ -6,7 +6,7 @@ use super::json::fields::{Header, Sampling};
 use super::json::object::Kind;
 use super::json::outline::{Outline, Shape};
 use super::normal::body::Body;
-use super::normal::calls::{Call, Log, Request, chat_request, no_response};
+use super::normal::calls::{API_DEFAULTS, Call, Log, Request, chat_request, no_response};
 use super::normal::message::Entry;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use super::servers::contract::{Asked, Server};
@@ -60,12 +60,12 @@ pub(super) fn add_call(
     let server = server_of(&response, wanted.filter(|_| is_whole))?;
     let mut found = if let Some(server) = server {
         let asked_for = request.as_ref().map(server.request).transpose().map_err(|r| r.inside("request"))?;
-        let sampling = own.or(&log.sampling_by(asked_for.as_ref(), &server.defaults));
+        let sampling = own.or(&log.sampling(asked_for.as_ref(), &server.defaults));
         let asked = Asked { choice, sampling: &sampling, request: request.as_ref() };
         answered(server, asked_for, &response, &asked, reward).map_err(inside)?
     } else if response.has("choices") {
         let request = request.as_ref().map(chat_request).transpose()?;
-        let sampling = own.or(&log.sampling(request.as_ref()));
+        let sampling = own.or(&log.sampling(request.as_ref(), &API_DEFAULTS));
         let object = diagnose::object(text, Kind::Response);
         let object = object.map_err(|rejection| if is_whole { rejection } else { inside(rejection) })?;
         let model = response.text("model")?;

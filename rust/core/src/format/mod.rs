@@ -127,12 +127,10 @@ fn decode_shaped(
     place.trace.clone_from(&header.id);
     let form = detect(&object, record)?;
     if let Some(name) = wanted.filter(|name| *name != form.name) {
-        return Err(reject(
-            Reason::UnknownForm,
-            format!("the form is {} because {}, not {name}", form.name, form.sign),
-        )
-        .why("A record of another form would be read as something it is not")
-        .cure("Read it with format=\"auto\", or name its own form"));
+        let what = format!("the form is {} because {}, not {name}", form.name, form.sign);
+        return Err(reject(Reason::UnknownForm, what)
+            .why("A record of another form would be read as something it is not")
+            .cure("Read it with format=\"auto\", or name its own form"));
     }
     let body = decode_form(form, object, &header)?;
     Ok((form, header, body))

@@ -3,7 +3,7 @@ mod calls;
 
 use super::*;
 use crate::raw::Raw;
-use crate::trace::{LogprobKind, Prompt, Stop, Tokens};
+use crate::trace::{LogprobKind, Pieces, Prompt, Stop, Tokens};
 use serde_json::json;
 
 fn read(record: &[u8]) -> Decoded<Trace> {
@@ -24,8 +24,7 @@ fn tokens_of(logprobs: &str) -> Decoded<Tokens> {
     read(record.as_bytes()).map(|mut trace| trace.generations.remove(0).tokens)
 }
 
-fn pieces(pieces: Option<&crate::trace::Pieces>) -> Vec<Option<Vec<u8>>> {
-    let pieces = pieces.expect("the record has such a column");
+fn pieces(pieces: &Pieces) -> Vec<Option<Vec<u8>>> {
     (0..pieces.len()).map(|index| pieces.get(index).map(<[u8]>::to_vec)).collect()
 }
 
@@ -35,23 +34,38 @@ fn reason_of(result: Decoded<Trace>) -> (Reason, String) {
 }
 
 #[test]
-fn openai_content_gives_texts_bytes_and_logprobs() {
-    let tokens = tokens_of(
-        r#"{"content": [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []},
-            {"token": "\\xf0\\x9f", "logprob": -0.25, "bytes": [240, 159]}], "refusal": null}"#,
-    )
-    .unwrap();
-    assert_eq!(tokens.logprobs, Some(vec![-0.5, -0.25]));
-    assert_eq!(pieces(tokens.texts.as_ref())[1], Some(br"\xf0\x9f".to_vec()));
-    assert_eq!(pieces(tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), Some(vec![240, 159])]);
-    assert_eq!(tokens.ids, None);
-}
-
-#[test]
-fn a_refusal_list_is_read_where_content_is_null() {
-    let tokens =
-        tokens_of(r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#).unwrap();
-    assert_eq!(pieces(tokens.texts.as_ref()), [Some(b"I".to_vec())]);
+fn entries_give_texts_bytes_and_logprobs() {
+    let all = |pieces: &[&[u8]]| Some(pieces.iter().map(|piece| Some(piece.to_vec())).collect::<Vec<_>>());
+    let cases: [(&str, _, _, &[f32]); 4] = [
+        (
+            r#"{"content": [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []},
+                {"token": "\\xf0\\x9f", "logprob": -0.25, "bytes": [240, 159]}], "refusal": null}"#,
+            all(&[b"Hi", br"\xf0\x9f"]),
+            all(&[b"Hi", &[240, 159]]),
+            &[-0.5, -0.25],
+        ),
+        // A refusal's list is read where content is null.
+        (
+            r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#,
+            all(&[b"I"]),
+            all(&[b"I"]),
+            &[-0.5],
+        ),
+        // A lone part of a character keeps its empty text and bytes.
+        (
+            r#"[{"token": "", "logprob": -1, "bytes": []}, {"token": "é", "logprob": -1, "bytes": [195, 169]}]"#,
+            all(&[b"", "é".as_bytes()]),
+            all(&[b"", "é".as_bytes()]),
+            &[-1.0, -1.0],
+        ),
+        // A text with half a surrogate pair is unknown, and its bytes count.
+        (r#"[{"token": "\ud83d", "logprob": -1, "bytes": [240, 159]}]"#, None, all(&[&[240, 159]]), &[-1.0]),
+    ];
+    for (form, texts, bytes, logprobs) in cases {
+        let tokens = tokens_of(form).unwrap();
+        assert_eq!((tokens.logprobs.as_deref(), &tokens.ids), (Some(logprobs), &None), "{form}");
+        assert_eq!((tokens.texts.as_ref().map(pieces), tokens.bytes.as_ref().map(pieces)), (texts, bytes), "{form}");
+    }
 }
 
 #[test]
@@ -76,7 +90,7 @@ fn flat_forms_pair_tokens_with_numbers() {
         r#"{"tokens": ["Hi", "!"], "token_logprobs": [-0.5, null], "text_offset": [0, 2], "top_logprobs": null}"#,
     ] {
         let tokens = tokens_of(form).unwrap();
-        assert_eq!(pieces(tokens.texts.as_ref()), [Some(b"Hi".to_vec()), Some(b"!".to_vec())]);
+        assert_eq!(pieces(&tokens.texts.unwrap()), [Some(b"Hi".to_vec()), Some(b"!".to_vec())]);
         assert_eq!((tokens.logprobs.unwrap()[0], tokens.missing), (-0.5, 1));
     }
     assert_eq!(tokens_of(r#"{"tokens": [5, 6], "logprobs": [-0.5, -0.5]}"#).unwrap().ids, Some(vec![5, 6]));
@@ -93,27 +107,10 @@ fn placeholders_become_ids_only_if_all_are() {
     assert_eq!(all.ids, Some(vec![9707, 151_645, 7]));
     assert!(all.texts.is_none());
     // The last bytes are those of the placeholder itself, so they are not the token's.
-    assert_eq!(pieces(all.bytes.as_ref()), [Some(b"H".to_vec()), Some(vec![]), None]);
+    assert_eq!(pieces(&all.bytes.unwrap()), [Some(b"H".to_vec()), Some(vec![]), None]);
     let written = tokens_of(r#"{"tokens": ["token_id:5", " said"], "logprobs": [-1, -1]}"#).unwrap();
     assert_eq!(written.ids, None);
-    assert_eq!(pieces(written.texts.as_ref())[0], Some(b"token_id:5".to_vec()));
-}
-
-#[test]
-fn a_lone_part_of_a_character_keeps_empty_text_and_bytes() {
-    let tokens = tokens_of(
-        r#"{"content": [{"token": "", "logprob": -1, "bytes": []}, {"token": "é", "logprob": -1, "bytes": [195, 169]}]}"#,
-    )
-    .unwrap();
-    assert_eq!(pieces(tokens.texts.as_ref()), [Some(vec![]), Some("é".as_bytes().to_vec())]);
-    assert_eq!(pieces(tokens.bytes.as_ref())[0], Some(vec![]));
-}
-
-#[test]
-fn a_text_with_half_a_surrogate_pair_is_unknown_and_its_bytes_count() {
-    let tokens = tokens_of(r#"[{"token": "\ud83d", "logprob": -1, "bytes": [240, 159]}]"#).unwrap();
-    assert!(tokens.texts.is_none());
-    assert_eq!(pieces(tokens.bytes.as_ref()), [Some(vec![240, 159])]);
+    assert_eq!(pieces(&written.texts.unwrap())[0], Some(b"token_id:5".to_vec()));
 }
 
 #[test]
@@ -180,8 +177,8 @@ fn ids_beside_content_make_one_column_and_contradictions_are_refused() {
 }
 
 #[test]
-fn bad_bytes_say_what_they_are() {
-    let cases: [(&[u8], Reason, &str); 7] = [
+fn what_is_no_record_says_what_it_is() {
+    let cases: [(&[u8], Reason, &str); 8] = [
         (b"{\"id\": \"a\", \"messages\": [", Reason::NotJson, "trace 'a': not JSON: the record ends too early"),
         (b"hello", Reason::NotJson, "not JSON"),
         (b"{\"messages\": [{\"role\": \"\xff\"}]}", Reason::NotUtf8, "invalid UTF-8 at byte 24"),
@@ -189,6 +186,7 @@ fn bad_bytes_say_what_they_are() {
         (br#"{"messages": [{"role": "user", "content": "\ud83d"}]}"#, Reason::LoneSurrogate, "lone surrogate"),
         (b"[1, 2]", Reason::UnknownForm, "the record is a list"),
         (b"{\"prompt\": 1, \"text\": 2}", Reason::UnknownForm, "the keys prompt, text"),
+        (b"{\"format\": \"tracegrad/2\", \"messages\": []}", Reason::UnknownForm, "tracegrad/2"),
     ];
     for (bytes, reason, what) in cases {
         let found = reason_of(read(bytes));
@@ -279,7 +277,7 @@ fn a_native_trace_carries_everything_it_says() {
     let generation = &trace.generations[0];
     assert_eq!((generation.message, generation.context.as_slice()), (1, &[0][..]));
     assert_eq!((generation.prompt.ids(), generation.tokens.ids.as_deref()), (Some(&[1, 2][..]), Some(&[3, 4][..])));
-    assert_eq!(pieces(generation.tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), None]);
+    assert_eq!(pieces(generation.tokens.bytes.as_ref().unwrap()), [Some(b"Hi".to_vec()), None]);
     assert_eq!((generation.temperature, generation.top_p, generation.policy_version), (Some(1.0), Some(0.9), 8));
     assert_eq!((generation.logprob_kind, &generation.stop), (LogprobKind::Raw, &Stop::Id(4)));
     assert_eq!(generation.cumulative_logprob, Some(-0.5));
@@ -305,13 +303,6 @@ fn a_native_trace_may_hold_a_rewritten_history() {
     broken = record;
     broken["extra_messages"][1]["generation"] = json!({"call": 0});
     assert!(reason_of(read_json(&broken)).1.contains("names no `context`"));
-}
-
-#[test]
-fn another_version_of_the_native_format_is_refused() {
-    let (reason, text) = reason_of(read_json(&json!({"format": "tracegrad/2", "messages": []})));
-    assert_eq!(reason, Reason::UnknownForm);
-    assert!(text.contains("tracegrad/2"), "{text}");
 }
 
 #[test]

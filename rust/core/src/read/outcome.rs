@@ -32,10 +32,8 @@ pub fn decode_all(
     format: Option<&'static str>,
 ) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
-    let pieces: Vec<_> = std::iter::successors(Some(first), |at| Some(at.next()))
-        .zip(records)
-        .map(|(at, bytes)| Piece::Record { at, bytes: Bytes::Own(bytes), spot: None })
-        .collect();
+    let places = std::iter::successors(Some(first), |at| Some(at.next()));
+    let pieces = places.zip(records).map(|(at, bytes)| Piece::own(at, bytes)).collect();
     let outcomes = decoded(pieces, &file, usize::MAX, format);
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
     for outcome in outcomes {

@@ -4,9 +4,9 @@ use super::held::Bytes;
 use super::outcome::{Outcome, decoded};
 use super::quarantine::Quarantine;
 use super::report::Report;
-use super::source::Source;
+use super::source::{Source, in_file};
 use super::split::{Piece, Splitter};
-use crate::error::{At, Error, Kind, Location, Result};
+use crate::error::{At, Error, Kind, Result};
 use crate::format::Rejection;
 use crate::raw::Spot;
 use crate::threads;
@@ -227,7 +227,7 @@ impl Reader {
         Err(Error::new(Kind::Io, found)
             .why("There are no traces to read")
             .cure("Check the path, and that whatever wrote it has finished")
-            .at(&Location { file: Some(Arc::clone(&self.file)), ..Location::default() }))
+            .at(&in_file(&self.file)))
     }
 
     pub(super) fn limit_reached(&self) -> bool {

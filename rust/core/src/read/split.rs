@@ -24,6 +24,11 @@ pub(super) enum Piece {
 }
 
 impl Piece {
+    /// A record that is in memory alone.
+    pub fn own(at: At, bytes: Arc<[u8]>) -> Self {
+        Self::Record { at, bytes: Bytes::Own(bytes), spot: None }
+    }
+
     pub fn len(&self) -> usize {
         match self {
             Self::Record { bytes, .. } => bytes.len(),
@@ -264,16 +269,13 @@ impl Splitter {
     }
 
     fn misplaced(&self) -> Option<Rejection> {
-        if !self.blocked() {
-            return None;
-        }
         let closed = matches!(self.layout, Layout::Array { closed: true, .. });
         let what = if closed { "text after the end of the JSON array" } else { "a JSON array with a misplaced comma" };
-        Some(
+        self.blocked().then(|| {
             reject(Reason::NotJson, format!("not JSON: {what}"))
                 .why("Where the next record begins cannot be known")
-                .cure("Write one array, or one record a line"),
-        )
+                .cure("Write one array, or one record a line")
+        })
     }
 
     /// Takes the record that ends at `end`; `None` for a blank line.
@@ -306,7 +308,7 @@ impl Splitter {
             return None;
         }
         if in_stream {
-            return Some(Piece::Record { at, bytes: Bytes::Own(events::record(bytes)), spot: None });
+            return Some(Piece::own(at, events::record(bytes)));
         }
         let start = self.before + begin as u64;
         let spot = self.origin.as_ref().map(|origin| Spot { origin: Arc::clone(origin), start });

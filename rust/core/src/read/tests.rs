@@ -16,9 +16,12 @@ fn line(id: &str) -> String {
     )
 }
 
+fn opened(bytes: &[u8], options: Options) -> Reader {
+    Reader::from_reader(io::Cursor::new(bytes.to_vec()), "runs.jsonl", options).expect("the stream opens")
+}
+
 fn reader(bytes: &[u8], on_error: OnError) -> Reader {
-    Reader::from_reader(io::Cursor::new(bytes.to_vec()), "runs.jsonl", Options { on_error, ..Options::default() })
-        .expect("the stream opens")
+    opened(bytes, Options { on_error, ..Options::default() })
 }
 
 fn ids(reader: &mut Reader) -> Vec<String> {
@@ -141,7 +144,7 @@ fn a_record_beyond_the_limit_goes_aside_whole_and_is_never_held_whole() {
         max_record_bytes: 1_000_000,
         ..Options::default()
     };
-    let mut reader = Reader::from_reader(io::Cursor::new(stream.into_bytes()), "runs.jsonl", options).expect("opens");
+    let mut reader = opened(stream.as_bytes(), options);
     assert_eq!(ids(&mut reader), ["a", "b"]);
     assert_eq!((reader.report().bad, reader.report().reasons[&Reason::TooLong]), (1, 1));
     let raw = fs::read_to_string(folder.path().join("q.quarantine.raw")).expect("the bytes");
@@ -159,8 +162,7 @@ fn a_line_of_fifty_megabytes_is_read() {
 #[test]
 fn a_limit_stops_before_later_bad_records() {
     let stream = format!("{}\n{}\nhello\n", line("a"), line("b"));
-    let options = Options { limit: Some(2), ..Options::default() };
-    let mut reader = Reader::from_reader(io::Cursor::new(stream.into_bytes()), "runs.jsonl", options).expect("opens");
+    let mut reader = opened(stream.as_bytes(), Options { limit: Some(2), ..Options::default() });
     assert_eq!(ids(&mut reader), ["a", "b"]);
     assert_eq!(reader.report().bad, 0);
 }
@@ -184,12 +186,10 @@ fn what_is_written_is_what_was_read() {
         let path = folder.path().join(name);
         let mut writer = Writer::create(&path).expect("it opens");
         traces.iter().try_for_each(|trace| writer.write(trace)).and_then(|()| writer.finish()).expect("it is written");
-        let again: Vec<_> =
-            Reader::open(&path, Options::default()).expect("opens").map(|trace| trace.expect("good")).collect();
-        assert_eq!(
-            &*again[0].record().expect("it is held"),
-            b"{  \"zz\": [1.50],  \"messages\": [{\"role\": \"user\"}] }"
-        );
+        let again = Reader::open(&path, Options::default()).expect("opens");
+        let again: Vec<_> = again.map(|trace| trace.expect("good")).collect();
+        let first = again[0].record().expect("it is held");
+        assert_eq!(&*first, br#"{  "zz": [1.50],  "messages": [{"role": "user"}] }"#);
         assert_eq!(again[1].record(), traces[1].record());
     }
     drop(Writer::create(&folder.path().join("dropped.jsonl")).expect("it opens"));

@@ -1,6 +1,7 @@
 //! Traces back to a file: each record's own bytes, one a line; compressed by the suffix; whole or not at all.
 
-use crate::error::{Error, Kind, Location, Result};
+use super::source::in_file;
+use crate::error::{Error, Kind, Result};
 use crate::trace::Trace;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -137,9 +138,8 @@ fn unwritable(path: &Path, error: &io::Error) -> Error {
         }
         _ => "Check the disk, then try again",
     };
-    let place = Location { file: Some(path.to_string_lossy().into()), ..Location::default() };
     Error::new(Kind::Io, format!("cannot be written: {error}"))
         .why("No half file is left; what was there before is untouched")
         .cure(cure)
-        .at(&place)
+        .at(&in_file(&path.to_string_lossy()))
 }

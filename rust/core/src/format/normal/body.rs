@@ -39,11 +39,9 @@ impl Budget {
         if self.0 <= MOST_COPIES {
             return Ok(());
         }
-        Err(reject(
-            Reason::TooLong,
-            format!("the prompts of its generations hold more than {MOST_COPIES} items together"),
-        )
-        .why("Each generation is kept with all that it was sampled after, which would not fit in memory")
-        .cure("Write a record for each branch of the trajectory"))
+        let what = format!("the prompts of its generations hold more than {MOST_COPIES} items together");
+        Err(reject(Reason::TooLong, what)
+            .why("Each generation is kept with all that it was sampled after, which would not fit in memory")
+            .cure("Write a record for each branch of the trajectory"))
     }
 }

@@ -107,7 +107,7 @@ impl<'a> Log<'a> {
         let own = Sampling::read(&call.fields)?;
         let request = call.take_object("request")?;
         let request = request.map(read_request).transpose().map_err(|rejection| rejection.inside("request"))?;
-        let sampling = own.or(&self.sampling(request.as_ref()));
+        let sampling = own.or(&self.sampling(request.as_ref(), &API_DEFAULTS));
         let choice = count(&call.fields, "choice")?.or(self.choice);
         let reward = number(&call.fields, "reward")?.map(|reward| reward as f32);
         let response = match call.take("response") {
@@ -118,13 +118,8 @@ impl<'a> Log<'a> {
         self.answer(request, response, choice, &sampling, reward).map_err(|rejection| rejection.inside("response"))
     }
 
-    /// How the tokens of a call were sampled, beside what the call itself says.
-    pub fn sampling(&self, request: Option<&Request>) -> Sampling {
-        self.sampling_by(request, &API_DEFAULTS)
-    }
-
-    /// The same for a server whose requests leave out `defaults`.
-    pub fn sampling_by(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
+    /// How the tokens of a call were sampled, beside what the call itself says, where its request leaves out `defaults`.
+    pub fn sampling(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
         match request {
             None => self.header.sampling.clone(),
             Some(request) => request.sampling.clone().or(&self.header.sampling).or(defaults),
@@ -195,7 +190,11 @@ impl<'a> Log<'a> {
         let (tools, template_kwargs) = self.scaffold.unwrap_or_default();
         let rendered = self.body.generations.iter().position(|generation| generation.prompt == Prompt::Rendered);
         if let (true, Some(turn)) = (self.scaffold_varies, rendered) {
-            return Err(varying_scaffold(turn));
+            let what = "requests of one trace differ in `tools` or `chat_template_kwargs`";
+            return Err(reject(Reason::Contradiction, what)
+                .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
+                .cure("Record return_token_ids, or write one record for each set of tools")
+                .in_turn(turn));
         }
         if let Some(last) = self.body.generations.last() {
             self.body.conversation = last.context.iter().copied().chain([last.message]).collect();
@@ -235,13 +234,6 @@ fn read_request(mut request: Object) -> Decoded<Request> {
 pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
     let text = serde_json::Value::Object(request.fields_without(&[])?).to_string();
     diagnose::object(&text, Kind::Request).and_then(read_request).map_err(|rejection| rejection.inside("request"))
-}
-
-fn varying_scaffold(turn: usize) -> Rejection {
-    reject(Reason::Contradiction, "requests of one trace differ in `tools` or `chat_template_kwargs`")
-        .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
-        .cure("Record return_token_ids, or write one record for each set of tools")
-        .in_turn(turn)
 }
 
 /// A complaint about a call without an answer.

@@ -9,7 +9,6 @@ use super::kits::masked::{all_zero, lengths};
 use super::kits::openai::{openai, tools};
 use super::kits::talk::message;
 use crate::format::json::fields::Fields;
-use crate::format::normal::body::Budget;
 use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 
@@ -36,8 +35,7 @@ pub(super) fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let nodes = record.objects("nodes")?;
     let calls = said(record)?;
     let trains = !record.object("agent")?.is_some_and(|agent| matches!(agent.typed("trainable"), Ok(Some(false))));
-    let mut graph =
-        Graph { header: &header, calls, body: Body::default(), nodes: Vec::new(), budget: Budget::default() };
+    let mut graph = Graph { header: &header, calls, body: Body::default(), nodes: Vec::new() };
     for (index, node) in nodes.iter().enumerate() {
         graph.add(node, trains).map_err(|rejection| rejection.inside(format!("nodes[{index}]")))?;
     }
@@ -57,7 +55,6 @@ struct Graph<'h> {
     calls: Vec<Said>,
     body: Body,
     nodes: Vec<Node>,
-    budget: Budget,
 }
 
 impl Graph<'_> {
@@ -65,12 +62,10 @@ impl Graph<'_> {
         let index = self.nodes.len();
         let parent = node.count("parent")?.map(|parent| parent as usize);
         if let Some(parent) = parent.filter(|&parent| parent >= index) {
-            return Err(reject(
-                Reason::Contradiction,
-                format!("its parent is node {parent}, which does not stand before it"),
-            )
-            .why("The path to it cannot be walked")
-            .cure("Write the trace as verifiers' to_record makes it"));
+            let what = format!("its parent is node {parent}, which does not stand before it");
+            return Err(reject(Reason::Contradiction, what)
+                .why("The path to it cannot be walked")
+                .cure("Write the trace as verifiers' to_record makes it"));
         }
         self.body.messages.push(message_of(node)?);
         let columns = Columns(node);
@@ -105,7 +100,7 @@ impl Graph<'_> {
         self.describe(index, &mut generation);
         generation.message = index as u32;
         generation.prompt = self.prompt(kept.parent, &ids[..start])?;
-        self.budget.spend(kept.depth)?;
+        self.body.budget.spend(kept.depth)?;
         generation.context = kept.parent.map_or_else(Vec::new, |parent| self.path(parent));
         let logprobs = Columns(node).logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
         if start < end || logprobs.is_some() {
@@ -128,7 +123,7 @@ impl Graph<'_> {
             at = node.parent.filter(|_| turn.is_none());
         }
         let count = lead.len() + parts.iter().map(|&part| self.nodes[part].tail.len() + 1).sum::<usize>();
-        self.budget.spend(count)?;
+        self.body.budget.spend(count)?;
         let mut ids = Vec::with_capacity(count);
         for &part in parts.iter().rev() {
             ids.extend_from_slice(&self.nodes[part].tail);

@@ -1,7 +1,7 @@
 //! The golden records of servers and recorders, broken: a located error or a sound trace, never a panic.
 
 use super::*;
-use crate::trace::{Generation, Pieces};
+use crate::trace::Generation;
 use proptest::prelude::*;
 use recorders::DUMPS;
 use std::fs;

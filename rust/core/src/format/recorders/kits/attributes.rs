@@ -4,15 +4,15 @@
 //! older `gen_ai.prompt.0.role` of OpenLLMetry and AgentOps, and the names that Agent Lightning 0.3.0 adds or reads
 //! (`adapter/triplet.py`, `instrumentation/agentops.py`).
 
+use super::super::contract::{Decoded, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::literal;
 use super::openai::{function_call, tools};
 use super::talk::message;
-use crate::format::json::fields::{Fields, Header, Sampling, number_of};
+use crate::format::json::fields::{Fields, number_of};
 use crate::format::json::numbers::MAX_ID;
-use crate::format::json::outline::{Outline, Shape, logprobs_in};
+use crate::format::json::outline::logprobs_in;
 use crate::format::normal::calls::{Call, Request};
 use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Message, Tokens};
 use serde_json::{Value, json};
 

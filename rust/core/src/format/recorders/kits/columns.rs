@@ -3,10 +3,9 @@
 //! A column is a list, or a batch of one row around it (`[[...]]`, as a tensor of shape [1, S] is written). A batch of
 //! several rows is refused: a trace is one record.
 
-use crate::format::json::fields::{Fields, HEADER_KEYS, Header, number_of};
+use super::super::contract::{Decoded, Header, Outline, Reason, Rejection, Shape, reject};
+use crate::format::json::fields::{Fields, HEADER_KEYS, number_of};
 use crate::format::json::numbers::{Id, Reading, Scalar};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Schemas, Tokens};
 use serde::de::{self, Deserialize, Deserializer};
 use serde_json::Value;

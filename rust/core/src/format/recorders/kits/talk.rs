@@ -2,11 +2,9 @@
 //!
 //! For recorders that keep messages and at most a few numbers beside them.
 
-use crate::format::json::fields::Sampling;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::{Body, Budget};
+use super::super::contract::{Body, Decoded, Outline, Sampling, Shape};
 use crate::format::normal::message::{message_of, plain};
-use crate::format::rejection::{Decoded, not_a_trace};
+use crate::format::rejection::not_a_trace;
 use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -17,7 +15,6 @@ pub struct Talk {
     body: Body,
     /// Messages of the branch that is being read.
     path: Vec<u32>,
-    budget: Budget,
 }
 
 impl Talk {
@@ -31,7 +28,7 @@ impl Talk {
 
     /// A message that the policy sampled after all before it.
     pub fn said(&mut self, message: Message, generation: Generation) -> Decoded<()> {
-        self.budget.spend(self.path.len())?;
+        self.body.budget.spend(self.path.len())?;
         let context = self.path.clone();
         let message = self.given(message);
         self.body.generations.push(Generation { message, context, ..generation });
