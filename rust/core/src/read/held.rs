@@ -3,7 +3,6 @@
 //! A block is used again once no record shares it; it grows to one long record at most and is not zeroed again. The bytes
 //! are not interpreted.
 
-use crate::raw::Raw;
 use std::io::{self, Read};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -41,11 +40,6 @@ impl Bytes {
     /// Without the block that they are a part of.
     pub fn own(&self) -> Arc<[u8]> {
         if let Self::Own(bytes) = self { Arc::clone(bytes) } else { (&**self).into() }
-    }
-
-    /// As a trace keeps them.
-    pub fn kept(&self) -> Raw {
-        Raw::Held(self.own())
     }
 }
 

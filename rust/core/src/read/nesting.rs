@@ -1,6 +1,5 @@
 //! How the records of a file are told apart, and where one value without line breaks around it ends.
 
-/// How records are told apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Layout {
     /// Not looked at yet.

@@ -54,7 +54,7 @@ impl Outcome {
     pub fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
         let (at, bytes, continued, problem) = match piece {
             Piece::Record { at, bytes, spot } => {
-                let raw = spot.map_or_else(|| bytes.kept(), |spot| Raw::left(&bytes, spot));
+                let raw = spot.map_or_else(|| Raw::Held(bytes.own()), |spot| Raw::left(&bytes, spot));
                 let decoded = if bytes.len() < LONG {
                     decode_one(&bytes, raw, &at.in_file(file), format)
                 } else {

@@ -182,7 +182,6 @@ impl Reader {
         self.waiting.extend(outcomes);
     }
 
-    /// Cuts the next chunk into records.
     fn cut(&mut self) -> Vec<Piece> {
         let (mut pieces, mut bytes) = (Vec::new(), 0);
         while bytes < self.next_chunk && pieces.len() < CHUNK_RECORDS && !self.exhausted {

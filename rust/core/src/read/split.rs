@@ -13,7 +13,6 @@ use crate::stop;
 use std::io::{self, Read};
 use std::sync::Arc;
 
-/// What the splitter finds.
 pub(super) enum Piece {
     /// A record, and where its bytes stand on disk.
     Record { at: At, bytes: Bytes, spot: Option<Spot> },
@@ -39,7 +38,6 @@ impl Piece {
 
 const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
 
-/// Cuts a stream into records.
 #[allow(clippy::struct_excessive_bools, reason = "each says something of the bytes that the others do not")]
 pub(super) struct Splitter {
     stream: Box<dyn Read + Send>,

@@ -27,11 +27,6 @@ pub enum Reading {
 }
 
 impl Reading {
-    /// The logprob of a probability; 0 has none.
-    pub fn of_probability(value: f64) -> Self {
-        if value < 0.0 { Self::Invalid } else { Self::of(value.ln()) }
-    }
-
     pub fn of(value: f64) -> Self {
         let short = value as f32;
         // llama.cpp and SGLang write the lowest float32 where the probability is 0.

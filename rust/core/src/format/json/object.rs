@@ -88,7 +88,6 @@ const RECORD_KEYS: &[&str] = &[
     "error",
 ];
 
-/// Keys of a request whose value is read.
 const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body"];
 
 /// Keys of a record or a response that hold token lists which a client library moved.

@@ -69,7 +69,6 @@ pub struct Request {
     pub model: Option<String>,
     /// `Rendered` for messages, without any `Unknown`; what was sent where no template is involved.
     pub prompt: Prompt,
-    /// How it asked to sample.
     pub sampling: Sampling,
 }
 
@@ -142,7 +141,6 @@ impl<'a> Log<'a> {
         self.add(Call { request, entry, model, reward })
     }
 
-    /// Adds a call to the log.
     pub fn add(&mut self, call: Call) -> Decoded<()> {
         let Some(mut generation) = call.entry.generation else {
             return Err(reject(Reason::Contradiction, "the choice says that it was not sampled")
@@ -185,7 +183,6 @@ impl<'a> Log<'a> {
         }
     }
 
-    /// The body of the trace.
     pub fn finish(mut self) -> Decoded<Body> {
         let (tools, template_kwargs) = self.scaffold.unwrap_or_default();
         let rendered = self.body.generations.iter().position(|generation| generation.prompt == Prompt::Rendered);

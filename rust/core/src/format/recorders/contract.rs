@@ -11,8 +11,6 @@ pub struct Dump {
     pub form: Form,
     /// Keys of the record, any one of which makes `knows` worth asking.
     pub signs: &'static [&'static str],
-    /// Whether this is a record of it.
     pub knows: fn(&Outline<'_>) -> bool,
-    /// The record's header and body.
     pub decode: fn(&Outline<'_>) -> Decoded<(Header, Body)>,
 }

@@ -29,7 +29,6 @@ struct Said {
     fields: Fields,
 }
 
-/// Header and body of a trace.
 pub(super) fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let header = header(record)?;
     let nodes = record.objects("nodes")?;
@@ -86,7 +85,6 @@ impl Graph<'_> {
         Ok(())
     }
 
-    /// Adds the generation of a node.
     fn sample(&mut self, node: &Outline<'_>, ids: Vec<u32>, mask: &[bool], kept: &mut Node) -> Decoded<()> {
         let index = self.nodes.len();
         let start = mask.iter().position(|&bit| bit).unwrap_or(mask.len());

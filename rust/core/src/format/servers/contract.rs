@@ -29,9 +29,7 @@ pub struct Server {
 pub struct Asked<'a> {
     /// Which of several choices was used, where the record says.
     pub choice: Option<i32>,
-    /// How it was sampled.
     pub sampling: &'a Sampling,
-    /// The request, where it is there.
     pub request: Option<&'a Outline<'a>>,
 }
 

@@ -63,7 +63,7 @@ impl Listed {
         }
         let among = || self.probs.iter().flatten().find(|candidate| candidate.tok_str.0 == self.content.0);
         match self.prob.or_else(|| among().map(|candidate| candidate.prob)) {
-            Some(prob) => (Reading::of_probability(prob), true),
+            Some(prob) => (if prob < 0.0 { Reading::Invalid } else { Reading::of(prob.ln()) }, true),
             None => (Reading::Missing, false),
         }
     }
@@ -119,7 +119,6 @@ fn finish_of(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()>
     Ok(())
 }
 
-/// A prompt is text or ids.
 fn prompt(outline: &Outline<'_>) -> Decoded<Prompt> {
     Ok(match outline.get("prompt").map(Shape::of) {
         Some(Shape::Text) => {

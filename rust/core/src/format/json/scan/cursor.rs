@@ -70,7 +70,6 @@ impl<'a> Cursor<'a> {
         self.text.get(start.0..end.0)
     }
 
-    /// Steps over white space.
     #[inline]
     pub fn blank(&mut self) {
         while matches!(self.peek(), b' ' | b'\n' | b'\r' | b'\t') {
@@ -176,15 +175,6 @@ impl<'a> Cursor<'a> {
         self.rest().starts_with(word).then(|| self.at += word.len())
     }
 
-    #[inline]
-    pub fn null(&mut self) -> Option<()> {
-        self.word(b"null")
-    }
-
-    pub fn string(&mut self) -> Option<String> {
-        self.unquoted().map(str::to_owned)
-    }
-
     /// Steps over a bare word in place of a number, which reads as the same word in quotes; a minus is already passed.
     #[cold]
     pub fn bare(&mut self) -> Option<&'static str> {
@@ -269,7 +259,7 @@ impl<'a> Cursor<'a> {
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            _ => return self.skip_number().or_else(|| self.bare().map(|_| ())),
+            _ => return self.decimal().map(|_| ()).or_else(|| self.bare().map(|_| ())),
         }
         Some(())
     }

@@ -87,7 +87,7 @@ impl<'a> Cursor<'a> {
 
     #[inline]
     fn unless_null<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
-        if self.null().is_some() { Some(None) } else { read(self).map(Some) }
+        if self.word(b"null").is_some() { Some(None) } else { read(self).map(Some) }
     }
 
     fn node(&mut self, kind: Kind) -> Option<Node> {

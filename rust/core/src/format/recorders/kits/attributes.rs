@@ -30,7 +30,6 @@ const SAMPLED_IDS: &[&str] = &[
     "llm.hosted_vllm.response_token_ids",
 ];
 
-/// The attributes of one span.
 pub struct Attributes(pub Fields);
 
 impl Attributes {
@@ -90,7 +89,6 @@ impl Attributes {
         (!found.is_null()).then(|| listed(found))
     }
 
-    /// Whether a model was called.
     pub fn is_call(&self) -> bool {
         self.0.keys().any(|name| {
             SAMPLED_IDS.contains(&name.as_str())
@@ -117,7 +115,6 @@ impl Attributes {
         named.or(nested).map_or(Ok(None), |value| number_of("reward", &value))
     }
 
-    /// The call.
     pub fn call(&self, header: &Header) -> Decoded<Call> {
         let mut fields = Fields::new();
         for name in ["temperature", "top_p"] {

@@ -13,11 +13,9 @@ use serde_json::Value;
 /// Our names of header fields, each with those that a recorder has for it.
 pub type Names<'n> = &'n [(&'n str, &'n [&'n str])];
 
-/// The columns of a row.
 pub struct Columns<'o, 'a>(pub &'o Outline<'a>);
 
 impl<'a> Columns<'_, 'a> {
-    /// A column of token ids.
     pub fn ids(&self, key: &str) -> Decoded<Option<Vec<u32>>> {
         Ok(self.of(key)?.map(Id::plain))
     }
@@ -27,7 +25,6 @@ impl<'a> Columns<'_, 'a> {
         Ok(self.of::<Bit>(key)?.map(|bits| bits.into_iter().map(|Bit(bit)| bit).collect()))
     }
 
-    /// A column of logprobs.
     pub fn logprobs(&self, key: &str) -> Decoded<Option<Vec<Reading>>> {
         self.of(key)
     }

@@ -78,7 +78,6 @@ impl Row {
         Ok(self)
     }
 
-    /// The generations of the row.
     pub fn decode(mut self, sampling: &Sampling) -> Decoded<Body> {
         let count = self.ids.len();
         self.check()?;

@@ -52,7 +52,6 @@ impl Talk {
         }
     }
 
-    /// Messages and generations of the record.
     pub fn finish(mut self) -> Body {
         self.branch();
         self.body

@@ -3,9 +3,8 @@
 //! Sources: openai `types/chat/chat_completion_chunk.py`, vLLM and SGLang `chat_completion/serving.py`. Entries of `logprobs` are copied as they
 //! stand, also those on a chunk whose delta is empty (a server that hides channel tokens lists them there).
 
+use super::super::contract::{Decoded, Outline, Rejection};
 use super::pieces::{Draft, Lists, incomplete};
-use crate::format::json::outline::Outline;
-use crate::format::rejection::{Decoded, Rejection};
 use crate::trace::Note;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -24,7 +23,6 @@ struct Choice {
     finished: bool,
 }
 
-/// The response that the chunks are parts of.
 pub(super) fn assemble(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (mut choices, mut response) = (BTreeMap::<i32, Choice>::new(), Draft::default());
     for (at, chunk) in chunks.iter().enumerate() {

@@ -1,11 +1,10 @@
 //! The events of a stream, each the JSON of one chunk; repeated ones dropped.
 
+use super::super::contract::{Decoded, Outline, Reason, Rejection, Shape, reject};
 use super::pieces::incomplete;
 use crate::drift;
 use crate::format::json::diagnose;
-use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::note;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Note;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;

@@ -9,10 +9,8 @@ mod events;
 mod pieces;
 mod typed;
 
-use crate::format::form::Form;
-use crate::format::json::outline::{Outline, Shape};
+use super::contract::{Decoded, Form, Outline, Reason, Rejection, Shape, reject};
 use crate::format::normal::calls::no_response;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Note;
 pub(in super::super) use events::is_events;
 use serde_json::value::RawValue;

@@ -1,9 +1,8 @@
 //! Chunks of servers that stream tokens with their numbers, and the parts that all streams are put together from.
 
+use super::super::contract::{Decoded, Outline, Reason, Shape, reject};
 use crate::drift;
-use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::body::note;
-use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::Note;
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -119,7 +118,6 @@ impl Lists {
     }
 }
 
-/// A text that grows under a key.
 fn text_of(chunks: &[Outline<'_>], key: &str) -> Decoded<String> {
     let mut whole = String::new();
     for chunk in chunks {
@@ -137,7 +135,6 @@ fn list_of(chunks: &[Outline<'_>], key: &str) -> Decoded<Option<String>> {
     Ok(lists.first().map(|(_, items)| format!("[{}]", items.join(","))))
 }
 
-/// The objects that chunks have under a key.
 fn objects_of<'a>(chunks: &[Outline<'a>], key: &str) -> Decoded<Vec<Outline<'a>>> {
     chunks.iter().filter_map(|chunk| chunk.object(key).transpose()).collect()
 }

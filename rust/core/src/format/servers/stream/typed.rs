@@ -3,9 +3,8 @@
 //! Sources: openai `types/responses/`, anthropic `types/raw_message_stream_event.py`. A Responses stream says everything up to three times: as
 //! `.delta`, as `.done` and in the whole response at the end; each part is counted once.
 
+use super::super::contract::{Decoded, Outline};
 use super::pieces::incomplete;
-use crate::format::json::outline::Outline;
-use crate::format::rejection::Decoded;
 use crate::trace::Note;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -43,7 +42,6 @@ fn values(chunks: &[Outline<'_>]) -> Decoded<Vec<Value>> {
     chunks.iter().map(|chunk| chunk.fields_without(&[]).map(Value::Object)).collect()
 }
 
-/// Adds to a text of a block.
 fn grow(block: &mut Value, key: &str, more: &str) {
     match block.as_object_mut().map(|block| block.entry(key).or_insert_with(|| "".into())) {
         Some(Value::String(known)) => known.push_str(more),
