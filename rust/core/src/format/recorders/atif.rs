@@ -3,14 +3,13 @@
 //!
 //! Source: ATIF 1.8 (atif 1.8.0, harbor 0.25.0 `models/trajectories`).
 
-use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, note, reject};
 use super::kits::columns::{Columns, tokens_of};
 use super::kits::masked::all_zero;
 use super::kits::openai::function_call;
 use super::kits::talk::{Talk, message};
 use crate::drift;
 use crate::format::json::fields::schemas;
-use crate::format::normal::body::note;
 use crate::trace::{Generation, Prompt};
 use serde_json::{Value, json};
 

@@ -3,7 +3,7 @@
 pub(in crate::format) use crate::format::form::Form;
 pub(in crate::format) use crate::format::json::fields::{Header, Sampling};
 pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
-pub(in crate::format) use crate::format::normal::body::Body;
+pub(in crate::format) use crate::format::normal::body::{Body, note};
 pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
 
 /// How one recorder writes a trajectory.

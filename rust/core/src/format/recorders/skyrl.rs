@@ -4,12 +4,11 @@
 //! Source: skyrl 0.3.0 `train/generators/base.py`, `skyrl_gym_generator.py` (an observation has mask 0 and logprob 0.0; a
 //! stop token that was not sampled may be appended with mask 1 and logprob 0.0), `train/utils/trainer_utils.py`.
 
-use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either};
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either, note};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
-use crate::format::normal::body::note;
 use crate::trace::{Generation, Note, Prompt};
 use serde_json::Value;
 

@@ -5,12 +5,11 @@
 //! logprobs with 0.0; `attention_mask` is of both) and `trainer/ppo/ray_trainer.py`, `_write_generations`.
 //! `old_log_probs` are the trainer's own and are not read.
 
-use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either};
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either, note};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
-use crate::format::normal::body::note;
 use crate::trace::{Note, Prompt};
 
 pub(super) const DUMP: Dump = Dump {

@@ -6,12 +6,12 @@
 
 use super::contract::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
-    finish_under, reject, sampling_of, spoken, stop_under,
+    finish_under, note, reject, sampling_of, spoken, stop_under,
 };
 use super::kits::cut::tokens_from;
 use crate::drift;
 use crate::format::json::object::Numbers;
-use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop, Tokens};
+use crate::trace::{Generation, LogprobKind, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -166,7 +166,7 @@ fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) ->
     if generation.stop == Stop::Unsaid && (matched.is_some() || past > 1) {
         let total = texts.len();
         let detail = format!("the text ends after {body} of {total} listed tokens; the others run past the stop");
-        generation.notes.push(Note { reason: drift::Reason::StopStringTruncated, count: past as u32, detail });
+        generation.notes.push(note(drift::Reason::StopStringTruncated, past, detail));
         generation.stop = matched.map_or(Stop::Unsaid, Stop::Text);
     }
     Ok(())

@@ -2,7 +2,10 @@
 
 pub(in crate::format) use crate::format::form::Form;
 use crate::format::json::fields::{Sampling, magnitude_of};
+pub(in crate::format) use crate::format::json::listed::Columns;
+pub(in crate::format) use crate::format::json::numbers::{Id, Reading, TokenText};
 pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
+pub(in crate::format) use crate::format::normal::body::note;
 pub(in crate::format) use crate::format::normal::calls::{API_DEFAULTS, Request};
 use crate::format::normal::finish;
 pub(in crate::format) use crate::format::normal::message::Entry;

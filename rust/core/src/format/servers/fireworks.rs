@@ -6,10 +6,9 @@
 
 use super::completions;
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, either, finish_under, spoken,
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
+    either, finish_under, spoken,
 };
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::json::object::Numbers;
 use crate::format::normal::calls::chat_request;
 use crate::format::normal::message::message_of;

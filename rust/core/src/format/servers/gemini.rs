@@ -4,12 +4,11 @@
 //! tokenizer. What the numbers are of is not documented.
 
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, either, finish_under, sampling_of,
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
+    either, finish_under, sampling_of,
 };
 use super::kits::said;
 use crate::format::json::fields::Fields;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::trace::{LogprobKind, Message, Schemas, Tokens};
 use serde::Deserialize;
 use serde_json::{Value, json};

@@ -6,12 +6,11 @@
 //! token is.
 
 use super::contract::{
-    Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of, sampling_under, spoken,
+    Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText, sampling_of,
+    sampling_under, spoken,
 };
 use crate::drift;
 use crate::format::json::fields::Sampling;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::normal::finish;
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop};
 use serde::Deserialize;

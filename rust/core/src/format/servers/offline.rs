@@ -6,12 +6,10 @@
 //! of the engine that the object does not name.
 
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, prompt_of,
-    reject, sampling_under, spoken, stop_under,
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, finish_under, prompt_of, reject, sampling_under, spoken, stop_under,
 };
 use crate::drift;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::normal::calls::chat_request;
 use crate::format::normal::extras::{routed_experts, sampling_mask, version_spans};
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Tokens};

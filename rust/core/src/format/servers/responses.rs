@@ -5,12 +5,11 @@
 //! are one assistant message. What the numbers are of is not documented.
 
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, reject, sampling_of,
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Outline, Reading, Reason, Request, Server, Shape, TokenText,
+    reject, sampling_of,
 };
 use super::kits::said;
 use crate::drift;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Reading, TokenText};
 use crate::format::normal::finish;
 use crate::trace::{Generation, LogprobKind, Message, Note, Prompt};
 use serde::Deserialize;

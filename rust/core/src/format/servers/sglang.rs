@@ -5,15 +5,13 @@
 //! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, prompt_of, reject, sampling_of,
-    spoken, stop_id,
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, note, prompt_of, reject, sampling_of, spoken, stop_id,
 };
 use crate::drift;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::format::normal::extras::{raw_experts, sampling_mask, version, version_spans};
 use crate::format::normal::finish;
-use crate::trace::{LogprobKind, Note, Prompt, Stop, Tokens};
+use crate::trace::{LogprobKind, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -71,7 +69,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     if generation.finish_reason.as_deref() == Some("abort") {
         let why = finish.as_ref().and_then(|finish| finish.get("message")?.as_str()).unwrap_or("no message");
         let detail = format!("the server aborted the generation: {why}");
-        generation.notes.push(Note { reason: drift::Reason::LengthTruncated, count: sampled as u32, detail });
+        generation.notes.push(note(drift::Reason::LengthTruncated, sampled, detail));
     }
     generation.text.clone_from(&text);
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, 0))

@@ -5,11 +5,9 @@
 //! prompt's ids where they were asked for.
 
 use super::contract::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
-    sampling_of, spoken,
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, finish_under, reject, sampling_of, spoken,
 };
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
 use crate::trace::{LogprobKind, Prompt};
 use serde::Deserialize;
 use serde_json::Value;

@@ -3,10 +3,9 @@
 //! Trainers keep trajectories so (slime, AReaL, verl, TRL, SkyRL): what went through the model, and which of it was
 //! sampled. What stands in the columns of numbers where nothing was sampled is filler and is not looked at.
 
-use super::super::contract::{Body, Decoded, Reason, Rejection, Sampling, reject};
+use super::super::contract::{Body, Decoded, Reason, Rejection, Sampling, note, reject};
 use crate::drift;
 use crate::format::json::numbers::Reading;
-use crate::format::normal::body::note;
 use crate::format::normal::message::plain;
 use crate::trace::{Generation, Message, Note, Prompt, Tokens, VersionSpan};
 use serde_json::Value;

@@ -1,10 +1,9 @@
 //! The events of a stream, each the JSON of one chunk; repeated ones dropped.
 
-use super::super::contract::{Decoded, Outline, Reason, Rejection, Shape, reject};
+use super::super::contract::{Decoded, Outline, Reason, Rejection, Shape, note, reject};
 use super::pieces::incomplete;
 use crate::drift;
 use crate::format::json::diagnose;
-use crate::format::normal::body::note;
 use crate::trace::Note;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;

@@ -1,8 +1,7 @@
 //! Chunks of servers that stream tokens with their numbers, and the parts that all streams are put together from.
 
-use super::super::contract::{Decoded, Outline, Reason, Shape, reject};
+use super::super::contract::{Decoded, Outline, Reason, Shape, note, reject};
 use crate::drift;
-use crate::format::normal::body::note;
 use crate::trace::Note;
 use serde_json::Value;
 use serde_json::value::RawValue;
