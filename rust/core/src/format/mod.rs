@@ -118,7 +118,7 @@ fn parse(record: &[u8], wanted: Option<&str>) -> Decoded<Parsed> {
 }
 
 fn decode_shaped(
-    object: Object,
+    mut object: Object,
     record: &[u8],
     wanted: Option<&str>,
     place: &mut Location,
@@ -132,18 +132,14 @@ fn decode_shaped(
             .why("A record of another form would be read as something it is not")
             .cure("Read it with format=\"auto\", or name its own form"));
     }
-    let body = decode_form(form, object, &header)?;
-    Ok((form, header, body))
-}
-
-fn decode_form(form: Form, mut object: Object, header: &Header) -> Decoded<Body> {
-    match form {
+    let body = match form {
         form::NATIVE => native::decode(&mut object, &header.sampling),
         form::CHAT => chat::decode(&mut object, &header.sampling),
-        form::CALLS => calls::decode(&mut object, header),
-        form::CALL => calls::decode_single(object, header),
-        _ => calls::decode_response(object, header),
-    }
+        form::CALLS => calls::decode(&mut object, &header),
+        form::CALL => calls::decode_single(object, &header),
+        _ => calls::decode_response(object, &header),
+    }?;
+    Ok((form, header, body))
 }
 
 /// All forms that are read: the names that `format=` takes.

@@ -106,11 +106,8 @@ fn turn(record: &Outline<'_>, header: &Header) -> Decoded<Body> {
     generation.finish_reason = record.text("finish_reason")?;
     let mut fields = Fields::new();
     fields.insert("role".to_owned(), "assistant".into());
-    for key in ["content", "reasoning_content"] {
+    for key in ["content", "reasoning_content", "tool_calls"] {
         fields.insert(key.to_owned(), record.value(key)?.unwrap_or(Value::Null));
-    }
-    if let Some(calls) = record.value("tool_calls")? {
-        fields.insert("tool_calls".to_owned(), calls);
     }
     let message = talk::message(Value::Object(openai(fields)))?;
     let mut talk = talk::Talk::default();

@@ -11,12 +11,9 @@ pub fn openai(mut message: Fields) -> Fields {
         if call.contains_key("function") || !call.contains_key("name") {
             continue;
         }
-        let mut function = Fields::new();
-        for key in ["name", "arguments"] {
-            function.insert(key.to_owned(), call.remove(key).unwrap_or(Value::Null));
-        }
+        let function = json!({"name": call.remove("name"), "arguments": call.remove("arguments")});
         call.insert("type".to_owned(), "function".into());
-        call.insert("function".to_owned(), Value::Object(function));
+        call.insert("function".to_owned(), function);
     }
     message
 }
