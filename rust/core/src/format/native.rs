@@ -70,10 +70,8 @@ fn bad_context(found: &str) -> Rejection {
 
 /// Sorts generations by the `call` they name, where they name one.
 fn in_call_order(generations: Vec<Generation>, placings: &Placings) -> Decoded<Vec<Generation>> {
-    let mut numbers = Vec::with_capacity(generations.len());
-    for (turn, placing) in placings {
-        numbers.push(count(placing, "call").map_err(|rejection| rejection.in_turn(*turn))?);
-    }
+    let number = |(turn, placing): &(usize, Fields)| count(placing, "call").map_err(|r| r.in_turn(*turn));
+    let numbers = placings.iter().map(number).collect::<Decoded<Vec<_>>>()?;
     if numbers.iter().all(Option::is_none) {
         return Ok(generations);
     }

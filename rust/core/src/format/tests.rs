@@ -28,9 +28,9 @@ fn pieces(pieces: &Pieces) -> Vec<Option<Vec<u8>>> {
     (0..pieces.len()).map(|index| pieces.get(index).map(<[u8]>::to_vec)).collect()
 }
 
-fn reason_of(result: Decoded<Trace>) -> (Reason, String) {
-    let rejection = result.expect_err("the record is bad");
-    (rejection.reason, rejection.error.to_string())
+fn assert_refused<T: std::fmt::Debug>(result: Decoded<T>, reason: Reason, what: &str) {
+    let Rejection { reason: found, error } = result.expect_err("the record is bad");
+    assert!(found == reason && error.to_string().contains(what), "{found:?}, {error}");
 }
 
 #[test]
@@ -126,14 +126,10 @@ fn impossible_logprobs_are_nan_and_counted() {
 
 #[test]
 fn wrong_types_name_the_path() {
-    let (reason, text) =
-        reason_of(tokens_of(r#"{"content": [{"token": "a", "logprob": "-0.5"}]}"#).map(|_| unreachable!()));
-    assert_eq!(reason, Reason::WrongType);
-    assert!(text.contains("messages[1].logprobs.content[0].logprob"), "{text}");
-    assert!(text.starts_with("runs.jsonl:7: "), "{text}");
-    let (_, text) = reason_of(read_json(&json!({"id": "a17", "messages": "hello"})));
-    assert!(text.starts_with("runs.jsonl:7 trace 'a17': `messages` is a string, not a list."), "{text}");
+    let entry = tokens_of(r#"{"content": [{"token": "a", "logprob": "-0.5"}]}"#);
+    assert_refused(entry, Reason::WrongType, "runs.jsonl:7: messages[1].logprobs.content[0].logprob");
     for (record, what) in [
+        (json!({"id": "a17", "messages": "hello"}), "runs.jsonl:7 trace 'a17': `messages` is a string, not a list."),
         (json!({"messages": [1]}), "messages[0]"),
         (json!({"messages": [{"content": "x"}]}), "no `role`"),
         (json!({"messages": [{"role": "user", "content": 5}]}), "`content` is a number"),
@@ -144,9 +140,7 @@ fn wrong_types_name_the_path() {
         (json!({"messages": [{"role": "assistant", "token_ids": "x"}]}), "token_ids: invalid type: string"),
         (json!({"messages": [{"role": "assistant", "logprobs": true}]}), "logprobs: invalid type: boolean"),
     ] {
-        let (reason, text) = reason_of(read_json(&record));
-        assert_eq!(reason, Reason::WrongType, "{text}");
-        assert!(text.contains(what), "{text}");
+        assert_refused(read_json(&record), Reason::WrongType, what);
     }
 }
 
@@ -154,12 +148,9 @@ fn wrong_types_name_the_path() {
 fn ids_that_no_vocabulary_has_are_refused() {
     for bad in ["-1", "1.5", "2147483648", "1e30", "99999999999999999999999"] {
         let record = format!(r#"{{"messages": [{{"role": "assistant", "content": "x", "token_ids": [1, {bad}]}}]}}"#);
-        let (reason, text) = reason_of(read(record.as_bytes()));
-        assert_eq!(reason, Reason::IdOutOfRange, "{text}");
-        assert!(text.contains("messages[0].token_ids[1]: token id"), "{text}");
+        assert_refused(read(record.as_bytes()), Reason::IdOutOfRange, "messages[0].token_ids[1]: token id");
     }
-    let (reason, _) = reason_of(tokens_of(r#"{"tokens": ["token_id:4294967296"]}"#).map(|_| unreachable!()));
-    assert_eq!(reason, Reason::IdOutOfRange);
+    assert_refused(tokens_of(r#"{"tokens": ["token_id:4294967296"]}"#), Reason::IdOutOfRange, "");
 }
 
 #[test]
@@ -173,7 +164,7 @@ fn ids_beside_content_make_one_column_and_contradictions_are_refused() {
     let longer = read_json(&message(json!([5, 6, 7]))).unwrap();
     assert_eq!(longer.generations[0].tokens.ids, Some(vec![5, 6, 7]));
     assert_eq!(longer.generations[0].tokens.logprobs.as_ref().unwrap().len(), 2);
-    assert_eq!(reason_of(read_json(&message(json!([5, 9])))).0, Reason::Contradiction);
+    assert_refused(read_json(&message(json!([5, 9]))), Reason::Contradiction, "");
 }
 
 #[test]
@@ -189,16 +180,14 @@ fn what_is_no_record_says_what_it_is() {
         (b"{\"format\": \"tracegrad/2\", \"messages\": []}", Reason::UnknownForm, "tracegrad/2"),
     ];
     for (bytes, reason, what) in cases {
-        let found = reason_of(read(bytes));
-        assert_eq!(found.0, reason, "{}", found.1);
-        assert!(found.1.contains(what), "{}", found.1);
+        assert_refused(read(bytes), reason, what);
     }
 }
 
 #[test]
 fn deep_nesting_is_refused_and_not_a_stack_overflow() {
     let deep = format!(r#"{{"messages": {}"#, "[".repeat(1_000_000));
-    assert_eq!(reason_of(read(deep.as_bytes())).0, Reason::TooDeep);
+    assert_refused(read(deep.as_bytes()), Reason::TooDeep, "");
     // Also in what no reader of a form looks at, whatever the form: 126 levels in a record of one are read, 127 are not.
     let around = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
     let chat = r#""messages": [{"role": "user"}]"#;
@@ -208,16 +197,12 @@ fn deep_nesting_is_refused_and_not_a_stack_overflow() {
             let record = |depth: usize| format!(r#"{{"id": "a", {known}, "{key}": {}}}"#, around(depth));
             assert!(read(record(126).as_bytes()).is_ok());
             for depth in [127, 128, 100_000] {
-                let (reason, text) = reason_of(read(record(depth).as_bytes()));
-                assert_eq!(reason, Reason::TooDeep, "{text}");
-                assert!(
-                    text.starts_with("runs.jsonl:7 trace 'a': JSON nested deeper than 128 levels at byte"),
-                    "{text}"
-                );
+                let what = "runs.jsonl:7 trace 'a': JSON nested deeper than 128 levels at byte";
+                assert_refused(read(record(depth).as_bytes()), Reason::TooDeep, what);
             }
-            let named =
-                decode(record(100_000).as_bytes(), Raw::Held(b""[..].into()), &Location::default(), Some("trl"));
-            assert_eq!(reason_of(named.map(|record| record.trace)).0, Reason::TooDeep);
+            let raw = Raw::Held(b""[..].into());
+            let named = decode(record(100_000).as_bytes(), raw, &Location::default(), Some("trl"));
+            assert_refused(named, Reason::TooDeep, "");
         }
     }
     // Brackets in strings nest nothing.
@@ -244,9 +229,9 @@ fn numbers_that_float32_cannot_hold_are_refused_wherever_they_come_from() {
         trl(r#""reward": [3e38, 3e38]"#),
     ];
     for record in bad {
-        let (reason, text) = reason_of(read(record.as_bytes()));
-        assert_eq!(reason, Reason::WrongType, "{record}: {text}");
-        assert!(text.contains("not a finite float32") && text.starts_with("runs.jsonl:7"), "{text}");
+        let rejection = read(record.as_bytes()).expect_err(&record);
+        assert!(rejection.error.to_string().starts_with("runs.jsonl:7"), "{rejection:?}");
+        assert_refused::<()>(Err(rejection), Reason::WrongType, "not a finite float32");
     }
 }
 
@@ -299,10 +284,10 @@ fn a_native_trace_may_hold_a_rewritten_history() {
     assert_eq!(calls, [(3, vec![2]), (1, vec![0])]);
     let mut broken = record.clone();
     broken["messages"][1]["generation"]["context"] = json!([4]);
-    assert!(reason_of(read_json(&broken)).1.contains("there are 4 messages"));
+    assert_refused(read_json(&broken), Reason::WrongType, "there are 4 messages");
     broken = record;
     broken["extra_messages"][1]["generation"] = json!({"call": 0});
-    assert!(reason_of(read_json(&broken)).1.contains("names no `context`"));
+    assert_refused(read_json(&broken), Reason::Incomplete, "names no `context`");
 }
 
 #[test]

@@ -214,7 +214,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
     })?;
     let mut messages = Vec::with_capacity(nodes.len());
     for (position, node) in nodes.into_iter().enumerate() {
-        let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::default()));
+        let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::UNKNOWN));
         messages.push(entry.map_err(|rejection| rejection.inside(format!("messages[{position}]")))?.message);
     }
     Ok(Request {

@@ -85,12 +85,11 @@ fn started(span: &Outline<'_>) -> Decoded<f64> {
 }
 
 fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {
-    let listed = record.objects("triplets")?;
-    let mut calls = Vec::with_capacity(listed.len());
-    for (turn, one) in listed.iter().enumerate() {
+    let call = |(turn, one)| {
         let place = |rejection: Rejection| rejection.inside(format!("triplets[{turn}]")).in_turn(turn);
-        calls.push(triplet(one, &header.sampling).map_err(place)?);
-    }
+        triplet(one, &header.sampling).map_err(place)
+    };
+    let calls = record.objects("triplets")?.iter().enumerate().map(call).collect::<Decoded<Vec<_>>>()?;
     header.reward = header.reward.or_else(|| calls.iter().rev().find_map(|call| call.reward));
     Log::of(header, calls.into_iter().map(Ok))
 }

@@ -94,11 +94,8 @@ pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>
         let complaint = error.to_string();
         not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
     })?;
-    let mut messages = Vec::with_capacity(values.len());
-    for (position, value) in values.into_iter().enumerate() {
-        messages.push(message(value).map_err(|rejection| rejection.inside(format!("{key}[{position}]")))?);
-    }
-    Ok(Some(messages))
+    let read = |(position, value)| message(value).map_err(|rejection| rejection.inside(format!("{key}[{position}]")));
+    values.into_iter().enumerate().map(read).collect::<Decoded<_>>().map(Some)
 }
 
 pub fn message(value: Value) -> Decoded<Message> {

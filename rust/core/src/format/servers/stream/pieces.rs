@@ -118,11 +118,7 @@ impl Lists {
 }
 
 fn text_of(chunks: &[Outline<'_>], key: &str) -> Decoded<String> {
-    let mut whole = String::new();
-    for chunk in chunks {
-        whole.push_str(&chunk.text(key)?.unwrap_or_default());
-    }
-    Ok(whole)
+    chunks.iter().map(|chunk| chunk.text(key).map(Option::unwrap_or_default)).collect()
 }
 
 /// The list of all chunks' entries under a key, as JSON; `None` where no chunk has one.
