@@ -8,7 +8,7 @@ use super::contract::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
     sampling_of, stop_under,
 };
-use super::kits::said;
+use super::said;
 use crate::drift;
 use crate::trace::{LogprobKind, Message, Note};
 use serde_json::{Value, json};

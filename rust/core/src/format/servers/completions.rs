@@ -8,10 +8,9 @@ use super::contract::{
     API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
     finish_under, note, reject, sampling_of, spoken, stop_under,
 };
-use super::kits::cut::tokens_from;
 use crate::drift;
 use crate::format::json::object::Numbers;
-use crate::trace::{Generation, LogprobKind, Prompt, Stop, Tokens};
+use crate::trace::{Generation, LogprobKind, Pieces, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -133,6 +132,28 @@ impl Echo<'_> {
             Some(offset) => text.chars().skip(usize::try_from(*offset).unwrap_or(usize::MAX)).collect(),
             None => text.to_owned(),
         })
+    }
+}
+
+/// The tokens from `start` on.
+///
+/// Numbers that are not known are counted as missing first: a list begins with null where nothing comes before it.
+fn tokens_from(tokens: &Tokens, start: usize) -> Tokens {
+    let rest = |pieces: &Pieces| {
+        let mut rest = Pieces::default();
+        (start..pieces.len()).for_each(|index| rest.push(pieces.get(index)));
+        rest
+    };
+    let logprobs = tokens.logprobs.as_deref().unwrap_or_default();
+    let unknown = logprobs.iter().take(start).filter(|value| value.is_nan()).count() as u32;
+    let missing = unknown.min(tokens.missing);
+    Tokens {
+        ids: tokens.ids.as_ref().map(|ids| ids.iter().skip(start).copied().collect()),
+        bytes: tokens.bytes.as_ref().map(rest),
+        texts: tokens.texts.as_ref().map(rest),
+        logprobs: tokens.logprobs.as_ref().map(|_| logprobs.iter().skip(start).copied().collect()),
+        missing: tokens.missing - missing,
+        invalid: tokens.invalid - (unknown - missing).min(tokens.invalid),
     }
 }
 

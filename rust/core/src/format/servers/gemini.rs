@@ -7,7 +7,7 @@ use super::contract::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
     either, finish_under, sampling_of,
 };
-use super::kits::said;
+use super::said;
 use crate::format::json::fields::Fields;
 use crate::trace::{LogprobKind, Message, Schemas, Tokens};
 use serde::Deserialize;

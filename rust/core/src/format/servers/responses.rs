@@ -8,7 +8,7 @@ use super::contract::{
     API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Outline, Reading, Reason, Request, Server, Shape, TokenText,
     reject, sampling_of,
 };
-use super::kits::said;
+use super::said;
 use crate::drift;
 use crate::format::normal::finish;
 use crate::trace::{Generation, LogprobKind, Message, Note, Prompt};

@@ -149,8 +149,7 @@ impl<'de> Deserialize<'de> for Bit {
     }
 }
 
-/// Ids side by side with their logprobs. Pairs `[[id, logprob], ...]` are read by `Outline::typed`, as a list of
-/// `(Id, Reading)`, and unzipped.
+/// Ids side by side with their logprobs.
 pub fn tokens_of(ids: Option<Vec<u32>>, logprobs: Option<Vec<Reading>>) -> Tokens {
     let mut tokens = Tokens { ids, ..Tokens::default() };
     tokens.logprobs = logprobs.map(|readings| readings.into_iter().map(|reading| tokens.take(reading)).collect());

@@ -18,12 +18,6 @@ struct Part {
     listed: Vec<Value>,
 }
 
-impl Part {
-    fn logprobs(self) -> Vec<Value> {
-        if self.listed.is_empty() { self.deltas } else { self.listed }
-    }
-}
-
 type Place = (u64, u64);
 
 fn string(value: &Value, key: &str) -> String {
@@ -112,7 +106,8 @@ fn fill(output: &mut Value, (item, place): Place, part: Part) {
         known.insert("text".into(), text.into());
     }
     if known.get("logprobs").and_then(Value::as_array).is_none_or(Vec::is_empty) {
-        known.insert("logprobs".into(), Value::Array(part.logprobs()));
+        let logprobs = if part.listed.is_empty() { part.deltas } else { part.listed };
+        known.insert("logprobs".into(), Value::Array(logprobs));
     }
 }
 
