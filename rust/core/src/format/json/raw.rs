@@ -125,10 +125,8 @@ pub type Members<'a> = Vec<(Cow<'a, str>, &'a RawValue)>;
 
 pub fn members(text: &str) -> Read<'_, Members<'_>> {
     let mut members = Members::new();
-    match members_into(text, &mut members) {
-        Ok(()) => Ok(members),
-        Err(error) => Err(Fault { path: String::new(), text, error }),
-    }
+    let read = members_into(text, &mut members);
+    read.map(|()| members).map_err(|error| Fault { path: String::new(), text, error })
 }
 
 /// Appends the members of the object `text`, where it is none those before the error.

@@ -16,9 +16,12 @@ pub fn routed_experts(outline: &Outline<'_>) -> Decoded<Option<Extra>> {
         return Ok(None);
     }
     let text = outline.text("routed_experts")?.unwrap_or_default();
-    let array = base64(&text).and_then(|bytes| npy(&bytes)).ok_or_else(broken_experts)?;
-    let (rows, shape) = array.shape.split_first().ok_or_else(broken_experts)?;
-    rows_of(*rows, shape, array.values).map(Some).ok_or_else(broken_experts)
+    let experts = || {
+        let array = npy(&base64(&text)?)?;
+        let (rows, shape) = array.shape.split_first()?;
+        rows_of(*rows, shape, array.values)
+    };
+    experts().map(Some).ok_or_else(broken_experts)
 }
 
 /// `routed_experts` as SGLang writes it: base64 of int32 rows, one for each of `rows` tokens.
@@ -27,14 +30,12 @@ pub fn raw_experts(outline: &Outline<'_>, rows: usize) -> Decoded<Option<Extra>>
         return Ok(None);
     }
     let text = outline.text("routed_experts")?.unwrap_or_default();
-    let bytes = base64(&text).ok_or_else(broken_experts)?;
-    let values: Vec<i32> = integers(&bytes, 4, true).ok_or_else(broken_experts)?;
-    if !values.len().is_multiple_of(rows) {
-        return Err(broken_experts());
-    }
-    let width = u32::try_from(values.len() / rows).map_err(|_| broken_experts())?;
-    let rows = u32::try_from(rows).map_err(|_| broken_experts())?;
-    rows_of(rows, &[width], values).map(Some).ok_or_else(broken_experts)
+    let experts = || {
+        let values = integers(&base64(&text)?, 4, true).filter(|values| values.len().is_multiple_of(rows))?;
+        let width = u32::try_from(values.len() / rows).ok()?;
+        rows_of(u32::try_from(rows).ok()?, &[width], values)
+    };
+    experts().map(Some).ok_or_else(broken_experts)
 }
 
 fn rows_of(rows: u32, shape: &[u32], values: Vec<i32>) -> Option<Extra> {

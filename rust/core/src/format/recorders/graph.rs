@@ -23,12 +23,6 @@ struct Node {
     depth: usize,
 }
 
-/// What `calls` say of the call that committed a node.
-struct Said {
-    node: usize,
-    fields: Fields,
-}
-
 pub(super) fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let header = header(record)?;
     let nodes = record.objects("nodes")?;
@@ -44,14 +38,14 @@ pub(super) fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut body = graph.body;
     let own = nodes.first().map(|root| root.value("tools")).transpose()?.flatten();
     body.tools = tools(either(own, || record.value("tools"))?);
-    body.model = graph.calls.iter().find_map(|call| call.fields.get("model")?.as_str().map(str::to_owned));
+    body.model = graph.calls.iter().find_map(|(_, call)| call.get("model")?.as_str().map(str::to_owned));
     Ok((header, body))
 }
 
 struct Graph<'h> {
     header: &'h Header,
-    /// Sorted by node.
-    calls: Vec<Said>,
+    /// What `calls` say of the calls that committed nodes, sorted by node.
+    calls: Vec<(usize, Fields)>,
     body: Body,
     nodes: Vec<Node>,
 }
@@ -148,8 +142,8 @@ impl Graph<'_> {
 
     /// How the call that committed a node sampled.
     fn describe(&self, node: usize, generation: &mut Generation) {
-        let Ok(found) = self.calls.binary_search_by_key(&node, |call| call.node) else { return };
-        let fields = &self.calls[found].fields;
+        let Ok(found) = self.calls.binary_search_by_key(&node, |(node, _)| *node) else { return };
+        let fields = &self.calls[found].1;
         let sampling = fields.get("sampling").and_then(Value::as_object);
         let number = |key: &str| sampling?.get(key)?.as_f64().map(|value| value as f32);
         generation.temperature = generation.temperature.or(number("temperature"));
@@ -170,15 +164,15 @@ fn message_of(node: &Outline<'_>) -> Decoded<Message> {
     }
 }
 
-fn said(record: &Outline<'_>) -> Decoded<Vec<Said>> {
+fn said(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
     let mut calls = Vec::new();
     for (position, call) in record.objects("calls")?.iter().enumerate() {
         let node = call.count("node").map_err(|rejection| rejection.inside(format!("calls[{position}]")))?;
         if let Some(node) = node {
-            calls.push(Said { node: node as usize, fields: call.fields_without(&["usage", "time", "acp"])? });
+            calls.push((node as usize, call.fields_without(&["usage", "time", "acp"])?));
         }
     }
-    calls.sort_by_key(|call| call.node);
+    calls.sort_by_key(|(node, _)| *node);
     Ok(calls)
 }
 

@@ -37,7 +37,11 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     }
     let first = |keys: [&'static str; 2]| keys.into_iter().find(|key| record.has(key)).unwrap_or(keys[0]);
     let response = columns.ids(first(["responses", "response_ids"]))?.unwrap_or_default();
-    let before = || Ok(columns.ids("input_ids")?.map(|ids| before(ids, response.len())));
+    // Else the prompt is what stands before the response among all ids.
+    let before = || {
+        let all = columns.ids("input_ids")?;
+        Ok(all.map(|ids| ids[..ids.len().saturating_sub(response.len())].to_vec()))
+    };
     let prompt = either(columns.ids(first(["prompts", "prompt_ids"]))?, before)?.unwrap_or_default();
     if header.sampling.policy_version.is_none()
         && let Some(extra) = record.object("extra_fields")?
@@ -66,11 +70,6 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         first.notes.extend(padded);
     }
     Ok((header, body))
-}
-
-fn before(mut ids: Vec<u32>, response: usize) -> Vec<u32> {
-    ids.truncate(ids.len().saturating_sub(response));
-    ids
 }
 
 /// A prompt that begins with one id several times looks padded, and without an attention mask nothing tells.

@@ -84,15 +84,6 @@ enum Listed {
     Bare(Reading),
 }
 
-impl Listed {
-    fn parts(self) -> (Reading, Option<Vec<u8>>) {
-        match self {
-            Self::Named { logprob, decoded_token } => (logprob, decoded_token.0),
-            Self::Bare(reading) => (reading, None),
-        }
-    }
-}
-
 /// The sampled tokens with their logprobs, and a note where more steps are listed than tokens.
 fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>)> {
     if output.is("logprobs", Shape::Object) {
@@ -131,7 +122,11 @@ fn step_of(step: &RawValue, id: u32, at: usize) -> Decoded<(Reading, Option<Vec<
     let place = format!("logprobs[{at}]");
     if Shape::of(step) == Shape::Object {
         let entry: Option<Listed> = Outline::of(step, &place)?.typed(&id.to_string()).map_err(|r| r.inside(&place))?;
-        return Ok(entry.map_or((Reading::Missing, None), Listed::parts));
+        return Ok(match entry {
+            Some(Listed::Named { logprob, decoded_token }) => (logprob, decoded_token.0),
+            Some(Listed::Bare(reading)) => (reading, None),
+            None => (Reading::Missing, None),
+        });
     }
     let wrapped = format!("{{\"logprob\":{}}}", step.get());
     let reading: Option<Reading> = Outline::parse(&wrapped)?.typed("logprob").map_err(|r| r.inside(&place))?;

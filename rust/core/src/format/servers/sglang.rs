@@ -76,8 +76,12 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 }
 
 fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
-    let listed = meta.typed::<Vec<Listed>>("output_token_logprobs")?;
-    let mut tokens = listed.map(listed_tokens).unwrap_or_default();
+    let mut listing = Columns::default();
+    for listed in meta.typed::<Vec<Listed>>("output_token_logprobs")?.unwrap_or_default() {
+        let (reading, id, text) = listed.parts();
+        listing.push(Some(id), reading, text.0.as_deref(), None);
+    }
+    let mut tokens = listing.into_tokens();
     let Some(ids) = response.ids("output_ids")? else { return Ok(tokens) };
     if let Some(own) = tokens.ids.as_ref().filter(|own| own.len() == ids.len() && **own != ids) {
         let at = (0..ids.len()).find(|&at| own[at] != ids[at]).unwrap_or_default();
@@ -88,14 +92,6 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
     }
     tokens.ids = Some(ids);
     Ok(tokens)
-}
-
-fn listed_tokens(listed: Vec<Listed>) -> Tokens {
-    let mut listing = Columns::default();
-    for (reading, id, text) in listed.into_iter().map(Listed::parts) {
-        listing.push(Some(id), reading, text.0.as_deref(), None);
-    }
-    listing.into_tokens()
 }
 
 /// The prompt's ids, where its logprobs were asked for from the first token on.
