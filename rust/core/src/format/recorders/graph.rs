@@ -178,8 +178,7 @@ fn said(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
 
 /// Weighted rewards by name, and their sum as verifiers' `Trace.reward` has it; the task is the group.
 fn header(record: &Outline<'_>) -> Decoded<Header> {
-    let columns = Columns(record);
-    let mut header = columns.header_without(&["rewards", "tools"], &[])?;
+    let mut header = Columns(record).header_without(&["rewards", "tools"], &[])?;
     if let Some(rewards) = record.object("rewards")? {
         let mut sum = None;
         for name in rewards.keys() {

@@ -36,10 +36,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         spans.push(record.clone());
     }
     if header.id.is_none() {
-        header.id = spans.first().map_or(Ok(None), |span| span.value("traceId"))?.and_then(|id| match id {
-            Value::String(id) => Some(id),
-            _ => None,
-        });
+        let id = spans.first().map_or(Ok(None), |span| span.value("traceId"))?;
+        header.id = id.as_ref().and_then(Value::as_str).map(str::to_owned);
     }
     let body = follow(&spans, &mut header)?;
     Ok((header, body))

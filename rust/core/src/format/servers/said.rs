@@ -1,27 +1,26 @@
 //! Messages in the shape of the chat completions API, from the parts that other APIs have.
 
 use crate::format::json::fields::schemas;
+use crate::format::normal::message::plain;
 use crate::trace::Schemas;
 use serde_json::{Map, Value, json};
 
 /// A message; reasoning and tool calls are left out where there are none, and parts that are no text stand beside the text.
 pub fn message(role: &str, text: &str, reasoning: &str, calls: Vec<Value>, media: Vec<Value>) -> Value {
-    let mut fields = Map::new();
-    fields.insert("role".into(), role.into());
     let content = if media.is_empty() {
         Value::String(text.to_owned())
     } else {
         let text = (!text.is_empty()).then(|| json!({"type": "text", "text": text}));
         Value::Array(text.into_iter().chain(media).collect())
     };
-    fields.insert("content".into(), content);
+    let mut message = plain(role, content).value;
     if !reasoning.is_empty() {
-        fields.insert("reasoning_content".into(), reasoning.into());
+        message["reasoning_content"] = reasoning.into();
     }
     if !calls.is_empty() {
-        fields.insert("tool_calls".into(), Value::Array(calls));
+        message["tool_calls"] = calls.into();
     }
-    Value::Object(fields)
+    message
 }
 
 /// A tool call; arguments become a JSON string as that API has them.

@@ -70,10 +70,8 @@ fn of_text(text: &str, notes: &mut Vec<Note>) -> Decoded<Vec<String>> {
             None if line.trim().is_empty() => settle(&mut pending, &mut events)?,
             None if FIELDS.iter().any(|field| line.starts_with(field)) => {}
             None => {
-                return Err(not_a_stream(&format!(
-                    "a line begins with {:?}",
-                    line.chars().take(20).collect::<String>()
-                )));
+                let start: String = line.chars().take(20).collect();
+                return Err(not_a_stream(&format!("a line begins with {start:?}")));
             }
         }
     }

@@ -18,8 +18,6 @@ struct Part {
     listed: Vec<Value>,
 }
 
-type Place = (u64, u64);
-
 fn string(value: &Value, key: &str) -> String {
     value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
 }
@@ -48,7 +46,7 @@ fn grow(block: &mut Value, key: &str, more: &str) {
 pub(super) fn responses(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (mut last, mut ended) = (Value::Null, false);
     let mut items: BTreeMap<u64, Value> = BTreeMap::new();
-    let mut parts: BTreeMap<Place, Part> = BTreeMap::new();
+    let mut parts: BTreeMap<(u64, u64), Part> = BTreeMap::new();
     for event in values(chunks)? {
         let kind = string(&event, "type");
         let (item, place) = (number(&event, "output_index"), number(&event, "content_index"));
@@ -93,7 +91,7 @@ pub(super) fn responses(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decode
 }
 
 /// Puts what was streamed of a part into the item, where the item does not have it.
-fn fill(output: &mut Value, (item, place): Place, part: Part) {
+fn fill(output: &mut Value, (item, place): (u64, u64), part: Part) {
     let Some(item) = output.get_mut(item as usize).and_then(Value::as_object_mut) else { return };
     let content = item.entry("content").or_insert_with(|| json!([]));
     let Some(content) = content.as_array_mut() else { return };
