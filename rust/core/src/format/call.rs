@@ -66,8 +66,7 @@ pub(super) fn add_call(
     } else if response.has("choices") {
         let request = request.as_ref().map(chat_request).transpose()?;
         let sampling = own.or(&log.sampling(request.as_ref(), &API_DEFAULTS));
-        let object = diagnose::object(text, Kind::Response);
-        let object = object.map_err(|rejection| if is_whole { rejection } else { inside(rejection) })?;
+        let object = diagnose::object(text, Kind::Response)?;
         let model = response.text("model")?;
         let entry = Entry::of_response(object, choice, &sampling).map_err(inside)?;
         Call { request, entry, model, reward }

@@ -212,8 +212,13 @@ fn any_known(pieces: &Pieces) -> bool {
 /// Turns texts that are all `token_id:N` into ids; a model may write those words, so all or none.
 pub fn take_placeholders(tokens: &mut Tokens) -> Result<(), String> {
     let Some(texts) = &tokens.texts else { return Ok(()) };
-    let ids: Option<Vec<u64>> = (0..texts.len()).map(|index| texts.get(index).and_then(placeholder)).collect();
-    let Some(ids) = ids else { return Ok(()) };
+    let mut ids = Vec::new();
+    for index in 0..texts.len() {
+        match texts.get(index).and_then(placeholder) {
+            Some(id) => ids.push(id),
+            None => return Ok(()),
+        }
+    }
     if let Some(bad) = ids.iter().find(|id| **id > MAX_ID) {
         return Err(format!("{ID_COMPLAINT}{bad} is beyond {MAX_ID}"));
     }
