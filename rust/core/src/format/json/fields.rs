@@ -35,7 +35,11 @@ pub fn text(fields: &Fields, key: &str) -> Decoded<Option<String>> {
     }
 }
 
-/// `value` as a string, or a number as its digits.
+/// A string, or a number as its digits.
+fn name(fields: &Fields, key: &str) -> Decoded<Option<String>> {
+    present(fields, key).map_or(Ok(None), |value| name_of(key, value))
+}
+
 pub fn name_of(key: &str, value: &Value) -> Decoded<Option<String>> {
     match value {
         Value::Null => Ok(None),
@@ -70,6 +74,11 @@ pub fn not_finite(key: &str, number: f64) -> Rejection {
     reject(Reason::WrongType, format!("`{key}` is {number}, not a finite float32"))
         .why("It would spread over every trace it is averaged with")
         .cure("Write null where there is none")
+}
+
+/// A number that is at least 0.
+fn magnitude(fields: &Fields, key: &str) -> Decoded<Option<f32>> {
+    present(fields, key).map_or(Ok(None), |value| magnitude_of(key, value))
 }
 
 /// `value` as a number that is at least 0.
@@ -139,10 +148,9 @@ impl Sampling {
     pub const UNKNOWN: Self = Self { temperature: None, top_p: None, policy_version: None, logprob_kind: None };
 
     pub fn read(fields: &Fields) -> Decoded<Self> {
-        let magnitude = |key: &str| get(fields, key).map_or(Ok(None), |value| magnitude_of(key, value));
         Ok(Self {
-            temperature: magnitude("temperature")?,
-            top_p: magnitude("top_p")?,
+            temperature: magnitude(fields, "temperature")?,
+            top_p: magnitude(fields, "top_p")?,
             policy_version: policy_version(fields)?,
             logprob_kind: logprob_kind(fields)?,
         })
@@ -223,12 +231,11 @@ pub const HEADER_KEYS: [&str; 8] =
 impl Header {
     /// The header of a record: its fields, and the tool schemas beside them.
     pub fn read(fields: &Fields, schemas: Option<Schemas>) -> Decoded<Self> {
-        let name = |key: &str| get(fields, key).map_or(Ok(None), |value| name_of(key, value));
         let mut template_kwargs = mapping(fields, "chat_template_kwargs")?;
         template_kwargs.extend(mapping(fields, "template_kwargs")?);
         Ok(Self {
-            id: name("id")?,
-            group: name("group")?,
+            id: name(fields, "id")?,
+            group: name(fields, "group")?,
             reward: number(fields, "reward")?.map(|reward| reward as f32),
             rewards: rewards(fields)?,
             model: text(fields, "model")?,
