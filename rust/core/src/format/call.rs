@@ -2,15 +2,15 @@
 
 use super::form::Form;
 use super::json::diagnose;
-use super::json::fields::Sampling;
+use super::json::fields::{Header, Sampling};
 use super::json::object::Kind;
 use super::json::outline::{Outline, Shape};
-use super::normal::calls::{Call, Log, Request, chat_request, no_response};
+use super::normal::body::Body;
+use super::normal::calls::{API_DEFAULTS, Call, Log, Request, chat_request, no_response};
 use super::normal::message::Entry;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use super::servers::contract::{Asked, Server};
 use super::servers::{SERVERS, stream};
-use serde_json::value::RawValue;
 
 /// The server whose response this is. One that is asked for by name must know it: its reader would find nothing.
 pub(super) fn server_of(response: &Outline<'_>, wanted: Option<&str>) -> Decoded<Option<&'static Server>> {
@@ -53,62 +53,41 @@ pub(super) fn add_call(
     let reward = call.number("reward")?.map(|reward| reward as f32);
     let request = call.object("request")?;
     let inside = |rejection: Rejection| rejection.inside("response");
-    if Shape::of(raw) != Shape::Object {
-        return add_stream(log, call, &Streamed { raw, own, choice, reward }).map(Some);
-    }
-    let response = Outline::of(raw, "response")?;
-    if let Some(server) = server_of(&response, wanted)? {
+    let is_whole = Shape::of(raw) == Shape::Object;
+    let streamed = (!is_whole).then(|| stream::assemble(raw, choice)).transpose().map_err(inside)?;
+    let text = streamed.as_ref().map_or(raw.get(), |whole| &whole.text);
+    let response = Outline::parse(text).map_err(inside)?;
+    let server = server_of(&response, wanted.filter(|_| is_whole))?;
+    let mut found = if let Some(server) = server {
         let asked_for = request.as_ref().map(server.request).transpose().map_err(|r| r.inside("request"))?;
-        let sampling = own.or(&log.sampling_by(asked_for.as_ref(), &server.defaults));
-        let asked = Asked { choice, sampling: &sampling, request: request.as_ref() };
-        log.add(answered(server, asked_for, &response, &asked, reward).map_err(inside)?)?;
-        return Ok(Some(server.form));
-    }
-    if !response.has("choices") {
-        let failed = response.has("error") || response.keys().next().is_none();
-        return Err(if failed { no_response("the response has no `choices`") } else { unknown_response(&response) });
-    }
-    let request = request.as_ref().map(chat_request).transpose()?;
-    let sampling = own.or(&log.sampling(request.as_ref()));
-    let object = diagnose::object(raw.get(), Kind::Response)?;
-    let model = response.text("model")?;
-    let entry = Entry::of_response(object, choice, &sampling).map_err(inside)?;
-    log.add(Call { request, entry, model, reward })?;
-    Ok(None)
-}
-
-/// A call whose response was streamed.
-struct Streamed<'a> {
-    raw: &'a RawValue,
-    own: Sampling,
-    choice: Option<i32>,
-    reward: Option<f32>,
-}
-
-/// Puts the response together and reads it as what it then is.
-fn add_stream(log: &mut Log<'_>, call: &Outline<'_>, streamed: &Streamed<'_>) -> Decoded<Form> {
-    let inside = |rejection: Rejection| rejection.inside("response");
-    let stream::Whole { text, notes } = stream::assemble(streamed.raw, streamed.choice).map_err(inside)?;
-    let response = Outline::parse(&text).map_err(inside)?;
-    let request = call.object("request")?;
-    let (choice, reward) = (streamed.choice, streamed.reward);
-    let mut found = if let Some(server) = server_of(&response, None)? {
-        let asked_for = request.as_ref().map(server.request).transpose().map_err(|r| r.inside("request"))?;
-        let sampling = streamed.own.clone().or(&log.sampling_by(asked_for.as_ref(), &server.defaults));
+        let sampling = own.or(&log.sampling(asked_for.as_ref(), &server.defaults));
         let asked = Asked { choice, sampling: &sampling, request: request.as_ref() };
         answered(server, asked_for, &response, &asked, reward).map_err(inside)?
-    } else {
-        let asked_for = request.as_ref().map(chat_request).transpose()?;
-        let sampling = streamed.own.clone().or(&log.sampling(asked_for.as_ref()));
-        let entry = Entry::of_response(diagnose::object(&text, Kind::Response)?, choice, &sampling).map_err(inside)?;
+    } else if response.has("choices") {
+        let request = request.as_ref().map(chat_request).transpose()?;
+        let sampling = own.or(&log.sampling(request.as_ref(), &API_DEFAULTS));
+        let object = diagnose::object(text, Kind::Response)?;
         let model = response.text("model")?;
-        Call { request: asked_for, entry, model, reward }
+        let entry = Entry::of_response(object, choice, &sampling).map_err(inside)?;
+        Call { request, entry, model, reward }
+    } else {
+        let failed = response.has("error") || response.keys().next().is_none();
+        return Err(if failed { no_response("the response has no `choices`") } else { unknown_response(&response) });
     };
-    if let Some(generation) = &mut found.entry.generation {
-        generation.notes.extend(notes);
+    if let (Some(generation), Some(whole)) = (&mut found.entry.generation, &streamed) {
+        generation.notes.extend_from_slice(&whole.notes);
     }
     log.add(found)?;
-    Ok(stream::FORM)
+    Ok(if is_whole { server.map(|server| server.form) } else { Some(stream::FORM) })
+}
+
+/// The header and body of a record that is one call.
+pub(super) fn one_call(header: Header, record: &Outline<'_>, call: &str) -> Decoded<(Header, Body)> {
+    let call = Outline::parse(call)?;
+    let mut log = Log::new(&header, None);
+    add_call(&mut log, &call, record.count("choice")?, None)?;
+    let body = log.finish()?;
+    Ok((header, body))
 }
 
 pub(super) fn answered(

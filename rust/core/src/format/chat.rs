@@ -13,7 +13,6 @@ use super::rejection::{Decoded, Reason, reject};
 /// Where a generation's `generation` object places it: index of the generation, and those fields.
 pub(super) type Placings = Vec<(usize, Fields)>;
 
-/// Reads `messages`.
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
     let nodes = record.take_list("messages")?.unwrap_or_default();
     if nodes.is_empty() {

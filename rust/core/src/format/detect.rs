@@ -4,7 +4,7 @@
 
 use super::call::{add_call, answered, choose, server_of};
 use super::form::{CALL, CALLS, Form};
-use super::json::fields::{Fields, Header};
+use super::json::fields::{Fields, HEADER_KEYS, Header};
 use super::json::outline::{Outline, Shape};
 use super::normal::body::Body;
 use super::normal::calls::Log;
@@ -20,10 +20,6 @@ pub(super) struct Foreign {
     pub header: Header,
     pub body: Body,
 }
-
-/// Header keys of a record that is a server's response.
-const HEADER_KEYS: &[&str] =
-    &["id", "group", "reward", "rewards", "policy_version", "logprob_kind", "template_kwargs", "chat_template_kwargs"];
 
 /// Whether a key on the first level of a record may be a producer's sign, so that the tables are asked.
 pub(super) fn is_sign(key: &str) -> bool {
@@ -51,7 +47,7 @@ pub(super) fn decode(text: &str, wanted: Option<&str>) -> Decoded<Option<Foreign
     } else if outline.has("messages") {
         return Ok(None);
     } else if let Some(server) = server_of(&outline, wanted)? {
-        let sampling = sampling_of(&outline, "temperature", "top_p").unwrap_or_default().or(&header.sampling);
+        let sampling = sampling_of(&outline, "top_p").unwrap_or_default().or(&header.sampling);
         let asked = Asked { choice, sampling: &sampling, request: None };
         log.add(answered(server, None, &outline, &asked, None)?)?;
         server.form
@@ -95,7 +91,7 @@ fn header_of(outline: &Outline<'_>) -> Decoded<Header> {
     let mut fields = Fields::new();
     for key in HEADER_KEYS {
         if let Some(value) = outline.value(key)? {
-            fields.insert((*key).to_owned(), value);
+            fields.insert(key.to_owned(), value);
         }
     }
     Header::read(&fields, None)

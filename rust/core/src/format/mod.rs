@@ -97,30 +97,28 @@ fn parse(record: &[u8], wanted: Option<&str>) -> Decoded<Parsed> {
     let object = if shaped { Some(diagnose::parse(record, detect::is_sign)) } else { None };
     let native = |object: &Object| get(&object.fields, "format").is_some_and(|name| name == native::NAME);
     let plain = |object: &Object| wanted.is_some() || native(object) || !object.signed && object.speaks_chat();
+    let foreign = |foreign| Parsed::Foreign(Box::new(foreign));
     match object {
         Some(Ok(object)) if plain(&object) => Ok(Parsed::Shaped(Box::new(object))),
-        Some(Ok(object)) => match detect::decode(&diagnose::text(record)?, wanted)? {
-            Some(foreign) => Ok(Parsed::Foreign(Box::new(foreign))),
-            None => Ok(Parsed::Shaped(Box::new(object))),
-        },
+        Some(Ok(object)) => {
+            let found = detect::decode(&diagnose::text(record)?, wanted)?;
+            Ok(found.map_or_else(|| Parsed::Shaped(Box::new(object)), foreign))
+        }
         Some(Err(rejection)) if rejection.reason == Reason::WrongType => {
             // A producer may use one of our keys for something else.
             let text = diagnose::text(record)?;
             if let Some(dumped) = detect::dump_that_knows(&text).filter(|_| wanted.is_none()) {
-                return dumped.map(|foreign| Parsed::Foreign(Box::new(foreign)));
+                return dumped.map(foreign);
             }
-            let foreign = detect::decode(&text, wanted).ok().flatten();
-            foreign.map(|foreign| Parsed::Foreign(Box::new(foreign))).ok_or(rejection)
+            detect::decode(&text, wanted).ok().flatten().map(foreign).ok_or(rejection)
         }
         Some(Err(rejection)) => Err(rejection),
-        None => detect::decode(&diagnose::text(record)?, wanted)?
-            .map(|foreign| Parsed::Foreign(Box::new(foreign)))
-            .ok_or_else(|| unknown_form(record)),
+        None => detect::decode(&diagnose::text(record)?, wanted)?.map(foreign).ok_or_else(|| unknown_form(record)),
     }
 }
 
 fn decode_shaped(
-    object: Object,
+    mut object: Object,
     record: &[u8],
     wanted: Option<&str>,
     place: &mut Location,
@@ -129,25 +127,19 @@ fn decode_shaped(
     place.trace.clone_from(&header.id);
     let form = detect(&object, record)?;
     if let Some(name) = wanted.filter(|name| *name != form.name) {
-        return Err(reject(
-            Reason::UnknownForm,
-            format!("the form is {} because {}, not {name}", form.name, form.sign),
-        )
-        .why("A record of another form would be read as something it is not")
-        .cure("Read it with format=\"auto\", or name its own form"));
+        let what = format!("the form is {} because {}, not {name}", form.name, form.sign);
+        return Err(reject(Reason::UnknownForm, what)
+            .why("A record of another form would be read as something it is not")
+            .cure("Read it with format=\"auto\", or name its own form"));
     }
-    let body = decode_form(form, object, &header)?;
-    Ok((form, header, body))
-}
-
-fn decode_form(form: Form, mut object: Object, header: &Header) -> Decoded<Body> {
-    match form {
+    let body = match form {
         form::NATIVE => native::decode(&mut object, &header.sampling),
         form::CHAT => chat::decode(&mut object, &header.sampling),
-        form::CALLS => calls::decode(&mut object, header),
-        form::CALL => calls::decode_single(object, header),
-        _ => calls::decode_response(object, header),
-    }
+        form::CALLS => calls::decode(&mut object, &header),
+        form::CALL => calls::decode_single(object, &header),
+        _ => calls::decode_response(object, &header),
+    }?;
+    Ok((form, header, body))
 }
 
 /// All forms that are read: the names that `format=` takes.

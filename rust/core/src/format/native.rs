@@ -4,10 +4,9 @@
 //! through `messages` and then `extra_messages`, and its number among the calls.
 
 use super::chat::{Placings, append};
-use super::json::fields::{Fields, Sampling};
+use super::json::fields::{Fields, Sampling, count};
 use super::json::object::Object;
 use super::normal::body::Body;
-use super::normal::message::call_number;
 use super::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Generation;
 use serde_json::Value;
@@ -15,7 +14,6 @@ use serde_json::Value;
 /// The name in `format`.
 pub(super) const NAME: &str = "tracegrad/1";
 
-/// Reads `messages` and `extra_messages`.
 pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> {
     let mut body = Body::default();
     let nodes = record.take_list("messages")?.ok_or_else(|| {
@@ -72,10 +70,8 @@ fn bad_context(found: &str) -> Rejection {
 
 /// Sorts generations by the `call` they name, where they name one.
 fn in_call_order(generations: Vec<Generation>, placings: &Placings) -> Decoded<Vec<Generation>> {
-    let mut numbers = Vec::with_capacity(generations.len());
-    for (turn, placing) in placings {
-        numbers.push(call_number(placing).map_err(|rejection| rejection.in_turn(*turn))?);
-    }
+    let number = |(turn, placing): &(usize, Fields)| count(placing, "call").map_err(|r| r.in_turn(*turn));
+    let numbers = placings.iter().map(number).collect::<Decoded<Vec<_>>>()?;
     if numbers.iter().all(Option::is_none) {
         return Ok(generations);
     }

@@ -63,6 +63,7 @@ impl Reason {
 
 /// A rejected record.
 #[derive(Debug, Clone)]
+#[must_use]
 pub struct Rejection {
     /// What it is counted under.
     pub reason: Reason,
@@ -72,6 +73,11 @@ pub struct Rejection {
 
 /// Result of decoding one record.
 pub type Decoded<T> = Result<T, Rejection>;
+
+/// What was found first, or what `second` finds where that is nothing.
+pub(crate) fn either<T>(first: Option<T>, second: impl FnOnce() -> Decoded<Option<T>>) -> Decoded<Option<T>> {
+    first.map_or_else(second, |first| Ok(Some(first)))
+}
 
 /// A rejection that says what was found.
 pub(crate) fn reject(reason: Reason, what: impl Into<String>) -> Rejection {
@@ -88,21 +94,16 @@ pub(crate) fn not_a_trace(what: impl Into<String>) -> Rejection {
 
 impl Rejection {
     /// Adds why it matters.
-    #[must_use]
-    pub(crate) fn why(mut self, why: impl Into<String>) -> Self {
-        self.error = self.error.why(why);
-        self
+    pub(crate) fn why(self, why: impl Into<String>) -> Self {
+        Self { error: self.error.why(why), ..self }
     }
 
     /// Adds what to do.
-    #[must_use]
-    pub(crate) fn cure(mut self, cure: impl Into<String>) -> Self {
-        self.error = self.error.cure(cure);
-        self
+    pub(crate) fn cure(self, cure: impl Into<String>) -> Self {
+        Self { error: self.error.cure(cure), ..self }
     }
 
     /// Says in which part of the record it was found.
-    #[must_use]
     pub(crate) fn inside(mut self, part: impl AsRef<str>) -> Self {
         let gap = if self.error.what.starts_with('`') { ": " } else { ", " };
         self.error.what = format!("{}{gap}{}", part.as_ref(), self.error.what);
@@ -110,16 +111,12 @@ impl Rejection {
     }
 
     /// Says in which generation of the trace it was found.
-    #[must_use]
-    pub(crate) fn in_turn(mut self, turn: usize) -> Self {
-        self.error = self.error.in_turn(turn);
-        self
+    pub(crate) fn in_turn(self, turn: usize) -> Self {
+        Self { error: self.error.in_turn(turn), ..self }
     }
 
     /// Fills the parts of the location that are still unknown.
-    #[must_use]
-    pub(crate) fn at(mut self, place: &Location) -> Self {
-        self.error = self.error.at(place);
-        self
+    pub(crate) fn at(self, place: &Location) -> Self {
+        Self { error: self.error.at(place), ..self }
     }
 }

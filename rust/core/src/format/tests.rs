@@ -1,8 +1,9 @@
+mod broken;
 mod calls;
 
 use super::*;
 use crate::raw::Raw;
-use crate::trace::{LogprobKind, Prompt, Stop, Tokens};
+use crate::trace::{LogprobKind, Pieces, Prompt, Stop, Tokens};
 use serde_json::json;
 
 fn read(record: &[u8]) -> Decoded<Trace> {
@@ -23,34 +24,48 @@ fn tokens_of(logprobs: &str) -> Decoded<Tokens> {
     read(record.as_bytes()).map(|mut trace| trace.generations.remove(0).tokens)
 }
 
-fn pieces(pieces: Option<&crate::trace::Pieces>) -> Vec<Option<Vec<u8>>> {
-    let pieces = pieces.expect("the record has such a column");
+fn pieces(pieces: &Pieces) -> Vec<Option<Vec<u8>>> {
     (0..pieces.len()).map(|index| pieces.get(index).map(<[u8]>::to_vec)).collect()
 }
 
-fn reason_of(result: Decoded<Trace>) -> (Reason, String) {
-    let rejection = result.expect_err("the record is bad");
-    (rejection.reason, rejection.error.to_string())
+fn assert_refused<T: std::fmt::Debug>(result: Decoded<T>, reason: Reason, what: &str) {
+    let Rejection { reason: found, error } = result.expect_err("the record is bad");
+    assert!(found == reason && error.to_string().contains(what), "{found:?}, {error}");
 }
 
 #[test]
-fn openai_content_gives_texts_bytes_and_logprobs() {
-    let tokens = tokens_of(
-        r#"{"content": [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []},
-            {"token": "\\xf0\\x9f", "logprob": -0.25, "bytes": [240, 159]}], "refusal": null}"#,
-    )
-    .unwrap();
-    assert_eq!(tokens.logprobs, Some(vec![-0.5, -0.25]));
-    assert_eq!(pieces(tokens.texts.as_ref())[1], Some(br"\xf0\x9f".to_vec()));
-    assert_eq!(pieces(tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), Some(vec![240, 159])]);
-    assert_eq!(tokens.ids, None);
-}
-
-#[test]
-fn a_refusal_list_is_read_where_content_is_null() {
-    let tokens =
-        tokens_of(r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#).unwrap();
-    assert_eq!(pieces(tokens.texts.as_ref()), [Some(b"I".to_vec())]);
+fn entries_give_texts_bytes_and_logprobs() {
+    let all = |pieces: &[&[u8]]| Some(pieces.iter().map(|piece| Some(piece.to_vec())).collect::<Vec<_>>());
+    let cases: [(&str, _, _, &[f32]); 4] = [
+        (
+            r#"{"content": [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []},
+                {"token": "\\xf0\\x9f", "logprob": -0.25, "bytes": [240, 159]}], "refusal": null}"#,
+            all(&[b"Hi", br"\xf0\x9f"]),
+            all(&[b"Hi", &[240, 159]]),
+            &[-0.5, -0.25],
+        ),
+        // A refusal's list is read where content is null.
+        (
+            r#"{"content": null, "refusal": [{"token": "I", "logprob": -0.5, "bytes": [73]}]}"#,
+            all(&[b"I"]),
+            all(&[b"I"]),
+            &[-0.5],
+        ),
+        // A lone part of a character keeps its empty text and bytes.
+        (
+            r#"[{"token": "", "logprob": -1, "bytes": []}, {"token": "é", "logprob": -1, "bytes": [195, 169]}]"#,
+            all(&[b"", "é".as_bytes()]),
+            all(&[b"", "é".as_bytes()]),
+            &[-1.0, -1.0],
+        ),
+        // A text with half a surrogate pair is unknown, and its bytes count.
+        (r#"[{"token": "\ud83d", "logprob": -1, "bytes": [240, 159]}]"#, None, all(&[&[240, 159]]), &[-1.0]),
+    ];
+    for (form, texts, bytes, logprobs) in cases {
+        let tokens = tokens_of(form).unwrap();
+        assert_eq!((tokens.logprobs.as_deref(), &tokens.ids), (Some(logprobs), &None), "{form}");
+        assert_eq!((tokens.texts.as_ref().map(pieces), tokens.bytes.as_ref().map(pieces)), (texts, bytes), "{form}");
+    }
 }
 
 #[test]
@@ -75,7 +90,7 @@ fn flat_forms_pair_tokens_with_numbers() {
         r#"{"tokens": ["Hi", "!"], "token_logprobs": [-0.5, null], "text_offset": [0, 2], "top_logprobs": null}"#,
     ] {
         let tokens = tokens_of(form).unwrap();
-        assert_eq!(pieces(tokens.texts.as_ref()), [Some(b"Hi".to_vec()), Some(b"!".to_vec())]);
+        assert_eq!(pieces(&tokens.texts.unwrap()), [Some(b"Hi".to_vec()), Some(b"!".to_vec())]);
         assert_eq!((tokens.logprobs.unwrap()[0], tokens.missing), (-0.5, 1));
     }
     assert_eq!(tokens_of(r#"{"tokens": [5, 6], "logprobs": [-0.5, -0.5]}"#).unwrap().ids, Some(vec![5, 6]));
@@ -92,27 +107,10 @@ fn placeholders_become_ids_only_if_all_are() {
     assert_eq!(all.ids, Some(vec![9707, 151_645, 7]));
     assert!(all.texts.is_none());
     // The last bytes are those of the placeholder itself, so they are not the token's.
-    assert_eq!(pieces(all.bytes.as_ref()), [Some(b"H".to_vec()), Some(vec![]), None]);
+    assert_eq!(pieces(&all.bytes.unwrap()), [Some(b"H".to_vec()), Some(vec![]), None]);
     let written = tokens_of(r#"{"tokens": ["token_id:5", " said"], "logprobs": [-1, -1]}"#).unwrap();
     assert_eq!(written.ids, None);
-    assert_eq!(pieces(written.texts.as_ref())[0], Some(b"token_id:5".to_vec()));
-}
-
-#[test]
-fn a_lone_part_of_a_character_keeps_empty_text_and_bytes() {
-    let tokens = tokens_of(
-        r#"{"content": [{"token": "", "logprob": -1, "bytes": []}, {"token": "é", "logprob": -1, "bytes": [195, 169]}]}"#,
-    )
-    .unwrap();
-    assert_eq!(pieces(tokens.texts.as_ref()), [Some(vec![]), Some("é".as_bytes().to_vec())]);
-    assert_eq!(pieces(tokens.bytes.as_ref())[0], Some(vec![]));
-}
-
-#[test]
-fn a_text_with_half_a_surrogate_pair_is_unknown_and_its_bytes_count() {
-    let tokens = tokens_of(r#"[{"token": "\ud83d", "logprob": -1, "bytes": [240, 159]}]"#).unwrap();
-    assert!(tokens.texts.is_none());
-    assert_eq!(pieces(tokens.bytes.as_ref()), [Some(vec![240, 159])]);
+    assert_eq!(pieces(&written.texts.unwrap())[0], Some(b"token_id:5".to_vec()));
 }
 
 #[test]
@@ -128,14 +126,10 @@ fn impossible_logprobs_are_nan_and_counted() {
 
 #[test]
 fn wrong_types_name_the_path() {
-    let (reason, text) =
-        reason_of(tokens_of(r#"{"content": [{"token": "a", "logprob": "-0.5"}]}"#).map(|_| unreachable!()));
-    assert_eq!(reason, Reason::WrongType);
-    assert!(text.contains("messages[1].logprobs.content[0].logprob"), "{text}");
-    assert!(text.starts_with("runs.jsonl:7: "), "{text}");
-    let (_, text) = reason_of(read_json(&json!({"id": "a17", "messages": "hello"})));
-    assert!(text.starts_with("runs.jsonl:7 trace 'a17': `messages` is a string, not a list."), "{text}");
+    let entry = tokens_of(r#"{"content": [{"token": "a", "logprob": "-0.5"}]}"#);
+    assert_refused(entry, Reason::WrongType, "runs.jsonl:7: messages[1].logprobs.content[0].logprob");
     for (record, what) in [
+        (json!({"id": "a17", "messages": "hello"}), "runs.jsonl:7 trace 'a17': `messages` is a string, not a list."),
         (json!({"messages": [1]}), "messages[0]"),
         (json!({"messages": [{"content": "x"}]}), "no `role`"),
         (json!({"messages": [{"role": "user", "content": 5}]}), "`content` is a number"),
@@ -146,9 +140,7 @@ fn wrong_types_name_the_path() {
         (json!({"messages": [{"role": "assistant", "token_ids": "x"}]}), "token_ids: invalid type: string"),
         (json!({"messages": [{"role": "assistant", "logprobs": true}]}), "logprobs: invalid type: boolean"),
     ] {
-        let (reason, text) = reason_of(read_json(&record));
-        assert_eq!(reason, Reason::WrongType, "{text}");
-        assert!(text.contains(what), "{text}");
+        assert_refused(read_json(&record), Reason::WrongType, what);
     }
 }
 
@@ -156,12 +148,9 @@ fn wrong_types_name_the_path() {
 fn ids_that_no_vocabulary_has_are_refused() {
     for bad in ["-1", "1.5", "2147483648", "1e30", "99999999999999999999999"] {
         let record = format!(r#"{{"messages": [{{"role": "assistant", "content": "x", "token_ids": [1, {bad}]}}]}}"#);
-        let (reason, text) = reason_of(read(record.as_bytes()));
-        assert_eq!(reason, Reason::IdOutOfRange, "{text}");
-        assert!(text.contains("messages[0].token_ids[1]: token id"), "{text}");
+        assert_refused(read(record.as_bytes()), Reason::IdOutOfRange, "messages[0].token_ids[1]: token id");
     }
-    let (reason, _) = reason_of(tokens_of(r#"{"tokens": ["token_id:4294967296"]}"#).map(|_| unreachable!()));
-    assert_eq!(reason, Reason::IdOutOfRange);
+    assert_refused(tokens_of(r#"{"tokens": ["token_id:4294967296"]}"#), Reason::IdOutOfRange, "");
 }
 
 #[test]
@@ -175,12 +164,12 @@ fn ids_beside_content_make_one_column_and_contradictions_are_refused() {
     let longer = read_json(&message(json!([5, 6, 7]))).unwrap();
     assert_eq!(longer.generations[0].tokens.ids, Some(vec![5, 6, 7]));
     assert_eq!(longer.generations[0].tokens.logprobs.as_ref().unwrap().len(), 2);
-    assert_eq!(reason_of(read_json(&message(json!([5, 9])))).0, Reason::Contradiction);
+    assert_refused(read_json(&message(json!([5, 9]))), Reason::Contradiction, "");
 }
 
 #[test]
-fn bad_bytes_say_what_they_are() {
-    let cases: [(&[u8], Reason, &str); 7] = [
+fn what_is_no_record_says_what_it_is() {
+    let cases: [(&[u8], Reason, &str); 8] = [
         (b"{\"id\": \"a\", \"messages\": [", Reason::NotJson, "trace 'a': not JSON: the record ends too early"),
         (b"hello", Reason::NotJson, "not JSON"),
         (b"{\"messages\": [{\"role\": \"\xff\"}]}", Reason::NotUtf8, "invalid UTF-8 at byte 24"),
@@ -188,18 +177,17 @@ fn bad_bytes_say_what_they_are() {
         (br#"{"messages": [{"role": "user", "content": "\ud83d"}]}"#, Reason::LoneSurrogate, "lone surrogate"),
         (b"[1, 2]", Reason::UnknownForm, "the record is a list"),
         (b"{\"prompt\": 1, \"text\": 2}", Reason::UnknownForm, "the keys prompt, text"),
+        (b"{\"format\": \"tracegrad/2\", \"messages\": []}", Reason::UnknownForm, "tracegrad/2"),
     ];
     for (bytes, reason, what) in cases {
-        let found = reason_of(read(bytes));
-        assert_eq!(found.0, reason, "{}", found.1);
-        assert!(found.1.contains(what), "{}", found.1);
+        assert_refused(read(bytes), reason, what);
     }
 }
 
 #[test]
 fn deep_nesting_is_refused_and_not_a_stack_overflow() {
     let deep = format!(r#"{{"messages": {}"#, "[".repeat(1_000_000));
-    assert_eq!(reason_of(read(deep.as_bytes())).0, Reason::TooDeep);
+    assert_refused(read(deep.as_bytes()), Reason::TooDeep, "");
     // Also in what no reader of a form looks at, whatever the form: 126 levels in a record of one are read, 127 are not.
     let around = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
     let chat = r#""messages": [{"role": "user"}]"#;
@@ -209,16 +197,12 @@ fn deep_nesting_is_refused_and_not_a_stack_overflow() {
             let record = |depth: usize| format!(r#"{{"id": "a", {known}, "{key}": {}}}"#, around(depth));
             assert!(read(record(126).as_bytes()).is_ok());
             for depth in [127, 128, 100_000] {
-                let (reason, text) = reason_of(read(record(depth).as_bytes()));
-                assert_eq!(reason, Reason::TooDeep, "{text}");
-                assert!(
-                    text.starts_with("runs.jsonl:7 trace 'a': JSON nested deeper than 128 levels at byte"),
-                    "{text}"
-                );
+                let what = "runs.jsonl:7 trace 'a': JSON nested deeper than 128 levels at byte";
+                assert_refused(read(record(depth).as_bytes()), Reason::TooDeep, what);
             }
-            let named =
-                decode(record(100_000).as_bytes(), Raw::Held(b""[..].into()), &Location::default(), Some("trl"));
-            assert_eq!(reason_of(named.map(|record| record.trace)).0, Reason::TooDeep);
+            let raw = Raw::Held(b""[..].into());
+            let named = decode(record(100_000).as_bytes(), raw, &Location::default(), Some("trl"));
+            assert_refused(named, Reason::TooDeep, "");
         }
     }
     // Brackets in strings nest nothing.
@@ -245,9 +229,9 @@ fn numbers_that_float32_cannot_hold_are_refused_wherever_they_come_from() {
         trl(r#""reward": [3e38, 3e38]"#),
     ];
     for record in bad {
-        let (reason, text) = reason_of(read(record.as_bytes()));
-        assert_eq!(reason, Reason::WrongType, "{record}: {text}");
-        assert!(text.contains("not a finite float32") && text.starts_with("runs.jsonl:7"), "{text}");
+        let rejection = read(record.as_bytes()).expect_err(&record);
+        assert!(rejection.error.to_string().starts_with("runs.jsonl:7"), "{rejection:?}");
+        assert_refused::<()>(Err(rejection), Reason::WrongType, "not a finite float32");
     }
 }
 
@@ -278,7 +262,7 @@ fn a_native_trace_carries_everything_it_says() {
     let generation = &trace.generations[0];
     assert_eq!((generation.message, generation.context.as_slice()), (1, &[0][..]));
     assert_eq!((generation.prompt.ids(), generation.tokens.ids.as_deref()), (Some(&[1, 2][..]), Some(&[3, 4][..])));
-    assert_eq!(pieces(generation.tokens.bytes.as_ref()), [Some(b"Hi".to_vec()), None]);
+    assert_eq!(pieces(generation.tokens.bytes.as_ref().unwrap()), [Some(b"Hi".to_vec()), None]);
     assert_eq!((generation.temperature, generation.top_p, generation.policy_version), (Some(1.0), Some(0.9), 8));
     assert_eq!((generation.logprob_kind, &generation.stop), (LogprobKind::Raw, &Stop::Id(4)));
     assert_eq!(generation.cumulative_logprob, Some(-0.5));
@@ -300,17 +284,10 @@ fn a_native_trace_may_hold_a_rewritten_history() {
     assert_eq!(calls, [(3, vec![2]), (1, vec![0])]);
     let mut broken = record.clone();
     broken["messages"][1]["generation"]["context"] = json!([4]);
-    assert!(reason_of(read_json(&broken)).1.contains("there are 4 messages"));
+    assert_refused(read_json(&broken), Reason::WrongType, "there are 4 messages");
     broken = record;
     broken["extra_messages"][1]["generation"] = json!({"call": 0});
-    assert!(reason_of(read_json(&broken)).1.contains("names no `context`"));
-}
-
-#[test]
-fn another_version_of_the_native_format_is_refused() {
-    let (reason, text) = reason_of(read_json(&json!({"format": "tracegrad/2", "messages": []})));
-    assert_eq!(reason, Reason::UnknownForm);
-    assert!(text.contains("tracegrad/2"), "{text}");
+    assert_refused(read_json(&broken), Reason::Incomplete, "names no `context`");
 }
 
 #[test]

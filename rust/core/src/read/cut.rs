@@ -88,9 +88,7 @@ impl Reader {
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());
         for (cut, made) in made {
             match made {
-                Made::Record(bytes) => {
-                    pieces.push(Piece::Record { at: cut.at, bytes: Bytes::Own(bytes), spot: None });
-                }
+                Made::Record(bytes) => pieces.push(Piece::own(cut.at, bytes)),
                 Made::Refused([what, why, cure]) => {
                     let problem = reject(Reason::WrongType, what).why(why).cure(cure);
                     pieces.push(Piece::Broken { at: cut.at, bytes: Vec::new(), problem });

@@ -3,7 +3,6 @@
 //! What a frame holds is bounded by what it says of itself, and that by the caller. Called by the Python border for the
 //! folder that a run plays into.
 
-use super::held::Bytes;
 use super::outcome::decoded;
 use super::source::{in_file, unreadable};
 use super::split::Piece;
@@ -35,7 +34,6 @@ pub struct Frames {
     name: String,
     /// Bytes that a frame may hold.
     most: usize,
-    /// Where the next frame begins.
     start: u64,
     /// Bytes of the file, those of the next frame from `at` to `filled`.
     block: Vec<u8>,
@@ -167,7 +165,7 @@ fn traces(text: &[u8]) -> Vec<Arc<Trace>> {
         line
     });
     let records = (1..).map(At::from).zip(lines.filter(|line| !line.is_empty()));
-    let pieces = records.map(|(at, bytes)| Piece::Record { at, bytes: Bytes::Own(bytes.into()), spot: None }).collect();
+    let pieces = records.map(|(at, bytes)| Piece::own(at, bytes.into())).collect();
     let outcomes = decoded(pieces, &Arc::from(NAME), usize::MAX, None);
     outcomes.into_iter().filter_map(|outcome| outcome.decoded.ok()).map(|record| Arc::new(record.trace)).collect()
 }

@@ -3,7 +3,6 @@
 //! A block is used again once no record shares it; it grows to one long record at most and is not zeroed again. The bytes
 //! are not interpreted.
 
-use crate::raw::Raw;
 use std::io::{self, Read};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -42,11 +41,6 @@ impl Bytes {
     pub fn own(&self) -> Arc<[u8]> {
         if let Self::Own(bytes) = self { Arc::clone(bytes) } else { (&**self).into() }
     }
-
-    /// As a trace keeps them.
-    pub fn kept(&self) -> Raw {
-        Raw::Held(self.own())
-    }
 }
 
 /// Bytes of a stream from some place on.
@@ -70,12 +64,10 @@ impl Deref for Held {
 }
 
 impl Held {
-    /// Room for records of at most `most` bytes.
     pub fn new(most: usize) -> Self {
         Self { block: Arc::default(), filled: 0, spare: Arc::default(), most }
     }
 
-    /// Bytes for which there is room.
     #[cfg(test)]
     pub fn room(&self) -> usize {
         self.block.capacity()

@@ -1,6 +1,5 @@
 //! How the records of a file are told apart, and where one value without line breaks around it ends.
 
-/// How records are told apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Layout {
     /// Not looked at yet.
@@ -85,7 +84,6 @@ pub(super) fn passes(blanks: &[u8], before: usize, limit: usize) -> Option<usize
         .map(|at| at + 1)
 }
 
-/// How many lines end in some bytes.
 pub(super) fn count_lines(bytes: &[u8]) -> u64 {
     memchr::memchr_iter(b'\n', bytes).count() as u64
 }

@@ -32,10 +32,8 @@ pub fn decode_all(
     format: Option<&'static str>,
 ) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
-    let pieces: Vec<_> = std::iter::successors(Some(first), |at| Some(at.next()))
-        .zip(records)
-        .map(|(at, bytes)| Piece::Record { at, bytes: Bytes::Own(bytes), spot: None })
-        .collect();
+    let places = std::iter::successors(Some(first), |at| Some(at.next()));
+    let pieces = places.zip(records).map(|(at, bytes)| Piece::own(at, bytes)).collect();
     let outcomes = decoded(pieces, &file, usize::MAX, format);
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
     for outcome in outcomes {
@@ -56,7 +54,7 @@ impl Outcome {
     pub fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
         let (at, bytes, continued, problem) = match piece {
             Piece::Record { at, bytes, spot } => {
-                let raw = spot.map_or_else(|| bytes.kept(), |spot| Raw::left(&bytes, spot));
+                let raw = spot.map_or_else(|| Raw::Held(bytes.own()), |spot| Raw::left(&bytes, spot));
                 let decoded = if bytes.len() < LONG {
                     decode_one(&bytes, raw, &at.in_file(file), format)
                 } else {

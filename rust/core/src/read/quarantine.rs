@@ -1,6 +1,7 @@
 //! Bad records written aside: their bytes in one file, where they came from and why they are bad in another.
 
-use crate::error::{At, Error, Kind, Location, Result};
+use super::source::in_file;
+use crate::error::{At, Error, Kind, Result};
 use crate::format::Rejection;
 use serde_json::json;
 use std::fs::File;
@@ -12,7 +13,6 @@ pub(super) struct Quarantine {
     raw_path: PathBuf,
     list_path: PathBuf,
     files: Option<[BufWriter<File>; 2]>,
-    /// Bytes in the raw file.
     offset: u64,
     /// What the list says of the last record, written once its length is known.
     pending: Option<Pending>,
@@ -32,16 +32,10 @@ impl Quarantine {
             name.push(suffix);
             PathBuf::from(name)
         };
-        Self {
-            raw_path: beside(".quarantine.raw"),
-            list_path: beside(".quarantine.jsonl"),
-            files: None,
-            offset: 0,
-            pending: None,
-        }
+        let (raw_path, list_path) = (beside(".quarantine.raw"), beside(".quarantine.jsonl"));
+        Self { raw_path, list_path, files: None, offset: 0, pending: None }
     }
 
-    /// Writes a bad record aside.
     pub fn put(&mut self, bytes: &[u8], at: At, file: &str, rejection: &Rejection) -> Result<()> {
         self.close_record()?;
         self.pending = Some(Pending {
@@ -95,11 +89,10 @@ impl Quarantine {
                 .and_then(|files| act(self.files.insert(files))),
         };
         done.map_err(|error| {
-            let place = Location { file: Some(self.raw_path.to_string_lossy().into()), ..Location::default() };
             Error::new(Kind::Io, format!("the quarantine cannot be written: {error}"))
                 .why("Bad records would be lost")
                 .cure("Free space there, or name another place with quarantine=")
-                .at(&place)
+                .at(&in_file(&self.raw_path.to_string_lossy()))
         })
     }
 }

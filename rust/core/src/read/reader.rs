@@ -4,9 +4,9 @@ use super::held::Bytes;
 use super::outcome::{Outcome, decoded};
 use super::quarantine::Quarantine;
 use super::report::Report;
-use super::source::Source;
+use super::source::{Source, in_file};
 use super::split::{Piece, Splitter};
-use crate::error::{At, Error, Kind, Location, Result};
+use crate::error::{At, Error, Kind, Result};
 use crate::format::Rejection;
 use crate::raw::Spot;
 use crate::threads;
@@ -54,7 +54,6 @@ impl Default for Options {
 /// Bytes of the first chunk: small, so that the first traces come soon.
 const FIRST_CHUNK_BYTES: usize = 64 << 10;
 
-/// Records parsed at once, at most.
 const CHUNK_RECORDS: usize = 1 << 14;
 
 /// Reads all traces of a file that is in memory, in any layout and compression; an error names `name` as the file.
@@ -84,7 +83,6 @@ pub fn read_all(bytes: &[u8], name: &str, options: Options) -> Result<(Vec<Arc<T
 pub struct Reader {
     pub(super) file: Arc<str>,
     pub(super) options: Options,
-    /// Bytes of the longest record.
     pub(super) limit: usize,
     /// Bytes taken from the file so far.
     pub(super) taken: Arc<AtomicU64>,
@@ -184,7 +182,6 @@ impl Reader {
         self.waiting.extend(outcomes);
     }
 
-    /// Cuts the next chunk into records.
     fn cut(&mut self) -> Vec<Piece> {
         let (mut pieces, mut bytes) = (Vec::new(), 0);
         while bytes < self.next_chunk && pieces.len() < CHUNK_RECORDS && !self.exhausted {
@@ -229,7 +226,7 @@ impl Reader {
         Err(Error::new(Kind::Io, found)
             .why("There are no traces to read")
             .cure("Check the path, and that whatever wrote it has finished")
-            .at(&Location { file: Some(Arc::clone(&self.file)), ..Location::default() }))
+            .at(&in_file(&self.file)))
     }
 
     pub(super) fn limit_reached(&self) -> bool {

@@ -33,7 +33,6 @@ pub struct Report {
     pub bytes: u64,
 }
 
-/// Errors that are kept whole.
 const FIRST_ERRORS: usize = 5;
 
 impl Report {

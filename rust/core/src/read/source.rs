@@ -49,13 +49,11 @@ const MOST_WINDOW_LOG: u32 = 31;
 /// As many bytes of a zstd frame say its window.
 const HEADER: usize = 18;
 
-/// First bytes of a Parquet file.
 const PARQUET: &[u8] = b"PAR1";
 
 /// The records of a smaller file are kept in memory: a file is not held open for so little.
 const FEW: u64 = 1 << 16;
 
-/// Bytes read from the file at once.
 const BLOCK: usize = 1 << 18;
 
 impl Source {

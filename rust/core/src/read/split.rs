@@ -13,7 +13,6 @@ use crate::stop;
 use std::io::{self, Read};
 use std::sync::Arc;
 
-/// What the splitter finds.
 pub(super) enum Piece {
     /// A record, and where its bytes stand on disk.
     Record { at: At, bytes: Bytes, spot: Option<Spot> },
@@ -24,6 +23,11 @@ pub(super) enum Piece {
 }
 
 impl Piece {
+    /// A record that is in memory alone.
+    pub fn own(at: At, bytes: Arc<[u8]>) -> Self {
+        Self::Record { at, bytes: Bytes::Own(bytes), spot: None }
+    }
+
     pub fn len(&self) -> usize {
         match self {
             Self::Record { bytes, .. } => bytes.len(),
@@ -34,7 +38,6 @@ impl Piece {
 
 const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
 
-/// Cuts a stream into records.
 #[allow(clippy::struct_excessive_bools, reason = "each says something of the bytes that the others do not")]
 pub(super) struct Splitter {
     stream: Box<dyn Read + Send>,
@@ -98,12 +101,10 @@ impl Splitter {
         }
     }
 
-    /// Whether the stream had any byte.
     pub fn saw_bytes(&self) -> bool {
         self.saw_bytes
     }
 
-    /// Bytes for which there is room.
     #[cfg(test)]
     pub fn held(&self) -> usize {
         self.buffer.room()
@@ -266,16 +267,13 @@ impl Splitter {
     }
 
     fn misplaced(&self) -> Option<Rejection> {
-        if !self.blocked() {
-            return None;
-        }
         let closed = matches!(self.layout, Layout::Array { closed: true, .. });
         let what = if closed { "text after the end of the JSON array" } else { "a JSON array with a misplaced comma" };
-        Some(
+        self.blocked().then(|| {
             reject(Reason::NotJson, format!("not JSON: {what}"))
                 .why("Where the next record begins cannot be known")
-                .cure("Write one array, or one record a line"),
-        )
+                .cure("Write one array, or one record a line")
+        })
     }
 
     /// Takes the record that ends at `end`; `None` for a blank line.
@@ -308,7 +306,7 @@ impl Splitter {
             return None;
         }
         if in_stream {
-            return Some(Piece::Record { at, bytes: Bytes::Own(events::record(bytes)), spot: None });
+            return Some(Piece::own(at, events::record(bytes)));
         }
         let start = self.before + begin as u64;
         let spot = self.origin.as_ref().map(|origin| Spot { origin: Arc::clone(origin), start });

@@ -16,9 +16,12 @@ fn line(id: &str) -> String {
     )
 }
 
+fn opened(bytes: &[u8], options: Options) -> Reader {
+    Reader::from_reader(io::Cursor::new(bytes.to_vec()), "runs.jsonl", options).expect("the stream opens")
+}
+
 fn reader(bytes: &[u8], on_error: OnError) -> Reader {
-    Reader::from_reader(io::Cursor::new(bytes.to_vec()), "runs.jsonl", Options { on_error, ..Options::default() })
-        .expect("the stream opens")
+    opened(bytes, Options { on_error, ..Options::default() })
 }
 
 fn ids(reader: &mut Reader) -> Vec<String> {
@@ -73,12 +76,17 @@ fn lines_are_counted_through_blanks_and_arrays() {
 
 #[test]
 fn an_empty_stream_is_an_error_under_every_policy() {
-    for (bytes, what) in [(&b""[..], "it is empty"), (b" \n\n", "no record"), (b"[]", "no record")] {
+    let empty = gzip(b"");
+    let cases = [
+        (&b""[..], "it is empty."),
+        (b" \n\n", "there is no record"),
+        (b"[]", "there is no record"),
+        (&empty, "it is empty."),
+    ];
+    for (bytes, what) in cases {
         let error = reader(bytes, OnError::Skip).next().expect("an answer").expect_err("an error");
-        assert!(error.to_string().contains(what), "{error}");
+        assert!(error.to_string().starts_with(&format!("runs.jsonl: {what}")), "{error}");
     }
-    let error = reader(&gzip(b""), OnError::Skip).next().expect("an answer").expect_err("an error");
-    assert!(error.to_string().starts_with("runs.jsonl: it is empty."), "{error}");
 }
 
 #[test]
@@ -141,7 +149,7 @@ fn a_record_beyond_the_limit_goes_aside_whole_and_is_never_held_whole() {
         max_record_bytes: 1_000_000,
         ..Options::default()
     };
-    let mut reader = Reader::from_reader(io::Cursor::new(stream.into_bytes()), "runs.jsonl", options).expect("opens");
+    let mut reader = opened(stream.as_bytes(), options);
     assert_eq!(ids(&mut reader), ["a", "b"]);
     assert_eq!((reader.report().bad, reader.report().reasons[&Reason::TooLong]), (1, 1));
     let raw = fs::read_to_string(folder.path().join("q.quarantine.raw")).expect("the bytes");
@@ -159,17 +167,18 @@ fn a_line_of_fifty_megabytes_is_read() {
 #[test]
 fn a_limit_stops_before_later_bad_records() {
     let stream = format!("{}\n{}\nhello\n", line("a"), line("b"));
-    let options = Options { limit: Some(2), ..Options::default() };
-    let mut reader = Reader::from_reader(io::Cursor::new(stream.into_bytes()), "runs.jsonl", options).expect("opens");
+    let mut reader = opened(stream.as_bytes(), Options { limit: Some(2), ..Options::default() });
     assert_eq!(ids(&mut reader), ["a", "b"]);
     assert_eq!(reader.report().bad, 0);
 }
 
 #[test]
-fn missing_files_and_directories_are_named() {
+fn what_is_no_file_is_named_and_said() {
     let folder = tempfile::tempdir().expect("a folder");
-    for (path, what) in [(folder.path().join("none.jsonl"), "Check the path"), (folder.path().to_owned(), "directory")]
-    {
+    let devices = ["/dev/zero", "/dev/null"].map(Path::new).into_iter().filter(|device| device.exists());
+    let devices = devices.map(|device| (device.to_owned(), ": it is a device."));
+    let others = [(folder.path().join("none.jsonl"), "Check the path"), (folder.path().to_owned(), "directory")];
+    for (path, what) in devices.chain(others) {
         let error = Reader::open(&path, Options::default()).err().expect("an error").to_string();
         assert!(error.contains(what) && error.starts_with(&*path.to_string_lossy()), "{error}");
     }
@@ -184,12 +193,10 @@ fn what_is_written_is_what_was_read() {
         let path = folder.path().join(name);
         let mut writer = Writer::create(&path).expect("it opens");
         traces.iter().try_for_each(|trace| writer.write(trace)).and_then(|()| writer.finish()).expect("it is written");
-        let again: Vec<_> =
-            Reader::open(&path, Options::default()).expect("opens").map(|trace| trace.expect("good")).collect();
-        assert_eq!(
-            &*again[0].record().expect("it is held"),
-            b"{  \"zz\": [1.50],  \"messages\": [{\"role\": \"user\"}] }"
-        );
+        let again = Reader::open(&path, Options::default()).expect("opens");
+        let again: Vec<_> = again.map(|trace| trace.expect("good")).collect();
+        let first = again[0].record().expect("it is held");
+        assert_eq!(&*first, br#"{  "zz": [1.50],  "messages": [{"role": "user"}] }"#);
         assert_eq!(again[1].record(), traces[1].record());
     }
     drop(Writer::create(&folder.path().join("dropped.jsonl")).expect("it opens"));
@@ -257,16 +264,6 @@ fn blanks_before_the_first_record_are_let_go_of_and_a_long_line_of_them_is_a_bad
     assert_eq!(read(b'\n', 1 << 20), [(breaks, false), (breaks + 1, false)]);
     assert_eq!(read(b' ', 1 << 30), [(2, false), (3, false)]);
     assert_eq!(read(b' ', 1 << 20), [(1, true), (2, false), (3, false)]);
-}
-
-#[test]
-fn what_is_no_file_is_said() {
-    for device in ["/dev/zero", "/dev/null"].map(Path::new) {
-        if device.exists() {
-            let error = Reader::open(device, Options::default()).err().expect("an error");
-            assert!(error.to_string().starts_with(&format!("{}: it is a device.", device.display())), "{error}");
-        }
-    }
 }
 
 #[test]

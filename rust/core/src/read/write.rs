@@ -1,6 +1,7 @@
 //! Traces back to a file: each record's own bytes, one a line; compressed by the suffix; whole or not at all.
 
-use crate::error::{Error, Kind, Location, Result};
+use super::source::in_file;
+use crate::error::{Error, Kind, Result};
 use crate::trace::Trace;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -11,7 +12,6 @@ use std::path::{Path, PathBuf};
 /// zstd's own default.
 const ZSTD_LEVEL: i32 = 3;
 
-/// Bytes handed to the file at once.
 const BLOCK: usize = 1 << 18;
 
 /// Writes records to a temporary file beside `path`, which takes its name when all is written.
@@ -138,9 +138,8 @@ fn unwritable(path: &Path, error: &io::Error) -> Error {
         }
         _ => "Check the disk, then try again",
     };
-    let place = Location { file: Some(path.to_string_lossy().into()), ..Location::default() };
     Error::new(Kind::Io, format!("cannot be written: {error}"))
         .why("No half file is left; what was there before is untouched")
         .cure(cure)
-        .at(&place)
+        .at(&in_file(&path.to_string_lossy()))
 }

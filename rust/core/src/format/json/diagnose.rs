@@ -81,9 +81,7 @@ fn check_depth(text: &str) -> Decoded<()> {
                 at = string_end(bytes, at);
                 continue;
             }
-            b'{' | b'[' if depth == DEPTH => {
-                return Err(of_trace(too_deep(at + 1), &text[..at]));
-            }
+            b'{' | b'[' if depth == DEPTH => return Err(of_trace(too_deep(at + 1), &text[..at])),
             b'{' | b'[' => depth += 1,
             b'}' | b']' => depth = depth.saturating_sub(1),
             _ => {}

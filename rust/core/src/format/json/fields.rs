@@ -6,10 +6,9 @@ use super::numbers::{MAX_ID, spelled};
 use super::object::describe;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 pub(in crate::format) use crate::trace::value_of as get;
-use crate::trace::{LogprobKind, Schemas, Stop};
+use crate::trace::{Generation, LogprobKind, Schemas, Stop};
 use serde_json::{Map, Value};
 
-/// A JSON object's fields.
 pub type Fields = Map<String, Value>;
 
 fn wrong(key: &str, found: &Value, wanted: &str) -> Rejection {
@@ -28,7 +27,6 @@ pub fn present<'a>(fields: &'a Fields, key: &str) -> Option<&'a Value> {
     get(fields, key).filter(|value| !value.is_null())
 }
 
-/// A string.
 pub fn text(fields: &Fields, key: &str) -> Decoded<Option<String>> {
     match present(fields, key) {
         None => Ok(None),
@@ -42,7 +40,6 @@ fn name(fields: &Fields, key: &str) -> Decoded<Option<String>> {
     present(fields, key).map_or(Ok(None), |value| name_of(key, value))
 }
 
-/// `value` as a name.
 pub fn name_of(key: &str, value: &Value) -> Decoded<Option<String>> {
     match value {
         Value::Null => Ok(None),
@@ -148,7 +145,8 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// What these fields say.
+    pub const UNKNOWN: Self = Self { temperature: None, top_p: None, policy_version: None, logprob_kind: None };
+
     pub fn read(fields: &Fields) -> Decoded<Self> {
         Ok(Self {
             temperature: magnitude(fields, "temperature")?,
@@ -165,6 +163,17 @@ impl Sampling {
             top_p: self.top_p.or(outer.top_p),
             policy_version: self.policy_version.or(outer.policy_version),
             logprob_kind: self.logprob_kind.or(outer.logprob_kind),
+        }
+    }
+
+    /// A generation of which nothing is known but this.
+    pub fn generation(&self) -> Generation {
+        Generation {
+            logprob_kind: self.logprob_kind.unwrap_or(LogprobKind::Unknown),
+            temperature: self.temperature,
+            top_p: self.top_p,
+            policy_version: self.policy_version.unwrap_or(-1),
+            ..Generation::default()
         }
     }
 }
@@ -214,6 +223,10 @@ pub struct Header {
     pub template_kwargs: Fields,
     pub sampling: Sampling,
 }
+
+/// Keys of a header that no server's response has for something else.
+pub const HEADER_KEYS: [&str; 8] =
+    ["id", "group", "reward", "rewards", "policy_version", "logprob_kind", "template_kwargs", "chat_template_kwargs"];
 
 impl Header {
     /// The header of a record: its fields, and the tool schemas beside them.

@@ -29,7 +29,6 @@ pub struct Columns {
 /// What an entry says of its token's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Text {
-    /// Nothing.
     Unknown,
     /// It stands at the end of the column.
     Spelled,
@@ -60,12 +59,10 @@ impl Columns {
         Opened { text: self.texts.data.len(), bytes: self.bytes.data.len() }
     }
 
-    /// Takes back the text of an entry.
     pub fn clear_text(&mut self, opened: Opened) {
         self.texts.data.truncate(opened.text);
     }
 
-    /// Takes back the bytes of an entry.
     pub fn clear_bytes(&mut self, opened: Opened) {
         self.bytes.data.truncate(opened.bytes);
     }
@@ -92,7 +89,6 @@ impl Columns {
         self.texts.data.extend_from_slice(&last);
     }
 
-    /// The number of an entry, and its id.
     #[inline]
     fn number(&mut self, reading: Reading, id: Option<u32>) {
         let value = self.counted.take(reading);
@@ -103,14 +99,12 @@ impl Columns {
         }
     }
 
-    /// Appends one entry.
     pub fn push(&mut self, id: Option<u32>, reading: Reading, text: Option<&[u8]>, bytes: Option<&[u8]>) {
         self.number(reading, id);
         self.texts.push(text);
         self.bytes.push(bytes);
     }
 
-    /// Entries so far.
     pub fn len(&self) -> usize {
         self.values.len()
     }

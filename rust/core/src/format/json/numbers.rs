@@ -27,12 +27,6 @@ pub enum Reading {
 }
 
 impl Reading {
-    /// The logprob of a probability; 0 has none.
-    pub fn of_probability(value: f64) -> Self {
-        if value < 0.0 { Self::Invalid } else { Self::of(value.ln()) }
-    }
-
-    /// What a number says.
     pub fn of(value: f64) -> Self {
         let short = value as f32;
         // llama.cpp and SGLang write the lowest float32 where the probability is 0.
@@ -118,7 +112,6 @@ impl<'de> Deserialize<'de> for Scalar {
     }
 }
 
-/// Visits any JSON value.
 struct ScalarVisitor;
 
 impl<'de> Visitor<'de> for ScalarVisitor {
@@ -175,7 +168,6 @@ impl<'de> Deserialize<'de> for Reading {
     }
 }
 
-/// One token id.
 #[derive(Debug, Clone, Copy)]
 pub struct Id(pub u32);
 
@@ -197,7 +189,6 @@ impl<'de> Deserialize<'de> for Id {
 }
 
 impl Id {
-    /// Token ids as plain numbers.
     pub fn plain(ids: Vec<Self>) -> Vec<u32> {
         ids.into_iter().map(|Self(id)| id).collect()
     }
@@ -212,37 +203,33 @@ pub struct TokenText(pub Option<Vec<u8>>);
 
 impl<'de> Deserialize<'de> for TokenText {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_option(TokenTextVisitor)
+        Ok(Self(Option::<Known>::deserialize(deserializer)?.and_then(|Known(text)| text)))
     }
 }
 
-/// Visits the text of a token.
+/// A text that is there, `None` where UTF-8 cannot say it.
+struct Known(Option<Vec<u8>>);
+
+impl<'de> Deserialize<'de> for Known {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_bytes(TokenTextVisitor)
+    }
+}
+
 struct TokenTextVisitor;
 
-impl<'de> Visitor<'de> for TokenTextVisitor {
-    type Value = TokenText;
+impl Visitor<'_> for TokenTextVisitor {
+    type Value = Known;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the text of a token (a string or null)")
     }
 
-    fn visit_none<E>(self) -> Result<TokenText, E> {
-        Ok(TokenText(None))
+    fn visit_bytes<E>(self, value: &[u8]) -> Result<Known, E> {
+        Ok(Known(std::str::from_utf8(value).is_ok().then(|| value.to_owned())))
     }
 
-    fn visit_unit<E>(self) -> Result<TokenText, E> {
-        Ok(TokenText(None))
-    }
-
-    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<TokenText, D::Error> {
-        deserializer.deserialize_bytes(self)
-    }
-
-    fn visit_bytes<E>(self, value: &[u8]) -> Result<TokenText, E> {
-        Ok(TokenText(std::str::from_utf8(value).is_ok().then(|| value.to_owned())))
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<TokenText, E> {
-        Ok(TokenText(Some(value.as_bytes().to_owned())))
+    fn visit_str<E>(self, value: &str) -> Result<Known, E> {
+        Ok(Known(Some(value.as_bytes().to_owned())))
     }
 }

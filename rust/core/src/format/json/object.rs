@@ -20,9 +20,7 @@ pub enum Kind {
     Generation,
     /// One of `calls`.
     Call,
-    /// What was sent to the server.
     Request,
-    /// What the server sent back.
     Response,
 }
 
@@ -90,7 +88,6 @@ const RECORD_KEYS: &[&str] = &[
     "error",
 ];
 
-/// Keys of a request whose value is read.
 const REQUEST_KEYS: &[&str] = &["model", "temperature", "top_p", "chat_template_kwargs", "extra_body"];
 
 /// Keys of a record or a response that hold token lists which a client library moved.
@@ -122,7 +119,6 @@ impl Numbers {
         self
     }
 
-    /// Whether there is any sampled token.
     pub fn any_sampled(&self) -> bool {
         self.logprobs.is_some() || self.token_ids.is_some() || self.texts.is_some() || self.bytes.is_some()
     }
@@ -132,11 +128,7 @@ impl Numbers {
         let mut tokens = self.logprobs.map_or_else(Tokens::default, |tokens| *tokens);
         tokens.texts = self.texts.map(|texts| *texts).or(tokens.texts);
         tokens.bytes = self.bytes.map(|bytes| *bytes).or(tokens.bytes);
-        take_placeholders(&mut tokens).map_err(|what| {
-            reject(Reason::IdOutOfRange, what)
-                .why("No vocabulary has it")
-                .cure("Store the response as the server sent it")
-        })?;
+        take_placeholders(&mut tokens).map_err(no_id)?;
         let Some(ids) = self.token_ids else { return Ok(tokens) };
         if let Some(listed) = tokens.ids.as_ref().filter(|listed| listed.len() == ids.len() && **listed != ids) {
             return Err(contradicting_ids(&ids, listed));
@@ -144,6 +136,11 @@ impl Numbers {
         tokens.ids = Some(ids);
         Ok(tokens)
     }
+}
+
+/// A complaint about a token id.
+pub fn no_id(what: String) -> Rejection {
+    reject(Reason::IdOutOfRange, what).why("No vocabulary has it").cure("Store the response as the server sent it")
 }
 
 fn contradicting_ids(ids: &[u32], listed: &[u32]) -> Rejection {
@@ -159,7 +156,6 @@ fn contradicting_ids(ids: &[u32], listed: &[u32]) -> Rejection {
 pub struct Object {
     /// Everything that is neither a token list nor nested.
     pub fields: Map<String, Value>,
-    /// The token lists.
     pub numbers: Numbers,
     /// Tool schemas, or what stands in their place.
     pub tools: Option<Schemas>,
@@ -180,12 +176,10 @@ impl Object {
         self.nested.iter().any(|(name, node)| *name == key && !matches!(node, Node::Other(Value::Null)))
     }
 
-    /// Whether a list stands under a key.
     pub fn has_list(&self, key: &str) -> bool {
         self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::List(_)))
     }
 
-    /// Whether an object stands under a key.
     pub fn has_object(&self, key: &str) -> bool {
         self.nested.iter().any(|(name, node)| *name == key && matches!(node, Node::Object(_)))
     }
@@ -211,12 +205,10 @@ impl Object {
         })
     }
 
-    /// Takes the object under a key.
     pub fn take_object(&mut self, key: &str) -> Decoded<Option<Object>> {
         self.take(key).map(|node| node.object(key)).transpose()
     }
 
-    /// Takes the list of objects under a key.
     pub fn take_list(&mut self, key: &str) -> Decoded<Option<Vec<Node>>> {
         match self.take(key) {
             None => Ok(None),
@@ -235,11 +227,8 @@ impl Object {
 /// What stands where an object is expected.
 #[derive(Debug)]
 pub enum Node {
-    /// An object.
     Object(Box<Object>),
-    /// A list.
     List(Vec<Node>),
-    /// Anything else.
     Other(Value),
 }
 

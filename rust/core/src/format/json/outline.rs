@@ -54,17 +54,14 @@ impl<'a> Outline<'a> {
         self.get(key).is_some_and(|raw| Shape::of(raw) == shape)
     }
 
-    /// The keys, in order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.members.iter().map(|(name, _)| name.as_ref())
     }
 
-    /// The object under a key.
     pub fn object(&self, key: &str) -> Decoded<Option<Self>> {
         self.get(key).map(|raw| Self::of(raw, key)).transpose()
     }
 
-    /// The values of the list under a key.
     pub fn list(&self, key: &str) -> Decoded<Option<Vec<&'a RawValue>>> {
         self.typed(key)
     }
@@ -75,9 +72,13 @@ impl<'a> Outline<'a> {
         items.into_iter().enumerate().map(|(index, raw)| Self::of(raw, &format!("{key}[{index}]"))).collect()
     }
 
-    /// The value of a key as `T`.
     pub fn typed<T: Deserialize<'a>>(&self, key: &str) -> Decoded<Option<T>> {
         self.read(key, |raw| parse(raw.get()))
+    }
+
+    /// The first object of the list under a key, where it is one of objects alone.
+    pub fn first_of(&self, key: &str) -> Option<Self> {
+        self.objects(key).ok()?.into_iter().next()
     }
 
     /// The value of a key by a reader of its own.
@@ -91,7 +92,6 @@ impl<'a> Outline<'a> {
         self.typed(key)
     }
 
-    /// A string.
     pub fn text(&self, key: &str) -> Decoded<Option<String>> {
         match self.get(key) {
             Some(raw) if Shape::of(raw) != Shape::Text => {
@@ -116,7 +116,6 @@ impl<'a> Outline<'a> {
         self.value(key)?.map_or(Ok(None), |value| count_of(key, &value))
     }
 
-    /// A list of token ids.
     pub fn ids(&self, key: &str) -> Decoded<Option<Vec<u32>>> {
         self.read(key, |raw| scan::ids(raw.get()).map_or_else(|| ids(raw), Ok))
     }
@@ -126,7 +125,6 @@ impl<'a> Outline<'a> {
         self.read(key, |raw| logprobs_in(raw.get())).map(Option::flatten)
     }
 
-    /// All keys but some, as values.
     pub fn fields_without(&self, dropped: &[&str]) -> Decoded<Fields> {
         let mut fields = Fields::new();
         for (name, raw) in &self.members {

@@ -19,7 +19,6 @@ pub enum Shape {
 }
 
 impl Shape {
-    /// The shape of a value.
     pub fn of(raw: &RawValue) -> Self {
         match raw.get().as_bytes().first() {
             Some(b'{') => Self::Object,
@@ -107,7 +106,6 @@ pub fn each<'a>(raw: &'a RawValue, wanted: &str, mut read: impl FnMut(&'a RawVal
     Ok(())
 }
 
-/// A list of token ids.
 pub fn ids(raw: &RawValue) -> Read<'_, Vec<u32>> {
     let mut ids = Vec::new();
     each(raw, "a list of token ids", |item| parse::<Id>(item.get()).map(|Id(id)| ids.push(id)))?;
@@ -125,13 +123,10 @@ pub fn bytes(raw: &RawValue) -> Read<'_, Option<Vec<u8>>> {
 /// The keys of an object with the text of their values.
 pub type Members<'a> = Vec<(Cow<'a, str>, &'a RawValue)>;
 
-/// The members of the object `text`.
 pub fn members(text: &str) -> Read<'_, Members<'_>> {
     let mut members = Members::new();
-    match members_into(text, &mut members) {
-        Ok(()) => Ok(members),
-        Err(error) => Err(Fault { path: String::new(), text, error }),
-    }
+    let read = members_into(text, &mut members);
+    read.map(|()| members).map_err(|error| Fault { path: String::new(), text, error })
 }
 
 /// Appends the members of the object `text`, where it is none those before the error.

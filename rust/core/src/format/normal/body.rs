@@ -1,8 +1,9 @@
 //! What every format's reader returns: messages, generations and the fields that differ between formats.
 
+use crate::drift;
 use crate::format::json::fields::Fields;
 use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{Generation, Message, Schemas};
+use crate::trace::{Generation, Message, Note, Schemas};
 
 /// Messages and generations of a record.
 #[derive(Debug, Default)]
@@ -20,6 +21,11 @@ pub struct Body {
     pub unused_choices: u32,
 }
 
+/// What a reader noticed about `count` tokens of a generation.
+pub fn note(reason: drift::Reason, count: usize, detail: impl Into<String>) -> Note {
+    Note { reason, count: count as u32, detail: detail.into() }
+}
+
 /// Items of contexts and prompts that the generations of one record may hold together.
 const MOST_COPIES: usize = 1 << 26;
 
@@ -28,17 +34,14 @@ const MOST_COPIES: usize = 1 << 26;
 pub struct Budget(usize);
 
 impl Budget {
-    /// Counts `copies` more.
     pub fn spend(&mut self, copies: usize) -> Decoded<()> {
         self.0 += copies;
         if self.0 <= MOST_COPIES {
             return Ok(());
         }
-        Err(reject(
-            Reason::TooLong,
-            format!("the prompts of its generations hold more than {MOST_COPIES} items together"),
-        )
-        .why("Each generation is kept with all that it was sampled after, which would not fit in memory")
-        .cure("Write a record for each branch of the trajectory"))
+        let what = format!("the prompts of its generations hold more than {MOST_COPIES} items together");
+        Err(reject(Reason::TooLong, what)
+            .why("Each generation is kept with all that it was sampled after, which would not fit in memory")
+            .cure("Write a record for each branch of the trajectory"))
     }
 }

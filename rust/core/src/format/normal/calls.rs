@@ -5,7 +5,7 @@
 
 use super::body::Body;
 use super::coverage;
-use super::history::History;
+use super::history::{History, Path};
 use super::message::{Entry, streamed};
 use crate::format::json::diagnose;
 use crate::format::json::fields::{Fields, Header, Sampling, count, mapping, number, text, tools};
@@ -15,10 +15,8 @@ use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Message, Prompt, Schemas};
 
 /// Temperature and top-p of a request that names none: the defaults of the chat completions API.
-const API_DEFAULTS: Sampling =
-    Sampling { temperature: Some(1.0), top_p: Some(1.0), policy_version: None, logprob_kind: None };
+pub const API_DEFAULTS: Sampling = Sampling { temperature: Some(1.0), top_p: Some(1.0), ..Sampling::UNKNOWN };
 
-/// Reads `calls`.
 pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
     let nodes = record.take_list("calls")?.unwrap_or_default();
     if nodes.is_empty() {
@@ -69,10 +67,16 @@ pub struct Request {
     pub tools: Option<Schemas>,
     pub template_kwargs: Fields,
     pub model: Option<String>,
-    /// `Rendered` for messages; what was sent where no template is involved.
+    /// `Rendered` for messages, without any `Unknown`; what was sent where no template is involved.
     pub prompt: Prompt,
-    /// How it asked to sample.
     pub sampling: Sampling,
+}
+
+impl Request {
+    /// Messages, and the ids that they were rendered to where those are known.
+    pub fn of(messages: Vec<Message>, ids: Option<Vec<u32>>) -> Self {
+        Self { messages, prompt: ids.map_or(Prompt::Rendered, Prompt::Ids), ..Self::default() }
+    }
 }
 
 /// One call, whatever server it went to.
@@ -90,11 +94,19 @@ impl<'a> Log<'a> {
         Self { header, choice, history, body, scaffold: None, scaffold_varies: false }
     }
 
+    pub fn of(header: &'a Header, calls: impl IntoIterator<Item = Decoded<Call>>) -> Decoded<Body> {
+        let mut log = Self::new(header, None);
+        for call in calls {
+            log.add(call?)?;
+        }
+        log.finish()
+    }
+
     fn call(&mut self, mut call: Object) -> Decoded<()> {
         let own = Sampling::read(&call.fields)?;
         let request = call.take_object("request")?;
         let request = request.map(read_request).transpose().map_err(|rejection| rejection.inside("request"))?;
-        let sampling = own.or(&self.sampling(request.as_ref()));
+        let sampling = own.or(&self.sampling(request.as_ref(), &API_DEFAULTS));
         let choice = count(&call.fields, "choice")?.or(self.choice);
         let reward = number(&call.fields, "reward")?.map(|reward| reward as f32);
         let response = match call.take("response") {
@@ -105,13 +117,8 @@ impl<'a> Log<'a> {
         self.answer(request, response, choice, &sampling, reward).map_err(|rejection| rejection.inside("response"))
     }
 
-    /// How the tokens of a call were sampled, beside what the call itself says.
-    pub fn sampling(&self, request: Option<&Request>) -> Sampling {
-        self.sampling_by(request, &API_DEFAULTS)
-    }
-
-    /// The same for a server whose requests leave out `defaults`.
-    pub fn sampling_by(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
+    /// How the tokens of a call were sampled, beside what the call itself says, where its request leaves out `defaults`.
+    pub fn sampling(&self, request: Option<&Request>, defaults: &Sampling) -> Sampling {
         match request {
             None => self.header.sampling.clone(),
             Some(request) => request.sampling.clone().or(&self.header.sampling).or(defaults),
@@ -134,7 +141,6 @@ impl<'a> Log<'a> {
         self.add(Call { request, entry, model, reward })
     }
 
-    /// Adds a call to the log.
     pub fn add(&mut self, call: Call) -> Decoded<()> {
         let Some(mut generation) = call.entry.generation else {
             return Err(reject(Reason::Contradiction, "the choice says that it was not sampled")
@@ -145,7 +151,7 @@ impl<'a> Log<'a> {
         let model = &mut self.body.model;
         *model = model.take().or(asked).or(call.model);
         let path = match call.request {
-            None => super::history::Path::default(),
+            None => Path::default(),
             Some(request) => {
                 if generation.prompt == Prompt::Rendered {
                     generation.prompt = request.prompt;
@@ -177,12 +183,15 @@ impl<'a> Log<'a> {
         }
     }
 
-    /// The body of the trace.
     pub fn finish(mut self) -> Decoded<Body> {
         let (tools, template_kwargs) = self.scaffold.unwrap_or_default();
         let rendered = self.body.generations.iter().position(|generation| generation.prompt == Prompt::Rendered);
         if let (true, Some(turn)) = (self.scaffold_varies, rendered) {
-            return Err(varying_scaffold(turn));
+            let what = "requests of one trace differ in `tools` or `chat_template_kwargs`";
+            return Err(reject(Reason::Contradiction, what)
+                .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
+                .cure("Record return_token_ids, or write one record for each set of tools")
+                .in_turn(turn));
         }
         if let Some(last) = self.body.generations.last() {
             self.body.conversation = last.context.iter().copied().chain([last.message]).collect();
@@ -205,7 +214,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
     })?;
     let mut messages = Vec::with_capacity(nodes.len());
     for (position, node) in nodes.into_iter().enumerate() {
-        let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::default()));
+        let entry = node.object("entry").and_then(|item| Entry::read(item, &Sampling::UNKNOWN));
         messages.push(entry.map_err(|rejection| rejection.inside(format!("messages[{position}]")))?.message);
     }
     Ok(Request {
@@ -222,13 +231,6 @@ fn read_request(mut request: Object) -> Decoded<Request> {
 pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
     let text = serde_json::Value::Object(request.fields_without(&[])?).to_string();
     diagnose::object(&text, Kind::Request).and_then(read_request).map_err(|rejection| rejection.inside("request"))
-}
-
-fn varying_scaffold(turn: usize) -> Rejection {
-    reject(Reason::Contradiction, "requests of one trace differ in `tools` or `chat_template_kwargs`")
-        .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
-        .cure("Record return_token_ids, or write one record for each set of tools")
-        .in_turn(turn)
 }
 
 /// A complaint about a call without an answer.

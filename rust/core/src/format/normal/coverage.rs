@@ -38,19 +38,19 @@ fn spells_part(pieces: &Pieces, text: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn pieces(texts: &[&str]) -> Pieces {
-        let mut pieces = Pieces::default();
-        for text in texts {
-            pieces.push(Some(text.as_bytes()));
-        }
-        pieces
-    }
-
     #[test]
     fn the_last_chunk_alone_or_a_gap_is_a_part_and_trimmed_space_is_not() {
-        assert!(spells_part(&pieces(&[" dog"]), "The quick brown dog"));
-        assert!(spells_part(&pieces(&["The", " dog"]), "The quick brown dog"));
-        assert!(!spells_part(&pieces(&["The", " dog"]), "The dog\n"));
-        assert!(!spells_part(&pieces(&["The", " cat"]), "The quick brown dog"));
+        for (texts, said, is_part) in [
+            (&[" dog"][..], "The quick brown dog", true),
+            (&["The", " dog"], "The quick brown dog", true),
+            (&["The", " dog"], "The dog\n", false),
+            (&["The", " cat"], "The quick brown dog", false),
+        ] {
+            let mut pieces = Pieces::default();
+            for text in texts {
+                pieces.push(Some(text.as_bytes()));
+            }
+            assert_eq!(spells_part(&pieces, said), is_part, "{texts:?} {said}");
+        }
     }
 }

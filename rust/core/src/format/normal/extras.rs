@@ -16,9 +16,12 @@ pub fn routed_experts(outline: &Outline<'_>) -> Decoded<Option<Extra>> {
         return Ok(None);
     }
     let text = outline.text("routed_experts")?.unwrap_or_default();
-    let array = base64(&text).and_then(|bytes| npy(&bytes)).ok_or_else(broken_experts)?;
-    let (rows, shape) = array.shape.split_first().ok_or_else(broken_experts)?;
-    rows_of(*rows, shape, array.values).map(Some).ok_or_else(broken_experts)
+    let experts = || {
+        let array = npy(&base64(&text)?)?;
+        let (rows, shape) = array.shape.split_first()?;
+        rows_of(*rows, shape, array.values)
+    };
+    experts().map(Some).ok_or_else(broken_experts)
 }
 
 /// `routed_experts` as SGLang writes it: base64 of int32 rows, one for each of `rows` tokens.
@@ -27,27 +30,19 @@ pub fn raw_experts(outline: &Outline<'_>, rows: usize) -> Decoded<Option<Extra>>
         return Ok(None);
     }
     let text = outline.text("routed_experts")?.unwrap_or_default();
-    let bytes = base64(&text).ok_or_else(broken_experts)?;
-    let values: Vec<i32> = integers(&bytes, 4, true).ok_or_else(broken_experts)?;
-    if !values.len().is_multiple_of(rows) {
-        return Err(broken_experts());
-    }
-    let width = u32::try_from(values.len() / rows).map_err(|_| broken_experts())?;
-    let rows = u32::try_from(rows).map_err(|_| broken_experts())?;
-    rows_of(rows, &[width], values).map(Some).ok_or_else(broken_experts)
+    let experts = || {
+        let values = integers(&base64(&text)?, 4, true).filter(|values| values.len().is_multiple_of(rows))?;
+        let width = u32::try_from(values.len() / rows).ok()?;
+        rows_of(u32::try_from(rows).ok()?, &[width], values)
+    };
+    experts().map(Some).ok_or_else(broken_experts)
 }
 
 fn rows_of(rows: u32, shape: &[u32], values: Vec<i32>) -> Option<Extra> {
     let width = shape.iter().try_fold(1_u32, |width, size| width.checked_mul(*size))?;
     let ends: Vec<u32> = (1..=rows).map(|row| row.checked_mul(width)).collect::<Option<_>>()?;
-    let first = ExtraStart::Prompt;
-    (ends.last().copied().unwrap_or(0) as usize == values.len()).then(|| Extra {
-        name: "routed_experts",
-        first,
-        shape: shape.to_vec(),
-        ends,
-        values,
-    })
+    let fits = ends.last().copied().unwrap_or(0) as usize == values.len();
+    fits.then(|| Extra { name: "routed_experts", first: ExtraStart::Prompt, shape: shape.to_vec(), ends, values })
 }
 
 fn broken_experts() -> Rejection {
@@ -115,13 +110,8 @@ struct Array {
 fn npy(bytes: &[u8]) -> Option<Array> {
     let rest = bytes.strip_prefix(b"\x93NUMPY")?;
     let (&major, rest) = rest.split_first()?;
-    let (length, rest) = if major == 1 {
-        let (length, rest) = rest.get(1..)?.split_first_chunk::<2>()?;
-        (u16::from_le_bytes(*length) as usize, rest)
-    } else {
-        let (length, rest) = rest.get(1..)?.split_first_chunk::<4>()?;
-        (u32::from_le_bytes(*length) as usize, rest)
-    };
+    let (length, rest) = rest.get(1..)?.split_at_checked(if major == 1 { 2 } else { 4 })?;
+    let length = length.iter().rev().fold(0, |length, &byte| length << 8 | usize::from(byte));
     let header = std::str::from_utf8(rest.get(..length)?).ok()?;
     let data = rest.get(length..)?;
     if !header.contains("'fortran_order': False") {

@@ -173,24 +173,18 @@ fn write_others(identity: &mut Vec<u8>, fields: &Map<String, Value>) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::message::plain;
     use super::*;
     use proptest::prelude::*;
     use serde_json::json;
 
-    fn message(value: Value) -> Message {
-        Message { value, reward: None }
-    }
-
-    fn said(content: &str) -> Message {
-        message(json!({"role": "assistant", "content": content}))
-    }
-
-    fn asked(content: &str) -> Message {
-        message(json!({"role": "user", "content": content}))
+    fn written(value: &Value) -> Vec<u8> {
+        identity(&Message { value: value.clone(), reward: None })
     }
 
     #[test]
     fn equal_answers_of_a_rewritten_history_are_each_used_once() {
+        let (asked, said) = (|text: &str| plain("user", text), |text: &str| plain("assistant", text));
         let mut history = History::default();
         // Pool: 0 = "a", 1 = the first "ok", 2 = "b", 3 = the second "ok".
         let first = history.follow(vec![asked("a")]);
@@ -225,38 +219,27 @@ mod tests {
         ];
         for (at, one) in cases.iter().enumerate() {
             for other in &cases[at + 1..] {
-                assert_ne!(identity(&message(one.clone())), identity(&message(other.clone())), "{one} {other}");
+                assert_ne!(written(one), written(other), "{one} {other}");
             }
         }
     }
 
     #[test]
     fn what_servers_write_in_two_ways_is_one_message() {
-        let pairs = [
-            (
-                json!({"role": "user", "content": "x"}),
-                json!({"role": "user", "content": [{"type": "text", "text": "x"}]}),
-            ),
-            (
-                json!({"role": "assistant", "content": null}),
-                json!({"role": "assistant", "content": "", "refusal": null}),
-            ),
-            (
-                json!({"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": {"a": 1}}}]}),
-                json!({"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]}),
-            ),
-        ];
-        for (one, other) in pairs {
-            assert_eq!(identity(&message(one.clone())), identity(&message(other)), "{one}");
+        let pairs = json!([
+            [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            [{"role": "assistant", "content": null}, {"role": "assistant", "content": "", "refusal": null}],
+            [{"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": {"a": 1}}}]},
+                {"role": "assistant", "tool_calls": [{"id": "i", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]}],
+        ]);
+        for pair in pairs.as_array().expect("a list") {
+            assert_eq!(written(&pair[0]), written(&pair[1]), "{pair}");
         }
     }
 
     fn words() -> impl Strategy<Value = String> {
-        prop::collection::vec(
-            prop::sample::select(vec!["a", "\u{0}", "[", "]", "\"", "{}", "name", "other", "assistant"]),
-            0..4,
-        )
-        .prop_map(|parts| parts.concat())
+        let parts = ["a", "\u{0}", "[", "]", "\"", "{}", "name", "other", "assistant"];
+        prop::collection::vec(prop::sample::select(parts.to_vec()), 0..4).prop_map(|parts| parts.concat())
     }
 
     fn contents() -> impl Strategy<Value = Value> {
@@ -280,8 +263,7 @@ mod tests {
                 json!({"role": "user", "content": content, format!("x{name}"): value})
             };
             let (a, b) = (make(&one), make(&other));
-            let same = identity(&message(a.clone())) == identity(&message(b.clone()));
-            prop_assert_eq!(same, a == b, "{} {}", a, b);
+            prop_assert_eq!(written(&a) == written(&b), a == b, "{} {}", a, b);
         }
 
         #[test]
@@ -294,7 +276,7 @@ mod tests {
                     "tool_calls": [{"id": id, "function": {"name": name, "arguments": "{}"}}]})
             };
             let (a, b) = (make(&one), make(&other));
-            prop_assert_eq!(identity(&message(a.clone())) == identity(&message(b.clone())), a == b, "{} {}", a, b);
+            prop_assert_eq!(written(&a) == written(&b), a == b, "{} {}", a, b);
         }
     }
 }

@@ -3,11 +3,11 @@
 //! An entry is a plain message, a choice (`{"message", "logprobs", "token_ids"}`) or a whole response (`{"choices"}`).
 
 use super::{finish, strays};
-use crate::format::json::fields::{Fields, Sampling, count, get, number, present, stop_under, text};
+use crate::format::json::fields::{Fields, Sampling, get, number, present, stop_under, text};
 use crate::format::json::object::{Node, Numbers, Object, describe};
-use crate::format::rejection::{Decoded, Reason, not_a_trace, reject};
-use crate::trace::{Generation, LogprobKind, Message, Prompt};
-use serde_json::Value;
+use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+use crate::trace::{Generation, Message, Prompt, Stop};
+use serde_json::{Value, json};
 
 /// What one entry says.
 pub struct Entry {
@@ -88,7 +88,7 @@ impl Entry {
 }
 
 /// A complaint about the pieces of a streamed response.
-pub fn streamed() -> crate::format::rejection::Rejection {
+pub fn streamed() -> Rejection {
     reject(Reason::UnknownForm, "a chunk of a streamed response")
         .why("A generation is read from the whole response")
         .cure("Record the assembled response, or turn streaming off while recording")
@@ -108,12 +108,15 @@ fn pick(choices: Vec<Node>, wanted: Option<i32>) -> Decoded<Object> {
             by_position = Some(choice);
         }
     }
-    by_position.ok_or_else(|| {
-        let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
-        reject(reason, format!("choice {wanted} is asked for but the response has {total} choices"))
-            .why("There is no generation to read")
-            .cure("Leave out failed calls when recording, and name an existing choice")
-    })
+    by_position.ok_or_else(|| no_choice(wanted as i32, total, "choices"))
+}
+
+/// A complaint about a choice that is not among the `total` of a response.
+pub fn no_choice(wanted: i32, total: usize, what: &str) -> Rejection {
+    let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
+    reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
+        .why("There is no generation to read")
+        .cure("Leave out failed calls when recording, and name an existing choice")
 }
 
 fn role(fields: &Fields) -> Option<&str> {
@@ -139,15 +142,18 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
         prompt,
         tokens: numbers.into_tokens()?,
         finish_reason: finish.map(|raw| finish::common(&raw).to_owned()),
-        stop: stop.map_or(Ok(crate::trace::Stop::Unsaid), |(key, fields)| stop_under(fields, key))?,
-        logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
-        temperature: sampling.temperature,
-        top_p: sampling.top_p,
-        policy_version: sampling.policy_version.unwrap_or(-1),
+        stop: stop.map_or(Ok(Stop::Unsaid), |(key, fields)| stop_under(fields, key))?,
         cumulative_logprob: first("cumulative_logprob")
             .map_or(Ok(None), |fields| number(fields, "cumulative_logprob"))?,
-        ..Generation::default()
+        ..sampling.generation()
     })
+}
+
+/// A message that says this and nothing else.
+pub fn plain(role: &str, content: impl Into<Value>) -> Message {
+    let mut value = json!({"role": role, "content": null});
+    value["content"] = content.into();
+    Message { value, reward: None }
 }
 
 /// The message as a template gets it.
@@ -158,9 +164,7 @@ pub fn message_of(mut fields: Fields) -> Decoded<Message> {
     match get(&fields, "role") {
         Some(Value::String(_)) => {}
         None => return Err(not_a_trace("a message has no `role`")),
-        Some(other) => {
-            return Err(not_a_trace(format!("`role` is {}, not a string", describe(other))));
-        }
+        Some(other) => return Err(not_a_trace(format!("`role` is {}, not a string", describe(other)))),
     }
     check_content(&fields)?;
     let reward = number(&fields, "reward")?.map(|reward| reward as f32);
@@ -198,9 +202,4 @@ fn check_content(fields: &Fields) -> Decoded<()> {
         None | Some(Value::Null | Value::Array(_)) => Ok(()),
         Some(other) => Err(not_a_trace(format!("`tool_calls` is {}, not a list", describe(other)))),
     }
-}
-
-/// The position that a `generation` object gives itself among the calls.
-pub fn call_number(placing: &Fields) -> Decoded<Option<i32>> {
-    count(placing, "call")
 }

@@ -5,35 +5,30 @@
 
 use super::extras;
 use crate::format::json::fields::{Fields, get};
-use crate::format::json::numbers::Id;
-use crate::format::json::object::Numbers;
-use crate::format::rejection::{Decoded, Reason, not_a_trace, reject};
+use crate::format::json::numbers::{ID_COMPLAINT, Id};
+use crate::format::json::object::{Numbers, no_id};
+use crate::format::rejection::{Decoded, not_a_trace};
 use crate::trace::Generation;
 use serde::Deserialize;
 use serde_json::Value;
 
-fn ids(value: Option<&Value>) -> Decoded<Option<Vec<u32>>> {
-    let Some(value) = value.filter(|value| value.is_array()) else { return Ok(None) };
-    Vec::<Id>::deserialize(value).map(|ids| Some(Id::plain(ids))).map_err(|error| {
-        if error.to_string().starts_with(crate::format::json::numbers::ID_COMPLAINT) {
-            return reject(Reason::IdOutOfRange, error.to_string())
-                .why("No vocabulary has it")
-                .cure("Store the response as the server sent it");
-        }
-        not_a_trace(error.to_string())
-    })
+/// Fills a list of ids that is not there, where the value is one.
+fn fill(ids: &mut Option<Vec<u32>>, value: Option<&Value>) -> Decoded<()> {
+    let Some(value) = value.filter(|value| ids.is_none() && value.is_array()) else { return Ok(()) };
+    let found = Vec::<Id>::deserialize(value).map_err(|error| {
+        let what = error.to_string();
+        if what.starts_with(ID_COMPLAINT) { no_id(what) } else { not_a_trace(what) }
+    })?;
+    *ids = Some(Id::plain(found));
+    Ok(())
 }
 
 /// Fills token lists that are not there from where a client library moved them.
 pub fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
     for wrapper in ["provider_specific_fields", "model_extra"] {
         let Some(Value::Object(inner)) = get(fields, wrapper) else { continue };
-        if numbers.token_ids.is_none() {
-            numbers.token_ids = ids(inner.get("token_ids"))?;
-        }
-        if numbers.prompt_token_ids.is_none() {
-            numbers.prompt_token_ids = ids(inner.get("prompt_token_ids"))?;
-        }
+        fill(&mut numbers.token_ids, inner.get("token_ids"))?;
+        fill(&mut numbers.prompt_token_ids, inner.get("prompt_token_ids"))?;
     }
     Ok(())
 }
@@ -41,13 +36,8 @@ pub fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
 /// The same from SGLang's extension of a response, for the choice at `index`.
 pub fn gather_sglext(numbers: &mut Numbers, fields: &Fields, index: usize) -> Decoded<()> {
     let Some(extension) = get(fields, "sglext") else { return Ok(()) };
-    if numbers.prompt_token_ids.is_none() {
-        numbers.prompt_token_ids = ids(extension.get("input_ids"))?;
-    }
-    if numbers.token_ids.is_none() {
-        numbers.token_ids = ids(extension.get("output_ids").and_then(|lists| lists.get(index)))?;
-    }
-    Ok(())
+    fill(&mut numbers.prompt_token_ids, extension.get("input_ids"))?;
+    fill(&mut numbers.token_ids, extension.get("output_ids").and_then(|lists| lists.get(index)))
 }
 
 /// The weight versions that SGLang reports in `metadata`.

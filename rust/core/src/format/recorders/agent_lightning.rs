@@ -4,19 +4,14 @@
 //! Source: agentlightning 0.3.0 `types/tracer.py`, `types/core.py`, `adapter/triplet.py`: spans in the order of their
 //! `sequence_id`, the same response once, a reward to the last call before it that has none.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::kits::attributes::Attributes;
 use super::kits::columns::{Columns, tokens_of};
-use super::kits::talk::{message, sampled};
-use crate::format::form::Form;
-use crate::format::json::fields::{Header, Sampling};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
+use super::kits::talk::message;
 use crate::format::normal::calls::{Call, Log, Request};
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Message, Prompt};
-use serde_json::{Value, json};
+use crate::format::normal::message::{Entry, plain};
+use crate::trace::Message;
+use serde_json::Value;
 use std::collections::HashSet;
 
 pub(super) const DUMP: Dump = Dump {
@@ -30,9 +25,11 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let names =
-        [("id", "id"), ("id", "rollout_id"), ("group", "group"), ("group", "task_id"), ("reward", "final_reward")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record).header(&[
+        ("id", &["id", "rollout_id"]),
+        ("group", &["group", "task_id"]),
+        ("reward", &["final_reward"]),
+    ])?;
     if record.is("triplets", Shape::List) {
         let body = triplets(record, &mut header)?;
         return Ok((header, body));
@@ -70,13 +67,11 @@ pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body
     }
     header.reward = header.reward.or(last);
     if calls.is_empty() {
-        return Err(silent());
+        return Err(reject(Reason::Incomplete, "no span holds a call of a model")
+            .why("There is no generation to read")
+            .cure("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}"));
     }
-    let mut log = Log::new(header, None);
-    for call in calls {
-        log.add(call)?;
-    }
-    log.finish()
+    Log::of(header, calls.into_iter().map(Ok))
 }
 
 /// When a span began, in whatever unit; 0 where it is not a number.
@@ -89,49 +84,33 @@ fn started(span: &Outline<'_>) -> Decoded<f64> {
     })
 }
 
-fn silent() -> Rejection {
-    reject(Reason::Incomplete, "no span holds a call of a model")
-        .why("There is no generation to read")
-        .cure("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}")
-}
-
 fn triplets(record: &Outline<'_>, header: &mut Header) -> Decoded<Body> {
-    let listed = record.objects("triplets")?;
-    let mut calls = Vec::with_capacity(listed.len());
-    for (turn, one) in listed.iter().enumerate() {
+    let call = |(turn, one)| {
         let place = |rejection: Rejection| rejection.inside(format!("triplets[{turn}]")).in_turn(turn);
-        calls.push(triplet(one, &header.sampling).map_err(place)?);
-    }
+        triplet(one, &header.sampling).map_err(place)
+    };
+    let calls = record.objects("triplets")?.iter().enumerate().map(call).collect::<Decoded<Vec<_>>>()?;
     header.reward = header.reward.or_else(|| calls.iter().rev().find_map(|call| call.reward));
-    let mut log = Log::new(header, None);
-    for call in calls {
-        log.add(call)?;
-    }
-    log.finish()
+    Log::of(header, calls.into_iter().map(Ok))
 }
 
 /// `{"prompt": {"token_ids", "raw_content"}, "response": {"token_ids", "logprobs"}, "reward", "metadata"}`.
 fn triplet(one: &Outline<'_>, sampling: &Sampling) -> Decoded<Call> {
     let part = |key: &str| if one.is(key, Shape::Object) { one.object(key) } else { Ok(None) };
     let (prompt, response) = (part("prompt")?.unwrap_or_default(), part("response")?.unwrap_or_default());
-    let mut generation = sampled(sampling);
+    let mut generation = sampling.generation();
     let ids = Columns(&response).ids("token_ids")?.filter(|ids| !ids.is_empty());
     generation.tokens = match response.logprobs("logprobs")? {
         Some(tokens) => crate::trace::Tokens { ids: ids.or(tokens.ids), ..tokens },
         None => tokens_of(ids, None),
     };
     let messages = chat(prompt.value("raw_content")?)?;
-    let prompt = match Columns(&prompt).ids("token_ids")?.filter(|ids| !ids.is_empty()) {
-        Some(ids) => Prompt::Ids(ids),
-        None if messages.is_empty() => Prompt::Unknown,
-        None => Prompt::Rendered,
-    };
+    let request = Request::of(messages, Columns(&prompt).ids("token_ids")?.filter(|ids| !ids.is_empty()));
     let said = chat(response.value("raw_content")?)?.into_iter().next();
     let answer = said.filter(|said| said.role() == "assistant");
-    let silent = || Message { value: json!({"role": "assistant", "content": null}), reward: None };
-    let entry = Entry::sampled(answer.unwrap_or_else(silent), generation, 0);
+    let answer = answer.unwrap_or_else(|| plain("assistant", Value::Null));
+    let entry = Entry::sampled(answer, generation, 0);
     let reward = one.number("reward")?.map(|reward| reward as f32);
-    let request = Request { messages, prompt, ..Request::default() };
     Ok(Call { request: Some(request), entry, model: None, reward })
 }
 

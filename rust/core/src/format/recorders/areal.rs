@@ -3,15 +3,10 @@
 //! Source: areal 1.0.4 `workflow/multi_turn.py` (a batch of one row; logprobs 0.0 and versions -1 where nothing was
 //! sampled; a logprob stands at its own token) and `infra/workflow_executor.py`, `_dump_trajectory`.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use crate::trace::Prompt;
 
 pub(super) const DUMP: Dump = Dump {
@@ -29,7 +24,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         return decode_text(record);
     }
     let columns = Columns(record);
-    let header = columns.header(&[("id", "id"), ("group", "group"), ("group", "task_id"), ("reward", "rewards")])?;
+    let header = columns.header(&[("group", &["group", "task_id"]), ("reward", &["rewards"])])?;
     let mut row = Row {
         ids: columns.ids("input_ids")?.unwrap_or_default(),
         sampled: columns.mask("loss_mask")?.unwrap_or_default(),
@@ -47,8 +42,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 
 /// The dump in text, decoded with all special tokens: what was sent, but not its ids.
 fn decode_text(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let names = [("group", "group"), ("group", "task_id"), ("policy_version", "head_version")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header =
+        Columns(record).header(&[("group", &["group", "task_id"]), ("policy_version", &["head_version"])])?;
     if let (None, Some(task), Some(sample)) = (&header.id, record.name("task_id")?, record.name("sample_idx")?) {
         header.id = Some(format!("{task}-{sample}"));
     }

@@ -3,17 +3,13 @@
 //! Source: openpipe-art 0.5.18 `art/trajectories.py`. A choice is what the API returned, with its logprobs; a message is a
 //! dict. Each additional history is a conversation of its own, a branch of the trace.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::kits::columns::{Columns, numbers_of};
 use super::kits::talk::Talk;
-use crate::format::form::Form;
 use crate::format::json::diagnose;
-use crate::format::json::fields::{Header, Sampling};
 use crate::format::json::object::{Kind, Node};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
 use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
+use crate::format::rejection::not_a_trace;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
@@ -33,12 +29,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if !record.has("messages_and_choices") {
         return Err(group(record));
     }
-    let names = [
-        ("policy_version", "policy_version"),
-        ("policy_version", "initial_policy_version"),
-        ("policy_version", "final_policy_version"),
-    ];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record)
+        .header(&[("policy_version", &["policy_version", "initial_policy_version", "final_policy_version"])])?;
     if let (true, Some(Value::Object(metrics))) = (header.rewards.is_empty(), record.value("metrics")?) {
         let number = |value: &Value| value.as_f64().or(value.as_bool().map(f64::from)).map_or(f32::NAN, |v| v as f32);
         header.rewards = numbers_of(&metrics).iter().map(|(name, value)| (name.clone(), number(value))).collect();

@@ -3,17 +3,14 @@
 //!
 //! Source: ATIF 1.8 (atif 1.8.0, harbor 0.25.0 `models/trajectories`).
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, note, reject};
 use super::kits::columns::{Columns, tokens_of};
 use super::kits::masked::all_zero;
-use super::kits::talk::{Talk, message, sampled};
+use super::kits::openai::function_call;
+use super::kits::talk::{Talk, message};
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::{Header, Sampling, schemas};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Generation, Message, Note, Prompt};
+use crate::format::json::fields::schemas;
+use crate::trace::{Generation, Prompt};
 use serde_json::{Value, json};
 
 pub(super) const DUMP: Dump = Dump {
@@ -24,8 +21,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let names = [("id", "id"), ("id", "trajectory_id"), ("id", "session_id"), ("group", "group"), ("reward", "reward")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record).header(&[("id", &["id", "trajectory_id", "session_id"])])?;
     let agent = record.object("agent")?.unwrap_or_default();
     let model = agent.text("model_name")?;
     if let (None, Some(Value::Array(listed))) = (&header.tools, agent.value("tool_definitions")?) {
@@ -78,8 +74,7 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
     let inferences = step.count("llm_call_count")?;
     let copied = step.typed::<bool>("is_copied_context")? == Some(true);
     if role == "assistant" && plays && !copied && inferences != Some(0) {
-        let generation = generation(step, sampling, inferences.unwrap_or(1))?;
-        talk.said(said, generation)?;
+        talk.said(said, generation(step, sampling, inferences.unwrap_or(1))?)?;
     } else {
         talk.given(said);
     }
@@ -87,18 +82,15 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
 }
 
 fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decoded<Generation> {
-    let mut generation = sampled(sampling);
+    let mut generation = sampling.generation();
     let Some(metrics) = step.object("metrics")? else { return Ok(generation) };
     let columns = Columns(&metrics);
     let (ids, logprobs) = (columns.ids("completion_token_ids")?, columns.logprobs("logprobs")?);
     if inferences > 1 {
-        generation.notes.push(Note {
-            reason: drift::Reason::CountMismatch,
-            count: ids.map_or(0, |ids| ids.len()) as u32,
-            detail: format!(
-                "the step holds the numbers of {inferences} calls together: which ids answer which prompt is not known"
-            ),
-        });
+        let detail = format!(
+            "the step holds the numbers of {inferences} calls together: which ids answer which prompt is not known"
+        );
+        generation.notes.push(note(drift::Reason::CountMismatch, ids.map_or(0, |ids| ids.len()), detail));
         return Ok(generation);
     }
     generation.tokens = tokens_of(ids.filter(|ids| !ids.is_empty()), logprobs.filter(|logprobs| !logprobs.is_empty()));
@@ -112,12 +104,7 @@ fn generation(step: &Outline<'_>, sampling: &Sampling, inferences: i32) -> Decod
 /// Tool calls as the chat completions API has them.
 fn calls(listed: Value) -> Value {
     let Value::Array(calls) = listed else { return listed };
-    let call = |call: Value| {
-        let part = |key: &str| call.get(key).cloned().unwrap_or(Value::Null);
-        let function = json!({"name": part("function_name"), "arguments": part("arguments")});
-        json!({"id": part("tool_call_id"), "type": "function", "function": function})
-    };
-    calls.into_iter().map(call).collect()
+    calls.iter().map(|call| function_call(call, ["tool_call_id", "function_name", "arguments"])).collect()
 }
 
 /// What the environment answered: to a call as `tool`, else as `user`.
@@ -130,8 +117,7 @@ fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
             None if content.is_none() => continue,
             None => json!({"role": "user", "content": content}),
         };
-        let said: Message = message(value)?;
-        talk.given(said);
+        talk.given(message(value)?);
     }
     Ok(())
 }

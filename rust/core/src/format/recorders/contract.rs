@@ -1,18 +1,16 @@
-//! What a recorder's file says of itself.
+//! What a recorder's file says of itself, and the names that it says it with.
 
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::Outline;
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
+pub(in crate::format) use crate::format::form::Form;
+pub(in crate::format) use crate::format::json::fields::{Header, Sampling};
+pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
+pub(in crate::format) use crate::format::normal::body::{Body, note};
+pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
 
 /// How one recorder writes a trajectory.
 pub struct Dump {
     pub form: Form,
     /// Keys of the record, any one of which makes `knows` worth asking.
     pub signs: &'static [&'static str],
-    /// Whether this is a record of it.
     pub knows: fn(&Outline<'_>) -> bool,
-    /// The record's header and body.
     pub decode: fn(&Outline<'_>) -> Decoded<(Header, Body)>,
 }

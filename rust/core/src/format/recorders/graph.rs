@@ -3,13 +3,12 @@
 //! The ids of a path, end to end, are what the model saw. A node with several children is where a history was rewritten or
 //! sampled again; each sampled node is one generation, whatever the number of paths through it.
 
+use super::contract::{Body, Decoded, Header, Outline, Reason, Shape, either, reject};
 use super::kits::columns::{Columns, tokens_of};
+use super::kits::masked::{all_zero, lengths};
 use super::kits::openai::{openai, tools};
-use super::kits::talk::{message, sampled};
-use crate::format::json::fields::{Fields, Header};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::{Body, Budget};
-use crate::format::rejection::{Decoded, Reason, reject};
+use super::kits::talk::message;
+use crate::format::json::fields::Fields;
 use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 
@@ -24,20 +23,12 @@ struct Node {
     depth: usize,
 }
 
-/// What `calls` say of the call that committed a node.
-struct Said {
-    node: usize,
-    fields: Fields,
-}
-
-/// Header and body of a trace.
 pub(super) fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let header = header(record)?;
     let nodes = record.objects("nodes")?;
     let calls = said(record)?;
     let trains = !record.object("agent")?.is_some_and(|agent| matches!(agent.typed("trainable"), Ok(Some(false))));
-    let mut graph =
-        Graph { header: &header, calls, body: Body::default(), nodes: Vec::new(), budget: Budget::default() };
+    let mut graph = Graph { header: &header, calls, body: Body::default(), nodes: Vec::new() };
     for (index, node) in nodes.iter().enumerate() {
         graph.add(node, trains).map_err(|rejection| rejection.inside(format!("nodes[{index}]")))?;
     }
@@ -45,22 +36,18 @@ pub(super) fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         graph.body.conversation = graph.path(last);
     }
     let mut body = graph.body;
-    let listed = match nodes.first().map(|root| root.value("tools")).transpose()?.flatten() {
-        Some(own) => Some(own),
-        None => record.value("tools")?,
-    };
-    body.tools = tools(listed);
-    body.model = graph.calls.iter().find_map(|call| call.fields.get("model")?.as_str().map(str::to_owned));
+    let own = nodes.first().map(|root| root.value("tools")).transpose()?.flatten();
+    body.tools = tools(either(own, || record.value("tools"))?);
+    body.model = graph.calls.iter().find_map(|(_, call)| call.get("model")?.as_str().map(str::to_owned));
     Ok((header, body))
 }
 
 struct Graph<'h> {
     header: &'h Header,
-    /// Sorted by node.
-    calls: Vec<Said>,
+    /// What `calls` say of the calls that committed nodes, sorted by node.
+    calls: Vec<(usize, Fields)>,
     body: Body,
     nodes: Vec<Node>,
-    budget: Budget,
 }
 
 impl Graph<'_> {
@@ -68,12 +55,10 @@ impl Graph<'_> {
         let index = self.nodes.len();
         let parent = node.count("parent")?.map(|parent| parent as usize);
         if let Some(parent) = parent.filter(|&parent| parent >= index) {
-            return Err(reject(
-                Reason::Contradiction,
-                format!("its parent is node {parent}, which does not stand before it"),
-            )
-            .why("The path to it cannot be walked")
-            .cure("Write the trace as verifiers' to_record makes it"));
+            let what = format!("its parent is node {parent}, which does not stand before it");
+            return Err(reject(Reason::Contradiction, what)
+                .why("The path to it cannot be walked")
+                .cure("Write the trace as verifiers' to_record makes it"));
         }
         self.body.messages.push(message_of(node)?);
         let columns = Columns(node);
@@ -81,7 +66,7 @@ impl Graph<'_> {
         let is_sampled = trains && node.typed::<bool>("sampled")? == Some(true);
         let mask = columns.mask("mask")?.unwrap_or_default();
         if (is_sampled || !mask.is_empty()) && mask.len() != ids.len() {
-            return Err(super::kits::masked::lengths("mask", mask.len(), ids.len()));
+            return Err(lengths("mask", mask.len(), ids.len()));
         }
         let depth = parent.map_or(1, |parent| self.nodes[parent].depth + 1);
         let mut kept = Node { parent, tail: Vec::new(), turn: None, depth };
@@ -94,7 +79,6 @@ impl Graph<'_> {
         Ok(())
     }
 
-    /// Adds the generation of a node.
     fn sample(&mut self, node: &Outline<'_>, ids: Vec<u32>, mask: &[bool], kept: &mut Node) -> Decoded<()> {
         let index = self.nodes.len();
         let start = mask.iter().position(|&bit| bit).unwrap_or(mask.len());
@@ -104,16 +88,16 @@ impl Graph<'_> {
                 .why("A node is one call of the model")
                 .cure("Write the trace as verifiers' to_record makes it"));
         }
-        let mut generation = sampled(&self.header.sampling);
+        let mut generation = self.header.sampling.generation();
         self.describe(index, &mut generation);
         generation.message = index as u32;
         generation.prompt = self.prompt(kept.parent, &ids[..start])?;
-        self.budget.spend(kept.depth)?;
+        self.body.budget.spend(kept.depth)?;
         generation.context = kept.parent.map_or_else(Vec::new, |parent| self.path(parent));
         let logprobs = Columns(node).logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
         if start < end || logprobs.is_some() {
             generation.tokens = tokens_of((start < end).then(|| ids[start..end].to_vec()), logprobs);
-            generation.notes.extend(super::kits::masked::all_zero(&generation.tokens));
+            generation.notes.extend(all_zero(&generation.tokens));
         }
         (kept.tail, kept.turn) =
             if start < end { (ids[end..].to_vec(), Some(self.body.generations.len() as u32)) } else { (ids, None) };
@@ -131,7 +115,7 @@ impl Graph<'_> {
             at = node.parent.filter(|_| turn.is_none());
         }
         let count = lead.len() + parts.iter().map(|&part| self.nodes[part].tail.len() + 1).sum::<usize>();
-        self.budget.spend(count)?;
+        self.body.budget.spend(count)?;
         let mut ids = Vec::with_capacity(count);
         for &part in parts.iter().rev() {
             ids.extend_from_slice(&self.nodes[part].tail);
@@ -158,8 +142,8 @@ impl Graph<'_> {
 
     /// How the call that committed a node sampled.
     fn describe(&self, node: usize, generation: &mut Generation) {
-        let Ok(found) = self.calls.binary_search_by_key(&node, |call| call.node) else { return };
-        let fields = &self.calls[found].fields;
+        let Ok(found) = self.calls.binary_search_by_key(&node, |(node, _)| *node) else { return };
+        let fields = &self.calls[found].1;
         let sampling = fields.get("sampling").and_then(Value::as_object);
         let number = |key: &str| sampling?.get(key)?.as_f64().map(|value| value as f32);
         generation.temperature = generation.temperature.or(number("temperature"));
@@ -180,22 +164,21 @@ fn message_of(node: &Outline<'_>) -> Decoded<Message> {
     }
 }
 
-fn said(record: &Outline<'_>) -> Decoded<Vec<Said>> {
+fn said(record: &Outline<'_>) -> Decoded<Vec<(usize, Fields)>> {
     let mut calls = Vec::new();
     for (position, call) in record.objects("calls")?.iter().enumerate() {
         let node = call.count("node").map_err(|rejection| rejection.inside(format!("calls[{position}]")))?;
         if let Some(node) = node {
-            calls.push(Said { node: node as usize, fields: call.fields_without(&["usage", "time", "acp"])? });
+            calls.push((node as usize, call.fields_without(&["usage", "time", "acp"])?));
         }
     }
-    calls.sort_by_key(|call| call.node);
+    calls.sort_by_key(|(node, _)| *node);
     Ok(calls)
 }
 
 /// Weighted rewards by name, and their sum as verifiers' `Trace.reward` has it; the task is the group.
 fn header(record: &Outline<'_>) -> Decoded<Header> {
-    let columns = Columns(record);
-    let mut header = columns.header_without(&["rewards", "tools"], &[])?;
+    let mut header = Columns(record).header_without(&["rewards", "tools"], &[])?;
     if let Some(rewards) = record.object("rewards")? {
         let mut sum = None;
         for name in rewards.keys() {
@@ -213,7 +196,7 @@ fn header(record: &Outline<'_>) -> Decoded<Header> {
         header.reward = header.reward.or(sum.map(|sum| sum as f32));
     }
     if let Some(task) = record.object("task")?.filter(|_| header.group.is_none()) {
-        header.group = task.name("key")?.map_or_else(|| task.name("hash"), |key| Ok(Some(key)))?;
+        header.group = either(task.name("key")?, || task.name("hash"))?;
     }
     Ok(header)
 }

@@ -4,19 +4,14 @@
 //! Source: langfuse 5.0.4 `langfuse/api` (TraceWithFullDetails, ObservationsView). Text only: what `output` keeps of a
 //! response is its message.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::openai::tools;
-use super::kits::talk::{message, sampled};
-use crate::format::form::Form;
-use crate::format::json::fields::{Header, Sampling};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
+use super::kits::talk::message;
 use crate::format::normal::calls::{Call, Log, Request, no_response};
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Message, Prompt};
-use serde_json::{Value, json};
+use crate::format::normal::message::{Entry, message_of, plain};
+use crate::trace::Message;
+use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {
     form: Form { name: "langfuse", sign: "it has `observations`, or `traceId`, `type` and `output`" },
@@ -29,8 +24,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let mut header =
-        Columns(record).header_without(&["model"], &[("id", "id"), ("group", "group"), ("group", "sessionId")])?;
+    let mut header = Columns(record).header_without(&["model"], &[("group", &["group", "sessionId"])])?;
     scores(record, &mut header)?;
     let listed = if record.has("observations") { record.objects("observations")? } else { vec![record.clone()] };
     let mut calls = Vec::new();
@@ -47,11 +41,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
             .cure("Export observations of type GENERATION, or leave the record out"));
     }
     calls.sort_by(|a, b| a.0.cmp(&b.0));
-    let mut log = Log::new(&header, None);
-    for (_, call) in calls {
-        log.add(call)?;
-    }
-    let body = log.finish()?;
+    let body = Log::of(&header, calls.into_iter().map(|(_, call)| Ok(call)))?;
     Ok((header, body))
 }
 
@@ -82,24 +72,16 @@ fn call(one: &Outline<'_>, header: &Header) -> Decoded<Call> {
             Some(Value::Array(items)) => (chat(items)?, fields.remove("tools")),
             _ => (Vec::new(), None),
         },
-        Some(Value::String(text)) => {
-            (vec![Message { value: json!({"role": "user", "content": text}), reward: None }], None)
-        }
+        Some(Value::String(text)) => (vec![plain("user", text)], None),
         _ => (Vec::new(), None),
     };
     let said = match one.value("output")? {
-        Some(Value::Object(fields)) => message(Value::Object(with_role(fields)))?,
-        Some(Value::Array(items)) => match items.into_iter().next() {
-            Some(Value::Object(fields)) => message(Value::Object(with_role(fields)))?,
-            _ => return Err(speechless()),
-        },
-        Some(Value::String(text)) => Message { value: json!({"role": "assistant", "content": text}), reward: None },
-        _ => return Err(speechless()),
+        Some(Value::Array(items)) => spoken(items.into_iter().next().filter(Value::is_object))?,
+        said => spoken(said)?,
     };
-    let prompt = if messages.is_empty() { Prompt::Unknown } else { Prompt::Rendered };
     let model = one.text("model")?;
-    let request = Request { messages, prompt, tools: tools(listed), model, ..Request::default() };
-    let generation = sampled(&own.or(&header.sampling));
+    let request = Request { messages, tools: tools(listed), model, ..Request::default() };
+    let generation = own.or(&header.sampling).generation();
     Ok(Call { request: Some(request), entry: Entry::sampled(said, generation, 0), model: None, reward: None })
 }
 
@@ -107,11 +89,14 @@ fn chat(items: Vec<Value>) -> Decoded<Vec<Message>> {
     items.into_iter().filter(|item| item.get("role").is_some()).map(message).collect()
 }
 
-fn with_role(mut fields: crate::format::json::fields::Fields) -> crate::format::json::fields::Fields {
-    fields.entry("role").or_insert_with(|| "assistant".into());
-    fields
-}
-
-fn speechless() -> Rejection {
-    no_response("a generation without `output`")
+/// What was answered: a message, or its text.
+fn spoken(output: Option<Value>) -> Decoded<Message> {
+    match output {
+        Some(Value::Object(mut fields)) => {
+            fields.entry("role").or_insert_with(|| "assistant".into());
+            message_of(fields)
+        }
+        Some(Value::String(text)) => Ok(plain("assistant", text)),
+        _ => Err(no_response("a generation without `output`")),
+    }
 }

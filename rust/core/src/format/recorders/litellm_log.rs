@@ -3,16 +3,11 @@
 //! Source: litellm 1.106.2 `types/utils.py`. What the server adds to a choice beside OpenAI's fields stands in
 //! `provider_specific_fields` there: `token_ids` of vLLM's return_token_ids among them.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::{parts, splice};
-use crate::format::call::add_call;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::normal::calls::{Log, no_response};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::format::call::one_call;
+use crate::format::normal::calls::no_response;
 use serde_json::value::RawValue;
 
 pub(super) const DUMP: Dump = Dump {
@@ -26,7 +21,7 @@ pub(super) const DUMP: Dump = Dump {
 const REDACTED: &str = "\"redacted-by-litellm\"";
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header(&[("id", "id")])?;
+    let header = Columns(record).header(&[])?;
     let Some(response) =
         record.object("response")?.filter(|_| record.text("status").ok().flatten().as_deref() != Some("failure"))
     else {
@@ -38,7 +33,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if messages.is_some_and(|raw| raw.get() == REDACTED)
         || response.get("text").is_some_and(|raw| raw.get() == REDACTED)
     {
-        return Err(redacted());
+        return Err(reject(Reason::Incomplete, "messages and response are redacted")
+            .why("There is nothing to train on")
+            .cure("Log with litellm.turn_off_message_logging = False"));
     }
     let parameters = record.object("model_parameters")?.unwrap_or_default();
     let mut asked = parts(&parameters);
@@ -49,11 +46,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let request = splice(&asked);
     let answer = lifted(&response)?;
     let text = format!("{{\"request\":{request},\"response\":{answer}}}");
-    let call = Outline::parse(&text)?;
-    let mut log = Log::new(&header, None);
-    add_call(&mut log, &call, record.count("choice")?, None)?;
-    let body = log.finish()?;
-    Ok((header, body))
+    one_call(header, record, &text)
 }
 
 /// The response with the fields of its server where the server put them.
@@ -64,13 +57,10 @@ fn lifted(response: &Outline<'_>) -> Decoded<String> {
     all.retain(|(key, _)| *key != "choices");
     let mut prompt = None;
     for holder in std::iter::once(response).chain(&choices) {
-        let inner = match holder.object("message")? {
-            Some(message) => message.object("provider_specific_fields")?,
-            None => None,
-        };
+        let inner = holder.object("message")?.unwrap_or_default().object("provider_specific_fields")?;
         let own = holder.object("provider_specific_fields")?;
-        prompt =
-            prompt.or_else(|| [own, inner].into_iter().flatten().find_map(|fields| fields.get("prompt_token_ids")));
+        let found = [own, inner].into_iter().flatten().find_map(|fields| fields.get("prompt_token_ids"));
+        prompt = prompt.or(found);
     }
     if let Some(prompt) = prompt.filter(|_| !response.has("prompt_token_ids")) {
         all.push(("prompt_token_ids", prompt));
@@ -95,10 +85,4 @@ fn lift(choice: &Outline<'_>) -> Decoded<String> {
     }
     all.retain(|(key, _)| *key != "provider_specific_fields");
     Ok(splice(&all))
-}
-
-fn redacted() -> Rejection {
-    reject(Reason::Incomplete, "messages and response are redacted")
-        .why("There is nothing to train on")
-        .cure("Log with litellm.turn_off_message_logging = False")
 }

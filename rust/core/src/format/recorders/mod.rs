@@ -24,9 +24,6 @@ mod trl;
 mod verifiers;
 mod verl;
 
-#[cfg(test)]
-mod tests;
-
 /// The recorders, the most telling signs first.
 pub(super) const DUMPS: &[contract::Dump] = &[
     openai_batch::DUMP,

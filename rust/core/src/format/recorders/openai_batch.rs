@@ -4,16 +4,11 @@
 //! request stands in another file: a line that holds both, `{**input, **output}`, is read with it. The body may be of any
 //! server whose responses are read.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::splice::splice;
-use crate::format::call::add_call;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::normal::calls::{Log, no_response};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use crate::format::call::one_call;
+use crate::format::normal::calls::no_response;
 
 pub(super) const DUMP: Dump = Dump {
     form: Form { name: "openai_batch", sign: "it has `custom_id`" },
@@ -23,11 +18,13 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header_without(&["id"], &[("id", "custom_id")])?;
+    let header = Columns(record).header_without(&["id"], &[("id", &["custom_id"])])?;
     let response = record.object("response")?.unwrap_or_default();
     let result = record.object("result")?.unwrap_or_default();
     if let Some(failure) = failure(record, &response, &result)? {
-        return Err(failed(header.id.as_deref(), &failure));
+        let id = header.id.as_deref().unwrap_or_default();
+        return Err(no_response(format!("the request {id} of the batch failed: {failure}"))
+            .cure("Send it again, or leave it out with on_error=\"skip\""));
     }
     let Some(answer) = response.get("body").or_else(|| result.get("message")) else {
         return Err(reject(Reason::Incomplete, "a request of a batch without its response")
@@ -40,12 +37,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     };
     let mut parts = vec![("response", answer)];
     parts.extend(request.map(|request| ("request", request)));
-    let text = splice(&parts);
-    let call = Outline::parse(&text)?;
-    let mut log = Log::new(&header, None);
-    add_call(&mut log, &call, record.count("choice")?, None)?;
-    let body = log.finish()?;
-    Ok((header, body))
+    one_call(header, record, &splice(&parts))
 }
 
 /// What went wrong with the request, if anything did.
@@ -58,9 +50,4 @@ fn failure(record: &Outline<'_>, response: &Outline<'_>, result: &Outline<'_>) -
     let said = error.map(|raw| raw.get().chars().take(200).collect::<String>());
     let parts: Vec<String> = status.into_iter().chain(kind).chain(said).collect();
     Ok((!parts.is_empty()).then(|| parts.join(", ")))
-}
-
-fn failed(id: Option<&str>, failure: &str) -> Rejection {
-    no_response(format!("the request {} of the batch failed: {failure}", id.unwrap_or_default()))
-        .cure("Send it again, or leave it out with on_error=\"skip\"")
 }

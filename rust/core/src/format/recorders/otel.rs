@@ -4,13 +4,8 @@
 //! opentelemetry-sdk `ReadableSpan.to_json`. Text only, unless ids were added under Agent Lightning's names.
 
 use super::agent_lightning::follow;
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
 use super::kits::columns::Columns;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {
@@ -27,7 +22,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let mut header = Columns(record).header(&[("id", "id"), ("id", "trace_id"), ("id", "traceId")])?;
+    let mut header = Columns(record).header(&[("id", &["id", "trace_id", "traceId"])])?;
     if let (None, Some(context)) = (&header.id, record.object("context")?) {
         header.id = context.text("trace_id")?;
     }
@@ -41,10 +36,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         spans.push(record.clone());
     }
     if header.id.is_none() {
-        header.id = spans.first().map_or(Ok(None), |span| span.value("traceId"))?.and_then(|id| match id {
-            Value::String(id) => Some(id),
-            _ => None,
-        });
+        let id = spans.first().map_or(Ok(None), |span| span.value("traceId"))?;
+        header.id = id.as_ref().and_then(Value::as_str).map(str::to_owned);
     }
     let body = follow(&spans, &mut header)?;
     Ok((header, body))

@@ -3,18 +3,13 @@
 //!
 //! Source: rLLM 9beb6e0 `rllm/types.py`, `engine/rollout/rollout_engine.py`, `utils/episode_logger.py` (which keeps no ids).
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, either, reject};
 use super::kits::columns::{Columns, tokens_of};
 use super::kits::masked::all_zero;
-use super::kits::talk::{messages, sampled};
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
+use super::kits::talk::messages;
 use crate::format::normal::calls::{Call, Log, Request};
 use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Message, Prompt};
+use crate::trace::Message;
 use serde_json::json;
 
 pub(super) const DUMP: Dump = Dump {
@@ -42,72 +37,53 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let trajectory = inner.as_ref().unwrap_or(record);
     let is_step = !trajectory.has("steps");
     let steps = if is_step { vec![trajectory.clone()] } else { trajectory.objects("steps")? };
-    let mut header = Columns(trajectory).header_without(&["tools"], &[("id", "uid"), ("id", "id")])?;
+    let mut header = Columns(trajectory).header_without(&["tools"], &[("id", &["uid", "id"])])?;
     if let Some(episode) = inner.as_ref().map(|_| record) {
         let outer =
-            Columns(episode).header_without(&["reward", "rewards", "tools"], &[("id", "id"), ("id", "episode_id")])?;
-        header.group = header.group.or(outer.group).or_else(|| group_of(outer.id.as_deref()));
+            Columns(episode).header_without(&["reward", "rewards", "tools"], &[("id", &["id", "episode_id"])])?;
+        // An episode's id is `task:rollout`.
+        let task = outer.id.as_deref().and_then(|id| id.split_once(':')).map(|(task, _)| task.to_owned());
+        header.group = header.group.or(outer.group).or(task);
         header.id = outer.id.or(header.id);
     }
     let process = steps.iter().any(|step| matches!(step.number("reward"), Ok(Some(reward)) if reward != 0.0));
-    let mut log = Log::new(&header, None);
-    for (turn, step) in steps.iter().enumerate() {
+    let call = |(turn, step)| {
         let place = |rejection: Rejection| rejection.inside(format!("steps[{turn}]")).in_turn(turn);
-        let mut call = step_call(step, &header).map_err(place)?;
-        call.reward = call.reward.filter(|_| process && !is_step);
-        log.add(call)?;
-    }
-    let body = log.finish()?;
+        let call = step_call(step, &header).map_err(place)?;
+        Ok(Call { reward: call.reward.filter(|_| process && !is_step), ..call })
+    };
+    let body = Log::of(&header, steps.iter().enumerate().map(call))?;
     Ok((header, body))
-}
-
-/// An episode's id is `task:rollout`.
-fn group_of(id: Option<&str>) -> Option<String> {
-    id?.split_once(':').map(|(task, _)| task.to_owned())
 }
 
 fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
     let output = step.object("model_output")?.unwrap_or_default();
-    let mut generation = sampled(&header.sampling);
+    let mut generation = header.sampling.generation();
     let [own, engine] = [Columns(step), Columns(&output)];
     let filled = |ids: &Vec<u32>| !ids.is_empty();
-    let ids = match own.ids("response_ids")?.filter(filled) {
-        None => engine.ids("completion_ids")?.filter(filled),
-        ids => ids,
-    };
-    let logprobs = match own.logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty()) {
-        None => engine.logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty()),
-        logprobs => logprobs,
-    };
-    let prompt = match own.ids("prompt_ids")?.filter(filled) {
-        None => engine.ids("prompt_ids")?.filter(filled),
-        prompt => prompt,
-    };
+    let ids = either(own.ids("response_ids")?.filter(filled), || engine.ids("completion_ids"))?.filter(filled);
+    let logprobs = own.logprobs("logprobs")?.filter(|logprobs| !logprobs.is_empty());
+    let logprobs = either(logprobs, || engine.logprobs("logprobs"))?.filter(|logprobs| !logprobs.is_empty());
+    let prompt = either(own.ids("prompt_ids")?.filter(filled), || engine.ids("prompt_ids"))?.filter(filled);
     generation.tokens = tokens_of(ids, logprobs);
     generation.notes.extend(all_zero(&generation.tokens));
     generation.text = output.text("text")?;
     generation.finish_reason = output.text("finish_reason")?;
-    let version =
-        step.count("weight_version")?.map_or_else(|| output.count("weight_version"), |version| Ok(Some(version)))?;
+    let version = either(step.count("weight_version")?, || output.count("weight_version"))?;
     generation.policy_version = header.sampling.policy_version.or(version).unwrap_or(-1);
     let mut said = messages(step, "chat_completions")?.unwrap_or_default();
     let message = match said.pop_if(|last| last.role() == "assistant") {
         Some(message) => message,
         None => spoken(step, &output)?,
     };
-    let is_bare = said.is_empty();
-    let request = Request {
-        messages: said,
-        prompt: prompt.map_or(if is_bare { Prompt::Unknown } else { Prompt::Rendered }, Prompt::Ids),
-        ..Request::default()
-    };
+    let request = Request::of(said, prompt);
     let reward = step.number("reward")?.map(|reward| reward as f32);
     Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
 }
 
 /// The message of a step whose conversation does not end with it.
 fn spoken(step: &Outline<'_>, output: &Outline<'_>) -> Decoded<Message> {
-    let content = output.text("content")?.map_or_else(|| step.text("model_response"), |text| Ok(Some(text)))?;
+    let content = either(output.text("content")?, || step.text("model_response"))?;
     let mut value = json!({"role": "assistant", "content": content});
     if let Some(thought) = output.text("reasoning")? {
         value["reasoning_content"] = thought.into();

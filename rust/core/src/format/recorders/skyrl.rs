@@ -4,16 +4,11 @@
 //! Source: skyrl 0.3.0 `train/generators/base.py`, `skyrl_gym_generator.py` (an observation has mask 0 and logprob 0.0; a
 //! stop token that was not sampled may be appended with mask 1 and logprob 0.0), `train/utils/trainer_utils.py`.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either, note};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use crate::trace::{Generation, Note, Prompt};
 use serde_json::Value;
 
@@ -34,9 +29,7 @@ pub(super) const DUMP: Dump = Dump {
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let columns = Columns(record);
-    let names =
-        [("reward", "reward"), ("reward", "rewards"), ("reward", "score"), ("group", "group"), ("group", "uid")];
-    let mut header = columns.header(&names)?;
+    let mut header = columns.header(&[("reward", &["reward", "rewards", "score"]), ("group", &["group", "uid"])])?;
     name(&columns, &mut header)?;
     if record.has("output_response") {
         return decode_text(record, header);
@@ -48,7 +41,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         columns.mask(first(["loss_masks", "loss_mask"]))?,
         columns.logprobs("rollout_logprobs")?,
     )?;
-    row.finish_reason = finish(&columns)?;
+    let finish = either(columns.scalar("stop_reasons")?, || columns.scalar("stop_reason"))?;
+    row.finish_reason = finish.and_then(|reason| reason.as_str().map(str::to_owned));
     let ends_sampled = row.sampled.last() == Some(&true);
     let mut body = row.decode(&header.sampling)?;
     if let Some(last) = body.generations.last_mut().filter(|_| ends_sampled) {
@@ -57,15 +51,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-fn finish(columns: &Columns<'_, '_>) -> Decoded<Option<String>> {
-    let found =
-        columns.scalar("stop_reasons")?.map_or_else(|| columns.scalar("stop_reason"), |found| Ok(Some(found)))?;
-    Ok(found.and_then(|reason| reason.as_str().map(str::to_owned)))
-}
-
 /// `{"instance_id", "repetition_id"}`: the prompt, and which of its samples.
 fn name(columns: &Columns<'_, '_>, header: &mut Header) -> Decoded<()> {
-    let found = columns.scalar("trajectory_ids")?.map_or_else(|| columns.scalar("trajectory_id"), |id| Ok(Some(id)))?;
+    let found = either(columns.scalar("trajectory_ids")?, || columns.scalar("trajectory_id"))?;
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
         Value::Number(number) => Some(number.to_string()),
@@ -90,12 +78,10 @@ fn name(columns: &Columns<'_, '_>, header: &mut Header) -> Decoded<()> {
 fn appended(generation: &Generation) -> Option<Note> {
     let last = *generation.tokens.logprobs.as_ref()?.last()?;
     let stopped = generation.finish_reason.as_deref() != Some("length");
-    (last == 0.0 && stopped).then(|| Note {
-        reason: drift::Reason::StopTokenDiffers,
-        count: 1,
-        detail: "the last logprob is exactly 0: SkyRL appends a stop token that was not sampled so, unless \
-                 use_conversation_multi_turn is on"
-            .to_owned(),
+    (last == 0.0 && stopped).then(|| {
+        let detail = "the last logprob is exactly 0: SkyRL appends a stop token that was not sampled so, unless \
+                      use_conversation_multi_turn is on";
+        note(drift::Reason::StopTokenDiffers, 1, detail)
     })
 }
 

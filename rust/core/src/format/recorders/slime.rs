@@ -3,15 +3,10 @@
 //! Source: slime 624b824 `utils/types.py`, `Sample.to_dict`. Mask and logprobs are of the response alone; logprobs of
 //! what was not sampled are 0.0.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk::messages;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::{Extra, ExtraStart};
 use serde_json::Value;
 
@@ -38,10 +33,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     row.text = record.text("response")?;
     row.finish_reason = finish(record.text("status")?.as_deref()).map(str::to_owned);
     let header = columns.header(&[
-        ("id", "id"),
-        ("id", "index"),
-        ("group", "group_index"),
-        ("template_kwargs", "apply_chat_template_kwargs"),
+        ("id", &["id", "index"]),
+        ("group", &["group_index"]),
+        ("template_kwargs", &["apply_chat_template_kwargs"]),
     ])?;
     let sampled = row.sampled[split..].to_vec();
     let mut body = row.decode(&header.sampling)?;

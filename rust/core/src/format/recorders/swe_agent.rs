@@ -3,14 +3,11 @@
 //! Source: SWE-agent 3ea751c `sweagent/types.py`. A message has notes of the agent beside those of the API, which no
 //! template knows; a demonstration was not sampled.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Rejection, Shape};
 use super::kits::columns::Columns;
 use super::kits::talk::{Talk, message};
-use crate::format::form::Form;
-use crate::format::json::fields::{Fields, Header};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::{Decoded, not_a_trace};
+use crate::format::json::fields::Fields;
+use crate::format::rejection::not_a_trace;
 use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {
@@ -25,10 +22,10 @@ const OWN: &[&str] =
     &["agent", "message_type", "thought", "action", "is_demo", "cache_control", "tags", "thinking_blocks"];
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header(&[("id", "id")])?;
+    let header = Columns(record).header(&[])?;
     let mut talk = Talk::default();
     for (position, value) in record.typed::<Vec<Value>>("history")?.unwrap_or_default().into_iter().enumerate() {
-        let place = |rejection: crate::format::rejection::Rejection| rejection.inside(format!("history[{position}]"));
+        let place = |rejection: Rejection| rejection.inside(format!("history[{position}]"));
         let Value::Object(mut fields) = value else { return Err(place(not_a_trace("a message is not an object"))) };
         let shown = fields.get("is_demo").and_then(Value::as_bool) == Some(true);
         strip(&mut fields);

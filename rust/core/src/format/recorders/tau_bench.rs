@@ -2,14 +2,9 @@
 //!
 //! Source: sierra-research/tau-bench 59a200c `tau_bench/types.py`, `historical_trajectories`.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
 use super::kits::columns::Columns;
 use super::kits::talk::{Talk, messages};
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 
 pub(super) const DUMP: Dump = Dump {
     form: Form { name: "tau_bench", sign: "it has `traj`" },
@@ -19,7 +14,7 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let mut header = Columns(record).header(&[("id", "id"), ("group", "group"), ("group", "task_id")])?;
+    let mut header = Columns(record).header(&[("group", &["group", "task_id"])])?;
     if let (None, Some(task), Some(trial)) = (&header.id, record.name("task_id")?, record.name("trial")?) {
         header.id = Some(format!("{task}-{trial}"));
     }

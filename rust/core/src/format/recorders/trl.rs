@@ -5,17 +5,12 @@
 //! `trainer/grpo_trainer.py` (prompts padded on the left, completions on the right, `tool_mask` 0 on tool results;
 //! `old_per_token_logps` are the trainer's own and are not read).
 
-use super::contract::Dump;
-use super::kits::columns::{Columns, numbers_of};
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape};
+use super::kits::columns::{Columns, rewards_of};
 use super::kits::masked::{Row, lengths};
-use super::kits::talk;
-use super::kits::talk::messages;
-use crate::format::form::Form;
-use crate::format::json::fields::{Fields, Header};
+use super::kits::talk::{self, messages};
+use crate::format::json::fields::Fields;
 use crate::format::json::numbers::Reading;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
 use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {
@@ -35,13 +30,8 @@ pub(super) const DUMP: Dump = Dump {
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let columns = Columns(record);
-    let mut header = columns.header(&[
-        ("group", "group"),
-        ("group", "group_id"),
-        ("reward", "reward"),
-        ("policy_version", "policy_version"),
-        ("policy_version", "model_version"),
-    ])?;
+    let mut header = columns
+        .header(&[("group", &["group", "group_id"]), ("policy_version", &["policy_version", "model_version"])])?;
     rewards(record, &mut header)?;
     let body = if record.has("input_ids") {
         let row = Row {
@@ -81,10 +71,7 @@ fn rewards(record: &Outline<'_>, header: &mut Header) -> Decoded<()> {
             }
         }
     }
-    header.rewards = numbers_of(&named)
-        .into_iter()
-        .map(|(name, value)| (name, value.as_f64().map_or(f32::NAN, |reward| reward as f32)))
-        .collect();
+    header.rewards = rewards_of(&named);
     Ok(())
 }
 
@@ -114,9 +101,8 @@ fn split_row(record: &Outline<'_>) -> Decoded<Row> {
     }
     let mut row = Row::after_prompt(prompt, response, sampled, logprobs)?.unpadded(&attended)?;
     row.messages = messages(record, "prompt")?.unwrap_or_default();
-    row.text = record
-        .get("completion")
-        .filter(|raw| Shape::of(raw) == Shape::Text)
-        .map_or(Ok(None), |_| record.text("completion"))?;
+    if record.is("completion", Shape::Text) {
+        row.text = record.text("completion")?;
+    }
     Ok(row)
 }

@@ -4,22 +4,17 @@
 //! Source: verifiers 0.4.0 `v1/graph.py`, `v1/trace.py` (`to_record` rounds logprobs to four decimals), verifiers 0.1.14
 //! `types.py`, renderers 0.1.12 `client.py`. prime-rl writes the same.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Reason, Sampling, Shape, reject};
 use super::graph;
-use super::kits::columns::{Columns, numbers_of, tokens_of};
+use super::kits::columns::{Columns, rewards_of, tokens_of};
 use super::kits::masked::all_zero;
 use super::kits::openai::{openai, tools};
-use super::kits::talk;
-use super::kits::talk::{messages, sampled};
-use crate::format::form::Form;
-use crate::format::json::fields::{Fields, Header, Sampling};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
+use super::kits::talk::{self, messages};
+use crate::format::json::fields::Fields;
 use crate::format::normal::calls::{Call, Log, Request};
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{Generation, Message, Prompt};
-use serde_json::{Value, json};
+use crate::format::normal::message::{Entry, plain};
+use crate::trace::{Generation, Prompt};
+use serde_json::Value;
 
 pub(super) const DUMP: Dump = Dump {
     form: Form {
@@ -40,15 +35,13 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if record.has("nodes") {
         return graph::decode(record);
     }
-    let names = [("id", "id"), ("id", "request_id"), ("group", "group"), ("group", "example_id"), ("reward", "reward")];
-    let mut header = Columns(record).header(&names)?;
+    let mut header = Columns(record).header(&[("id", &["id", "request_id"]), ("group", &["group", "example_id"])])?;
     header.tools = header.tools.or(tools(record.value("tool_defs")?));
     if let Some(arguments) = record.object("sampling_args")? {
         header.sampling = header.sampling.or(&Sampling::read(&arguments.fields_without(&[])?)?);
     }
     if let (true, Some(Value::Object(metrics))) = (header.rewards.is_empty(), record.value("metrics")?) {
-        let number = |value: Value| value.as_f64().map_or(f32::NAN, |found| found as f32);
-        header.rewards = numbers_of(&metrics).into_iter().map(|(name, value)| (name, number(value))).collect();
+        header.rewards = rewards_of(&metrics);
     }
     let steps = record.objects("trajectory")?;
     let body = if record.has("completion_ids") {
@@ -63,19 +56,16 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 
 /// Steps, each with its whole prompt.
 fn trajectory(steps: &[Outline<'_>], header: &Header) -> Decoded<Body> {
-    let mut log = Log::new(header, None);
-    for (turn, step) in steps.iter().enumerate() {
-        let call =
-            step_call(step, header).map_err(|rejection| rejection.inside(format!("trajectory[{turn}]")).in_turn(turn));
-        log.add(call?)?;
-    }
-    log.finish()
+    let call = |(turn, step)| {
+        step_call(step, header).map_err(|rejection| rejection.inside(format!("trajectory[{turn}]")).in_turn(turn))
+    };
+    Log::of(header, steps.iter().enumerate().map(call))
 }
 
 fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
     let mut said = messages(step, "completion")?.unwrap_or_default();
     let message = match said.len() {
-        0 => Message { value: json!({"role": "assistant", "content": null}), reward: None },
+        0 => plain("assistant", Value::Null),
         1 => said.remove(0),
         count => {
             return Err(reject(Reason::Contradiction, format!("`completion` holds {count} messages"))
@@ -83,19 +73,13 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
                 .cure("Write a step for each call"));
         }
     };
-    let mut generation = sampled(&header.sampling);
-    let prompt = match step.object("tokens")? {
-        Some(tokens) => fill(&mut generation, &tokens)?,
-        None => None,
-    };
+    let mut generation = header.sampling.generation();
+    let tokens = step.object("tokens")?;
+    let prompt = tokens.map_or(Ok(None), |tokens| fill(&mut generation, &tokens))?;
     if step.typed::<bool>("is_truncated")? == Some(true) {
         generation.finish_reason = Some("length".to_owned());
     }
-    let request = Request {
-        messages: messages(step, "prompt")?.unwrap_or_default(),
-        prompt: prompt.map_or(Prompt::Rendered, Prompt::Ids),
-        ..Request::default()
-    };
+    let request = Request::of(messages(step, "prompt")?.unwrap_or_default(), prompt);
     let reward = step.number("reward")?.map(|reward| reward as f32);
     Ok(Call { request: Some(request), entry: Entry::sampled(message, generation, 0), model: None, reward })
 }
@@ -117,16 +101,13 @@ fn fill(generation: &mut Generation, tokens: &Outline<'_>) -> Decoded<Option<Vec
 
 /// One call of a renderer's client, as its dict.
 fn turn(record: &Outline<'_>, header: &Header) -> Decoded<Body> {
-    let mut generation = sampled(&header.sampling);
+    let mut generation = header.sampling.generation();
     generation.prompt = fill(&mut generation, record)?.map_or(Prompt::Unknown, Prompt::Ids);
     generation.finish_reason = record.text("finish_reason")?;
     let mut fields = Fields::new();
     fields.insert("role".to_owned(), "assistant".into());
-    for key in ["content", "reasoning_content"] {
+    for key in ["content", "reasoning_content", "tool_calls"] {
         fields.insert(key.to_owned(), record.value(key)?.unwrap_or(Value::Null));
-    }
-    if let Some(calls) = record.value("tool_calls")? {
-        fields.insert("tool_calls".to_owned(), calls);
     }
     let message = talk::message(Value::Object(openai(fields)))?;
     let mut talk = talk::Talk::default();

@@ -5,17 +5,12 @@
 //! logprobs with 0.0; `attention_mask` is of both) and `trainer/ppo/ray_trainer.py`, `_write_generations`.
 //! `old_log_probs` are the trainer's own and are not read.
 
-use super::contract::Dump;
+use super::contract::{Body, Decoded, Dump, Form, Header, Outline, Shape, either, note};
 use super::kits::columns::Columns;
 use super::kits::masked::Row;
 use super::kits::talk;
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::Header;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::Body;
-use crate::format::rejection::Decoded;
-use crate::trace::{Generation, Note, Prompt};
+use crate::trace::{Note, Prompt};
 
 pub(super) const DUMP: Dump = Dump {
     form: Form { name: "verl", sign: "it has `response_mask` beside ids, or `input`, `output` and `step`" },
@@ -30,30 +25,24 @@ pub(super) const DUMP: Dump = Dump {
 };
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
-    let header = Columns(record).header(&[
-        ("id", "id"),
-        ("id", "request_id"),
-        ("group", "group"),
-        ("group", "uid"),
-        ("reward", "reward"),
-        ("reward", "reward_score"),
-        ("reward", "score"),
-        ("reward", "token_level_scores"),
-        ("reward", "rm_scores"),
-        ("policy_version", "policy_version"),
-        ("policy_version", "min_global_steps"),
+    let columns = Columns(record);
+    let mut header = columns.header(&[
+        ("id", &["id", "request_id"]),
+        ("group", &["group", "uid"]),
+        ("reward", &["reward", "reward_score", "score", "token_level_scores", "rm_scores"]),
+        ("policy_version", &["policy_version", "min_global_steps"]),
     ])?;
     if record.is("output", Shape::Text) {
         return decode_text(record, header);
     }
-    let columns = Columns(record);
     let first = |keys: [&'static str; 2]| keys.into_iter().find(|key| record.has(key)).unwrap_or(keys[0]);
     let response = columns.ids(first(["responses", "response_ids"]))?.unwrap_or_default();
-    let prompt = match columns.ids(first(["prompts", "prompt_ids"]))? {
-        Some(prompt) => prompt,
-        None => before(columns.ids("input_ids")?.unwrap_or_default(), response.len()),
+    // Else the prompt is what stands before the response among all ids.
+    let before = || {
+        let all = columns.ids("input_ids")?;
+        Ok(all.map(|ids| ids[..ids.len().saturating_sub(response.len())].to_vec()))
     };
-    let mut header = header;
+    let prompt = either(columns.ids(first(["prompts", "prompt_ids"]))?, before)?.unwrap_or_default();
     if header.sampling.policy_version.is_none()
         && let Some(extra) = record.object("extra_fields")?
     {
@@ -83,32 +72,21 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-fn before(mut ids: Vec<u32>, response: usize) -> Vec<u32> {
-    ids.truncate(ids.len().saturating_sub(response));
-    ids
-}
-
 /// A prompt that begins with one id several times looks padded, and without an attention mask nothing tells.
 fn padding(prompt: &[u32], told: bool) -> Option<Note> {
     let first = prompt.first()?;
     let count = prompt.iter().take_while(|id| *id == first).count();
-    (count > 1 && !told).then(|| Note {
-        reason: drift::Reason::PromptMismatch,
-        count: count as u32,
-        detail: format!(
-            "the prompt begins with id {first} {count} times, as padding would; there is no attention_mask"
-        ),
-    })
+    let detail =
+        format!("the prompt begins with id {first} {count} times, as padding would; there is no attention_mask");
+    (count > 1 && !told).then(|| note(drift::Reason::PromptMismatch, count, detail))
 }
 
 /// The dump in text. The special tokens are taken out of both, so that what was sent is not known.
 fn decode_text(record: &Outline<'_>, header: Header) -> Decoded<(Header, Body)> {
     let mut body = talk::texts(Prompt::Unknown, record.text("output")?.unwrap_or_default(), &header.sampling);
-    let stripped = Note {
-        reason: drift::Reason::SpecialStripped,
-        count: 0,
-        detail: "verl writes its rollout dump without special tokens: the prompt that was sent is not known".to_owned(),
-    };
-    body.generations.iter_mut().for_each(|generation: &mut Generation| generation.notes.push(stripped.clone()));
+    let detail = "verl writes its rollout dump without special tokens: the prompt that was sent is not known";
+    for generation in &mut body.generations {
+        generation.notes.push(note(drift::Reason::SpecialStripped, 0, detail));
+    }
     Ok((header, body))
 }

@@ -4,15 +4,12 @@
 //! note says so. Content blocks become the chat completions API's messages: `thinking` is reasoning, `tool_use` a tool call,
 //! `tool_result` a tool message.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, stop_under};
-use super::kits::said;
+use super::contract::{
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
+    sampling_of, stop_under,
+};
+use super::said;
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::schemas;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::{LogprobKind, Message, Note};
 use serde_json::{Value, json};
 
@@ -24,7 +21,7 @@ pub(super) const SERVER: Server = Server {
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
@@ -53,8 +50,8 @@ fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
                 .cure("Store the message as the API has it"));
         }
     };
-    let (mut text, mut thinking, mut calls, mut media, mut messages) =
-        (String::new(), String::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut text, mut thinking) = (String::new(), String::new());
+    let (mut calls, mut media, mut messages) = (Vec::new(), Vec::new(), Vec::new());
     for block in blocks {
         let string = |key: &str| block.get(key).and_then(Value::as_str).unwrap_or_default();
         match string("type") {
@@ -98,14 +95,10 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         let role = message.text("role")?.unwrap_or_else(|| "user".to_owned());
         values.extend(messages_of(&role, &message.value("content")?.unwrap_or_default())?);
     }
-    let tools = request.value("tools")?.as_ref().and_then(Value::as_array).map(|tools| {
-        let schema =
-            |tool: &Value| said::tool_schema(tool.get("name"), tool.get("description"), tool.get("input_schema"));
-        tools.iter().map(schema).collect::<Vec<_>>()
-    });
+    let tools = request.value("tools")?;
+    let tools = said::tool_schemas(tools.iter().filter_map(Value::as_array).flatten(), |tool| tool.get("input_schema"));
     let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
-    let sampling = sampling_of(request, "temperature", "top_p")?;
-    let tools = tools.and_then(schemas);
+    let sampling = sampling_of(request, "top_p")?;
     let model = request.text("model")?;
     Ok(Request { messages, tools, model, sampling, ..Request::default() })
 }

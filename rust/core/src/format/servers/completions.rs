@@ -4,40 +4,36 @@
 //! with the prompt, whose first logprob is null; it is cut off here. The list of a server that stops at a stop string may
 //! run past it: those tokens stay and are noted. vLLM adds `token_ids` and `prompt_token_ids`.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
-use super::kits::cut::tokens_from;
+use super::contract::{
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
+    finish_under, note, reject, sampling_of, spoken, stop_under,
+};
 use crate::drift;
-use crate::format::form::Form;
 use crate::format::json::object::Numbers;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop, Tokens};
+use crate::trace::{Generation, LogprobKind, Pieces, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
 
 pub(super) const SERVER: Server = Server {
     form: Form { name: "completions", sign: "its `choices` have `text`" },
     signs: &["choices"],
-    knows,
+    knows: |response| {
+        let first = response.first_of("choices");
+        first.is_some_and(|choice| choice.names("text") && !choice.has("message") && !choice.has("delta"))
+    },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
-
-fn knows(response: &Outline<'_>) -> bool {
-    let choices = response.objects("choices").unwrap_or_default();
-    choices.first().is_some_and(|choice| choice.names("text") && !choice.has("message") && !choice.has("delta"))
-}
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
     let mut generation = asked.generation(LogprobKind::Unknown);
     let mut text = choice.text("text")?.unwrap_or_default();
     let listed = choice.logprobs("logprobs")?;
-    let sent = sent_prompt(asked)?.of(choice.count("index")?.unwrap_or(0));
-    generation.prompt = reported_prompt(response, &choice)?.unwrap_or_else(|| sent.clone());
+    let sent = sent_prompt(asked, &choice)?;
+    let reported = either(choice.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
+    generation.prompt = reported.map_or_else(|| sent.clone(), Prompt::Ids);
     let ids = choice.ids("token_ids")?;
     let tokens = match listed {
         Some(listed) if echoes(asked, &listed)? => {
@@ -48,22 +44,12 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         }
         listed => listed,
     };
-    let numbers = Numbers::listed(tokens, ids);
-    generation.tokens = numbers.into_tokens()?;
+    generation.tokens = Numbers::listed(tokens, ids).into_tokens()?;
     generation.finish_reason = finish_under(&choice, "finish_reason")?;
     generation.stop = stop_under(&choice, "stop_reason")?;
     note_past_stop(&mut generation, &text, asked)?;
     generation.text = Some(text.clone());
     Ok(Entry::sampled(spoken(&text), generation, unused))
-}
-
-/// The prompt's ids as the server reports them, on the choice or beside it.
-fn reported_prompt(response: &Outline<'_>, choice: &Outline<'_>) -> Decoded<Option<Prompt>> {
-    let ids = match choice.ids("prompt_token_ids")? {
-        Some(ids) => Some(ids),
-        None => response.ids("prompt_token_ids")?,
-    };
-    Ok(ids.map(Prompt::Ids))
 }
 
 /// What was sent: one prompt or several, in text or in ids.
@@ -76,30 +62,18 @@ enum Sent {
     IdLists(Vec<Vec<u32>>),
 }
 
-/// The prompts of a request, and how many choices each has.
-struct SentPrompt {
-    prompts: Option<Sent>,
-    each: usize,
-}
-
-fn sent_prompt(asked: &Asked<'_>) -> Decoded<SentPrompt> {
-    let Some(request) = asked.request else { return Ok(SentPrompt { prompts: None, each: 1 }) };
-    let each = request.count("n")?.unwrap_or(1).max(1) as usize;
-    Ok(SentPrompt { prompts: request.typed("prompt")?, each })
-}
-
-impl SentPrompt {
-    /// The prompt of choice `index`.
-    fn of(self, index: i32) -> Prompt {
-        let at = index as usize / self.each;
-        match self.prompts {
-            Some(Sent::Text(text)) => Prompt::Text(text),
-            Some(Sent::Ids(ids)) => Prompt::Ids(ids),
-            Some(Sent::Texts(texts)) => texts.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Text),
-            Some(Sent::IdLists(lists)) => lists.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Ids),
-            None => Prompt::Unknown,
-        }
-    }
+/// The prompt that a choice answers; each prompt of a request has `n` choices.
+fn sent_prompt(asked: &Asked<'_>, choice: &Outline<'_>) -> Decoded<Prompt> {
+    let each = asked.request.map_or(Ok(None), |request| request.count("n"))?.unwrap_or(1).max(1);
+    let prompts = asked.request.map_or(Ok(None), |request| request.typed("prompt"))?;
+    let at = (choice.count("index")?.unwrap_or(0) / each) as usize;
+    Ok(match prompts {
+        Some(Sent::Text(text)) => Prompt::Text(text),
+        Some(Sent::Ids(ids)) => Prompt::Ids(ids),
+        Some(Sent::Texts(texts)) => texts.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Text),
+        Some(Sent::IdLists(lists)) => lists.into_iter().nth(at).map_or(Prompt::Unknown, Prompt::Ids),
+        None => Prompt::Unknown,
+    })
 }
 
 /// Whether the list begins with the prompt: the request says so, or a first logprob of null where there is no request.
@@ -161,6 +135,28 @@ impl Echo<'_> {
     }
 }
 
+/// The tokens from `start` on.
+///
+/// Numbers that are not known are counted as missing first: a list begins with null where nothing comes before it.
+fn tokens_from(tokens: &Tokens, start: usize) -> Tokens {
+    let rest = |pieces: &Pieces| {
+        let mut rest = Pieces::default();
+        (start..pieces.len()).for_each(|index| rest.push(pieces.get(index)));
+        rest
+    };
+    let logprobs = tokens.logprobs.as_deref().unwrap_or_default();
+    let unknown = logprobs.iter().take(start).filter(|value| value.is_nan()).count() as u32;
+    let missing = unknown.min(tokens.missing);
+    Tokens {
+        ids: tokens.ids.as_ref().map(|ids| ids.iter().skip(start).copied().collect()),
+        bytes: tokens.bytes.as_ref().map(rest),
+        texts: tokens.texts.as_ref().map(rest),
+        logprobs: tokens.logprobs.as_ref().map(|_| logprobs.iter().skip(start).copied().collect()),
+        missing: tokens.missing - missing,
+        invalid: tokens.invalid - (unknown - missing).min(tokens.invalid),
+    }
+}
+
 /// Where each token begins, in characters of the text.
 fn offsets(choice: &Outline<'_>) -> Decoded<Option<Vec<u64>>> {
     let Some(logprobs) = choice.object("logprobs")? else { return Ok(None) };
@@ -189,14 +185,9 @@ fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) ->
     let matched = stops.into_iter().find(|stop| rest.starts_with(stop.as_bytes()));
     let past = texts.len() - body;
     if generation.stop == Stop::Unsaid && (matched.is_some() || past > 1) {
-        generation.notes.push(Note {
-            reason: drift::Reason::StopStringTruncated,
-            count: past as u32,
-            detail: format!(
-                "the text ends after {body} of {} listed tokens; the others run past the stop",
-                texts.len()
-            ),
-        });
+        let total = texts.len();
+        let detail = format!("the text ends after {body} of {total} listed tokens; the others run past the stop");
+        generation.notes.push(note(drift::Reason::StopStringTruncated, past, detail));
         generation.stop = matched.map_or(Stop::Unsaid, Stop::Text);
     }
     Ok(())
@@ -215,7 +206,7 @@ fn stop_strings(asked: &Asked<'_>) -> Decoded<Vec<String>> {
 
 /// The prompt depends on which choice was used, so `answer` reads it.
 pub(super) fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let sampling = sampling_of(request, "temperature", "top_p")?;
+    let sampling = sampling_of(request, "top_p")?;
     let model = request.text("model")?;
     Ok(Request { model, prompt: Prompt::Unknown, sampling, ..Request::default() })
 }

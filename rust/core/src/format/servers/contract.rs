@@ -1,13 +1,17 @@
-//! What a server's file says of itself, and what it is told of a call.
+//! What a server's file says of itself, what it is told of a call, and the names that it answers with.
 
-use crate::format::form::Form;
+pub(in crate::format) use crate::format::form::Form;
 use crate::format::json::fields::{Sampling, magnitude_of};
-use crate::format::json::outline::Outline;
-use crate::format::normal::calls::Request;
+pub(in crate::format) use crate::format::json::listed::Columns;
+pub(in crate::format) use crate::format::json::numbers::{Id, Reading, TokenText};
+pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
+pub(in crate::format) use crate::format::normal::body::note;
+pub(in crate::format) use crate::format::normal::calls::{API_DEFAULTS, Request};
 use crate::format::normal::finish;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{Generation, LogprobKind, Message, Stop};
+pub(in crate::format) use crate::format::normal::message::Entry;
+use crate::format::normal::message::{no_choice, plain};
+pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
+use crate::trace::{Generation, LogprobKind, Message, Prompt, Stop};
 use serde_json::Value;
 
 /// How one server writes.
@@ -15,7 +19,6 @@ pub struct Server {
     pub form: Form,
     /// Keys of a response that make a record worth asking about.
     pub signs: &'static [&'static str],
-    /// Whether this is a response of it.
     pub knows: fn(&Outline<'_>) -> bool,
     /// The response as a message and its generation.
     pub answer: fn(&Outline<'_>, &Asked<'_>) -> Decoded<Entry>,
@@ -25,33 +28,18 @@ pub struct Server {
     pub defaults: Sampling,
 }
 
-/// Temperature and top-p of 1.
-pub const PLAIN: Sampling = sampling_defaults(1.0, 1.0);
-
-pub const fn sampling_defaults(temperature: f32, top_p: f32) -> Sampling {
-    Sampling { temperature: Some(temperature), top_p: Some(top_p), policy_version: None, logprob_kind: None }
-}
-
 /// What is known of a call before its response is read.
 pub struct Asked<'a> {
     /// Which of several choices was used, where the record says.
     pub choice: Option<i32>,
-    /// How it was sampled.
     pub sampling: &'a Sampling,
-    /// The request, where it is there.
     pub request: Option<&'a Outline<'a>>,
 }
 
 impl Asked<'_> {
     /// A generation sampled so; `kind` is what the server's logprobs are of, where the record does not say.
     pub fn generation(&self, kind: LogprobKind) -> Generation {
-        Generation {
-            logprob_kind: self.sampling.logprob_kind.unwrap_or(kind),
-            temperature: self.sampling.temperature,
-            top_p: self.sampling.top_p,
-            policy_version: self.sampling.policy_version.unwrap_or(-1),
-            ..Generation::default()
-        }
+        Generation { logprob_kind: self.sampling.logprob_kind.unwrap_or(kind), ..self.sampling.generation() }
     }
 
     /// The item that the record names by its `index`, the first where it names none; and how many are left unused.
@@ -67,12 +55,7 @@ impl Asked<'_> {
                 _ => {}
             }
         }
-        by_position.map(|item| (item, self.unused(total))).ok_or_else(|| {
-            let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
-            reject(reason, format!("choice {wanted} is asked for but the response has {total} {what}"))
-                .why("There is no generation to read")
-                .cure("Leave out failed calls when recording, and name an existing choice")
-        })
+        by_position.map(|item| (item, self.unused(total))).ok_or_else(|| no_choice(wanted, total, what))
     }
 
     fn unused(&self, total: usize) -> u32 {
@@ -82,16 +65,25 @@ impl Asked<'_> {
 
 /// What the policy said, as a message of its own.
 pub fn spoken(text: &str) -> Message {
-    Message { value: serde_json::json!({"role": "assistant", "content": text}), reward: None }
+    plain("assistant", text)
+}
+
+/// A prompt in ids, or else in text; that of the messages where it is in neither.
+pub fn prompt_of(ids: Option<Vec<u32>>, text: Option<String>) -> Prompt {
+    ids.map(Prompt::Ids).or(text.map(Prompt::Text)).unwrap_or_default()
 }
 
 /// The stop token or stop string under a key, where the value is one.
 pub fn stop_under(outline: &Outline<'_>, key: &str) -> Decoded<Stop> {
     Ok(match outline.value(key)? {
         Some(Value::String(text)) => Stop::Text(text),
-        Some(Value::Number(id)) => id.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id),
-        _ => Stop::Unsaid,
+        found => found.as_ref().map_or(Stop::Unsaid, stop_id),
     })
+}
+
+/// The stop token that a value is the id of.
+pub fn stop_id(value: &Value) -> Stop {
+    value.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id)
 }
 
 /// The finish reason under a key, by its common name.
@@ -99,8 +91,13 @@ pub fn finish_under(outline: &Outline<'_>, key: &str) -> Decoded<Option<String>>
     Ok(outline.text(key)?.map(|raw| finish::common(&raw).to_owned()))
 }
 
-/// Temperature and top-p, as the object names them.
-pub fn sampling_of(parameters: &Outline<'_>, temperature: &str, top_p: &str) -> Decoded<Sampling> {
+/// Temperature, and top-p under its key.
+pub fn sampling_of(parameters: &Outline<'_>, top_p: &str) -> Decoded<Sampling> {
     let parameter = |key: &str| parameters.value(key)?.map_or(Ok(None), |value| magnitude_of(key, &value));
-    Ok(Sampling { temperature: parameter(temperature)?, top_p: parameter(top_p)?, ..Sampling::default() })
+    Ok(Sampling { temperature: parameter("temperature")?, top_p: parameter(top_p)?, ..Sampling::default() })
+}
+
+/// Temperature and top-p of the object under a key.
+pub fn sampling_under(outline: &Outline<'_>, key: &str) -> Decoded<Sampling> {
+    sampling_of(&outline.object(key)?.unwrap_or_default(), "top_p")
 }

@@ -5,15 +5,13 @@
 //! `processed`; else `logprob`, as `raw`. The legacy list beside it says the same with less.
 
 use super::completions;
-use super::contract::{Asked, PLAIN, Server, finish_under, spoken};
-use crate::format::form::Form;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
+use super::contract::{
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
+    either, finish_under, spoken,
+};
 use crate::format::json::object::Numbers;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::{Request, chat_request};
-use crate::format::normal::message::{Entry, message_of};
-use crate::format::rejection::Decoded;
+use crate::format::normal::calls::chat_request;
+use crate::format::normal::message::message_of;
 use crate::trace::{LogprobKind, Prompt, Tokens};
 use serde::Deserialize;
 
@@ -25,7 +23,7 @@ pub(super) const SERVER: Server = Server {
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 /// One entry of `completion_logprobs.content`.
@@ -44,15 +42,9 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let raw = choice.object("raw_output")?.unwrap_or_default();
     let (tokens, kind) = tokens(&raw, &choice)?;
     let mut generation = asked.generation(kind);
-    let token_ids = match raw.ids("completion_token_ids")? {
-        Some(ids) => Some(ids),
-        None => choice.ids("token_ids")?,
-    };
+    let token_ids = either(raw.ids("completion_token_ids")?, || choice.ids("token_ids"))?;
     generation.tokens = Numbers::listed(tokens, token_ids).into_tokens()?;
-    let prompt = match raw.ids("prompt_token_ids")? {
-        Some(ids) => Some(ids),
-        None => response.ids("prompt_token_ids")?,
-    };
+    let prompt = either(raw.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
     generation.prompt = prompt.map_or(Prompt::Rendered, Prompt::Ids);
     generation.finish_reason = finish_under(&choice, "finish_reason")?;
     generation.text = raw.text("completion")?;

@@ -3,16 +3,12 @@
 //! Source: google-genai 3.4.0 `types.py`, whose dumps have snake_case keys where the wire has camelCase. `tokenId` is of a closed
 //! tokenizer. What the numbers are of is not documented.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of};
-use super::kits::said;
-use crate::format::form::Form;
-use crate::format::json::fields::{Fields, schemas};
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::Decoded;
+use super::contract::{
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
+    either, finish_under, sampling_of,
+};
+use super::said;
+use crate::format::json::fields::Fields;
 use crate::trace::{LogprobKind, Message, Schemas, Tokens};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -21,41 +17,32 @@ pub(super) const SERVER: Server = Server {
     form: Form { name: "gemini", sign: "its `candidates` have `content`" },
     signs: &["candidates"],
     knows: |response| {
-        let first = response.objects("candidates").ok().and_then(|candidates| candidates.into_iter().next());
-        first.is_some_and(|candidate| {
-            candidate.is("content", Shape::Object) || candidate.names(key(&candidate, "finishReason"))
+        response.first_of("candidates").is_some_and(|candidate| {
+            candidate.is("content", Shape::Object) || candidate.names(&key(&candidate, "finishReason"))
         })
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
-/// Keys in both spellings.
-const SPELLINGS: [(&str, &str); 12] = [
-    ("finishReason", "finish_reason"),
-    ("logprobsResult", "logprobs_result"),
-    ("chosenCandidates", "chosen_candidates"),
-    ("functionCall", "function_call"),
-    ("functionResponse", "function_response"),
-    ("systemInstruction", "system_instruction"),
-    ("generationConfig", "generation_config"),
-    ("functionDeclarations", "function_declarations"),
-    ("parametersJsonSchema", "parameters_json_schema"),
-    ("topP", "top_p"),
-    ("inlineData", "inline_data"),
-    ("fileData", "file_data"),
-];
+/// The other spelling of a key: `topP` as `top_p`.
+fn snake(camel: &str) -> String {
+    let mut snake = String::new();
+    for letter in camel.chars() {
+        snake.extend(letter.is_ascii_uppercase().then_some('_'));
+        snake.push(letter.to_ascii_lowercase());
+    }
+    snake
+}
 
 /// The spelling of a key that the object has.
-fn key(outline: &Outline<'_>, camel: &'static str) -> &'static str {
-    let snake = SPELLINGS.iter().find(|(name, _)| *name == camel).map_or(camel, |(_, snake)| snake);
-    if outline.has(snake) { snake } else { camel }
+fn key(outline: &Outline<'_>, camel: &str) -> String {
+    Some(snake(camel)).filter(|snake| outline.has(snake)).unwrap_or_else(|| camel.to_owned())
 }
 
 fn get<'v>(value: &'v Value, camel: &str) -> Option<&'v Value> {
-    let snake = SPELLINGS.iter().find(|(name, _)| *name == camel).map_or(camel, |(_, snake)| snake);
-    value.get(camel).or_else(|| value.get(snake)).filter(|value| !value.is_null())
+    value.get(camel).or_else(|| value.get(snake(camel))).filter(|value| !value.is_null())
 }
 
 /// A chosen token.
@@ -73,7 +60,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (candidate, unused) = asked.pick(response.objects("candidates")?, "candidates")?;
     let mut generation = asked.generation(LogprobKind::Unknown);
     generation.tokens = tokens(&candidate)?;
-    generation.finish_reason = finish_under(&candidate, key(&candidate, "finishReason"))?;
+    generation.finish_reason = finish_under(&candidate, &key(&candidate, "finishReason"))?;
     let content = candidate.value("content")?.unwrap_or_default();
     let messages = messages_of(&content, "model");
     let message = messages.into_iter().find(|message| message["role"] == "assistant");
@@ -82,8 +69,8 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 }
 
 fn tokens(candidate: &Outline<'_>) -> Decoded<Tokens> {
-    let result = candidate.object(key(candidate, "logprobsResult"))?.unwrap_or_default();
-    let chosen: Vec<Chosen> = result.typed(key(&result, "chosenCandidates"))?.unwrap_or_default();
+    let result = candidate.object(&key(candidate, "logprobsResult"))?.unwrap_or_default();
+    let chosen: Vec<Chosen> = result.typed(&key(&result, "chosenCandidates"))?.unwrap_or_default();
     let mut listing = Columns::default();
     for token in chosen {
         let reading = token.logprob.unwrap_or(Reading::Missing);
@@ -124,13 +111,11 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
 
 /// `contents` with `generationConfig`, or the SDK's `config`.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let name = if request.has("config") { "config" } else { key(request, "generationConfig") };
+    let name = if request.has("config") { "config" } else { &key(request, "generationConfig") };
     let config = request.object(name)?.unwrap_or_default();
-    let sampling = sampling_of(&config, "temperature", key(&config, "topP"))?;
-    let system = match request.value(key(request, "systemInstruction"))? {
-        Some(system) => Some(system),
-        None => config.value(key(&config, "systemInstruction"))?,
-    };
+    let sampling = sampling_of(&config, &key(&config, "topP"))?;
+    let system = request.value(&key(request, "systemInstruction"))?;
+    let system = either(system, || config.value(&key(&config, "systemInstruction")))?;
     let mut values = Vec::new();
     for content in system.iter().flat_map(|system| messages_of(system, "system")) {
         values.push(json!({"role": "system", "content": content["content"]}));
@@ -140,10 +125,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         Value::Null => {}
         content => values.extend(messages_of(&content, "user")),
     }
-    let tools = match request.value("tools")? {
-        Some(tools) => Some(tools),
-        None => config.value("tools")?,
-    };
+    let tools = either(request.value("tools")?, || config.value("tools"))?;
     let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
     let template_kwargs = Fields::new();
     let model = request.text("model")?;
@@ -154,10 +136,5 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
 fn declared(tools: Option<Value>) -> Option<Schemas> {
     let tools = tools?;
     let lists = tools.as_array()?.iter().filter_map(|tool| get(tool, "functionDeclarations")?.as_array());
-    let schema = |declaration: &Value| {
-        let parameters = get(declaration, "parametersJsonSchema").or_else(|| declaration.get("parameters"));
-        said::tool_schema(declaration.get("name"), declaration.get("description"), parameters)
-    };
-    let list = lists.flatten().map(schema).collect();
-    schemas(list)
+    said::tool_schemas(lists.flatten(), |tool| get(tool, "parametersJsonSchema").or_else(|| tool.get("parameters")))
 }

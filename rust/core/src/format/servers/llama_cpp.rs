@@ -5,17 +5,13 @@
 //! taken. Old servers list `{"content", "probs": [{"tok_str", "prob"}]}` for each token. Stop words are not listed, the end
 //! token is.
 
-use super::contract::{Asked, Server, sampling_of, spoken};
+use super::contract::{
+    Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText, sampling_of,
+    sampling_under, spoken,
+};
 use crate::drift;
-use crate::format::form::Form;
 use crate::format::json::fields::Sampling;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
 use crate::format::normal::finish;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::Decoded;
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Stop};
 use serde::Deserialize;
 use serde_json::Value;
@@ -26,16 +22,14 @@ pub(super) const SERVER: Server = Server {
         sign: "it has `content` and `completion_probabilities`, `stop_type` or `tokens_predicted`",
     },
     signs: &["completion_probabilities", "stop_type", "tokens_predicted", "probs"],
-    knows,
+    knows: |response| {
+        let own = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
+        response.is("content", Shape::Text) && own.iter().any(|key| response.has(key))
+    },
     answer,
     request,
-    defaults: Sampling { temperature: None, top_p: None, policy_version: None, logprob_kind: None },
+    defaults: Sampling::UNKNOWN,
 };
-
-fn knows(response: &Outline<'_>) -> bool {
-    let own = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
-    response.is("content", Shape::Text) && own.iter().any(|key| response.has(key))
-}
 
 /// A sampled token, in the new form or in the old one.
 #[derive(Deserialize)]
@@ -68,7 +62,7 @@ impl Listed {
         }
         let among = || self.probs.iter().flatten().find(|candidate| candidate.tok_str.0 == self.content.0);
         match self.prob.or_else(|| among().map(|candidate| candidate.prob)) {
-            Some(prob) => (Reading::of_probability(prob), true),
+            Some(prob) => (if prob < 0.0 { Reading::Invalid } else { Reading::of(prob.ln()) }, true),
             None => (Reading::Missing, false),
         }
     }
@@ -93,31 +87,18 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         generation.tokens.ids =
             response.ids("tokens")?.filter(|ids| !ids.is_empty() && (count == 0 || ids.len() == count));
     }
-    note_probabilities(&mut generation, probabilities);
-    settings(response, &mut generation)?;
+    if probabilities > 0 {
+        let detail = format!("{probabilities} probabilities in place of logprobs: their logarithms are taken");
+        generation.notes.push(Note { reason: drift::Reason::InvalidLogprob, count: probabilities, detail });
+    }
+    // The response repeats how it sampled.
+    let settings = sampling_under(response, "generation_settings")?;
+    generation.temperature = generation.temperature.or(settings.temperature);
+    generation.top_p = generation.top_p.or(settings.top_p);
     finish_of(response, &mut generation)?;
     generation.prompt = response.get("prompt").map_or(Ok(Prompt::Rendered), |_| prompt(response))?;
     generation.text = Some(text.clone());
     Ok(Entry::sampled(spoken(&text), generation, 0))
-}
-
-fn note_probabilities(generation: &mut Generation, count: u32) {
-    if count > 0 {
-        generation.notes.push(Note {
-            reason: drift::Reason::InvalidLogprob,
-            count,
-            detail: format!("{count} probabilities in place of logprobs: their logarithms are taken"),
-        });
-    }
-}
-
-/// The response repeats how it sampled.
-fn settings(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()> {
-    let settings = response.object("generation_settings")?.unwrap_or_default();
-    let settings = sampling_of(&settings, "temperature", "top_p")?;
-    generation.temperature = generation.temperature.or(settings.temperature);
-    generation.top_p = generation.top_p.or(settings.top_p);
-    Ok(())
 }
 
 /// `stop_type`, or the three flags of old servers.
@@ -137,7 +118,6 @@ fn finish_of(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()>
     Ok(())
 }
 
-/// A prompt is text or ids.
 fn prompt(outline: &Outline<'_>) -> Decoded<Prompt> {
     Ok(match outline.get("prompt").map(Shape::of) {
         Some(Shape::Text) => {
@@ -149,6 +129,6 @@ fn prompt(outline: &Outline<'_>) -> Decoded<Prompt> {
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let sampling = sampling_of(request, "temperature", "top_p")?;
+    let sampling = sampling_of(request, "top_p")?;
     Ok(Request { prompt: prompt(request)?, sampling, ..Request::default() })
 }

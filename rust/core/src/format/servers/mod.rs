@@ -1,18 +1,18 @@
 //! Servers' own responses: one small file each, all read into an `Entry` and, where the request is there, a `Request`.
 //!
-//! A file knows its response by structure, never by a name that a proxy may rewrite. It fills in the `contract`, mostly by
-//! what stands in `kits`, and has a line in the table below; `stream` makes one response of a stream's chunks.
+//! A file knows its response by structure, never by a name that a proxy may rewrite. It fills in the `contract` and
+//! has a line in the table below; `said` makes messages of other APIs' parts, `stream` one response of a stream's chunks.
 
 mod anthropic;
 mod completions;
 pub(super) mod contract;
 mod fireworks;
 mod gemini;
-mod kits;
 mod llama_cpp;
 mod offline;
 mod ollama;
 mod responses;
+mod said;
 mod sglang;
 pub(super) mod stream;
 #[cfg(test)]

@@ -5,17 +5,14 @@
 //! list of numbers (TensorRT-LLM), or vLLM's `FlatLogprobs`. Values are not clamped: -inf and NaN occur. Raw or processed is an option
 //! of the engine that the object does not name.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken, stop_under};
+use super::contract::{
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, finish_under, prompt_of, reject, sampling_under, spoken, stop_under,
+};
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::{Request, chat_request};
+use crate::format::normal::calls::chat_request;
 use crate::format::normal::extras::{routed_experts, sampling_mask, version_spans};
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{LogprobKind, Note, Prompt, Tokens};
+use crate::trace::{Generation, LogprobKind, Note, Prompt, Tokens};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
@@ -25,7 +22,7 @@ pub(super) const VLLM: Server = Server {
     knows: |response| first_output(response).is_some(),
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 pub(super) const TENSORRT_LLM: Server = Server {
@@ -40,12 +37,11 @@ pub(super) const TENSORRT_LLM: Server = Server {
     },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn first_output<'a>(response: &Outline<'a>) -> Option<Outline<'a>> {
-    let first = response.objects("outputs").ok()?.into_iter().next()?;
-    first.is("token_ids", Shape::List).then_some(first)
+    response.first_of("outputs").filter(|first| first.is("token_ids", Shape::List))
 }
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
@@ -59,17 +55,18 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (tokens, note) = sampled(&output, ids)?;
     generation.tokens = tokens;
     generation.notes.extend(note);
-    generation.prompt = match (response.ids("prompt_token_ids")?, response.text("prompt")?) {
-        (Some(ids), _) => Prompt::Ids(ids),
-        (None, Some(text)) => Prompt::Text(text),
-        (None, None) => Prompt::Rendered,
-    };
-    generation.finish_reason = finish_under(&output, "finish_reason")?;
-    generation.stop = stop_under(&output, "stop_reason")?;
+    generation.prompt = prompt_of(response.ids("prompt_token_ids")?, response.text("prompt")?);
     generation.cumulative_logprob = output.number("cumulative_logprob").ok().flatten();
-    generation.versions = version_spans(&output)?;
-    let mask = sampling_mask(&output, "sampling_mask")?;
-    generation.extras = routed_experts(&output)?.into_iter().chain(mask).collect();
+    described(&output, generation, unused)
+}
+
+/// The entry of an output of vLLM, with what it says of the generation beside the tokens.
+pub(super) fn described(output: &Outline<'_>, mut generation: Generation, unused: u32) -> Decoded<Entry> {
+    generation.finish_reason = finish_under(output, "finish_reason")?;
+    generation.stop = stop_under(output, "stop_reason")?;
+    generation.versions = version_spans(output)?;
+    let mask = sampling_mask(output, "sampling_mask")?;
+    generation.extras = routed_experts(output)?.into_iter().chain(mask).collect();
     generation.text = output.text("text")?;
     let message = spoken(generation.text.as_deref().unwrap_or_default());
     Ok(Entry::sampled(message, generation, unused))
@@ -85,15 +82,6 @@ enum Listed {
         decoded_token: TokenText,
     },
     Bare(Reading),
-}
-
-impl Listed {
-    fn parts(self) -> (Reading, Option<Vec<u8>>) {
-        match self {
-            Self::Named { logprob, decoded_token } => (logprob, decoded_token.0),
-            Self::Bare(reading) => (reading, None),
-        }
-    }
 }
 
 /// The sampled tokens with their logprobs, and a note where more steps are listed than tokens.
@@ -114,12 +102,9 @@ fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>
         tokens
     };
     tokens.ids = Some(ids);
-    let note = (extra > 0).then(|| Note {
-        reason: drift::Reason::StopStringTruncated,
-        count: extra as u32,
-        detail: format!("{extra} more logprobs than tokens: a stop word was trimmed from the tokens alone"),
-    });
-    Ok((tokens, note))
+    let detail = format!("{extra} more logprobs than tokens: a stop word was trimmed from the tokens alone");
+    let note = Note { reason: drift::Reason::StopStringTruncated, count: extra as u32, detail };
+    Ok((tokens, Some(note).filter(|_| extra > 0)))
 }
 
 /// The sampled tokens of a list of `{id: entry}`.
@@ -137,7 +122,11 @@ fn step_of(step: &RawValue, id: u32, at: usize) -> Decoded<(Reading, Option<Vec<
     let place = format!("logprobs[{at}]");
     if Shape::of(step) == Shape::Object {
         let entry: Option<Listed> = Outline::of(step, &place)?.typed(&id.to_string()).map_err(|r| r.inside(&place))?;
-        return Ok(entry.map_or((Reading::Missing, None), Listed::parts));
+        return Ok(match entry {
+            Some(Listed::Named { logprob, decoded_token }) => (logprob, decoded_token.0),
+            Some(Listed::Bare(reading)) => (reading, None),
+            None => (Reading::Missing, None),
+        });
     }
     let wrapped = format!("{{\"logprob\":{}}}", step.get());
     let reading: Option<Reading> = Outline::parse(&wrapped)?.typed("logprob").map_err(|r| r.inside(&place))?;
@@ -175,8 +164,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     if request.has("messages") {
         return chat_request(request);
     }
-    let parameters = request.object("sampling_params")?.unwrap_or_default();
-    let sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let sampling = sampling_under(request, "sampling_params")?;
     let prompt = match (request.ids("prompt_token_ids")?, request.get("prompt").map(Shape::of)) {
         (Some(ids), _) => Prompt::Ids(ids),
         (None, Some(Shape::Text)) => request.text("prompt")?.map_or(Prompt::Unknown, Prompt::Text),

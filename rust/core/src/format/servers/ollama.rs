@@ -4,32 +4,30 @@
 //! U+FFFD. Such bytes are no evidence: they are unknown here, and noted. What the logprobs are of
 //! is not documented. `context` is not read: it leaves out which of its ids were sampled.
 
-use super::contract::{Asked, Server, finish_under, sampling_of, spoken};
+use super::contract::{
+    Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
+};
 use crate::drift;
-use crate::format::form::Form;
 use crate::format::json::fields::{Fields, Sampling};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::{Request, chat_request};
-use crate::format::normal::message::{Entry, message_of};
-use crate::format::rejection::Decoded;
-use crate::trace::{Generation, LogprobKind, Message, Note, Pieces, Prompt};
-use serde_json::{Value, json};
+use crate::format::normal::calls::chat_request;
+use crate::format::normal::message::{message_of, plain};
+use crate::trace::{Generation, LogprobKind, Note, Pieces, Prompt};
+use serde_json::Value;
 
 pub(super) const SERVER: Server = Server {
     form: Form { name: "ollama", sign: "it has `done` beside `response` or `message`" },
     signs: &["done", "done_reason"],
-    knows,
+    knows: |response| {
+        let said = response.is("response", Shape::Text) || response.is("message", Shape::Object);
+        response.is("done", Shape::Bool) && said
+    },
     answer,
     request,
-    defaults: Sampling { temperature: None, top_p: None, policy_version: None, logprob_kind: None },
+    defaults: Sampling::UNKNOWN,
 };
 
 /// What the bytes of a part of a character become when they are read as text.
 const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
-
-fn knows(response: &Outline<'_>) -> bool {
-    response.is("done", Shape::Bool) && (response.is("response", Shape::Text) || response.is("message", Shape::Object))
-}
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);
@@ -78,8 +76,7 @@ fn told(mut message: Fields) -> Fields {
 
 /// `/api/chat` has `messages`; `/api/generate` a `prompt` that its template renders, unless it is `raw`.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let options = request.object("options")?.unwrap_or_default();
-    let sampling = sampling_of(&options, "temperature", "top_p")?;
+    let sampling = sampling_under(request, "options")?;
     if request.has("messages") {
         let mut chat = chat_request(request)?;
         for message in &mut chat.messages {
@@ -95,8 +92,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         return Ok(Request { model, prompt: Prompt::Text(prompt), sampling, ..Request::default() });
     }
     let system = request.text("system")?.filter(|system| !system.is_empty());
-    let said = |role: &str, content: String| Message { value: json!({"role": role, "content": content}), reward: None };
-    let system = system.map(|system| said("system", system));
-    let messages = system.into_iter().chain([said("user", prompt)]).collect();
+    let system = system.map(|system| plain("system", system));
+    let messages = system.into_iter().chain([plain("user", prompt)]).collect();
     Ok(Request { messages, model, sampling, ..Request::default() })
 }

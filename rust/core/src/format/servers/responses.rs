@@ -4,18 +4,13 @@
 //! has them is known in part, and noted. Items become the chat completions API's messages; consecutive items of the model
 //! are one assistant message. What the numbers are of is not documented.
 
-use super::contract::{Asked, PLAIN, Server, sampling_of};
-use super::kits::said;
+use super::contract::{
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Outline, Reading, Reason, Request, Server, Shape, TokenText,
+    reject, sampling_of,
+};
+use super::said;
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::fields::schemas;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
 use crate::format::normal::finish;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::{Generation, LogprobKind, Message, Note, Prompt};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -23,13 +18,10 @@ use serde_json::{Value, json};
 pub(super) const SERVER: Server = Server {
     form: Form { name: "responses", sign: "its `output` is a list of typed items" },
     signs: &["output"],
-    knows: |response| {
-        let items = response.objects("output").unwrap_or_default();
-        items.first().is_some_and(|item| item.is("type", Shape::Text))
-    },
+    knows: |response| response.first_of("output").is_some_and(|item| item.is("type", Shape::Text)),
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 /// A token of a text part.
@@ -56,7 +48,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     generation.tokens = listing.into_tokens();
     generation.finish_reason = finished(response, &turn)?;
     note_silence(response, &mut generation, silent)?;
-    let own = sampling_of(response, "temperature", "top_p")?;
+    let own = sampling_of(response, "top_p")?;
     generation.temperature = own.temperature.or(generation.temperature);
     generation.top_p = own.top_p.or(generation.top_p);
     Ok(Entry::sampled(Message { value: turn.message(), reward: None }, generation, 0))
@@ -171,19 +163,14 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     }
     // What the server kept of an earlier response is not in the request.
     let prompt = if request.has("previous_response_id") { Prompt::Unknown } else { Prompt::Rendered };
-    let tools = request.value("tools")?.as_ref().and_then(Value::as_array).map(|tools| {
-        let functions = tools.iter().filter(|tool| tool.get("type").is_some_and(|kind| kind == "function"));
-        let schema =
-            |tool: &Value| said::tool_schema(tool.get("name"), tool.get("description"), tool.get("parameters"));
-        functions.map(schema).collect::<Vec<_>>()
-    });
+    let tools = request.value("tools")?;
+    let functions = tools.iter().filter_map(Value::as_array).flatten().filter(|tool| tool["type"] == "function");
+    let tools = said::tool_schemas(functions, |tool| tool.get("parameters"));
     let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
-    let tools = tools.and_then(schemas);
-    let sampling = sampling_of(request, "temperature", "top_p")?;
+    let sampling = sampling_of(request, "top_p")?;
     Ok(Request { messages, tools, model: request.text("model")?, prompt, sampling, ..Request::default() })
 }
 
-/// Input items as messages.
 fn history(items: &[Value], messages: &mut Vec<Value>) {
     let mut turn = Turn::default();
     for item in items {

@@ -4,18 +4,14 @@
 //! may be null or absent. They are log-softmax of the logits divided by the temperature, before top-p and top-k (unless the
 //! server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
-use super::contract::{Asked, PLAIN, Server, sampling_of, spoken};
+use super::contract::{
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, note, prompt_of, reject, sampling_of, spoken, stop_id,
+};
 use crate::drift;
-use crate::format::form::Form;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
 use crate::format::normal::extras::{raw_experts, sampling_mask, version, version_spans};
 use crate::format::normal::finish;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{LogprobKind, Note, Prompt, Stop, Tokens};
+use crate::trace::{LogprobKind, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -25,7 +21,7 @@ pub(super) const SERVER: Server = Server {
     knows: |response| response.is("meta_info", Shape::Object),
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 /// `[logprob, id, text]`, `[logprob, id]`, or an object with the same.
@@ -72,19 +68,20 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     generation.extras.extend(experts.into_iter().chain(sampling_mask(&meta, "output_token_sampling_mask")?));
     if generation.finish_reason.as_deref() == Some("abort") {
         let why = finish.as_ref().and_then(|finish| finish.get("message")?.as_str()).unwrap_or("no message");
-        generation.notes.push(Note {
-            reason: drift::Reason::LengthTruncated,
-            count: sampled as u32,
-            detail: format!("the server aborted the generation: {why}"),
-        });
+        let detail = format!("the server aborted the generation: {why}");
+        generation.notes.push(note(drift::Reason::LengthTruncated, sampled, detail));
     }
     generation.text.clone_from(&text);
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, 0))
 }
 
 fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
-    let listed = meta.typed::<Vec<Listed>>("output_token_logprobs")?;
-    let mut tokens = listed.map(listed_tokens).unwrap_or_default();
+    let mut listing = Columns::default();
+    for listed in meta.typed::<Vec<Listed>>("output_token_logprobs")?.unwrap_or_default() {
+        let (reading, id, text) = listed.parts();
+        listing.push(Some(id), reading, text.0.as_deref(), None);
+    }
+    let mut tokens = listing.into_tokens();
     let Some(ids) = response.ids("output_ids")? else { return Ok(tokens) };
     if let Some(own) = tokens.ids.as_ref().filter(|own| own.len() == ids.len() && **own != ids) {
         let at = (0..ids.len()).find(|&at| own[at] != ids[at]).unwrap_or_default();
@@ -95,14 +92,6 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
     }
     tokens.ids = Some(ids);
     Ok(tokens)
-}
-
-fn listed_tokens(listed: Vec<Listed>) -> Tokens {
-    let mut listing = Columns::default();
-    for (reading, id, text) in listed.into_iter().map(Listed::parts) {
-        listing.push(Some(id), reading, text.0.as_deref(), None);
-    }
-    listing.into_tokens()
 }
 
 /// The prompt's ids, where its logprobs were asked for from the first token on.
@@ -120,22 +109,14 @@ fn kind(finish: &Value) -> Option<&str> {
 fn stop(finish: &Value) -> Stop {
     match finish.get("matched") {
         Some(Value::String(text)) => Stop::Text(text.clone()),
-        Some(Value::Number(id)) => id.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id),
-        Some(Value::Array(ids)) => match ids.last().and_then(Value::as_u64).and_then(|id| u32::try_from(id).ok()) {
-            Some(id) => Stop::Id(id),
-            None => Stop::Unsaid,
-        },
-        _ => Stop::Unsaid,
+        Some(Value::Array(ids)) => ids.last().map_or(Stop::Unsaid, stop_id),
+        found => found.map_or(Stop::Unsaid, stop_id),
     }
 }
 
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let params = request.object("sampling_params")?.unwrap_or_default();
-    let prompt = match (request.ids("input_ids")?, request.text("text")?) {
-        (Some(ids), _) => Prompt::Ids(ids),
-        (None, Some(text)) => Prompt::Text(text),
-        (None, None) => Prompt::Unknown,
-    };
-    let sampling = sampling_of(&params, "temperature", "top_p")?;
+    let parameters = request.object("sampling_params")?.unwrap_or_default();
+    let prompt = prompt_of(request.ids("input_ids")?, request.text("text")?);
+    let sampling = sampling_of(&parameters, "top_p")?;
     Ok(Request { prompt, sampling, ..Request::default() })
 }

@@ -4,14 +4,10 @@
 //! logprobs are log-softmax of the scores after temperature, penalties, top-k and top-p: `processed`. `prefill` has the
 //! prompt's ids where they were asked for.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken};
-use crate::format::form::Form;
-use crate::format::json::listed::Columns;
-use crate::format::json::numbers::{Id, Reading, TokenText};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
+use super::contract::{
+    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, finish_under, reject, sampling_of, spoken,
+};
 use crate::trace::{LogprobKind, Prompt};
 use serde::Deserialize;
 use serde_json::Value;
@@ -22,10 +18,9 @@ pub(super) const SERVER: Server = Server {
     knows: |response| response.is("details", Shape::Object) && response.names("generated_text"),
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
-/// A token of `tokens` or `prefill`.
 #[derive(Deserialize)]
 struct Token {
     id: Id,
@@ -41,7 +36,12 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let (details, mut text) = match asked.choice.unwrap_or(0) {
         0 => (details, response.text("generated_text")?),
         wanted => {
-            let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| missing_sequence(wanted))?;
+            let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| {
+                let what = format!("sequence {wanted} is asked for but `best_of_sequences` does not have it");
+                reject(Reason::Incomplete, what)
+                    .why("There is no generation to read")
+                    .cure("Name an existing one: 0 is the best, the others follow")
+            })?;
             let text = other.text("generated_text")?;
             (other, text)
         }
@@ -64,12 +64,6 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     Ok(Entry::sampled(spoken(&text.unwrap_or_default()), generation, unused))
 }
 
-fn missing_sequence(wanted: i32) -> crate::format::rejection::Rejection {
-    reject(Reason::Incomplete, format!("sequence {wanted} is asked for but `best_of_sequences` does not have it"))
-        .why("There is no generation to read")
-        .cure("Name an existing one: 0 is the best, the others follow")
-}
-
 /// The prompt, where the request asked for it in front of the text.
 fn full_text_prompt(asked: &Asked<'_>) -> Decoded<Option<String>> {
     let Some(request) = asked.request else { return Ok(None) };
@@ -81,7 +75,7 @@ fn full_text_prompt(asked: &Asked<'_>) -> Decoded<Option<String>> {
 /// Without `do_sample`, a temperature, top-k, top-p or typical-p, the server takes the likeliest token: temperature 0.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
     let parameters = request.object("parameters")?.unwrap_or_default();
-    let mut sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let mut sampling = sampling_of(&parameters, "top_p")?;
     let drawn = ["temperature", "top_k", "top_p", "typical_p"].iter().any(|key| parameters.has(key))
         || parameters.value("do_sample")? == Some(Value::Bool(true));
     if !drawn {

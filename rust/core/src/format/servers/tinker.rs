@@ -4,31 +4,26 @@
 //! and there is no text. A dump of the dataclass has its lists under `tokens_np` and `logprobs_np`. Whether the numbers are raw is
 //! not documented.
 
-use super::contract::{Asked, PLAIN, Server, finish_under, sampling_of, spoken};
-use crate::format::form::Form;
+use super::contract::{
+    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
+};
 use crate::format::json::object::Numbers;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::calls::Request;
-use crate::format::normal::message::Entry;
-use crate::format::rejection::Decoded;
 use crate::trace::{LogprobKind, Prompt};
 
 pub(super) const SERVER: Server = Server {
     form: Form { name: "tinker", sign: "it has `sequences` with `tokens`" },
     signs: &["sequences", "sequence_id", "tokens_np"],
-    knows,
+    knows: |response| match response.first_of("sequences") {
+        Some(first) => is_sequence(&first),
+        None => response.has("sequence_id") && is_sequence(response),
+    },
     answer,
     request,
-    defaults: PLAIN,
+    defaults: API_DEFAULTS,
 };
 
 fn is_sequence(sequence: &Outline<'_>) -> bool {
     (sequence.is("tokens", Shape::List) || sequence.is("tokens_np", Shape::List)) && sequence.names("stop_reason")
-}
-
-fn knows(response: &Outline<'_>) -> bool {
-    let first = response.objects("sequences").ok().and_then(|sequences| sequences.into_iter().next());
-    first.as_ref().map_or_else(|| response.has("sequence_id") && is_sequence(response), is_sequence)
 }
 
 fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
@@ -47,8 +42,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 
 /// `prompt.chunks[].tokens`; a prompt with an image has parts that no ids say.
 fn request(request: &Outline<'_>) -> Decoded<Request> {
-    let parameters = request.object("sampling_params")?.unwrap_or_default();
-    let sampling = sampling_of(&parameters, "temperature", "top_p")?;
+    let sampling = sampling_under(request, "sampling_params")?;
     let prompt = request.object("prompt")?.unwrap_or_default();
     let mut ids = Some(Vec::new());
     for chunk in prompt.objects("chunks")? {

@@ -97,7 +97,7 @@ fn requests_that_differ_in_tools_need_recorded_prompts() {
     let mut log = json!({"calls": [call(&json!([{"role": "user", "content": "?"}]), "a", &[1]),
         call(&json!([{"role": "user", "content": "?"}]), "b", &[1])]});
     log["calls"][1]["request"]["tools"] = json!([{"type": "function"}]);
-    assert_eq!(reason_of(read_json(&log)).0, Reason::Contradiction);
+    assert_refused(read_json(&log), Reason::Contradiction, "");
     for index in 0..2 {
         log["calls"][index]["response"]["prompt_token_ids"] = json!([1, 2]);
     }
@@ -124,7 +124,8 @@ fn failed_calls_and_lone_chunks_are_refused() {
         (json!([{"choices": []}]), "a stream of 1 chunks"),
         (json!({"choices": [{"delta": {"content": "a"}}]}), "streamed"),
     ] {
-        let (_, text) = reason_of(read_json(&json!({"calls": [{"request": request, "response": response}]})));
+        let rejection = read_json(&json!({"calls": [{"request": request, "response": response}]})).expect_err(what);
+        let text = rejection.error.to_string();
         assert!(text.contains("calls[0]") && text.contains(what) && text.contains("turn 0"), "{text}");
     }
 }
@@ -135,7 +136,7 @@ fn a_named_choice_is_the_one_used() {
         {"index": 0, "message": {"content": "a"}}, {"index": 1, "message": {"content": "b"}}]}});
     assert_eq!(read_json(&log).unwrap().messages[1].value["content"], "b");
     log["choice"] = json!(2);
-    assert_eq!(reason_of(read_json(&log)).0, Reason::Incomplete);
+    assert_refused(read_json(&log), Reason::Incomplete, "");
 }
 
 #[test]
@@ -153,14 +154,12 @@ fn keys_of_an_application_do_not_change_the_form() {
     .unwrap();
     assert_eq!(trace.messages[0].value, json!({"role": "user", "content": "?"}));
     let both = json!({"messages": [{"role": "user"}], "response": {"choices": []}});
-    assert!(reason_of(read_json(&both)).1.contains("both `messages` and `response`"));
-    assert!(reason_of(read_json(&json!({"calls": 2}))).1.contains("`calls` is a number, not a list"));
+    assert_refused(read_json(&both), Reason::UnknownForm, "both `messages` and `response`");
+    assert_refused(read_json(&json!({"calls": 2})), Reason::WrongType, "`calls` is a number, not a list");
 }
 
 #[test]
 fn a_megabyte_of_tiny_turns_is_refused_before_its_contexts_fill_the_memory() {
     let turns = vec![r#"{"role":"assistant"}"#; 50_000].join(",");
-    let (reason, text) = reason_of(read(format!(r#"{{"messages":[{turns}]}}"#).as_bytes()));
-    assert_eq!(reason, Reason::TooLong);
-    assert!(text.contains("hold more than"), "{text}");
+    assert_refused(read(format!(r#"{{"messages":[{turns}]}}"#).as_bytes()), Reason::TooLong, "hold more than");
 }

@@ -56,7 +56,6 @@ impl<'a> Cursor<'a> {
         self.at += count;
     }
 
-    /// What is left.
     #[inline]
     pub fn rest(&self) -> &'a [u8] {
         self.bytes.get(self.at..).unwrap_or_default()
@@ -67,12 +66,10 @@ impl<'a> Cursor<'a> {
         self.text.get(start.0..self.at)
     }
 
-    /// The text from one place to another.
     pub fn between(&self, start: Place, end: Place) -> Option<&'a str> {
         self.text.get(start.0..end.0)
     }
 
-    /// Steps over white space.
     #[inline]
     pub fn blank(&mut self) {
         while matches!(self.peek(), b' ' | b'\n' | b'\r' | b'\t') {
@@ -178,17 +175,6 @@ impl<'a> Cursor<'a> {
         self.rest().starts_with(word).then(|| self.at += word.len())
     }
 
-    /// Steps over null, if it stands here.
-    #[inline]
-    pub fn null(&mut self) -> Option<()> {
-        self.word(b"null")
-    }
-
-    /// A string.
-    pub fn string(&mut self) -> Option<String> {
-        self.unquoted().map(str::to_owned)
-    }
-
     /// Steps over a bare word in place of a number, which reads as the same word in quotes; a minus is already passed.
     #[cold]
     pub fn bare(&mut self) -> Option<&'static str> {
@@ -236,7 +222,6 @@ impl<'a> Cursor<'a> {
         self.text.get(start..end).map(|text| (text, escaped))
     }
 
-    /// Steps over a string.
     #[inline]
     fn skip_string(&mut self) -> Option<()> {
         let start = self.at + 1;
@@ -274,7 +259,7 @@ impl<'a> Cursor<'a> {
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
             b'n' => self.word(b"null")?,
-            _ => return self.skip_number().or_else(|| self.bare().map(|_| ())),
+            _ => return self.decimal().map(|_| ()).or_else(|| self.bare().map(|_| ())),
         }
         Some(())
     }

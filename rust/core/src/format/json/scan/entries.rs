@@ -81,11 +81,10 @@ impl Default for Read {
 const FIELDS: usize = 8;
 
 impl<'a> Cursor<'a> {
-    /// A `logprobs` value.
     pub fn logprobs(&mut self) -> Option<Option<Tokens>> {
         let mut lists = Lists::default();
         match self.peek() {
-            b'n' => self.null()?,
+            b'n' => self.word(b"null")?,
             b'[' => self.entries(&mut lists.content)?,
             _ => self.lists(&mut lists)?,
         }
@@ -222,7 +221,7 @@ impl<'a> Cursor<'a> {
                 columns.clear_bytes(opened);
                 read.bytes = self.byte_list(&mut columns.bytes.data)?;
             }
-            Field::TokenId if self.null().is_some() => read.id = None,
+            Field::TokenId if self.word(b"null").is_some() => read.id = None,
             Field::TokenId => read.id = Some(self.id()?),
             Field::Other => self.skip()?,
         }

@@ -28,12 +28,10 @@ pub(super) fn object(text: &str, kind: Kind) -> Option<Object> {
     whole(text, |cursor| cursor.object(kind)).map(|object| *object)
 }
 
-/// A list of token ids.
 pub(super) fn ids(text: &str) -> Option<Vec<u32>> {
     whole(text, Cursor::ids)
 }
 
-/// A `logprobs` value.
 pub(super) fn logprobs(text: &str) -> Option<Option<Tokens>> {
     whole(text, Cursor::logprobs)
 }
@@ -89,7 +87,7 @@ impl<'a> Cursor<'a> {
 
     #[inline]
     fn unless_null<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
-        if self.null().is_some() { Some(None) } else { read(self).map(Some) }
+        if self.word(b"null").is_some() { Some(None) } else { read(self).map(Some) }
     }
 
     fn node(&mut self, kind: Kind) -> Option<Node> {

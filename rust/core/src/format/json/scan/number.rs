@@ -14,7 +14,7 @@ const POWERS: [f64; 23] = [
 const EXACT: u64 = 1 << 53;
 
 /// A number as it stands: digits without the point, and the power of ten that divides them.
-struct Decimal {
+pub(super) struct Decimal {
     negative: bool,
     digits: u64,
     /// Whether `digits` holds all of them: at most 19, leading zeros not counted.
@@ -28,15 +28,9 @@ struct Decimal {
 const MOST_EXPONENT: i64 = 1 << 20;
 
 impl Cursor<'_> {
-    /// Steps over a number.
-    #[inline]
-    pub fn skip_number(&mut self) -> Option<()> {
-        self.decimal().map(|_| ())
-    }
-
     /// A number as JSON has it: an optional minus, an integer without leading zeros, fraction, exponent.
     #[inline]
-    fn decimal(&mut self) -> Option<Decimal> {
+    pub fn decimal(&mut self) -> Option<Decimal> {
         let negative = self.peek() == b'-';
         self.advance(usize::from(negative));
         let (mut digits, mut whole, mut fraction) = (0, 0, 0);
@@ -108,7 +102,16 @@ impl Cursor<'_> {
         self.since(start)?.parse().ok().filter(|value: &f64| value.is_finite())
     }
 
-    /// A token id.
+    /// A number as the generic parser has it: an integer where there is neither point nor exponent.
+    pub fn number_value(&mut self) -> Option<serde_json::Number> {
+        let start = self.place();
+        let Decimal { negative, digits, fits, real, .. } = self.decimal()?;
+        if real || !fits || digits >= TENS_18 || negative && digits == 0 {
+            return serde_json::from_str(self.since(start)?).ok();
+        }
+        Some(if negative { (-(digits as i64)).into() } else { digits.into() })
+    }
+
     #[inline]
     pub fn id(&mut self) -> Option<u32> {
         let word = word_at(self.rest(), 0).unwrap_or(0);
@@ -179,23 +182,6 @@ impl Decimal {
     #[inline]
     fn signed(&self, value: f64) -> f64 {
         if self.negative { -value } else { value }
-    }
-
-    /// As the generic parser has it: an integer where there is neither point nor exponent.
-    pub fn into_integer(self) -> Option<(bool, u64)> {
-        (!self.real && self.fits && self.digits < TENS_18).then_some((self.negative, self.digits))
-    }
-}
-
-impl Cursor<'_> {
-    /// A number as a JSON value.
-    pub fn number_value(&mut self) -> Option<serde_json::Number> {
-        let start = self.place();
-        match self.decimal()?.into_integer() {
-            Some((false, digits)) => Some(digits.into()),
-            Some((true, digits)) if digits > 0 => Some((-(digits as i64)).into()),
-            _ => serde_json::from_str(self.since(start)?).ok(),
-        }
     }
 }
 

@@ -4,23 +4,16 @@ use super::cursor::Cursor;
 use crate::threads::soon;
 use crate::trace::Schemas;
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 /// Texts that are remembered, the last one used first.
 const TEXTS: usize = 8;
 /// Bytes of the longest text that is remembered.
 const TEXT_BYTES: usize = 64 << 10;
 
-type Seen = VecDeque<(Box<str>, Schemas)>;
-
-static SEEN: Mutex<Seen> = Mutex::new(VecDeque::new());
-
-fn seen() -> Option<MutexGuard<'static, Seen>> {
-    soon(&SEEN)
-}
+static SEEN: Mutex<VecDeque<(Box<str>, Schemas)>> = Mutex::new(VecDeque::new());
 
 impl Cursor<'_> {
-    /// The value of `tools`.
     pub fn tools(&mut self) -> Option<Schemas> {
         // A list ends with its own bracket, so what begins with the text of one begins with that list.
         if self.peek() != b'[' {
@@ -34,7 +27,7 @@ impl Cursor<'_> {
         let tools = self.value().map(Schemas::new)?;
         let text = self.since(start)?;
         if text.len() <= TEXT_BYTES
-            && let Some(mut seen) = seen()
+            && let Some(mut seen) = soon(&SEEN)
         {
             seen.truncate(TEXTS - 1);
             seen.push_front((text.into(), Schemas::clone(&tools)));
@@ -45,7 +38,7 @@ impl Cursor<'_> {
 
 /// The list that `text` begins with, and its length, where it was read before.
 fn remembered(text: &[u8]) -> Option<(usize, Schemas)> {
-    let mut seen = seen()?;
+    let mut seen = soon(&SEEN)?;
     let at = seen.iter().position(|(known, _)| text.starts_with(known.as_bytes()))?;
     seen.swap(0, at);
     seen.front().map(|(known, tools)| (known.len(), Schemas::clone(tools)))

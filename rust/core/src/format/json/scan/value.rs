@@ -7,10 +7,9 @@ use serde_json::{Map, Value};
 pub(super) const FEW: usize = 4;
 
 impl Cursor<'_> {
-    /// The next value.
     pub fn value(&mut self) -> Option<Value> {
         Some(match self.peek() {
-            b'"' => Value::String(self.string()?),
+            b'"' => Value::String(self.unquoted()?.to_owned()),
             b'{' => Value::Object(self.map()?),
             b'[' => {
                 let mut items = Vec::new();

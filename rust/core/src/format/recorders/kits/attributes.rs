@@ -4,17 +4,16 @@
 //! older `gen_ai.prompt.0.role` of OpenLLMetry and AgentOps, and the names that Agent Lightning 0.3.0 adds or reads
 //! (`adapter/triplet.py`, `instrumentation/agentops.py`).
 
+use super::super::contract::{Decoded, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
 use super::literal;
-use super::openai::tools;
-use super::talk::{message, sampled};
-use crate::format::json::fields::{Fields, Header, Sampling, number_of};
+use super::openai::{function_call, tools};
+use super::talk::message;
+use crate::format::json::fields::{Fields, number_of};
 use crate::format::json::numbers::MAX_ID;
 use crate::format::json::outline::logprobs_in;
-use crate::format::json::outline::{Outline, Shape};
 use crate::format::normal::calls::{Call, Request};
 use crate::format::normal::message::Entry;
-use crate::format::rejection::{Decoded, Reason, reject};
-use crate::trace::{Message, Prompt, Tokens};
+use crate::trace::{Message, Tokens};
 use serde_json::{Value, json};
 
 /// Deeper names are not unfolded.
@@ -31,7 +30,6 @@ const SAMPLED_IDS: &[&str] = &[
     "llm.hosted_vllm.response_token_ids",
 ];
 
-/// The attributes of one span.
 pub struct Attributes(pub Fields);
 
 impl Attributes {
@@ -91,7 +89,6 @@ impl Attributes {
         (!found.is_null()).then(|| listed(found))
     }
 
-    /// Whether a model was called.
     pub fn is_call(&self) -> bool {
         self.0.keys().any(|name| {
             SAMPLED_IDS.contains(&name.as_str())
@@ -118,7 +115,6 @@ impl Attributes {
         named.or(nested).map_or(Ok(None), |value| number_of("reward", &value))
     }
 
-    /// The call.
     pub fn call(&self, header: &Header) -> Decoded<Call> {
         let mut fields = Fields::new();
         for name in ["temperature", "top_p"] {
@@ -127,20 +123,16 @@ impl Attributes {
                 fields.insert(name.to_owned(), value.clone());
             }
         }
-        let mut generation = sampled(&header.sampling.clone().or(&Sampling::read(&fields)?));
+        let mut generation = header.sampling.clone().or(&Sampling::read(&fields)?).generation();
         generation.tokens = self.tokens()?;
         let said = self.said();
         generation.finish_reason =
             said.as_ref().and_then(|said| said.get("finish_reason")?.as_str()).map(str::to_owned);
         let heard = self.heard()?;
-        let prompt = match self.ids(PROMPT_IDS)? {
-            Some(ids) => Prompt::Ids(ids),
-            None if heard.is_empty() => Prompt::Unknown,
-            None => Prompt::Rendered,
-        };
+        let ids = self.ids(PROMPT_IDS)?;
         let listed = self.first(&["gen_ai.tool.definitions"]).map(|(_, tools)| tools);
         let model = self.text("gen_ai.request.model").or_else(|| self.text("gen_ai.response.model"));
-        let request = Request { messages: heard, prompt, tools: tools(listed), model, ..Request::default() };
+        let request = Request { tools: tools(listed), model, ..Request::of(heard, ids) };
         let answer = message(said.map_or_else(|| json!({"role": "assistant", "content": null}), chat_message))?;
         let entry = Entry::sampled(answer, generation, 0);
         Ok(Call { request: Some(request), entry, model: None, reward: None })
@@ -170,11 +162,8 @@ impl Attributes {
             heard.push(message(chat_message(json!({"role": "system", "parts": parts})))?);
         }
         let listed = prompts.iter().find_map(|prefix| self.unfolded(prefix));
-        for value in listed
-            .and_then(|value| if let Value::Array(items) = value { Some(items) } else { None })
-            .unwrap_or_default()
-        {
-            for value in spread(value) {
+        if let Some(Value::Array(items)) = listed {
+            for value in items.into_iter().flat_map(spread) {
                 heard.push(message(chat_message(value))?);
             }
         }
@@ -204,7 +193,7 @@ fn ids_of(name: &str, value: Value) -> Decoded<Vec<u32>> {
         .collect()
 }
 
-fn no_ids(name: &str) -> crate::format::rejection::Rejection {
+fn no_ids(name: &str) -> Rejection {
     reject(Reason::IdOutOfRange, format!("`{name}` is not a list of token ids"))
         .why("What was sampled cannot be known")
         .cure("Record ids as integers from 0 to 2147483647, as a list or as the text of one")
@@ -317,8 +306,7 @@ fn called(listed: Value) -> Value {
         if call.get("function").is_some() {
             return call;
         }
-        let part = |key: &str| call.get(key).cloned().unwrap_or(Value::Null);
-        json!({"id": part("id"), "type": "function", "function": {"name": part("name"), "arguments": part("arguments")}})
+        function_call(&call, ["id", "name", "arguments"])
     };
     calls.into_iter().map(call).collect()
 }

@@ -3,19 +3,19 @@
 //! A column is a list, or a batch of one row around it (`[[...]]`, as a tensor of shape [1, S] is written). A batch of
 //! several rows is refused: a trace is one record.
 
-use crate::format::json::fields::{Fields, Header, number_of};
+use super::super::contract::{Decoded, Header, Outline, Reason, Rejection, Shape, reject};
+use crate::format::json::fields::{Fields, HEADER_KEYS, number_of};
 use crate::format::json::numbers::{Id, Reading, Scalar};
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::{Schemas, Tokens};
 use serde::de::{self, Deserialize, Deserializer};
 use serde_json::Value;
 
-/// The columns of a row.
+/// Our names of header fields, each with those that a recorder has for it.
+pub type Names<'n> = &'n [(&'n str, &'n [&'n str])];
+
 pub struct Columns<'o, 'a>(pub &'o Outline<'a>);
 
 impl<'a> Columns<'_, 'a> {
-    /// A column of token ids.
     pub fn ids(&self, key: &str) -> Decoded<Option<Vec<u32>>> {
         Ok(self.of(key)?.map(Id::plain))
     }
@@ -25,7 +25,6 @@ impl<'a> Columns<'_, 'a> {
         Ok(self.of::<Bit>(key)?.map(|bits| bits.into_iter().map(|Bit(bit)| bit).collect()))
     }
 
-    /// A column of logprobs.
     pub fn logprobs(&self, key: &str) -> Decoded<Option<Vec<Reading>>> {
         self.of(key)
     }
@@ -37,7 +36,8 @@ impl<'a> Columns<'_, 'a> {
     }
 
     fn of<T: Deserialize<'a>>(&self, key: &str) -> Decoded<Option<Vec<T>>> {
-        if !self.is_batch(key) {
+        let list = self.0.get(key).filter(|raw| Shape::of(raw) == Shape::List);
+        if !list.is_some_and(|raw| raw.get()[1..].trim_start().starts_with('[')) {
             return self.0.typed(key);
         }
         let mut rows = self.0.typed::<Vec<Vec<T>>>(key)?.unwrap_or_default();
@@ -45,12 +45,6 @@ impl<'a> Columns<'_, 'a> {
             1 => Ok(rows.pop()),
             count => Err(several(key, count)),
         }
-    }
-
-    fn is_batch(&self, key: &str) -> bool {
-        let Some(raw) = self.0.get(key).filter(|raw| Shape::of(raw) == Shape::List) else { return false };
-        let inside = raw.get()[1..].trim_start();
-        inside.starts_with('[')
     }
 
     /// The scalar under a key, also in a batch of one.
@@ -64,19 +58,21 @@ impl<'a> Columns<'_, 'a> {
         Ok(value)
     }
 
-    /// The header, under the recorder's names: `(ours, theirs)`, of several that are there the first. Our own names are
+    /// The header, under the recorder's names: `(ours, theirs)`, of theirs that are there the first. Our own names are
     /// taken where they are not named.
-    pub fn header(&self, names: &[(&str, &str)]) -> Decoded<Header> {
+    pub fn header(&self, names: Names<'_>) -> Decoded<Header> {
         self.header_without(&[], names)
     }
 
     /// The same, where the recorder uses some of our own names for something else.
-    pub fn header_without(&self, taken: &[&str], names: &[(&str, &str)]) -> Decoded<Header> {
+    pub fn header_without(&self, taken: &[&str], names: Names<'_>) -> Decoded<Header> {
         let mut fields = Fields::new();
+        let names = names.iter().flat_map(|(ours, theirs)| theirs.iter().map(|theirs| (*ours, *theirs)));
         let named =
-            |own: &str| taken.contains(&own) || names.iter().any(|(ours, theirs)| *ours == own || *theirs == own);
-        let own = OWN.iter().filter(|own| !named(own)).map(|own| (*own, *own));
-        for (ours, theirs) in names.iter().copied().chain(own) {
+            |own: &str| taken.contains(&own) || names.clone().any(|(ours, theirs)| ours == own || theirs == own);
+        let own = HEADER_KEYS.into_iter().chain(["temperature", "top_p", "model", "tools"]);
+        let own = own.filter(|own| !named(own)).map(|own| (own, own));
+        for (ours, theirs) in names.clone().chain(own) {
             if fields.contains_key(ours) {
                 continue;
             }
@@ -88,22 +84,6 @@ impl<'a> Columns<'_, 'a> {
         Header::read(&fields, schemas)
     }
 }
-
-/// Header fields that a record may have under our names, whoever wrote it.
-const OWN: &[&str] = &[
-    "id",
-    "group",
-    "reward",
-    "rewards",
-    "policy_version",
-    "logprob_kind",
-    "temperature",
-    "top_p",
-    "model",
-    "tools",
-    "template_kwargs",
-    "chat_template_kwargs",
-];
 
 /// A reward may be a number, numbers for the tokens (their sum counts), or named numbers.
 fn put(fields: &mut Fields, ours: &str, theirs: &str, value: Value) -> Decoded<()> {
@@ -127,6 +107,12 @@ fn put(fields: &mut Fields, ours: &str, theirs: &str, value: Value) -> Decoded<(
 pub fn numbers_of(named: &Fields) -> Fields {
     let is_number = |value: &Value| value.is_number() || value.is_boolean() || value.is_null();
     named.iter().filter(|(_, value)| is_number(value)).map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
+/// Of named values those that are numbers as rewards, NaN for what is none.
+pub fn rewards_of(named: &Fields) -> Vec<(String, f32)> {
+    let reward = |value: Value| value.as_f64().map_or(f32::NAN, |reward| reward as f32);
+    numbers_of(named).into_iter().map(|(name, value)| (name, reward(value))).collect()
 }
 
 /// The sum of per-token rewards; none where all are null.
@@ -163,8 +149,7 @@ impl<'de> Deserialize<'de> for Bit {
     }
 }
 
-/// Ids side by side with their logprobs. Pairs `[[id, logprob], ...]` are read by `Outline::typed`, as a list of
-/// `(Id, Reading)`, and unzipped.
+/// Ids side by side with their logprobs.
 pub fn tokens_of(ids: Option<Vec<u32>>, logprobs: Option<Vec<Reading>>) -> Tokens {
     let mut tokens = Tokens { ids, ..Tokens::default() };
     tokens.logprobs = logprobs.map(|readings| readings.into_iter().map(|reading| tokens.take(reading)).collect());

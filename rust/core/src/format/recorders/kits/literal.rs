@@ -112,27 +112,24 @@ impl Reader<'_> {
     fn escape(&mut self, found: &mut String) -> Option<()> {
         let kind = self.peek()?;
         self.at += 1;
-        let width = match kind {
-            b'x' => 2,
-            b'u' => 4,
-            b'U' => 8,
-            _ => {
-                found.push(match kind {
-                    b'n' => '\n',
-                    b't' => '\t',
-                    b'r' => '\r',
-                    b'\\' => '\\',
-                    b'\'' => '\'',
-                    b'"' => '"',
-                    _ => return None,
-                });
-                return Some(());
-            }
-        };
-        let digits = self.text.get(self.at..self.at + width)?;
-        self.at += width;
-        found.push(char::from_u32(u32::from_str_radix(digits, 16).ok()?)?);
+        found.push(match kind {
+            b'n' => '\n',
+            b't' => '\t',
+            b'r' => '\r',
+            b'\\' | b'\'' | b'"' => char::from(kind),
+            b'x' => self.code(2)?,
+            b'u' => self.code(4)?,
+            b'U' => self.code(8)?,
+            _ => return None,
+        });
         Some(())
+    }
+
+    /// The character whose code these digits are.
+    fn code(&mut self, digits: usize) -> Option<char> {
+        let code = self.text.get(self.at..self.at + digits)?;
+        self.at += digits;
+        char::from_u32(u32::from_str_radix(code, 16).ok()?)
     }
 
     fn word(&mut self) -> Option<Value> {

@@ -3,13 +3,12 @@
 //! Trainers keep trajectories so (slime, AReaL, verl, TRL, SkyRL): what went through the model, and which of it was
 //! sampled. What stands in the columns of numbers where nothing was sampled is filler and is not looked at.
 
+use super::super::contract::{Body, Decoded, Reason, Rejection, Sampling, note, reject};
 use crate::drift;
-use crate::format::json::fields::Sampling;
 use crate::format::json::numbers::Reading;
-use crate::format::normal::body::Body;
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::trace::{Generation, LogprobKind, Message, Note, Prompt, Tokens, VersionSpan};
-use serde_json::json;
+use crate::format::normal::message::plain;
+use crate::trace::{Generation, Message, Note, Prompt, Tokens, VersionSpan};
+use serde_json::Value;
 
 /// A row: ids, which of them were sampled, and a number for each id.
 #[derive(Default)]
@@ -73,16 +72,11 @@ impl Row {
         }
         keep(&mut self.ids, attended);
         keep(&mut self.sampled, attended);
-        if let Some(column) = &mut self.logprobs {
-            keep(column, attended);
-        }
-        if let Some(column) = &mut self.versions {
-            keep(column, attended);
-        }
+        self.logprobs.iter_mut().for_each(|column| keep(column, attended));
+        self.versions.iter_mut().for_each(|column| keep(column, attended));
         Ok(self)
     }
 
-    /// The generations of the row.
     pub fn decode(mut self, sampling: &Sampling) -> Decoded<Body> {
         let count = self.ids.len();
         self.check()?;
@@ -101,7 +95,7 @@ impl Row {
             };
             generation.message = body.messages.len() as u32;
             body.conversation.push(generation.message);
-            body.messages.push(Message { value: json!({"role": "assistant", "content": null}), reward: None });
+            body.messages.push(plain("assistant", Value::Null));
             body.generations.push(generation);
             (at, given) = (end, end);
         }
@@ -117,12 +111,9 @@ impl Row {
         Generation {
             notes: all_zero(&tokens).into_iter().collect(),
             tokens,
-            logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
-            temperature: sampling.temperature,
-            top_p: sampling.top_p,
             policy_version: sampling.policy_version.unwrap_or(version),
             versions,
-            ..Generation::default()
+            ..sampling.generation()
         }
     }
 
@@ -166,10 +157,9 @@ fn spans(versions: &[i32]) -> (i32, Vec<VersionSpan>) {
 /// Several logprobs that are all exactly 0 are filler, or a greedy server's processed ones: nothing tells them apart.
 pub fn all_zero(tokens: &Tokens) -> Option<Note> {
     let logprobs = tokens.logprobs.as_deref().filter(|logprobs| logprobs.len() > 1)?;
-    logprobs.iter().all(|&logprob| logprob == 0.0).then(|| Note {
-        reason: drift::Reason::InvalidLogprob,
-        count: logprobs.len() as u32,
-        detail: "every logprob is exactly 0: filler of a recorder that had none, or greedy sampling".to_owned(),
+    logprobs.iter().all(|&logprob| logprob == 0.0).then(|| {
+        let detail = "every logprob is exactly 0: filler of a recorder that had none, or greedy sampling";
+        note(drift::Reason::InvalidLogprob, logprobs.len(), detail)
     })
 }
 

@@ -11,14 +11,17 @@ pub fn openai(mut message: Fields) -> Fields {
         if call.contains_key("function") || !call.contains_key("name") {
             continue;
         }
-        let mut function = Fields::new();
-        for key in ["name", "arguments"] {
-            function.insert(key.to_owned(), call.remove(key).unwrap_or(Value::Null));
-        }
+        let function = json!({"name": call.remove("name"), "arguments": call.remove("arguments")});
         call.insert("type".to_owned(), "function".into());
-        call.insert("function".to_owned(), Value::Object(function));
+        call.insert("function".to_owned(), function);
     }
     message
+}
+
+/// A call that is kept flat as the chat completions API has it, by its names for the id, the name and the arguments.
+pub fn function_call(call: &Value, [id, name, arguments]: [&str; 3]) -> Value {
+    let part = |key: &str| call.get(key).cloned().unwrap_or(Value::Null);
+    json!({"id": part(id), "type": "function", "function": {"name": part(name), "arguments": part(arguments)}})
 }
 
 /// Schemas as the chat completions API has them; none where there are none.

@@ -2,14 +2,12 @@
 //!
 //! For recorders that keep messages and at most a few numbers beside them.
 
-use crate::format::json::fields::Sampling;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::normal::body::{Body, Budget};
-use crate::format::normal::message::message_of;
-use crate::format::rejection::{Decoded, Rejection, not_a_trace};
-use crate::trace::{Generation, LogprobKind, Message, Prompt};
+use super::super::contract::{Body, Decoded, Outline, Sampling, Shape};
+use crate::format::normal::message::{message_of, plain};
+use crate::format::rejection::not_a_trace;
+use crate::trace::{Generation, Message, Prompt};
+use serde_json::Value;
 use serde_json::value::RawValue;
-use serde_json::{Value, json};
 
 /// A conversation while it is being read.
 #[derive(Default)]
@@ -17,7 +15,6 @@ pub struct Talk {
     body: Body,
     /// Messages of the branch that is being read.
     path: Vec<u32>,
-    budget: Budget,
 }
 
 impl Talk {
@@ -31,7 +28,7 @@ impl Talk {
 
     /// A message that the policy sampled after all before it.
     pub fn said(&mut self, message: Message, generation: Generation) -> Decoded<()> {
-        self.budget.spend(self.path.len())?;
+        self.body.budget.spend(self.path.len())?;
         let context = self.path.clone();
         let message = self.given(message);
         self.body.generations.push(Generation { message, context, ..generation });
@@ -41,7 +38,7 @@ impl Talk {
     /// A message of which only its role says whether it was sampled.
     pub fn heard(&mut self, message: Message, sampling: &Sampling) -> Decoded<()> {
         if message.role() == "assistant" {
-            return self.said(message, sampled(sampling));
+            return self.said(message, sampling.generation());
         }
         self.given(message);
         Ok(())
@@ -55,28 +52,16 @@ impl Talk {
         }
     }
 
-    /// Messages and generations of the record.
     pub fn finish(mut self) -> Body {
         self.branch();
         self.body
     }
 }
 
-/// A generation of which nothing is known but how it was sampled.
-pub fn sampled(sampling: &Sampling) -> Generation {
-    Generation {
-        logprob_kind: sampling.logprob_kind.unwrap_or(LogprobKind::Unknown),
-        temperature: sampling.temperature,
-        top_p: sampling.top_p,
-        policy_version: sampling.policy_version.unwrap_or(-1),
-        ..Generation::default()
-    }
-}
-
 /// A prompt and the text that was sampled after it.
 pub fn texts(prompt: Prompt, completion: String, sampling: &Sampling) -> Body {
-    let message = Message { value: json!({"role": "assistant", "content": completion}), reward: None };
-    let generation = Generation { prompt, text: Some(completion), ..sampled(sampling) };
+    let message = plain("assistant", completion.as_str());
+    let generation = Generation { prompt, text: Some(completion), ..sampling.generation() };
     Body { messages: vec![message], generations: vec![generation], conversation: vec![0], ..Body::default() }
 }
 
@@ -97,7 +82,7 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
         }
     } else {
         let text = record.text("completion")?.unwrap_or_default();
-        talk.heard(Message { value: json!({"role": "assistant", "content": text}), reward: None }, sampling)?;
+        talk.heard(plain("assistant", text), sampling)?;
     }
     Ok(talk.finish())
 }
@@ -105,25 +90,19 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
 /// A list of chat messages; `None` where something else stands there.
 pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>> {
     let Some(raw) = record.get(key).filter(|raw| is_chat(raw)) else { return Ok(None) };
-    let values: Vec<Value> = serde_json::from_str(raw.get()).map_err(|error| unreadable(key, &error))?;
-    let mut messages = Vec::with_capacity(values.len());
-    for (position, value) in values.into_iter().enumerate() {
-        messages.push(message(value).map_err(|rejection| rejection.inside(format!("{key}[{position}]")))?);
-    }
-    Ok(Some(messages))
+    let values: Vec<Value> = serde_json::from_str(raw.get()).map_err(|error| {
+        let complaint = error.to_string();
+        not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
+    })?;
+    let read = |(position, value)| message(value).map_err(|rejection| rejection.inside(format!("{key}[{position}]")));
+    values.into_iter().enumerate().map(read).collect::<Decoded<_>>().map(Some)
 }
 
-/// One chat message.
 pub fn message(value: Value) -> Decoded<Message> {
     match value {
         Value::Object(fields) => message_of(fields),
         _ => Err(not_a_trace("a message is not an object")),
     }
-}
-
-fn unreadable(key: &str, error: &serde_json::Error) -> Rejection {
-    let complaint = error.to_string();
-    not_a_trace(format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
 }
 
 fn is_chat(raw: &RawValue) -> bool {

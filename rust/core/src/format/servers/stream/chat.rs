@@ -3,9 +3,8 @@
 //! Sources: openai `types/chat/chat_completion_chunk.py`, vLLM and SGLang `chat_completion/serving.py`. Entries of `logprobs` are copied as they
 //! stand, also those on a chunk whose delta is empty (a server that hides channel tokens lists them there).
 
+use super::super::contract::{Decoded, Outline, Rejection};
 use super::pieces::{Draft, Lists, incomplete};
-use crate::format::json::outline::Outline;
-use crate::format::rejection::Decoded;
 use crate::trace::Note;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -24,11 +23,10 @@ struct Choice {
     finished: bool,
 }
 
-/// The response that the chunks are parts of.
 pub(super) fn assemble(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (mut choices, mut response) = (BTreeMap::<i32, Choice>::new(), Draft::default());
     for (at, chunk) in chunks.iter().enumerate() {
-        let place = |rejection: crate::format::rejection::Rejection| rejection.inside(format!("chunk {at}"));
+        let place = |rejection: Rejection| rejection.inside(format!("chunk {at}"));
         response.keep(chunk, &["choices"]);
         for part in chunk.objects("choices").map_err(place)? {
             let index = part.count("index").map_err(place)?.unwrap_or(0);
@@ -39,7 +37,7 @@ pub(super) fn assemble(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded
         notes.push(incomplete("the stream ends without a finish reason"));
     }
     let choices: Vec<String> = choices.into_iter().map(|(index, choice)| choice.render(index)).collect();
-    response.put("choices", &format!("[{}]", choices.join(",")));
+    response.put_all("choices", &choices);
     Ok(response.render())
 }
 
@@ -64,7 +62,7 @@ impl Choice {
                     known.push_str(&more);
                 }
                 (Some(Value::Object(known)), Value::Object(more)) if key == "function_call" => {
-                    merge_function(known, more);
+                    merge(known, more, true);
                 }
                 (_, value) => {
                     self.message.insert(key, value);
@@ -74,26 +72,9 @@ impl Choice {
         self.lists.take(delta, &["token_ids"])?;
         for (at, call) in delta.objects("tool_calls")?.iter().enumerate() {
             let index = call.count("index")?.map_or(at, |index| index as usize);
-            self.call(index, call.fields_without(&["index"])?);
+            merge(self.tool_calls.entry(index).or_default(), call.fields_without(&["index"])?, false);
         }
         Ok(())
-    }
-
-    fn call(&mut self, index: usize, part: Map<String, Value>) {
-        let known = self.tool_calls.entry(index).or_default();
-        for (key, value) in part {
-            match (known.get_mut(&key), value) {
-                (_, Value::Null) => {}
-                (Some(Value::Object(function)), Value::Object(more)) if key == "function" => {
-                    merge_function(function, more);
-                }
-                // A server that repeats an id or gives an empty one does not rename the call.
-                (Some(Value::String(known)), Value::String(_)) if !known.is_empty() => {}
-                (_, value) => {
-                    known.insert(key, value);
-                }
-            }
-        }
     }
 
     fn render(mut self, index: i32) -> String {
@@ -113,12 +94,18 @@ impl Choice {
     }
 }
 
-/// Adds to a function's name and arguments.
-fn merge_function(known: &mut Map<String, Value>, more: Map<String, Value>) {
+/// Adds to a tool call, of which its function grows, or to a function, of which its arguments do.
+fn merge(known: &mut Map<String, Value>, more: Map<String, Value>, is_function: bool) {
     for (key, value) in more {
         match (known.get_mut(&key), value) {
             (_, Value::Null) => {}
-            (Some(Value::String(known)), Value::String(more)) if key == "arguments" => known.push_str(&more),
+            (Some(Value::Object(function)), Value::Object(more)) if !is_function && key == "function" => {
+                merge(function, more, true);
+            }
+            (Some(Value::String(known)), Value::String(more)) if is_function && key == "arguments" => {
+                known.push_str(&more);
+            }
+            // A server that repeats an id or gives an empty one does not rename the call.
             (Some(Value::String(known)), Value::String(_)) if !known.is_empty() => {}
             (_, value) => {
                 known.insert(key, value);

@@ -1,9 +1,9 @@
 //! The events of a stream, each the JSON of one chunk; repeated ones dropped.
 
+use super::super::contract::{Decoded, Outline, Reason, Rejection, Shape, note, reject};
+use super::pieces::incomplete;
 use crate::drift;
 use crate::format::json::diagnose;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::trace::Note;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
@@ -17,7 +17,6 @@ pub(in super::super::super) fn is_events(text: &str) -> bool {
 /// How the lines of an event stream begin.
 const FIELDS: [&str; 5] = ["data:", "event:", "id:", "retry:", ":"];
 
-/// What ends a stream of the OpenAI kind.
 const DONE: &str = "[DONE]";
 
 /// The chunks of a list or of a text, and what was found on the way.
@@ -71,16 +70,13 @@ fn of_text(text: &str, notes: &mut Vec<Note>) -> Decoded<Vec<String>> {
             None if line.trim().is_empty() => settle(&mut pending, &mut events)?,
             None if FIELDS.iter().any(|field| line.starts_with(field)) => {}
             None => {
-                return Err(not_a_stream(&format!(
-                    "a line begins with {:?}",
-                    line.chars().take(20).collect::<String>()
-                )));
+                let start: String = line.chars().take(20).collect();
+                return Err(not_a_stream(&format!("a line begins with {start:?}")));
             }
         }
     }
     if settle(&mut pending, &mut events).is_err() {
-        let detail = "the stream breaks off within a chunk".to_owned();
-        notes.push(Note { reason: drift::Reason::StreamIncomplete, count: 1, detail });
+        notes.push(incomplete("the stream breaks off within a chunk"));
     }
     Ok(events)
 }
@@ -107,10 +103,8 @@ fn whole(data: &str) -> Option<String> {
 fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec<String> {
     let half = events.len() / 2;
     let even = events.len() >= 4 && events.len().is_multiple_of(2);
-    let dropped = |count: usize, what: &str| Note {
-        reason: drift::Reason::DuplicateGeneration,
-        count: count as u32,
-        detail: format!("{what}: {count} chunks are dropped"),
+    let dropped = |count: usize, what: &str| {
+        note(drift::Reason::DuplicateGeneration, count, format!("{what}: {count} chunks are dropped"))
     };
     if even && events.chunks_exact(2).all(|pair| pair[0] == pair[1]) {
         notes.push(dropped(half, "every chunk was recorded twice"));
@@ -145,7 +139,7 @@ fn last_attempt(events: &[String]) -> usize {
 fn identity(event: &str) -> Option<(String, bool)> {
     let chunk = Outline::parse(event).ok()?;
     let id = chunk.text("id").ok()??;
-    let choice = chunk.objects("choices").ok()?.into_iter().next()?;
+    let choice = chunk.first_of("choices")?;
     let begins = choice.object("delta").ok()?.is_some_and(|delta| delta.has("role"));
     (!id.is_empty()).then_some((id, begins))
 }

@@ -2,16 +2,15 @@
 //!
 //! A stream becomes the whole response that the server would have given without streaming, as JSON; that is then read by
 //! the server's own reader. So a stream and its whole response give the same generation. The files, each using those
-//! before it alone: `events`, `pieces`, `chat`, `typed`.
+//! before it alone: `pieces`, `events`, `chat`, `typed`.
 
 mod chat;
 mod events;
 mod pieces;
 mod typed;
 
-use crate::format::form::Form;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::rejection::{Decoded, Reason, Rejection, reject};
+use super::contract::{Decoded, Form, Outline, Reason, Rejection, Shape, reject};
+use crate::format::normal::calls::no_response;
 use crate::trace::Note;
 pub(in super::super) use events::is_events;
 use serde_json::value::RawValue;
@@ -21,7 +20,6 @@ pub(in super::super) const FORM: Form =
 
 /// The response that a stream stands for.
 pub(in super::super) struct Whole {
-    /// Its JSON.
     pub text: String,
     /// What was found about how it was recorded.
     pub notes: Vec<Note>,
@@ -34,16 +32,9 @@ pub(in super::super) fn assemble(raw: &RawValue, choice: Option<i32>) -> Decoded
         events.iter().enumerate().map(|(at, event)| chunk(event, at)).collect::<Decoded<_>>()?;
     let kind = chunks.iter().find_map(kind_of).ok_or_else(|| no_chunk(&chunks))?;
     let text = match kind {
-        Kind::Chat => chat::assemble(&chunks, &mut notes)?,
-        Kind::Completions => pieces::completions(&chunks, &mut notes)?,
-        Kind::Responses => typed::responses(&chunks, &mut notes)?,
-        Kind::Anthropic => typed::anthropic(&chunks, &mut notes)?,
+        Kind::Parts(assemble) => assemble(&chunks, &mut notes)?,
         Kind::Sglang => pieces::sglang(&chunks, &events, choice)?,
-        Kind::Tgi => pieces::tgi(&chunks, &mut notes)?,
-        Kind::LlamaCpp => pieces::llama_cpp(&chunks, &mut notes)?,
-        Kind::Ollama => pieces::ollama(&chunks, &mut notes)?,
-        Kind::Gemini => pieces::gemini(&chunks, &mut notes)?,
-        Kind::Whole(at) => events.get(at).cloned().unwrap_or_default(),
+        Kind::Whole => events.first().cloned().unwrap_or_default(),
     };
     Ok(Whole { text, notes })
 }
@@ -52,55 +43,50 @@ fn chunk(event: &str, at: usize) -> Decoded<Outline<'_>> {
     Outline::parse(event).map_err(|rejection| rejection.inside(format!("chunk {at}")))
 }
 
-/// Whose chunks they are.
+/// What chunks are.
 enum Kind {
-    Chat,
-    Completions,
-    Responses,
-    Anthropic,
+    /// Parts of a response, and what puts them together.
+    Parts(fn(&[Outline<'_>], &mut Vec<Note>) -> Decoded<String>),
+    /// SGLang's: parts, or each the whole so far.
     Sglang,
-    Tgi,
-    LlamaCpp,
-    Ollama,
-    Gemini,
     /// A whole response in a list of its own.
-    Whole(usize),
+    Whole,
 }
 
 /// What one chunk tells; a chunk without choices tells nothing.
 fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
-    if let Some(choice) = chunk.objects("choices").ok().and_then(|choices| choices.into_iter().next()) {
+    if let Some(choice) = chunk.first_of("choices") {
         return Some(if choice.has("message") {
-            Kind::Whole(0)
+            Kind::Whole
         } else if choice.names("delta") {
-            Kind::Chat
+            Kind::Parts(chat::assemble)
         } else {
-            Kind::Completions
+            Kind::Parts(pieces::completions)
         });
     }
     let event = chunk.text("type").ok().flatten().unwrap_or_default();
     if event.starts_with("response.") {
-        return Some(Kind::Responses);
+        return Some(Kind::Parts(typed::responses));
     }
     if ["message_start", "message_delta", "message_stop", "content_block_start", "content_block_delta"]
         .contains(&&*event)
     {
-        return Some(Kind::Anthropic);
+        return Some(Kind::Parts(typed::anthropic));
     }
     let found = [
         (chunk.is("meta_info", Shape::Object), Kind::Sglang),
-        (chunk.is("token", Shape::Object), Kind::Tgi),
-        (chunk.is("details", Shape::Object), Kind::Whole(0)),
-        (chunk.is("done", Shape::Bool), Kind::Ollama),
-        (chunk.is("candidates", Shape::List), Kind::Gemini),
-        (chunk.is("content", Shape::Text) && chunk.names("stop"), Kind::LlamaCpp),
+        (chunk.is("token", Shape::Object), Kind::Parts(pieces::tgi)),
+        (chunk.is("details", Shape::Object), Kind::Whole),
+        (chunk.is("done", Shape::Bool), Kind::Parts(pieces::ollama)),
+        (chunk.is("candidates", Shape::List), Kind::Parts(pieces::gemini)),
+        (chunk.is("content", Shape::Text) && chunk.names("stop"), Kind::Parts(pieces::llama_cpp)),
     ];
     found.into_iter().find_map(|(is, kind)| is.then_some(kind))
 }
 
 fn no_chunk(chunks: &[Outline<'_>]) -> Rejection {
     if chunks.iter().any(|chunk| chunk.has("error")) {
-        return crate::format::normal::calls::no_response("the stream is an error");
+        return no_response("the stream is an error");
     }
     let keys: Vec<&str> = chunks.first().map(|chunk| chunk.keys().collect()).unwrap_or_default();
     reject(Reason::UnknownForm, format!("a stream of {} chunks with the keys {}", chunks.len(), keys.join(", ")))

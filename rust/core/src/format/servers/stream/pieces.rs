@@ -1,16 +1,15 @@
 //! Chunks of servers that stream tokens with their numbers, and the parts that all streams are put together from.
 
+use super::super::contract::{Decoded, Outline, Reason, Shape, note, reject};
 use crate::drift;
-use crate::format::json::outline::{Outline, Shape};
-use crate::format::rejection::{Decoded, Reason, reject};
 use crate::trace::Note;
+use serde_json::Value;
 use serde_json::value::RawValue;
-use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 
 /// A note about a stream that lacks something.
 pub(super) fn incomplete(detail: &str) -> Note {
-    Note { reason: drift::Reason::StreamIncomplete, count: 1, detail: detail.to_owned() }
+    note(drift::Reason::StreamIncomplete, 1, detail)
 }
 
 /// A JSON object being written: keys with the JSON of their values.
@@ -18,12 +17,30 @@ pub(super) fn incomplete(detail: &str) -> Note {
 pub(super) struct Draft(Vec<(String, String)>);
 
 impl Draft {
-    /// Sets a key.
     pub fn put(&mut self, key: &str, json: &str) {
         match self.0.iter_mut().find(|(known, _)| known == key) {
             Some((_, value)) => json.clone_into(value),
             None => self.0.push((key.to_owned(), json.to_owned())),
         }
+    }
+
+    /// Sets a key to a list of these values.
+    pub fn put_all(&mut self, key: &str, items: &[String]) {
+        self.put(key, &format!("[{}]", items.join(",")));
+    }
+
+    /// Sets a key to the text that grows under it, where any chunk has one.
+    fn put_text(&mut self, chunks: &[Outline<'_>], key: &str) -> Decoded<()> {
+        if chunks.iter().any(|chunk| chunk.has(key)) {
+            self.put(key, &Value::from(text_of(chunks, key)?).to_string());
+        }
+        Ok(())
+    }
+
+    /// Sets a key to the list of all chunks' entries under it, where any chunk has one.
+    fn put_list(&mut self, chunks: &[Outline<'_>], key: &str) -> Decoded<()> {
+        list_of(chunks, key)?.iter().for_each(|list| self.put(key, list));
+        Ok(())
     }
 
     /// Sets the keys of a chunk, but for some, to what it says that is not null.
@@ -44,7 +61,6 @@ impl Draft {
         draft
     }
 
-    /// The object.
     pub fn render(&self) -> String {
         let fields = self.0.iter().map(|(key, json)| format!("{}:{json}", Value::from(key.as_str())));
         format!("{{{}}}", fields.collect::<Vec<_>>().join(","))
@@ -91,25 +107,18 @@ impl Lists {
         Ok(())
     }
 
-    /// Writes the lists.
     pub fn write(&self, draft: &mut Draft) {
-        let joined = |items: &[String]| format!("[{}]", items.join(","));
         if !self.logprobs.is_empty() {
             let mut logprobs = Draft::default();
-            self.logprobs.iter().for_each(|(key, items)| logprobs.put(key, &joined(items)));
+            self.logprobs.iter().for_each(|(key, items)| logprobs.put_all(key, items));
             draft.put("logprobs", &logprobs.render());
         }
-        self.beside.iter().for_each(|(key, items)| draft.put(key, &joined(items)));
+        self.beside.iter().for_each(|(key, items)| draft.put_all(key, items));
     }
 }
 
-/// A text that grows under a key.
 fn text_of(chunks: &[Outline<'_>], key: &str) -> Decoded<String> {
-    let mut whole = String::new();
-    for chunk in chunks {
-        whole.push_str(&chunk.text(key)?.unwrap_or_default());
-    }
-    Ok(whole)
+    chunks.iter().map(|chunk| chunk.text(key).map(Option::unwrap_or_default)).collect()
 }
 
 /// The list of all chunks' entries under a key, as JSON; `None` where no chunk has one.
@@ -121,41 +130,39 @@ fn list_of(chunks: &[Outline<'_>], key: &str) -> Decoded<Option<String>> {
     Ok(lists.first().map(|(_, items)| format!("[{}]", items.join(","))))
 }
 
-/// The chunks of each index.
-fn by_index(parts: Vec<Outline<'_>>) -> Decoded<BTreeMap<i32, Vec<Outline<'_>>>> {
+fn objects_of<'a>(chunks: &[Outline<'a>], key: &str) -> Decoded<Vec<Outline<'a>>> {
+    chunks.iter().filter_map(|chunk| chunk.object(key).transpose()).collect()
+}
+
+/// The parts of the list under a key by their index, and what the chunks say beside it.
+fn by_index<'a>(chunks: &[Outline<'a>], key: &str) -> Decoded<(BTreeMap<i32, Vec<Outline<'a>>>, Draft)> {
+    let parts: Vec<Vec<Outline<'_>>> = chunks.iter().map(|chunk| chunk.objects(key)).collect::<Decoded<_>>()?;
     let mut found = BTreeMap::<i32, Vec<Outline<'_>>>::new();
-    for part in parts {
+    for part in parts.into_iter().flatten() {
         found.entry(part.count("index")?.unwrap_or(0)).or_default().push(part);
     }
-    Ok(found)
+    Ok((found, Draft::of(chunks, &[key])))
 }
 
 /// Legacy completions, and vLLM's `/inference/v1/generate`.
 pub(super) fn completions(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
-    const LISTS: [&str; 3] = ["token_ids", "prompt_token_ids", "sampling_mask"];
-    let (mut response, mut parts) = (Draft::default(), Vec::new());
-    for chunk in chunks {
-        response.keep(chunk, &["choices"]);
-        parts.extend(chunk.objects("choices")?);
-    }
+    let (parts, mut response) = by_index(chunks, "choices")?;
     let mut choices = Vec::new();
-    for (index, parts) in by_index(parts)? {
-        let (mut draft, mut lists) = (Draft::default(), Lists::default());
+    for (index, parts) in parts {
+        let mut draft = Draft::of(&parts, &["text", "logprobs", "token_ids", "prompt_token_ids", "sampling_mask"]);
+        let mut lists = Lists::default();
         for part in &parts {
-            draft.keep(part, &["text", "logprobs", "token_ids", "prompt_token_ids", "sampling_mask"]);
-            lists.take(part, &LISTS)?;
+            lists.take(part, &["token_ids", "prompt_token_ids", "sampling_mask"])?;
         }
         draft.put("index", &index.to_string());
-        if parts.iter().any(|part| part.has("text")) {
-            draft.put("text", &Value::from(text_of(&parts, "text")?).to_string());
-        }
+        draft.put_text(&parts, "text")?;
         lists.write(&mut draft);
         if !parts.iter().any(|part| part.has("finish_reason")) {
             notes.push(incomplete("the stream ends without a finish reason"));
         }
         choices.push(draft.render());
     }
-    response.put("choices", &format!("[{}]", choices.join(",")));
+    response.put_all("choices", &choices);
     Ok(response.render())
 }
 
@@ -190,19 +197,17 @@ pub(super) fn sglang(chunks: &[Outline<'_>], events: &[String], choice: Option<i
     let metas: Vec<Outline<'_>> = metas.collect::<Decoded<_>>()?;
     let (mut draft, mut whole) = (Draft::of(&parts, &[]), Draft::of(&metas, &[]));
     for key in ["output_token_logprobs", "output_token_sampling_mask"] {
-        list_of(&metas, key)?.iter().for_each(|list| whole.put(key, list));
+        whole.put_list(&metas, key)?;
     }
-    list_of(&parts, "output_ids")?.iter().for_each(|list| draft.put("output_ids", list));
-    if parts.iter().any(|part| part.has("text")) {
-        draft.put("text", &Value::from(text_of(&parts, "text")?).to_string());
-    }
+    draft.put_list(&parts, "output_ids")?;
+    draft.put_text(&parts, "text")?;
     draft.put("meta_info", &whole.render());
     Ok(draft.render())
 }
 
 /// TGI: one token a chunk, the details and the whole text with the last.
 pub(super) fn tgi(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
-    let tokens: Vec<&str> = chunks.iter().filter_map(|chunk| chunk.get("token")).map(RawValue::get).collect();
+    let tokens: Vec<_> = chunks.iter().filter_map(|chunk| Some(chunk.get("token")?.get().to_owned())).collect();
     let last = chunks.iter().rev().find(|chunk| chunk.has("generated_text"));
     if last.is_none() {
         notes.push(incomplete("the stream ends without its text"));
@@ -211,7 +216,7 @@ pub(super) fn tgi(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<Stri
     if let Some(found) = last.map_or(Ok(None), |chunk| chunk.object("details"))? {
         details.keep(&found, &["tokens"]);
     }
-    details.put("tokens", &format!("[{}]", tokens.join(",")));
+    details.put_all("tokens", &tokens);
     let mut response = Draft::default();
     response.put("details", &details.render());
     response.put("generated_text", last.and_then(|chunk| chunk.get("generated_text")).map_or("null", RawValue::get));
@@ -222,9 +227,9 @@ pub(super) fn tgi(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<Stri
 pub(super) fn llama_cpp(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let mut response = Draft::of(chunks, &["content", "tokens", "completion_probabilities", "probs"]);
     for key in ["tokens", "completion_probabilities", "probs"] {
-        list_of(chunks, key)?.iter().for_each(|list| response.put(key, list));
+        response.put_list(chunks, key)?;
     }
-    response.put("content", &Value::from(text_of(chunks, "content")?).to_string());
+    response.put_text(chunks, "content")?;
     let ended = chunks.iter().any(|chunk| chunk.value("stop").ok().flatten() == Some(Value::Bool(true)));
     if !ended {
         notes.push(incomplete("the stream ends without its last chunk"));
@@ -236,14 +241,11 @@ pub(super) fn llama_cpp(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decode
 /// Ollama: deltas of `response`, or of `message`, and of `logprobs`.
 pub(super) fn ollama(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let mut response = Draft::of(chunks, &["response", "message", "logprobs", "thinking"]);
-    list_of(chunks, "logprobs")?.iter().for_each(|list| response.put("logprobs", list));
+    response.put_list(chunks, "logprobs")?;
     for key in ["response", "thinking"] {
-        if chunks.iter().any(|chunk| chunk.has(key)) {
-            response.put(key, &Value::from(text_of(chunks, key)?).to_string());
-        }
+        response.put_text(chunks, key)?;
     }
-    let messages =
-        chunks.iter().filter_map(|chunk| chunk.object("message").transpose()).collect::<Decoded<Vec<_>>>()?;
+    let messages = objects_of(chunks, "message")?;
     if !messages.is_empty() {
         let mut message = Draft::of(&messages, &["content", "thinking", "tool_calls"]);
         message.put("content", &Value::from(text_of(&messages, "content")?).to_string());
@@ -251,7 +253,7 @@ pub(super) fn ollama(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<S
         if !thinking.is_empty() {
             message.put("thinking", &Value::from(thinking).to_string());
         }
-        list_of(&messages, "tool_calls")?.iter().for_each(|list| message.put("tool_calls", list));
+        message.put_list(&messages, "tool_calls")?;
         response.put("message", &message.render());
     }
     if !chunks.iter().any(|chunk| chunk.value("done").ok().flatten() == Some(Value::Bool(true))) {
@@ -262,31 +264,23 @@ pub(super) fn ollama(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<S
 
 /// Gemini: every chunk has parts and chosen tokens of its own.
 pub(super) fn gemini(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
-    let (mut response, mut parts) = (Draft::default(), Vec::new());
-    for chunk in chunks {
-        response.keep(chunk, &["candidates"]);
-        parts.extend(chunk.objects("candidates")?);
-    }
+    let (parts, mut response) = by_index(chunks, "candidates")?;
     let mut candidates = Vec::new();
-    for (index, candidate) in by_index(parts)? {
+    for (index, candidate) in parts {
         let mut draft = Draft::of(&candidate, &["content", "logprobsResult", "logprobs_result"]);
-        let contents =
-            candidate.iter().filter_map(|part| part.object("content").transpose()).collect::<Decoded<Vec<_>>>()?;
-        let said = list_of(&contents, "parts")?.unwrap_or_else(|| "[]".to_owned());
+        let said = list_of(&objects_of(&candidate, "content")?, "parts")?.unwrap_or_else(|| "[]".to_owned());
         draft.put("content", &format!("{{\"role\":\"model\",\"parts\":{said}}}"));
         for (result, chosen) in [("logprobsResult", "chosenCandidates"), ("logprobs_result", "chosen_candidates")] {
-            let results =
-                candidate.iter().filter_map(|part| part.object(result).transpose()).collect::<Decoded<Vec<_>>>()?;
-            if let Some(list) = list_of(&results, chosen)? {
+            if let Some(list) = list_of(&objects_of(&candidate, result)?, chosen)? {
                 draft.put(result, &format!("{{\"{chosen}\":{list}}}"));
             }
         }
-        draft.put("index", &json!(index).to_string());
+        draft.put("index", &index.to_string());
         if !candidate.iter().any(|part| part.has("finishReason") || part.has("finish_reason")) {
             notes.push(incomplete("the stream ends without a finish reason"));
         }
         candidates.push(draft.render());
     }
-    response.put("candidates", &format!("[{}]", candidates.join(",")));
+    response.put_all("candidates", &candidates);
     Ok(response.render())
 }

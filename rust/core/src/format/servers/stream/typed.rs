@@ -3,9 +3,8 @@
 //! Sources: openai `types/responses/`, anthropic `types/raw_message_stream_event.py`. A Responses stream says everything up to three times: as
 //! `.delta`, as `.done` and in the whole response at the end; each part is counted once.
 
+use super::super::contract::{Decoded, Outline};
 use super::pieces::incomplete;
-use crate::format::json::outline::Outline;
-use crate::format::rejection::Decoded;
 use crate::trace::Note;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -18,14 +17,6 @@ struct Part {
     deltas: Vec<Value>,
     listed: Vec<Value>,
 }
-
-impl Part {
-    fn logprobs(self) -> Vec<Value> {
-        if self.listed.is_empty() { self.deltas } else { self.listed }
-    }
-}
-
-type Place = (u64, u64);
 
 fn string(value: &Value, key: &str) -> String {
     value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
@@ -43,7 +34,6 @@ fn values(chunks: &[Outline<'_>]) -> Decoded<Vec<Value>> {
     chunks.iter().map(|chunk| chunk.fields_without(&[]).map(Value::Object)).collect()
 }
 
-/// Adds to a text of a block.
 fn grow(block: &mut Value, key: &str, more: &str) {
     match block.as_object_mut().map(|block| block.entry(key).or_insert_with(|| "".into())) {
         Some(Value::String(known)) => known.push_str(more),
@@ -56,7 +46,7 @@ fn grow(block: &mut Value, key: &str, more: &str) {
 pub(super) fn responses(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decoded<String> {
     let (mut last, mut ended) = (Value::Null, false);
     let mut items: BTreeMap<u64, Value> = BTreeMap::new();
-    let mut parts: BTreeMap<Place, Part> = BTreeMap::new();
+    let mut parts: BTreeMap<(u64, u64), Part> = BTreeMap::new();
     for event in values(chunks)? {
         let kind = string(&event, "type");
         let (item, place) = (number(&event, "output_index"), number(&event, "content_index"));
@@ -101,7 +91,7 @@ pub(super) fn responses(chunks: &[Outline<'_>], notes: &mut Vec<Note>) -> Decode
 }
 
 /// Puts what was streamed of a part into the item, where the item does not have it.
-fn fill(output: &mut Value, (item, place): Place, part: Part) {
+fn fill(output: &mut Value, (item, place): (u64, u64), part: Part) {
     let Some(item) = output.get_mut(item as usize).and_then(Value::as_object_mut) else { return };
     let content = item.entry("content").or_insert_with(|| json!([]));
     let Some(content) = content.as_array_mut() else { return };
@@ -114,7 +104,8 @@ fn fill(output: &mut Value, (item, place): Place, part: Part) {
         known.insert("text".into(), text.into());
     }
     if known.get("logprobs").and_then(Value::as_array).is_none_or(Vec::is_empty) {
-        known.insert("logprobs".into(), Value::Array(part.logprobs()));
+        let logprobs = if part.listed.is_empty() { part.deltas } else { part.listed };
+        known.insert("logprobs".into(), Value::Array(logprobs));
     }
 }
 

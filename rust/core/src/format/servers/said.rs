@@ -1,25 +1,26 @@
 //! Messages in the shape of the chat completions API, from the parts that other APIs have.
 
+use crate::format::json::fields::schemas;
+use crate::format::normal::message::plain;
+use crate::trace::Schemas;
 use serde_json::{Map, Value, json};
 
 /// A message; reasoning and tool calls are left out where there are none, and parts that are no text stand beside the text.
 pub fn message(role: &str, text: &str, reasoning: &str, calls: Vec<Value>, media: Vec<Value>) -> Value {
-    let mut fields = Map::new();
-    fields.insert("role".into(), role.into());
     let content = if media.is_empty() {
         Value::String(text.to_owned())
     } else {
         let text = (!text.is_empty()).then(|| json!({"type": "text", "text": text}));
         Value::Array(text.into_iter().chain(media).collect())
     };
-    fields.insert("content".into(), content);
+    let mut message = plain(role, content).value;
     if !reasoning.is_empty() {
-        fields.insert("reasoning_content".into(), reasoning.into());
+        message["reasoning_content"] = reasoning.into();
     }
     if !calls.is_empty() {
-        fields.insert("tool_calls".into(), Value::Array(calls));
+        message["tool_calls"] = calls.into();
     }
-    Value::Object(fields)
+    message
 }
 
 /// A tool call; arguments become a JSON string as that API has them.
@@ -48,13 +49,20 @@ pub fn tool_result(id: Option<&Value>, name: Option<&Value>, content: &str) -> V
     message
 }
 
-/// A tool's schema.
-pub fn tool_schema(name: Option<&Value>, description: Option<&Value>, parameters: Option<&Value>) -> Value {
-    let mut function = Map::new();
-    for (key, value) in [("name", name), ("description", description), ("parameters", parameters)] {
-        if let Some(value) = value.filter(|value| !value.is_null()) {
-            function.insert(key.into(), value.clone());
+/// The schemas of tools, and what says the parameters of one; none where there is no tool.
+pub fn tool_schemas<'v>(
+    tools: impl Iterator<Item = &'v Value>,
+    parameters: impl Fn(&'v Value) -> Option<&'v Value>,
+) -> Option<Schemas> {
+    let schema = |tool: &'v Value| {
+        let mut function = Map::new();
+        let parts = [("name", tool.get("name")), ("description", tool.get("description"))];
+        for (key, value) in parts.into_iter().chain([("parameters", parameters(tool))]) {
+            if let Some(value) = value.filter(|value| !value.is_null()) {
+                function.insert(key.into(), value.clone());
+            }
         }
-    }
-    json!({"type": "function", "function": function})
+        json!({"type": "function", "function": function})
+    };
+    schemas(tools.map(schema).collect())
 }
