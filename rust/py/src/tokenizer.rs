@@ -1,7 +1,7 @@
 //! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
 
 use crate::border::detached;
-use crate::template::{Arguments, KnownTools, to_tuple};
+use crate::template::{Arguments, KnownTools, WHAT, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -27,16 +27,13 @@ impl PyTokenizer {
     #[staticmethod]
     #[pyo3(signature = (path, vocab_size=None))]
     fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>) -> PyResult<Self> {
-        let read = || Tokenizer::from_dir_of(&path, vocab_size);
-        let inner = detached(py, Kind::Tokenizer, "the tokenizer", read)?;
-        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
+        Self::loaded(py, || Tokenizer::from_dir_of(&path, vocab_size))
     }
 
     /// The tokenizer whose `source` these are.
     #[staticmethod]
     fn from_source(py: Python<'_>, json: &[u8], config: &[u8]) -> PyResult<Self> {
-        let inner = detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config))?;
-        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
+        Self::loaded(py, || Tokenizer::from_source(json, config))
     }
 
     /// What `from_source` takes, in another process too.
@@ -120,11 +117,8 @@ impl PyTokenizer {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        let rendered = detached(py, Kind::Template, "the chat template", || {
-            let call = call.parsed(&self.tools)?;
-            self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
-        })?;
-        to_tuple(py, rendered)
+        let template_for = |tools: Option<&Arc<_>>| self.inner.template_for(tools);
+        to_tuple(py, call.rendered(py, &self.tools, template_for, add_generation_prompt)?)
     }
 
     fn render_ids<'py>(
@@ -136,12 +130,10 @@ impl PyTokenizer {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Ids<'py>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        let ids = detached(py, Kind::Template, "the chat template", || {
+        let ids = detached(py, Kind::Template, WHAT, || {
             let call = call.parsed(&self.tools)?;
-            let tools = call.tools.as_ref();
-            let template = self.inner.template_for(tools.map(Arc::as_ref))?;
-            let text = template.render_text(&call.messages(), tools, add_generation_prompt, &call.kwargs)?;
-            self.inner.encode_shared(text).map(signed)
+            let template = self.inner.template_for(call.tools.as_ref())?;
+            self.inner.encode_shared(call.text(template, add_generation_prompt)?).map(signed)
         })?;
         Ok(ids.into_pyarray(py))
     }
@@ -184,6 +176,13 @@ impl PyTokenizer {
 
     fn __len__(&self) -> usize {
         self.inner.vocab_size() as usize
+    }
+}
+
+impl PyTokenizer {
+    fn loaded(py: Python<'_>, load: impl FnOnce() -> Result<Tokenizer> + Send) -> PyResult<Self> {
+        let inner = detached(py, Kind::Tokenizer, "the tokenizer", load)?;
+        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
     }
 }
 

@@ -70,13 +70,11 @@ fn place_of(low: u64, high: u64, length: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::Path;
+    use crate::tokenizer::example;
 
     #[test]
     fn bytes_have_the_id_that_the_tokenizer_gives() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
-        let tokenizer = Tokenizer::from_dir(&folder).unwrap();
-        let mut lookup = Lookup::default();
+        let (tokenizer, mut lookup) = (example(), Lookup::default());
         for _ in 0..2 {
             for bytes in (0..tokenizer.vocab_size()).filter_map(|id| tokenizer.token_bytes(id)) {
                 // Alone, before others, and the beginning of it: zeros may stand in the bytes and behind them.

@@ -132,13 +132,9 @@ fn by_pieces(
         resolved.find(Reason::GlyphText, 0, glyphs, detail);
     }
     seen.extend(stop.map(Seen::Id));
-    if seen.iter().all(|piece| matches!(piece, Seen::Id(_))) {
-        for piece in &seen {
-            if let Seen::Id(id) = piece {
-                resolved.push(Some(*id), level);
-            }
-        }
-        return;
+    let id = |piece: &Seen<'_>| if let Seen::Id(id) = piece { Some(*id) } else { None };
+    if let Some(ids) = seen.iter().map(id).collect::<Option<Vec<u32>>>() {
+        return ids.into_iter().for_each(|id| resolved.push(Some(id), level));
     }
     let setting = Setting { tokenizer, hides_specials: recorder.hides_specials() };
     if !by_whole(generation, content, &seen, setting, level, resolved) {
@@ -183,10 +179,10 @@ fn see<'a>(
 ) -> Result<Seen<'a>, Vec<u8>> {
     // A recorder that writes glyphs hides nothing: behind a hidden token a text is what it says.
     let own = own_bytes(tokens, index, tokenizer).filter(|(_, written)| !after_hidden || *written != Written::Glyphs);
+    let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
     let Some((bytes, written)) = own else {
-        let text = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
-        let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes)).filter(|text| !text.is_empty());
-        let shown = shown.or_else(|| text(&tokens.bytes).filter(|text| !text.is_empty()));
+        let text = |pieces| shown(pieces).filter(|text| !text.is_empty());
+        let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes));
         return Ok(shown.map_or(Seen::Nothing, Seen::Text));
     };
     *glyphs += usize::from(written == Written::Glyphs);
@@ -198,7 +194,6 @@ fn see<'a>(
         Some(id) if !may_be_joint || tokenizer.is_special(id) => Ok(Seen::Id(id)),
         _ if !may_be_joint => Err(bytes.into_owned()),
         _ => {
-            let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
             let same = |text: &&str| text.as_bytes() == &*bytes;
             let text = shown(&tokens.bytes).filter(same).or_else(|| shown(&tokens.texts).filter(same));
             text.map_or_else(|| id.map(Seen::Id).ok_or_else(|| bytes.into_owned()), |text| Ok(Seen::Text(text)))

@@ -15,7 +15,6 @@ use std::sync::Arc;
 /// Ids of unsampled text with the source of each.
 #[derive(Debug, Clone, Default)]
 pub struct Text {
-    /// Ids.
     pub ids: Vec<u32>,
     /// GIVEN or TEMPLATE.
     pub sources: Vec<u8>,
@@ -77,30 +76,21 @@ impl<'a> Scaffold<'a> {
         Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
     }
 
-    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text; `session` knows what was
-    /// rendered before.
+    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text, on the day `date` (ISO) where
+    /// the record pins none; `session` knows what was rendered before.
     pub fn render<'t>(
         &self,
         session: &mut Session<'t>,
         trace: &'t Trace,
         context: &[u32],
         add_generation_prompt: bool,
+        date: Option<&str>,
     ) -> Result<Rendered> {
-        let (kwargs, prefill) = kwargs(trace, add_generation_prompt, None);
-        let (messages, prompt) = (messages(trace, context), add_generation_prompt && !prefill);
-        let tools = trace.tools.as_ref();
-        let mut rendered = self.tokenizer.render_next(session, &messages, tools, prompt, &kwargs)?;
-        if prefill {
-            end_at_last_content(&mut rendered);
-        }
-        Ok(rendered)
-    }
-
-    /// As `render`, of a prompt, on the day `date` (ISO) where the record pins none.
-    pub fn render_on(&self, trace: &Trace, context: &[u32], date: &str) -> Result<Rendered> {
-        let (kwargs, prefill) = kwargs(trace, true, Some(date));
-        let messages = messages(trace, context);
-        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_ref(), !prefill, &kwargs)?;
+        let (kwargs, prefill) = kwargs(trace, add_generation_prompt, date);
+        let messages: Vec<&Value> = context.iter().map(|&index| &trace.messages[index as usize].value).collect();
+        let (tools, prompt) = (trace.tools.as_ref(), add_generation_prompt && !prefill);
+        let template = self.tokenizer.template_for(tools)?;
+        let mut rendered = template.render_next(session, &messages, tools, prompt, &kwargs)?;
         if prefill {
             end_at_last_content(&mut rendered);
         }
@@ -124,15 +114,11 @@ impl<'a> Scaffold<'a> {
     ) -> Result<Option<String>> {
         let mut whole = context.to_vec();
         whole.push(index);
-        let finished = self.render(session, trace, &whole, false)?.text;
+        let finished = self.render(session, trace, &whole, false, None)?.text;
         let Some(rest) = finished.strip_prefix(prompt) else { return Ok(None) };
         let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
         Ok(end.map(|end| rest[..end].to_owned()))
     }
-}
-
-fn messages<'t>(trace: &'t Trace, context: &[u32]) -> Vec<&'t Value> {
-    context.iter().map(|&index| &trace.messages[index as usize].value).collect()
 }
 
 /// Variables of the template, on the day `date`; whether the last message of a prompt is the beginning of the answer.

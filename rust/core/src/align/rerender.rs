@@ -17,15 +17,11 @@ use super::weave::{Loom, Woven};
 use crate::drift::Reason;
 use crate::error::Result;
 use crate::template::Rendered;
+use crate::tokenizer::Tokenizer;
 use crate::trace::Generation;
 use serde_json::Value;
+use std::ops::Range;
 use std::sync::Arc;
-
-/// A turn in the rendered text: its body, in bytes.
-struct Span {
-    start: usize,
-    end: usize,
-}
 
 /// One token of the branch that `lend` decides about.
 #[derive(Clone, Copy)]
@@ -150,8 +146,8 @@ impl<'a> Loom<'a, '_> {
         Ok(())
     }
 
-    /// Where the rendered text shows the body of a generation.
-    fn span_of(&mut self, generation: &Generation, rendered: &Rendered) -> Result<Option<Span>> {
+    /// Where the rendered text shows the body of a generation, in bytes.
+    fn span_of(&mut self, generation: &Generation, rendered: &Rendered) -> Result<Option<Range<usize>>> {
         let prompt = self.render(&generation.context, true)?.text;
         if !rendered.text.starts_with(&*prompt) {
             return Ok(None);
@@ -161,7 +157,7 @@ impl<'a> Loom<'a, '_> {
         let last = spans.map(|span| span.end).max().unwrap_or(prompt.len());
         let closer = self.scaffold.closer.as_str();
         let end = if closer.is_empty() { None } else { rendered.text[last..].find(closer).map(|at| last + at) };
-        Ok(Some(Span { start: prompt.len(), end: end.unwrap_or(rendered.text.len()) }))
+        Ok(Some(prompt.len()..end.unwrap_or(rendered.text.len())))
     }
 
     /// For each rendered token of the turn what it is lent: its place in the branch, and the numbers.
@@ -170,7 +166,7 @@ impl<'a> Loom<'a, '_> {
         turn: usize,
         own: bool,
         resolved: &Resolved<'_>,
-        span: &Span,
+        span: &Range<usize>,
         (rendered, text, ends): (&Rendered, &Text, &[u32]),
         message: Option<&Value>,
     ) -> Vec<(usize, Lent)> {
@@ -181,7 +177,7 @@ impl<'a> Loom<'a, '_> {
             .filter(|&last| resolved.is_known(last) && self.tokenizer.is_special(resolved.ids[last]));
         let known = resolved.known_first().min(stop.unwrap_or(usize::MAX));
         let spelled = spell_all(&resolved.ids[..known], self.tokenizer);
-        let body = &rendered.text[span.start..span.end];
+        let body = &rendered.text[span.clone()];
         let starts = starts_in(&spelled, body.as_bytes(), &resolved.ids[..known], self.tokenizer);
         let first = ends.partition_point(|&end| end as usize <= span.start);
         let mut lent = Vec::new();
@@ -261,12 +257,7 @@ impl<'a> Loom<'a, '_> {
 }
 
 /// Start, end and index of the recorded tokens whose bytes stand in `body`, in its bytes.
-fn starts_in(
-    spelled: &[u8],
-    body: &[u8],
-    ids: &[u32],
-    tokenizer: &crate::tokenizer::Tokenizer,
-) -> Vec<(usize, usize, usize)> {
+fn starts_in(spelled: &[u8], body: &[u8], ids: &[u32], tokenizer: &Tokenizer) -> Vec<(usize, usize, usize)> {
     let same = diff::same(spelled, body);
     let mut parts = same.iter().peekable();
     let mut found = Vec::new();

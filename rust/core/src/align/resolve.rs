@@ -58,7 +58,7 @@ fn from_ids<'a>(
         return outside(at, resolved, tokenizer);
     }
     let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
-    let said = bare.is_some_and(|content| agrees(ids, content.as_bytes(), tokenizer));
+    let said = bare.is_some_and(|content| begin_with(ids.iter(), content.as_bytes(), tokenizer));
     if !said && let Some(detail) = contradiction(ids, tokens, content, tokenizer) {
         resolved.find(Reason::TokenizerMismatch, 0, ids.len(), detail);
         resolved.foreign = true;
@@ -102,7 +102,8 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
         after_silence = own.is_none();
     }
     let content = content.filter(|_| !shown)?;
-    if begins_with(ids, content.as_bytes(), tokenizer) {
+    let plain = ids.iter().filter(|&&id| !is_special(id, tokenizer));
+    if begin_with(plain, content.as_bytes(), tokenizer) {
         return None;
     }
     unsaid(ids, content, tokenizer)
@@ -127,22 +128,9 @@ fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
 }
 
 /// Whether the bytes of `ids` begin with `text`.
-fn agrees(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+fn begin_with<'i>(ids: impl Iterator<Item = &'i u32>, text: &[u8], tokenizer: &Tokenizer) -> bool {
     let mut rest = text;
     for &id in ids {
-        let bytes = tokenizer.token_bytes(id).unwrap_or_default();
-        match rest.strip_prefix(bytes) {
-            Some(behind) => rest = behind,
-            None => return bytes.starts_with(rest),
-        }
-    }
-    rest.is_empty()
-}
-
-/// Whether the bytes of `ids`, special tokens left out, begin with `text`.
-fn begins_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
-    let mut rest = text;
-    for &id in ids.iter().filter(|&&id| !is_special(id, tokenizer)) {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         match rest.strip_prefix(bytes) {
             Some(behind) => rest = behind,

@@ -29,9 +29,7 @@ pub struct Resolved<'a> {
 /// Tokens `first..end`, whose ids are not known and whose bytes are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
-    /// First token.
     pub first: usize,
-    /// One past the last token.
     pub end: usize,
     /// What they spell together.
     pub bytes: Vec<u8>,

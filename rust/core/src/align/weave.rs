@@ -50,9 +50,7 @@ pub(super) enum Place {
 pub struct Memory<'a> {
     /// The last conversation, as prompts and as finished text.
     pub sessions: [Session<'a>; 2],
-    /// The last whole prompt.
     pub prompts: Prompts,
-    /// Ids of bytes.
     pub lookup: Lookup,
 }
 
@@ -202,7 +200,7 @@ impl<'a> Loom<'a, '_> {
     /// The messages `context` (indices) as a prompt, or as finished text.
     pub fn render(&mut self, context: &[u32], add_generation_prompt: bool) -> Result<Rendered> {
         let session = &mut self.memory.sessions[usize::from(!add_generation_prompt)];
-        self.scaffold.render(session, self.trace, context, add_generation_prompt)
+        self.scaffold.render(session, self.trace, context, add_generation_prompt, None)
     }
 
     /// Ids and sources of a whole prompt.

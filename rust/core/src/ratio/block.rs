@@ -10,22 +10,15 @@ use super::lanes::{count, map2, ones};
 use super::limits::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL, SHARE};
 use super::passes::{exponentiate, mismatch};
 use super::plan::{AnyGate, Missing, Over, Plan, Policy, Ratio, When};
-use super::real::Real;
-use super::real::Vector;
+use super::real::{Real, Vector};
 use super::segments::{Local, Segments};
 use super::stats::Stats;
 use super::terms::Terms;
 use crate::error::Result;
 use crate::stop;
 
-/// The segments of the levels that a plan names.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Levels<'a> {
-    pub turn: Option<&'a Segments>,
-    pub trace: Option<&'a Segments>,
-    pub group: Option<&'a Segments>,
-    pub batch: Option<&'a Segments>,
-}
+/// The segments of each level that a plan names, in the order of [`Over`].
+pub(super) type Levels<'a> = [Option<&'a Segments>; 5];
 
 /// What the plan and the ranks are, the same for all blocks.
 #[derive(Clone, Copy)]
@@ -288,15 +281,7 @@ impl<'a, F: Real> Block<'a, F> {
 
     /// The segments of a level in this block; none for the token.
     pub fn local(&self, over: Over) -> Option<Local<'a>> {
-        let levels = self.context.levels;
-        let segments = match over {
-            Over::Token => None,
-            Over::Turn => levels.turn,
-            Over::Trace => levels.trace,
-            Over::Group => levels.group,
-            Over::Batch => levels.batch,
-        };
-        segments.map(|segments| segments.within(&self.range))
+        self.context.levels[over as usize].map(|segments| segments.within(&self.range))
     }
 
     /// Where a condition on the advantage holds.

@@ -5,8 +5,7 @@
 use super::block::Block;
 use super::exchange::{Exchange, Op};
 use super::plan::Budget;
-use super::real::Real;
-use super::real::Vector;
+use super::real::{Real, Vector};
 use crate::error::Result;
 
 /// Bits decided in one round.

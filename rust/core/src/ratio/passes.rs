@@ -2,8 +2,7 @@
 
 use super::lanes::largest;
 use super::limits::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL};
-use super::real::Real;
-use super::real::{LANES, Vector};
+use super::real::{LANES, Real, Vector};
 use super::simd::prefetch;
 
 /// What is done with a vector of each input. `step` must be `#[inline(always)]`.

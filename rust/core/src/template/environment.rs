@@ -255,21 +255,8 @@ mod tests {
     use limits::paid_by;
 
     /// Tests that look at what a value is, and at nothing in it.
-    const KINDS: [&str; 13] = [
-        "boolean",
-        "defined",
-        "escaped",
-        "false",
-        "float",
-        "integer",
-        "mapping",
-        "none",
-        "number",
-        "sequence",
-        "string",
-        "true",
-        "undefined",
-    ];
+    const KINDS: &str =
+        "boolean defined escaped false float integer mapping none number sequence string true undefined";
     /// Methods of Python's str, list, dict and tuple.
     const METHODS: &str = "append capitalize casefold center clear copy count decode encode endswith expandtabs extend find \
         format format_map fromkeys get index insert isalnum isalpha isascii isdecimal isdigit isidentifier islower \
@@ -306,7 +293,7 @@ mod tests {
             for name in &filters {
                 pays(name, &mut |state| drop(state.apply_filter(name, &arguments)));
             }
-            for name in tests.iter().filter(|name| !KINDS.contains(&name.as_str())) {
+            for name in tests.iter().filter(|name| KINDS.split(' ').all(|kind| kind != *name)) {
                 pays(name, &mut |state| drop(state.perform_test(name, &arguments)));
             }
             for (name, function) in &functions {

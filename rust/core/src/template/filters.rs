@@ -6,8 +6,8 @@ use super::charge::{Paid, Reads, text_bytes};
 use super::generator::Generator;
 use super::json::python_str;
 use super::limits::{self, made, make_items};
-use super::methods::{joined, replaced, strip};
-use super::operators::{self, add as plus, allow_format};
+use super::methods::{replaced, strip};
+use super::operators::{self, add as plus, allow_format, joined, not_iterable};
 use super::watch;
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
@@ -108,10 +108,6 @@ fn number(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Resul
     Ok(inner.call(state, args).unwrap_or(default))
 }
 
-fn not_iterable() -> Error {
-    Error::new(ErrorKind::InvalidOperation, "none is not iterable")
-}
-
 fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<Value, Error> {
     let Some(value) = args.first() else { return inner.call(state, args) };
     if value.is_none() {
@@ -129,21 +125,17 @@ fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<
     Ok(Generator::value(items))
 }
 
-fn text_of(value: &Value) -> Result<Cow<'_, str>, Error> {
-    python_str(value)
-}
-
 fn trim(value: &Value, chars: Option<&str>) -> Result<Value, Error> {
-    let text = text_of(value)?;
+    let text = python_str(value)?;
     let cut = |text: &str| Value::from(strip(text, chars, true, true));
     let result = made(cut(&text))?;
-    watch::repeat(&[value], &result, |plain| Ok(cut(&text_of(&plain[0])?)))?;
+    watch::repeat(&[value], &result, |plain| Ok(cut(&python_str(&plain[0])?)))?;
     Ok(result)
 }
 
 fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<Value, Error> {
     let replace = |all: &[&Value]| {
-        let [text, old, new] = [text_of(all[0])?, text_of(all[1])?, text_of(all[2])?];
+        let [text, old, new] = [python_str(all[0])?, python_str(all[1])?, python_str(all[2])?];
         replaced(&text, &old, &new, count).map(Value::from)
     };
     let (old, new) = (Value::from(old), Value::from(new));

@@ -4,14 +4,14 @@
 //! `Template::render`.
 
 use super::conversation::Selection;
-use super::environment::failure;
+use super::environment::{self, failure};
 use super::limits::{in_time, work};
 use super::marks::{Alphabet, Marker, Tag, Used};
 use super::provenance::{self, Found, disjoint};
 use super::rendered::Rendered;
 use super::schemas::Marked;
 use super::session::{Earlier, Slots};
-use super::{Call, Template};
+use super::{Call, Template, watch};
 use crate::error::Result;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -154,10 +154,12 @@ impl Template {
         let messages = call.conversation.values(call.keep_null, Some((&mut marker, &selection)));
         work(marker.passed / PASSED_PER_UNIT)?;
         let tools = schemas.map(|schemas| schemas.value.clone());
-        let Ok(marked) = self.run(call, messages, tools, Some(&marking.alphabet)) else {
+        watch::begin(0);
+        let context = call.variables(messages, tools, Some(&marking.alphabet));
+        let Ok(text_with_marks) = environment::render(&self.env, context, call.size) else {
             return in_time().map(|()| None);
         };
-        let mut run = Earlier { text: marked, ..Earlier::default() };
+        let mut run = Earlier { text: text_with_marks, ..Earlier::default() };
         let found = read(&mut run, &marking.alphabet, &marker.tags)?;
         Ok(found.filter(|(plain, _)| **plain == *text).map(|(_, found)| found))
     }

@@ -6,7 +6,7 @@
 //! known only while it runs is watched by `turns`. Loops that qualify get calls around their bodies, which stand where no
 //! text is, so that nothing is trimmed otherwise. Called by `scan`.
 
-use super::tokens::{Token, token_at};
+use super::tokens::{Token, tag_parts, token_at};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -102,18 +102,9 @@ pub(super) fn resumable(source: &mut String, tags: &[Tag]) -> Option<Resumable> 
     Some(found)
 }
 
-/// The tag with its whitespace marks apart: what opens it, its inside, what closes it.
-fn parts(tag: &str) -> Option<(&str, &str, &str)> {
-    let inside = tag.strip_prefix("{%")?.strip_suffix("%}")?;
-    let code = inside.strip_prefix(['-', '+']).unwrap_or(inside);
-    let trimmed = code.strip_suffix(['-', '+']).unwrap_or(code);
-    let open = &tag[..2 + inside.len() - code.len()];
-    Some((open, trimmed, &tag[open.len() + trimmed.len()..]))
-}
-
 /// The head of loop `number`, which skips items, and puts attributes back before the first that is not skipped.
 fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<String> {
-    let (open, inside, close) = parts(tag)?;
+    let (open, inside, close) = tag_parts(tag)?;
     let inside = inside.replacen("|__each", &format!("|__turns({number})"), 1);
     let begins = format!("{open}{inside}%}}{{% if __begins()");
     if attributes.is_empty() {
@@ -128,7 +119,7 @@ fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<S
 
 /// The end of a loop.
 fn ended(tag: &str) -> Option<String> {
-    let (open, _, close) = parts(tag)?;
+    let (open, _, close) = tag_parts(tag)?;
     Some(format!("{open} endif %}}{{% endfor %}}{{% set __end = __ended() {close}"))
 }
 

@@ -8,7 +8,7 @@ use super::limits::FREE_TEXT;
 use super::resumable::{Resumable, Tag, resumable};
 use super::rewrite::expression;
 use super::rewrite::statements::statement;
-use super::tokens::literal_end;
+use super::tokens::{literal_end, tag_parts};
 use crate::error::{Error, Kind, Result};
 
 /// What [`scan`] found.
@@ -217,20 +217,10 @@ fn rewrite_generation(block: &str) -> Option<String> {
 
 /// The tag with its inside rewritten, in as many lines; `None` for what is no tag or cannot be read.
 fn rewrite_tag(tag: &str) -> Option<String> {
-    let (open, close) = match tag.get(..2)? {
-        "{{" => ("{{", "}}"),
-        "{%" => ("{%", "%}"),
-        _ => return None,
-    };
-    let inside = tag.strip_prefix(open)?.strip_suffix(close)?;
-    let code = inside.strip_prefix(['-', '+']).unwrap_or(inside);
-    let before = &inside[..inside.len() - code.len()];
-    let trimmed = code.strip_suffix(['-', '+']).unwrap_or(code);
-    let behind = &code[trimmed.len()..];
-    let code = trimmed.trim();
-    let written = if open == "{{" { expression(code) } else { statement(code) }?;
+    let (open, inside, close) = tag_parts(tag)?;
+    let written = if open.starts_with("{{") { expression(inside.trim()) } else { statement(inside.trim()) }?;
     let lines = tag.matches('\n').count().saturating_sub(written.matches('\n').count());
-    Some(format!("{open}{before} {written}{} {behind}{close}", "\n".repeat(lines)))
+    Some(format!("{open} {written}{} {close}", "\n".repeat(lines)))
 }
 
 /// Bytes up to and with the `{% endraw %}` tag.

@@ -40,14 +40,9 @@ pub(super) struct Marked {
 /// The sets of one template.
 #[derive(Debug, Default)]
 pub(super) struct ToolSets {
-    sets: Mutex<Sets>,
-    made: AtomicU64,
-}
-
-#[derive(Debug, Default)]
-struct Sets {
     /// Oldest first.
-    known: Vec<Arc<Tools>>,
+    sets: Mutex<Vec<Arc<Tools>>>,
+    made: AtomicU64,
 }
 
 impl ToolSets {
@@ -60,23 +55,18 @@ impl ToolSets {
         }
         let make = || Arc::new(Tools::new(self.made.fetch_add(1, Ordering::Relaxed), json, literals));
         let Some(mut sets) = soon(&self.sets) else { return Ok(make()) };
-        let known = sets.known.iter().find(|tools| Arc::ptr_eq(&tools.json, json));
-        let known = known.or_else(|| sets.known.iter().find(|tools| renders::same(&tools.json, json)));
+        let known = sets.iter().find(|tools| Arc::ptr_eq(&tools.json, json));
+        let known = known.or_else(|| sets.iter().find(|tools| renders::same(&tools.json, json)));
         if let Some(tools) = known {
             return Ok(Arc::clone(tools));
         }
         let tools = make();
-        sets.known.push(Arc::clone(&tools));
-        while sets.known.len() > 1 && (sets.known.len() > SETS || sets.bytes() > BYTES) {
-            sets.known.remove(0);
+        sets.push(Arc::clone(&tools));
+        let bytes = |sets: &[Arc<Tools>]| sets.iter().map(|tools| tools.bytes).sum::<usize>();
+        while sets.len() > 1 && (sets.len() > SETS || bytes(&sets) > BYTES) {
+            sets.remove(0);
         }
         Ok(tools)
-    }
-}
-
-impl Sets {
-    fn bytes(&self) -> usize {
-        self.known.iter().map(|tools| tools.bytes).sum()
     }
 }
 
@@ -122,10 +112,10 @@ mod tests {
         for n in 0..2 * SETS {
             schemas.get(&Arc::new(json!([n])), &[]).unwrap();
         }
-        assert_eq!(schemas.sets.lock().unwrap().known.len(), SETS);
+        assert_eq!(schemas.sets.lock().unwrap().len(), SETS);
         for n in 0..9 {
             schemas.get(&Arc::new(json!([n.to_string().repeat(1 << 20)])), &[]).unwrap();
         }
-        assert_eq!(schemas.sets.lock().unwrap().known.len(), 3);
+        assert_eq!(schemas.sets.lock().unwrap().len(), 3);
     }
 }

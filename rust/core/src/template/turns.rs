@@ -215,10 +215,7 @@ impl Object for Messages {
 
 /// The messages under a loop, whose length only the loop asks for.
 #[derive(Debug)]
-struct Items {
-    all: Arc<[Value]>,
-    first: usize,
-}
+struct Items(Messages);
 
 impl Object for Items {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
@@ -226,7 +223,7 @@ impl Object for Items {
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Values(self.all.get(self.first..).unwrap_or_default().to_vec())
+        Enumerator::Values(self.0.items().to_vec())
     }
 }
 
@@ -248,7 +245,7 @@ pub(super) fn turns(state: &mut State, items: Value, number: usize) -> Result<Va
         let before = WRITTEN.get() + run.shift;
         run.ran.push(Ran { number, first: messages.first, before, seen, entry, places: Vec::new() });
     });
-    Ok(Value::from_object(Items { all: Arc::clone(&messages.all), first: messages.first }))
+    Ok(Value::from_object(Items(Messages { all: Arc::clone(&messages.all), first: messages.first })))
 }
 
 /// Whether attributes are put back here: the item that has begun is the first that is not skipped.

@@ -5,7 +5,6 @@ use super::utf8::{Pending, REPLACEMENT, Step};
 /// The beginning of a character that earlier tokens left, as the recorder holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct View {
-    /// The waiting bytes.
     pub pending: Pending,
     /// Bytes of text in the token that began it, before the character.
     pub before: u16,
