@@ -214,7 +214,6 @@ fn flattened(encoded: Vec<Vec<u32>>) -> (Vec<i32>, Vec<i64>) {
     (ids, offsets)
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTokenizer>()
 }

@@ -6,7 +6,6 @@ use serde_json::Value;
 /// Names of a difference, and whether the turn may still stand in one history with what follows.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// In order.
     pub reasons: &'static [Reason],
     /// False where something was dropped.
     pub same_history: bool,

@@ -9,7 +9,6 @@ const PLACES: usize = 1 << 13;
 /// Bytes of the longest string that is cached.
 const LONGEST: usize = 16;
 
-/// The cache.
 #[derive(Debug, Default)]
 pub struct Lookup {
     /// Empty until the first lookup.

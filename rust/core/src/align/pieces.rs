@@ -5,7 +5,7 @@
 use super::lookup::Lookup;
 use super::recorder::Recorder;
 use super::resolved::{Resolved, Run};
-use super::segment::{self, Choice, Seen, Setting, Whole};
+use super::segment::{self, Choice, REPLACEMENT, Seen, Setting, Whole};
 use super::spelling::{excerpt, spell};
 use super::tier;
 use crate::drift::Reason;
@@ -13,8 +13,6 @@ use crate::tokenizer::{Spelling, Tokenizer};
 use crate::trace::{Generation, Pieces, Stop, Tokens};
 use std::borrow::Cow;
 
-/// What stands for broken text.
-pub const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
 /// What a byte begins with where it is written in hexadecimal.
 const ESCAPE: &[u8] = br"\x";
 

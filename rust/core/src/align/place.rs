@@ -77,7 +77,7 @@ impl Loom<'_, '_> {
         if let Some(at) = extended.max_by_key(|&at| branches[at].len()) {
             return Place::Extend(at, text.tail(branches[at].len()));
         }
-        let is_stop = |id| is_special(id, self.scaffold.tokenizer);
+        let is_stop = |id| is_special(id, self.tokenizer);
         let bridged = (0..branches.len()).filter(open).filter_map(|at| {
             bridge(&branches[at], &text.ids, &self.scaffold.closing, is_stop).map(|found| (at, found))
         });

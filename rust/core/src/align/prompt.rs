@@ -21,12 +21,10 @@ pub struct Text {
 }
 
 impl Text {
-    /// Ids that are all given.
     pub fn given(ids: &[u32]) -> Self {
         Self { ids: ids.to_vec(), sources: vec![source::GIVEN; ids.len()] }
     }
 
-    /// The part from `start` on.
     pub fn tail(&self, start: usize) -> Self {
         Self { ids: self.ids[start..].to_vec(), sources: self.sources[start..].to_vec() }
     }
@@ -43,7 +41,6 @@ pub struct Closing {
 
 /// Renders contexts of one trace after another with one tokenizer.
 pub struct Scaffold<'a> {
-    /// The tokenizer, with its template.
     pub tokenizer: &'a Tokenizer,
     /// Whether the ids before an added token do not depend on what stands behind it.
     pub cuts: bool,
@@ -51,7 +48,6 @@ pub struct Scaffold<'a> {
     pub closer: String,
     /// The special token that opens the closer, with the bytes it takes, and the tokens behind it.
     pub closing: Closing,
-    /// Bytes of the closing token.
     pub closing_bytes: usize,
     /// Whether the template prints the date of the day it is rendered on.
     pub prints_date: bool,
@@ -62,9 +58,6 @@ const PREFILL: &str = "continue_final_message";
 
 impl<'a> Scaffold<'a> {
     /// Probes the template for its turn closer.
-    ///
-    /// # Errors
-    /// As `Tokenizer::encode`, for the closer.
     pub fn new(tokenizer: &'a Tokenizer) -> Result<Self> {
         let closer = tokenizer.template().and_then(probe_closer).unwrap_or_default();
         let (ids, ends) = tokenizer.encode_with_ends(&closer)?;

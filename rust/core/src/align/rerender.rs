@@ -28,7 +28,6 @@ use std::sync::Arc;
 struct Lent {
     logprob: f32,
     level: u8,
-    term: bool,
 }
 
 /// A rendered token that is lent something, by a turn that is trained in this branch or not.
@@ -36,13 +35,14 @@ struct Lent {
 struct Cell {
     lent: Lent,
     own: bool,
+    trained: bool,
     sampling: Sampling,
 }
 
 impl Cell {
     /// What it has in common with the tokens beside it.
     fn kind(&self) -> (Sampling, u8, bool) {
-        (self.sampling, self.lent.level, self.own && self.lent.term)
+        (self.sampling, self.lent.level, self.trained)
     }
 }
 
@@ -138,10 +138,10 @@ impl<'a> Loom<'a, '_> {
         if let Some(media) = media.as_ref().filter(|_| own) {
             self.hold(turn, lent.len(), media);
         }
-        for (at, mut lent) in lent {
-            lent.term &= media.is_none();
-            self.woven.exact += u64::from(own && lent.term && !lent.logprob.is_nan());
-            cells[at] = Some(Cell { lent, own, sampling });
+        let trained = own && media.is_none();
+        for (at, lent) in lent {
+            self.woven.exact += u64::from(trained && !lent.logprob.is_nan());
+            cells[at] = Some(Cell { lent, own, trained, sampling });
         }
         Ok(())
     }
@@ -197,8 +197,7 @@ impl<'a> Loom<'a, '_> {
         }
         if let Some(stop) = stop.filter(|_| known == stop.unwrap_or(0) && (clean || !self.options.strict)) {
             if text.ids.get(at) == Some(&resolved.ids[stop]) {
-                let (logprob, level) = (resolved.logprob(stop), resolved.tier(stop));
-                lent.push((at, Lent { logprob, level, term: true }));
+                lent.push((at, Lent { logprob: resolved.logprob(stop), level: resolved.tier(stop) }));
             } else if own {
                 let detail = format!("sampled stop token {}, the template closes otherwise", resolved.ids[stop]);
                 self.find(Reason::StopTokenDiffers, turn, stop as i32, 1, detail);
@@ -248,11 +247,11 @@ impl<'a> Loom<'a, '_> {
         let token = run[0].2;
         if run.len() == 1 {
             let same = resolved.ids[token] == id;
-            let lent = Lent { logprob: resolved.logprob(token), level: resolved.tier(token), term: true };
+            let lent = Lent { logprob: resolved.logprob(token), level: resolved.tier(token) };
             return same.then_some((lent, true));
         }
         let sum = || run.iter().map(|(_, _, token)| resolved.logprob(*token)).sum();
-        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: tier::ASSUMED, term: true }, false))
+        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: tier::ASSUMED }, false))
     }
 }
 

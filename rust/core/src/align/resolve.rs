@@ -4,9 +4,10 @@
 //! determines is recovered; an id that cannot be known stays unknown, with its reason. Nothing is rendered here.
 
 use super::lookup::Lookup;
-use super::pieces::{REPLACEMENT, from_pieces, own_bytes};
+use super::pieces::{from_pieces, own_bytes};
 use super::recorder::Recorder;
 use super::resolved::Resolved;
+use super::segment::REPLACEMENT;
 use super::spelling::{excerpt, is_special, spell, spell_all};
 use super::tier;
 use crate::drift::Reason;

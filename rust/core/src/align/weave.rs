@@ -57,18 +57,17 @@ pub struct Memory<'a> {
 /// Aligns one trace.
 pub fn weave<'a>(
     trace: &'a Trace,
-    tokenizer: &'a Tokenizer,
     scaffold: &'a Scaffold<'a>,
     options: Options,
     memory: &mut Memory<'a>,
 ) -> Result<Woven<'a>> {
-    let ends = vec![None; trace.generations.len()];
+    let tokenizer = scaffold.tokenizer;
     let mut loom = Loom {
         trace,
         tokenizer,
         scaffold,
         options,
-        ends,
+        ends: vec![None; trace.generations.len()],
         dated: false,
         recorder: Recorder::new(trace, tokenizer),
         media: OnceCell::new(),

@@ -16,7 +16,6 @@ use serde_json::{Map, Value as Json};
 /// Names a message's reasoning is passed under; the first is the one that templates read.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// A message that was looked at.
 #[derive(Debug)]
 struct Checked<'a> {
     given: &'a Json,
@@ -70,7 +69,6 @@ impl<'a> Conversation<'a> {
         self.messages.iter().any(|message| message.has_null)
     }
 
-    /// Number of messages.
     pub fn len(&self) -> usize {
         self.messages.len()
     }

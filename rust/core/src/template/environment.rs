@@ -106,7 +106,6 @@ fn add_operators(paid: &mut Paid<'_>) {
     paid.direct("__loop", Reads::Strings, methods::of_loop);
 }
 
-/// Renders the template with `context`.
 pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> Result<String> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;

@@ -14,7 +14,6 @@ use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, filters};
 use std::borrow::Cow;
 
-/// Adds the filters.
 pub(super) fn add(paid: &mut Paid<'_>) {
     add_lazy(paid);
     add_counted(paid);

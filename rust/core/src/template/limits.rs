@@ -197,12 +197,10 @@ pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     BUDGET.with(|left| left.spend(bytes))
 }
 
-/// Bytes that the run has spent.
 pub(super) fn spent_bytes() -> usize {
     BUDGET.with(|left| left.all_bytes.get().saturating_sub(left.bytes.get()))
 }
 
-/// Bytes that the run may still spend.
 pub(super) fn left_bytes() -> usize {
     BUDGET.with(|left| left.bytes.get())
 }
@@ -254,31 +252,12 @@ impl Object for Range {
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        let items = self.numbers.try_iter().into_iter().flatten();
-        Enumerator::Iter(Box::new(Counted { items, length: self.numbers.len().unwrap_or(0) }))
+        let Ok(numbers) = self.numbers.try_iter() else { return Enumerator::Empty };
+        Enumerator::Iter(Box::new(numbers.map(|number| work(ITEM_WORK).map_or_else(Value::from, |()| number))))
     }
 
     fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
         self.numbers.len()
-    }
-}
-
-struct Counted<I> {
-    items: I,
-    length: usize,
-}
-
-impl<I: Iterator<Item = Value>> Iterator for Counted<I> {
-    type Item = Value;
-
-    fn next(&mut self) -> Option<Value> {
-        let item = self.items.next()?;
-        self.length = self.length.saturating_sub(1);
-        Some(work(ITEM_WORK).map_or_else(Value::from, |()| item))
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        (self.length, Some(self.length))
     }
 }
 

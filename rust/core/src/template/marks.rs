@@ -95,7 +95,6 @@ impl Used {
         self
     }
 
-    /// Whether there were none.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }

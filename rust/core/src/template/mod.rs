@@ -199,9 +199,6 @@ impl Template {
 
     /// As [`Template::render`], for a conversation that is rendered turn by turn: what `session` knows of its messages is
     /// not rendered again. The result is the same.
-    ///
-    /// # Errors
-    /// As for [`Template::render`].
     pub fn render_next<'a>(
         &self,
         session: &mut Session<'a>,
@@ -238,9 +235,6 @@ impl Template {
     }
 
     /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
-    ///
-    /// # Errors
-    /// As for [`Template::render`].
     pub fn render_text(
         &self,
         messages: &[&Json],

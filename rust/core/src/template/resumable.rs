@@ -17,7 +17,6 @@ pub(super) struct Resumable {
     pub looks_ahead: Vec<bool>,
     /// Attributes of namespaces that are assigned: what a loop leaves behind, beside its text.
     pub attributes: Vec<(String, String)>,
-    /// Namespaces, each by its name.
     pub namespaces: Vec<String>,
     /// Other variables that are set outside loops.
     pub variables: Vec<String>,

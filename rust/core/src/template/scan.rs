@@ -11,13 +11,11 @@ use super::rewrite::statements::statement;
 use super::tokens::{literal_end, tag_parts};
 use crate::error::{Error, Kind, Result};
 
-/// What [`scan`] found.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Scanned {
     /// The source with every generation block turned into a filter block of its own scope, operators into filters, and
     /// long texts into printed strings, which are counted.
     pub source: String,
-    /// Whether there was a generation block.
     pub has_generation: bool,
     /// String literals of the template's expressions, unescaped, each once.
     pub literals: Vec<String>,

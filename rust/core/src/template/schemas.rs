@@ -15,7 +15,6 @@ use std::sync::{Arc, Mutex};
 const SETS: usize = 64;
 const BYTES: usize = 4 << 20;
 
-/// A set of schemas.
 #[derive(Debug)]
 pub(super) struct Tools {
     /// No other set of this template ever has it.

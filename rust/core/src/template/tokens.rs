@@ -2,7 +2,6 @@
 //!
 //! Called by `rewrite`, `resumable` and `scan`.
 
-/// A piece of an expression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Token<'a> {
     Name(&'a str),

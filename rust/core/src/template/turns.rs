@@ -103,7 +103,6 @@ pub(super) struct Outcome {
 pub(super) struct Text(Vec<u8>);
 
 impl Text {
-    /// What was written.
     pub fn written(&self) -> Option<&str> {
         simdutf8::basic::from_utf8(&self.0).ok()
     }
@@ -134,7 +133,6 @@ pub(super) fn forget() {
     RUN.take();
 }
 
-/// Ends it.
 pub(super) fn end() -> Outcome {
     let Run { ran, goal, skips, fuel, spent, .. } = RUN.take();
     #[cfg(test)]
@@ -321,7 +319,6 @@ pub(super) fn begins(state: &State) -> bool {
     })
 }
 
-/// The loop has ended.
 pub(super) fn ended(state: &State) {
     RUN.with_borrow_mut(|run| {
         if run.plan.is_some() && run.inside {

@@ -11,10 +11,8 @@ use tokenizers::AddedToken;
 /// Pairs of added tokens that are compared.
 const PAIRS: usize = 1 << 20;
 
-/// A part of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part<'a> {
-    /// An added token.
     Added(u32),
     /// Text without one, never empty.
     Text(&'a str),
@@ -60,7 +58,6 @@ impl Cutter {
         Ok(Self { stages: stages.collect::<Result<_, _>>()? })
     }
 
-    /// The parts of `text`, in order.
     pub fn parts<'s>(&self, text: &'s str) -> Vec<Part<'s>> {
         let mut parts = Vec::new();
         cut(&self.stages, text, &mut parts);

@@ -25,7 +25,6 @@ const SMALL: u32 = 16;
 /// How much longer replacing may make a text, and the bytes that may be put before it.
 const GROWTH: (usize, usize) = (16, 64);
 
-/// The fast backend.
 pub(super) struct Fast {
     inner: fastokens::Tokenizer,
     longest: usize,

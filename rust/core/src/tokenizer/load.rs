@@ -38,9 +38,6 @@ impl Tokenizer {
     }
 
     /// As [`Tokenizer::from_dir`], for a model whose embedding has `vocab_size` rows, whatever config.json says.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::from_dir`].
     pub fn from_dir_of(dir: &Path, vocab_size: Option<u32>) -> Result<Self> {
         let mut config = TokenizerConfig::from_dir(dir)?;
         config.model.vocab_size = vocab_size.or(config.model.vocab_size);

@@ -34,7 +34,6 @@ pub enum Choice {
 }
 
 impl Choice {
-    /// Adds an id that fits.
     pub(super) fn add(&mut self, id: u32) {
         *self = match *self {
             Self::None => Self::One(id),

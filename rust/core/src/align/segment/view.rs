@@ -10,7 +10,6 @@ pub struct View {
     pub before: u16,
 }
 
-/// What is shown of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shown {
     /// Its own text, which does not end in U+FFFD.
@@ -56,7 +55,6 @@ impl View {
     }
 }
 
-/// A token decoded alone.
 struct Alone {
     /// Its text ends in U+FFFD.
     open: bool,
