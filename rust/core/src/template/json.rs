@@ -341,19 +341,14 @@ mod tests {
     }
 
     #[test]
-    fn escapes_follow_json_dumps() {
+    fn escapes_and_indentation_follow_json_dumps() {
         start();
-        let value = Value::from("é\u{1}\"\\\n\u{7f}😊");
-        assert_eq!(dumps(&value, &Style::default()).unwrap(), "\"é\\u0001\\\"\\\\\\n\u{7f}😊\"");
+        let text = Value::from("é\u{1}\"\\\n\u{7f}😊");
+        assert_eq!(dumps(&text, &Style::default()).unwrap(), "\"é\\u0001\\\"\\\\\\n\u{7f}😊\"");
         let ascii = Style { ensure_ascii: true, ..Style::default() };
-        assert_eq!(dumps(&value, &ascii).unwrap(), r#""\u00e9\u0001\"\\\n\u007f\ud83d\ude0a""#);
-    }
-
-    #[test]
-    fn indentation_follows_json_dumps() {
-        start();
-        let value = Value::from_pairs([("a", Value::from(vec![1, 2])), ("b", Value::from(Vec::<i32>::new()))]);
+        assert_eq!(dumps(&text, &ascii).unwrap(), r#""\u00e9\u0001\"\\\n\u007f\ud83d\ude0a""#);
+        let map = Value::from_pairs([("a", Value::from(vec![1, 2])), ("b", Value::from(Vec::<i32>::new()))]);
         let style = Style { indent: Some("  ".into()), item_separator: ",".into(), ..Style::default() };
-        assert_eq!(dumps(&value, &style).unwrap(), "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": []\n}");
+        assert_eq!(dumps(&map, &style).unwrap(), "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": []\n}");
     }
 }

@@ -80,7 +80,9 @@ impl Tokenizer {
         let fast = || Fast::build(json, &document, &extra);
         let (fast, built) = threads::join(fast, || build(json).map(|inner| (inner.vocabulary(), inner)));
         let (vocab, mut inner) = built?;
-        check_stated_ids(&document, &*inner)?;
+        let own = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let stated = own.iter().filter_map(|token| Some((token.get("content")?.as_str()?, token.get("id")?.as_u64()?)));
+        check_stated(&*inner, stated)?;
         add_extra(&mut *inner, &extra, &config.extra_tokens)?;
         let spelling = spelling(&document);
         let drops_first_space = document.get("decoder").is_some_and(drops_first_space);
@@ -169,28 +171,19 @@ fn missing_tokens(document: &Value, extra: &[ExtraToken]) -> Vec<ExtraToken> {
     extra.iter().filter(|token| !token.content.is_empty() && !known.contains(&*token.content)).cloned().collect()
 }
 
-/// Refuses a file whose added tokens would get other ids than it states.
-fn check_stated_ids(document: &Value, inner: &dyn Reference) -> Result<()> {
-    let Some(Value::Array(tokens)) = document.get("added_tokens") else { return Ok(()) };
-    for token in tokens {
-        let (Some(stated), Some(content)) =
-            (token.get("id").and_then(Value::as_u64), token.get("content").and_then(Value::as_str))
-        else {
-            continue;
-        };
+/// Refuses tokens, by their texts and ids, that would get other ids than are stated.
+fn check_stated<'a>(inner: &dyn Reference, tokens: impl Iterator<Item = (&'a str, u64)>) -> Result<()> {
+    for (content, stated) in tokens.filter(|(content, _)| !content.is_empty()) {
         let loaded = inner.id(content);
-        if loaded.map(u64::from) != Some(stated) && !content.is_empty() {
-            return Err(renumbered(content, stated, loaded));
+        if loaded.map(u64::from) != Some(stated) {
+            let loaded = loaded.map_or_else(|| "none".to_owned(), |id| id.to_string());
+            let what = format!("added token '{content}' has id {stated} but would be loaded with {loaded}");
+            return Err(Error::new(Kind::Tokenizer, what)
+                .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
+                .cure("Add the ids that are missing to added_tokens, as reserved tokens"));
         }
     }
     Ok(())
-}
-
-fn renumbered(content: &str, stated: u64, loaded: Option<u32>) -> Error {
-    let loaded = loaded.map_or_else(|| "none".to_owned(), |id| id.to_string());
-    Error::new(Kind::Tokenizer, format!("added token '{content}' has id {stated} but would be loaded with {loaded}"))
-        .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
-        .cure("Add the ids that are missing to added_tokens, as reserved tokens")
 }
 
 /// Adds the tokens that only tokenizer_config.json lists, and checks the ids of all that it lists.
@@ -206,13 +199,7 @@ fn add_extra(inner: &mut dyn Reference, missing: &[ExtraToken], all: &[ExtraToke
         let tokens: Vec<AddedToken> = missing.iter().map(added).collect();
         bounded(missing.len(), "adding the tokens of tokenizer_config.json", || inner.add(tokens))?;
     }
-    for token in all.iter().filter(|token| !token.content.is_empty()) {
-        let loaded = inner.id(&token.content);
-        if loaded != Some(token.id) {
-            return Err(renumbered(&token.content, u64::from(token.id), loaded));
-        }
-    }
-    Ok(())
+    check_stated(inner, all.iter().map(|token| (token.content.as_str(), u64::from(token.id))))
 }
 
 /// How the vocabulary spells bytes, from decoder, pre-tokenizer and model.
