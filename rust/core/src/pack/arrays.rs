@@ -87,6 +87,17 @@ impl<'a> Tokens<'a> {
 }
 
 impl Layout {
+    pub(super) fn clear(&mut self) {
+        let Self { ids, positions, tree_end, read, target, row, term, branch, .. } = self;
+        for column in [ids, positions, tree_end, read, target, row, term, branch] {
+            column.clear();
+        }
+        for column in [&mut self.cu_tokens, &mut self.cu_heads, &mut self.cu_row_terms, &mut self.origin] {
+            column.clear();
+        }
+        self.inv_temperature.clear();
+    }
+
     pub(super) fn reserve(&mut self, plan: Plan<'_>, terms: &[i64]) {
         let mine = plan.length.iter().zip(plan.step).filter(|&(_, &step)| step >= 0);
         let tokens = mine.map(|(&length, _)| length.max(0) as usize).sum();

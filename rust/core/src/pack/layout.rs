@@ -16,11 +16,21 @@ use std::collections::HashMap;
 /// # Errors
 /// Slices that contradict one another.
 pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout> {
+    let mut out = Layout::default();
+    lay_into(tokens, plan, multiple, &mut out)?;
+    Ok(out)
+}
+
+/// [`lay`] into a layout whose memory is used again.
+///
+/// # Errors
+/// As [`lay`]; then the layout is empty or has a part of the rows.
+pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut Layout) -> Result<()> {
+    out.clear();
     check(tokens, plan, multiple)?;
-    let cu_rows = offsets(plan.rows.iter().map(|&count| count.max(0) as i64));
-    let mut out = Layout { cu_rows, ..Layout::default() };
+    out.cu_rows = offsets(plan.rows.iter().map(|&count| count.max(0) as i64));
     let terms = terms_of(tokens, plan);
-    let first_term = number_terms(&mut out, tokens, plan, &terms);
+    let first_term = number_terms(out, tokens, plan, &terms);
     let by_row = branches_by_row(&out.cu_rows, plan)?;
     out.reserve(plan, &terms);
     for offsets in [&mut out.cu_tokens, &mut out.cu_heads, &mut out.cu_row_terms] {
@@ -29,7 +39,7 @@ pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout
     for branches in &by_row {
         stop::check();
         let shares = branches.first().is_some_and(|&branch| plan.shared[plan.step[branch as usize] as usize]);
-        let mut row = Row::begin(&mut out, shares);
+        let mut row = Row::begin(out, shares);
         let mut before: &[i32] = &[];
         for &branch in branches {
             let branch = branch as usize;
@@ -40,7 +50,7 @@ pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout
         }
         row.end(multiple);
     }
-    Ok(out)
+    Ok(())
 }
 
 fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {

@@ -5,8 +5,8 @@
 //!
 //! Three steps, each a pure function of flat slices: [`measure`] says how much of each branch is laid out and what is
 //! too long, [`place`] gives each branch a rank and a row (best fit decreasing, over the prefix tree where prefixes are
-//! shared), [`lay`] writes the rows of one rank. [`Gather`] copies columns to its terms. Which trace belongs to
-//! which optimizer step is the caller's business; no advantages, no logprobs here.
+//! shared), [`lay`] writes the rows of one rank ([`lay_into`] in memory used before). [`Gather`] copies columns to its terms. Which trace belongs to which
+//! optimizer step is the caller's business; no advantages, no logprobs here.
 
 mod arrays;
 mod check;
@@ -23,7 +23,7 @@ mod runs;
 pub use arrays::{Layout, Plan, Tokens};
 pub use columns::Gather;
 pub use fit::BestFit;
-pub use layout::lay;
+pub use layout::{lay, lay_into};
 pub use measure::{Branches, Measured, TooLong, Whole, measure};
 pub use place::{Demand, Gain, Placed, place};
 pub use ranks::Cost;

@@ -267,7 +267,7 @@ fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>
             contained(Value::from(items), message, marker)
         }
         Json::Object(map) => {
-            present.doubt |= map.keys().any(|key| UNMARKED.contains(&key.as_str()));
+            present.noted.doubt |= map.keys().any(|key| UNMARKED.contains(&key.as_str()));
             let pairs: Vec<(&str, Value)> =
                 map.iter().map(|(key, value)| (key.as_str(), argument_value(value, message, marker))).collect();
             contained(record(pairs.into_iter()), message, marker)

@@ -90,9 +90,7 @@ fn add_operators(paid: &mut Paid<'_>) {
     });
     paid.direct("__compare", Reads::Strings, |_, values| comparisons::compare(values).map(Value::from));
     paid.filter("__each", Reads::Strings, operators::each);
-    paid.direct("__slice", Reads::Strings, |_, values| {
-        from_args(values).and_then(|(value, start, stop, step)| slices::slice(value, start, stop, step))
-    });
+    paid.direct("__slice", Reads::Strings, |_, values| from_args(values).and_then(slices::slice));
     paid.filter("__sized", Reads::Strings, operators::sized);
     paid.direct("__item", Reads::Strings, |_, values| {
         from_args(values).and_then(|(value, key)| operators::item(value, key))

@@ -22,9 +22,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
         paid.direct(name, Reads::Strings, move |state, args| number(state, name, &inner, args));
     }
     for name in ["length", "count"] {
-        paid.direct(name, Reads::Strings, |_, values| {
-            from_args(values).and_then(|(value,)| length(value)).map(Value::from)
-        });
+        paid.direct(name, Reads::Strings, |_, values| from_args(values).and_then(length).map(Value::from));
     }
     for name in ["default", "d"] {
         paid.filter(name, Reads::Strings, filters::default);
@@ -37,7 +35,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
     let safe = |value: &Value| python_str(value).map(|text| Value::from_safe_string(text.into_owned())).and_then(made);
     paid.filter("safe", Reads::Strings, safe);
     paid.filter("string", Reads::Strings, string);
-    paid.direct("trim", Reads::Strings, |_, values| from_args(values).and_then(|(value, chars)| trim(value, chars)));
+    paid.direct("trim", Reads::Strings, |_, values| from_args(values).and_then(trim));
     paid.filter("replace", Reads::Texts, replace);
     paid.filter("abs", Reads::Texts, filters::abs);
     paid.filter("round", Reads::Texts, filters::round);
@@ -124,7 +122,7 @@ fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<
     Ok(Generator::value(items))
 }
 
-fn trim(value: &Value, chars: Option<&str>) -> Result<Value, Error> {
+fn trim((value, chars): (&Value, Option<&str>)) -> Result<Value, Error> {
     let text = python_str(value)?;
     let cut = |text: &str| Value::from(strip(text, chars, true, true));
     let result = made(cut(&text))?;
@@ -145,7 +143,7 @@ fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<
 }
 
 /// `len`, and 0 for what is undefined, as Jinja has it.
-fn length(value: &Value) -> Result<usize, Error> {
+fn length((value,): (&Value,)) -> Result<usize, Error> {
     if value.is_undefined() {
         return Ok(0);
     }

@@ -83,13 +83,6 @@ thread_local! {
     };
 }
 
-impl Time {
-    /// Whether it is over before so much work is done.
-    fn is_over(self, units: usize) -> bool {
-        spent().saturating_add(UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX))) > self.deadline
-    }
-}
-
 /// How long this thread has worked.
 #[cfg(unix)]
 fn spent() -> Duration {
@@ -121,7 +114,9 @@ impl Budget {
     fn look(&self, units: usize) -> Result<(), Error> {
         stop::check();
         self.work.set(WORK_BETWEEN_LOOKS);
-        if self.time.get().is_over(units) { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+        let takes = UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX));
+        let is_over = spent().saturating_add(takes) > self.time.get().deadline;
+        if is_over { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
     }
 
     #[inline]

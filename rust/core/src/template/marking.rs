@@ -124,8 +124,8 @@ impl Template {
         let marked = slot.marked(messages, (&marking.alphabet, tags), self.seams.as_ref(), selection);
         work(marked.passed / PASSED_PER_UNIT)?;
         let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
-        let mut tried = Tried { edges: marked.edges, ..Tried::default() };
-        tried.noticed = marked.doubt || marking.schemas.as_ref().is_some_and(|schemas| schemas.doubt);
+        let mut tried = Tried { edges: marked.noted.edges, ..Tried::default() };
+        tried.noticed = marked.noted.doubt || marking.schemas.as_ref().is_some_and(|schemas| schemas.doubt);
         let tags = std::mem::take(&mut slot.tags);
         match self.run_on(call, slot, marked.values, tools, Some(&marking.alphabet)) {
             Ok(run) => {

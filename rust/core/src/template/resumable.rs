@@ -256,14 +256,12 @@ impl Reading {
 
     /// What was read, if every attribute that is assigned is one of a namespace that has one name alone.
     fn told(&self) -> Option<Resumable> {
-        let namespaces: BTreeSet<String> =
-            self.outer.iter().filter(|(_, is_namespace)| *is_namespace).map(|(name, _)| name.clone()).collect();
-        let variables: BTreeSet<String> =
-            self.outer.iter().filter(|(_, is_namespace)| !is_namespace).map(|(name, _)| name.clone()).collect();
-        if namespaces.iter().any(|name| self.inner.contains(name)) {
-            return None;
-        }
-        if self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {
+        let set_to = |namespace: bool| -> BTreeSet<String> {
+            self.outer.iter().filter(|(_, is)| *is == namespace).map(|(name, _)| name.clone()).collect()
+        };
+        let (namespaces, variables) = (set_to(true), set_to(false));
+        let has_others = namespaces.iter().any(|name| self.inner.contains(name));
+        if has_others || self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {
             return None;
         }
         let attributes = self.assigned.iter().cloned().collect();

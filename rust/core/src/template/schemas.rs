@@ -32,7 +32,7 @@ pub(super) struct Tools {
 pub(super) struct Marked {
     pub value: Value,
     pub tags: Vec<Tag>,
-    /// As [`Marker::doubt`].
+    /// As that of [`Noted`](super::marks::Noted).
     pub doubt: bool,
 }
 
@@ -87,7 +87,7 @@ impl Marked {
     pub fn new(json: &Json, alphabet: Alphabet, literals: &[String]) -> Self {
         let mut marker = Marker::new(alphabet, None, Vec::new());
         let value = value::tools(json, &mut Some(&mut marker), literals);
-        Self { value, tags: marker.tags, doubt: marker.doubt }
+        Self { value, tags: marker.tags, doubt: marker.noted.doubt }
     }
 }
 

@@ -207,11 +207,6 @@ impl Tokenizer {
         self.pieces.has_shared()
     }
 
-    /// The first of `ids` that stands for a picture, sound or video.
-    pub fn first_placeholder(&self, ids: &[u32]) -> Option<usize> {
-        self.model.first_placeholder(ids)
-    }
-
     /// The chat template.
     pub fn template(&self) -> Option<&Template> {
         self.template.as_ref()
