@@ -16,23 +16,28 @@ use std::borrow::Cow;
 /// What a byte begins with where it is written in hexadecimal.
 const ESCAPE: &[u8] = br"\x";
 
+/// A generation whose tokens are listed, and what tells which they are.
+#[derive(Clone, Copy)]
+pub struct Listing<'a, 'r> {
+    pub generation: &'a Generation,
+    /// What they spell, where the record says that.
+    pub content: Option<&'r str>,
+    pub tokenizer: &'r Tokenizer,
+    /// Is asked what the trace shows of how tokens are written.
+    pub recorder: &'r Recorder<'r>,
+}
+
 /// Resolves a list of tokens with texts or bytes.
-pub fn from_pieces(
-    generation: &Generation,
-    content: Option<&str>,
-    tokenizer: &Tokenizer,
-    recorder: &Recorder<'_>,
-    lookup: &mut Lookup,
-    resolved: &mut Resolved<'_>,
-) {
+pub fn from_pieces(listing: Listing<'_, '_>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+    let Listing { generation, tokenizer, .. } = listing;
     let stop = stop_token(generation, tokenizer, generation.tokens.len());
-    by_pieces(generation, content, tokenizer, recorder, (stop, lookup), resolved);
+    by_pieces(listing, stop, lookup, resolved);
     if resolved.foreign {
         return;
     }
     // The stop token is known by its id.
     let listed = resolved.ids.len() - usize::from(stop.is_some());
-    doubt_spaces(tokenizer, content, (listed, recorder), &generation.tokens, resolved);
+    doubt_spaces(listing, listed, resolved);
     if tokenizer.has_shared() {
         doubt_shared(tokenizer, listed, resolved);
     }
@@ -41,13 +46,8 @@ pub fn from_pieces(
 /// A token is not known where the recorder may have taken its space: `Hello` is spelled with one and without.
 ///
 /// Servers that decode tokens one by one take the space of each, others that of the first alone.
-fn doubt_spaces(
-    tokenizer: &Tokenizer,
-    content: Option<&str>,
-    (listed, recorder): (usize, &Recorder<'_>),
-    tokens: &Tokens,
-    resolved: &mut Resolved<'_>,
-) {
+fn doubt_spaces(listing: Listing<'_, '_>, listed: usize, resolved: &mut Resolved<'_>) {
+    let Listing { generation, content, tokenizer, recorder } = listing;
     if !tokenizer.drops_first_space() {
         return;
     }
@@ -61,7 +61,7 @@ fn doubt_spaces(
         match resolved.is_known(index) {
             true if keeps => index == 0 && !tokenizer.is_special(id) && !bytes.starts_with(b" ") && has_spaced(bytes),
             // A token that shows nothing may be a space alone.
-            true if tokenizer.is_special(id) => shows_nothing(tokens, index) && has_spaced(b""),
+            true if tokenizer.is_special(id) => shows_nothing(&generation.tokens, index) && has_spaced(b""),
             known => known && has_spaced(bytes),
         }
     };
@@ -92,14 +92,8 @@ fn shows_nothing(tokens: &Tokens, index: usize) -> bool {
     empty(&tokens.bytes) && empty(&tokens.texts)
 }
 
-fn by_pieces(
-    generation: &Generation,
-    content: Option<&str>,
-    tokenizer: &Tokenizer,
-    recorder: &Recorder<'_>,
-    (stop, lookup): (Option<u32>, &mut Lookup),
-    resolved: &mut Resolved<'_>,
-) {
+fn by_pieces(listing: Listing<'_, '_>, stop: Option<u32>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+    let Listing { generation, content, tokenizer, recorder } = listing;
     let tokens = &generation.tokens;
     let count = tokens.len();
     let listed = count - usize::from(stop.is_some());
@@ -115,10 +109,8 @@ fn by_pieces(
         match see(tokens, index, after_hidden, tokenizer, &mut glyphs) {
             Ok(piece) => seen.push(piece),
             Err(bytes) => {
-                let detail = format!(
-                    "token {index}, {}, is not in the vocabulary; {count} tokens are left out",
-                    excerpt(&bytes)
-                );
+                let shown = excerpt(&bytes);
+                let detail = format!("token {index}, {shown}, is not in the vocabulary; {count} tokens are left out");
                 resolved.find(Reason::TokenizerMismatch, 0, count, detail);
                 resolved.foreign = true;
                 return;
@@ -135,7 +127,7 @@ fn by_pieces(
         return ids.into_iter().for_each(|id| resolved.push(Some(id), level));
     }
     let setting = Setting { tokenizer, hides_specials: recorder.hides_specials() };
-    if !by_whole(generation, content, &seen, setting, level, resolved) {
+    if !by_whole(listing, &seen, setting, level, resolved) {
         let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
         by_runs(&seen, setting, level, broken, resolved);
     }
@@ -201,8 +193,7 @@ fn see<'a>(
 
 /// The ids by the whole text of the generation. False where it is not that of these tokens.
 fn by_whole(
-    generation: &Generation,
-    content: Option<&str>,
+    Listing { generation, content, .. }: Listing<'_, '_>,
     seen: &[Seen<'_>],
     setting: Setting<'_>,
     level: u8,

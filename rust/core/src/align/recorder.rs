@@ -7,7 +7,7 @@ use std::cell::OnceCell;
 
 pub struct Recorder<'a> {
     trace: &'a Trace,
-    tokenizer: &'a Tokenizer,
+    pub tokenizer: &'a Tokenizer,
     hides_specials: OnceCell<bool>,
     keeps_spaces: OnceCell<bool>,
 }

@@ -4,7 +4,7 @@
 //! determines is recovered; an id that cannot be known stays unknown, with its reason. Nothing is rendered here.
 
 use super::lookup::Lookup;
-use super::pieces::{from_pieces, own_bytes};
+use super::pieces::{Listing, from_pieces, own_bytes};
 use super::recorder::Recorder;
 use super::resolved::Resolved;
 use super::segment::REPLACEMENT;
@@ -19,23 +19,20 @@ use std::borrow::Cow;
 const PLACEHOLDER: &[u8] = b"token_id:";
 
 /// Resolves the tokens that a generation lists. `Tokens` with logprobs alone, or with nothing, resolve to no token.
-///
-/// `recorder` is asked what the trace shows of how tokens are written.
 pub fn resolve<'a>(
     generation: &'a Generation,
     content: Option<&str>,
-    tokenizer: &Tokenizer,
     recorder: &Recorder<'_>,
     lookup: &mut Lookup,
 ) -> Resolved<'a> {
-    let tokens = &generation.tokens;
-    let content = generation.text.as_deref().or(content);
+    let (tokens, tokenizer) = (&generation.tokens, recorder.tokenizer);
+    let listing = Listing { generation, content: generation.text.as_deref().or(content), tokenizer, recorder };
     let mut resolved = Resolved::default();
     if let Some(ids) = &tokens.ids {
         let level = if generation.prompt.ids().is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
-        from_ids(ids, level, tokens, content, tokenizer, &mut resolved);
+        from_ids(listing, ids, level, &mut resolved);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
-        from_pieces(generation, content, tokenizer, recorder, lookup, &mut resolved);
+        from_pieces(listing, lookup, &mut resolved);
         if tokenizer.vocab_size() > tokenizer.model_vocab_size()
             && let Some(at) = tokenizer.first_outside(&resolved.ids)
         {
@@ -46,14 +43,8 @@ pub fn resolve<'a>(
     resolved
 }
 
-fn from_ids<'a>(
-    ids: &'a [u32],
-    level: u8,
-    tokens: &Tokens,
-    content: Option<&str>,
-    tokenizer: &Tokenizer,
-    resolved: &mut Resolved<'a>,
-) {
+fn from_ids<'a>(listing: Listing<'a, '_>, ids: &'a [u32], level: u8, resolved: &mut Resolved<'a>) {
+    let (tokens, content, tokenizer) = (&listing.generation.tokens, listing.content, listing.tokenizer);
     if let Some(at) = tokenizer.first_outside(ids) {
         resolved.take(Cow::Borrowed(ids), level);
         return outside(at, resolved, tokenizer);
@@ -71,12 +62,9 @@ fn from_ids<'a>(
 /// The record is of another vocabulary: all its tokens are lost, as nothing can stand behind the one at `at`.
 fn outside(at: usize, resolved: &mut Resolved<'_>, tokenizer: &Tokenizer) {
     let ids = std::mem::take(&mut resolved.ids);
-    let detail = format!(
-        "id {} of token {at} is not in the model's vocabulary of {}; {} tokens are left out",
-        ids[at],
-        tokenizer.model_vocab_size(),
-        ids.len()
-    );
+    let (id, size, count) = (ids[at], tokenizer.model_vocab_size(), ids.len());
+    let detail =
+        format!("id {id} of token {at} is not in the model's vocabulary of {size}; {count} tokens are left out");
     resolved.find(Reason::VocabOutOfRange, 0, ids.len(), detail);
     resolved.foreign = true;
 }

@@ -226,7 +226,7 @@ impl<'a> Loom<'a, '_> {
 
     /// The sampled tokens of a generation.
     pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
-        resolve::resolve(generation, content, self.tokenizer, &self.recorder, &mut self.memory.lookup)
+        resolve::resolve(generation, content, &self.recorder, &mut self.memory.lookup)
     }
 
     pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {
