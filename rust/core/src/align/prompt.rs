@@ -85,7 +85,9 @@ impl<'a> Scaffold<'a> {
         let template = self.tokenizer.template_for(tools)?;
         let mut rendered = template.render_next(session, &messages, tools, prompt, &kwargs)?;
         if prefill {
-            end_at_last_content(&mut rendered);
+            // What stands behind the content of the last message, which the policy continued, is the template's.
+            let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
+            rendered.text = rendered.text[..end].into();
         }
         Ok(rendered)
     }
@@ -142,12 +144,6 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
         }
     }
     sources
-}
-
-/// Cuts what stands behind the content of the last message: a prefill that the policy continued.
-fn end_at_last_content(rendered: &mut Rendered) {
-    let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
-    rendered.text = rendered.text[..end].into();
 }
 
 /// The text between an assistant's body and the end of a rendered conversation.

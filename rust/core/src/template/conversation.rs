@@ -114,15 +114,6 @@ impl<'a> Conversation<'a> {
         });
         message_value(map, parsed, keep_null, index as u32, marker)
     }
-
-    /// All messages as template values, as [`Conversation::value`].
-    pub fn values(&self, keep_null: bool, mut marks: Option<(&mut Marker<'_>, &Selection)>) -> Value {
-        let value = |index| {
-            let marks = marks.as_mut().map(|(marker, selection)| (&mut **marker, *selection));
-            self.value(index, keep_null, marks)
-        };
-        Value::from((0..self.len()).map(value).collect::<Vec<_>>())
-    }
 }
 
 /// Which messages are marked, and where.

@@ -13,6 +13,7 @@ use super::schemas::Marked;
 use super::session::{Earlier, Slots};
 use super::{Call, Template, watch};
 use crate::error::Result;
+use minijinja::value::Value;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -151,7 +152,8 @@ impl Template {
         let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
         let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
         let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
-        let messages = call.conversation.values(call.keep_null, Some((&mut marker, &selection)));
+        let value = |index| call.conversation.value(index, call.keep_null, Some((&mut marker, &selection)));
+        let messages = Value::from((0..call.conversation.len()).map(value).collect::<Vec<_>>());
         work(marker.passed / PASSED_PER_UNIT)?;
         let tools = schemas.map(|schemas| schemas.value.clone());
         watch::begin(0);

@@ -19,7 +19,9 @@ pub(super) fn refused(operator: &str, left: &Value, right: &Value) -> Error {
 
 /// `a + b + c`.
 pub(super) fn add(values: &[Value]) -> Result<Value, Error> {
-    if let Some(texts) = values.iter().map(plain_text).collect::<Option<Vec<&str>>>() {
+    // Strings that are no markup.
+    let texts = values.iter().map(|value| value.as_str().filter(|_| !value.is_safe()));
+    if let Some(texts) = texts.collect::<Option<Vec<&str>>>() {
         return joined(&texts, "");
     }
     let (first, more) = operands(values)?;
@@ -29,11 +31,6 @@ pub(super) fn add(values: &[Value]) -> Result<Value, Error> {
 /// The first value and those that an operator applies to it.
 pub(super) fn operands(values: &[Value]) -> Result<(&Value, &[Value]), Error> {
     values.split_first().ok_or_else(|| Error::from(ErrorKind::MissingArgument))
-}
-
-/// A string that is no markup.
-fn plain_text(value: &Value) -> Option<&str> {
-    value.as_str().filter(|_| !value.is_safe())
 }
 
 /// The texts with `between` between them, if the result has bounds.
@@ -192,14 +189,14 @@ fn formatted(left: &Value, pattern: &str, right: &Value) -> Result<Value, Error>
         return Err(Error::new(ErrorKind::InvalidOperation, "not all arguments are converted by the format"));
     }
     if !left.is_safe() {
-        return printf(&pattern, &arguments).map(Value::from);
+        return bounded_format(FormatStyle::Printf, &pattern, &arguments).map(Value::from);
     }
     let escape = |value: Value| match value.as_str() {
         Some(text) => Value::from(escaped(&value, text)),
         None => value,
     };
     let arguments: Vec<Value> = arguments.into_iter().map(escape).collect();
-    printf(&pattern, &arguments).map(Value::from_safe_string)
+    bounded_format(FormatStyle::Printf, &pattern, &arguments).map(Value::from_safe_string)
 }
 
 /// The pattern and its arguments as the engine takes them, and how many arguments are used: `%r` as text, floats under
@@ -241,11 +238,6 @@ fn converted(pattern: &str, arguments: &mut [Value]) -> Result<(String, usize), 
     }
     out.push_str(rest);
     Ok((out, used))
-}
-
-/// Python's `pattern % arguments`.
-fn printf(pattern: &str, arguments: &[Value]) -> Result<String, Error> {
-    bounded_format(FormatStyle::Printf, pattern, arguments)
 }
 
 /// `pattern % arguments` or `pattern.format(arguments)`, if widths and precisions have bounds.
