@@ -41,7 +41,8 @@ impl PyTemplate {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        to_tuple(py, call.rendered(py, &self.tools, |_| Ok(&self.inner), add_generation_prompt)?)
+        let render = || call.parsed(&self.tools)?.rendered(&self.inner, add_generation_prompt);
+        to_tuple(py, detached(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_text(
@@ -75,21 +76,6 @@ impl<'a> Arguments<'a> {
         attached(py, Kind::Template, "the arguments of the chat template", || {
             let tools = tools.map(|tools| known.given(tools)).transpose()?;
             Ok(Self { messages: Given::of("messages", messages)?, tools, kwargs: Given::of(VARIABLES, kwargs)? })
-        })
-    }
-
-    /// What the template for the tools renders, with provenance.
-    pub fn rendered<'t>(
-        self,
-        py: Python<'_>,
-        known: &KnownTools,
-        template_for: impl FnOnce(Option<&Arc<Value>>) -> Result<&'t Template> + Send,
-        add_generation_prompt: bool,
-    ) -> PyResult<Rendered> {
-        detached(py, Kind::Template, WHAT, || {
-            let Parsed { messages, tools, kwargs } = self.parsed(known)?;
-            let (messages, tools): (Vec<&Value>, _) = (messages.iter().collect(), tools.as_ref());
-            template_for(tools)?.render(&messages, tools, add_generation_prompt, &kwargs)
         })
     }
 
@@ -146,10 +132,18 @@ pub struct Parsed {
 }
 
 impl Parsed {
-    /// What a template makes of it, without provenance.
+    /// What a template makes of it.
+    pub fn rendered(&self, template: &Template, add_generation_prompt: bool) -> Result<Rendered> {
+        template.render(&self.messages(), self.tools.as_ref(), add_generation_prompt, &self.kwargs)
+    }
+
+    /// The text of that, without provenance.
     pub fn text(&self, template: &Template, add_generation_prompt: bool) -> Result<String> {
-        let messages: Vec<&Value> = self.messages.iter().collect();
-        template.render_text(&messages, self.tools.as_ref(), add_generation_prompt, &self.kwargs)
+        template.render_text(&self.messages(), self.tools.as_ref(), add_generation_prompt, &self.kwargs)
+    }
+
+    fn messages(&self) -> Vec<&Value> {
+        self.messages.iter().collect()
     }
 }
 

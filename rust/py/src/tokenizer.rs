@@ -27,13 +27,14 @@ impl PyTokenizer {
     #[staticmethod]
     #[pyo3(signature = (path, vocab_size=None))]
     fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>) -> PyResult<Self> {
-        Self::loaded(py, || Tokenizer::from_dir_of(&path, vocab_size))
+        let load = || Tokenizer::from_dir_of(&path, vocab_size);
+        detached(py, Kind::Tokenizer, "the tokenizer", load).map(Self::of)
     }
 
     /// The tokenizer whose `source` these are.
     #[staticmethod]
     fn from_source(py: Python<'_>, json: &[u8], config: &[u8]) -> PyResult<Self> {
-        Self::loaded(py, || Tokenizer::from_source(json, config))
+        detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config)).map(Self::of)
     }
 
     /// What `from_source` takes, in another process too.
@@ -117,8 +118,11 @@ impl PyTokenizer {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        let template_for = |tools: Option<&Arc<_>>| self.inner.template_for(tools);
-        to_tuple(py, call.rendered(py, &self.tools, template_for, add_generation_prompt)?)
+        let render = || {
+            let call = call.parsed(&self.tools)?;
+            call.rendered(self.inner.template_for(call.tools.as_ref())?, add_generation_prompt)
+        };
+        to_tuple(py, detached(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_ids<'py>(
@@ -180,9 +184,8 @@ impl PyTokenizer {
 }
 
 impl PyTokenizer {
-    fn loaded(py: Python<'_>, load: impl FnOnce() -> Result<Tokenizer> + Send) -> PyResult<Self> {
-        let inner = detached(py, Kind::Tokenizer, "the tokenizer", load)?;
-        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
+    fn of(inner: Tokenizer) -> Self {
+        Self { inner: Arc::new(inner), tools: KnownTools::default() }
     }
 }
 
