@@ -17,8 +17,14 @@ use super::terms::Terms;
 use crate::error::Result;
 use crate::stop;
 
-/// The segments of each level that a plan names, in the order of [`Over`].
-pub(super) type Levels<'a> = [Option<&'a Segments>; 5];
+/// The segments of the levels that a plan names.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Levels<'a> {
+    pub turn: Option<&'a Segments>,
+    pub trace: Option<&'a Segments>,
+    pub group: Option<&'a Segments>,
+    pub batch: Option<&'a Segments>,
+}
 
 /// What the plan and the ranks are, the same for all blocks.
 #[derive(Clone, Copy)]
@@ -281,7 +287,15 @@ impl<'a, F: Real> Block<'a, F> {
 
     /// The segments of a level in this block; none for the token.
     pub fn local(&self, over: Over) -> Option<Local<'a>> {
-        self.context.levels[over as usize].map(|segments| segments.within(&self.range))
+        let levels = self.context.levels;
+        let segments = match over {
+            Over::Token => None,
+            Over::Turn => levels.turn,
+            Over::Trace => levels.trace,
+            Over::Group => levels.group,
+            Over::Batch => levels.batch,
+        };
+        segments.map(|segments| segments.within(&self.range))
     }
 
     /// Where a condition on the advantage holds.

@@ -89,8 +89,9 @@ pub fn correct_into<F: Real>(
     check(terms, plan, exchange)?;
     let index = Index::new(terms);
     let used = |over: Over| if plan.spans(over) { index.of(over) } else { None };
-    let levels: Levels<'_> = [Over::Token, Over::Turn, Over::Trace, Over::Group, Over::Batch].map(used);
-    let uncut: Vec<&Segments> = levels.into_iter().rev().flatten().collect();
+    let [turn, trace, group, batch] = [Over::Turn, Over::Trace, Over::Group, Over::Batch].map(used);
+    let levels = Levels { turn, trace, group, batch };
+    let uncut: Vec<&Segments> = [batch, group, trace, turn].into_iter().flatten().collect();
     let ends = segments::blocks(terms.len(), &uncut, BLOCK);
     let context = Context { plan, levels, exchange };
     let mut sums = if let [_] = ends[..] {
