@@ -77,35 +77,24 @@ impl From<u64> for At {
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut gap = "";
+        let mut part = |part: fmt::Arguments<'_>| write!(f, "{}{part}", std::mem::replace(&mut gap, " "));
         match (&self.file, self.line) {
-            (Some(file), Some(line)) => {
-                write!(f, "{file}:{line}")?;
-                gap = " ";
-            }
-            (Some(file), None) => {
-                write!(f, "{file}")?;
-                gap = " ";
-            }
-            (None, Some(line)) => {
-                write!(f, "line {line}")?;
-                gap = " ";
-            }
+            (Some(file), Some(line)) => part(format_args!("{file}:{line}"))?,
+            (Some(file), None) => part(format_args!("{file}"))?,
+            (None, Some(line)) => part(format_args!("line {line}"))?,
             (None, None) => {}
         }
         if let Some(record) = self.record {
-            write!(f, "{gap}record {record}")?;
-            gap = " ";
+            part(format_args!("record {record}"))?;
         }
         if let Some(trace) = &self.trace {
-            write!(f, "{gap}trace '{trace}'")?;
-            gap = " ";
+            part(format_args!("trace '{trace}'"))?;
         }
         if let Some(turn) = self.turn {
-            write!(f, "{gap}turn {turn}")?;
-            gap = " ";
+            part(format_args!("turn {turn}"))?;
         }
         if let Some(token) = self.token {
-            write!(f, "{gap}token {token}")?;
+            part(format_args!("token {token}"))?;
         }
         Ok(())
     }
@@ -236,12 +225,8 @@ mod tests {
                 5..6,
             ),
         ) {
-            let place = Location {
-                file: Some(parts[0].as_str().into()),
-                line: Some(1),
-                trace: Some(parts[1].clone()),
-                ..Location::default()
-            };
+            let (file, trace) = (Some(parts[0].as_str().into()), Some(parts[1].clone()));
+            let place = Location { file, line: Some(1), trace, ..Location::default() };
             let error = Error::new(Kind::Format, &*parts[2]).why(&*parts[3]).cure(&*parts[4]).at(&place);
             let text = error.to_string();
             let unsafe_ones = |c: &char| {
@@ -262,14 +247,8 @@ mod tests {
 
     #[test]
     fn an_error_says_where_what_why_and_cure() {
-        let place = Location {
-            file: Some("runs.jsonl".into()),
-            line: Some(48),
-            record: None,
-            trace: Some("a17".into()),
-            turn: Some(3),
-            token: None,
-        };
+        let (file, trace) = (Some("runs.jsonl".into()), Some("a17".into()));
+        let place = Location { file, line: Some(48), trace, turn: Some(3), ..Location::default() };
         let error = Error::new(Kind::Format, "412 ids but 411 logprobs")
             .why("The ratio of the last token is undefined")
             .cure("Record the stop token's logprob")

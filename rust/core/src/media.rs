@@ -17,18 +17,11 @@ const DEEPEST: usize = 8;
 const KEYS: [&str; 9] =
     ["images", "image", "image_url", "audio", "audios", "input_audio", "video", "videos", "multi_modal_data"];
 
-/// Keys of a record whose values say what could be sent or was written by the policy, and show nothing.
-const SHOWS_NOTHING: [&str; 9] = [
-    "tools",
-    "functions",
-    "arguments",
-    "args",
-    "parameters",
-    "input_schema",
-    "properties",
-    "metadata",
-    "response_format",
-];
+/// Whether a key of a record holds what could be sent or was written by the policy, and shows nothing.
+fn shows_nothing(key: &str) -> bool {
+    matches!(key, "tools" | "functions" | "arguments" | "args" | "parameters" | "input_schema" | "properties")
+        || matches!(key, "metadata" | "response_format")
+}
 
 /// Whether a message, a part without a type, or a record holds what is no text under this key.
 pub fn is_key(key: &str) -> bool {
@@ -113,7 +106,7 @@ fn shown(value: &Value, found: &mut Vec<(String, Value)>) {
     }
     for (key, value) in fields {
         match value {
-            _ if SHOWS_NOTHING.contains(&key.as_str()) => {}
+            _ if shows_nothing(key) => {}
             // Spans of OpenTelemetry hold their messages as JSON text.
             Value::String(text) if key == "stringValue" || key.starts_with("gen_ai.") => {
                 if let Ok(inner) = serde_json::from_str::<Value>(text) {
@@ -153,25 +146,9 @@ fn says_media(kind: &str) -> bool {
 
 /// The kinds of parts that say themselves in text: words, thoughts, calls of tools and their answers.
 fn is_text(kind: &str) -> bool {
-    const KINDS: [&str; 18] = [
-        "text",
-        "input_text",
-        "output_text",
-        "refusal",
-        "thinking",
-        "redacted_thinking",
-        "think",
-        "thought",
-        "reasoning",
-        "reasoning_text",
-        "summary_text",
-        "tool_use",
-        "tool_call",
-        "function_call",
-        "function",
-        "tool_result",
-        "function_call_output",
-        "tool_call_response",
-    ];
-    KINDS.contains(&kind)
+    let said = matches!(kind, "text" | "input_text" | "output_text" | "summary_text" | "refusal");
+    let thought =
+        matches!(kind, "thinking" | "redacted_thinking" | "think" | "thought" | "reasoning" | "reasoning_text");
+    let called = matches!(kind, "tool_use" | "tool_call" | "function_call" | "function");
+    said || thought || called || matches!(kind, "tool_result" | "function_call_output" | "tool_call_response")
 }

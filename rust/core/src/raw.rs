@@ -56,6 +56,12 @@ pub struct Origin {
 #[derive(Debug)]
 struct Kept(Arc<File>);
 
+impl Default for Raw {
+    fn default() -> Self {
+        Self::Held(Arc::default())
+    }
+}
+
 impl Raw {
     /// The bytes as they stand at a place of a file, of which nothing is kept but their length and hash.
     pub(crate) fn left(bytes: &[u8], spot: Spot) -> Self {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub type Schemas = Arc<Value>;
 
 /// One recorded trajectory, with the record it came from, byte for byte.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Trace {
     /// The record's own id, or `file:line`.
     pub id: String,

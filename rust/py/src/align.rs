@@ -101,7 +101,6 @@ fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer)
     Ok(arrays)
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(align_traces, module)?)?;
     module.add_function(wrap_pyfunction!(recover_ids, module)?)?;

@@ -8,6 +8,7 @@ use numpy::{PyArray1, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PyString, PyTuple};
 use pyo3::{intern, types::PyFloat};
+use serde::Serialize;
 use tracegrad_core::{Error, Kind};
 
 /// JSON bytes of a record given as pieces: text, and in between numbers.
@@ -66,7 +67,7 @@ fn items(list: &Bound<'_, PyList>, depth: usize, json: &mut Vec<u8>) -> PyResult
         if let Ok(float) = item.cast_exact::<PyFloat>() {
             real(float.value(), json);
         } else if let Ok(integer) = item.cast_exact::<PyInt>() {
-            write(json, integer.extract::<i64>().map_err(|_| no_number(&item))?);
+            write(integer.extract::<i64>().map_err(|_| no_number(&item))?, json);
         } else if item.is_none() {
             json.extend_from_slice(b"null");
         } else if item.cast::<PyList>().is_ok()
@@ -113,16 +114,8 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
         };
     }
     of!(
-        i64 => |value, json: &mut Vec<u8>| write(json, value),
-        i32 => |value, json: &mut Vec<u8>| write(json, value),
-        f32 => |value, json: &mut Vec<u8>| single(value, json),
-        f64 => real,
-        u8 => |value, json: &mut Vec<u8>| write(json, value),
-        u32 => |value, json: &mut Vec<u8>| write(json, value),
-        i8 => |value, json: &mut Vec<u8>| write(json, value),
-        i16 => |value, json: &mut Vec<u8>| write(json, value),
-        u16 => |value, json: &mut Vec<u8>| write(json, value),
-        u64 => |value, json: &mut Vec<u8>| write(json, value)
+        i64 => write, i32 => write, f32 => real, f64 => real, u8 => write, u32 => write, i8 => write, i16 => write,
+        u16 => write, u64 => write
     );
     if array.cast::<PyArray1<bool>>().is_ok() {
         // Bytes other than 0 and 1 become the numbers that they are, and the reader says what it thinks of them.
@@ -156,7 +149,7 @@ fn chosen(ids: &Bound<'_, PyAny>, steps: &Bound<'_, PyAny>, json: &mut Vec<u8>) 
             None => json.extend_from_slice(b"null"),
             Some(entry) => match entry.cast_exact::<PyFloat>() {
                 Ok(float) => real(float.value(), json),
-                Err(_) => real(entry.getattr(intern!(py, "logprob"))?.extract()?, json),
+                Err(_) => real(entry.getattr(intern!(py, "logprob"))?.extract::<f64>()?, json),
             },
         }
     }
@@ -185,7 +178,7 @@ fn chosen_flat(
             _ => false,
         });
         match found {
-            Some(at) => real(logprobs.get_item(at)?.extract()?, json),
+            Some(at) => real(logprobs.get_item(at)?.extract::<f64>()?, json),
             None => json.extend_from_slice(b"null"),
         }
     }
@@ -199,36 +192,17 @@ fn comma(index: usize, json: &mut Vec<u8>) {
     }
 }
 
-fn write(json: &mut Vec<u8>, value: impl serde::Serialize) {
+fn write(value: impl Serialize, json: &mut Vec<u8>) {
     // A Vec takes every byte, and a number is always JSON.
     let _ = serde_json::to_writer(json, &value);
 }
 
-/// A float64 so that it reads back as the same number; what JSON cannot say, as the words that readers know.
-fn real(value: f64, json: &mut Vec<u8>) {
-    if value.is_finite() {
-        write(json, value);
-    } else {
-        spelled(value, json);
+/// A float in the shortest digits that read back as the same of its width; what JSON cannot say, as the words that readers
+/// know.
+fn real(value: impl Into<f64> + Serialize + Copy, json: &mut Vec<u8>) {
+    match value.into() {
+        wide if wide.is_finite() => write(value, json),
+        wide if wide.is_nan() => write("NaN", json),
+        wide => write(if wide > 0.0 { "Infinity" } else { "-Infinity" }, json),
     }
-}
-
-/// A float32 in its own shortest digits.
-fn single(value: f32, json: &mut Vec<u8>) {
-    if value.is_finite() {
-        write(json, value);
-    } else {
-        spelled(f64::from(value), json);
-    }
-}
-
-fn spelled(value: f64, json: &mut Vec<u8>) {
-    let word = if value.is_nan() {
-        "NaN"
-    } else if value > 0.0 {
-        "Infinity"
-    } else {
-        "-Infinity"
-    };
-    write(json, word);
 }

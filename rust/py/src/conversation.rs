@@ -91,7 +91,6 @@ fn read(py: Python<'_>, name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value
     attached(py, Kind::Fault, "the conversation", || json::read(name, object))
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyConversation>()
 }

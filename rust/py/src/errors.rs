@@ -35,7 +35,6 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     raised
 }
 
-/// Adds the exception classes to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
     module.add("TracegradError", py.get_type::<TracegradError>())?;

@@ -32,7 +32,6 @@ impl<'py> FromPyObject<'_, 'py> for Flags<'py> {
 }
 
 impl Flags<'_> {
-    /// One flag for each entry.
     pub fn as_slice(&self) -> PyResult<&[bool]> {
         Ok(self.0.as_slice()?)
     }

@@ -22,13 +22,7 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
 
 /// Length and terms of each branch, terms lost by each trace, traces too long. `shared` matters with `whole_traces`.
 #[pyfunction]
-#[pyo3(signature = (cu_seqlens, trace, ids, trainable, names, token_budget, whole_traces, shared, too_long))]
-#[expect(
-    clippy::too_many_arguments,
-    clippy::type_complexity,
-    clippy::needless_pass_by_value,
-    reason = "a border of arrays"
-)]
+#[expect(clippy::too_many_arguments, clippy::type_complexity, reason = "a border of arrays")]
 fn pack_measure<'py>(
     py: Python<'py>,
     cu_seqlens: PyReadonlyArray1<'py, i64>,
@@ -66,8 +60,7 @@ fn pack_measure<'py>(
 /// Rank, row and order of each branch, rows and load of each step and rank, and per step what sharing does: whether it
 /// is done and whether a trace needs it, tokens without and with it, the ratio of the costs.
 #[pyfunction]
-#[pyo3(signature = (ids, cu_seqlens, length, terms, trace, step, ranks, token_budget, whole_traces, cost, least_gain))]
-#[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "a border of arrays")]
+#[expect(clippy::too_many_arguments, reason = "a border of arrays")]
 fn pack_place<'py>(
     py: Python<'py>,
     ids: PyReadonlyArray1<'py, i32>,
@@ -112,8 +105,7 @@ fn pack_place<'py>(
 
 /// The rows of one rank as the arrays of `tracegrad_core::pack::Layout`, in its order.
 #[pyfunction]
-#[pyo3(signature = (ids, trainable, inv_temperature, cu_seqlens, length, step, row, order, rows, shared, multiple))]
-#[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "a border of arrays")]
+#[expect(clippy::too_many_arguments, reason = "a border of arrays")]
 fn pack_lay<'py>(
     py: Python<'py>,
     ids: PyReadonlyArray1<'py, i32>,
@@ -173,8 +165,6 @@ enum Values<'py> {
 
 /// Columns of the terms of a layout: those of their tokens, then those of their branches.
 #[pyfunction]
-#[pyo3(signature = (origin, branch, of_tokens, of_branches))]
-#[expect(clippy::needless_pass_by_value, reason = "a border of arrays")]
 fn pack_gather<'py>(
     py: Python<'py>,
     origin: PyReadonlyArray1<'py, i64>,
@@ -220,7 +210,6 @@ fn gathered<'py, T: Element + Copy + Default>(
     Ok(out.into_any())
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pack_measure, module)?)?;
     module.add_function(wrap_pyfunction!(pack_place, module)?)?;

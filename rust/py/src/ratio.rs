@@ -1,6 +1,6 @@
 //! Binds `tracegrad_core::ratio`: terms and a plan in, weights, keeps, scales and statistics out.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
 use pyo3::prelude::*;
@@ -14,6 +14,7 @@ use tracegrad_core::{Error, Kind};
 use crate::border::{attached, detached};
 use crate::errors::to_python;
 use crate::flags::Flags;
+use crate::traces::locked;
 
 /// (num, den)
 type PlainRatio = (String, String);
@@ -76,18 +77,8 @@ struct Columns<'py> {
 /// The ranks behind a Python callable, for which alone the interpreter is attached.
 struct Ranks {
     all_reduce: Option<Py<PyAny>>,
+    /// What it raised.
     raised: Mutex<Option<PyErr>>,
-}
-
-impl Ranks {
-    fn lock(&self) -> MutexGuard<'_, Option<PyErr>> {
-        self.raised.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What the callable raised.
-    fn raised(&self) -> Option<PyErr> {
-        self.lock().take()
-    }
 }
 
 impl Exchange for Ranks {
@@ -107,7 +98,7 @@ impl Exchange for Ranks {
             Ok(())
         };
         Python::attach(call).map_err(|error| {
-            *self.lock() = Some(error);
+            *locked(&self.raised) = Some(error);
             Error::new(Kind::Argument, "all_reduce raised")
         })
     }
@@ -175,7 +166,7 @@ fn run<'py, F: Real + Element>(
         let (weight, keep) = (weight.as_slice_mut()?, keep.as_slice_mut()?);
         detached(py, Kind::Fault, "correcting", || ratio::correct_into(&terms, plan, ranks, weight, keep))
     };
-    let (scales, stats) = found.map_err(|error| ranks.raised().unwrap_or(error))?;
+    let (scales, stats) = found.map_err(|error| locked(&ranks.raised).take().unwrap_or(error))?;
     let named = PyDict::new(py);
     for (name, value) in stats.named() {
         named.set_item(name, value)?;
@@ -305,7 +296,6 @@ fn reduction((per, mean, norm, kept): &PlainReduction) -> Result<Reduction, Erro
     Ok(Reduction { per: named("per", per, &PER)?, mean: *mean, norm: *norm, kept: *kept })
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("LOG_RATIO_LIMIT", ratio::LOG_RATIO_LIMIT)?;
     module.add_function(wrap_pyfunction!(correct_terms, module)?)

@@ -23,7 +23,7 @@ impl PyTemplate {
     #[new]
     fn new(py: Python<'_>, source: &str, special_tokens: Vec<(String, String)>) -> PyResult<Self> {
         let compile = || Template::compile(source, &special_tokens);
-        let inner = detached(py, Kind::Template, "the chat template", compile)?;
+        let inner = detached(py, Kind::Template, WHAT, compile)?;
         Ok(Self { inner, tools: KnownTools::default() })
     }
 
@@ -41,11 +41,8 @@ impl PyTemplate {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        let rendered = detached(py, Kind::Template, "the chat template", || {
-            let call = call.parsed(&self.tools)?;
-            self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
-        })?;
-        to_tuple(py, rendered)
+        let render = || call.parsed(&self.tools)?.rendered(&self.inner, add_generation_prompt);
+        to_tuple(py, detached(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_text(
@@ -57,10 +54,7 @@ impl PyTemplate {
         kwargs: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        detached(py, Kind::Template, "the chat template", || {
-            let call = call.parsed(&self.tools)?;
-            self.inner.render_text(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
-        })
+        detached(py, Kind::Template, WHAT, || call.parsed(&self.tools)?.text(&self.inner, add_generation_prompt))
     }
 }
 
@@ -99,6 +93,8 @@ impl<'a> Arguments<'a> {
     }
 }
 
+/// What errors call a template.
+pub const WHAT: &str = "the chat template";
 /// What errors call the template's own variables.
 const VARIABLES: &str = "template variables";
 
@@ -136,7 +132,17 @@ pub struct Parsed {
 }
 
 impl Parsed {
-    pub fn messages(&self) -> Vec<&Value> {
+    /// What a template makes of it.
+    pub fn rendered(&self, template: &Template, add_generation_prompt: bool) -> Result<Rendered> {
+        template.render(&self.messages(), self.tools.as_ref(), add_generation_prompt, &self.kwargs)
+    }
+
+    /// The text of that, without provenance.
+    pub fn text(&self, template: &Template, add_generation_prompt: bool) -> Result<String> {
+        template.render_text(&self.messages(), self.tools.as_ref(), add_generation_prompt, &self.kwargs)
+    }
+
+    fn messages(&self) -> Vec<&Value> {
         self.messages.iter().collect()
     }
 }
@@ -163,9 +169,7 @@ impl KnownTools {
         if let Ok(text) = object.cast::<PyString>() {
             return Ok(GivenTools::Text(text.to_str()?));
         }
-        let same = |(_, tools): &&ToolSet| json::is(object, tools);
-        let known = self.sets().and_then(|sets| sets.iter().find(same).map(|(_, tools)| Arc::clone(tools)));
-        if let Some(tools) = known {
+        if let Some(tools) = self.known(|(_, tools)| json::is(object, tools)) {
             return Ok(GivenTools::Read(tools));
         }
         let tools = Arc::new(json::read("tools", object)?);
@@ -174,9 +178,7 @@ impl KnownTools {
     }
 
     fn parsed(&self, text: &str) -> Result<Arc<Value>> {
-        let is_known = |(known, _): &&ToolSet| known.as_deref() == Some(text);
-        let found = self.sets().and_then(|sets| sets.iter().find(is_known).map(|(_, tools)| Arc::clone(tools)));
-        if let Some(tools) = found {
+        if let Some(tools) = self.known(|(known, _)| known.as_deref() == Some(text)) {
             return Ok(tools);
         }
         let tools = Arc::new(json::parsed("tools", text)?);
@@ -184,6 +186,10 @@ impl KnownTools {
             self.keep(Some(text.into()), &tools);
         }
         Ok(tools)
+    }
+
+    fn known(&self, is_it: impl Fn(&ToolSet) -> bool) -> Option<Arc<Value>> {
+        self.sets()?.iter().find(|set| is_it(set)).map(|(_, tools)| Arc::clone(tools))
     }
 
     fn keep(&self, text: Option<Box<str>>, tools: &Arc<Value>) {
@@ -231,7 +237,6 @@ pub fn to_tuple(py: Python<'_>, rendered: Rendered) -> PyResult<Bound<'_, PyTupl
         .into_pyobject(py)
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTemplate>()
 }

@@ -1,7 +1,7 @@
 //! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
 
 use crate::border::detached;
-use crate::template::{Arguments, KnownTools, to_tuple};
+use crate::template::{Arguments, KnownTools, WHAT, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -27,16 +27,14 @@ impl PyTokenizer {
     #[staticmethod]
     #[pyo3(signature = (path, vocab_size=None))]
     fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>) -> PyResult<Self> {
-        let read = || Tokenizer::from_dir_of(&path, vocab_size);
-        let inner = detached(py, Kind::Tokenizer, "the tokenizer", read)?;
-        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
+        let load = || Tokenizer::from_dir_of(&path, vocab_size);
+        detached(py, Kind::Tokenizer, "the tokenizer", load).map(Self::of)
     }
 
     /// The tokenizer whose `source` these are.
     #[staticmethod]
     fn from_source(py: Python<'_>, json: &[u8], config: &[u8]) -> PyResult<Self> {
-        let inner = detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config))?;
-        Ok(Self { inner: Arc::new(inner), tools: KnownTools::default() })
+        detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config)).map(Self::of)
     }
 
     /// What `from_source` takes, in another process too.
@@ -120,11 +118,11 @@ impl PyTokenizer {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        let rendered = detached(py, Kind::Template, "the chat template", || {
+        let render = || {
             let call = call.parsed(&self.tools)?;
-            self.inner.render(&call.messages(), call.tools.as_ref(), add_generation_prompt, &call.kwargs)
-        })?;
-        to_tuple(py, rendered)
+            call.rendered(self.inner.template_for(call.tools.as_ref())?, add_generation_prompt)
+        };
+        to_tuple(py, detached(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_ids<'py>(
@@ -136,12 +134,10 @@ impl PyTokenizer {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Ids<'py>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        let ids = detached(py, Kind::Template, "the chat template", || {
+        let ids = detached(py, Kind::Template, WHAT, || {
             let call = call.parsed(&self.tools)?;
-            let tools = call.tools.as_ref();
-            let template = self.inner.template_for(tools.map(Arc::as_ref))?;
-            let text = template.render_text(&call.messages(), tools, add_generation_prompt, &call.kwargs)?;
-            self.inner.encode_shared(text).map(signed)
+            let template = self.inner.template_for(call.tools.as_ref())?;
+            self.inner.encode_shared(call.text(template, add_generation_prompt)?).map(signed)
         })?;
         Ok(ids.into_pyarray(py))
     }
@@ -187,6 +183,12 @@ impl PyTokenizer {
     }
 }
 
+impl PyTokenizer {
+    fn of(inner: Tokenizer) -> Self {
+        Self { inner: Arc::new(inner), tools: KnownTools::default() }
+    }
+}
+
 /// Ids as the border knows them; vocabularies are far below 2^31.
 pub fn signed(ids: Vec<u32>) -> Vec<i32> {
     ids.into_iter().map(|id| id as i32).collect()
@@ -215,7 +217,6 @@ fn flattened(encoded: Vec<Vec<u32>>) -> (Vec<i32>, Vec<i64>) {
     (ids, offsets)
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTokenizer>()
 }

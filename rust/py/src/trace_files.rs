@@ -67,7 +67,6 @@ fn closed() -> Error {
     Error::new(Kind::Argument, "the writer is closed").cure("Open another one")
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyFrames>()?;
     module.add_class::<PyTraceWriter>()

@@ -31,9 +31,8 @@ impl PyTraces {
         Self { inner: Arc::new(traces), wanted }
     }
 
-    fn get(&self, index: usize) -> PyResult<&Trace> {
-        let missing = || PyIndexError::new_err(format!("trace {index} of {}", self.inner.len()));
-        self.inner.get(index).map(AsRef::as_ref).ok_or_else(missing)
+    fn get(&self, index: usize) -> PyResult<&Arc<Trace>> {
+        self.inner.get(index).ok_or_else(|| PyIndexError::new_err(format!("trace {index} of {}", self.inner.len())))
     }
 }
 
@@ -58,8 +57,7 @@ impl PyTraces {
     }
 
     fn take(&self, indices: Vec<usize>) -> PyResult<Self> {
-        let missing = |index| PyIndexError::new_err(format!("trace {index} of {}", self.inner.len()));
-        let pick = |index: usize| self.inner.get(index).cloned().ok_or_else(|| missing(index));
+        let pick = |index: usize| self.get(index).cloned();
         Ok(Self::new(indices.into_iter().map(pick).collect::<PyResult<_>>()?, self.wanted))
     }
 
@@ -393,7 +391,6 @@ pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Adds this file's names to the module.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTraces>()?;
     module.add_function(wrap_pyfunction!(restore_traces, module)?)

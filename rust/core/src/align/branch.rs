@@ -13,7 +13,6 @@ use std::sync::Arc;
 #[derive(Debug, Clone, Default)]
 #[allow(clippy::struct_excessive_bools, reason = "independent facts about its end")]
 pub struct Branch<'a> {
-    /// Ids.
     pub ids: Vec<u32>,
     /// GIVEN, TEMPLATE or SAMPLED.
     pub source: Vec<u8>,
@@ -46,7 +45,6 @@ pub struct Branch<'a> {
 /// What belongs to every token of a generation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// Generation of the trace.
     pub turn: i32,
     /// Policy version, -1 unknown.
     pub version: i32,
@@ -57,9 +55,7 @@ pub struct Sampling {
 /// What sampled tokens side by side have in common, and their logprobs.
 #[derive(Debug, Clone)]
 pub struct Stretch<'a> {
-    /// Generation, version, temperature.
     pub sampling: Sampling,
-    /// Exactness.
     pub tier: u8,
     /// Whether they are terms.
     pub trained: bool,
@@ -70,11 +66,8 @@ pub struct Stretch<'a> {
 /// A stretch where it stands: tokens `start..end`.
 #[derive(Debug, Clone)]
 pub struct Drawn<'a> {
-    /// First token.
     pub start: usize,
-    /// One past the last token.
     pub end: usize,
-    /// What they have.
     pub stretch: Stretch<'a>,
 }
 
@@ -83,15 +76,10 @@ pub struct Drawn<'a> {
 pub struct Rows {
     /// Name of the extra.
     pub name: &'static str,
-    /// Generation of the trace.
     pub turn: u32,
-    /// Index into its `extras`.
     pub extra: u32,
-    /// First token of the branch.
     pub start: usize,
-    /// First row.
     pub row: usize,
-    /// Rows.
     pub count: usize,
 }
 
@@ -104,7 +92,6 @@ impl Rows {
 }
 
 impl<'a> Branch<'a> {
-    /// Number of tokens.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
@@ -181,8 +168,8 @@ impl<'a> Branch<'a> {
     }
 }
 
-/// Length of the common prefix of two id lists.
-pub fn common_prefix(left: &[u32], right: &[u32]) -> usize {
+/// Length of the common prefix of two lists of ids, or of two texts.
+pub fn common_prefix<T: PartialEq>(left: &[T], right: &[T]) -> usize {
     const BLOCK: usize = 32;
     let equal = left.chunks_exact(BLOCK).zip(right.chunks_exact(BLOCK)).take_while(|(a, b)| a == b).count();
     let from = equal * BLOCK;

@@ -106,78 +106,41 @@ mod tests {
         branch
     }
 
-    fn closing() -> Closing {
-        Closing { token: Some(END), separator: vec![LINE] }
-    }
-
     fn is_stop(id: u32) -> bool {
         id == RETURN || id == END
     }
 
-    fn reasons(bridge: &Bridge) -> Vec<Reason> {
-        bridge.edits.iter().map(|edit| edit.0).collect()
-    }
-
     #[test]
-    fn a_prompt_that_holds_the_branch_goes_on_without_an_edit() {
-        let found = bridge(&branch(END, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing(), is_stop).unwrap();
-        assert_eq!((found.from, found.edits.len()), (5, 0));
-    }
-
-    #[test]
-    fn a_return_that_became_an_end_is_one_edit() {
-        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing(), is_stop).unwrap();
-        assert_eq!((found.from, reasons(&found)), (5, vec![Reason::StopTokenDiffers]));
-    }
-
-    #[test]
-    fn an_end_in_place_of_the_return_that_closes_the_last_message_is_one_edit() {
+    fn a_prompt_goes_on_where_it_differs_at_the_ends_of_turns_alone() {
+        let closing = Closing { token: Some(END), separator: vec![LINE] };
+        let check = |case: &str, stop: u32, after: &[u32], ids: &[u32], closing: &Closing, expected| {
+            let found = bridge(&branch(stop, after), ids, closing, is_stop);
+            let edits = |found: Bridge| (found.from, found.edits.into_iter().map(|edit| edit.0).collect::<Vec<_>>());
+            assert_eq!(found.map(edits), expected, "{case}");
+        };
+        let edited = |from: usize, reason: Reason| Some((from, vec![reason]));
+        check("it holds the branch", END, &[], &[1, 2, 5, 6, END, LINE, 3], &closing, Some((5, vec![])));
+        let stop = Reason::StopTokenDiffers;
+        check("a return became an end", RETURN, &[], &[1, 2, 5, 6, END, LINE, 3], &closing, edited(5, stop));
         let harmony = Closing { token: Some(RETURN), separator: vec![] };
-        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, END, 3], &harmony, is_stop).unwrap();
-        assert_eq!((found.from, reasons(&found)), (5, vec![Reason::StopTokenDiffers]));
-    }
-
-    #[test]
-    fn a_stop_token_that_the_template_does_not_write_is_passed_over() {
-        let unclosed = Closing { token: None, separator: vec![] };
-        let found = bridge(&branch(RETURN, &[]), &[1, 2, 5, 6, 7, 8], &unclosed, is_stop).unwrap();
-        assert_eq!((found.from, reasons(&found)), (4, vec![Reason::StopTokenDiffers]));
-    }
-
-    #[test]
-    fn text_that_the_template_adds_before_its_closing_token_is_another_history() {
-        // A call was sampled without its closing tag; a parser takes it, and the template writes it with the tag.
-        let special = |id| is_stop(id) || id == 7;
-        for stop in [END, RETURN] {
-            assert_eq!(bridge(&branch(stop, &[]), &[1, 2, 5, 6, 7, END, LINE, 3], &closing(), special), None);
-            assert_eq!(bridge(&branch(stop, &[]), &[1, 2, 5, 6, 7, END, LINE, 3], &closing(), is_stop), None);
-        }
-    }
-
-    #[test]
-    fn a_separator_that_one_side_lacks_is_one_edit_and_the_walk_goes_on() {
-        let found = bridge(&branch(END, &[LINE, 3, 4]), &[1, 2, 5, 6, END, 3, 4, 9], &closing(), is_stop).unwrap();
-        assert_eq!((found.from, reasons(&found)), (7, vec![Reason::TurnSeparatorMissing]));
-        let found = bridge(&branch(END, &[3, 4]), &[1, 2, 5, 6, END, LINE, 3, 4, 9], &closing(), is_stop).unwrap();
-        assert_eq!((found.from, reasons(&found)), (8, vec![Reason::TurnSeparatorMissing]));
-    }
-
-    #[test]
-    fn another_text_is_another_history() {
-        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, 7, END, LINE], &closing(), is_stop), None);
-        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5], &closing(), is_stop), None);
-    }
-
-    #[test]
-    fn a_line_break_within_a_turn_is_another_history() {
+        check("an end for the last message's return", RETURN, &[], &[1, 2, 5, 6, END, 3], &harmony, edited(5, stop));
+        let unclosed = Closing::default();
+        check("the template writes no stop token", RETURN, &[], &[1, 2, 5, 6, 7, 8], &unclosed, edited(4, stop));
+        let line = Reason::TurnSeparatorMissing;
+        check("it lacks a separator", END, &[LINE, 3, 4], &[1, 2, 5, 6, END, 3, 4, 9], &closing, edited(7, line));
+        check("the branch lacks one", END, &[3, 4], &[1, 2, 5, 6, END, LINE, 3, 4, 9], &closing, edited(8, line));
+        check("another text", END, &[], &[1, 2, 5, 7, END, LINE], &closing, None);
+        check("less text", END, &[], &[1, 2, 5], &closing, None);
         // A template that sets content and tool calls apart by a line that the policy did not sample.
-        assert_eq!(bridge(&branch(END, &[]), &[1, 2, 5, LINE, 6, END, LINE, 3], &closing(), is_stop), None);
-    }
-
-    #[test]
-    fn a_turn_that_was_cut_inside_a_character_keeps_its_last_token() {
+        check("a line break within the turn", END, &[], &[1, 2, 5, LINE, 6, END, LINE, 3], &closing, None);
         // The text loses the part of a character, so the next prompt closes one token earlier.
-        assert_eq!(bridge(&branch(7, &[]), &[1, 2, 5, 6, END, LINE, 3], &closing(), is_stop), None);
-        assert_eq!(bridge(&branch(7, &[]), &[1, 2, 5, 6, 8, 9], &closing(), is_stop), None);
+        check("a turn cut inside a character", 7, &[], &[1, 2, 5, 6, END, LINE, 3], &closing, None);
+        check("a cut turn, and other text", 7, &[], &[1, 2, 5, 6, 8, 9], &closing, None);
+        // A call was sampled without its closing tag; a parser takes it, and the template writes it with the tag.
+        for stop in [END, RETURN] {
+            let tagged = [1, 2, 5, 6, 7, END, LINE, 3];
+            check("text before the closing token", stop, &[], &tagged, &closing, None);
+            assert_eq!(bridge(&branch(stop, &[]), &tagged, &closing, |id| is_stop(id) || id == 7), None, "{stop}");
+        }
     }
 }

@@ -23,7 +23,6 @@ pub fn write(aligned: &mut Aligned, branches: &[Branch<'_>]) {
 
 struct Lay<'b, 'a> {
     branches: &'b [Branch<'a>],
-    /// Tokens of all of them.
     total: usize,
 }
 

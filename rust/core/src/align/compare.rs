@@ -18,15 +18,8 @@ pub struct Compared {
     pub difference: Option<(Reason, usize, String)>,
 }
 
-/// What the comparison must know of the context.
-#[derive(Debug, Clone, Copy)]
-pub struct Context {
-    /// Whether a system or developer message opens it.
-    pub has_system: bool,
-}
-
-/// Compares `ids`, as the server reported them, with `rendered`.
-pub fn compare(ids: &[u32], rendered: Text, context: Context, tokenizer: &Tokenizer) -> Compared {
+/// Compares `ids`, as the server reported them, with `rendered`, which may begin with a system or developer message.
+pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokenizer) -> Compared {
     if rendered.ids == ids {
         return Compared { text: rendered, difference: None };
     }
@@ -41,7 +34,7 @@ pub fn compare(ids: &[u32], rendered: Text, context: Context, tokenizer: &Tokeni
     sources.resize(first + theirs, source::GIVEN);
     sources.extend_from_slice(&rendered.sources[rendered.sources.len() - last..]);
     let before_content = rendered.sources[..first].iter().all(|&source| source == source::TEMPLATE);
-    let injected = !context.has_system && before_content && last > 0 && (ours == 0 || theirs == 0);
+    let injected = !has_system && before_content && last > 0 && (ours == 0 || theirs == 0);
     let difference = if injected {
         let who = if theirs == 0 { "the template writes" } else { "the record has" };
         let detail = format!("{who} {} tokens before the first message, a default system prompt", ours.max(theirs));

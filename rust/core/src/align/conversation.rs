@@ -145,7 +145,8 @@ impl Conversation {
     fn prompt(&self) -> Result<Next> {
         let scaffold = Scaffold::new(&self.tokenizer)?;
         let messages: Vec<&Value> = self.messages.iter().map(Arc::as_ref).collect();
-        let rendered = self.tokenizer.render(&messages, self.tools.as_ref(), true, &self.kwargs)?;
+        let (template, tools) = (self.tokenizer.template_for(self.tools.as_ref())?, self.tools.as_ref());
+        let rendered = template.render(&messages, tools, true, &self.kwargs)?;
         let text = Arc::clone(&rendered.text);
         let Some(last) = &self.last else {
             return Ok(Next { ids: scaffold.encode(&rendered, 0)?.ids, text, fork: None });
@@ -217,12 +218,11 @@ fn checked(index: usize, message: &Value) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tokenizer::example;
     use serde_json::json;
-    use std::path::Path;
 
     fn conversation() -> Conversation {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
-        let tokenizer = Arc::new(Tokenizer::from_dir(&folder).unwrap());
+        let tokenizer = Arc::new(example());
         let messages = vec![json!({"role": "user", "content": "the price of a red lamp"})];
         Conversation::new(tokenizer, messages, None, Map::new()).unwrap()
     }
@@ -268,7 +268,8 @@ mod tests {
         };
         assert_eq!((forks.len(), forks[0].reason, forks[0].turn), (1, Reason::HistoryRewritten, 1));
         let whole: Vec<&Value> = talk.messages.iter().map(Arc::as_ref).collect();
-        let text = talk.tokenizer.render(&whole, None, true, &Map::new()).unwrap().text;
+        let template = talk.tokenizer.template().unwrap();
+        let text = template.render_text(&whole, None, true, &Map::new()).unwrap();
         let anew = talk.tokenizer.encode(&text).unwrap();
         assert_eq!(talk.prompt_ids().unwrap(), anew);
     }

@@ -6,11 +6,8 @@ const EDITS: usize = 1024;
 /// `length` equal bytes, at `left` in one text and `right` in the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Same {
-    /// Start in the first text.
     pub left: usize,
-    /// Start in the second text.
     pub right: usize,
-    /// Bytes.
     pub length: usize,
 }
 

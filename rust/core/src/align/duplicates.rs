@@ -50,44 +50,21 @@ fn is_continued(generations: &[Generation], turn: usize, seen: &HashSet<u32>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
 
-    /// Generations by (context, message they produced).
-    fn trace(calls: &[(&[u32], u32)]) -> Trace {
-        let generation = |&(context, message): &(&[u32], u32)| Generation {
-            message,
-            context: context.to_vec(),
-            ..Generation::default()
-        };
-        Trace {
-            id: String::new(),
-            location: crate::error::Location::default(),
-            group: None,
-            reward: None,
-            rewards: Vec::new(),
-            messages: Vec::new(),
-            generations: calls.iter().map(generation).collect(),
-            conversation: Vec::new(),
-            tools: None,
-            template_kwargs: serde_json::Map::new(),
-            model: None,
-            media_left_out: None,
-            raw: crate::raw::Raw::Held(Arc::from(&b""[..])),
+    #[test]
+    fn a_call_made_again_is_left_where_only_another_was_continued() {
+        /// Generations by (context, message they produced).
+        type Calls<'a> = &'a [(&'a [u32], u32)];
+        let cases: [(&str, Calls<'_>, &[bool]); 3] = [
+            ("the other was continued", &[(&[0], 1), (&[0], 2), (&[0, 2, 3], 4)], &[true, false, false]),
+            ("parallel samples that nobody continues", &[(&[0], 1), (&[0], 2)], &[false; 2]),
+            ("both are continued", &[(&[0], 1), (&[0], 2), (&[0, 1, 3], 4), (&[0, 2, 3], 5)], &[false; 4]),
+        ];
+        for (case, calls, expected) in cases {
+            let call = |&(context, message): &(&[u32], u32)| (context.to_vec(), message);
+            let generation = |(context, message)| Generation { message, context, ..Generation::default() };
+            let generations = calls.iter().map(call).map(generation).collect();
+            assert_eq!(abandoned(&Trace { generations, ..Trace::default() }), expected, "{case}");
         }
-    }
-
-    #[test]
-    fn a_call_made_again_is_left_where_the_other_was_continued() {
-        assert_eq!(abandoned(&trace(&[(&[0], 1), (&[0], 2), (&[0, 2, 3], 4)])), [true, false, false]);
-    }
-
-    #[test]
-    fn parallel_samples_that_nobody_continues_all_stay() {
-        assert_eq!(abandoned(&trace(&[(&[0], 1), (&[0], 2)])), [false, false]);
-    }
-
-    #[test]
-    fn two_samples_that_are_both_continued_all_stay() {
-        assert_eq!(abandoned(&trace(&[(&[0], 1), (&[0], 2), (&[0, 1, 3], 4), (&[0, 2, 3], 5)])), [false; 4]);
     }
 }

@@ -9,7 +9,6 @@ const PLACES: usize = 1 << 13;
 /// Bytes of the longest string that is cached.
 const LONGEST: usize = 16;
 
-/// The cache.
 #[derive(Debug, Default)]
 pub struct Lookup {
     /// Empty until the first lookup.
@@ -70,13 +69,11 @@ fn place_of(low: u64, high: u64, length: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::Path;
+    use crate::tokenizer::example;
 
     #[test]
     fn bytes_have_the_id_that_the_tokenizer_gives() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
-        let tokenizer = Tokenizer::from_dir(&folder).unwrap();
-        let mut lookup = Lookup::default();
+        let (tokenizer, mut lookup) = (example(), Lookup::default());
         for _ in 0..2 {
             for bytes in (0..tokenizer.vocab_size()).filter_map(|id| tokenizer.token_bytes(id)) {
                 // Alone, before others, and the beginning of it: zeros may stand in the bytes and behind them.

@@ -14,11 +14,11 @@ impl Loom<'_, '_> {
     /// What stands before the end of generation `turn`, whose prompt is in branch `at`, and is not in its ids.
     pub fn media_before(&mut self, turn: usize, generation: &Generation, at: usize) -> Option<String> {
         let branch = &mut self.woven.branches[at];
-        let placeholder = self.tokenizer.first_placeholder(&branch.ids[branch.looked..]).and_then(|first| {
+        let placeholder = self.tokenizer.model().first_placeholder(&branch.ids[branch.looked..]).and_then(|first| {
             // A placeholder that the policy drew is text to the server.
             let given = |index: &usize| branch.source[*index] != source::SAMPLED;
             let mut found = (branch.looked + first..branch.ids.len()).filter(given);
-            found.find(|&index| self.tokenizer.first_placeholder(&branch.ids[index..=index]).is_some())
+            found.find(|&index| self.tokenizer.model().first_placeholder(&branch.ids[index..=index]).is_some())
         });
         branch.looked = branch.ids.len();
         let placeholder = placeholder.map(|index| format!("the placeholder id {}", branch.ids[index]));
@@ -33,7 +33,7 @@ impl Loom<'_, '_> {
     pub fn media_in_prompt(&self, generation: &Generation) -> Option<String> {
         let placeholder = || {
             let ids = generation.prompt.ids()?;
-            let first = self.tokenizer.first_placeholder(ids)?;
+            let first = self.tokenizer.model().first_placeholder(ids)?;
             Some(format!("the placeholder id {}", ids[first]))
         };
         self.media_in_messages(generation).or_else(placeholder)

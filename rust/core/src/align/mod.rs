@@ -67,7 +67,7 @@ use weave::Memory;
 pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer)?;
     let woven = threads::map(traces, Memory::default, |memory, trace| {
-        let weave = || weave::weave(trace, tokenizer, &scaffold, options, memory);
+        let weave = || weave::weave(trace, &scaffold, options, memory);
         caught(Kind::Fault, "aligning", weave).map_err(|error| {
             // A fault may have left half of something there.
             *memory = Memory::default();

@@ -5,7 +5,7 @@
 use super::lookup::Lookup;
 use super::recorder::Recorder;
 use super::resolved::{Resolved, Run};
-use super::segment::{self, Choice, Seen, Setting, Whole};
+use super::segment::{self, Choice, REPLACEMENT, Seen, Setting, Whole};
 use super::spelling::{excerpt, spell};
 use super::tier;
 use crate::drift::Reason;
@@ -13,28 +13,31 @@ use crate::tokenizer::{Spelling, Tokenizer};
 use crate::trace::{Generation, Pieces, Stop, Tokens};
 use std::borrow::Cow;
 
-/// What stands for broken text.
-pub const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
 /// What a byte begins with where it is written in hexadecimal.
 const ESCAPE: &[u8] = br"\x";
 
+/// A generation whose tokens are listed, and what tells which they are.
+#[derive(Clone, Copy)]
+pub struct Listing<'a, 'r> {
+    pub generation: &'a Generation,
+    /// What they spell, where the record says that.
+    pub content: Option<&'r str>,
+    pub tokenizer: &'r Tokenizer,
+    /// Is asked what the trace shows of how tokens are written.
+    pub recorder: &'r Recorder<'r>,
+}
+
 /// Resolves a list of tokens with texts or bytes.
-pub fn from_pieces(
-    generation: &Generation,
-    content: Option<&str>,
-    tokenizer: &Tokenizer,
-    recorder: &Recorder<'_>,
-    lookup: &mut Lookup,
-    resolved: &mut Resolved<'_>,
-) {
+pub fn from_pieces(listing: Listing<'_, '_>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+    let Listing { generation, tokenizer, .. } = listing;
     let stop = stop_token(generation, tokenizer, generation.tokens.len());
-    by_pieces(generation, content, tokenizer, recorder, (stop, lookup), resolved);
+    by_pieces(listing, stop, lookup, resolved);
     if resolved.foreign {
         return;
     }
     // The stop token is known by its id.
     let listed = resolved.ids.len() - usize::from(stop.is_some());
-    doubt_spaces(tokenizer, content, (listed, recorder), &generation.tokens, resolved);
+    doubt_spaces(listing, listed, resolved);
     if tokenizer.has_shared() {
         doubt_shared(tokenizer, listed, resolved);
     }
@@ -43,13 +46,8 @@ pub fn from_pieces(
 /// A token is not known where the recorder may have taken its space: `Hello` is spelled with one and without.
 ///
 /// Servers that decode tokens one by one take the space of each, others that of the first alone.
-fn doubt_spaces(
-    tokenizer: &Tokenizer,
-    content: Option<&str>,
-    (listed, recorder): (usize, &Recorder<'_>),
-    tokens: &Tokens,
-    resolved: &mut Resolved<'_>,
-) {
+fn doubt_spaces(listing: Listing<'_, '_>, listed: usize, resolved: &mut Resolved<'_>) {
+    let Listing { generation, content, tokenizer, recorder } = listing;
     if !tokenizer.drops_first_space() {
         return;
     }
@@ -63,7 +61,7 @@ fn doubt_spaces(
         match resolved.is_known(index) {
             true if keeps => index == 0 && !tokenizer.is_special(id) && !bytes.starts_with(b" ") && has_spaced(bytes),
             // A token that shows nothing may be a space alone.
-            true if tokenizer.is_special(id) => shows_nothing(tokens, index) && has_spaced(b""),
+            true if tokenizer.is_special(id) => shows_nothing(&generation.tokens, index) && has_spaced(b""),
             known => known && has_spaced(bytes),
         }
     };
@@ -94,14 +92,8 @@ fn shows_nothing(tokens: &Tokens, index: usize) -> bool {
     empty(&tokens.bytes) && empty(&tokens.texts)
 }
 
-fn by_pieces(
-    generation: &Generation,
-    content: Option<&str>,
-    tokenizer: &Tokenizer,
-    recorder: &Recorder<'_>,
-    (stop, lookup): (Option<u32>, &mut Lookup),
-    resolved: &mut Resolved<'_>,
-) {
+fn by_pieces(listing: Listing<'_, '_>, stop: Option<u32>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+    let Listing { generation, content, tokenizer, recorder } = listing;
     let tokens = &generation.tokens;
     let count = tokens.len();
     let listed = count - usize::from(stop.is_some());
@@ -117,10 +109,8 @@ fn by_pieces(
         match see(tokens, index, after_hidden, tokenizer, &mut glyphs) {
             Ok(piece) => seen.push(piece),
             Err(bytes) => {
-                let detail = format!(
-                    "token {index}, {}, is not in the vocabulary; {count} tokens are left out",
-                    excerpt(&bytes)
-                );
+                let shown = excerpt(&bytes);
+                let detail = format!("token {index}, {shown}, is not in the vocabulary; {count} tokens are left out");
                 resolved.find(Reason::TokenizerMismatch, 0, count, detail);
                 resolved.foreign = true;
                 return;
@@ -132,16 +122,12 @@ fn by_pieces(
         resolved.find(Reason::GlyphText, 0, glyphs, detail);
     }
     seen.extend(stop.map(Seen::Id));
-    if seen.iter().all(|piece| matches!(piece, Seen::Id(_))) {
-        for piece in &seen {
-            if let Seen::Id(id) = piece {
-                resolved.push(Some(*id), level);
-            }
-        }
-        return;
+    let id = |piece: &Seen<'_>| if let Seen::Id(id) = piece { Some(*id) } else { None };
+    if let Some(ids) = seen.iter().map(id).collect::<Option<Vec<u32>>>() {
+        return ids.into_iter().for_each(|id| resolved.push(Some(id), level));
     }
     let setting = Setting { tokenizer, hides_specials: recorder.hides_specials() };
-    if !by_whole(generation, content, &seen, setting, level, resolved) {
+    if !by_whole(listing, &seen, setting, level, resolved) {
         let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
         by_runs(&seen, setting, level, broken, resolved);
     }
@@ -183,10 +169,10 @@ fn see<'a>(
 ) -> Result<Seen<'a>, Vec<u8>> {
     // A recorder that writes glyphs hides nothing: behind a hidden token a text is what it says.
     let own = own_bytes(tokens, index, tokenizer).filter(|(_, written)| !after_hidden || *written != Written::Glyphs);
+    let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
     let Some((bytes, written)) = own else {
-        let text = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
-        let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes)).filter(|text| !text.is_empty());
-        let shown = shown.or_else(|| text(&tokens.bytes).filter(|text| !text.is_empty()));
+        let text = |pieces| shown(pieces).filter(|text| !text.is_empty());
+        let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes));
         return Ok(shown.map_or(Seen::Nothing, Seen::Text));
     };
     *glyphs += usize::from(written == Written::Glyphs);
@@ -198,7 +184,6 @@ fn see<'a>(
         Some(id) if !may_be_joint || tokenizer.is_special(id) => Ok(Seen::Id(id)),
         _ if !may_be_joint => Err(bytes.into_owned()),
         _ => {
-            let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
             let same = |text: &&str| text.as_bytes() == &*bytes;
             let text = shown(&tokens.bytes).filter(same).or_else(|| shown(&tokens.texts).filter(same));
             text.map_or_else(|| id.map(Seen::Id).ok_or_else(|| bytes.into_owned()), |text| Ok(Seen::Text(text)))
@@ -208,8 +193,7 @@ fn see<'a>(
 
 /// The ids by the whole text of the generation. False where it is not that of these tokens.
 fn by_whole(
-    generation: &Generation,
-    content: Option<&str>,
+    Listing { generation, content, .. }: Listing<'_, '_>,
     seen: &[Seen<'_>],
     setting: Setting<'_>,
     level: u8,

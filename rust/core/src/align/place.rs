@@ -4,14 +4,14 @@
 
 use super::branch::common_prefix;
 use super::bridge::bridge;
-use super::compare::{Context, compare};
+use super::compare::compare;
 use super::dates;
 use super::prompt::Text;
 use super::spelling::{is_special, spell_all};
 use super::weave::{Loom, Place};
 use crate::drift::Reason;
 use crate::error::Result;
-use crate::template::Rendered;
+use crate::template::{Rendered, Session};
 use crate::trace::{Generation, Prompt};
 use std::sync::Arc;
 
@@ -77,7 +77,7 @@ impl Loom<'_, '_> {
         if let Some(at) = extended.max_by_key(|&at| branches[at].len()) {
             return Place::Extend(at, text.tail(branches[at].len()));
         }
-        let is_stop = |id| is_special(id, self.scaffold.tokenizer);
+        let is_stop = |id| is_special(id, self.tokenizer);
         let bridged = (0..branches.len()).filter(open).filter_map(|at| {
             bridge(&branches[at], &text.ids, &self.scaffold.closing, is_stop).map(|found| (at, found))
         });
@@ -103,12 +103,9 @@ impl Loom<'_, '_> {
         let Some(rendered) = rendered.filter(|_| !generation.context.is_empty()) else {
             return Ok((Text::given(ids), None));
         };
-        let has_system = generation
-            .context
-            .first()
-            .is_some_and(|&first| matches!(self.trace.messages[first as usize].role(), "system" | "developer"));
-        let context = Context { has_system };
-        let compared = compare(ids, self.encode(&rendered)?, context, self.tokenizer);
+        let role = generation.context.first().map(|&first| self.trace.messages[first as usize].role());
+        let has_system = matches!(role, Some("system" | "developer"));
+        let compared = compare(ids, self.encode(&rendered)?, has_system, self.tokenizer);
         let Some((reason, count, detail)) = compared.difference else { return Ok((compared.text, Some(rendered))) };
         if reason == Reason::PromptMismatch
             && let Some(text) = self.spliced(generation, ids, &rendered)?
@@ -118,7 +115,7 @@ impl Loom<'_, '_> {
         if reason == Reason::PromptMismatch
             && let Some((day, dated)) = self.as_on_that_day(generation, ids, &rendered)?
         {
-            let first = compare(ids, self.encode(&dated)?, context, self.tokenizer);
+            let first = compare(ids, self.encode(&dated)?, has_system, self.tokenizer);
             self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
             if let Some((reason, count, detail)) = first.difference {
                 self.find(reason, turn, -1, count, detail);
@@ -162,7 +159,7 @@ impl Loom<'_, '_> {
         let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
         let shown = spell_all(window, self.tokenizer);
         let Some(day) = dates::find(&String::from_utf8_lossy(&shown)) else { return Ok(None) };
-        let dated = self.scaffold.render_on(self.trace, &generation.context, &day)?;
+        let dated = self.scaffold.render(&mut Session::default(), self.trace, &generation.context, true, Some(&day))?;
         let closer = common_prefix(&self.tokenizer.encode(&dated.text)?, ids) > first;
         Ok(closer.then_some((day, dated)))
     }

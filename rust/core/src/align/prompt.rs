@@ -15,19 +15,16 @@ use std::sync::Arc;
 /// Ids of unsampled text with the source of each.
 #[derive(Debug, Clone, Default)]
 pub struct Text {
-    /// Ids.
     pub ids: Vec<u32>,
     /// GIVEN or TEMPLATE.
     pub sources: Vec<u8>,
 }
 
 impl Text {
-    /// Ids that are all given.
     pub fn given(ids: &[u32]) -> Self {
         Self { ids: ids.to_vec(), sources: vec![source::GIVEN; ids.len()] }
     }
 
-    /// The part from `start` on.
     pub fn tail(&self, start: usize) -> Self {
         Self { ids: self.ids[start..].to_vec(), sources: self.sources[start..].to_vec() }
     }
@@ -44,7 +41,6 @@ pub struct Closing {
 
 /// Renders contexts of one trace after another with one tokenizer.
 pub struct Scaffold<'a> {
-    /// The tokenizer, with its template.
     pub tokenizer: &'a Tokenizer,
     /// Whether the ids before an added token do not depend on what stands behind it.
     pub cuts: bool,
@@ -52,7 +48,6 @@ pub struct Scaffold<'a> {
     pub closer: String,
     /// The special token that opens the closer, with the bytes it takes, and the tokens behind it.
     pub closing: Closing,
-    /// Bytes of the closing token.
     pub closing_bytes: usize,
     /// Whether the template prints the date of the day it is rendered on.
     pub prints_date: bool,
@@ -63,9 +58,6 @@ const PREFILL: &str = "continue_final_message";
 
 impl<'a> Scaffold<'a> {
     /// Probes the template for its turn closer.
-    ///
-    /// # Errors
-    /// As `Tokenizer::encode`, for the closer.
     pub fn new(tokenizer: &'a Tokenizer) -> Result<Self> {
         let closer = tokenizer.template().and_then(probe_closer).unwrap_or_default();
         let (ids, ends) = tokenizer.encode_with_ends(&closer)?;
@@ -77,32 +69,25 @@ impl<'a> Scaffold<'a> {
         Ok(Self { tokenizer, cuts, closer, closing: Closing { token, separator }, closing_bytes, prints_date })
     }
 
-    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text; `session` knows what was
-    /// rendered before.
+    /// Renders the messages `context` of `trace` (indices), as a prompt or as finished text, on the day `date` (ISO) where
+    /// the record pins none; `session` knows what was rendered before.
     pub fn render<'t>(
         &self,
         session: &mut Session<'t>,
         trace: &'t Trace,
         context: &[u32],
         add_generation_prompt: bool,
+        date: Option<&str>,
     ) -> Result<Rendered> {
-        let (kwargs, prefill) = kwargs(trace, add_generation_prompt, None);
-        let (messages, prompt) = (messages(trace, context), add_generation_prompt && !prefill);
-        let tools = trace.tools.as_ref();
-        let mut rendered = self.tokenizer.render_next(session, &messages, tools, prompt, &kwargs)?;
+        let (kwargs, prefill) = kwargs(trace, add_generation_prompt, date);
+        let messages: Vec<&Value> = context.iter().map(|&index| &trace.messages[index as usize].value).collect();
+        let (tools, prompt) = (trace.tools.as_ref(), add_generation_prompt && !prefill);
+        let template = self.tokenizer.template_for(tools)?;
+        let mut rendered = template.render_next(session, &messages, tools, prompt, &kwargs)?;
         if prefill {
-            end_at_last_content(&mut rendered);
-        }
-        Ok(rendered)
-    }
-
-    /// As `render`, of a prompt, on the day `date` (ISO) where the record pins none.
-    pub fn render_on(&self, trace: &Trace, context: &[u32], date: &str) -> Result<Rendered> {
-        let (kwargs, prefill) = kwargs(trace, true, Some(date));
-        let messages = messages(trace, context);
-        let mut rendered = self.tokenizer.render(&messages, trace.tools.as_ref(), !prefill, &kwargs)?;
-        if prefill {
-            end_at_last_content(&mut rendered);
+            // What stands behind the content of the last message, which the policy continued, is the template's.
+            let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
+            rendered.text = rendered.text[..end].into();
         }
         Ok(rendered)
     }
@@ -124,15 +109,11 @@ impl<'a> Scaffold<'a> {
     ) -> Result<Option<String>> {
         let mut whole = context.to_vec();
         whole.push(index);
-        let finished = self.render(session, trace, &whole, false)?.text;
+        let finished = self.render(session, trace, &whole, false, None)?.text;
         let Some(rest) = finished.strip_prefix(prompt) else { return Ok(None) };
         let end = if self.closer.is_empty() { Some(rest.len()) } else { rest.rfind(&self.closer) };
         Ok(end.map(|end| rest[..end].to_owned()))
     }
-}
-
-fn messages<'t>(trace: &'t Trace, context: &[u32]) -> Vec<&'t Value> {
-    context.iter().map(|&index| &trace.messages[index as usize].value).collect()
 }
 
 /// Variables of the template, on the day `date`; whether the last message of a prompt is the beginning of the answer.
@@ -163,12 +144,6 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
         }
     }
     sources
-}
-
-/// Cuts what stands behind the content of the last message: a prefill that the policy continued.
-fn end_at_last_content(rendered: &mut Rendered) {
-    let end = rendered.spans.iter().map(|span| span.end).max().unwrap_or(rendered.text.len());
-    rendered.text = rendered.text[..end].into();
 }
 
 /// The text between an assistant's body and the end of a rendered conversation.

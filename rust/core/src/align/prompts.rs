@@ -3,6 +3,7 @@
 //! Prompts of a group are alike, and each turn's prompt begins with the one before. Where the tokenizer cuts texts at added
 //! tokens, the ids up to one do not depend on the text behind it. Each worker of `align` has one.
 
+use super::branch::common_prefix;
 use super::prompt::{Scaffold, Text, sources};
 use super::spelling::is_special;
 use crate::error::Result;
@@ -41,7 +42,7 @@ impl Prompts {
     /// How many tokens the new text has in common with the one before, up to an added token.
     fn kept(&self, scaffold: &Scaffold<'_>, rendered: &Rendered) -> usize {
         let tokenizer = scaffold.tokenizer;
-        let shared = common_bytes(self.text.as_bytes(), rendered.text.as_bytes());
+        let shared = common_prefix(self.text.as_bytes(), rendered.text.as_bytes());
         // An added token is only certain where a longer one could not begin with it.
         let sure = shared.saturating_sub(tokenizer.max_piece_bytes());
         let cuts = |index: &usize| {
@@ -62,20 +63,11 @@ fn before(spans: &[Span], end: usize) -> impl Iterator<Item = (usize, usize)> {
     spans.iter().take_while(move |span| span.start < end).map(move |span| (span.start, span.end.min(end)))
 }
 
-/// Length of the common beginning of two texts.
-fn common_bytes(left: &[u8], right: &[u8]) -> usize {
-    const BLOCK: usize = 64;
-    let equal = left.chunks_exact(BLOCK).zip(right.chunks_exact(BLOCK)).take_while(|(a, b)| a == b).count();
-    let from = equal * BLOCK;
-    from + left[from..].iter().zip(&right[from..]).take_while(|(a, b)| a == b).count()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::template::Field;
-    use crate::tokenizer::Tokenizer;
-    use std::path::Path;
+    use crate::tokenizer::example;
 
     /// Texts with content between `{` and `}`.
     fn rendered(marked: &str) -> Rendered {
@@ -93,8 +85,7 @@ mod tests {
 
     #[test]
     fn a_prompt_has_the_ids_and_sources_that_it_has_alone() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
-        let tokenizer = Tokenizer::from_dir(&folder).unwrap();
+        let tokenizer = example();
         let scaffold = Scaffold::new(&tokenizer).unwrap();
         let special = tokenizer.token_bytes(tokenizer.special_ids()[0]).unwrap();
         let special = std::str::from_utf8(special).unwrap();

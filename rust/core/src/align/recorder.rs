@@ -5,16 +5,14 @@ use crate::tokenizer::Tokenizer;
 use crate::trace::{Pieces, Trace};
 use std::cell::OnceCell;
 
-/// The recorder of one trace.
 pub struct Recorder<'a> {
     trace: &'a Trace,
-    tokenizer: &'a Tokenizer,
+    pub tokenizer: &'a Tokenizer,
     hides_specials: OnceCell<bool>,
     keeps_spaces: OnceCell<bool>,
 }
 
 impl<'a> Recorder<'a> {
-    /// Nothing is looked at yet.
     pub fn new(trace: &'a Trace, tokenizer: &'a Tokenizer) -> Self {
         Self { trace, tokenizer, hides_specials: OnceCell::new(), keeps_spaces: OnceCell::new() }
     }

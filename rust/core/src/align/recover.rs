@@ -45,7 +45,7 @@ fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Rec
     for (turn, generation) in trace.generations.iter().enumerate() {
         let message = trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let resolved = resolve::resolve(generation, content, tokenizer, &recorder, lookup);
+        let resolved = resolve::resolve(generation, content, &recorder, lookup);
         if !resolved.foreign {
             let known = |index: usize| resolved.is_known(index);
             let ids = resolved.ids.iter().enumerate();

@@ -17,22 +17,17 @@ use super::weave::{Loom, Woven};
 use crate::drift::Reason;
 use crate::error::Result;
 use crate::template::Rendered;
+use crate::tokenizer::Tokenizer;
 use crate::trace::Generation;
 use serde_json::Value;
+use std::ops::Range;
 use std::sync::Arc;
-
-/// A turn in the rendered text: its body, in bytes.
-struct Span {
-    start: usize,
-    end: usize,
-}
 
 /// One token of the branch that `lend` decides about.
 #[derive(Clone, Copy)]
 struct Lent {
     logprob: f32,
     level: u8,
-    term: bool,
 }
 
 /// A rendered token that is lent something, by a turn that is trained in this branch or not.
@@ -40,13 +35,14 @@ struct Lent {
 struct Cell {
     lent: Lent,
     own: bool,
+    trained: bool,
     sampling: Sampling,
 }
 
 impl Cell {
     /// What it has in common with the tokens beside it.
     fn kind(&self) -> (Sampling, u8, bool) {
-        (self.sampling, self.lent.level, self.own && self.lent.term)
+        (self.sampling, self.lent.level, self.trained)
     }
 }
 
@@ -142,16 +138,16 @@ impl<'a> Loom<'a, '_> {
         if let Some(media) = media.as_ref().filter(|_| own) {
             self.hold(turn, lent.len(), media);
         }
-        for (at, mut lent) in lent {
-            lent.term &= media.is_none();
-            self.woven.exact += u64::from(own && lent.term && !lent.logprob.is_nan());
-            cells[at] = Some(Cell { lent, own, sampling });
+        let trained = own && media.is_none();
+        for (at, lent) in lent {
+            self.woven.exact += u64::from(trained && !lent.logprob.is_nan());
+            cells[at] = Some(Cell { lent, own, trained, sampling });
         }
         Ok(())
     }
 
-    /// Where the rendered text shows the body of a generation.
-    fn span_of(&mut self, generation: &Generation, rendered: &Rendered) -> Result<Option<Span>> {
+    /// Where the rendered text shows the body of a generation, in bytes.
+    fn span_of(&mut self, generation: &Generation, rendered: &Rendered) -> Result<Option<Range<usize>>> {
         let prompt = self.render(&generation.context, true)?.text;
         if !rendered.text.starts_with(&*prompt) {
             return Ok(None);
@@ -161,7 +157,7 @@ impl<'a> Loom<'a, '_> {
         let last = spans.map(|span| span.end).max().unwrap_or(prompt.len());
         let closer = self.scaffold.closer.as_str();
         let end = if closer.is_empty() { None } else { rendered.text[last..].find(closer).map(|at| last + at) };
-        Ok(Some(Span { start: prompt.len(), end: end.unwrap_or(rendered.text.len()) }))
+        Ok(Some(prompt.len()..end.unwrap_or(rendered.text.len())))
     }
 
     /// For each rendered token of the turn what it is lent: its place in the branch, and the numbers.
@@ -170,7 +166,7 @@ impl<'a> Loom<'a, '_> {
         turn: usize,
         own: bool,
         resolved: &Resolved<'_>,
-        span: &Span,
+        span: &Range<usize>,
         (rendered, text, ends): (&Rendered, &Text, &[u32]),
         message: Option<&Value>,
     ) -> Vec<(usize, Lent)> {
@@ -181,7 +177,7 @@ impl<'a> Loom<'a, '_> {
             .filter(|&last| resolved.is_known(last) && self.tokenizer.is_special(resolved.ids[last]));
         let known = resolved.known_first().min(stop.unwrap_or(usize::MAX));
         let spelled = spell_all(&resolved.ids[..known], self.tokenizer);
-        let body = &rendered.text[span.start..span.end];
+        let body = &rendered.text[span.clone()];
         let starts = starts_in(&spelled, body.as_bytes(), &resolved.ids[..known], self.tokenizer);
         let first = ends.partition_point(|&end| end as usize <= span.start);
         let mut lent = Vec::new();
@@ -201,8 +197,7 @@ impl<'a> Loom<'a, '_> {
         }
         if let Some(stop) = stop.filter(|_| known == stop.unwrap_or(0) && (clean || !self.options.strict)) {
             if text.ids.get(at) == Some(&resolved.ids[stop]) {
-                let (logprob, level) = (resolved.logprob(stop), resolved.tier(stop));
-                lent.push((at, Lent { logprob, level, term: true }));
+                lent.push((at, Lent { logprob: resolved.logprob(stop), level: resolved.tier(stop) }));
             } else if own {
                 let detail = format!("sampled stop token {}, the template closes otherwise", resolved.ids[stop]);
                 self.find(Reason::StopTokenDiffers, turn, stop as i32, 1, detail);
@@ -252,21 +247,16 @@ impl<'a> Loom<'a, '_> {
         let token = run[0].2;
         if run.len() == 1 {
             let same = resolved.ids[token] == id;
-            let lent = Lent { logprob: resolved.logprob(token), level: resolved.tier(token), term: true };
+            let lent = Lent { logprob: resolved.logprob(token), level: resolved.tier(token) };
             return same.then_some((lent, true));
         }
         let sum = || run.iter().map(|(_, _, token)| resolved.logprob(*token)).sum();
-        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: tier::ASSUMED, term: true }, false))
+        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: tier::ASSUMED }, false))
     }
 }
 
 /// Start, end and index of the recorded tokens whose bytes stand in `body`, in its bytes.
-fn starts_in(
-    spelled: &[u8],
-    body: &[u8],
-    ids: &[u32],
-    tokenizer: &crate::tokenizer::Tokenizer,
-) -> Vec<(usize, usize, usize)> {
+fn starts_in(spelled: &[u8], body: &[u8], ids: &[u32], tokenizer: &Tokenizer) -> Vec<(usize, usize, usize)> {
     let same = diff::same(spelled, body);
     let mut parts = same.iter().peekable();
     let mut found = Vec::new();

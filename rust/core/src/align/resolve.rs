@@ -4,9 +4,10 @@
 //! determines is recovered; an id that cannot be known stays unknown, with its reason. Nothing is rendered here.
 
 use super::lookup::Lookup;
-use super::pieces::{REPLACEMENT, from_pieces, own_bytes};
+use super::pieces::{Listing, from_pieces, own_bytes};
 use super::recorder::Recorder;
 use super::resolved::Resolved;
+use super::segment::REPLACEMENT;
 use super::spelling::{excerpt, is_special, spell, spell_all};
 use super::tier;
 use crate::drift::Reason;
@@ -18,23 +19,20 @@ use std::borrow::Cow;
 const PLACEHOLDER: &[u8] = b"token_id:";
 
 /// Resolves the tokens that a generation lists. `Tokens` with logprobs alone, or with nothing, resolve to no token.
-///
-/// `recorder` is asked what the trace shows of how tokens are written.
 pub fn resolve<'a>(
     generation: &'a Generation,
     content: Option<&str>,
-    tokenizer: &Tokenizer,
     recorder: &Recorder<'_>,
     lookup: &mut Lookup,
 ) -> Resolved<'a> {
-    let tokens = &generation.tokens;
-    let content = generation.text.as_deref().or(content);
+    let (tokens, tokenizer) = (&generation.tokens, recorder.tokenizer);
+    let listing = Listing { generation, content: generation.text.as_deref().or(content), tokenizer, recorder };
     let mut resolved = Resolved::default();
     if let Some(ids) = &tokens.ids {
         let level = if generation.prompt.ids().is_some() { tier::IDS_AND_PROMPT } else { tier::IDS };
-        from_ids(ids, level, tokens, content, tokenizer, &mut resolved);
+        from_ids(listing, ids, level, &mut resolved);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
-        from_pieces(generation, content, tokenizer, recorder, lookup, &mut resolved);
+        from_pieces(listing, lookup, &mut resolved);
         if tokenizer.vocab_size() > tokenizer.model_vocab_size()
             && let Some(at) = tokenizer.first_outside(&resolved.ids)
         {
@@ -45,20 +43,14 @@ pub fn resolve<'a>(
     resolved
 }
 
-fn from_ids<'a>(
-    ids: &'a [u32],
-    level: u8,
-    tokens: &Tokens,
-    content: Option<&str>,
-    tokenizer: &Tokenizer,
-    resolved: &mut Resolved<'a>,
-) {
+fn from_ids<'a>(listing: Listing<'a, '_>, ids: &'a [u32], level: u8, resolved: &mut Resolved<'a>) {
+    let (tokens, content, tokenizer) = (&listing.generation.tokens, listing.content, listing.tokenizer);
     if let Some(at) = tokenizer.first_outside(ids) {
         resolved.take(Cow::Borrowed(ids), level);
         return outside(at, resolved, tokenizer);
     }
     let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
-    let said = bare.is_some_and(|content| agrees(ids, content.as_bytes(), tokenizer));
+    let said = bare.is_some_and(|content| begin_with(ids.iter(), content.as_bytes(), tokenizer));
     if !said && let Some(detail) = contradiction(ids, tokens, content, tokenizer) {
         resolved.find(Reason::TokenizerMismatch, 0, ids.len(), detail);
         resolved.foreign = true;
@@ -70,12 +62,9 @@ fn from_ids<'a>(
 /// The record is of another vocabulary: all its tokens are lost, as nothing can stand behind the one at `at`.
 fn outside(at: usize, resolved: &mut Resolved<'_>, tokenizer: &Tokenizer) {
     let ids = std::mem::take(&mut resolved.ids);
-    let detail = format!(
-        "id {} of token {at} is not in the model's vocabulary of {}; {} tokens are left out",
-        ids[at],
-        tokenizer.model_vocab_size(),
-        ids.len()
-    );
+    let (id, size, count) = (ids[at], tokenizer.model_vocab_size(), ids.len());
+    let detail =
+        format!("id {id} of token {at} is not in the model's vocabulary of {size}; {count} tokens are left out");
     resolved.find(Reason::VocabOutOfRange, 0, ids.len(), detail);
     resolved.foreign = true;
 }
@@ -102,7 +91,8 @@ fn contradiction(ids: &[u32], tokens: &Tokens, content: Option<&str>, tokenizer:
         after_silence = own.is_none();
     }
     let content = content.filter(|_| !shown)?;
-    if begins_with(ids, content.as_bytes(), tokenizer) {
+    let plain = ids.iter().filter(|&&id| !is_special(id, tokenizer));
+    if begin_with(plain, content.as_bytes(), tokenizer) {
         return None;
     }
     unsaid(ids, content, tokenizer)
@@ -127,22 +117,9 @@ fn unsaid(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
 }
 
 /// Whether the bytes of `ids` begin with `text`.
-fn agrees(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
+fn begin_with<'i>(ids: impl Iterator<Item = &'i u32>, text: &[u8], tokenizer: &Tokenizer) -> bool {
     let mut rest = text;
     for &id in ids {
-        let bytes = tokenizer.token_bytes(id).unwrap_or_default();
-        match rest.strip_prefix(bytes) {
-            Some(behind) => rest = behind,
-            None => return bytes.starts_with(rest),
-        }
-    }
-    rest.is_empty()
-}
-
-/// Whether the bytes of `ids`, special tokens left out, begin with `text`.
-fn begins_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
-    let mut rest = text;
-    for &id in ids.iter().filter(|&&id| !is_special(id, tokenizer)) {
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
         match rest.strip_prefix(bytes) {
             Some(behind) => rest = behind,

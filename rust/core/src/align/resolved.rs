@@ -29,9 +29,7 @@ pub struct Resolved<'a> {
 /// Tokens `first..end`, whose ids are not known and whose bytes are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run {
-    /// First token.
     pub first: usize,
-    /// One past the last token.
     pub end: usize,
     /// What they spell together.
     pub bytes: Vec<u8>,
@@ -72,12 +70,10 @@ impl<'a> Resolved<'a> {
         self.runs.binary_search_by_key(&first, |run| run.first).ok().map(|at| &self.runs[at])
     }
 
-    /// Whether the id of token `index` is known.
     pub fn is_known(&self, index: usize) -> bool {
         self.known.get(index).copied().unwrap_or(index < self.ids.len())
     }
 
-    /// Whether all ids are known.
     pub fn all_known(&self) -> bool {
         !self.known.contains(&false)
     }
@@ -87,7 +83,6 @@ impl<'a> Resolved<'a> {
         self.known.iter().position(|known| !known).unwrap_or(self.ids.len())
     }
 
-    /// Tier of token `index`.
     pub fn tier(&self, index: usize) -> u8 {
         self.tiers.get(index).copied().unwrap_or(self.level)
     }

@@ -125,7 +125,10 @@ impl Loom<'_, '_> {
             return Ok(Place::Extend(at, self.scaffold.encode(rendered, from)?));
         }
         let known = self.woven.branches.iter().any(|branch| generation.context.starts_with(&branch.path));
-        if longest.is_none() && !known && !self.woven.branches.is_empty() && !self.starts_alike(turn, generation) {
+        // An earlier call on the same messages was a parallel sample, no rewritten history.
+        let starts_alike = |earlier: &Generation| earlier.context == generation.context;
+        let alone = !known && !self.trace.generations[..turn].iter().any(starts_alike);
+        if longest.is_none() && !self.woven.branches.is_empty() && alone {
             let detail = "the messages before this turn are not those of any earlier turn".to_owned();
             self.find(Reason::HistoryRewritten, turn, -1, 0, detail);
         }
@@ -139,11 +142,6 @@ impl Loom<'_, '_> {
         (0..self.woven.branches.len())
             .filter(|&at| continues(&self.woven.branches[at]))
             .max_by_key(|&at| self.woven.branches[at].path.len())
-    }
-
-    /// Whether an earlier call was made on the same messages: a parallel sample, no rewritten history.
-    fn starts_alike(&self, turn: usize, generation: &Generation) -> bool {
-        self.trace.generations[..turn].iter().any(|earlier| earlier.context == generation.context)
     }
 
     /// Where in `rendered` the text after branch `at` begins, if the template keeps what was sampled.

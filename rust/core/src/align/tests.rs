@@ -1,16 +1,10 @@
 //! Whole traces through `align`, built by hand: what no reader of this crate's own formats can say yet.
 
 use super::{Aligned, NO_VALUE, Options, Reason, align};
-use crate::error::Location;
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::example as tokenizer;
 use crate::trace::{Extra, ExtraStart, Generation, Message, Note, Prompt, Tokens, Trace, VersionSpan};
-use serde_json::{Map, json};
-use std::path::Path;
+use serde_json::json;
 use std::sync::Arc;
-
-fn tokenizer() -> Tokenizer {
-    Tokenizer::from_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model")).unwrap()
-}
 
 fn sampled(ids: &[u32], prompt: Prompt) -> Generation {
     let logprobs = Some(vec![-0.5; ids.len()]);
@@ -21,21 +15,7 @@ fn sampled(ids: &[u32], prompt: Prompt) -> Generation {
 /// A trace of these generations over one assistant message.
 fn trace(generations: Vec<Generation>) -> Vec<Arc<Trace>> {
     let messages = vec![Message { value: json!({"role": "assistant"}), reward: None }];
-    vec![Arc::new(Trace {
-        id: "t".into(),
-        location: Location::default(),
-        group: None,
-        reward: Some(1.0),
-        rewards: Vec::new(),
-        messages,
-        generations,
-        conversation: vec![0],
-        tools: None,
-        template_kwargs: Map::new(),
-        model: None,
-        media_left_out: None,
-        raw: crate::raw::Raw::Held(Arc::from(&b"{}"[..])),
-    })]
+    vec![Arc::new(Trace { messages, generations, conversation: vec![0], ..Trace::default() })]
 }
 
 fn aligned(generations: Vec<Generation>) -> Aligned {

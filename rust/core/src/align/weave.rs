@@ -50,27 +50,24 @@ pub(super) enum Place {
 pub struct Memory<'a> {
     /// The last conversation, as prompts and as finished text.
     pub sessions: [Session<'a>; 2],
-    /// The last whole prompt.
     pub prompts: Prompts,
-    /// Ids of bytes.
     pub lookup: Lookup,
 }
 
 /// Aligns one trace.
 pub fn weave<'a>(
     trace: &'a Trace,
-    tokenizer: &'a Tokenizer,
     scaffold: &'a Scaffold<'a>,
     options: Options,
     memory: &mut Memory<'a>,
 ) -> Result<Woven<'a>> {
-    let ends = vec![None; trace.generations.len()];
+    let tokenizer = scaffold.tokenizer;
     let mut loom = Loom {
         trace,
         tokenizer,
         scaffold,
         options,
-        ends,
+        ends: vec![None; trace.generations.len()],
         dated: false,
         recorder: Recorder::new(trace, tokenizer),
         media: OnceCell::new(),
@@ -202,7 +199,7 @@ impl<'a> Loom<'a, '_> {
     /// The messages `context` (indices) as a prompt, or as finished text.
     pub fn render(&mut self, context: &[u32], add_generation_prompt: bool) -> Result<Rendered> {
         let session = &mut self.memory.sessions[usize::from(!add_generation_prompt)];
-        self.scaffold.render(session, self.trace, context, add_generation_prompt)
+        self.scaffold.render(session, self.trace, context, add_generation_prompt, None)
     }
 
     /// Ids and sources of a whole prompt.
@@ -229,7 +226,7 @@ impl<'a> Loom<'a, '_> {
 
     /// The sampled tokens of a generation.
     pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
-        resolve::resolve(generation, content, self.tokenizer, &self.recorder, &mut self.memory.lookup)
+        resolve::resolve(generation, content, &self.recorder, &mut self.memory.lookup)
     }
 
     pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {

@@ -1,7 +1,7 @@
 //! The rows of one rank, written out as flat arrays.
 
 use super::arrays::{Layout, Piece, Plan, Tokens};
-use super::check::check_length;
+use super::check::{check_inside, check_length};
 use super::lexical::common;
 use super::runs::runs;
 use crate::stop;
@@ -62,11 +62,7 @@ fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
         check_length(name, column.len(), count)?;
     }
     check_length("shared", plan.shared.len(), plan.rows.len())?;
-    let room = |n: usize| tokens.cu_seqlens[n + 1] - tokens.cu_seqlens[n];
-    let fits = (0..count).all(|n| tokens.cu_seqlens[n] >= 0 && i64::from(plan.length[n]) <= room(n));
-    if !fits || tokens.cu_seqlens.last().is_some_and(|&end| end > tokens.ids.len() as i64) {
-        return Err(Error::new(Kind::Argument, "a branch reaches beyond its tokens"));
-    }
+    check_inside(tokens.cu_seqlens, plan.length, tokens.ids.len())?;
     if plan.step.iter().any(|&step| step >= plan.rows.len() as i32) {
         return Err(Error::new(Kind::Argument, format!("a branch lies in a step beyond the {}", plan.rows.len())));
     }

@@ -1,6 +1,7 @@
 //! Branches in lexicographic order of their ids, with the length of the prefix that neighbours share.
 
 use crate::stop;
+
 /// Chunk in which two branches are compared: a memory comparison each.
 const CHUNK: usize = 64;
 
@@ -143,13 +144,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn a_prefix_stands_before_what_it_begins() {
-        let texts: [&[i32]; 4] = [&[5, 6, 7], &[5, 6], &[4], &[5, 6]];
-        let found = sorted(&[0, 1, 2, 3], |branch| texts[branch as usize]);
-        assert_eq!(found.iter().map(|entry| entry.branch).collect::<Vec<_>>(), [2, 1, 3, 0]);
-        assert_eq!(found.iter().map(|entry| entry.shared).collect::<Vec<_>>(), [0, 0, 2, 2]);
     }
 }

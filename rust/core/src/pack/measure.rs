@@ -212,42 +212,32 @@ mod tests {
     const TRAINABLE: [bool; 13] = [false, true, true, false, false, false, true, false, true, false, false, true, true];
 
     #[test]
-    fn a_branch_is_laid_out_up_to_its_last_term() {
-        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 6, Whole::Branch, TooLong::Refuse).unwrap();
-        assert_eq!(out.length, [3, 3, 6]);
-        assert_eq!(out.terms, [2, 1, 3]);
-        assert_eq!((out.lost, out.too_long), (vec![0, 0], vec![]));
+    fn what_is_laid_out_lost_and_too_long_is_that_of_the_budget_and_of_what_must_fit() {
+        let (fits, second): (&[i32], &[i32]) = (&[], &[1]);
+        let cases = [
+            ("up to its last term", 6, Whole::Branch, TooLong::Refuse, [3, 3, 6], [2, 1, 3], 0, fits),
+            ("dropping takes the whole trace", 5, Whole::Branch, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
+            ("cut at the last term within", 4, Whole::Branch, TooLong::Truncate, [3, 3, 2], [2, 1, 1], 2, second),
+            ("all branches count", 8, Whole::Trace, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
+            ("all branches fit", 9, Whole::Trace, TooLong::Drop, [3, 3, 6], [2, 1, 3], 0, fits),
+            ("a shared prefix counts once", 7, Whole::Tree, TooLong::Drop, [3, 3, 6], [2, 1, 3], 0, fits),
+            ("a tree that is too large", 6, Whole::Tree, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
+        ];
+        for (case, budget, whole, too_long, length, terms, lost, long) in cases {
+            let out = measure(branches(&CU, &TRACE, &TRAINABLE), budget, whole, too_long).unwrap();
+            assert_eq!((&out.length[..], &out.terms[..]), (&length[..], &terms[..]), "{case}");
+            assert_eq!((&out.lost[..], &out.too_long[..]), (&[0, lost][..], long), "{case}");
+        }
     }
 
     #[test]
-    fn dropping_takes_the_whole_trace_and_counts_its_terms() {
-        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 5, Whole::Branch, TooLong::Drop).unwrap();
-        assert_eq!(out.length, [3, 0, 0]);
-        assert_eq!((out.lost, out.too_long), (vec![0, 4], vec![1]));
-    }
-
-    #[test]
-    fn truncating_cuts_the_long_branch_alone_at_its_last_term_within_the_budget() {
-        let out = measure(branches(&CU, &TRACE, &TRAINABLE), 4, Whole::Branch, TooLong::Truncate).unwrap();
-        assert_eq!(out.length, [3, 3, 2]);
-        assert_eq!(out.terms, [2, 1, 1]);
-        assert_eq!((out.lost, out.too_long), (vec![0, 2], vec![1]));
-    }
-
-    #[test]
-    fn a_whole_trace_counts_all_its_branches_and_is_never_cut() {
-        let long = branches(&CU, &TRACE, &TRAINABLE);
-        assert_eq!(measure(long, 8, Whole::Trace, TooLong::Drop).unwrap().length, [3, 0, 0]);
-        assert_eq!(measure(long, 9, Whole::Trace, TooLong::Drop).unwrap().length, [3, 3, 6]);
-        assert!(measure(long, 9, Whole::Trace, TooLong::Truncate).unwrap_err().to_string().contains("whole traces"));
-    }
-
-    #[test]
-    fn a_whole_trace_as_a_tree_counts_a_shared_prefix_once() {
-        let long = branches(&CU, &TRACE, &TRAINABLE);
-        assert_eq!(measure(long, 7, Whole::Tree, TooLong::Drop).unwrap().length, [3, 3, 6]);
-        assert_eq!(measure(long, 6, Whole::Tree, TooLong::Drop).unwrap().length, [3, 0, 0]);
-        let text = measure(long, 6, Whole::Tree, TooLong::Refuse).unwrap_err().to_string();
+    fn a_whole_trace_is_never_cut_and_is_refused_by_what_it_has_together() {
+        let refused = |budget, whole, too_long| {
+            measure(branches(&CU, &TRACE, &TRAINABLE), budget, whole, too_long).unwrap_err().to_string()
+        };
+        let text = refused(9, Whole::Trace, TooLong::Truncate);
+        assert!(text.contains("whole traces"), "{text}");
+        let text = refused(6, Whole::Tree, TooLong::Refuse);
         assert!(text.contains("shared prefixes counted once, have 7 tokens"), "{text}");
     }
 

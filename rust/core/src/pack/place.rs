@@ -1,6 +1,6 @@
 //! Which rank and which row each branch goes to, and whether the rows share prefixes.
 
-use super::check::{check_budget, check_length};
+use super::check::{check_budget, check_inside, check_length};
 use super::fit::BestFit;
 use super::lexical::{Entry, RunningMin, common, sorted};
 use super::ranks::{Cost, Work, balance};
@@ -114,11 +114,7 @@ fn check(demand: Demand<'_>) -> Result<()> {
             .why("It says what a token, a pair and a term cost")
             .cure("Take it from the shape of the model"));
     }
-    let ends = demand.cu_seqlens.windows(2).zip(demand.length);
-    let inside = ends.into_iter().all(|(ends, &length)| ends[0] >= 0 && i64::from(length) <= ends[1] - ends[0]);
-    if !inside || demand.cu_seqlens.last().is_some_and(|&end| end > demand.ids.len() as i64) {
-        return Err(Error::new(Kind::Argument, "a branch reaches beyond its tokens"));
-    }
+    check_inside(demand.cu_seqlens, demand.length, demand.ids.len())?;
     let trace = demand.trace;
     if trace.first().is_some_and(|&first| first != 0) || trace.windows(2).any(|w| !(0..=1).contains(&(w[1] - w[0]))) {
         return Err(Error::new(Kind::Argument, "trace does not count up from 0 without gaps"));

@@ -128,30 +128,18 @@ mod tests {
     }
 
     #[test]
-    fn the_costliest_trace_goes_to_the_rank_with_least_to_do() {
+    fn traces_go_to_the_rank_with_least_to_do_by_what_they_cost_and_share() {
+        let check = |works: &[Work], cost: Cost, rank: &[u32], load: [f64; 2]| {
+            assert_eq!(balance(works, 2, cost), (rank.to_vec(), load.to_vec()), "{works:?}");
+        };
         // 9 to rank 0, 8 to rank 1, 3 to rank 1 (8 < 9), 2 to rank 0: 11 each.
-        let (rank, load) = balance(&works(&[(9, 0), (2, 0), (8, 0), (3, 0)]), 2, TOKENS);
-        assert_eq!(rank, [0, 0, 1, 1]);
-        assert_eq!(load, [11.0, 11.0]);
-    }
-
-    #[test]
-    fn long_branches_weigh_by_what_their_queries_see() {
+        check(&works(&[(9, 0), (2, 0), (8, 0), (3, 0)]), TOKENS, &[0, 0, 1, 1], [11.0; 2]);
         // pair = 1 alone: 10 tokens are 55 pairs, 4 are 10. The long one stands alone.
         let pairs = Cost { token: 0.0, pair: 1.0, term: 0.0 };
-        let works: Vec<Work> =
-            [10, 4, 4, 4].map(|tokens| Work { cost: pairs.of(tokens), prefix: 0.0, shared: 0 }).into();
-        let (rank, load) = balance(&works, 2, pairs);
-        assert_eq!(rank, [0, 1, 1, 1]);
-        assert_eq!(load, [55.0, 30.0]);
-    }
-
-    #[test]
-    fn a_group_that_shares_a_prefix_stays_on_one_rank_where_that_is_balanced() {
+        let long = [10, 4, 4, 4].map(|tokens| Work { cost: pairs.of(tokens), prefix: 0.0, shared: 0 });
+        check(&long, pairs, &[0, 1, 1, 1], [55.0, 30.0]);
         // Two groups of three, 10 tokens of which 8 are shared: 10 + 2 + 2 = 14 each.
-        let (rank, load) = balance(&works(&[(10, 0), (10, 8), (10, 8), (10, 0), (10, 8), (10, 8)]), 2, TOKENS);
-        assert_eq!(rank, [0, 0, 0, 1, 1, 1]);
-        assert_eq!(load, [14.0, 14.0]);
+        check(&works(&[(10, 0), (10, 8), (10, 8)].repeat(2)), TOKENS, &[0, 0, 0, 1, 1, 1], [14.0; 2]);
     }
 
     #[test]

@@ -110,42 +110,28 @@ fn append(to: &mut Option<Bundle>, bundle: Bundle, depth: usize, next: &mut [Opt
 mod tests {
     use super::*;
 
-    fn rows(units: &[(usize, usize)], budget: usize) -> Vec<u32> {
-        let units: Vec<Unit> = units.iter().map(|&(tokens, shared)| Unit { tokens, shared }).collect();
-        rows_of(&units, budget, &mut BestFit::new(budget)).0
-    }
-
     #[test]
-    fn without_shared_tokens_it_is_best_fit_decreasing() {
-        // 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
-        assert_eq!(rows(&[(3, 0), (6, 0), (4, 0), (5, 0), (2, 0)], 10), [1, 0, 0, 1, 1]);
-    }
-
-    #[test]
-    fn what_shares_most_is_put_together_first() {
+    fn what_shares_most_is_put_together_first_and_closed_from_the_deepest() {
+        let check = |units: &[(usize, usize)], budget: usize, expected: &[u32]| {
+            let all: Vec<Unit> = units.iter().map(|&(tokens, shared)| Unit { tokens, shared }).collect();
+            assert_eq!(rows_of(&all, budget, &mut BestFit::new(budget)).0, expected, "{units:?} in {budget}");
+        };
+        // Without shared tokens: 6 opens row 0, 5 row 1, 4 fits row 0 exactly (room 4 < 5), 3 then 2 fill row 1.
+        check(&[(3, 0), (6, 0), (4, 0), (5, 0), (2, 0)], 10, &[1, 0, 0, 1, 1]);
         // Two groups of two: 8 tokens each, 6 of them shared. A group takes 6 + 2 + 2 = 10, a row alone.
-        assert_eq!(rows(&[(8, 0), (8, 6), (8, 1), (8, 6)], 10), [0, 0, 1, 1]);
+        let groups = [(8, 0), (8, 6), (8, 1), (8, 6)];
+        check(&groups, 10, &[0, 0, 1, 1]);
         // With room for 19 both groups take 1 + 9 + 9 = 19, as one token is theirs together.
-        assert_eq!(rows(&[(8, 0), (8, 6), (8, 1), (8, 6)], 19), [0; 4]);
-        assert_eq!(rows(&[(8, 0), (8, 6), (8, 1), (8, 6)], 18), [0, 0, 1, 1]);
-    }
-
-    #[test]
-    fn a_group_beyond_the_budget_is_split_and_its_prefix_counted_in_each_part() {
-        // 4 + 4 * 3 = 16 tokens in rows of 11: two branches take 4 + 3 + 3 = 10, a third 13.
-        assert_eq!(rows(&[(7, 0), (7, 4), (7, 4), (7, 4)], 11), [0, 0, 1, 1]);
-    }
-
-    #[test]
-    fn equal_units_take_no_room() {
-        assert_eq!(rows(&[(5, 0), (5, 5), (5, 5)], 5), [0, 0, 0]);
-    }
-
-    #[test]
-    fn nested_prefixes_are_closed_from_the_deepest() {
+        check(&groups, 19, &[0; 4]);
+        check(&groups, 18, &[0, 0, 1, 1]);
+        // A group beyond the budget is split: 4 + 4 * 3 = 16 tokens in rows of 11: 4 + 3 + 3 = 10 fit, a third 13.
+        check(&[(7, 0), (7, 4), (7, 4), (7, 4)], 11, &[0, 0, 1, 1]);
+        // Equal units take no room.
+        check(&[(5, 0), (5, 5), (5, 5)], 5, &[0, 0, 0]);
         // a: 4; b: 6 sharing 2 with a; c: 9 sharing 5 with b; d: 3 sharing 1. Tree: 4 + 4 + 4 + 2 = 14.
-        assert_eq!(rows(&[(4, 0), (6, 2), (9, 5), (3, 1)], 14), [0; 4]);
+        let nested = [(4, 0), (6, 2), (9, 5), (3, 1)];
+        check(&nested, 14, &[0; 4]);
         // In rows of 10: b and c take 10; a and d 4 + 2.
-        assert_eq!(rows(&[(4, 0), (6, 2), (9, 5), (3, 1)], 10), [1, 0, 0, 1]);
+        check(&nested, 10, &[1, 0, 0, 1]);
     }
 }

@@ -25,13 +25,6 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    #[test]
-    fn runs_are_the_longest_and_in_order() {
-        let flags = [false, true, true, false, false, true];
-        assert_eq!(runs(&flags).collect::<Vec<_>>(), [1..3, 5..6]);
-        assert_eq!(runs(&[]).count(), 0);
-    }
-
     proptest! {
         #[test]
         fn they_cover_what_is_set_and_nothing_else(lengths in prop::collection::vec(0usize..200, 0..8), first in any::<bool>()) {

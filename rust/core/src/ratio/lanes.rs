@@ -2,8 +2,7 @@
 //!
 //! Sums run in fixed lanes, in one order on every machine.
 
-use super::real::Real;
-use super::real::{LANES, Vector};
+use super::real::{LANES, Real, Vector};
 
 /// out = f(a).
 #[inline(always)]

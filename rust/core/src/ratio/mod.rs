@@ -68,9 +68,6 @@ pub struct Corrected<F> {
 }
 
 /// Weights, gates and scales of the terms, in new vectors; see [`correct_into`].
-///
-/// # Errors
-/// As [`correct_into`].
 pub fn correct<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) -> Result<Corrected<F>> {
     let (mut weight, mut keep) = (vec![F::ZERO; terms.len()], vec![false; terms.len()]);
     let (scales, stats) = correct_into(terms, plan, exchange, &mut weight, &mut keep)?;

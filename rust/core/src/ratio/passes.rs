@@ -1,9 +1,8 @@
 //! Vectorised loops of the common case: log-ratios and their exponentials, and what is wrong with the logprobs.
 
-use super::lanes::largest;
+use super::lanes::{largest, to_array};
 use super::limits::{LOG_RATIO_LIMIT, POSITIVE_TOLERANCE, SENTINEL};
-use super::real::Real;
-use super::real::{LANES, Vector};
+use super::real::{LANES, Real, Vector};
 use super::simd::prefetch;
 
 /// What is done with a vector of each input. `step` must be `#[inline(always)]`.
@@ -31,9 +30,7 @@ fn each<V: Vector, P: Pass<V, I, O>, const I: usize, const O: usize>(
     if !size.is_multiple_of(LANES) {
         let found = pass.step(std::array::from_fn(|n| V::load(&padded(inputs[n].1, padding[n]))));
         for ((_, tail), found) in outputs.iter_mut().zip(found) {
-            let mut last = [V::Element::ZERO; LANES];
-            found.store(&mut last);
-            tail.copy_from_slice(&last[..tail.len()]);
+            tail.copy_from_slice(&to_array(found)[..tail.len()]);
         }
     }
 }

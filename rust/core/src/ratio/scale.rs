@@ -6,8 +6,7 @@ use super::plan::{Over, Per, Reduction};
 use super::real::Real;
 use super::segments::{Index, Segments};
 use super::stats::Stats;
-use super::terms::argument;
-use super::terms::{Ids, Terms};
+use super::terms::{Ids, Terms, argument};
 use crate::error::Result;
 use crate::stop;
 
@@ -23,7 +22,7 @@ pub enum Scale<F> {
 /// What a scale is counted from.
 pub(super) struct Counting<'a, F> {
     pub terms: &'a Terms<'a, F>,
-    pub index: &'a Index<'a>,
+    pub index: &'a Index<'a, F>,
     pub keep: &'a [bool],
     /// Over all ranks.
     pub stats: Stats,

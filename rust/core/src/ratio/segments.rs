@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use super::plan::Over;
+use super::real::Real;
 use super::terms::{Ids, Integers, Terms};
 use crate::stop;
 
@@ -147,39 +148,25 @@ fn run_length<T: Copy + PartialEq>(ids: &[T]) -> usize {
 }
 
 /// The segments of each level, found when first asked for.
-pub(super) struct Index<'a> {
-    terms: usize,
-    trace_ids: Ids<'a>,
-    turn_ids: Option<Ids<'a>>,
-    group_ids: Option<Ids<'a>>,
-    turn: OnceCell<Segments>,
-    trace: OnceCell<Segments>,
-    group: OnceCell<Segments>,
-    batch: OnceCell<Segments>,
+pub(super) struct Index<'a, F> {
+    terms: &'a Terms<'a, F>,
+    found: [OnceCell<Segments>; 5],
 }
 
-impl<'a> Index<'a> {
-    pub fn new<F: super::real::Real>(terms: &Terms<'a, F>) -> Self {
-        Self {
-            terms: terms.len(),
-            trace_ids: terms.trace,
-            turn_ids: terms.turn,
-            group_ids: terms.group,
-            turn: OnceCell::new(),
-            trace: OnceCell::new(),
-            group: OnceCell::new(),
-            batch: OnceCell::new(),
-        }
+impl<'a, F: Real> Index<'a, F> {
+    pub fn new(terms: &'a Terms<'a, F>) -> Self {
+        Self { terms, found: Default::default() }
     }
 
     /// The segments of a level; none for the token, and where the ids were not given.
     pub fn of(&self, over: Over) -> Option<&Segments> {
+        let (terms, found) = (self.terms, &self.found[over as usize]);
         match over {
             Over::Token => None,
-            Over::Turn => self.turn_ids.map(|turn| self.turn.get_or_init(|| Segments::of_pairs(self.trace_ids, turn))),
-            Over::Trace => Some(self.trace.get_or_init(|| Segments::of(self.trace_ids))),
-            Over::Group => self.group_ids.map(|group| self.group.get_or_init(|| Segments::of(group))),
-            Over::Batch => Some(self.batch.get_or_init(|| Segments::whole(self.terms))),
+            Over::Turn => terms.turn.map(|turn| found.get_or_init(|| Segments::of_pairs(terms.trace, turn))),
+            Over::Trace => Some(found.get_or_init(|| Segments::of(terms.trace))),
+            Over::Group => terms.group.map(|group| found.get_or_init(|| Segments::of(group))),
+            Over::Batch => Some(found.get_or_init(|| Segments::whole(terms.len()))),
         }
     }
 }

@@ -130,29 +130,18 @@ mod avx2 {
         };
     }
 
-    impl Add for F32x8 {
-        type Output = Self;
-        #[inline(always)]
-        fn add(self, other: Self) -> Self {
-            Self(instruction!(_mm256_add_ps(self.0, other.0)))
-        }
+    macro_rules! elementwise {
+        ($($name:ident $function:ident $call:ident;)*) => {
+            $(impl $name for F32x8 {
+                type Output = Self;
+                #[inline(always)]
+                fn $function(self, other: Self) -> Self {
+                    Self(instruction!($call(self.0, other.0)))
+                }
+            })*
+        };
     }
-
-    impl Sub for F32x8 {
-        type Output = Self;
-        #[inline(always)]
-        fn sub(self, other: Self) -> Self {
-            Self(instruction!(_mm256_sub_ps(self.0, other.0)))
-        }
-    }
-
-    impl Mul for F32x8 {
-        type Output = Self;
-        #[inline(always)]
-        fn mul(self, other: Self) -> Self {
-            Self(instruction!(_mm256_mul_ps(self.0, other.0)))
-        }
-    }
+    elementwise!(Add add _mm256_add_ps; Sub sub _mm256_sub_ps; Mul mul _mm256_mul_ps;);
 
     impl Single for F32x8 {
         #[inline(always)]

@@ -130,21 +130,13 @@ impl<'a, F: Real> Terms<'a, F> {
         }
     }
 
-    /// Whether a position is a term.
-    pub(super) fn is_term(&self, position: usize) -> bool {
-        self.mask.is_none_or(|mask| mask[position])
-    }
-
-    /// A position in words: its index among the terms, and its trace.
-    pub(super) fn place(&self, position: usize) -> String {
-        let term = self.mask.map_or(position, |mask| mask[..position].iter().filter(|&&here| here).count());
-        format!("term {term} (trace {})", self.trace.at(position))
-    }
-
     /// The first value in `range` that is no logprob.
     pub(super) fn check(&self, range: Range<usize>, refuse_missing: bool) -> Result<()> {
-        for position in range.filter(|&position| self.is_term(position)) {
-            let place = || self.place(position);
+        for position in range.filter(|&position| self.mask.is_none_or(|mask| mask[position])) {
+            let place = || {
+                let term = self.mask.map_or(position, |mask| mask[..position].iter().filter(|&&here| here).count());
+                format!("term {term} (trace {})", self.trace.at(position))
+            };
             if let Some(logprob) = self.rollout.map(|rollout| rollout[position].wide()) {
                 if logprob > super::limits::POSITIVE_TOLERANCE || logprob <= super::limits::SENTINEL {
                     return Err(argument(format!("{}: the rollout logprob is {logprob}", place()))

@@ -13,7 +13,6 @@ const CHAIN: usize = 500;
 const BLOCKS: usize = 100;
 /// Macros and calls with a body inside one another: what is inside is looked at once for each of them.
 const MACROS: usize = 8;
-/// Bytes of a name.
 const NAME_BYTES: usize = 256;
 /// Blocks that a `break` cannot leave: the engine would take what they opened for the loop's.
 const SHUT: [&str; 5] = ["generation", "with", "filter", "set", "autoescape"];

@@ -71,15 +71,10 @@ pub(super) fn compare(values: &[Value]) -> Result<bool, Error> {
             "!=" => !equal(left, right)?,
             "in" => contains(left, right)?,
             "not in" => !contains(left, right)?,
-            _ => {
-                let order = order(operator, left, right)?;
-                match operator {
-                    "<" => order == Some(Ordering::Less),
-                    ">" => order == Some(Ordering::Greater),
-                    "<=" => matches!(order, Some(Ordering::Less | Ordering::Equal)),
-                    _ => matches!(order, Some(Ordering::Greater | Ordering::Equal)),
-                }
-            }
+            "<" => order(operator, left, right)?.is_some_and(Ordering::is_lt),
+            ">" => order(operator, left, right)?.is_some_and(Ordering::is_gt),
+            "<=" => order(operator, left, right)?.is_some_and(Ordering::is_le),
+            _ => order(operator, left, right)?.is_some_and(Ordering::is_ge),
         };
         if !holds {
             return Ok(false);

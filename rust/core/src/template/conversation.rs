@@ -16,7 +16,6 @@ use serde_json::{Map, Value as Json};
 /// Names a message's reasoning is passed under; the first is the one that templates read.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// A message that was looked at.
 #[derive(Debug)]
 struct Checked<'a> {
     given: &'a Json,
@@ -70,7 +69,6 @@ impl<'a> Conversation<'a> {
         self.messages.iter().any(|message| message.has_null)
     }
 
-    /// Number of messages.
     pub fn len(&self) -> usize {
         self.messages.len()
     }
@@ -115,15 +113,6 @@ impl<'a> Conversation<'a> {
             selection.takes(index).then_some(marker)
         });
         message_value(map, parsed, keep_null, index as u32, marker)
-    }
-
-    /// All messages as template values, as [`Conversation::value`].
-    pub fn values(&self, keep_null: bool, mut marks: Option<(&mut Marker<'_>, &Selection)>) -> Value {
-        let value = |index| {
-            let marks = marks.as_mut().map(|(marker, selection)| (&mut **marker, *selection));
-            self.value(index, keep_null, marks)
-        };
-        Value::from((0..self.len()).map(value).collect::<Vec<_>>())
     }
 }
 
@@ -269,7 +258,7 @@ fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>
             contained(Value::from(items), message, marker)
         }
         Json::Object(map) => {
-            present.doubt |= map.keys().any(|key| UNMARKED.contains(&key.as_str()));
+            present.noted.doubt |= map.keys().any(|key| UNMARKED.contains(&key.as_str()));
             let pairs: Vec<(&str, Value)> =
                 map.iter().map(|(key, value)| (key.as_str(), argument_value(value, message, marker))).collect();
             contained(record(pairs.into_iter()), message, marker)

@@ -6,15 +6,14 @@ use super::charge::{Paid, Reads, text_bytes};
 use super::generator::Generator;
 use super::json::python_str;
 use super::limits::{self, made, make_items};
-use super::methods::{joined, replaced, strip};
-use super::operators::{self, add as plus, allow_format};
+use super::methods::{replaced, strip};
+use super::operators::{self, add as plus, allow_format, joined, not_iterable};
 use super::watch;
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, filters};
 use std::borrow::Cow;
 
-/// Adds the filters.
 pub(super) fn add(paid: &mut Paid<'_>) {
     add_lazy(paid);
     add_counted(paid);
@@ -23,9 +22,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
         paid.direct(name, Reads::Strings, move |state, args| number(state, name, &inner, args));
     }
     for name in ["length", "count"] {
-        paid.direct(name, Reads::Strings, |_, values| {
-            from_args(values).and_then(|(value,)| length(value)).map(Value::from)
-        });
+        paid.direct(name, Reads::Strings, |_, values| from_args(values).and_then(length).map(Value::from));
     }
     for name in ["default", "d"] {
         paid.filter(name, Reads::Strings, filters::default);
@@ -38,7 +35,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
     let safe = |value: &Value| python_str(value).map(|text| Value::from_safe_string(text.into_owned())).and_then(made);
     paid.filter("safe", Reads::Strings, safe);
     paid.filter("string", Reads::Strings, string);
-    paid.direct("trim", Reads::Strings, |_, values| from_args(values).and_then(|(value, chars)| trim(value, chars)));
+    paid.direct("trim", Reads::Strings, |_, values| from_args(values).and_then(trim));
     paid.filter("replace", Reads::Texts, replace);
     paid.filter("abs", Reads::Texts, filters::abs);
     paid.filter("round", Reads::Texts, filters::round);
@@ -108,10 +105,6 @@ fn number(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Resul
     Ok(inner.call(state, args).unwrap_or(default))
 }
 
-fn not_iterable() -> Error {
-    Error::new(ErrorKind::InvalidOperation, "none is not iterable")
-}
-
 fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<Value, Error> {
     let Some(value) = args.first() else { return inner.call(state, args) };
     if value.is_none() {
@@ -129,21 +122,17 @@ fn lazy(state: &mut State, name: &str, inner: &Value, args: &[Value]) -> Result<
     Ok(Generator::value(items))
 }
 
-fn text_of(value: &Value) -> Result<Cow<'_, str>, Error> {
-    python_str(value)
-}
-
-fn trim(value: &Value, chars: Option<&str>) -> Result<Value, Error> {
-    let text = text_of(value)?;
+fn trim((value, chars): (&Value, Option<&str>)) -> Result<Value, Error> {
+    let text = python_str(value)?;
     let cut = |text: &str| Value::from(strip(text, chars, true, true));
     let result = made(cut(&text))?;
-    watch::repeat(&[value], &result, |plain| Ok(cut(&text_of(&plain[0])?)))?;
+    watch::repeat(&[value], &result, |plain| Ok(cut(&python_str(&plain[0])?)))?;
     Ok(result)
 }
 
 fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<Value, Error> {
     let replace = |all: &[&Value]| {
-        let [text, old, new] = [text_of(all[0])?, text_of(all[1])?, text_of(all[2])?];
+        let [text, old, new] = [python_str(all[0])?, python_str(all[1])?, python_str(all[2])?];
         replaced(&text, &old, &new, count).map(Value::from)
     };
     let (old, new) = (Value::from(old), Value::from(new));
@@ -154,7 +143,7 @@ fn replace(value: &Value, old: &str, new: &str, count: Option<usize>) -> Result<
 }
 
 /// `len`, and 0 for what is undefined, as Jinja has it.
-fn length(value: &Value) -> Result<usize, Error> {
+fn length((value,): (&Value,)) -> Result<usize, Error> {
     if value.is_undefined() {
         return Ok(0);
     }

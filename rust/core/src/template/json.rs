@@ -157,11 +157,9 @@ fn new_line(out: &mut String, style: &Style, depth: usize) -> Result<(), Error> 
 fn write_key(out: &mut String, key: &Value, style: &Style) -> Result<(), Error> {
     match key.kind() {
         ValueKind::String => write_string(out, key.as_str().unwrap_or_default(), style.ensure_ascii),
-        ValueKind::None => out.push_str("\"null\""),
-        ValueKind::Bool => out.push_str(if key.is_true() { "\"true\"" } else { "\"false\"" }),
-        ValueKind::Number => {
+        ValueKind::None | ValueKind::Bool | ValueKind::Number => {
             out.push('"');
-            write_number(out, key);
+            write_value(out, key, style, 0)?;
             out.push('"');
         }
         other => return Err(not_serializable(other)),
@@ -189,15 +187,8 @@ pub(super) fn float_of(value: &Value) -> Option<f64> {
 
 /// `float.__repr__`: shortest digits that round-trip, exponents outside 1e-4 to 1e16.
 pub(super) fn float_repr(float: f64) -> String {
-    if !float.is_finite() {
-        return if float.is_nan() {
-            "nan"
-        } else if float > 0.0 {
-            "inf"
-        } else {
-            "-inf"
-        }
-        .to_owned();
+    if float.is_nan() {
+        return "nan".to_owned();
     }
     let text = format!("{float:?}");
     let Some((mantissa, exponent)) = text.split_once('e') else { return text };
@@ -332,19 +323,12 @@ mod tests {
     #[test]
     fn floats_are_written_as_cpython_writes_them() {
         // python3 -c "print([1.0, 1e16, 1e15, 1e-4, 1e-5, 1.5e300, -0.0, 0.1, 123456789012345680.0])"
-        let expected = [
-            "1.0",
-            "1e+16",
-            "1000000000000000.0",
-            "0.0001",
-            "1e-05",
-            "1.5e+300",
-            "-0.0",
-            "0.1",
-            "1.2345678901234568e+17",
-        ];
+        let expected =
+            "1.0 1e+16 1000000000000000.0 0.0001 1e-05 1.5e+300 -0.0 0.1 1.2345678901234568e+17 inf -inf nan";
         let floats = [1.0, 1e16, 1e15, 1e-4, 1e-5, 1.5e300, -0.0, 0.1, 123_456_789_012_345_680.0];
-        assert_eq!(floats.map(float_repr), expected);
+        let others = [f64::INFINITY, f64::NEG_INFINITY, f64::NAN];
+        let found: Vec<String> = floats.into_iter().chain(others).map(float_repr).collect();
+        assert_eq!(found.join(" "), expected);
     }
 
     #[test]
@@ -357,19 +341,14 @@ mod tests {
     }
 
     #[test]
-    fn escapes_follow_json_dumps() {
+    fn escapes_and_indentation_follow_json_dumps() {
         start();
-        let value = Value::from("é\u{1}\"\\\n\u{7f}😊");
-        assert_eq!(dumps(&value, &Style::default()).unwrap(), "\"é\\u0001\\\"\\\\\\n\u{7f}😊\"");
+        let text = Value::from("é\u{1}\"\\\n\u{7f}😊");
+        assert_eq!(dumps(&text, &Style::default()).unwrap(), "\"é\\u0001\\\"\\\\\\n\u{7f}😊\"");
         let ascii = Style { ensure_ascii: true, ..Style::default() };
-        assert_eq!(dumps(&value, &ascii).unwrap(), r#""\u00e9\u0001\"\\\n\u007f\ud83d\ude0a""#);
-    }
-
-    #[test]
-    fn indentation_follows_json_dumps() {
-        start();
-        let value = Value::from_pairs([("a", Value::from(vec![1, 2])), ("b", Value::from(Vec::<i32>::new()))]);
+        assert_eq!(dumps(&text, &ascii).unwrap(), r#""\u00e9\u0001\"\\\n\u007f\ud83d\ude0a""#);
+        let map = Value::from_pairs([("a", Value::from(vec![1, 2])), ("b", Value::from(Vec::<i32>::new()))]);
         let style = Style { indent: Some("  ".into()), item_separator: ",".into(), ..Style::default() };
-        assert_eq!(dumps(&value, &style).unwrap(), "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": []\n}");
+        assert_eq!(dumps(&map, &style).unwrap(), "{\n  \"a\": [\n    1,\n    2\n  ],\n  \"b\": []\n}");
     }
 }

@@ -83,13 +83,6 @@ thread_local! {
     };
 }
 
-impl Time {
-    /// Whether it is over before so much work is done.
-    fn is_over(self, units: usize) -> bool {
-        spent().saturating_add(UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX))) > self.deadline
-    }
-}
-
 /// How long this thread has worked.
 #[cfg(unix)]
 fn spent() -> Duration {
@@ -121,7 +114,9 @@ impl Budget {
     fn look(&self, units: usize) -> Result<(), Error> {
         stop::check();
         self.work.set(WORK_BETWEEN_LOOKS);
-        if self.time.get().is_over(units) { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+        let takes = UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX));
+        let is_over = spent().saturating_add(takes) > self.time.get().deadline;
+        if is_over { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
     }
 
     #[inline]
@@ -197,12 +192,10 @@ pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     BUDGET.with(|left| left.spend(bytes))
 }
 
-/// Bytes that the run has spent.
 pub(super) fn spent_bytes() -> usize {
     BUDGET.with(|left| left.all_bytes.get().saturating_sub(left.bytes.get()))
 }
 
-/// Bytes that the run may still spend.
 pub(super) fn left_bytes() -> usize {
     BUDGET.with(|left| left.bytes.get())
 }
@@ -254,31 +247,12 @@ impl Object for Range {
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        let items = self.numbers.try_iter().into_iter().flatten();
-        Enumerator::Iter(Box::new(Counted { items, length: self.numbers.len().unwrap_or(0) }))
+        let Ok(numbers) = self.numbers.try_iter() else { return Enumerator::Empty };
+        Enumerator::Iter(Box::new(numbers.map(|number| work(ITEM_WORK).map_or_else(Value::from, |()| number))))
     }
 
     fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
         self.numbers.len()
-    }
-}
-
-struct Counted<I> {
-    items: I,
-    length: usize,
-}
-
-impl<I: Iterator<Item = Value>> Iterator for Counted<I> {
-    type Item = Value;
-
-    fn next(&mut self) -> Option<Value> {
-        let item = self.items.next()?;
-        self.length = self.length.saturating_sub(1);
-        Some(work(ITEM_WORK).map_or_else(Value::from, |()| item))
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        (self.length, Some(self.length))
     }
 }
 

@@ -4,15 +4,16 @@
 //! `Template::render`.
 
 use super::conversation::Selection;
-use super::environment::failure;
+use super::environment::{self, failure};
 use super::limits::{in_time, work};
 use super::marks::{Alphabet, Marker, Tag, Used};
 use super::provenance::{self, Found, disjoint};
 use super::rendered::Rendered;
 use super::schemas::Marked;
 use super::session::{Earlier, Slots};
-use super::{Call, Template};
+use super::{Call, Template, watch};
 use crate::error::Result;
+use minijinja::value::Value;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -124,8 +125,8 @@ impl Template {
         let marked = slot.marked(messages, (&marking.alphabet, tags), self.seams.as_ref(), selection);
         work(marked.passed / PASSED_PER_UNIT)?;
         let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
-        let mut tried = Tried { edges: marked.edges, ..Tried::default() };
-        tried.noticed = marked.doubt || marking.schemas.as_ref().is_some_and(|schemas| schemas.doubt);
+        let mut tried = Tried { edges: marked.noted.edges, ..Tried::default() };
+        tried.noticed = marked.noted.doubt || marking.schemas.as_ref().is_some_and(|schemas| schemas.doubt);
         let tags = std::mem::take(&mut slot.tags);
         match self.run_on(call, slot, marked.values, tools, Some(&marking.alphabet)) {
             Ok(run) => {
@@ -151,13 +152,16 @@ impl Template {
         let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
         let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
         let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
-        let messages = call.conversation.values(call.keep_null, Some((&mut marker, &selection)));
+        let value = |index| call.conversation.value(index, call.keep_null, Some((&mut marker, &selection)));
+        let messages = Value::from((0..call.conversation.len()).map(value).collect::<Vec<_>>());
         work(marker.passed / PASSED_PER_UNIT)?;
         let tools = schemas.map(|schemas| schemas.value.clone());
-        let Ok(marked) = self.run(call, messages, tools, Some(&marking.alphabet)) else {
+        watch::begin(0);
+        let context = call.variables(messages, tools, Some(&marking.alphabet));
+        let Ok(text_with_marks) = environment::render(&self.env, context, call.size) else {
             return in_time().map(|()| None);
         };
-        let mut run = Earlier { text: marked, ..Earlier::default() };
+        let mut run = Earlier { text: text_with_marks, ..Earlier::default() };
         let found = read(&mut run, &marking.alphabet, &marker.tags)?;
         Ok(found.filter(|(plain, _)| **plain == *text).map(|(_, found)| found))
     }

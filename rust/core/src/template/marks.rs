@@ -95,7 +95,6 @@ impl Used {
         self
     }
 
-    /// Whether there were none.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -125,21 +124,27 @@ pub(super) struct Tag {
     pub leaf: Option<(Leaf, Range<usize>)>,
 }
 
+/// What is known of the strings so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Noted {
+    /// How many there were.
+    pub leaves: usize,
+    /// Whether any segment begins or ends with whitespace.
+    pub edges: bool,
+    /// Whether a marked string stands under a key of [`UNMARKED`](super::rewrite::UNMARKED).
+    pub doubt: bool,
+}
+
 /// Puts marks into strings and keeps the table of tags.
 #[derive(Debug)]
 pub(super) struct Marker<'t> {
     pub alphabet: Alphabet,
     pub tags: Vec<Tag>,
-    /// Strings so far.
-    pub leaves: usize,
+    pub noted: Noted,
     /// Strings the template may test for or split at: marks stay out of them.
     seams: Option<&'t Seams>,
     /// Whether marks of this message stand inside the whitespace at the edges of a string.
     pub inside: bool,
-    /// Whether any segment so far begins or ends with whitespace.
-    pub edges: bool,
-    /// Whether a marked string stands under a key of [`UNMARKED`](super::rewrite::UNMARKED).
-    pub doubt: bool,
     /// Bytes and seams that were gone over.
     pub passed: usize,
 }
@@ -147,7 +152,7 @@ pub(super) struct Marker<'t> {
 impl<'t> Marker<'t> {
     /// A marker that continues after `tags`.
     pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag>) -> Self {
-        Self { alphabet, tags, leaves: 0, seams, inside: true, edges: false, doubt: false, passed: 0 }
+        Self { alphabet, tags, noted: Noted::default(), seams, inside: true, passed: 0 }
     }
 
     /// The marks of a container that belongs to `message`.
@@ -174,8 +179,8 @@ impl<'t> Marker<'t> {
     /// The string with every segment between seams enclosed.
     pub fn leaf(&mut self, text: &str, message: u32, field: Field) -> String {
         stop::before(text.len());
-        let leaf = Leaf { number: self.leaves, text: text.into() };
-        self.leaves += 1;
+        let leaf = Leaf { number: self.noted.leaves, text: text.into() };
+        self.noted.leaves += 1;
         let mut out = String::with_capacity(text.len() + 32);
         let mut from = 0;
         let (seams, met) = self.seams.map_or_else(Default::default, |seams| seams.united(text));
@@ -191,7 +196,7 @@ impl<'t> Marker<'t> {
 
     fn segment(&mut self, out: &mut String, leaf: &Leaf, whole: Range<usize>, message: u32, field: Field) {
         let core = trimmed(&leaf.text, whole.clone());
-        self.edges |= core != whole;
+        self.noted.edges |= core != whole;
         let core = if self.inside { core } else { whole.clone() };
         out.push_str(&leaf.text[whole.start..core.start]);
         if !core.is_empty() {

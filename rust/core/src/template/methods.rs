@@ -6,7 +6,7 @@
 use super::charge::{Reads, charge, charge_method, compared, hashed, held, text_bytes};
 use super::limits;
 use super::marks::is_space;
-use super::operators::bounded_format;
+use super::operators::{bounded_format, joined};
 use super::watch::{self, Tells};
 use minijinja::formatting::FormatStyle;
 use minijinja::value::{Tuple, Value, ValueKind, from_args};
@@ -159,13 +159,6 @@ fn join(items: &Value, text: &str) -> Result<Value, Error> {
     let texts: Option<Vec<&str>> = items.iter().map(Value::as_str).collect();
     let texts = texts.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "str.join takes strings"))?;
     joined(&texts, text)
-}
-
-/// The texts with `between` between them, if the result has bounds.
-pub(super) fn joined(texts: &[&str], between: &str) -> Result<Value, Error> {
-    let bytes = texts.iter().fold(0_usize, |sum, text| sum.saturating_add(text.len()));
-    limits::make(bytes.saturating_add(between.len().saturating_mul(texts.len())))?;
-    Ok(Value::from(texts.join(between)))
 }
 
 /// `str.strip` and its one-sided forms.

@@ -177,27 +177,19 @@ impl Template {
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
-        caught(Kind::Template, WHAT, || self.render_here(messages, tools, add_generation_prompt, kwargs))
-    }
-
-    fn render_here(
-        &self,
-        messages: &[&Json],
-        tools: Option<&Arc<Json>>,
-        add_generation_prompt: bool,
-        kwargs: &Map<String, Json>,
-    ) -> Result<Rendered> {
-        let tools = self.tools(tools)?;
-        let asked = Asked { messages, tools: tools.as_ref().map(|tools| tools.number), add_generation_prompt, kwargs };
-        let render = || {
-            let (conversation, mut slots) = (Conversation::new(messages)?, Slots::default());
-            let mut call = self.call(&conversation, tools, add_generation_prompt, kwargs)?;
-            self.with_provenance(&mut call, &mut slots)
-        };
-        if self.is_dated(kwargs) {
-            return render();
-        }
-        self.renders.get(asked, render)
+        caught(Kind::Template, WHAT, || {
+            let tools = self.tools(tools)?;
+            let number = tools.as_ref().map(|tools| tools.number);
+            let render = || {
+                let (conversation, mut slots) = (Conversation::new(messages)?, Slots::default());
+                let mut call = self.call(&conversation, tools, add_generation_prompt, kwargs)?;
+                self.with_provenance(&mut call, &mut slots)
+            };
+            if self.is_dated(kwargs) {
+                return render();
+            }
+            self.renders.get(Asked { messages, tools: number, add_generation_prompt, kwargs }, render)
+        })
     }
 
     /// Whether the text depends on when it is rendered.
@@ -207,9 +199,6 @@ impl Template {
 
     /// As [`Template::render`], for a conversation that is rendered turn by turn: what `session` knows of its messages is
     /// not rendered again. The result is the same.
-    ///
-    /// # Errors
-    /// As for [`Template::render`].
     pub fn render_next<'a>(
         &self,
         session: &mut Session<'a>,
@@ -246,9 +235,6 @@ impl Template {
     }
 
     /// Renders `messages` to text alone, at half the cost. Arguments and errors as for [`Template::render`].
-    ///
-    /// # Errors
-    /// As for [`Template::render`].
     pub fn render_text(
         &self,
         messages: &[&Json],
@@ -323,22 +309,10 @@ impl Template {
         }
         Ok(context)
     }
-
-    /// One render; `tools` stand in for the plain ones.
-    fn run(
-        &self,
-        call: &Call<'_, '_>,
-        messages: Value,
-        tools: Option<Value>,
-        alphabet: Option<&Alphabet>,
-    ) -> Result<String> {
-        watch::begin(0);
-        environment::render(&self.env, call.variables(messages, tools, alphabet), call.size)
-    }
 }
 
 impl Call<'_, '_> {
-    /// All variables of a run.
+    /// All variables of a run; `tools` stand in for the plain ones.
     fn variables(&self, messages: Value, tools: Option<Value>, alphabet: Option<&Alphabet>) -> Value {
         let mut context = self.context.clone();
         let tools = tools.or_else(|| self.tools.as_ref().map(|tools| tools.plain.clone()));

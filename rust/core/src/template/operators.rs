@@ -19,8 +19,10 @@ pub(super) fn refused(operator: &str, left: &Value, right: &Value) -> Error {
 
 /// `a + b + c`.
 pub(super) fn add(values: &[Value]) -> Result<Value, Error> {
-    if let Some(texts) = values.iter().map(plain_text).collect::<Option<Vec<&str>>>() {
-        return joined(&texts);
+    // Strings that are no markup.
+    let texts = values.iter().map(|value| value.as_str().filter(|_| !value.is_safe()));
+    if let Some(texts) = texts.collect::<Option<Vec<&str>>>() {
+        return joined(&texts, "");
     }
     let (first, more) = operands(values)?;
     more.iter().try_fold(first.clone(), |left, right| plus(&left, right))
@@ -31,14 +33,15 @@ pub(super) fn operands(values: &[Value]) -> Result<(&Value, &[Value]), Error> {
     values.split_first().ok_or_else(|| Error::from(ErrorKind::MissingArgument))
 }
 
-/// A string that is no markup.
-fn plain_text(value: &Value) -> Option<&str> {
-    value.as_str().filter(|_| !value.is_safe())
+/// The texts with `between` between them, if the result has bounds.
+pub(super) fn joined(texts: &[&str], between: &str) -> Result<Value, Error> {
+    let bytes = texts.iter().fold(0_usize, |sum, text| sum.saturating_add(text.len()));
+    limits::make(bytes.saturating_add(between.len().saturating_mul(texts.len())))?;
+    Ok(Value::from(texts.join(between)))
 }
 
-fn joined(texts: &[&str]) -> Result<Value, Error> {
-    limits::make(texts.iter().map(|text| text.len()).sum())?;
-    Ok(Value::from(texts.concat()))
+pub(super) fn not_iterable() -> Error {
+    Error::new(ErrorKind::InvalidOperation, "none is not iterable")
 }
 
 fn plus(left: &Value, right: &Value) -> Result<Value, Error> {
@@ -48,7 +51,7 @@ fn plus(left: &Value, right: &Value) -> Result<Value, Error> {
             limits::make(text.len())?;
             return Ok(Value::from_safe_string(text));
         }
-        return joined(&[a, b]);
+        return joined(&[a, b], "");
     }
     if left.kind() == ValueKind::Seq && right.kind() == ValueKind::Seq && left.is_tuple() == right.is_tuple() {
         limits::make_items(left.len().unwrap_or(0) + right.len().unwrap_or(0))?;
@@ -111,10 +114,10 @@ pub(super) fn floats(operator: &str, left: &Value, right: &Value) -> Result<(f64
 /// `a ~ b ~ c`.
 pub(super) fn concat(values: &[Value]) -> Result<Value, Error> {
     if let Some(texts) = values.iter().map(Value::as_str).collect::<Option<Vec<&str>>>() {
-        return joined(&texts);
+        return joined(&texts, "");
     }
     let texts = texts_of(values)?;
-    joined(&texts.iter().map(AsRef::as_ref).collect::<Vec<_>>())
+    joined(&texts.iter().map(AsRef::as_ref).collect::<Vec<_>>(), "")
 }
 
 /// What `str` gives of each value; those that are made for it are taken off the budget one by one.
@@ -186,14 +189,14 @@ fn formatted(left: &Value, pattern: &str, right: &Value) -> Result<Value, Error>
         return Err(Error::new(ErrorKind::InvalidOperation, "not all arguments are converted by the format"));
     }
     if !left.is_safe() {
-        return printf(&pattern, &arguments).map(Value::from);
+        return bounded_format(FormatStyle::Printf, &pattern, &arguments).map(Value::from);
     }
     let escape = |value: Value| match value.as_str() {
         Some(text) => Value::from(escaped(&value, text)),
         None => value,
     };
     let arguments: Vec<Value> = arguments.into_iter().map(escape).collect();
-    printf(&pattern, &arguments).map(Value::from_safe_string)
+    bounded_format(FormatStyle::Printf, &pattern, &arguments).map(Value::from_safe_string)
 }
 
 /// The pattern and its arguments as the engine takes them, and how many arguments are used: `%r` as text, floats under
@@ -237,11 +240,6 @@ fn converted(pattern: &str, arguments: &mut [Value]) -> Result<(String, usize), 
     Ok((out, used))
 }
 
-/// Python's `pattern % arguments`.
-fn printf(pattern: &str, arguments: &[Value]) -> Result<String, Error> {
-    bounded_format(FormatStyle::Printf, pattern, arguments)
-}
-
 /// `pattern % arguments` or `pattern.format(arguments)`, if widths and precisions have bounds.
 pub(super) fn bounded_format(style: FormatStyle, pattern: &str, arguments: &[Value]) -> Result<String, Error> {
     allow_format(style, pattern, arguments)?;
@@ -278,7 +276,7 @@ pub(super) fn leaves(value: &Value, by: &Value, remainder: i128) -> Result<bool,
 /// What a loop may run over; Python does not iterate over none.
 pub(super) fn each(value: Value) -> Result<Value, Error> {
     if value.is_none() {
-        return Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable"));
+        return Err(not_iterable());
     }
     work(4 + value.len().unwrap_or(0))?;
     if value.kind() == ValueKind::String {

@@ -9,7 +9,6 @@ use super::{comparisons, operators};
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, tests};
 
-/// Adds the tests.
 pub(super) fn add(paid: &mut Paid<'_>) {
     add_kinds(paid);
     add_comparisons(paid);

@@ -26,7 +26,6 @@ pub(super) struct Asked<'a> {
     pub kwargs: &'a Map<String, Json>,
 }
 
-/// The renders of one template.
 #[derive(Debug)]
 pub(super) struct Renders {
     state: RandomState,

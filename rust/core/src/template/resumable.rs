@@ -6,7 +6,7 @@
 //! known only while it runs is watched by `turns`. Loops that qualify get calls around their bodies, which stand where no
 //! text is, so that nothing is trimmed otherwise. Called by `scan`.
 
-use super::tokens::{Token, token_at};
+use super::tokens::{Token, tag_parts, token_at};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -17,7 +17,6 @@ pub(super) struct Resumable {
     pub looks_ahead: Vec<bool>,
     /// Attributes of namespaces that are assigned: what a loop leaves behind, beside its text.
     pub attributes: Vec<(String, String)>,
-    /// Namespaces, each by its name.
     pub namespaces: Vec<String>,
     /// Other variables that are set outside loops.
     pub variables: Vec<String>,
@@ -102,18 +101,9 @@ pub(super) fn resumable(source: &mut String, tags: &[Tag]) -> Option<Resumable> 
     Some(found)
 }
 
-/// The tag with its whitespace marks apart: what opens it, its inside, what closes it.
-fn parts(tag: &str) -> Option<(&str, &str, &str)> {
-    let inside = tag.strip_prefix("{%")?.strip_suffix("%}")?;
-    let code = inside.strip_prefix(['-', '+']).unwrap_or(inside);
-    let trimmed = code.strip_suffix(['-', '+']).unwrap_or(code);
-    let open = &tag[..2 + inside.len() - code.len()];
-    Some((open, trimmed, &tag[open.len() + trimmed.len()..]))
-}
-
 /// The head of loop `number`, which skips items, and puts attributes back before the first that is not skipped.
 fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<String> {
-    let (open, inside, close) = parts(tag)?;
+    let (open, inside, close) = tag_parts(tag)?;
     let inside = inside.replacen("|__each", &format!("|__turns({number})"), 1);
     let begins = format!("{open}{inside}%}}{{% if __begins()");
     if attributes.is_empty() {
@@ -128,7 +118,7 @@ fn headed(tag: &str, number: usize, attributes: &[(String, String)]) -> Option<S
 
 /// The end of a loop.
 fn ended(tag: &str) -> Option<String> {
-    let (open, _, close) = parts(tag)?;
+    let (open, _, close) = tag_parts(tag)?;
     Some(format!("{open} endif %}}{{% endfor %}}{{% set __end = __ended() {close}"))
 }
 
@@ -266,14 +256,12 @@ impl Reading {
 
     /// What was read, if every attribute that is assigned is one of a namespace that has one name alone.
     fn told(&self) -> Option<Resumable> {
-        let namespaces: BTreeSet<String> =
-            self.outer.iter().filter(|(_, is_namespace)| *is_namespace).map(|(name, _)| name.clone()).collect();
-        let variables: BTreeSet<String> =
-            self.outer.iter().filter(|(_, is_namespace)| !is_namespace).map(|(name, _)| name.clone()).collect();
-        if namespaces.iter().any(|name| self.inner.contains(name)) {
-            return None;
-        }
-        if self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {
+        let set_to = |namespace: bool| -> BTreeSet<String> {
+            self.outer.iter().filter(|(_, is)| *is == namespace).map(|(name, _)| name.clone()).collect()
+        };
+        let (namespaces, variables) = (set_to(true), set_to(false));
+        let has_others = namespaces.iter().any(|name| self.inner.contains(name));
+        if has_others || self.assigned.iter().any(|(name, _)| !namespaces.contains(name)) {
             return None;
         }
         let attributes = self.assigned.iter().cloned().collect();

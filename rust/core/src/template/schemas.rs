@@ -15,7 +15,6 @@ use std::sync::{Arc, Mutex};
 const SETS: usize = 64;
 const BYTES: usize = 4 << 20;
 
-/// A set of schemas.
 #[derive(Debug)]
 pub(super) struct Tools {
     /// No other set of this template ever has it.
@@ -33,21 +32,16 @@ pub(super) struct Tools {
 pub(super) struct Marked {
     pub value: Value,
     pub tags: Vec<Tag>,
-    /// As [`Marker::doubt`].
+    /// As that of [`Noted`](super::marks::Noted).
     pub doubt: bool,
 }
 
 /// The sets of one template.
 #[derive(Debug, Default)]
 pub(super) struct ToolSets {
-    sets: Mutex<Sets>,
-    made: AtomicU64,
-}
-
-#[derive(Debug, Default)]
-struct Sets {
     /// Oldest first.
-    known: Vec<Arc<Tools>>,
+    sets: Mutex<Vec<Arc<Tools>>>,
+    made: AtomicU64,
 }
 
 impl ToolSets {
@@ -60,23 +54,18 @@ impl ToolSets {
         }
         let make = || Arc::new(Tools::new(self.made.fetch_add(1, Ordering::Relaxed), json, literals));
         let Some(mut sets) = soon(&self.sets) else { return Ok(make()) };
-        let known = sets.known.iter().find(|tools| Arc::ptr_eq(&tools.json, json));
-        let known = known.or_else(|| sets.known.iter().find(|tools| renders::same(&tools.json, json)));
+        let known = sets.iter().find(|tools| Arc::ptr_eq(&tools.json, json));
+        let known = known.or_else(|| sets.iter().find(|tools| renders::same(&tools.json, json)));
         if let Some(tools) = known {
             return Ok(Arc::clone(tools));
         }
         let tools = make();
-        sets.known.push(Arc::clone(&tools));
-        while sets.known.len() > 1 && (sets.known.len() > SETS || sets.bytes() > BYTES) {
-            sets.known.remove(0);
+        sets.push(Arc::clone(&tools));
+        let bytes = |sets: &[Arc<Tools>]| sets.iter().map(|tools| tools.bytes).sum::<usize>();
+        while sets.len() > 1 && (sets.len() > SETS || bytes(&sets) > BYTES) {
+            sets.remove(0);
         }
         Ok(tools)
-    }
-}
-
-impl Sets {
-    fn bytes(&self) -> usize {
-        self.known.iter().map(|tools| tools.bytes).sum()
     }
 }
 
@@ -98,7 +87,7 @@ impl Marked {
     pub fn new(json: &Json, alphabet: Alphabet, literals: &[String]) -> Self {
         let mut marker = Marker::new(alphabet, None, Vec::new());
         let value = value::tools(json, &mut Some(&mut marker), literals);
-        Self { value, tags: marker.tags, doubt: marker.doubt }
+        Self { value, tags: marker.tags, doubt: marker.noted.doubt }
     }
 }
 
@@ -122,10 +111,10 @@ mod tests {
         for n in 0..2 * SETS {
             schemas.get(&Arc::new(json!([n])), &[]).unwrap();
         }
-        assert_eq!(schemas.sets.lock().unwrap().known.len(), SETS);
+        assert_eq!(schemas.sets.lock().unwrap().len(), SETS);
         for n in 0..9 {
             schemas.get(&Arc::new(json!([n.to_string().repeat(1 << 20)])), &[]).unwrap();
         }
-        assert_eq!(schemas.sets.lock().unwrap().known.len(), 3);
+        assert_eq!(schemas.sets.lock().unwrap().len(), 3);
     }
 }

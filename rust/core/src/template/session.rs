@@ -4,7 +4,7 @@
 //! `Template`, and kept by `align` for each of its threads.
 
 use super::conversation::{Conversation, Selection};
-use super::marks::{Alphabet, Marker, Seams, Stripped, Tag};
+use super::marks::{Alphabet, Marker, Noted, Seams, Stripped, Tag};
 use super::rendered::Rendered;
 use super::turns::Ran;
 use crate::error::Result;
@@ -82,10 +82,7 @@ pub(super) struct Slot {
 #[derive(Debug)]
 pub(super) struct Marked {
     pub values: Arc<[Value]>,
-    /// Whether a string has whitespace at its edges.
-    pub edges: bool,
-    /// Whether a marked string stands under a key of [`UNMARKED`](super::rewrite::UNMARKED).
-    pub doubt: bool,
+    pub noted: Noted,
     /// Bytes and seams that were gone over.
     pub passed: usize,
 }
@@ -94,9 +91,7 @@ pub(super) struct Marked {
 #[derive(Debug, Clone, Copy)]
 struct End {
     tags: usize,
-    leaves: usize,
-    edges: bool,
-    doubt: bool,
+    noted: Noted,
 }
 
 /// A run, with its whole text.
@@ -130,22 +125,20 @@ impl Slot {
     ) -> Marked {
         if (self.keep_null, self.alphabet.as_ref()) != (keep_null, Some(alphabet)) {
             *self = Self { keep_null, alphabet: Some(alphabet.clone()), tags: schemas, ..Self::default() };
-            self.ends.push(End { tags: self.tags.len(), leaves: 0, edges: false, doubt: false });
+            self.ends.push(End { tags: self.tags.len(), noted: Noted::default() });
         }
         self.values.truncate(self.common);
         self.ends.truncate(self.values.len() + 1);
         let end = self.ends[self.values.len()];
         self.tags.truncate(end.tags);
         let mut marker = Marker::new(alphabet.clone(), seams, std::mem::take(&mut self.tags));
-        (marker.leaves, marker.edges, marker.doubt) = (end.leaves, end.edges, end.doubt);
+        marker.noted = end.noted;
         for at in self.values.len()..conversation.len() {
             self.values.push(conversation.value(at, keep_null, Some((&mut marker, &selection))));
-            let Marker { leaves, edges, doubt, .. } = marker;
-            self.ends.push(End { tags: marker.tags.len(), leaves, edges, doubt });
+            self.ends.push(End { tags: marker.tags.len(), noted: marker.noted });
         }
-        let Marker { edges, doubt, passed, .. } = marker;
         self.tags = marker.tags;
-        Marked { values: self.values.as_slice().into(), edges, doubt, passed }
+        Marked { values: self.values.as_slice().into(), noted: marker.noted, passed: marker.passed }
     }
 }
 

@@ -7,7 +7,7 @@ use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
 /// `value[start:stop:step]`.
-pub(super) fn slice(value: &Value, start: &Value, stop: &Value, step: &Value) -> Result<Value, Error> {
+pub(super) fn slice((value, start, stop, step): (&Value, &Value, &Value, &Value)) -> Result<Value, Error> {
     let bound = |value: &Value| -> Result<Option<i128>, Error> {
         if value.is_none() {
             return Ok(None);

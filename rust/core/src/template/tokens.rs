@@ -1,8 +1,7 @@
-//! Tokens of Jinja's expressions: names, literals and signs.
+//! Tokens of Jinja's expressions: names, literals and signs; and the parts of a tag.
 //!
-//! Called by `rewrite`.
+//! Called by `rewrite`, `resumable` and `scan`.
 
-/// A piece of an expression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Token<'a> {
     Name(&'a str),
@@ -22,6 +21,16 @@ pub(super) fn token_at(source: &str, at: usize) -> (Token<'_>, usize) {
         Some(_) => Token::Sign(text),
     };
     (token, source.len() - rest.len() + text.len())
+}
+
+/// A tag with its whitespace marks apart: what opens it, its inside, what closes it. `None` for what is no closed tag.
+pub(super) fn tag_parts(tag: &str) -> Option<(&str, &str, &str)> {
+    let between = |open, close| tag.strip_prefix(open)?.strip_suffix(close);
+    let inside: &str = between("{%", "%}").or_else(|| between("{{", "}}"))?;
+    let code = inside.strip_prefix(['-', '+']).unwrap_or(inside);
+    let trimmed = code.strip_suffix(['-', '+']).unwrap_or(code);
+    let open = &tag[..2 + inside.len() - code.len()];
+    Some((open, trimmed, &tag[open.len() + trimmed.len()..]))
 }
 
 /// Whether the expression is one literal or constant.

@@ -103,7 +103,6 @@ pub(super) struct Outcome {
 pub(super) struct Text(Vec<u8>);
 
 impl Text {
-    /// What was written.
     pub fn written(&self) -> Option<&str> {
         simdutf8::basic::from_utf8(&self.0).ok()
     }
@@ -134,7 +133,6 @@ pub(super) fn forget() {
     RUN.take();
 }
 
-/// Ends it.
 pub(super) fn end() -> Outcome {
     let Run { ran, goal, skips, fuel, spent, .. } = RUN.take();
     #[cfg(test)]
@@ -215,10 +213,7 @@ impl Object for Messages {
 
 /// The messages under a loop, whose length only the loop asks for.
 #[derive(Debug)]
-struct Items {
-    all: Arc<[Value]>,
-    first: usize,
-}
+struct Items(Messages);
 
 impl Object for Items {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
@@ -226,7 +221,7 @@ impl Object for Items {
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Values(self.all.get(self.first..).unwrap_or_default().to_vec())
+        Enumerator::Values(self.0.items().to_vec())
     }
 }
 
@@ -248,7 +243,7 @@ pub(super) fn turns(state: &mut State, items: Value, number: usize) -> Result<Va
         let before = WRITTEN.get() + run.shift;
         run.ran.push(Ran { number, first: messages.first, before, seen, entry, places: Vec::new() });
     });
-    Ok(Value::from_object(Items { all: Arc::clone(&messages.all), first: messages.first }))
+    Ok(Value::from_object(Items(Messages { all: Arc::clone(&messages.all), first: messages.first })))
 }
 
 /// Whether attributes are put back here: the item that has begun is the first that is not skipped.
@@ -324,7 +319,6 @@ pub(super) fn begins(state: &State) -> bool {
     })
 }
 
-/// The loop has ended.
 pub(super) fn ended(state: &State) {
     RUN.with_borrow_mut(|run| {
         if run.plan.is_some() && run.inside {

@@ -40,7 +40,7 @@ pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals:
             for (key, value) in map {
                 let compared = matches!(key.as_str(), "type" | "required");
                 if let Some(marker) = marker {
-                    marker.doubt |= !compared && UNMARKED.contains(&key.as_str()) && value.is_string();
+                    marker.noted.doubt |= !compared && UNMARKED.contains(&key.as_str()) && value.is_string();
                 }
                 pairs.push((key.as_str(), if compared { plain(value) } else { tools(value, marker, literals) }));
             }

@@ -6,7 +6,7 @@
 use super::model::Model;
 use crate::error::{Error, Kind, Location, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::fs;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
@@ -38,6 +38,14 @@ pub struct ExtraToken {
     pub strips: (bool, bool),
     /// Whether it matches whole words only.
     pub single_word: bool,
+}
+
+impl ExtraToken {
+    /// As tokenizer.json lists an added token.
+    pub(super) fn stated(&self) -> Value {
+        json!({"id": self.id, "content": self.content, "special": self.special, "normalized": self.normalized,
+            "lstrip": self.strips.0, "rstrip": self.strips.1, "single_word": self.single_word})
+    }
 }
 
 /// Everything about a tokenizer that tokenizer.json does not hold.

@@ -3,6 +3,7 @@
 //! The `tokenizers` crate takes added tokens out first and encodes what is left part by part. What it does at a cut is
 //! only repeated here where that is certain; otherwise the text stays whole. Called by `encoder`.
 
+use super::outline::values_under;
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::Value;
 use tokenizers::AddedToken;
@@ -10,10 +11,8 @@ use tokenizers::AddedToken;
 /// Pairs of added tokens that are compared.
 const PAIRS: usize = 1 << 20;
 
-/// A part of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part<'a> {
-    /// An added token.
     Added(u32),
     /// Text without one, never empty.
     Text(&'a str),
@@ -48,7 +47,9 @@ impl Cutter {
             return Err("an added token looks at its neighbours (lstrip, rstrip or single_word)");
         }
         let (late, early): (Listed<'_>, Listed<'_>) = listed.iter().copied().partition(|(_, token)| token.normalized);
-        if !late.is_empty() && !is_identity(document.get("normalizer").unwrap_or(&Value::Null)) {
+        // A normaliser without steps changes nothing.
+        let mut steps = kinds(document.get("normalizer").unwrap_or(&Value::Null));
+        if !late.is_empty() && steps.any(|kind| kind != "Sequence") {
             return Err("an added token is looked for in normalised text");
         }
         // Two stages are right for any tokens; very many pairs are not compared.
@@ -59,7 +60,6 @@ impl Cutter {
         Ok(Self { stages: stages.collect::<Result<_, _>>()? })
     }
 
-    /// The parts of `text`, in order.
     pub fn parts<'s>(&self, text: &'s str) -> Vec<Part<'s>> {
         let mut parts = Vec::new();
         cut(&self.stages, text, &mut parts);
@@ -93,7 +93,9 @@ fn cut<'s>(stages: &[Stage], text: &'s str, parts: &mut Vec<Part<'s>>) {
 /// Whether neither normaliser nor pre-tokenizer treats the beginning of a text apart.
 fn position_free(document: &Value) -> bool {
     let parts = ["normalizer", "pre_tokenizer"].map(|name| document.get(name).unwrap_or(&Value::Null));
-    parts.iter().all(|part| kinds(part).iter().all(|kind| FREE.contains(kind)) && !has_prefix_space(part))
+    let free = |part: &Value| kinds(part).all(|kind| FREE.contains(&kind));
+    let prefix = |part: &Value| values_under(part, "add_prefix_space").iter().any(|value| **value != false);
+    parts.iter().all(|part| free(part) && !prefix(part))
 }
 
 /// Components that see nothing but the piece they are given.
@@ -101,31 +103,8 @@ const FREE: [&str; 10] =
     ["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "ByteLevel", "Split", "Digits", "Punctuation"];
 
 /// The types of a component and of all below it.
-fn kinds(part: &Value) -> Vec<&str> {
-    match part {
-        Value::Object(map) => {
-            let own = map.get("type").and_then(Value::as_str);
-            own.into_iter().chain(map.values().flat_map(kinds)).collect()
-        }
-        Value::Array(items) => items.iter().flat_map(kinds).collect(),
-        _ => Vec::new(),
-    }
-}
-
-fn has_prefix_space(part: &Value) -> bool {
-    match part {
-        Value::Object(map) => {
-            map.get("add_prefix_space").is_some_and(|value| value != &Value::Bool(false))
-                || map.values().any(has_prefix_space)
-        }
-        Value::Array(items) => items.iter().any(has_prefix_space),
-        _ => false,
-    }
-}
-
-/// Whether a normaliser changes nothing.
-fn is_identity(normalizer: &Value) -> bool {
-    normalizer.is_null() || kinds(normalizer).iter().all(|kind| *kind == "Sequence")
+fn kinds(part: &Value) -> impl Iterator<Item = &str> {
+    values_under(part, "type").into_iter().filter_map(Value::as_str)
 }
 
 /// Whether `a` and `b` can share characters of a text.

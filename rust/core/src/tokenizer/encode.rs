@@ -23,9 +23,6 @@ impl Tokenizer {
     }
 
     /// As [`Tokenizer::encode`], of a text that another thread may hold meanwhile: a long one is not copied for it.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode`].
     pub fn encode_shared(&self, text: impl Deref<Target = str> + Send + 'static) -> Result<Vec<u32>> {
         if self.encoder.is_long(&text) {
             let encoder = Arc::clone(&self.encoder);
@@ -59,9 +56,6 @@ impl Tokenizer {
     }
 
     /// As [`Tokenizer::encode_with_ends`], of `text` from byte `from` on, for a text that another thread may hold meanwhile.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::encode_with_ends`].
     pub fn encode_held(
         &self,
         text: impl Deref<Target = str> + Send + 'static,

@@ -130,7 +130,6 @@ impl Encoder {
         text.len() > if fast { LONG.1 } else { LONG.0 }
     }
 
-    /// Ids of `text`.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let Some(cutter) = &self.cutter else { return self.whole(text) };
         let mut ids = Vec::with_capacity(text.len() / 3 + 8);

@@ -9,7 +9,7 @@ use super::config::{Eos, ExtraToken, TokenizerConfig, located, whole};
 use super::encoder::Encoder;
 use super::fast::Fast;
 use super::loaded::{Source, Tokenizer};
-use super::outline::refused;
+use super::outline::{refused, values_under};
 use super::pieces::{Pieces, Spelling};
 use super::reference::{Reference, build, prefix};
 use super::tiktoken;
@@ -34,23 +34,31 @@ impl Tokenizer {
     /// `Kind::Io` where there is no tokenizer.json or a file cannot be read; `Kind::Tokenizer` where one is not what
     /// it should be; `Kind::Template` for a chat template that does not compile. Each with the file.
     pub fn from_dir(path: &Path) -> Result<Self> {
-        from_dir(path, None)
+        Self::from_dir_of(path, None)
     }
 
     /// As [`Tokenizer::from_dir`], for a model whose embedding has `vocab_size` rows, whatever config.json says.
-    ///
-    /// # Errors
-    /// As [`Tokenizer::from_dir`].
-    pub fn from_dir_of(path: &Path, vocab_size: Option<u32>) -> Result<Self> {
-        from_dir(path, vocab_size)
-    }
-
-    /// Loads the bytes of a tokenizer.json.
-    ///
-    /// # Errors
-    /// `Kind::Tokenizer` where it is not a tokenizer, or its added tokens would not get the ids it states.
-    pub fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Self> {
-        from_json(json, config)
+    pub fn from_dir_of(dir: &Path, vocab_size: Option<u32>) -> Result<Self> {
+        let mut config = TokenizerConfig::from_dir(dir)?;
+        config.model.vocab_size = vocab_size.or(config.model.vocab_size);
+        let (file, loaded) = match (whole(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
+            (Err(error), Some(file)) if error.kind() == ErrorKind::NotFound => {
+                let ranks = whole(&file).map_err(|error| missing(dir, &error))?;
+                let loaded = tiktoken::document(&ranks, &mut config).and_then(|json| Self::from_json(&json, &config));
+                (file, loaded)
+            }
+            (Err(error), _) => return Err(missing(dir, &error)),
+            (Ok(json), _) => (dir.join("tokenizer.json"), Self::from_json(&json, &config)),
+        };
+        let mut loaded = loaded.map_err(|error| {
+            let place = if error.kind == Kind::Template { dir } else { &file };
+            located(error, place)
+        })?;
+        // Nobody else has it yet.
+        if let Some(encoder) = Arc::get_mut(&mut loaded.encoder) {
+            encoder.name(file.display().to_string());
+        }
+        Ok(loaded)
     }
 
     /// The same tokenizer again, from its [`Tokenizer::source`].
@@ -59,31 +67,71 @@ impl Tokenizer {
     /// As [`Tokenizer::from_json`], and `Kind::Tokenizer` for another configuration.
     pub fn from_source(json: &[u8], config: &[u8]) -> Result<Self> {
         let config = serde_json::from_slice(config).map_err(|error| refused(&error.to_string()))?;
-        from_json(json, &config)
+        Self::from_json(json, &config)
     }
-}
 
-fn from_dir(dir: &Path, vocab_size: Option<u32>) -> Result<Tokenizer> {
-    let mut config = TokenizerConfig::from_dir(dir)?;
-    config.model.vocab_size = vocab_size.or(config.model.vocab_size);
-    let (file, loaded) = match (whole(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
-        (Err(error), Some(file)) if error.kind() == ErrorKind::NotFound => {
-            let ranks = whole(&file).map_err(|error| missing(dir, &error))?;
-            let loaded = tiktoken::document(&ranks, &mut config).and_then(|json| from_json(&json, &config));
-            (file, loaded)
+    /// Loads the bytes of a tokenizer.json.
+    ///
+    /// # Errors
+    /// `Kind::Tokenizer` where it is not a tokenizer, or its added tokens would not get the ids it states.
+    pub fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Self> {
+        let document = checked(json, &config.extra_tokens)?;
+        let extra = missing_tokens(&document, &config.extra_tokens);
+        let fast = || Fast::build(json, &document, &extra);
+        let (fast, built) = threads::join(fast, || build(json).map(|inner| (inner.vocabulary(), inner)));
+        let (vocab, mut inner) = built?;
+        let own = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let stated = own.iter().filter_map(|token| Some((token.get("content")?.as_str()?, token.get("id")?.as_u64()?)));
+        check_stated(&*inner, stated)?;
+        add_extra(&mut *inner, &extra, &config.extra_tokens)?;
+        let spelling = spelling(&document);
+        let drops_first_space = document.get("decoder").is_some_and(drops_first_space);
+        let mut listed = inner.added();
+        listed.sort_unstable_by_key(|(id, _)| *id);
+        let added: HashMap<u32, bool> = listed.iter().map(|(id, token)| (*id, token.special)).collect();
+        let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id)).map_err(twice)?;
+        for (id, token) in &listed {
+            pieces.put_added(*id, &token.content);
         }
-        (Err(error), _) => return Err(missing(dir, &error)),
-        (Ok(json), _) => (dir.join("tokenizer.json"), from_json(&json, &config)),
-    };
-    let mut loaded = loaded.map_err(|error| match error.kind {
-        Kind::Template => located(error, dir),
-        _ => located(error, &file),
-    })?;
-    // Nobody else has it yet.
-    if let Some(encoder) = Arc::get_mut(&mut loaded.encoder) {
-        encoder.name(file.display().to_string());
+        if let Some((before, behind)) = document.get("decoder").and_then(mark) {
+            pieces.share_marked(before, behind);
+        }
+        let added_ids = listed.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
+        let compile = |source: &Option<String>| {
+            source.as_ref().map(|source| Template::compile(source, &config.special_tokens)).transpose()
+        };
+        let eos_ids = eos_ids(config, &*inner, pieces.size())?;
+        let named = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
+        let named = named.and_then(|(_, text)| inner.id(text)).filter(|id| eos_ids.contains(id));
+        let prefix = prefix(&*inner)?;
+        let contents = listed.iter().map(|(id, token)| (token.content.as_str(), *id));
+        let model = config.model.with_placeholders(contents, |id| !added.contains_key(&id) && pieces.get(id).is_some());
+        Ok(Self {
+            gaps: model.vocab_size.is_none() && pieces.has_gaps(),
+            model,
+            prefix,
+            special_ids: listed.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect(),
+            partial: OnceLock::new(),
+            stop_id: named.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
+            eos_ids,
+            template: compile(&config.chat_template)?,
+            tool_template: compile(&config.tool_template)?,
+            name: config.name.clone(),
+            encoder: Arc::new(Encoder::new(
+                inner,
+                &document,
+                &listed,
+                fast,
+                format!("the tokenizer '{}'", config.name),
+            )),
+            spelling,
+            drops_first_space,
+            pieces: Arc::new(pieces),
+            added,
+            added_ids,
+            source: Source { json: json.into(), config: Arc::new(config.clone()) },
+        })
     }
-    Ok(loaded)
 }
 
 /// The one tiktoken file of a directory.
@@ -109,57 +157,6 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
         .cure("Name the model's directory, or write the file with transformers' AutoTokenizer(...).save_pretrained")
 }
 
-fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Tokenizer> {
-    let document = checked(json, &config.extra_tokens)?;
-    let extra = missing_tokens(&document, &config.extra_tokens);
-    let fast = || Fast::build(json, &document, &extra);
-    let (fast, built) = threads::join(fast, || build(json).map(|inner| (inner.vocabulary(), inner)));
-    let (vocab, mut inner) = built?;
-    check_stated_ids(&document, &*inner)?;
-    add_extra(&mut *inner, &extra, &config.extra_tokens)?;
-    let spelling = spelling(&document);
-    let drops_first_space = document.get("decoder").is_some_and(drops_first_space);
-    let mut listed = inner.added();
-    listed.sort_unstable_by_key(|(id, _)| *id);
-    let added: HashMap<u32, bool> = listed.iter().map(|(id, token)| (*id, token.special)).collect();
-    let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id)).map_err(twice)?;
-    for (id, token) in &listed {
-        pieces.put_added(*id, &token.content);
-    }
-    if let Some((before, behind)) = document.get("decoder").and_then(mark) {
-        pieces.share_marked(before, behind);
-    }
-    let added_ids = listed.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
-    let compile = |source: &Option<String>| {
-        source.as_ref().map(|source| Template::compile(source, &config.special_tokens)).transpose()
-    };
-    let eos_ids = eos_ids(config, &*inner, pieces.size())?;
-    let named = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
-    let named = named.and_then(|(_, text)| inner.id(text)).filter(|id| eos_ids.contains(id));
-    let prefix = prefix(&*inner)?;
-    let contents = listed.iter().map(|(id, token)| (token.content.as_str(), *id));
-    let model = config.model.with_placeholders(contents, |id| !added.contains_key(&id) && pieces.get(id).is_some());
-    Ok(Tokenizer {
-        gaps: model.vocab_size.is_none() && pieces.has_gaps(),
-        model,
-        prefix,
-        special_ids: listed.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect(),
-        partial: OnceLock::new(),
-        stop_id: named.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
-        eos_ids,
-        template: compile(&config.chat_template)?,
-        tool_template: compile(&config.tool_template)?,
-        name: config.name.clone(),
-        encoder: Arc::new(Encoder::new(inner, &document, &listed, fast, format!("the tokenizer '{}'", config.name))),
-        spelling,
-        drops_first_space,
-        pieces: Arc::new(pieces),
-        added,
-        added_ids,
-        source: Source { json: json.into(), config: Arc::new(config.clone()) },
-    })
-}
-
 /// An id with two entries.
 fn twice(id: u32) -> Error {
     Error::new(Kind::Tokenizer, format!("two entries of the vocabulary have id {id}"))
@@ -174,28 +171,19 @@ fn missing_tokens(document: &Value, extra: &[ExtraToken]) -> Vec<ExtraToken> {
     extra.iter().filter(|token| !token.content.is_empty() && !known.contains(&*token.content)).cloned().collect()
 }
 
-/// Refuses a file whose added tokens would get other ids than it states.
-fn check_stated_ids(document: &Value, inner: &dyn Reference) -> Result<()> {
-    let Some(Value::Array(tokens)) = document.get("added_tokens") else { return Ok(()) };
-    for token in tokens {
-        let (Some(stated), Some(content)) =
-            (token.get("id").and_then(Value::as_u64), token.get("content").and_then(Value::as_str))
-        else {
-            continue;
-        };
+/// Refuses tokens, by their texts and ids, that would get other ids than are stated.
+fn check_stated<'a>(inner: &dyn Reference, tokens: impl Iterator<Item = (&'a str, u64)>) -> Result<()> {
+    for (content, stated) in tokens.filter(|(content, _)| !content.is_empty()) {
         let loaded = inner.id(content);
-        if loaded.map(u64::from) != Some(stated) && !content.is_empty() {
-            return Err(renumbered(content, stated, loaded));
+        if loaded.map(u64::from) != Some(stated) {
+            let loaded = loaded.map_or_else(|| "none".to_owned(), |id| id.to_string());
+            let what = format!("added token '{content}' has id {stated} but would be loaded with {loaded}");
+            return Err(Error::new(Kind::Tokenizer, what)
+                .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
+                .cure("Add the ids that are missing to added_tokens, as reserved tokens"));
         }
     }
     Ok(())
-}
-
-fn renumbered(content: &str, stated: u64, loaded: Option<u32>) -> Error {
-    let loaded = loaded.map_or_else(|| "none".to_owned(), |id| id.to_string());
-    Error::new(Kind::Tokenizer, format!("added token '{content}' has id {stated} but would be loaded with {loaded}"))
-        .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
-        .cure("Add the ids that are missing to added_tokens, as reserved tokens")
 }
 
 /// Adds the tokens that only tokenizer_config.json lists, and checks the ids of all that it lists.
@@ -211,18 +199,14 @@ fn add_extra(inner: &mut dyn Reference, missing: &[ExtraToken], all: &[ExtraToke
         let tokens: Vec<AddedToken> = missing.iter().map(added).collect();
         bounded(missing.len(), "adding the tokens of tokenizer_config.json", || inner.add(tokens))?;
     }
-    for token in all.iter().filter(|token| !token.content.is_empty()) {
-        let loaded = inner.id(&token.content);
-        if loaded != Some(token.id) {
-            return Err(renumbered(&token.content, u64::from(token.id), loaded));
-        }
-    }
-    Ok(())
+    check_stated(inner, all.iter().map(|token| (token.content.as_str(), u64::from(token.id))))
 }
 
 /// How the vocabulary spells bytes, from decoder, pre-tokenizer and model.
 fn spelling(document: &Value) -> Spelling {
-    let has = |part: &str, kind: &str| document.get(part).is_some_and(|part| mentions(part, kind));
+    let has = |part: &str, kind: &str| {
+        document.get(part).is_some_and(|part| values_under(part, "type").iter().any(|found| **found == kind))
+    };
     let byte_fallback = document.pointer("/model/byte_fallback").and_then(Value::as_bool).unwrap_or(false);
     if has("decoder", "ByteLevel") || has("pre_tokenizer", "ByteLevel") || has("normalizer", "ByteLevel") {
         Spelling::ByteLevel
@@ -256,17 +240,6 @@ fn mark(decoder: &Value) -> Option<(&str, &str)> {
         _ => parts(),
     };
     found.filter(|(before, behind)| !before.is_empty() || !behind.is_empty())
-}
-
-/// Whether a component or one of a sequence of them is of `kind`.
-fn mentions(part: &Value, kind: &str) -> bool {
-    match part {
-        Value::Object(map) => {
-            map.get("type").and_then(Value::as_str) == Some(kind) || map.values().any(|value| mentions(value, kind))
-        }
-        Value::Array(items) => items.iter().any(|item| mentions(item, kind)),
-        _ => false,
-    }
 }
 
 fn eos_ids(config: &TokenizerConfig, inner: &dyn Reference, size: u32) -> Result<Vec<u32>> {

@@ -7,8 +7,8 @@ use super::outline::refused;
 use super::partial::Partial;
 use super::pieces::{Pieces, Spelling, glyphs_to_bytes};
 use crate::error::{Error, Kind, Result};
-use crate::template::{Rendered, Session, Template};
-use serde_json::{Map, Value};
+use crate::template::Template;
+use serde_json::Value;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
@@ -207,11 +207,6 @@ impl Tokenizer {
         self.pieces.has_shared()
     }
 
-    /// The first of `ids` that stands for a picture, sound or video.
-    pub fn first_placeholder(&self, ids: &[u32]) -> Option<usize> {
-        self.model.first_placeholder(ids)
-    }
-
     /// The chat template.
     pub fn template(&self) -> Option<&Template> {
         self.template.as_ref()
@@ -221,43 +216,13 @@ impl Tokenizer {
     ///
     /// # Errors
     /// `Kind::Template` where the model has none.
-    pub fn template_for(&self, tools: Option<&Value>) -> Result<&Template> {
+    pub fn template_for(&self, tools: Option<&Arc<Value>>) -> Result<&Template> {
         let own = self.tool_template.as_ref().filter(|_| tools.is_some_and(|tools| !tools.is_null()));
         own.or(self.template.as_ref()).ok_or_else(|| {
             Error::new(Kind::Template, format!("the tokenizer '{}' has no chat template", self.name))
                 .why("Messages become text through it")
                 .cure("Put chat_template.jinja beside tokenizer.json, or chat_template into tokenizer_config.json")
         })
-    }
-
-    /// Renders `messages` with the chat template; see [`Template::render`].
-    ///
-    /// # Errors
-    /// As [`Template::render`] and [`Tokenizer::template_for`].
-    pub fn render(
-        &self,
-        messages: &[&Value],
-        tools: Option<&Arc<Value>>,
-        add_generation_prompt: bool,
-        kwargs: &Map<String, Value>,
-    ) -> Result<Rendered> {
-        self.template_for(tools.map(Arc::as_ref))?.render(messages, tools, add_generation_prompt, kwargs)
-    }
-
-    /// As [`Tokenizer::render`], for a conversation that is rendered turn by turn ([`Template::render_next`]).
-    ///
-    /// # Errors
-    /// As [`Tokenizer::render`].
-    pub fn render_next<'a>(
-        &self,
-        session: &mut Session<'a>,
-        messages: &[&'a Value],
-        tools: Option<&Arc<Value>>,
-        add_generation_prompt: bool,
-        kwargs: &Map<String, Value>,
-    ) -> Result<Rendered> {
-        let template = self.template_for(tools.map(Arc::as_ref))?;
-        template.render_next(session, messages, tools, add_generation_prompt, kwargs)
     }
 
     /// The directory's name.

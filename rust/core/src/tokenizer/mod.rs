@@ -37,6 +37,13 @@ pub use pieces::Spelling;
 
 use crate::error::Result;
 
+/// The tokenizer of the quickstart's model.
+#[cfg(test)]
+pub(crate) fn example() -> Tokenizer {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/quickstart/model");
+    Tokenizer::from_dir(folder.as_ref()).expect("the example is there")
+}
+
 /// Loads the bytes of a tokenizer.json and encodes a text with it, for fuzzers: whatever the two are, this ends, within
 /// memory in proportion to them, and its laws hold.
 ///

@@ -44,6 +44,15 @@ pub(super) fn refused(what: &str) -> Error {
         .cure("Copy the file again from where the model came from")
 }
 
+/// All values under a key, in a part of a document and in all below it.
+pub(super) fn values_under<'a>(part: &'a Value, key: &str) -> Vec<&'a Value> {
+    match part {
+        Value::Object(map) => map.get(key).into_iter().chain(map.values().flat_map(|v| values_under(v, key))).collect(),
+        Value::Array(items) => items.iter().flat_map(|item| values_under(item, key)).collect(),
+        _ => Vec::new(),
+    }
+}
+
 /// The parts of the document, or those of its model.
 struct Parts<'a> {
     entries: &'a mut Entries,

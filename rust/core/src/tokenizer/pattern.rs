@@ -24,7 +24,6 @@ pub(super) const KNOWN: [&str; 9] = [
     known::DEEPSEEK_SPLIT3_PATTERN,
 ];
 
-/// A compiled pattern.
 #[derive(Debug)]
 pub(super) struct Bounded {
     regex: Regex,

@@ -121,7 +121,6 @@ impl Pieces {
         self.ranges.iter().any(|range| range.0 == u32::MAX)
     }
 
-    /// Sets the bytes of `id`.
     pub fn put(&mut self, id: u32, bytes: &[u8]) {
         let index = id as usize;
         if self.ranges.len() <= index {
@@ -133,7 +132,6 @@ impl Pieces {
         self.longest = self.longest.max(bytes.len());
     }
 
-    /// The bytes of `id`.
     pub fn get(&self, id: u32) -> Option<&[u8]> {
         let (start, end) = *self.ranges.get(id as usize)?;
         self.bytes.get(start as usize..end as usize)

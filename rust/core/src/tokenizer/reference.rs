@@ -23,7 +23,6 @@ pub(super) trait Reference: Debug + Send + Sync {
     fn id(&self, token: &str) -> Option<u32>;
     /// Added tokens with their ids.
     fn added(&self) -> Vec<(u32, AddedToken)>;
-    /// Takes further added tokens.
     fn add(&mut self, tokens: Vec<AddedToken>) -> tokenizers::Result<usize>;
 }
 

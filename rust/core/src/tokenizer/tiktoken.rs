@@ -3,7 +3,7 @@
 //! Such a file holds neither the pattern that splits a text nor the special tokens; both are known for the families
 //! here, and a family is known by its ranks. Called by `load`.
 
-use super::config::TokenizerConfig;
+use super::config::{ExtraToken, TokenizerConfig};
 use super::pieces::glyphs;
 use crate::error::{Error, Kind, Result};
 use base64::engine::{Engine, general_purpose::STANDARD};
@@ -98,10 +98,8 @@ pub(super) fn document(file: &[u8], config: &mut TokenizerConfig) -> Result<Vec<
     if listed.is_empty() {
         added.extend((0..family.extras).map(|extra| special(first + extra, &format!("<|extra_{extra}|>"))));
     }
-    added.extend(listed.iter().filter(|token| added.iter().all(|a| a["content"] != token.content)).map(|token| {
-        json!({"id": token.id, "content": token.content, "special": token.special, "normalized": token.normalized,
-            "lstrip": token.strips.0, "rstrip": token.strips.1, "single_word": token.single_word})
-    }).collect::<Vec<_>>());
+    let missing = listed.iter().filter(|token| added.iter().all(|a| a["content"] != token.content));
+    added.extend(missing.map(ExtraToken::stated).collect::<Vec<_>>());
     let mut vocab: Map<String, Value> = ranks.iter().map(|(token, rank)| (glyphs(token), Value::from(*rank))).collect();
     // Ids that the vocabulary states are never renumbered. One that is not in use gets an entry that no text spells:
     // U+FDD0 is no letter of the alphabet that byte-level entries are written in.

@@ -1,12 +1,8 @@
 use super::*;
 use proptest::prelude::*;
-use std::path::Path;
 use std::sync::LazyLock;
 
-static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/quickstart/model");
-    Tokenizer::from_dir(&folder).unwrap()
-});
+static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(crate::tokenizer::example);
 
 fn piece() -> impl Strategy<Value = Option<Vec<u8>>> {
     let spelled = |id: u32| TOKENIZER.token_bytes(id % TOKENIZER.vocab_size()).map(<[u8]>::to_vec);
@@ -27,11 +23,8 @@ proptest! {
         for piece in &pieces {
             listed.push(piece.as_deref());
         }
-        let tokens = if is_text {
-            Tokens { texts: Some(listed), ..Tokens::default() }
-        } else {
-            Tokens { bytes: Some(listed), ..Tokens::default() }
-        };
+        let (texts, bytes) = if is_text { (Some(listed), None) } else { (None, Some(listed)) };
+        let tokens = Tokens { bytes, texts, ..Tokens::default() };
         let see = |index| see(&tokens, index, false, &TOKENIZER, &mut 0);
         let seen: Vec<_> = (0..pieces.len()).map(see).collect();
         if let Some(ids) = all_by_own_bytes(&tokens, pieces.len(), &TOKENIZER, &mut Lookup::default()) {

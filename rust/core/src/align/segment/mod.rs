@@ -13,4 +13,5 @@ mod whole;
 
 pub use run::run;
 pub use setting::{Choice, Seen, Setting};
+pub use utf8::REPLACEMENT;
 pub use whole::{Whole, whole};

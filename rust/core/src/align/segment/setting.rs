@@ -16,7 +16,6 @@ pub enum Seen<'a> {
 /// What is known of the recorder and the vocabulary.
 #[derive(Clone, Copy)]
 pub struct Setting<'a> {
-    /// The vocabulary.
     pub tokenizer: &'a Tokenizer,
     /// Whether a special token may show nothing.
     pub hides_specials: bool,
@@ -35,7 +34,6 @@ pub enum Choice {
 }
 
 impl Choice {
-    /// Adds an id that fits.
     pub(super) fn add(&mut self, id: u32) {
         *self = match *self {
             Self::None => Self::One(id),

@@ -10,7 +10,6 @@ pub struct Pending {
     length: u8,
 }
 
-/// What a byte did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     /// It waits with those before it.
@@ -27,7 +26,6 @@ impl Pending {
         &self.bytes[..self.length as usize]
     }
 
-    /// Whether nothing waits.
     pub fn is_empty(self) -> bool {
         self.length == 0
     }

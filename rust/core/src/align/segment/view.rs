@@ -5,13 +5,11 @@ use super::utf8::{Pending, REPLACEMENT, Step};
 /// The beginning of a character that earlier tokens left, as the recorder holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct View {
-    /// The waiting bytes.
     pub pending: Pending,
     /// Bytes of text in the token that began it, before the character.
     pub before: u16,
 }
 
-/// What is shown of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shown {
     /// Its own text, which does not end in U+FFFD.
@@ -57,7 +55,6 @@ impl View {
     }
 }
 
-/// A token decoded alone.
 struct Alone {
     /// Its text ends in U+FFFD.
     open: bool,
@@ -90,33 +87,28 @@ fn fresh(bytes: &[u8]) -> (Alone, Pending) {
 mod tests {
     use super::*;
 
-    fn shown(tokens: &[&[u8]]) -> Vec<Shown> {
-        let mut view = View::default();
-        let show = |bytes: &&[u8]| {
-            let (shown, next) = view.show(bytes);
-            view = next;
-            shown
-        };
-        tokens.iter().map(show).collect()
-    }
-
     #[test]
-    fn a_token_that_completes_a_character_shows_the_text_from_where_it_began() {
-        // " " E3, 81, 95: the last shows " さ", four bytes.
-        let tokens: [&[u8]; 3] = [b" \xE3", b"\x81", b"\x95"];
-        assert_eq!(shown(&tokens), [Shown::Nothing, Shown::Nothing, Shown::Completed(4)]);
-    }
-
-    #[test]
-    fn a_stray_part_shows_nothing_and_does_not_reach_further() {
-        assert_eq!(shown(&[b"\xC3", b"a"]), [Shown::Nothing, Shown::Own]);
-        assert_eq!(shown(&[b"\xC3", b"\xE3\x81", b"\x95"]), [Shown::Nothing, Shown::Nothing, Shown::Completed(3)]);
-        assert_eq!(shown(&[b"\x95", b"\xC3", b"\xA9\xC3"]), [Shown::Nothing; 3]);
-        assert_eq!(shown(&["\u{FFFD}".as_bytes()]), [Shown::Nothing]);
-    }
-
-    #[test]
-    fn text_behind_the_rest_of_a_character_is_its_own() {
-        assert_eq!(shown(&[b"\xC3", b"\x85sa"]), [Shown::Nothing, Shown::Own]);
+    fn a_token_shows_its_own_text_nothing_or_the_text_of_a_character_that_it_completes() {
+        use Shown::{Completed, Nothing, Own};
+        let cases: [(&[&[u8]], &[Shown]); 6] = [
+            // " " E3, 81, 95: the last shows " さ", four bytes.
+            (&[b" \xE3", b"\x81", b"\x95"], &[Nothing, Nothing, Completed(4)]),
+            // A stray part does not reach further.
+            (&[b"\xC3", b"a"], &[Nothing, Own]),
+            (&[b"\xC3", b"\xE3\x81", b"\x95"], &[Nothing, Nothing, Completed(3)]),
+            (&[b"\x95", b"\xC3", b"\xA9\xC3"], &[Nothing; 3]),
+            (&["\u{FFFD}".as_bytes()], &[Nothing]),
+            // Text behind the rest of a character is its own.
+            (&[b"\xC3", b"\x85sa"], &[Nothing, Own]),
+        ];
+        for (tokens, expected) in cases {
+            let mut view = View::default();
+            let show = |bytes: &&[u8]| {
+                let (shown, next) = view.show(bytes);
+                view = next;
+                shown
+            };
+            assert_eq!(tokens.iter().map(show).collect::<Vec<_>>(), expected, "{tokens:?}");
+        }
     }
 }

@@ -61,7 +61,6 @@ struct Search<'a> {
     /// First edge into each layer.
     into: Vec<usize>,
     next: HashMap<State, u32>,
-    /// Entries tried so far.
     tries: usize,
 }
 
