@@ -281,3 +281,61 @@ def test_the_name_of_a_reward_counts_more_than_where_it_stands():
     assert [each.path for each in candidates.find(rows).of("reward")[:2]] == ["feedback.correct", "feedback.brief"]
     rows = [{**call([user(str(at))], "b"), "outcome": {"success": at % 2, "reward": at % 2}} for at in range(4)]
     assert candidates.find(rows).of("reward")[0].path == "outcome.reward"
+
+
+def test_a_session_is_a_key_that_the_rows_with_the_rewards_have_too():
+    rows = []
+    for at in range(3):
+        rows.append({"id": f"root{at}", "run_type": "chain", "trace_id": f"root{at}", "inputs": {}, "outputs": {}})
+        rows[-1]["feedback_stats"] = {"right": {"avg": at % 2, "n": 1}}
+        for turn in range(2):
+            kinds = ("human", "ai", "human")[: 2 * turn + 1]
+            inputs = {"messages": [[{"type": kind, "data": {"content": "b"}} for kind in kinds]]}
+            outputs = {"generations": [[{"message": {"type": "ai", "data": {"content": "b"}}}]]}
+            asked = {"id": f"llm{at}{turn}", "run_type": "llm", "parent_run_id": f"root{at}", "trace_id": f"root{at}"}
+            rows.append({**asked, "inputs": inputs, "outputs": outputs})
+    found = candidates.find(rows)
+    assert [each.path for each in found.of("session")] == ["trace_id", "parent_run_id"]
+    assert found.flags(["reward", "session"])[-1] == "trace_id"
+    assert tg.read(rows, map={"reward": found.of("reward")[0].path, "session": "trace_id"}).reward.tolist() == [0, 1, 0]
+
+
+def model_event(span, text, asked="a", role=None):
+    choice = {"message": {"role": "assistant", "content": text}, "stop_reason": "stop"}
+    output = {"model": "m", "choices": [choice]}
+    return {"event": "model", "span_id": span, "role": role, "input": [user(asked)], "output": output, "tools": []}
+
+
+def test_what_a_scorer_or_a_tool_asks_of_a_model_is_no_part_of_a_sample():
+    opened = [
+        {"event": "span_begin", "id": "s", "type": "solver", "parent_id": None},
+        {"event": "span_begin", "id": "t", "type": "tool", "parent_id": "s"},
+        {"event": "span_begin", "id": "u", "type": None, "parent_id": "t"},
+        {"event": "span_begin", "id": "g", "type": "scorer", "parent_id": None},
+    ]
+    asked = [("s", "b"), ("t", "w"), ("u", "x"), ("g", "y")]
+    events = [*opened, *(model_event(span, text) for span, text in asked), model_event("s", "z", role="grader")]
+    sample = {"id": 1, "epoch": 1, "input": "a", "messages": [], "output": {}, "scores": {"right": {"value": "C"}}}
+    [trace] = tg.read([{**sample, "events": events}])
+    assert [each["content"] for each in trace.messages] == ["a", "b"]
+    [old] = tg.read([{**sample, "events": [model_event(None, "b")]}])
+    assert [each["content"] for each in old.messages] == ["a", "b"], "logs of older versions name no span"
+
+
+def test_a_request_that_no_answer_stands_beside_is_no_conversation():
+    talk = [user("a"), said("b"), user("c")]
+    choices = {"choices": [{"index": 0, "finish_reason": "stop", "message": said("d")}]}
+    [trace] = tg.read([{"sent": {"model": "m", "messages": talk}, "got": choices}])
+    assert len(trace.messages) == 4
+    with pytest.raises(tg.TracegradError, match="the call failed: 503"):
+        tg.read([{"sent": {"model": "m", "messages": talk}, "got": None, "error": "503"}])
+    with pytest.raises(tg.TracegradError, match="a record with the keys asking, error"):
+        tg.read([{"asking": {"model": "m", "messages": talk}, "error": "503"}])
+    assert len(tg.read([{"state": {"model": "m", "talk": [*talk, said("d")]}}])) == 1
+    assert len(tg.read([{"model": "m", "talk": talk}])) == 1
+
+
+@pytest.mark.parametrize("name", ["recompensa", "Bewertung", "оценка", "得分", "スコア"])
+def test_a_reward_has_its_name_in_other_languages_too(name):
+    rows = [{"messages": [user("a"), said("b")], name: at} for at in (-2.5, 1, 3)]
+    assert [each.path for each in candidates.find(rows).of("reward")] == [name]

@@ -230,7 +230,10 @@ def _beside(
     path = max(joins, key=lambda each: len(linked[each]), default=None)
     if path is None:
         return
-    if not any(each.path in joins and len(linked[each.path]) == len(linked[path]) for each in sessions):
+    whole = [each for each in joins if len(linked[each]) == len(linked[path])]
+    # By another key, as a parent's id, the rewards would be of no call.
+    sessions[:] = [replace(each, rank=each.rank + (each.path in whole)) for each in sessions]
+    if not any(each.path in whole for each in sessions):
         why = f'{columns[path].count:,} calls share "{path}" with records without a call'
         yield Candidate("session", path, why, 2.5, _order_of(columns))
     for each in rewards:

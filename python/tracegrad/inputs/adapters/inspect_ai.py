@@ -17,6 +17,8 @@ from tracegrad.inputs.adapters import fitting
 
 VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 _FINISH = {"max_tokens": "length", "model_length": "length"}
+_ASIDE = ("scorer", "scorers", "tool")
+"""Kinds of spans whose calls of a model are not of the model that is evaluated."""
 _SIGNS = ("epoch", "input", "messages", "output")
 
 
@@ -58,9 +60,15 @@ def _group(record: Mapping[str, Any]) -> str:
 
 
 def _events(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The calls of the model that is evaluated: those of a grader, or below a tool, are none of its conversation."""
     events = record.get("events")
-    told = events if isinstance(events, list) else []
-    return [each for each in told if chat.table(each).get("event") == "model"]
+    told = [each for each in events if isinstance(each, Mapping)] if isinstance(events, list) else []
+    aside: set[Any] = set()
+    for each in told:
+        if each.get("event") == "span_begin" and (each.get("type") in _ASIDE or each.get("parent_id") in aside):
+            aside.add(each.get("id"))
+    calls = [each for each in told if each.get("event") == "model" and each.get("role") != "grader"]
+    return [each for each in calls if each.get("span_id") is None or each["span_id"] not in aside]
 
 
 def _call(event: Mapping[str, Any], attachments: Mapping[str, Any], pool: list[Any]) -> dict[str, Any] | None:

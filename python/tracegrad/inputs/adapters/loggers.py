@@ -17,10 +17,22 @@ from tracegrad.inputs.adapters.chunks import is_list
 from tracegrad.tables import to_json
 from tracegrad.trace import Trace, Traces
 
-REQUESTS = ("request", "requestbody", "kwargs", "inputs", "input", "params", "parameters", "body", "req", "payload")
+REQUESTS = (
+    "request",
+    "requestbody",
+    "kwargs",
+    "inputs",
+    "input",
+    "params",
+    "parameters",
+    "body",
+    "req",
+    "payload",
+    "sent",
+)
 RESPONSES = (
     *("response", "responseobj", "responsebody", "outputs", "output", "completion", "result"),
-    *("res", "resp", "llmresponse", "rawresponse"),
+    *("res", "resp", "llmresponse", "rawresponse", "got", "received"),
 )
 
 

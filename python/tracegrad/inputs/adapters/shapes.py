@@ -70,6 +70,8 @@ def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] |
 
 def _of_talk(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
     """The record with its one list of messages, in which an assistant said something, under their own name."""
+    # Messages of a request of its own, that no answer stands beside, are of a call that failed.
+    found.talks = [each for each in found.talks if each[1] is record or "model" not in each[1] or _ends(each[2])]
     if "messages" in record or (told := _talk(found)) is None:
         return None
     key, messages = told
@@ -160,6 +162,10 @@ def _talk(found: _Found) -> tuple[str, list[Any]] | None:
     if len(talks) != 1 or found.responses:
         return None
     return talks[0] if all(said == talks[0][1][-1] for _, said, _ in found.answers) else None
+
+
+def _ends(messages: list[Any]) -> bool:
+    return _role(messages[-1]) == "assistant"
 
 
 def _asks(key: str, messages: list[Any]) -> bool:
