@@ -1,7 +1,5 @@
 """How exactly traces were aligned: counts over shards, for drift.json and the terminal."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ Called in the first lines of public functions, whose inside assumes. Nothing is 
 of the type that is wanted. Neither torch nor numpy.ma is imported for the question.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NoReturn

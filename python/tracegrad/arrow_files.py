@@ -1,7 +1,5 @@
 """Files of Parquet and Arrow as batches of rows, in bounded memory; `tables` makes traces of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Here is `misfit`, what is wrong with columns that come from a file. Called by `store` when it saves and when it loads.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The splice is `align`'s, so that what is played with these prompts aligns to one
 `rollout.tokens` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +77,7 @@ class Conversation:
         schemas = None if tools is None else _listed(tools, "tools")
         self._core = _core.Conversation(tokenizer._core, self._messages, schemas, kwargs)
 
-    def append(self, said: ArrayLike | Sequence[Message] | Message, message: Message | None = None) -> Conversation:
+    def append(self, said: ArrayLike | Sequence[Message] | Message, message: Message | None = None) -> "Conversation":
         """Adds what was said; returns itself. What is refused changes nothing.
 
         Args:
@@ -122,7 +120,7 @@ class Conversation:
         """Where the template did not keep what was sampled, up to the last prompt that was asked for."""
         return tuple(Fork(*fork) for fork in self._core.forks())
 
-    def __copy__(self) -> Conversation:
+    def __copy__(self) -> "Conversation":
         other = object.__new__(type(self))
         other._tokenizer, other._messages = self._tokenizer, list(self._messages)
         other._core = self._core.copy()

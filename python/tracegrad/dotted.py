@@ -3,8 +3,6 @@
 No field is listed here: names, types and choices are the dataclasses' own. Called by config, algebra and run files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import math

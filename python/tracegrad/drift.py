@@ -1,7 +1,5 @@
 """What did not fit between recorded tokens and the trainer's, one row per finding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ become dictionary columns of their names. Of traces one row each, with the conve
 not known is null.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Thrift's compact protocol, as far as a footer needs it (parquet-format, `parquet
 where a crafted footer contradicts itself, so it is not asked. Called by `tables`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Arrays of which a caller makes `Sequences`, checked: their shapes, how they count, what they may hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

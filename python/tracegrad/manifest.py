@@ -4,8 +4,6 @@ Here are the manifest of one folder and of a folder of shards, their checks, and
 Numbers are `store`'s, files `shards`'; called by `store` and `prepare`. docs/trace-format.md states the contract.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -40,7 +38,7 @@ class Folder:
 
     counts: Mapping[str, int]
     files: Mapping[str, Written]
-    shards: Mapping[str, Folder]
+    shards: "Mapping[str, Folder]"
 
 
 def shard_name(index: int) -> str:

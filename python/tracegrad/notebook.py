@@ -3,8 +3,6 @@
 Used by the `_repr_html_` methods of all rooms.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
 

@@ -4,8 +4,6 @@ Here are `load` (all at once, for training) and `prepare` (shard by shard, to di
 `Account` is what both tell the user. docs/trace-format.md states what a prepared folder is. Called by the command line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

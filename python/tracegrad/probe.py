@@ -4,8 +4,6 @@ Here is `probe` and its result. Alignment never trusts a template to keep what w
 which one will fork, trim or insert, and `prepare` prints it. No tokenizer is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """What a run was made of: traces and model with their hashes, the version, and the commit of the working directory."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What was read, and what was wrong with it: counts of a reader, and their sum over several."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

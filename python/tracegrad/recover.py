@@ -4,8 +4,6 @@ Here are `recover_ids` and its result. `sequence.align` makes trainable sequence
 for tables, and for other trainers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

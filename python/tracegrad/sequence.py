@@ -4,8 +4,6 @@ Here are `Sequences`, the flat arrays that packing and correction consume, and `
 Made by `align`, or by `Sequences.from_arrays` for a trainer that holds tokens already. No torch, no rewards shaping.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +185,7 @@ class Sequences:
         logprob_kind: str = "processed",
         ending: ArrayLike | None = None,
         extras: Mapping[str, Array | Ragged] | None = None,
-    ) -> Sequences:
+    ) -> "Sequences":
         """Takes tokens that a trainer holds already; no JSON on the way.
 
         Args:
@@ -287,7 +285,7 @@ class Sequences:
         return store.Stored(columns, dict(self.extras), names, drift)
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> Sequences:
+    def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
         """What `save` wrote, memory-mapped and read-only; or all shards that `prepare` wrote, joined in memory.
 
         The manifest must be there, every file as long as it says, and every value one that `save` writes. Groups of

@@ -4,8 +4,6 @@ Here is the format alone: eight bytes of header length, a JSON header, the buffe
 only, so that preparation needs no torch; the safetensors package reads what is written here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

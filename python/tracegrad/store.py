@@ -4,8 +4,6 @@ Here are saving, loading, and the joining of shards. `Sequences.save` and `.load
 columns are is in `columns`, the file format in `shards`, what makes a folder whole in `manifest`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import chain

@@ -3,8 +3,6 @@
 docs/trace-format.md names the producers. Nothing here knows what a trace is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

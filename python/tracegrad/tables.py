@@ -4,8 +4,6 @@ A row is a record in any form of docs/trace-format.md, most often with TRL's col
 from Arrow's buffers to Rust without a Python object per token; the other columns are small and go as JSON.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@
 Here are the names, `subset`, and `Terms`, which reads. Nothing is changed once it is written. `learner.keeper` writes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -60,7 +58,7 @@ class StepTerms:
         """[m]: what no gate has dropped."""
         return (self.why == KEPT) | (self.why == CLIPPED)
 
-    def of(self, trace: int) -> StepTerms:
+    def of(self, trace: int) -> "StepTerms":
         """Those of one trace."""
         first, last = np.searchsorted(self.trace, [trace, trace + 1])
         here = slice(int(first), int(last))

@@ -4,8 +4,6 @@ The logprobs are of the policy before the step and of the reference, so both are
 The recorded policy may stand for the first. A coefficient that follows a target is a value of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -119,7 +117,7 @@ class AdaptiveKl:
             if not value > 0:
                 raise ArgumentError(f"AdaptiveKl.{name} is {value}. It divides the error. Pass a number above 0.")
 
-    def after(self, kl: float, traces: int) -> AdaptiveKl:
+    def after(self, kl: float, traces: int) -> "AdaptiveKl":
         """The coefficient after a batch of so many traces with this divergence (`Penalised.kl`)."""
         error = min(max(kl / self.target - 1, -_MOST), _MOST)
         return replace(self, coef=self.coef * (1 + error * traces / self.horizon))

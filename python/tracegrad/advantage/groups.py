@@ -4,8 +4,6 @@ Everything ragged is summed here, by `np.bincount` over the groups. No baseline 
 `tokens` choose them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -98,7 +96,7 @@ class Grouped:
     count: NDArray[np.intp]
 
     @classmethod
-    def of(cls, rewards: ArrayLike, groups: ArrayLike) -> Grouped:
+    def of(cls, rewards: ArrayLike, groups: ArrayLike) -> "Grouped":
         """From [R] rewards, NaN where unknown, and [R] ids of any type that sorts."""
         reward, group = arrays.real(rewards, "rewards"), arrays.labels(groups, "groups")
         if reward.ndim != 1 or group.shape != reward.shape:

@@ -5,8 +5,6 @@ once are `several`, rewards within a trace `tokens` and `turns`. Called with the
 any two arrays.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

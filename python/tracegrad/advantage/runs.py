@@ -3,8 +3,6 @@
 Terms of a trace stand in the order given, side by side or not. Called by `tokens`, `turns` and `token_baseline`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

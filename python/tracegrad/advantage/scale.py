@@ -3,8 +3,6 @@
 Called by the baselines of `outcome` and `several`; `whiten` is also the last step of REINFORCE++, GAE and GDPO.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -3,8 +3,6 @@
 Called with `Sequences.rewards` [R, K]. What comes out is float64 and goes on to a function of `outcome` or to `whiten`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -3,8 +3,6 @@
 Apart from `tokens`, as it compares terms of different traces that stand at the same step.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

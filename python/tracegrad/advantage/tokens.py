@@ -5,8 +5,6 @@ Returns are float64, as what is computed from them is a difference; advantages a
 what is not a term is not here, so that a discount counts terms and a reward reaches over what stands between them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ it to their terms (`turn_returns`, `turns_to_terms`), which discounts by turns; 
 (`at_turn_ends`) for the functions of `tokens`, which discount by terms.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -11,8 +11,6 @@ core has: those of a `Gate` or a `Budget`. A new kind is a variant of `AnyGate` 
 `ratio/block.rs`, and a variant of `PlainGate` in `rust/py/src/ratio.rs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

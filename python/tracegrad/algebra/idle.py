@@ -4,8 +4,6 @@ Each function gives one reason in words, derived from the parts of the objective
 of the forward pass. No arrays. Read by `Objective.needs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

@@ -4,8 +4,6 @@ It asks its parts what they read, what they depend on and what they refuse. `tra
 known before the step, `tracegrad.objective` sums what its parts evaluate of the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

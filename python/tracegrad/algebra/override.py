@@ -3,8 +3,6 @@
 No field is listed here: names and types are those of the dataclasses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tracegrad import dotted

@@ -4,8 +4,6 @@ An objective asks its parts what they read and need; its code has no list of the
 part that reads its own term alone. `core` gives the plain values from which the Rust core evaluates a detached part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is added to the surrogate: divergences from another policy, an entropy bonus, and shifts of the advantage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Each says its plain form for the core (`core`), and a level aggregates tensors b
 imported.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 The core counts, in `tracegrad.correction`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

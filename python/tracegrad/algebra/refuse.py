@@ -3,8 +3,6 @@
 Each raises ArgumentError, which names the field. No type is defined here.
 """
 
-from __future__ import annotations
-
 from tracegrad.errors import ArgumentError
 
 

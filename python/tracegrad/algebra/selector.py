@@ -4,8 +4,6 @@ The gradient depends on how a step was cut, and each says so by its `scope`. The
 which terms a penalty runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ Bounds are ratios, so they lie around 1, and each shape refuses bounds that do n
 the plain form for the core, which evaluates the same formula before the step. Weights take them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

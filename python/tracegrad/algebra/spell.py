@@ -3,8 +3,6 @@
 For documents, for copying, and for configs that hold an objective without a name. Nothing of a text is executed.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass

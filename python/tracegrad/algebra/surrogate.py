@@ -4,8 +4,6 @@ Each is its formula, in words and in tensor methods: r is the ratio of the objec
 advantage. A loss of your own is a `Surrogate` in your file, or a function (docs/extending.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

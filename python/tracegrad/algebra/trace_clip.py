@@ -3,8 +3,6 @@
 Each is its formula, in words and in tensor methods, as in `surrogate`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Tensors by their own methods, so that no torch is imported. Made by `tracegrad.o
 is handed one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -170,7 +168,7 @@ class View:
             )
         return self._scales[wanted].to(self._theta.dtype)
 
-    def detached(self) -> View:
+    def detached(self) -> "View":
         """The same with logprobs and entropy that carry no gradient."""
         entropy = None if self._entropy is None else self._entropy.detach()
         marks = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}

@@ -4,8 +4,6 @@ A weight on old, rollout and ref the core evaluates once per step; one on the po
 the same formula. Nothing here carries a gradient.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Whole`: what an objective tells its parts, as a protocol, so that no part imports the module of the objective."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 Frames are told apart by their files: ours, Python's and installed packages' are not the caller's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sysconfig

@@ -3,8 +3,6 @@
 Arguments and values are pickled; the functions are not, as processes are forked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler
@@ -53,7 +51,7 @@ class Processes:
         self._busy: set[_Process] = set()
         self._closed = False
 
-    async def __aenter__(self) -> Processes:
+    async def __aenter__(self) -> "Processes":
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -3,8 +3,6 @@
 What is past its limit is left behind, as neither a thread nor a coroutine that swallows its cancellation can be ended.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

@@ -1,7 +1,5 @@
 """Copies the next batch to the device while the current one is worked on. torch is imported on use."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any

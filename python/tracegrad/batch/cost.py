@@ -4,8 +4,6 @@ Here are `ModelShape` and its FLOP counts, which decide whether prefixes are sha
 torch, no model is read. Called by `pack`, and by whoever prints a prediction.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -53,7 +51,7 @@ class ModelShape:
                 raise ArgumentError(f"ModelShape.{field.name} is {value!r}. It must be an integer of at least 1.")
 
     @classmethod
-    def of(cls, config: Any) -> ModelShape:
+    def of(cls, config: Any) -> "ModelShape":
         """The shape that a transformers config describes.
 
         Raises:
@@ -75,7 +73,7 @@ class ModelShape:
         )
 
     @classmethod
-    def known(cls, config: Any) -> ModelShape | None:
+    def known(cls, config: Any) -> "ModelShape | None":
         """As `of`; None where the config does not say one of the sizes."""
         try:
             return cls.of(config)

@@ -7,8 +7,6 @@ lines), `key`, `named`, `runfile`, `recipe` (what verbs share); `files`, `init`,
 `online`, `record` (the verbs).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Sequence

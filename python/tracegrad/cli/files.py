@@ -1,7 +1,5 @@
 """`tracegrad prepare` and `tracegrad doctor`: what reads traces and trains nothing. No torch."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

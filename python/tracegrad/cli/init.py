@@ -1,7 +1,5 @@
 """`tracegrad init`: a commented run.toml for a file, with what was found in it filled in."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The token of a server, which command lines and files of a run name by the file that holds it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tracegrad.errors import ArgumentError

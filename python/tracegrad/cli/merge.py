@@ -1,7 +1,5 @@
 """`tracegrad merge`: whole weights of a checkpoint that holds LoRA adapters."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

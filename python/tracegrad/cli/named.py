@@ -4,8 +4,6 @@ Tasks may also be a file of JSON lines. Nothing here knows what the things are f
 kind is named. Called by `online` and `record`.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -3,8 +3,6 @@
 Called by `main`; `words.tell` writes to `stream()`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """`--recipe` and `--like`, which two verbs have: a recipe as the start of a run, and what is said of it."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

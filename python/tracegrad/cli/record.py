@@ -3,8 +3,6 @@
 `record` plays tasks with what a file names; `proxy` records whatever program talks to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import math

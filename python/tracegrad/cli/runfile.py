@@ -3,8 +3,6 @@
 Paths in it are relative to its own folder. Read, checked and printed here; the run is `online`'s.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """`tracegrad score`: recorded traces with rewards from functions or from a judge, written to another file."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import shlex

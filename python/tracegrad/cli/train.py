@@ -3,8 +3,6 @@
 torch is imported when the run begins, not for `--print-config` and `--dry-run`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`tracegrad view`: traces and runs in a browser, or a chosen set of them as one file."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

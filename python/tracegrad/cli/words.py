@@ -3,8 +3,6 @@
 Nothing is done here; the files of the verbs call it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

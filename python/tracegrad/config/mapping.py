@@ -1,7 +1,5 @@
 """`[data.map]`: where strangers' records hold what a trace needs, by dotted paths. `inputs` reads by them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from tracegrad.errors import ArgumentError

@@ -3,8 +3,6 @@
 Values and their bounds alone; `reading` fills them from TOML and the command line.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 

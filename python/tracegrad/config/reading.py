@@ -3,8 +3,6 @@
 No torch, no files but the TOML. Called by the command line and by `train`.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

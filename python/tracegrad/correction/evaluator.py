@@ -4,8 +4,6 @@ Here is `correct`, which turns logprobs into `weight`, `keep` and `scale` and sa
 Called by the learner, or by any trainer with flat or padded arrays.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

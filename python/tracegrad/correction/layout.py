@@ -3,8 +3,6 @@
 Nothing is copied that is contiguous and of a type that the core reads. torch is touched only where tensors are passed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +31,7 @@ class Layout:
     like: Any
 
     @classmethod
-    def of(cls, like: Any, mask: Any, trace: Any) -> Layout:
+    def of(cls, like: Any, mask: Any, trace: Any) -> "Layout":
         """The layout of logprobs and their mask."""
         if like is None:
             raise ArgumentError("old and rollout are both None. Pass the logprobs that are known.")

@@ -3,8 +3,6 @@
 Called by the learner, or by any trainer with an objective on the proximal.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -1,7 +1,5 @@
 """`examine`: a file of traces through all checks, in bounded memory, to a `Diagnosis`."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Checks of a whole file, at its end: bad records, traces that do not align, drift, rewards, copies, versions."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

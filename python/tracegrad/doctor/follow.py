@@ -3,8 +3,6 @@
 It is printed and never run: nothing is taken that was not told.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of whole traces, batch by batch: what later turns kept of earlier ones, length, rewards, held-out prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

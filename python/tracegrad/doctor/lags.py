@@ -3,8 +3,6 @@
 Functions of arrays alone; `shift` feeds them what a file records, `rescore` what the model computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

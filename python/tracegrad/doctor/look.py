@@ -3,8 +3,6 @@
 G generations of R traces; no Python object per token. Made for each batch of a file by `examine`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Checks of logprobs as numbers, batch by batch: missing, filled up, of another distribution, contradicted by a sum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The findings of docs/doctor.md, from the checks' own words, so that page and code cannot differ."""
 
-from __future__ import annotations
-
 import inspect
 
 from tracegrad.doctor.examination import CHECKS

@@ -1,7 +1,5 @@
 """Recorded logprobs beside the model's own, on a sample of traces. The one room of the doctor that needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Three signs: `lag_test` against bigram counts of the file itself; lists that beg
 top_logprobs that give a token its neighbour's number. `rescore` compares with the model's own logprobs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A diagnosis for a terminal. Whatever stands in a file is shown harmless: control characters are escaped."""
 
-from __future__ import annotations
-
 import textwrap
 
 from tracegrad.doctor.examination import SHOWN, Diagnosis

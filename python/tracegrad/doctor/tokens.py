@@ -1,7 +1,5 @@
 """Checks of tokens and prompts, batch by batch: whose ids they are, what they end with, what the template adds."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -3,8 +3,6 @@
 Looks at the JSON of a few records: the reader keeps no alternatives.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What the checks ask of a tokenizer, once for a file: `Vocabulary`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,7 @@ class Vocabulary:
     injected: str
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
         """Asks for every id, and renders two user messages."""
         ids, core = range(len(tokenizer)), tokenizer._core
         special = np.fromiter(map(core.is_special, ids), bool)

@@ -4,8 +4,6 @@
 few numbers each, never with tokens.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import dataclass, field
@@ -258,7 +256,7 @@ class Tops:
     first: Place | None = None
 
     @classmethod
-    def of(cls, traces: Traces) -> Tops:
+    def of(cls, traces: Traces) -> "Tops":
         """Looks at the records of these traces."""
         lags = [lag_of_tops(trace.record) for trace in traces]
         at = next((index for index, lag in enumerate(lags) if lag), None)

@@ -4,8 +4,6 @@ The first records of a source decide whether all of it is looked at in Python. O
 core itself sees is odd, wherever they stand. Called by `reading`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Two messages are the same where role, text, tool calls and the call they answer are: as in call logs. No files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

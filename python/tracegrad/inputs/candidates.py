@@ -3,8 +3,6 @@
 Only the first records are looked at. `doctor`, `train` and `init` print what is found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -3,8 +3,6 @@
 Nothing of a producer is known here, and no files. `calls` and the adapters use it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

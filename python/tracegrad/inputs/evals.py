@@ -1,7 +1,5 @@
 """inspect-ai's `.eval` logs: a zip with one JSON file for each sample, unpacked one at a time."""
 
-from __future__ import annotations
-
 import tempfile
 import zipfile
 from collections.abc import Iterator

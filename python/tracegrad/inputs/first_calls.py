@@ -3,8 +3,6 @@
 `candidates` makes suggestions of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

@@ -3,8 +3,6 @@
 What each path gave is counted, so that the user is told. Called by `reading`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

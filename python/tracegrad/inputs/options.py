@@ -1,7 +1,5 @@
 """How to read: what a caller of `read` and `stream` may say besides the source and the mapping, checked."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Dotted paths into records, and what a value says where a reward, a version or a kind is wanted. No files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -3,8 +3,6 @@
 Nothing is read here but the first bytes of a file.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

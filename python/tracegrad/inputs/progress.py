@@ -1,7 +1,5 @@
 """How far reading has come: one line that is written anew on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass

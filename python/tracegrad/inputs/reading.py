@@ -4,8 +4,6 @@ Where no mapping is told and the records are in a form that the core reads, they
 record is parsed here, given what the mapping finds in it, and decoded from there.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
@@ -65,7 +63,7 @@ def stream(
     max_record_bytes: int = MAX_RECORD_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Callable[[Progress], None] | None = None,
-) -> InputStream:
+) -> "InputStream":
     """Reads inputs of any size in bounded memory.
 
     Args:

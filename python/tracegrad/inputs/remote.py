@@ -3,8 +3,6 @@
 fsspec is imported on use (extra `cloud`). A thread copies into the pipe, so that no more than a few blocks are held.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

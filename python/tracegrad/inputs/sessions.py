@@ -4,8 +4,6 @@ All are laid into a file without a name until the last is read, with a line of i
 with what they say. Called by `reading`.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ A source is used one way: `plain` decodes what is there, `records` and `decode` 
 by `stream`.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping

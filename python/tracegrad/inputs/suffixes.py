@@ -1,7 +1,5 @@
 """Files by their suffixes: which may hold traces, and which never do (CSV, pickles, ...)."""
 
-from __future__ import annotations
-
 import os
 
 from tracegrad.errors import ReadError

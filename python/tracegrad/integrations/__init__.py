@@ -6,8 +6,6 @@ docs/trainers.md says what each does, and with which versions it was run. Its fi
 `art`, `art_groups`, `verl`, `skyrl`; `trl_step`, `trl_live`, `trl`.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@ A `Choice` is sampled, and so is here an assistant dict with "logprobs", as ART'
 `integrations.art_groups`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our traces as ART's trajectories, which ART's backends train from. Run against openpipe-art 0.5.18."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

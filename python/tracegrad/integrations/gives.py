@@ -4,8 +4,6 @@ Parts say what they take (`ratios`, `reads`, `reach`, `reduce`), an adapter says
 knows a trainer. Called by every adapter, before it trains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 

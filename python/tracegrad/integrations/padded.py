@@ -3,8 +3,6 @@
 No trainer is imported here. `integrations.trl` and `integrations.transformers` cut their micro-batches with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +47,7 @@ class Padded:
     origin: NDArray[np.int64]
     first: int
 
-    def to(self, device: Any) -> Padded:
+    def to(self, device: Any) -> "Padded":
         """The same on `device`."""
         moved = [each.to(device) for each in (self.ids, self.attention, self.row, self.column, self.inv_temperature)]
         return Padded(*moved, origin=self.origin, first=self.first)
@@ -77,7 +75,7 @@ class Recorded:
     missing: Missing
 
     @classmethod
-    def of(cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing: Missing) -> Recorded:
+    def of(cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing: Missing) -> "Recorded":
         """Checks and spreads the advantages, [R] by trace or [M] by term.
 
         Raises:

@@ -3,8 +3,6 @@
 SkyRL keeps its generators, advantages, workers and denominators; a row is a trace. KL and entropy terms are its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

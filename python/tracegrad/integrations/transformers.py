@@ -4,8 +4,6 @@ Here is `TraceLoss`. Denominators come from the Trainer's `num_items_in_batch`, 
 optimizer step over micro-batches and ranks: the collator labels what the objective's reduction counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

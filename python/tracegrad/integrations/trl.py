@@ -4,8 +4,6 @@ Here is `FromTraces`, a mixin for records: a row is a trace, a micro-batch holds
 optimizer step is corrected whole. `WithObjective` (trl_live) keeps TRL's generation. docs/trainers.md has both.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Here is `WithObjective`, a mixin; `integrations.trl` hands it on. No traces of ours come by here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

@@ -3,8 +3,6 @@
 No road is here: `integrations.trl` plays recorded traces, `integrations.trl_live` what TRL generates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

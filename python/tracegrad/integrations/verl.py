@@ -3,8 +3,6 @@
 A row of a DataProto is a trace. `correct_batch` does what `compute_rollout_correction_and_add_to_batch` does in verl.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ One pass over the objects that are there, in Rust, and no new Python object per 
 `FlatLogprobs` alike. vllm itself is not imported: the objects are known by their fields.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

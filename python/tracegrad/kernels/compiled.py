@@ -4,8 +4,6 @@ The portable fallback where the Triton kernels do not run. The formulas are thos
 compiles.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

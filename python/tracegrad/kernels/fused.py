@@ -3,8 +3,6 @@
 The loss itself comes from the caller, as a function of logprobs and entropies. Called by `tracegrad.policy`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

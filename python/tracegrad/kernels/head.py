@@ -4,8 +4,6 @@ Here is `token_logprobs`, differentiable for any loss; `fused` computes a loss w
 apart here; `policy` does that, and any trainer may call `token_logprobs` with its own hidden states.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -105,7 +103,7 @@ class Problem:
     setting: Setting
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, setting: Setting) -> Problem:
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, setting: Setting) -> "Problem":
         """With the parameters in the dtype of the hidden states."""
         bias = None if bias is None else bias.to(hidden.dtype)
         return cls(hidden, Head(weight.to(hidden.dtype), bias, setting.softcap, setting.logit_scale), rows, setting)

@@ -3,8 +3,6 @@
 Counts alone; no tensors. `head` and `fused` choose by it, `tracegrad.policy` reports it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

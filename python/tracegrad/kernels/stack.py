@@ -4,8 +4,6 @@ Branches of similar length stand together, and the tokens they all begin with (a
 computed once: later tokens see them only through their keys and values. No head, no loss.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Container
 

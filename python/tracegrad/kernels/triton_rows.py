@@ -7,8 +7,6 @@ Triton; `TRITON_INTERPRET=1` runs it on CPU tensors. The formulas are those of `
 # Triton's decorators hide the signatures from the type checker.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -4,8 +4,6 @@ What such a folder says is not believed before it is compared with the weights b
 training here. Called by `model`, the command line and online runs.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping
@@ -52,7 +50,7 @@ class Adapted:
         return self.told["r"]
 
     @classmethod
-    def read(cls, path: Path, base: Path | None = None) -> Adapted | None:
+    def read(cls, path: Path, base: Path | None = None) -> "Adapted | None":
         """What a folder says; None where it holds no adapters.
 
         Args:

@@ -3,8 +3,6 @@
 peft is imported on use. Called by the loop and the command line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -5,8 +5,6 @@ disk and renamed. Tensors are safetensors and the rest is JSON, so that reading 
 the loop.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 No torch, no steps. Called by the feed, and by what takes a divergence out of the rewards first.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -3,8 +3,6 @@
 No torch. Called by the loop, or by any trainer that has an objective with `Entropy(adapt=...)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 Here is `Epochs`. Which step comes when is the plan's, what is done with it the run's. Called by the loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

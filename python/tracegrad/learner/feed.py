@@ -4,8 +4,6 @@ Here a `Sequences` becomes the steps of each epoch and the held-out traces. No t
 and by `--dry-run`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 
@@ -72,7 +70,7 @@ class Feed:
         rank: int = 0,
         shape: ModelShape | None = None,
         bucket: int = 1,
-    ) -> Feed:
+    ) -> "Feed":
         """Splits, checks and scores.
 
         Raises:

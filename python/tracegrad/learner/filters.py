@@ -4,8 +4,6 @@ A trace that is left out counts nowhere; one that is masked counts with its rewa
 torch, no steps. Called by the feed of a run.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -4,8 +4,6 @@ The model is built on the meta device and run there: what its layers save for th
 take are counted, not guessed. What is assumed is in `Forecast`. Called by `--dry-run`.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

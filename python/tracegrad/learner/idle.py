@@ -3,8 +3,6 @@
 Here is `Idle`. On a CPU host and device are one, and there is nothing to measure. Called by the step and the loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise

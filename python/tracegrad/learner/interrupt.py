@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM as a request to stop after the current optimizer step. Called by the loop."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -34,7 +32,7 @@ class Interrupt:
         """How a process is to end whose run was `stopped`: as `exit_code` says where it was by a signal, else 0."""
         return (self.exit_code or 0) if stopped == "signal" else 0
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
         return self

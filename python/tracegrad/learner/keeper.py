@@ -3,8 +3,6 @@
 Here is the choice of what is kept and why each term fell; the files are `tracegrad.terms`. Called by the loops.
 """
 
-from __future__ import annotations
-
 import queue
 import shutil
 import threading
@@ -58,7 +56,7 @@ class Keeper:
             self._thread.start()
 
     @classmethod
-    def silent(cls, out: Path, objective: Objective) -> Keeper:
+    def silent(cls, out: Path, objective: Objective) -> "Keeper":
         """One that keeps nothing."""
         return cls(out, Kept(keep="none"), objective)
 

@@ -4,8 +4,6 @@ Everything a step needs is a function of the config, the data and the checkpoint
 uninterrupted one. A step itself is `Run`'s. Called by the command line and by users as `tracegrad.learner.train`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,7 +115,7 @@ def train(
     )
 
 
-def _sinks(loop: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.Sink]:
+def _sinks(loop: "_Loop", sinks: Sequence[metrics.Sink] | None) -> list[metrics.Sink]:
     if sinks is not None:
         return list(sinks)
     config = loop.driven.config

@@ -4,8 +4,6 @@ Here are `Memory`, the three settings and what each does, and the changes they m
 model. No process groups. Called by `parallel`, the loop and the forecast.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class Memory:
     foreach: bool | None
 
     @classmethod
-    def of(cls, setting: Setting) -> Memory:
+    def of(cls, setting: Setting) -> "Memory":
         """The setting called so.
 
         >>> Memory.of("low").recompute

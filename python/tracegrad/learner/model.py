@@ -3,8 +3,6 @@
 No hub, no pickle. Called by the command line and by `checkpoint`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Here are the choice of the held-out groups and the estimate with its interval an
 numbers out: the loop runs the forward pass. No torch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

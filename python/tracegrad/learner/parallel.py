@@ -5,8 +5,6 @@ of a term has the step's integer denominators in it, so the gradient of a step i
 averaging, the default of both wrappers, is turned off or undone. Called by the step and the loop, or with `accelerate`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

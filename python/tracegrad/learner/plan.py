@@ -4,8 +4,6 @@ Nothing here is state, so a run that resumes at step n does what the uninterrupt
 arrays. Called by the loop.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +33,7 @@ class Plan:
     ref_every: int = 0
 
     @classmethod
-    def of(cls, config: Config, steps_per_epoch: int, *, each_update: bool = False) -> Plan:
+    def of(cls, config: Config, steps_per_epoch: int, *, each_update: bool = False) -> "Plan":
         """The plan that a config makes; `each_update`: what an `updates_per_old` of 0 is."""
         train = config.train
         cadence = (

@@ -4,8 +4,6 @@ Here are `Progress`, its files, and the random states of a process. Folders are 
 `state`'s.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Here is `Ranks`. Gradients and parameters are the business of `parallel`; nothin
 loop, the step and the checkpoint.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class Ranks:
     beside: Any = None
 
     @classmethod
-    def join(cls) -> Ranks:
+    def join(cls) -> "Ranks":
         """The ranks of the default process group, which torchrun's variables open where nobody has; else one process.
 
         Raises:
@@ -67,7 +65,7 @@ class Ranks:
         return cls.of_open_group()
 
     @classmethod
-    def of_open_group(cls) -> Ranks:
+    def of_open_group(cls) -> "Ranks":
         """The ranks of the default process group as it is; one process where there is none."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()

@@ -4,8 +4,6 @@ Nothing here is state, so a run that resumes at step n has the rates of the unin
 run and its preparation.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

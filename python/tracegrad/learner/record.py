@@ -1,7 +1,5 @@
 """What `train` returns: the outcome of a run, and per-term arrays for the report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -39,7 +37,7 @@ class TermRecord:
     gradient: NDArray[np.float32]
 
     @classmethod
-    def of(cls, step: int, packed: Step, outcome: Outcome) -> TermRecord:
+    def of(cls, step: int, packed: Step, outcome: Outcome) -> "TermRecord":
         """Of the terms whose logprob the step has computed."""
         seen = ~np.isnan(outcome.logprobs)
         columns = {name: getattr(packed, name)[seen] for name in ("origin", "trace", "advantages")}

@@ -4,8 +4,6 @@ A batch is the steps between two measurements of `old`, as verl and SkyRL have i
 its terms, its rewards are charged and compared, before its first update. No torch. Called by `Epochs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -3,8 +3,6 @@
 Arrays in, names and numbers out; no data set, no model and no files. Called by `run`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ Here is `Run`, which measures what a step lacks, corrects, updates, says what wa
 its caller's: epochs over a file (`loop`), an online loop, or one of your own. No arithmetic of losses here.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -3,8 +3,6 @@
 The comparison itself is `policy.roads`. Called by the loop, and by the step where ranks share each layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

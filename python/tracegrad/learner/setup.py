@@ -3,8 +3,6 @@
 Called by the run and the loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Each rank writes what it holds, and any number of ranks reads it back. No pickle
 `checkpoint`'s. An optimizer's state is kept by the names of its parameters.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

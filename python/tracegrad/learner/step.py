@@ -4,8 +4,6 @@ The gradient is that of the whole step, however it was cut into rows. No loop, n
 trainer that packs with `tracegrad.batch` and keeps its own loop.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

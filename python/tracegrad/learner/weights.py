@@ -3,8 +3,6 @@
 Here is `whole_weights`. Files are `checkpoint`'s. peft is imported on use. Called by `Run.weights`.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any, Literal
 

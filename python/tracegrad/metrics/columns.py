@@ -4,8 +4,6 @@ Here are `Column` and the columns of ratios, weights, advantages and gradients. 
 `offpolicy` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -46,7 +44,7 @@ class Column:
     bins: NDArray[np.intp] | None = None
     by_trace: Callable[[Mapping[str, Floats], Floats], Sums] | None = None
 
-    def by(self, groups: Groups) -> Column:
+    def by(self, groups: Groups) -> "Column":
         """Summed into groups."""
         totals, counts, spread = (
             {name: groups.total(values) for name, values in part.items()}

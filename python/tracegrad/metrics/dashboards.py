@@ -4,8 +4,6 @@ Each is a sink: it takes the finite numbers of a row under the step's number. tr
 `opened` makes the chosen ones for the folder of a run; a run that is resumed goes on under its name there.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import sys

@@ -4,8 +4,6 @@ Bins are even in asinh(l / 0.001): narrow around l = 0, where mismatch lives, an
 no names. Called by `offpolicy`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

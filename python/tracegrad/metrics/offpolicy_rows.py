@@ -5,8 +5,6 @@ sums are named and filled in `columns`, by the same names of comparisons.
 Called by `offpolicy` alone; tests/test_offpolicy.py holds the formulas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 A sink has `log(row)` and `close()`. tqdm is imported on use. Called by the learner, usable by any training loop.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -184,11 +182,11 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._running: list[tuple[str, float]] = []
 
-    def __call__(self, stage: str) -> Stopwatch:
+    def __call__(self, stage: str) -> "Stopwatch":
         self._running.append((stage, time.perf_counter()))
         return self
 
-    def __enter__(self) -> Stopwatch:
+    def __enter__(self) -> "Stopwatch":
         return self
 
     def __exit__(self, *_: object) -> None:

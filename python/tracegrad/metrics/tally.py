@@ -7,8 +7,6 @@ Ratios, rewards and gradients are measured by `offpolicy` and `rewards`. Called 
 loop.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -170,7 +168,7 @@ class Tally:
         _known(name)
         self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
 
-    def all_reduce(self, all_reduce: AllReduce) -> Tally:
+    def all_reduce(self, all_reduce: AllReduce) -> "Tally":
         """The same over all ranks, each of which added the same names."""
         counts = {f"{name}.n": n for name, n in self.counts.items()}
         found = Sums.of(self.sums, counts, self.maxima).all_reduce(all_reduce)

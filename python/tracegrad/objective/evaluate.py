@@ -3,8 +3,6 @@
 No formula is here but the sum; no metrics and no logging.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -67,13 +65,13 @@ class Terms:
         for name, value in {**arrays, "scales": scales}.items():
             object.__setattr__(self, name, value)
 
-    def select(self, where: Any) -> Terms:
+    def select(self, where: Any) -> "Terms":
         """The terms at `where`, a slice or an index: what a part of the loss that looks no further is evaluated on."""
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "scales"}
         chosen = {name: None if value is None else value[where] for name, value in given.items()}
         return Terms(**chosen, scales={key: value[where] for key, value in (self.scales or {}).items()})
 
-    def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> Loss:
+    def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> "Loss":
         """The loss of `objective` on these terms: what `objective(logprobs, entropy, terms)` calls."""
         return evaluate(objective, logprobs, entropy, self)
 

@@ -3,8 +3,6 @@
 Padded or flat; nothing is packed and no model is run. Called by any trainer, and by the tests of losses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

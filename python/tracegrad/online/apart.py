@@ -3,8 +3,6 @@
 What it plays goes into the run's folder, its pace and the weights' versions come from the run's `state.json`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -147,7 +145,7 @@ def _follow(run: Path, state: State, player: Collector, others: Follower, interr
         time.sleep(POLL_S)
 
 
-def _take(player: Collector, known: _Known, state: State) -> None:
+def _take(player: Collector, known: "_Known", state: State) -> None:
     """Takes up versions, steps, and which servers are not asked for now."""
 
     def take() -> None:

@@ -3,8 +3,6 @@
 The sums are `learner.ranks`'; the steps are the ledger's. Called by `loop`.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +28,7 @@ class Bond:
     name: str
 
     @classmethod
-    def of(cls, ranks: Ranks, interrupt: Interrupt) -> Bond:
+    def of(cls, ranks: Ranks, interrupt: Interrupt) -> "Bond":
         """Every rank calls this."""
         return cls(ranks, interrupt, ranks.shared(secrets.token_hex(4)))
 

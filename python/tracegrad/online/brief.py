@@ -3,8 +3,6 @@
 The config of training is beside it in config.toml; here it is written for whoever looks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -45,7 +43,7 @@ class Brief:
         write_bytes(out / NAME, [(json.dumps(known, indent=1, default=str) + "\n").encode()])
 
     @classmethod
-    def read(cls, out: Path) -> Brief:
+    def read(cls, out: Path) -> "Brief":
         """What the folder of a run says."""
         text = read_text(out / NAME, MOST_BYTES)
         try:

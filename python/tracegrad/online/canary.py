@@ -4,8 +4,6 @@ They prove a push where a step holds nothing that the trained version sampled, a
 mistakes where a proof has failed. The asking is `sync.canary`'s; here is what the trainer says of the answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Over ranks every one of them sees the same numbers and comes to the same end. Called by `loop` before each update.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +35,7 @@ class Forks:
     told: str
 
     @classmethod
-    def of(cls, step: Step, sequences: Sequences) -> Forks:
+    def of(cls, step: Step, sequences: Sequences) -> "Forks":
         """Those of a step that is made of these sequences."""
         drift = sequences.drift
         first = np.unique(sequences.trace, return_index=True)[1]

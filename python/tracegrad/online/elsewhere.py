@@ -3,8 +3,6 @@
 Has the methods of `Collector` that the loop calls. The collectors' side is `apart`.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Here are `Writer`, one for each process that plays, and `Follower`, which finds 
 `tracegrad.read` reads the same files. Frames are read in Rust; zstandard, which writes them, is imported on use.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading
@@ -101,7 +99,7 @@ class Writer:
         """Lets go of the file."""
         os.close(self._file)
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -4,8 +4,6 @@
 goes on, and a replay read it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -3,8 +3,6 @@
 Weights are pushed through it, canaries are asked through it, and who plays in this process plays in its loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
@@ -39,7 +37,7 @@ class Link:
         servers: Callable[[], Any],
         sync: Callable[[Any], Any] = lambda servers: None,
         version: int = 0,
-        told: Callable[[Link, Any], None] = lambda link, pushed: None,
+        told: "Callable[[Link, Any], None]" = lambda link, pushed: None,
         ended: Callable[[], str | None] = lambda: None,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -59,7 +57,7 @@ class Link:
         self._work: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._thread = threading.Thread(target=self._run, name="tracegrad-servers", daemon=True)
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> "Link":
         """Returns when the servers can be asked; raises what opening them raised."""
         self._thread.start()
         self._open.wait()

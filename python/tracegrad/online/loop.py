@@ -4,8 +4,6 @@ Every rank follows the folder; the first one collects and decides what a step ta
 Called as `tracegrad.online.train` and by `replay`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

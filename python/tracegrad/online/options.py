@@ -1,7 +1,5 @@
 """What an online run can be told beside the options of training; a run.toml holds them under [online] and [play]."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 A function of counts alone. Called by the collector before each group.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 Nothing is asked of a server here, and no torch is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -109,7 +107,7 @@ class Contract:
     @classmethod
     def of(
         cls, *, agent: Any, environment: Any, tools: Any, rewards: Any, weights: Sequence[float] | None = None
-    ) -> Contract:
+    ) -> "Contract":
         """By the arguments of `train`."""
         given = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
         if len(given) > 1:

@@ -5,8 +5,6 @@ old weights, a head that was not taken along, an adapter of the step before, ano
 nobody told. Here are the comparison and the search for the cause; called by the loop with what a step saw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +44,7 @@ class Gap:
     max: float = float("nan")
 
     @classmethod
-    def of(cls, logprobs: Floats, rollout: Floats, here: NDArray[np.bool_]) -> Gap:
+    def of(cls, logprobs: Floats, rollout: Floats, here: NDArray[np.bool_]) -> "Gap":
         """From [M] logprobs of both, and which terms count; terms that either does not know do not.
 
         >>> Gap.of(np.float32([-1, -2, -3]), np.float32([-1, -2.5, np.nan]), np.array([True, True, True])).max

@@ -3,8 +3,6 @@
 The folder is that of a run: `tracegrad.read`, `doctor` and `train` take its files. Called by the command line.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack

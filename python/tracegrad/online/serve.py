@@ -1,7 +1,5 @@
 """The servers of a run: those that a user names, or one that is started here and stopped in the end."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a group teaches: its rewards as training takes them, and whether they differ; for who plays and who trains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +34,7 @@ class Signal:
     zero_truncated: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> Signal:
+    def of(cls, config: Config) -> "Signal":
         """As the config of a run says; groups that are to be masked are taken like others."""
         told = config.filter
         compared = config.advantage.baseline != "none" and not told.mask_even

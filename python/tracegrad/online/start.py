@@ -1,7 +1,5 @@
 """`train`: a policy, tasks and what is good, put together into a run; `replay`: the same run from its folder alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 `state.json` in the folder of the run, written by the first rank and replaced as a whole.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +47,7 @@ class State:
             (folder / NAME).unlink()
 
     @classmethod
-    def read(cls, folder: Path) -> State | None:
+    def read(cls, folder: Path) -> "State | None":
         """What the folder says; None where it says nothing yet."""
         path = folder / NAME
         if not path.exists():

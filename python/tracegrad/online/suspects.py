@@ -3,8 +3,6 @@
 Asked only where a proof has failed, and answered by the trainer's own model with the mistake put into it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -4,8 +4,6 @@ Group n is the n-th task of the source. A list is shuffled anew each time it has
 its order and is not held.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

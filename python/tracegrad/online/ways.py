@@ -3,8 +3,6 @@
 The pushing is `sync`'s; here is what is pushed, and what must be true of the run. Called by `start` and `loop`.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Here is `attend_in_blocks`, which the learner calls for models on CUDA. No masks: `masks` makes them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

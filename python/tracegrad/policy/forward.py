@@ -3,8 +3,6 @@
 No loss, no advantages. Called by any trainer, and by `loss` for the hidden states.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Here is `policy_loss`, and `batch_loss` with a model before it. The formula of a
 `objective(logprobs, entropy, terms)` is called on the terms of a chunk of head rows, or on all of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 

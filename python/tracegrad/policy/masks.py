@@ -3,8 +3,6 @@
 Arrays of a `Batch` in, a mask out; no model. `forward` calls it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Reads configurations and modules, changes none. `forward` and `loss` call it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

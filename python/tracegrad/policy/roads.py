@@ -4,8 +4,6 @@ No list of families, no reading of configurations: a road is compared with each 
 raises is not taken, with the reason. Called by `forward` and, for all ranks together, by the learner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -94,7 +92,7 @@ def _compared(model: nn.Module, roads: tuple[Road, ...], length: int) -> list[st
         return [_difference(probe, road, wanted, allowed) for road in roads]
 
 
-def _difference(probe: _Probe, road: Road, wanted: list[Tensor], allowed: float) -> str:
+def _difference(probe: "_Probe", road: Road, wanted: list[Tensor], allowed: float) -> str:
     apart, model = 0.0, probe.model
     try:
         for batch in probe.batches(road):

@@ -3,8 +3,6 @@
 Which of them gives a model's own numbers is the business of `roads`, which and `forward` call this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal

@@ -6,8 +6,6 @@ value of your own, or its code as text. There is no registry. Its files, each us
 `mismatch`, `trace_level`, `weighted_gradient`, `offline`, `peers`, `trust_region`.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys

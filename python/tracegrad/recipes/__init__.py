@@ -7,8 +7,6 @@ what is measured); `peer`, `rates`, `art`, `trl`, `skyrl`, `verl_options`, `verl
 `describe`, `coming` (the pages that list them).
 """
 
-from __future__ import annotations
-
 from tracegrad import presets
 from tracegrad.algebra import Objective
 from tracegrad.errors import ArgumentError

@@ -1,7 +1,5 @@
 """ART's training options as a recipe: `backend.train(...)`'s, and its dev.TrainConfig. ART is not imported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

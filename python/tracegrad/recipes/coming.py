@@ -3,8 +3,6 @@
 python -m tracegrad.recipes.coming docs/coming-from.md
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

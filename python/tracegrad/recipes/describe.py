@@ -3,8 +3,6 @@
 python -m tracegrad.recipes.describe docs/losses.md
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

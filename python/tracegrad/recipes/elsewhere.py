@@ -1,7 +1,5 @@
 """A file with another trainer's config as a recipe: `trl:config.yaml`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The thresholds stand on the runs of docs/choosing.md, which has the figures of e
 users, and by `tracegrad doctor --rescore`.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 

@@ -4,8 +4,6 @@ A peer says which options there are; what its config tells is checked and read h
 out and looking at what changes. Nothing of a peer is imported. Called by `from_trl` and its like.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +53,7 @@ class Peer:
     name: str
     version: str
     options: Mapping[str, tuple[Any, ...]]
-    build: Callable[[Asked], Recipe]
+    build: "Callable[[Asked], Recipe]"
     beside: Mapping[str | tuple[str, Any], Mapping[str, Any]]
     without: Mapping[str, Without]
     own: str

@@ -1,7 +1,5 @@
 """Learning rates of other trainers, and their KL in the reward, as options of a run."""
 
-from __future__ import annotations
-
 from tracegrad.recipes.peer import Asked
 from tracegrad.recipes.recipe import Options
 

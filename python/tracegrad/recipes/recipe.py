@@ -3,8 +3,6 @@
 No torch. A run takes it as its start (`settle`); what is told by file or by hand goes over it, and is said.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

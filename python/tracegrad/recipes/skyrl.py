@@ -1,7 +1,5 @@
 """SkyRL's config as a recipe: its algorithm and off-policy correction, by their names. SkyRL is not imported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TRL's GRPOConfig as a recipe. TRL is not imported: a config is read by the names of its options."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

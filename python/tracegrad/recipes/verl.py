@@ -1,7 +1,5 @@
 """verl's config as a recipe: actor, algorithm and rollout correction, by their names. verl is not imported."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

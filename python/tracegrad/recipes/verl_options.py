@@ -1,7 +1,5 @@
 """verl's options by name: what is read, what else they may say, what has no counterpart, and its own corrections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

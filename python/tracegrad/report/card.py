@@ -4,8 +4,6 @@ The head is what model hubs read. The rest is text for people; what strangers wr
 leaves.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Here are the panels of the page and the drawing of one. Rows come from metrics.jsonl as they are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +175,7 @@ class _Axis(NamedTuple):
     ticks: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float], floor: float | None, intervals: int = 3) -> _Axis:
+    def of(cls, values: Sequence[float], floor: float | None, intervals: int = 3) -> "_Axis":
         low, high = min(values), max(values)
         low = low if floor is None else min(low, floor)
         # What differs by rounding alone is one value: ticks between would be no numbers of their own.
@@ -190,7 +188,7 @@ class _Axis(NamedTuple):
         return cls(first * step, last * step, tuple(n * step for n in range(first, last + 1)))
 
     @classmethod
-    def steps(cls, rows: Rows) -> _Axis:
+    def steps(cls, rows: Rows) -> "_Axis":
         """From the first step to the last, the same for all panels."""
         found = [step_of(row, index) for index, row in enumerate(rows)]
         low, high = min(found), max(found)

@@ -4,8 +4,6 @@ Here is `write_report`, which puts the parts together and keeps the file small. 
 arrays come from the learner, tables from the sequences.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

@@ -3,8 +3,6 @@
 Here are `escape` for text, `visible` for one token's bytes, and the formats of numbers.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import unicodedata

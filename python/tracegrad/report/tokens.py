@@ -4,8 +4,6 @@ Here are `PerToken`, the values of the terms laid over the tokens, and the HTML 
 the page's style sheet gives a meaning; the numbers stand in `data-n` and show on hover.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -75,7 +73,7 @@ class PerToken:
     words: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tokens: int, terms: Iterable[TermArrays]) -> PerToken:
+    def of(cls, tokens: int, terms: Iterable[TermArrays]) -> "PerToken":
         """Lays the terms of several steps over the tokens."""
         columns: dict[str, Any] = {name: np.full(tokens, np.nan, np.float32) for name in (*_FLOATS, "old", "entropy")}
         columns |= {name: np.zeros(tokens, bool) for name in ("keep", "clipped")}

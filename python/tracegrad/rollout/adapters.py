@@ -3,8 +3,6 @@
 Each is a few lines over `policy.chat`; whoever needs another writes `async (task, policy)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

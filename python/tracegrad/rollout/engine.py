@@ -4,8 +4,6 @@
 vLLM is imported on use. Called by `inside`; written against vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

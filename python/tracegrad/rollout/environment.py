@@ -4,8 +4,6 @@ An environment lives for one trajectory, and its plain methods run in one thread
 played by `play`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

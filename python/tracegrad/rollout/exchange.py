@@ -3,8 +3,6 @@
 No sessions and no records here. Called by `proxy`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -48,7 +46,7 @@ class Upstream:
             self._headers["Authorization"] = f"Bearer {key}"
         self._client: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Upstream:
+    async def __aenter__(self) -> "Upstream":
         timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10.0)
         connector = aiohttp.TCPConnector(limit=0)
         self._client = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 18)

@@ -3,8 +3,6 @@
 Nothing here retries or chooses a server; `server` does, and is the one that calls this.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

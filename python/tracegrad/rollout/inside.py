@@ -5,8 +5,6 @@ control requests have the names of its server's. Only no connection is made. The
 `online`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -37,7 +35,7 @@ class Inside(Servers):
         super().__init__([HERE], model=model, **limits)
         self.engine = engine
 
-    async def __aenter__(self) -> Inside:
+    async def __aenter__(self) -> "Inside":
         self._wire = EngineWire(self.engine, self.model)
         return self
 

@@ -3,8 +3,6 @@
 One file for each session grows by a line for each call and is gone once the session is recorded. Called by `proxy`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets
@@ -55,7 +53,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> "Journal":
         """Takes the folder."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

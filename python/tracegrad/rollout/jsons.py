@@ -4,8 +4,6 @@ What orjson refuses and the standard library takes: half a character (a lone sur
 bits, keys that are numbers, deep nesting. Called for each answer of a server and for each record that is written.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

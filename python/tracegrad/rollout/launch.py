@@ -3,8 +3,6 @@
 What is asked of it is `server`'s. `make online`, tests and the loop call this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Shapes are vLLM's: what nobody asked for stands there as null, whole and in the chunks of a stream. Called by `proxy`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Whatever the contract does, there is a record: an exception, a hang or a value t
 (never 0) and says which task failed at which line. Called by the online loop and by `tracegrad record`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

@@ -3,8 +3,6 @@
 Limits of turns and tokens are kept here. Called by whoever writes a contract; made by `play`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass

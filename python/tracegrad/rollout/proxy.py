@@ -4,8 +4,6 @@ It asks the server for ids and logprobs in addition, records request and respons
 would have got. It serves in the loop of its caller. `play` opens sessions for contracts; strangers open their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac
@@ -105,7 +103,7 @@ class Proxy:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._count = 0
 
-    async def __aenter__(self) -> Proxy:
+    async def __aenter__(self) -> "Proxy":
         for entry, calls, lost in () if self._journal is None else self._journal.found():
             seat = self._seats[entry.name] = self._opened(entry.name, entry.group)
             seat.entry, seat.policy.turns = entry, len(calls) + len(lost)

@@ -4,8 +4,6 @@ Equal to `transformers.utils.get_json_schema` where that gives one, but for `ret
 by `tools`; nothing here runs a function.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

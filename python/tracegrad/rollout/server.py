@@ -3,8 +3,6 @@
 Retries, routing and the circuit breaker are here; one request is `http`'s. Sessions and the loop call this.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -131,7 +129,7 @@ class Servers:
         self._wire: Transport | None = None
         self._changed = asyncio.Event()
 
-    async def __aenter__(self) -> Servers:
+    async def __aenter__(self) -> "Servers":
         self._wire = Wire(**self._wire_options)
         return self
 

@@ -4,8 +4,6 @@ A call keeps the whole request and the whole response: messages that were sent b
 here speaks to a server; `policy` and `proxy` do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -94,7 +92,7 @@ class Session:
         if calls and isinstance(said := calls[-1]["request"].get("messages"), list):
             self._seen, self._tools = said, calls[-1]["request"].get("tools")
 
-    def open(self, body: Mapping[str, Any], asked: Mapping[str, Any] = CHAT) -> Call:
+    def open(self, body: Mapping[str, Any], asked: Mapping[str, Any] = CHAT) -> "Call":
         """A call that is about to be made: `body` with the run's sampling and what a record needs.
 
         Args:

@@ -4,8 +4,6 @@ Whatever goes wrong (unknown name, wrong arguments, an exception, the time limit
 counted; nothing is raised into the episode. Called by `environment` and by whoever plays episodes of their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -4,8 +4,6 @@ verifiers pins what others need otherwise, so that nothing of it is imported her
 its agents talk to the proxy of the trajectory, which records them. Its rewards are what is trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """What was scored before, by what it was made of: a file of JSON lines that is only ever added to."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

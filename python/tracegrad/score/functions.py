@@ -4,8 +4,6 @@ Plain ones run in processes within a time limit. One that raises, hangs or answe
 0; it is counted, and its line is told. The online loop calls this with the trajectories of a group.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math
@@ -149,7 +147,7 @@ class Rewards:
         """Ends the processes."""
         self._processes.close()
 
-    async def _ask(self, name: str, told: dict[str, Any], count: int) -> _Answer | Failure:
+    async def _ask(self, name: str, told: dict[str, Any], count: int) -> "_Answer | Failure":
         function = self._functions[name]
         given = _taken(function, told)
         try:

@@ -6,8 +6,6 @@ logprobs never reach the prompt. An answer that cannot be read is asked for once
 Source: RULER, relative universal LLM-elicited rewards (OpenPipe, 2025). Theirs gives scores by position; ours by id.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -3,8 +3,6 @@
 The records keep their bytes; `reward` and `rewards` stand behind them. Called by `tracegrad score` and users.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

@@ -3,8 +3,6 @@
 A group may stand anywhere in the input: its traces are read again when it is its turn. Called by `tracegrad score`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -81,7 +79,7 @@ class Spool:
         core, _ = _core.Traces.decode([record], self._files[self._names[index]], self._lines[index], "auto")
         return Trace(core, 0)
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> "Spool":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

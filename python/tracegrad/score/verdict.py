@@ -3,8 +3,6 @@
 No model is asked here: from recorded verdicts the same scores come again. Made by `judge`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -50,7 +48,7 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Verdict:
+    def from_dict(cls, told: Mapping[str, Any]) -> "Verdict":
         """From what `as_dict` gave."""
         return cls(**told)
 
@@ -70,7 +68,7 @@ class Judged:
     verdicts: list[Verdict]
 
     @classmethod
-    def of(cls, verdicts: Sequence[Verdict], count: int) -> Judged:
+    def of(cls, verdicts: Sequence[Verdict], count: int) -> "Judged":
         """The scores of `count` trajectories by votes, as they were made or as they were recorded."""
         votes = np.full((len(verdicts), count), np.nan)
         for row, verdict in enumerate(verdicts):

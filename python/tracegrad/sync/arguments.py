@@ -1,7 +1,5 @@
 """What a vLLM server must be started with, so that weights can be pushed to it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 Imports torch and safetensors on use. Called by `file` and `lora`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

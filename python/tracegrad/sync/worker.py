@@ -3,8 +3,6 @@
 Runs in vLLM's interpreter and imports nothing of the trainer. Written against vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A request is answered from `Session` and `pieces`. Strangers' text never becomes
 allows only the files of the page itself. Started by `tracegrad view`.
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -5,8 +5,6 @@ block each, so that a hundred thousand of them are in memory within a few millis
 is: `features` says what is put in, `search` and `app` ask.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ Everything that comes from outside goes through `report.text.escape`; the page p
 piece holds no script, no address and no style of its own.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

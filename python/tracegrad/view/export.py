@@ -3,8 +3,6 @@
 The page allows the scripts that it was written with, by their hashes, and nothing else: not what a trace says.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

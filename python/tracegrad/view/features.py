@@ -4,8 +4,6 @@ Here are rows for `database` from a batch of `Traces`; with a tokenizer also the
 by `indexer`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ What is read stays as it is: the index stands in a folder of its own. Traces fir
 second; their trigrams after each tenth thousand. Called by `serve`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

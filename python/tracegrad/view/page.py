@@ -1,7 +1,5 @@
 """The page itself: one skeleton, its scripts and styles; what is shown comes later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.resources import files
 

@@ -1,7 +1,5 @@
 """What the page asks for of one trace, put together from the session: used by the server and by the export."""
 
-from __future__ import annotations
-
 import re
 from difflib import SequenceMatcher
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs as a piece of HTML: a list, what their configs differ in, and curves, two runs over each other."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

@@ -5,8 +5,6 @@ where the next one goes on, so that the page never waits. Called in a process of
 expression may take for ever.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 import time

@@ -3,8 +3,6 @@
 Here is `Searcher` for the server, and what the process runs: a question a line, an answer a line.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

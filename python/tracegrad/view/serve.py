@@ -1,7 +1,5 @@
 """Serves the page on loopback until it is told to end."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Called by `app`, which answers requests, and by `export`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -66,7 +64,7 @@ class Session:
         self._names: dict[str, int] = {}
         self._bytes: dict[int, bytes] = {}
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> "Session":
         self.indexer.start()
         return self
 

@@ -3,8 +3,6 @@
 Nothing is read here but the names of files. Called by `indexer` and `app`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Here are `TokenSets`, which finds them by the ids of traces and sums up what ste
 cut out with all its steps. No HTML.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

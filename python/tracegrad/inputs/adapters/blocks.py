@@ -5,8 +5,6 @@ is the list that an agent keeps between them. Most chat templates write nothing 
 words would be gone. Text only: that API gives no logprobs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ beside them as one value, whose it is cannot be known: the record stays as it is
 out are counted.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

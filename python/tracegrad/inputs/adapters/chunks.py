@@ -3,8 +3,6 @@
 The core reads a list of chunks as the response of a call; here they are gathered by their id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 They become no traces: each is made a record that the core refuses as a failed call, with its place and what was said.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 What does not fit is refused by `Unfit`, which the reader makes a bad record with its file and line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ Source: inspect-ai 0.3 `log/_log.py` (EvalSample, events of kind "model" with `i
 P, N as inspect's `value_to_float` reads them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

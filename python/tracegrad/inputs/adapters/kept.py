@@ -3,8 +3,6 @@
 Source: mini-swe-agent 2's trajectories (`extra.response`, of litellm).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Source: langchain-core 1.x (`messages_to_dict`, `dumpd`, `model_dump`) and langs
 of a model (a chain, a tool) holds none and is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

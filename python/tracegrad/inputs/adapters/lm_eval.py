@@ -4,8 +4,6 @@ Source: lm-eval 0.4 `evaluator_utils.py`, `evaluator.py` (rows of samples_TASK.j
 (log-likelihoods) holds no call. Metrics stand in the row under the names in `metrics`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

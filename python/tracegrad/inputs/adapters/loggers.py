@@ -4,8 +4,6 @@ Names count by their words: `requestBody` is `request_body`. Source: model dumps
 call; litellm's logger callbacks (`kwargs`, `response_obj`); proxies that keep `request_body` and `response_body`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

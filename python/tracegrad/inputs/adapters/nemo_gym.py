@@ -4,8 +4,6 @@ Source: NeMo Gym 0.3 `rollout_collection.py` (rows of rollouts.jsonl) and `opena
 `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`). A turn is what the model gave without a break.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

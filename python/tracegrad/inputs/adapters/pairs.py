@@ -4,8 +4,6 @@ A pair becomes two traces of one group: the chosen one has reward 1, the rejecte
 the scores that a pair says are rewards by their own names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

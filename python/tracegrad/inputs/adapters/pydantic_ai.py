@@ -4,8 +4,6 @@ Source: pydantic-ai 2 `messages.py` (`ModelMessagesTypeAdapter`, `all_messages_j
 `provider_details` of a response where the settings asked for them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Each answer is a trace of one group. Of a list beside the answers that is as long as they are, each takes its own value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

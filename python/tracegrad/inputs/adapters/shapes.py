@@ -4,8 +4,6 @@ Looked for are lists of messages, responses, and single answers, also in JSON as
 what is ambiguous (two conversations, no prompt to a response) is none. Asked only for what nothing else reads.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

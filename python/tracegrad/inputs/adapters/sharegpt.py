@@ -4,8 +4,6 @@ Source: the layout of FastChat's and LLaMA-Factory's data (from: human, gpt, sys
 camel-ai 0.2.90's `ShareGPTDataCollector`, whose function_call is a list of OpenAI's calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ LlamaIndex's events (`span_id`; that a call began is one of its own). A row with
 `--map.session` it counts for the conversation of its trace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

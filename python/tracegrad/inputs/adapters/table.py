@@ -1,7 +1,5 @@
 """The adapters in the order in which they are asked, and what became of the records that they took."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

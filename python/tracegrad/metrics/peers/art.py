@@ -4,8 +4,6 @@ In ART "old" is the recorded policy, and a missing logprob counts as a ratio of 
 beside ART's code (tests/parity/test_art_metrics.py); the pull request was closed, and its three follow its design page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ Definitions are those of NVIDIA-NeMo/RL 7ea279a; "prev" is old, "generation" rol
 NeMo-RL cannot be installed from an index: tests/parity/test_nemo_metrics.py runs its function where it can be imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

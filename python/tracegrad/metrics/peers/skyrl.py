@@ -4,8 +4,6 @@ Definitions are skyrl 0.3.0's (tests/parity/test_skyrl_metrics.py runs both); Sk
 work one after the other, each on what the former left. A row is a trace; empty rows count, as there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ TRL takes means over ranks of each rank's mean of `sampling/*`, and over the mic
 names; these sums merge instead. On one rank and one micro-batch they are equal (tests/parity/test_trl_metrics.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Definitions are verl 0.9.1's (tests/parity/test_verl_metrics.py runs both). In m
 give `Rows` with all rows of the padded array. verl divides by the counts of one process; these sums merge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

@@ -3,8 +3,6 @@
 Called by `verl` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
