@@ -7,7 +7,7 @@ import pytest
 import tracegrad as tg
 from tracegrad import config
 from tracegrad.errors import ArgumentError
-from tracegrad.inputs import candidates, paths
+from tracegrad.inputs import candidates, paths, sessions
 from tracegrad.learner.feed import reward_column
 from tracegrad.online.signal import Signal
 
@@ -61,7 +61,8 @@ def test_of_several_names_of_a_reward_each_trace_takes_the_first_that_it_has():
     assert reward_column(s, "rank,match").tolist() == [1, 0.25, 0.75]
     assert reward_column(s, "a,b").tolist() == [0.5, 1, 1], "a name that has a comma"
     with pytest.raises(ArgumentError, match=r"no trace has such a reward. Did you mean match\?"):
-        reward_column(s, "rank,mach")
+        reward_column(s, "mach,rnk")
+    assert reward_column(s, "mach,match")[::2].tolist() == [1, 0], "a batch may lack one of them"
     records = [{"rewards": {"rank": 0.25, "a": 1}}, {"rewards": {"match": 1, "rank": 0}}, {"rewards": {"match": none}}]
     assert Signal("match,rank").of_records(records)[:2].tolist() == [0.25, 1]
     assert Signal("rank").of_traces(tg.read([{"messages": [user("a"), said("b")], **records[0]}])).tolist() == [0.25]
@@ -253,7 +254,7 @@ def test_calls_of_the_responses_api_go_on_by_the_id_of_the_response_before():
     assert [each["content"] for each in traces[0].messages] == ["be brief", *"abcd"]
     assert [len(trace.generations) for trace in traces] == [2, 1]
     assert traces[0].group == traces[1].group
-    by_id = tg.read(rows, map={"session": "prefix"})
+    by_id = tg.read(rows[:3], map={"session": "prefix"})
     assert [[each["content"] for each in trace.messages][1:] for trace in by_id] == [[*"abcd"], ["a", "z"]]
     # What it goes on is not in the file: the prompt is not known.
     [lone] = tg.read(rows[2:3])
@@ -339,3 +340,113 @@ def test_a_request_that_no_answer_stands_beside_is_no_conversation():
 def test_a_reward_has_its_name_in_other_languages_too(name):
     rows = [{"messages": [user("a"), said("b")], name: at} for at in (-2.5, 1, 3)]
     assert [each.path for each in candidates.find(rows).of("reward")] == [name]
+
+
+def test_what_tells_no_conversation_from_what_stands_beside_stays_together():
+    rows = [{**call([user("Title: a")], "T", "t"), "sid": 1, "reward": 1}, {**call([user("a")], "b"), "sid": 1}]
+    [trace] = tg.read(rows, map={"session": "sid"})
+    assert (len(trace.generations), trace.reward) == (2, 1.0)
+    # With a second turn it is told, and the reward is its own, wherever it stands.
+    rows.append({**call([user("a"), said("b"), user("c")], "d"), "sid": 1})
+    traces = tg.read(rows, map={"session": "sid"})
+    assert [(trace.id, len(trace.generations), trace.reward) for trace in traces] == [("1", 2, 1.0), ("1#2", 1, None)]
+    # A judge is asked with all that was said, and begins otherwise.
+    judge = {**call([user("Rate:"), *rows[2]["request"]["messages"]], "5", "judge"), "sid": 1, "reward": 0.5}
+    traces = tg.read([*rows[1:], judge], map={"session": "sid"})
+    assert [(trace.id, len(trace.generations), trace.reward) for trace in traces] == [("1", 2, 0.5), ("1#2", 1, None)]
+
+
+def test_the_model_beside_messages_and_a_system_beside_them_tell_calls_apart_too():
+    def row(model, system, talk, answer):
+        request = {"model": model, "system": system, "messages": talk}
+        response = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": answer}]}
+        return {"request": request, "response": {**response, "model": model, "stop_reason": "end_turn"}, "sid": 1}
+
+    again = [user("a"), said("b"), user("c")]
+    rows = [row("opus", "Agent", [user("a")], "b"), row("haiku", "Guard", [user("a")], "safe")]
+    traces = tg.read([*rows, row("opus", "Agent", again, "d")], map={"session": "sid"})
+    assert [len(trace.generations) for trace in traces] == [2, 1]
+    rows = [{"messages": [user("T"), said("t")], "model": "title", "sid": 1}]
+    rows += [
+        {"messages": [*talk, said(text)], "model": "m", "sid": 1} for talk, text in ((again[:1], "b"), (again, "d"))
+    ]
+    assert [len(trace.generations) for trace in tg.read(rows, map={"session": "sid"})] == [2, 1]
+
+
+def test_responses_without_an_id_go_on_nothing():
+    def row(asked, text):
+        output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+        return {"request": {"input": asked}, "response": {"object": "response", "output": output}, "sid": 1}
+
+    [trace] = tg.read([row([user("a")], "b"), row([user("a"), said("b"), user("c")], "d")], map={"session": "sid"})
+    assert [each["content"] for each in trace.messages] == [*"abcd"]
+    # A call that goes on is of the conversation, whatever its model and tools are.
+    rows = [responses("r1", "a", "b", sid=1), responses("r2", "c", "d", "r1", sid=1)]
+    rows[1]["req"]["model"] = "mini"
+    for how in ("sid", "prefix"):
+        [trace] = tg.read(rows, map={"session": how})
+        assert [each["content"] for each in trace.messages] == ["be brief", *"abcd"]
+
+
+def test_a_conversation_that_would_become_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_BYTES", 2000)
+    rows = [responses(f"r{at}", "a" * 50, "b", f"r{at - 1}" if at else None, sid=1) for at in range(9)]
+    with pytest.raises(tg.TracegradError, match="previous_response_id is more than"):
+        tg.read(rows, map={"session": "sid"})
+    assert len(tg.read(rows[:3], map={"session": "sid"})) == 1
+
+
+def test_spans_whose_calls_go_on_one_another_are_one_conversation_whoever_began_them():
+    talk = [user("a"), said("b"), user("c"), said("d"), user("e")]
+    steps = [span(str(at), f"step{at}", talk[: 2 * at + 1], "bdf"[at]) for at in range(3)]
+    [trace] = tg.read([{"data": {"spans": steps}}])
+    assert len(trace.generations) == 3
+    guard = span("g", "guard", [user("Is it safe: a")], "yes")
+    agent = [span(str(at), "r", talk[: 2 * at + 1], "bdf"[at]) for at in range(3)]
+    [trace] = tg.read([{"data": {"spans": [guard, *agent]}}])
+    assert [each["content"] for each in trace.messages] == [*"abcdef"]
+
+
+def test_choices_are_of_no_session_that_is_called_like_them():
+    choices = [{"index": at, "finish_reason": "stop", "message": said(str(at))} for at in range(2)]
+    several = {"request": {"messages": [user("a")]}, "response": {"choices": choices}, "sid": "s", "score": [1, 0]}
+    traces = tg.read(
+        [several, {**call([user("b")], "c"), "sid": "s-1", "score": 1}], map={"session": "sid", "reward": "score"}
+    )
+    assert [(len(trace.generations), trace.reward) for trace in traces] == [(1, 1.0), (1, 0.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"sid": "s", "transcript": "User: a\nAssistant: b", "score": 1},
+        {"sid": "s", "user": "hi", "assistant": "there", "score": 1},
+        {"sid": "s", "answer": "b", "score": 1},
+        {"sid": "s", "reward": float("nan")},
+        {"sid": "s", "text": "a" * 300, "score": 1},
+        {"score": 1, "other": "s"},
+    ],
+)
+def test_what_may_be_said_is_no_verdict_and_refused_in_sessions_too(row):
+    with pytest.raises(tg.TracegradError, match=r"a record with the keys|the call failed"):
+        tg.read([{**call([user("a")], "b"), "sid": "s"}, row], map={"session": "sid"})
+
+
+def test_sessions_that_are_numbers_are_linked_and_the_name_of_a_model_is_none():
+    rows = [{**call([user(str(at))], "b"), "session_id": at % 6, "model": "gpt-4o-mini"} for at in range(12)]
+    rows += [{"session_id": at, "grade": at % 2, "model": "gpt-4o-mini"} for at in range(6)]
+    assert candidates.find(rows).flags(["reward", "session"])[:4] == [
+        "--map.reward",
+        "grade",
+        "--map.session",
+        "session_id",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": [user("a"), {**said("b"), "generation": "t"}]}, {"calls": [{"request": None, "response": {}}]}]
+)
+def test_odd_values_of_calls_end_no_reading(row):
+    rows = [{**row, "sid": 1}, {**row, "sid": 1}, {**call([user("a")], "b"), "sid": 2}]
+    assert len(tg.read(rows, map={"session": "sid"}, on_error="skip")) >= 1
+    assert candidates.find(rows).records == 3

@@ -50,7 +50,7 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
 
 def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
     """The response that a recorded message came in."""
-    told = {**message, **(message.get("generation") or {})}
+    told = {**message, **chat.table(message.get("generation"))}
     choice = chat.told(told, _OF_CALL)
     if "logprobs" in choice and isinstance(choice["logprobs"], list) and told.get("tokens"):
         choice["logprobs"] = {"tokens": told["tokens"], "logprobs": choice["logprobs"]}
@@ -80,22 +80,28 @@ def prefixes(call: Mapping[str, Any]) -> tuple[list[bytes], bytes | None]:
     return found, chain.digest()
 
 
-def whole_inputs(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def whole_inputs(calls: list[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
     """Calls of the Responses API with what `previous_response_id` stands for before their own input, where the call
     that gave that response is among those before.
+
+    Raises:
+        OverflowError: if all that is put before them has more than `most_bytes`.
     """
-    known: dict[str, list[Any]] = {}
-    made = []
+    known: dict[str, tuple[list[Any], int]] = {}
+    made, held = [], 0
     for call in calls:
         request, response = chat.table(call.get("request")), chat.table(call.get("response"))
-        asked = request.get("input")
+        asked, previous = request.get("input"), request.get(_PREVIOUS)
         if isinstance(asked, (str, list)):
             own = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            before = known.get(str(request.get(_PREVIOUS)))
-            if before is not None:
+            before, size = known.get(previous, ([], 0)) if isinstance(previous, str) else ([], 0)
+            if (held := held + size) > most_bytes:
+                raise OverflowError
+            if before:
                 call = {**call, "request": {**chat.without(request, _PREVIOUS), "input": [*before, *own]}}
-            if isinstance(response.get("output"), list):
-                known[str(response.get("id"))] = [*(before or []), *own, *response["output"]]
+            if isinstance(response.get("id"), str) and isinstance(response.get("output"), list):
+                said = [*own, *response["output"]]
+                known[response["id"]] = [*before, *said], size + len(json.dumps(said, default=str))
         made.append(call)
     return made
 

@@ -15,7 +15,7 @@ from typing import Any
 from tracegrad.config import Map
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import chat, paths, sources
-from tracegrad.inputs.adapters import adapt, is_chunk, is_failed, of_verdict, only_roots
+from tracegrad.inputs.adapters import adapt, is_chunk, is_failed, is_verdict, only_roots
 from tracegrad.inputs.first_calls import SESSION, Calls, counted, outside
 from tracegrad.inputs.mapping import Unfit, loads
 from tracegrad.inputs.places import named
@@ -155,12 +155,13 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     count = silent = verdicts = 0
     for record, roots in _first(source):
         made = _made(record, roots)
-        if made == [] and isinstance(record, dict):
+        says = is_verdict(record)
+        if says or (made == [] and isinstance(record, dict)):
             silent += 1
-            verdicts += of_verdict(record) == []
+            verdicts += says
             _count(beside, record, 1, wanted)
             _link(linked, record)
-        if not made:
+        if not made or says:
             continue
         count += len(made)
         calls.add(record, made)
@@ -170,8 +171,7 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
             break
     sessions = list(_sessions(columns, count, calls))
     told_beside = list(_beside(beside, silent, columns, linked, sessions, verdicts == silent))
-    found_beside = sum(each.field == "session" for each in told_beside)
-    joined = calls.joined + found_beside
+    joined = calls.joined + bool(told_beside)
     keys = sorted((each for each in (*sessions, *told_beside) if each.field == "session"), key=lambda each: -each.rank)
     by = told.session or (keys[0].path if keys and joined else "")
     found = [*_rewards(columns, count), *_groups(columns, count, calls, by), *sessions, *told_beside]
@@ -199,7 +199,8 @@ def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     told = list(itertools.islice(paths.leaves(record), paths.MOST_WALKED))
     if any(paths.REWARD.search(path) and paths.verdict(value) is not None for path, value in told):
         for path, value in told:
-            if isinstance(value, str) and (SESSION.search(path.rpartition(".")[2]) or len(value) >= _LEAST):
+            named = SESSION.search(path.rpartition(".")[2])
+            if value is not None and (named or (isinstance(value, str) and len(value) >= _LEAST)):
                 linked.setdefault(path, set()).add(counted(value))
 
 
@@ -221,6 +222,8 @@ def _beside(
     if not rewards:
         return
     both = [path for path in linked if path in columns and path in beside and len(linked[path]) > 1]
+    # A key under whatever name is one of few rows, unlike the name of a model.
+    both = [each for each in both if SESSION.search(each) or beside[each].count <= 1.2 * len(beside[each].values)]
     if not graded:
         both = [path for path in both if columns[path].values.keys() <= beside[path].values.keys()]
     joins = [path for path in both if len(linked[path] & columns[path].values.keys()) * 2 >= len(linked[path])]

@@ -96,7 +96,7 @@ class Calls:
         goes_on = any(each in self._ends for each in before)
         if "request" in record or "response" in record:
             self._joined += goes_on
-        elif chat.has_answer(calls[0].get("request", {}).get("messages")):
+        elif chat.has_answer(chat.table(calls[0].get("request")).get("messages")):
             self._whole += 1
             self._whole_joined += goes_on
         if end is not None:

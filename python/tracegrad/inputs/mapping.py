@@ -18,6 +18,9 @@ from tracegrad.inputs.sources import Made
 from tracegrad.sequence import LOGPROB_KINDS
 from tracegrad.trace import Trace
 
+MOST_BYTES = 64 << 20
+"""Bytes that may be made of one record, or of one conversation, beside what it has itself."""
+
 
 class Unfit(Exception):
     """A value that is none of what its field takes; its argument is a `sources.Refusal`."""

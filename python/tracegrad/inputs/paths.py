@@ -85,6 +85,8 @@ def named(record: Any) -> dict[str, Any] | None:
         told = {**each, **inner} if isinstance(inner, Mapping) else each
         name = next((told[key] for key in _NAMES if isinstance(told.get(key), str)), None)
         value = next((told[key] for key in _VALUES if isinstance(told.get(key), (str, int, float))), None)
+        if name and name.isdecimal():
+            return None
         if name and value is not None and told.get("valid", True):
             out[name] = value
     return out or None

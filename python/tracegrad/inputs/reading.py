@@ -15,7 +15,7 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.config import Map
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
-from tracegrad.inputs import adapters, sources
+from tracegrad.inputs import adapters, chat, sources
 from tracegrad.inputs.again import Again
 from tracegrad.inputs.mapping import Mapper, Unfit, add, loads, prompt_of
 from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
@@ -234,9 +234,12 @@ class InputStream(Iterator[Traces]):
             found = self._adapted.adapt(record, len(raw), name, line)
         except Unfit as unfit:
             return [(line, raw, unfit.args[0])]
+        session = self._told.session
+        if found is None and adapters.is_verdict(record) and session and chat.within(record, session) is not None:
+            found = []
         if found is None:
             return self._mapped(number, line, raw, raw, record)
-        if not found and self._told.session:
+        if not found and session:
             return self._mapped(number, line, raw, raw, record, silent=True)
         rows, origin = [], raw
         for place, text, each in found:

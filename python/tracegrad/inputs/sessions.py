@@ -16,7 +16,7 @@ from tracegrad.config import Map
 from tracegrad.errors import FormatError
 from tracegrad.inputs import chat, paths
 from tracegrad.inputs.calls import calls_of, prefixes, whole_inputs
-from tracegrad.inputs.mapping import Unfit, add, loads
+from tracegrad.inputs.mapping import MOST_BYTES, Unfit, add, loads
 from tracegrad.inputs.sources import Made, Row
 from tracegrad.trace import Line
 
@@ -26,6 +26,12 @@ _OF_CALL = (*chat.SAMPLING, "logprob_kind", "policy_version")
 _NO_CALL = (
     "Only single calls can be joined: request with response, or messages that end with the answer",
     "Leave --map.session out, or write each call as {request, response}",
+)
+
+_TOO_LONG = (
+    f"what its calls go on by previous_response_id is more than {MOST_BYTES:,} bytes in all",
+    "So much of one conversation is not held in memory",
+    "Write one record for each call, with its whole input",
 )
 
 
@@ -65,7 +71,7 @@ class Sessions:
     unlike: int = 0
     silent: int = 0
     apart: int = 0
-    _keyed: dict[str, list[_Entry]] = field(default_factory=dict)
+    _keyed: dict[tuple[str, int], list[_Entry]] = field(default_factory=dict)
     _free: list[_Entry] = field(default_factory=list)
     _size: int = 0
     _origin: tuple[int, Line, str] | None = None
@@ -87,7 +93,7 @@ class Sessions:
         if silent:
             if key is not None:
                 told = {**chat.told(record, _LAST), **header}
-                self._keyed.setdefault(key, []).append(_Entry(place, line, self._size, 0, 0.0, told, silent=True))
+                self._keyed.setdefault((key, 0), []).append(_Entry(place, line, self._size, 0, 0.0, told, silent=True))
                 self.silent += 1
             return
         order = _order(record, self.told.order) if self.told.order else 0.0
@@ -99,19 +105,19 @@ class Sessions:
             # Several of one record, as the choices of a response, are no calls of one conversation.
             self._choice = self._choice + 1 if (place, line, key) == self._origin else 0
             self._origin = place, line, key
-            key = f"{key}-{self._choice}" if self._choice else key
         self._file.write(raw)
         entry = _Entry(place, line, self._size, len(raw), order, header, before, end)
         self._size += len(raw)
         self.records += 1
-        (self._free if key is None else self._keyed.setdefault(key, [])).append(entry)
+        (self._free if key is None else self._keyed.setdefault((key, self._choice), [])).append(entry)
 
     def joined(self) -> Iterator[Joined]:
         """Every session as one record."""
         if self.told.session == "prefix":
             sessions: list[tuple[str | None, list[_Entry]]] = [(None, each) for each in self._chains()]
         else:
-            sessions = [*self._keyed.items(), *((None, [entry]) for entry in self._free)]
+            named = ((f"{key}-{choice}" if choice else key, each) for (key, choice), each in self._keyed.items())
+            sessions = [*named, *((None, [entry]) for entry in self._free)]
             sessions.sort(key=lambda each: min(entry.offset for entry in each[1]))
         for key, entries in sessions:
             calls = [entry for entry in entries if not entry.silent]
@@ -155,11 +161,18 @@ class Sessions:
                 keys = ", ".join(list(map(str, record))[:8]) or "none"
                 why = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
                 yield entry.place, (entry.line, text, why)
-            calls, *apart = _apart(calls) if calls else [calls]
+            calls, *apart = _apart(calls) if calls and key is not None else [calls]
         if not calls:
             return
+        if apart and not any(_rewards(part) for part in calls):
+            beside = [*(_rewards(part) for each in apart for part in each), *beside]
         unlike = self.unlike
-        joined = self._join(key, calls, beside)
+        try:
+            joined = self._join(key, calls, beside)
+        except OverflowError:
+            (entry, _, _), text = calls[0], b"\n".join(text for _, text, _ in calls)
+            yield entry.place, (entry.line, text, _TOO_LONG)
+            return
         if len(calls) > 1 and not _is_read(joined[1][2]):
             good, bad = _parted(calls, lambda part: _is_read(add(part[1], part[0].header)))
             yield from ((entry.place, (entry.line, text, add(text, entry.header))) for entry, text, _ in bad)
@@ -197,7 +210,7 @@ class Sessions:
         for each in beside:
             self.unlike += bool(last and each.keys() & last.keys() and {**last, **each} != {**each, **last})
             last |= each
-        record = {**head, **last, "calls": whole_inputs(calls)}
+        record = {**head, **last, "calls": whole_inputs(calls, MOST_BYTES)}
         return first.place, (first.line, origin, add(b"{}", record))
 
     def _text(self, entry: _Entry) -> bytes:
@@ -223,23 +236,40 @@ class Sessions:
 def _apart(parts: list[_Part]) -> list[list[_Part]]:
     """The calls of a conversation, then those that are none of it: they begin otherwise, and were asked of another
     model or with other tools, as what finds a title or guards an agent is. Those of one model and its tools together.
+
+    The conversation is where most calls go on one another, then where there are tools. Where neither tells which it is,
+    all stay together.
     """
     asked: dict[str, list[int]] = {}
-    begins, sizes = [], []
-    for at, part in enumerate(parts):
-        call = next(iter(calls_of(part[2]) or ()), {})
+    begins: list[Any] = []
+    chains: list[tuple[int, bool]] = []
+    ends: dict[bytes, int] = {}
+    for at, (_, _, record) in enumerate(parts):
+        call = next(iter(calls_of(record) or ()), {})
         request = chat.table(call.get("request"))
-        tools = request.get("tools") or part[2].get("tools") or []
-        asked.setdefault(json.dumps([request.get("model"), tools], sort_keys=True, default=str), []).append(at)
-        before = prefixes({"request": request})[0]
-        begins.append(before[:1])
-        sizes.append((len(before), bool(tools)))
-    # The conversation is what grew longest; a guard may be asked as often.
-    main = max(asked.values(), key=lambda each: (*max(sizes[at] for at in each), len(each)))
-    begun = [begins[at] for at in main]
-    others = [[at for at in each if begins[at] not in begun] for each in asked.values()]
+        tools = request.get("tools") or record.get("tools") or []
+        told = [request.get("model") or record.get("model"), tools]
+        asked.setdefault(json.dumps(told, sort_keys=True, default=str), []).append(at)
+        before, end = prefixes(call)
+        goes_on = next((ends[each] for each in reversed(before) if each in ends), None)
+        system = json.dumps([request.get("system"), request.get("instructions")], sort_keys=True, default=str)
+        begins.append((system, before[:1]) if goes_on is None else begins[goes_on])
+        chains.append((1 if goes_on is None else chains[goes_on][0] + 1, bool(tools)))
+        if end is not None:
+            ends.setdefault(end, at)
+    ranks = {key: max(chains[at] for at in each) for key, each in asked.items()}
+    best = [key for key, rank in ranks.items() if rank == max(ranks.values())]
+    begun = [begins[at] for at in asked[best[0]]]
     mine = [at for at, begin in enumerate(begins) if begin in begun]
+    if len(best) > 1 and not all(at in mine for key in best for at in asked[key]):
+        return [parts]
+    others = [[at for at in each if at not in mine] for each in asked.values()]
     return [[parts[at] for at in each] for each in (mine, *others) if each]
+
+
+def _rewards(part: _Part) -> dict[str, Any]:
+    """What a record says of rewards."""
+    return {key: each for key, each in chat.told({**part[2], **part[0].header}, _LAST).items() if each is not None}
 
 
 def _parted(parts: list[_Part], is_good: Callable[[_Part], bool]) -> tuple[list[_Part], list[_Part]]:

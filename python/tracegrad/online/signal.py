@@ -1,5 +1,6 @@
 """What a group teaches: its rewards as training takes them, and whether they differ; for who plays and who trains."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class Signal:
         """
         if self.zero_truncated:
             return self.of_traces(Traces.from_records(records))
-        places = [(record.get("rewards") or {}) if self.name else record for record in records]
+        places = [{"reward": record.get("reward"), **(record.get("rewards") or {})} for record in records]
         found = [self._of(place) for place in places]
         return np.array([np.nan if value is None else value for value in found], np.float32)
 
@@ -56,13 +57,13 @@ class Signal:
         """The one that is trained on, None where it is not known; of several names the first that there is."""
         names = [self.name, *split_names(self.name)] if self.name else ["reward"]
         told = (rewards.get(name) for name in names)
-        return next((value for value in told if value is not None and value == value), None)
+        return next((value for value in told if value is not None and math.isfinite(value)), None)
 
     def of_traces(self, traces: Traces) -> Floats:
         """The same of records that were read."""
         found = traces.reward
         if self.name:
-            told = [self._of(trace.rewards) for trace in traces]
+            told = [self._of({"reward": trace.reward, **trace.rewards}) for trace in traces]
             found = np.array([np.nan if value is None else value for value in told], np.float32)
         if self.zero_truncated:
             ended = [any(each.finish_reason in _ENDED for each in trace.generations[-1:]) for trace in traces]

@@ -8,7 +8,7 @@ said. Its files, each using those before it alone: `fitting`, `blocks`, `chunks`
 
 from tracegrad.inputs.adapters.chunks import Gather, is_chunk
 from tracegrad.inputs.adapters.fitting import is_failed
-from tracegrad.inputs.adapters.spans import of_verdict
+from tracegrad.inputs.adapters.spans import is_verdict
 from tracegrad.inputs.adapters.table import ANSWERS, Adapted, adapt, needed, only_roots
 
-__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "is_failed", "needed", "of_verdict", "only_roots"]
+__all__ = ["ANSWERS", "Adapted", "Gather", "adapt", "is_chunk", "is_failed", "is_verdict", "needed", "only_roots"]

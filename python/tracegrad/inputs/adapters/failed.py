@@ -9,11 +9,10 @@ from typing import Any
 from tracegrad.inputs import chat, paths
 from tracegrad.inputs.adapters import shapes
 from tracegrad.inputs.adapters.fitting import failed_call
-from tracegrad.inputs.adapters.loggers import REQUESTS, RESPONSES, opened, plain
+from tracegrad.inputs.adapters.loggers import ERRORS, REQUESTS, RESPONSES, opened, plain
 from tracegrad.inputs.adapters.pairs import ANSWERS, PROMPTS
 
 _STATUS = ("status", "statuscode", "httpstatus", "httpstatuscode", "responsestatus", "responsestatuscode")
-_ERRORS = ("error", "errorstr", "errormessage", "exception", "err")
 _ASKS = ("messages", "input", "prompt", "contents")
 _SAYS = ("choices", "output", "content", "candidates")
 _EMPTY: tuple[Any, ...] = (None, "", {}, [])
@@ -123,7 +122,7 @@ def _status(record: Mapping[str, Any]) -> str | None:
 
 def _told(record: Mapping[str, Any]) -> str | None:
     """What stands under the name of an error beside the request."""
-    errors = [value for key, value in record.items() if plain(str(key)) in _ERRORS and value]
+    errors = [value for key, value in record.items() if plain(str(key)) in ERRORS and value]
     return _words(errors[0]) if errors and isinstance(errors[0], (str, Mapping)) else None
 
 

@@ -9,11 +9,9 @@ from typing import Any
 
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import paths
-from tracegrad.inputs.mapping import Unfit
+from tracegrad.inputs.mapping import MOST_BYTES, Unfit
 from tracegrad.tables import to_json
 
-MOST_BYTES = 64 << 20
-"""Bytes that may be made of one record, beside what it has itself."""
 FAILED = "failed_call"
 _WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _CURE = "Correct the record, or leave such ones out: --on-error skip"

@@ -33,6 +33,8 @@ RESPONSES = (
     *("res", "resp", "llmresponse", "rawresponse", "got", "received"),
 )
 
+ERRORS = ("error", "errorstr", "errormessage", "exception", "err")
+
 
 def of_call(record: Any) -> list[dict[str, Any]] | None:
     """A request and a response that the core does not find, with what else the record says; None where they are not."""

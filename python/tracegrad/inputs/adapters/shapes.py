@@ -12,7 +12,7 @@ from typing import Any
 from tracegrad.inputs import chat
 from tracegrad.inputs.adapters import langchain
 from tracegrad.inputs.adapters.chunks import is_list
-from tracegrad.inputs.adapters.loggers import opened
+from tracegrad.inputs.adapters.loggers import ERRORS, opened, plain
 from tracegrad.inputs.adapters.pairs import PROMPTS
 
 DEEPEST, MOST_LOOKED = 8, 4096
@@ -68,8 +68,8 @@ def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] |
 
 def _of_talk(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
     """The record with its one list of messages, in which an assistant said something, under their own name."""
-    # Messages of a request of its own, that no answer stands beside, are of a call that failed.
-    found.talks = [each for each in found.talks if each[1] is record or "model" not in each[1] or _ends(each[2])]
+    if any(plain(str(key)) in ERRORS and value for key, value in record.items()):  # a request is no conversation then
+        found.talks = [each for each in found.talks if each[1] is record or "model" not in each[1] or _ends(each[2])]
     if "messages" in record or (told := _talk(found)) is None:
         return None
     key, messages = told
@@ -128,24 +128,33 @@ def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(found: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
-    """The one list that holds calls, its rows and its calls, if each goes on from what the first was asked.
-
-    In a tree of spans only the calls beside the first one must: those below a tool are its own, and left out.
+    """The one list that holds calls, its rows and its calls, if each goes on from what the first was asked; in a tree
+    of spans else those of the one parent whose calls do, as what a tool or a guard asks is none of the conversation.
     """
     if found.talks or found.responses:
         return None
     held = []
     for key, rows in found.lists:
-        found_in = [(each, _call(_look(each))) for each in rows if isinstance(each, Mapping)]
-        called = [(parent_of(row), call) for row, call in found_in if call is not None]
-        calls = [{"request": call[1], "response": call[2]} for above, call in called if above == called[0][0]]
-        if calls:
-            held.append((key, rows, calls))
+        within = [(each, _call(_look(each))) for each in rows if isinstance(each, Mapping)]
+        called = [(parent_of(row), {"request": call[1], "response": call[2]}) for row, call in within if call]
+        if called:
+            held.append((key, rows, called))
     if len(held) != 1:
         return None
-    asked = [call["request"]["messages"] for call in held[0][2]]
-    goes_on = all(len(each) > len(asked[0]) and each[: len(asked[0])] == asked[0] for each in asked[1:])
-    return held[0] if goes_on else None
+    key, rows, called = held[0]
+    if _go_on(calls := [call for _, call in called]):
+        return key, rows, calls
+    of_parents: dict[Any, list[dict[str, Any]]] = {}
+    for above, call in called:
+        of_parents.setdefault(above, []).append(call)
+    longer = [calls for above, calls in of_parents.items() if above and len(calls) > 1 and _go_on(calls)]
+    return (key, rows, longer[0]) if len(longer) == 1 else None
+
+
+def _go_on(calls: list[dict[str, Any]]) -> bool:
+    """Whether each call goes on from what the first was asked."""
+    asked = [call["request"]["messages"] for call in calls]
+    return all(len(each) > len(asked[0]) and each[: len(asked[0])] == asked[0] for each in asked[1:])
 
 
 def parent_of(span: Mapping[str, Any]) -> Any:

@@ -13,6 +13,8 @@ from tracegrad.inputs.adapters.loggers import REQUESTS, RESPONSES, plain
 from tracegrad.inputs.adapters.pairs import ANSWERS, PROMPTS
 from tracegrad.inputs.adapters.shapes import PARENTS
 
+_SAID = ("messages", "choices", "calls", "user", "human", "assistant", "bot", "text", "content", "reply", "solution")
+_LONGEST = 200
 _TRACES = ("trace_id", "traceId")
 
 
@@ -26,17 +28,19 @@ def of_span(record: Any) -> list[dict[str, Any]] | None:
     return [] if traced and not record.keys().isdisjoint(PARENTS) else None
 
 
-def of_verdict(record: Any) -> list[dict[str, Any]] | None:
-    """No trace: a row that only says how good a conversation was, which stands elsewhere. None of others."""
-    if not isinstance(record, Mapping) or any(map(_is_long, record.values())):
-        return None
+def is_verdict(record: Any) -> bool:
+    """Whether a row only says how good a conversation was, which stands elsewhere: flat, and without a text."""
+    if not isinstance(record, Mapping) or any(map(_may_say, record.values())):
+        return False
     names = {plain(str(key)) for key in record}
-    if not names.isdisjoint((*REQUESTS, *RESPONSES, *map(plain, (*PROMPTS, *ANSWERS)), "messages", "choices", "calls")):
-        return None
-    told = [(str(key), value) for key, value in record.items() if paths.REWARD.search(str(key))]
-    return [] if any(paths.verdict(value) is not None for _, value in told) else None
+    if not names.isdisjoint((*REQUESTS, *RESPONSES, *map(plain, (*PROMPTS, *ANSWERS)), *_SAID)):
+        return False
+    told = [paths.verdict(value) for key, value in record.items() if paths.REWARD.search(str(key))]
+    return any(each is not None and each == each for each in told)
 
 
-def _is_long(value: Any) -> bool:
-    """Whether a value may hold what was said."""
-    return isinstance(value, list) or (isinstance(value, Mapping) and any(map(_is_long, value.values())))
+def _may_say(value: Any) -> bool:
+    """Whether a value may hold what was said: a list, or a text that is long or has several lines."""
+    if isinstance(value, Mapping):
+        return any(map(_may_say, value.values()))
+    return isinstance(value, list) or (isinstance(value, str) and (len(value) > _LONGEST or "\n" in value))

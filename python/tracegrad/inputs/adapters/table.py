@@ -94,7 +94,6 @@ ADAPTERS = (
     Adapter(fitting.FAILED, failed.of_nothing, weak=True),
     Adapter("nested_call", shapes.of_record, weak=True, beside=True, talks="renamed_messages"),
     Adapter("span", spans.of_span, weak=True),
-    Adapter("verdict", spans.of_verdict, weak=True),
     Adapter(EXPORT, _of_export, weak=True),
     Adapter(fitting.FAILED, failed.of_prompt, weak=True),
 )
