@@ -73,7 +73,7 @@ mod tests {
     fn a_prompt_that_goes_on_with_ids_or_names_the_turn_continues_it() {
         let call = |prompt, sampled: &[u32], message| {
             let tokens = Tokens { ids: Some(sampled.to_vec()), ..Tokens::default() };
-            Generation { prompt, tokens, message, ..Generation::default() }
+            Generation { message, prompt, tokens, ..Generation::default() }
         };
         for (later, expected) in [
             (Prompt::Ids(vec![1, 2, 9]), [false, true, false]),

@@ -134,7 +134,9 @@ mod tests {
     fn beginnings_are_of_one_class_where_the_same_bytes_end_them() {
         let class = |bytes: &[u8]| {
             let mut pending = Pending::default();
-            bytes.iter().for_each(|&byte| assert_eq!(pending.feed(byte), (false, Step::Waits)));
+            for &byte in bytes {
+                assert_eq!(pending.feed(byte), (false, Step::Waits));
+            }
             pending.class().bytes().to_vec()
         };
         assert_eq!([class(&[0xE3, 0x81]), class(&[0xEF, 0xBC])], [[0xE1, 0x80]; 2]);

@@ -3,7 +3,7 @@
 use super::Session;
 use crate::template::conversation::Conversation;
 use crate::template::limits::Size;
-use crate::template::{Rendered, Template, environment, turns};
+use crate::template::{Field, Rendered, Template, environment, turns};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -193,4 +193,35 @@ fn a_run_that_did_not_end_is_forgotten() {
     environment::render_noted(&template.env, context, Size { messages: 2, bytes: 2 }).unwrap_err();
     assert_eq!(&*template.render(&[&a, &a], None, false, &Map::new()).unwrap().text, "aa");
     assert!(turns::end().ran.is_empty());
+}
+
+#[test]
+fn values_are_tested_and_written_as_python_does() {
+    let message = json!({"role": "user", "x": {"k": "longer"}});
+    for (source, expected) in [
+        ("{{ 9007199254740993 > 9007199254740992 }}", "True"), // alike as floats
+        ("{{ (1e308 * 10 - 1e308 * 10)|tojson }}", "NaN"),
+        ("{{ 'a' is sequence }}{{ [] is sequence }}{{ 1 is sequence }}", "TrueTrueFalse"),
+        ("{{ 1 is ne 2 }}{{ 1 is ne 1 }}", "TrueFalse"),
+        ("{{ messages[0].x.k }}", "longer"),
+    ] {
+        let template = Template::compile(source, &[]).unwrap();
+        assert_eq!(&*template.render(&[&message], None, false, &Map::new()).unwrap().text, expected, "{source}");
+    }
+}
+
+#[test]
+fn spans_are_exact_where_a_string_comes_back_whole() {
+    let message = json!({"role": "assistant", "reasoning": "ab", "content": "ab"});
+    for (source, expected) in [
+        (
+            "{{ messages[0].reasoning }}|{{ messages[0].content }}",
+            vec![(0, 2, Field::Reasoning), (3, 5, Field::Content)],
+        ),
+        ("ab{{ messages[0].content.split('z')[0] }}", vec![(2, 4, Field::Content)]),
+    ] {
+        let rendered = Template::compile(source, &[]).unwrap().render(&[&message], None, false, &Map::new()).unwrap();
+        let spans: Vec<_> = rendered.spans.iter().map(|span| (span.start, span.end, span.field)).collect();
+        assert_eq!((spans, rendered.exact_provenance), (expected, true), "{source}");
+    }
 }
