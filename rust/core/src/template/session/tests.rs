@@ -2,8 +2,8 @@
 
 use super::Session;
 use crate::template::conversation::Conversation;
-use crate::template::limits::Size;
-use crate::template::{Field, Rendered, Template, environment, turns};
+use crate::template::limits::{self, Size};
+use crate::template::{Field, Rendered, Template, charge, environment, provenance, turns};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -204,6 +204,10 @@ fn values_are_tested_and_written_as_python_does() {
         ("{{ 'a' is sequence }}{{ [] is sequence }}{{ 1 is sequence }}", "TrueTrueFalse"),
         ("{{ 1 is ne 2 }}{{ 1 is ne 1 }}", "TrueFalse"),
         ("{{ messages[0].x.k }}", "longer"),
+        (
+            "{{ ('<'|safe + '>'|safe) is escaped }}{{ ('<'|safe + 'a') is escaped }}{{ ('a' + 'b') is escaped }}",
+            "TrueTrueFalse",
+        ),
     ] {
         let template = Template::compile(source, &[]).unwrap();
         assert_eq!(&*template.render(&[&message], None, false, &Map::new()).unwrap().text, expected, "{source}");
@@ -224,4 +228,13 @@ fn spans_are_exact_where_a_string_comes_back_whole() {
         let spans: Vec<_> = rendered.spans.iter().map(|span| (span.start, span.end, span.field)).collect();
         assert_eq!((spans, rendered.exact_provenance), (expected, true), "{source}");
     }
+}
+
+#[test]
+fn work_is_charged_for_values_and_for_every_sixteen_bytes_searched() {
+    limits::open();
+    limits::start(Size { messages: 1, bytes: 0 });
+    assert_eq!(charge::text_bytes(&vec![1, 2].into()).unwrap(), 8 * 3); // the list and what it holds
+    let search = || assert!(provenance::search(&"a".repeat(160), &[(0, Field::Content, "b")], &[]).unwrap().is_empty());
+    assert_eq!(limits::paid_by(search), 4 + 160 / 16);
 }
