@@ -72,6 +72,8 @@ fn a_turn_whose_prompt_is_not_recorded_is_held_and_not_trained() {
     assert_eq!(reasons(&found), [Reason::PromptMismatch; 2]);
     assert_eq!(found.drift.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
     assert_eq!((found.recorded, found.exact), (3, 0));
+    let again = aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Ids(vec![10, 11, 9]))]);
+    assert_eq!((again.ids, again.cu_seqlens), (vec![10, 11, 10, 11, 9, 12], vec![0, 2, 6])); // none of it is its prompt
     let ahead = aligned(vec![sampled(&[12], Prompt::Follows { turn: 4, ids: vec![9] })]);
     assert_eq!((ahead.trainable.as_slice(), reasons(&ahead).as_slice()), (&[false][..], &[Reason::PromptMismatch][..]));
 }
