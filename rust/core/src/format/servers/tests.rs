@@ -90,69 +90,12 @@ fn seen(record: &Record, key: &str) -> Value {
 
 #[test]
 fn what_a_record_says_beside_its_tokens_is_read() {
-    let chunks = |deltas: [Value; 2]| {
-        let ends = [Value::Null, json!("stop")];
-        let chunk = |(delta, end)| json!({"choices": [{"index": 0, "delta": delta, "finish_reason": end}]});
-        let chunks: Vec<Value> = deltas.into_iter().zip(ends).map(chunk).collect();
-        json!({"request": {"messages": [{"role": "user", "content": "?"}]}, "response": chunks})
-    };
-    let grown = |more: Value| json!([{"index": 0, "id": "c", "function": more}]);
-    let span = |id: &str, parts: Value| {
-        let said = json!([{"role": "assistant", "parts": parts}]).to_string();
-        json!({"attributes": {"gen_ai.response.id": id, "gen_ai.output.messages": said}})
-    };
-    let call = json!({"type": "tool_call", "id": "c", "name": "f", "arguments": {"a": 1}});
-    let called = json!([{"type": "function", "id": "c", "function": {"name": "f", "arguments": {"a": 1}}}]);
-    let image = json!({"type": "image", "source": {"type": "url", "url": "u"}});
-    let words = json!([{"type": "text", "content": "a"}]);
-    let triplet = json!({"prompt": {"token_ids": [1], "raw_content": {"role": "user", "content": "?"}},
-        "response": {"token_ids": [2]}});
-    let seen = json!({"source": "agent", "message": "a", "observation": {"results": [{"content": "b"}, {}]}});
-    let details = json!({"finish_reason": "length", "tokens": [{"id": 5, "text": " you", "logprob": -0.5}]});
-    for (record, key, expected) in [
-        (json!({"text": "a", "meta_info": {}}), "/version", json!(-1)),
-        (
-            json!({"request": {"prompt": [5, 6]}, "response": {"outputs": [{"token_ids": [7]}]}}),
-            "/prompt",
-            json!([5, 6]),
-        ),
-        (
-            json!({"request": {"inputs": "Hi", "parameters": {"return_full_text": true}},
-                "response": {"generated_text": "Hi you", "details": details}}),
-            "/text",
-            json!(" you"),
-        ),
-        (
-            chunks([
-                json!({"function_call": {"name": "f", "arguments": "{"}}),
-                json!({"function_call": {"arguments": "}"}}),
-            ]),
-            "/said/function_call",
-            json!({"name": "f", "arguments": "{}"}),
-        ),
-        (
-            // Arguments that are no text do not grow: the last are all.
-            chunks([
-                json!({"tool_calls": grown(json!({"name": "f", "arguments": {"a": 1}}))}),
-                json!({"tool_calls": grown(json!({"arguments": {"b": 2}}))}),
-            ]),
-            "/said/tool_calls/0/function/arguments",
-            json!({"b": 2}),
-        ),
-        (json!({"triplets": [triplet]}), "/roles", json!(["user", "assistant"])),
-        (json!({"schema_version": "ATIF-v1.8", "steps": [seen]}), "/roles", json!(["assistant", "user"])),
-        (
-            json!({"role": "assistant", "stop_reason": "end_turn", "content": [{"type": "text", "text": "a"}, image]}),
-            "/said/content",
-            json!([{"type": "text", "text": "a"}, image]),
-        ),
-        (json!({"spans": [span("x", json!([call]))]}), "/said/tool_calls", called),
-        (json!({"spans": [span("x", words.clone()), span("x", words)]}), "/generations", json!(1)),
-    ] {
-        let found = read(&record.to_string()).unwrap_or_else(|error| panic!("{record}: {error}"));
+    for line in include_str!("../../../../../tests/golden/beside.jsonl").lines() {
+        let row: Value = serde_json::from_str(line).expect("JSON");
+        let found = read(&row["record"].to_string()).expect("it is read");
+        let key = row["key"].as_str().expect("a pointer");
         let first = key.split('/').nth(1).expect("a key");
-        let told = json!({first: self::seen(&found, first)});
-        assert_eq!(told.pointer(key), Some(&expected), "{record}");
+        assert_eq!(json!({first: seen(&found, first)}).pointer(key), Some(&row["expected"]), "{line}");
     }
     let place = Location::default();
     let other = json!({"choices": [{"message": {"content": "a"}}]}).to_string();
