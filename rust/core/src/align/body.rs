@@ -149,5 +149,7 @@ mod tests {
         let message = json!({"content": "a"});
         assert!(!named("<think>x</think>a", "a", &message).same_history);
         assert_eq!(named("a", "<think>\n\n</think>\n\na", &message), same(&[Reason::ThinkInserted]));
+        assert_eq!(inserted_thought("<think></think>a", &message), 15);
+        assert_eq!(inserted_thought("<think></think>a", &json!({"content": "<think></think>a"})), 0); // it was sampled
     }
 }

@@ -50,6 +50,7 @@ fn is_continued(generations: &[Generation], turn: usize, seen: &HashSet<u32>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::trace::Tokens;
 
     #[test]
     fn a_call_made_again_is_left_where_only_another_was_continued() {
@@ -65,6 +66,22 @@ mod tests {
             let generation = |(context, message)| Generation { message, context, ..Generation::default() };
             let generations = calls.iter().map(call).map(generation).collect();
             assert_eq!(abandoned(&Trace { generations, ..Trace::default() }), expected, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_prompt_that_goes_on_with_ids_or_names_the_turn_continues_it() {
+        let call = |prompt, sampled: &[u32], message| {
+            let tokens = Tokens { ids: Some(sampled.to_vec()), ..Tokens::default() };
+            Generation { message, prompt, tokens, ..Generation::default() }
+        };
+        for (later, expected) in [
+            (Prompt::Ids(vec![1, 2, 9]), [false, true, false]),
+            (Prompt::Follows { turn: 1, ids: vec![9] }, [true, false, false]),
+        ] {
+            let ids = || Prompt::Ids(vec![1]);
+            let generations = vec![call(ids(), &[2], 0), call(ids(), &[3], 1), call(later, &[4], 2)];
+            assert_eq!(abandoned(&Trace { generations, ..Trace::default() }), expected);
         }
     }
 }

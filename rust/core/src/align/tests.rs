@@ -1,7 +1,7 @@
 //! Whole traces through `align`, built by hand: what no reader of this crate's own formats can say yet.
 
 use super::{Aligned, NO_VALUE, Options, Reason, align};
-use crate::tokenizer::example as tokenizer;
+use crate::tokenizer::{Tokenizer, TokenizerConfig, example as tokenizer};
 use crate::trace::{Extra, ExtraStart, Generation, Message, Note, Prompt, Tokens, Trace, VersionSpan};
 use serde_json::json;
 use std::sync::Arc;
@@ -72,8 +72,23 @@ fn a_turn_whose_prompt_is_not_recorded_is_held_and_not_trained() {
     assert_eq!(reasons(&found), [Reason::PromptMismatch; 2]);
     assert_eq!(found.drift.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
     assert_eq!((found.recorded, found.exact), (3, 0));
+    let again = aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Ids(vec![10, 11, 9]))]);
+    assert_eq!((again.ids, again.cu_seqlens), (vec![10, 11, 10, 11, 9, 12], vec![0, 2, 6])); // none of it is its prompt
     let ahead = aligned(vec![sampled(&[12], Prompt::Follows { turn: 4, ids: vec![9] })]);
     assert_eq!((ahead.trainable.as_slice(), reasons(&ahead).as_slice()), (&[false][..], &[Reason::PromptMismatch][..]));
+}
+
+#[test]
+fn a_text_of_ids_that_the_model_lacks_is_left_out_as_a_whole() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/quickstart/model");
+    let mut config = TokenizerConfig::from_dir(folder.as_ref()).unwrap();
+    config.model.vocab_size = Some(6);
+    let json = std::fs::read(format!("{folder}/tokenizer.json")).unwrap();
+    let tokenizer = Tokenizer::from_json(&json, &config).unwrap();
+    let said = Generation { text: Some("price".into()), prompt: Prompt::Ids(vec![5]), ..Generation::default() };
+    let found = align(&trace(vec![said]), &tokenizer, Options { text_only: true, ..Options::default() }).unwrap();
+    assert_eq!(reasons(&found), [Reason::VocabOutOfRange]);
+    assert_eq!(found.drift[0].token, -1);
 }
 
 #[test]

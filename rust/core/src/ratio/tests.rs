@@ -109,6 +109,30 @@ fn blocks_end_where_no_segment_is_cut() {
     assert_eq!(segments::blocks(0, &[], 4), [0]);
 }
 
+#[test]
+fn terms_of_groups_on_other_ranks_are_told_and_not_counted_here() {
+    struct Rank;
+    impl Exchange for Rank {
+        fn all_reduce(&self, _: &mut [f64], _: Op) -> Result<()> {
+            Ok(())
+        }
+    }
+    let (ids, four) = ([7, 7], [4, 4]);
+    for (mean, group_terms, expected) in [(true, Some(&four), Some(0.25)), (true, None, None), (false, None, Some(0.2))]
+    {
+        let totals = Some(Totals { terms: 4, traces: 2, groups: 1 });
+        let (group, group_terms) = (Some(Ids::of(&ids)), group_terms.map(|terms| Ids::of(terms)));
+        let terms = Terms { group, totals, group_terms, ..Terms::of(Some(&[-1.0, -1.0]), None, &[0, 1]) };
+        let reductions = vec![Reduction { per: Per::Prompt, mean, norm: 5.0, kept: false }];
+        let found = correct(&terms, &Plan { reductions, ..plan(vec![], vec![], Missing::Mask) }, &Rank);
+        assert_eq!(
+            found.ok().map(|found| found.scales),
+            expected.map(|each| vec![Scale::Each(vec![each; 2])]),
+            "{mean}"
+        );
+    }
+}
+
 /// Columns of a random step, some recorded logprobs missing.
 fn steps(most: usize) -> impl Strategy<Value = (Vec<f32>, Vec<f32>, Vec<i64>)> {
     prop::collection::vec((-8.0_f32..0.0, prop::option::weighted(0.9, -8.0_f32..0.0), 0_i64..9), 0..most).prop_map(

@@ -130,6 +130,19 @@ mod tests {
         text
     }
 
+    #[test]
+    fn beginnings_are_of_one_class_where_the_same_bytes_end_them() {
+        let class = |bytes: &[u8]| {
+            let mut pending = Pending::default();
+            for &byte in bytes {
+                assert_eq!(pending.feed(byte), (false, Step::Waits));
+            }
+            pending.class().bytes().to_vec()
+        };
+        assert_eq!([class(&[0xE3, 0x81]), class(&[0xEF, 0xBC])], [[0xE1, 0x80]; 2]);
+        assert_eq!(class(&[0xEF, 0xBF]), [0xEF, 0xBF]); // U+FFFD may come of it
+    }
+
     proptest! {
         #[test]
         fn it_decodes_as_the_standard_library_does(bytes in proptest::collection::vec(

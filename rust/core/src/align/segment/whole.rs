@@ -307,3 +307,22 @@ impl Search<'_> {
         alive[0].then_some(Found { choices, starts })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn known_tokens_fit_a_text_that_hides_specials_and_no_other_text() {
+        let tokenizer = crate::tokenizer::example();
+        let (ids, special) = (tokenizer.encode("price of").unwrap(), tokenizer.special_ids()[0]);
+        let setting = Setting { tokenizer: &tokenizer, hides_specials: true };
+        let seen: Vec<Seen<'_>> = ids[..1].iter().chain(&[special]).chain(&ids[1..]).map(|&id| Seen::Id(id)).collect();
+        for (text, may_go_on, fits) in
+            [("price of", false, true), ("price o", true, true), ("price of two", true, false), ("rice", true, false)]
+        {
+            let found = whole(&seen, Whole { text, may_go_on, with_specials: false }, setting);
+            assert_eq!(found.is_some(), fits, "{text}");
+        }
+    }
+}

@@ -174,6 +174,14 @@ mod tests {
     }
 
     #[test]
+    fn a_numpy_header_may_be_longer_than_a_byte_counts() {
+        let header = format!("{:300}", "{'descr': '|u1', 'fortran_order': False, 'shape': (2, 1), }");
+        let file = [b"\x93NUMPY\x01\x00".as_slice(), &300_u16.to_le_bytes(), header.as_bytes(), &[7, 9]].concat();
+        let array = npy(&file).expect("a file");
+        assert_eq!((array.shape, array.values), (vec![2, 1], vec![7, 9]));
+    }
+
+    #[test]
     fn integers_keep_their_sign() {
         assert_eq!(integers(&[0xff, 0xff, 1, 0], 2, true), Some(vec![-1, 1]));
         assert_eq!(integers(&[0xff, 0xff], 2, false), Some(vec![65535]));

@@ -80,10 +80,28 @@ fn seen(record: &Record, key: &str) -> Value {
             Stop::Id(id) => json!(id),
             Stop::Text(text) => json!(text),
         },
+        "said" => trace.messages[generation.message as usize].value.clone(),
+        "generations" => json!(trace.generations.len()),
         "roles" => json!(trace.messages.iter().map(|message| message.role().to_owned()).collect::<Vec<_>>()),
         "unused_choices" => json!(record.unused_choices),
         other => panic!("a truth about {other}"),
     }
+}
+
+#[test]
+fn what_a_record_says_beside_its_tokens_is_read() {
+    for line in include_str!("../../../../../tests/golden/beside.jsonl").lines() {
+        let row: Value = serde_json::from_str(line).expect("JSON");
+        let found = read(&row["record"].to_string()).expect("it is read");
+        let key = row["key"].as_str().expect("a pointer");
+        let first = key.split('/').nth(1).expect("a key");
+        assert_eq!(json!({first: seen(&found, first)}).pointer(key), Some(&row["expected"]), "{line}");
+    }
+    let place = Location::default();
+    let other = json!({"choices": [{"message": {"content": "a"}}]}).to_string();
+    let refused =
+        decode(other.as_bytes(), Raw::Held(b""[..].into()), &place, Some("sglang")).expect_err("another form");
+    assert!(refused.error.to_string().contains("not the response of sglang"), "{}", refused.error);
 }
 
 /// Whether two values are equal, numbers as float32.

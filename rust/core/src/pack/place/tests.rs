@@ -89,6 +89,13 @@ fn branches_that_share_a_prefix_lie_in_one_row_that_counts_it_once() {
 }
 
 #[test]
+fn leaves_too_long_for_one_row_are_joined_by_what_shares_less() {
+    // Behind 4 tokens alike: 6 and 6, which begin with 4 more alike, take a row of 11 each, and each 1 more.
+    let units = [(10, 0), (10, 8), (5, 4), (5, 4)].map(|(tokens, shared)| Unit { tokens, shared });
+    assert_eq!(rows_of(&units, 11, &mut BestFit::new(11)).1, 2);
+}
+
+#[test]
 fn a_step_that_gains_too_little_shares_nothing_and_says_what_it_would_have_gained() {
     let plain = placed(&two_groups(), &[0, 1, 2, 3], |_| ()).unwrap();
     let out = placed(&two_groups(), &[0, 1, 2, 3], |demand| demand.least_gain = Some(1.6)).unwrap();

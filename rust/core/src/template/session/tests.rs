@@ -2,8 +2,8 @@
 
 use super::Session;
 use crate::template::conversation::Conversation;
-use crate::template::limits::Size;
-use crate::template::{Rendered, Template, environment, turns};
+use crate::template::limits::{self, Size};
+use crate::template::{Field, Rendered, Template, charge, environment, provenance, turns};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -101,7 +101,8 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> usize {
 }
 
 /// Loops whose text for a message may depend on what came before, and that are gone on in.
-const GONE_ON: [&str; 16] = [
+const GONE_ON: [&str; 17] = [
+    "{% set n = namespace(rest=messages[1:], a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{{ n.a }}{{ m.role }}{% endfor %}",
     "{% for m in messages[messages|length - 2:] %}{{ m.role }}{% endfor %}",
     "{% set n = namespace(a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{{ m.role }}{% endfor %}{{ n.a }}{% if messages[0].content %}{% set n = 5 %}{% endif %}{{ n }}",
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
@@ -193,4 +194,48 @@ fn a_run_that_did_not_end_is_forgotten() {
     environment::render_noted(&template.env, context, Size { messages: 2, bytes: 2 }).unwrap_err();
     assert_eq!(&*template.render(&[&a, &a], None, false, &Map::new()).unwrap().text, "aa");
     assert!(turns::end().ran.is_empty());
+}
+
+#[test]
+fn values_are_tested_and_written_as_python_does() {
+    let message = json!({"role": "user", "x": {"k": "longer"}});
+    for (source, expected) in [
+        ("{{ 9007199254740993 > 9007199254740992 }}", "True"), // alike as floats
+        ("{{ (1e308 * 10 - 1e308 * 10)|tojson }}", "NaN"),
+        ("{{ 'a' is sequence }}{{ [] is sequence }}{{ 1 is sequence }}", "TrueTrueFalse"),
+        ("{{ 1 is ne 2 }}{{ 1 is ne 1 }}", "TrueFalse"),
+        ("{{ messages[0].x.k }}", "longer"),
+        (
+            "{{ ('<'|safe + '>'|safe) is escaped }}{{ ('<'|safe + 'a') is escaped }}{{ ('a' + 'b') is escaped }}",
+            "TrueTrueFalse",
+        ),
+    ] {
+        let template = Template::compile(source, &[]).unwrap();
+        assert_eq!(&*template.render(&[&message], None, false, &Map::new()).unwrap().text, expected, "{source}");
+    }
+}
+
+#[test]
+fn spans_are_exact_where_a_string_comes_back_whole() {
+    let message = json!({"role": "assistant", "reasoning": "ab", "content": "ab"});
+    for (source, expected) in [
+        (
+            "{{ messages[0].reasoning }}|{{ messages[0].content }}",
+            vec![(0, 2, Field::Reasoning), (3, 5, Field::Content)],
+        ),
+        ("ab{{ messages[0].content.split('z')[0] }}", vec![(2, 4, Field::Content)]),
+    ] {
+        let rendered = Template::compile(source, &[]).unwrap().render(&[&message], None, false, &Map::new()).unwrap();
+        let spans: Vec<_> = rendered.spans.iter().map(|span| (span.start, span.end, span.field)).collect();
+        assert_eq!((spans, rendered.exact_provenance), (expected, true), "{source}");
+    }
+}
+
+#[test]
+fn work_is_charged_for_values_and_for_every_sixteen_bytes_searched() {
+    limits::open();
+    limits::start(Size { messages: 1, bytes: 0 });
+    assert_eq!(charge::text_bytes(&vec![1, 2].into()).unwrap(), 8 * 3); // the list and what it holds
+    let search = || assert!(provenance::search(&"a".repeat(160), &[(0, Field::Content, "b")], &[]).unwrap().is_empty());
+    assert_eq!(limits::paid_by(search), 4 + 160 / 16);
 }
