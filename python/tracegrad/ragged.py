@@ -3,8 +3,6 @@
 Here is `Ragged`, one flat array with offsets. `Sequences.extras` holds it; `store` writes it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +49,7 @@ class Ragged:
         token %= len(self)
         return self.values[self.offsets[token] : self.offsets[token + 1]]
 
-    def take(self, tokens: ArrayLike) -> Ragged:
+    def take(self, tokens: ArrayLike) -> "Ragged":
         """The rows of these tokens, in this order: [M] integers, such as `Step.origin`."""
         index = np.asarray(tokens, np.int64)
         lengths = np.diff(self.offsets)[index]
@@ -61,7 +59,7 @@ class Ragged:
         return Ragged(offsets, self.values[starts + np.arange(offsets[-1])])
 
     @classmethod
-    def concatenate(cls, parts: list[Ragged]) -> Ragged:
+    def concatenate(cls, parts: "list[Ragged]") -> "Ragged":
         """The rows of all parts, in order."""
         lengths = np.concatenate([np.diff(part.offsets) for part in parts])
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -4,8 +4,6 @@ Here are `Tokenizer` (a model directory's tokenizer.json with its chat template)
 `Rendered` (text with the provenance of every byte). No alignment with recorded tokens; `sequence.align` calls this.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -131,7 +129,7 @@ class Tokenizer:
         self._core = core
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], *, vocab_size: int | None = None) -> Tokenizer:
+    def from_pretrained(cls, path: str | os.PathLike[str], *, vocab_size: int | None = None) -> "Tokenizer":
         """Loads a model directory, or a hub name that is in the local Hugging Face cache already.
 
         Nothing is downloaded. Where there is no tokenizer.json, a tiktoken file of Qwen, o200k_base, cl100k_base,
@@ -163,10 +161,10 @@ class Tokenizer:
     def __reduce__(self) -> tuple[Any, tuple[bytes, bytes]]:
         return _from_source, self._core.source()
 
-    def __copy__(self) -> Tokenizer:
+    def __copy__(self) -> "Tokenizer":
         return self
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Tokenizer:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Tokenizer":
         return self
 
     def encode(self, text: str) -> NDArray[np.int32]:

@@ -4,8 +4,6 @@ No check stands here. The words of a check (what it sees, its thresholds, why it
 beside it; the terminal, the JSON and docs/doctor.md all take them from there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -43,7 +41,7 @@ class Place:
     record: int | None = None
 
     @classmethod
-    def of(cls, traces: Traces, index: int, turn: int | None = None, token: int | None = None) -> Place:
+    def of(cls, traces: Traces, index: int, turn: int | None = None, token: int | None = None) -> "Place":
         """The place of a trace, or in it."""
         file, line = traces.core.location(index)
         line, record = line if isinstance(line, tuple) else (line, None)
@@ -74,7 +72,7 @@ class Hits:
     first: Place | None = None
     found: str = ""
 
-    def __add__(self, other: Hits) -> Hits:
+    def __add__(self, other: "Hits") -> "Hits":
         first = self if self.count else other
         return Hits(self.count + other.count, self.of + other.of, first.first, first.found)
 
@@ -103,7 +101,7 @@ class Check:
     run: Callable[[Any], Hits]
     hides: tuple[str, ...] = ()
 
-    def finding(self, hits: Hits) -> Finding | None:
+    def finding(self, hits: Hits) -> "Finding | None":
         """The finding of these hits, None where they are none."""
         share = hits.count / hits.of if hits.of else math.inf
         reached = [level for level, least in self.levels.items() if hits.count and share >= least]

@@ -3,8 +3,6 @@
 The reference of the Triton pieces in `triton_rows`, and what runs wherever they do not. `head` and `fused` call it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ class Rows(NamedTuple):
     target: Tensor
     inverse: Tensor | None
 
-    def at(self, here: slice) -> Rows:
+    def at(self, here: slice) -> "Rows":
         """The rows of a chunk."""
         return Rows(self.target[here], None if self.inverse is None else self.inverse[here])
 
@@ -38,7 +36,7 @@ class Statistics(NamedTuple):
     logp: Tensor
     entropy: Tensor
 
-    def at(self, here: slice) -> Statistics:
+    def at(self, here: slice) -> "Statistics":
         """The rows of a chunk."""
         return Statistics(self.lse[here], self.logp[here], self.entropy[here])
 
@@ -89,7 +87,7 @@ class Chunk:
         self._start(projected(hidden, head, dtype).to(wide_dtype(hidden.dtype)), head, rows)
 
     @classmethod
-    def of_raw(cls, raw: Tensor, head: Head, rows: Rows) -> Chunk:
+    def of_raw(cls, raw: Tensor, head: Head, rows: Rows) -> "Chunk":
         """From a product that stays as it is; of `head` the cap and the scale are read."""
         chunk = cls.__new__(cls)
         chunk._start(raw.to(wide_dtype(raw.dtype), copy=True), head, rows)

@@ -5,8 +5,6 @@ docs/metrics.md, as a whole and by turn, tier and version lag. Nothing is correc
 learner, usable by any trainer with flat arrays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -103,7 +101,7 @@ class OffPolicy:
         turn: ArrayLike | None = None,
         tier: ArrayLike | None = None,
         lag: ArrayLike | None = None,
-    ) -> OffPolicy:
+    ) -> "OffPolicy":
         """Measures terms. All arrays are [M], one entry per term, in any order.
 
         Args:
@@ -142,11 +140,11 @@ class OffPolicy:
                 sums = sums | (here[part] | histograms).at(f"{name}/{part}.")
         return cls(sums)
 
-    def __add__(self, other: OffPolicy) -> OffPolicy:
+    def __add__(self, other: "OffPolicy") -> "OffPolicy":
         """Both parts together."""
         return OffPolicy(self.sums + other.sums)
 
-    def all_reduce(self, all_reduce: AllReduce) -> OffPolicy:
+    def all_reduce(self, all_reduce: AllReduce) -> "OffPolicy":
         """The same over all ranks: two collective calls, whatever was measured."""
         return OffPolicy(self.sums.all_reduce(all_reduce))
 

@@ -4,8 +4,6 @@ Here is `Rewards`. Baselines and scales are in `tracegrad.advantage`; nothing is
 and by `peers.trl`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +28,7 @@ class Rewards:
     sums: Sums
 
     @classmethod
-    def of(cls, rewards: ArrayLike, group: ArrayLike) -> Rewards:
+    def of(cls, rewards: ArrayLike, group: ArrayLike) -> "Rewards":
         """Measures traces.
 
         Args:
@@ -50,11 +48,11 @@ class Rewards:
         counts = {"traces": len(reward), "flat": np.count_nonzero(flat(reward, ids))}
         return cls(moments("reward", reward[known]) | Sums.of(counts=counts))
 
-    def __add__(self, other: Rewards) -> Rewards:
+    def __add__(self, other: "Rewards") -> "Rewards":
         """Both parts together."""
         return Rewards(self.sums + other.sums)
 
-    def all_reduce(self, all_reduce: AllReduce) -> Rewards:
+    def all_reduce(self, all_reduce: AllReduce) -> "Rewards":
         """The same over all ranks."""
         return Rewards(self.sums.all_reduce(all_reduce))
 
