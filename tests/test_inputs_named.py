@@ -61,7 +61,7 @@ def test_of_several_names_of_a_reward_each_trace_takes_the_first_that_it_has():
     assert reward_column(s, "rank,match").tolist() == [1, 0.25, 0.75]
     assert reward_column(s, "a,b").tolist() == [0.5, 1, 1], "a name that has a comma"
     with pytest.raises(ArgumentError, match=r"no trace has such a reward. Did you mean match\?"):
-        reward_column(s, "mach,rnk")
+        reward_column(s, "mach")
     assert reward_column(s, "mach,match")[::2].tolist() == [1, 0], "a batch may lack one of them"
     records = [{"rewards": {"rank": 0.25, "a": 1}}, {"rewards": {"match": 1, "rank": 0}}, {"rewards": {"match": none}}]
     assert Signal("match,rank").of_records(records)[:2].tolist() == [0.25, 1]

@@ -91,8 +91,8 @@ def _which(whole: Whole) -> list[str]:
     spans, chosen = whole.rewards.spans, list[str]()
     apart = [name for name, (low, high) in spans.items() if low < high]
     for name in apart:
-        alone = not any(name in each and set(chosen) & set(each) for each in whole.rewards.together)
-        if not chosen or (alone and "," not in name + chosen[0]):
+        beside = any(name in each and set(chosen) & set(each) for each in whole.rewards.together)
+        if not chosen or not (beside or "," in name + chosen[0]):
             chosen.append(name)
     return ["--data.reward", ",".join(chosen)] if "reward" not in spans and len(spans) > 1 and apart else []
 

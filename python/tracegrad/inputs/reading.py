@@ -235,7 +235,7 @@ class InputStream(Iterator[Traces]):
         except Unfit as unfit:
             return [(line, raw, unfit.args[0])]
         session = self._told.session
-        if found is None and adapters.is_verdict(record) and session and chat.within(record, session) is not None:
+        if found is None and session and adapters.is_verdict(record) and chat.within(record, session) is not None:
             found = []
         if found is None:
             return self._mapped(number, line, raw, raw, record)

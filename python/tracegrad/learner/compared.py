@@ -20,11 +20,9 @@ def reward_column(sequences: Sequences, name: str) -> NDArray[np.float32]:
     column, or the one that is known where that is not.
     """
     names = sequences.reward_names
-    told = [name] if name in names else split_names(name)
-    wanted = [each for each in told if each in names]
+    wanted = [each for each in ([name] if name in names else split_names(name)) if each in names]
     if name and not wanted:
-        near = nearest((told or [name])[0], names)
-        raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {near}")
+        raise ArgumentError(f"data.reward is {name!r}, and no trace has such a reward. {nearest(name, names)}")
     if not names or not np.isfinite(sequences.rewards).any():
         raise ArgumentError(
             "no trace has a reward. Without one no trace is better than another. Say where the records hold it: "

@@ -56,8 +56,7 @@ class Signal:
     def _of(self, rewards: Mapping[str, Any]) -> Any:
         """The one that is trained on, None where it is not known; of several names the first that there is."""
         names = [self.name, *split_names(self.name)] if self.name else ["reward"]
-        told = (rewards.get(name) for name in names)
-        return next((value for value in told if value is not None and math.isfinite(value)), None)
+        return next((each for each in map(rewards.get, names) if each is not None and math.isfinite(each)), None)
 
     def of_traces(self, traces: Traces) -> Floats:
         """The same of records that were read."""

@@ -4,6 +4,7 @@ Looked for are lists of messages, responses, and single answers, also in JSON as
 what is ambiguous (two conversations, no prompt to a response) is none. Asked only for what nothing else reads.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ def _of_call(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] |
 def _of_talk(record: Mapping[str, Any], found: _Found) -> list[dict[str, Any]] | None:
     """The record with its one list of messages, in which an assistant said something, under their own name."""
     if any(plain(str(key)) in ERRORS and value for key, value in record.items()):  # a request is no conversation then
-        found.talks = [each for each in found.talks if each[1] is record or "model" not in each[1] or _ends(each[2])]
+        own = (each[1] is record or "model" not in each[1] or _role(each[2][-1]) == "assistant" for each in found.talks)
+        found.talks = [*itertools.compress(found.talks, own)]
     if "messages" in record or (told := _talk(found)) is None:
         return None
     key, messages = told
@@ -169,10 +171,6 @@ def _talk(found: _Found) -> tuple[str, list[Any]] | None:
     if len(talks) != 1 or found.responses:
         return None
     return talks[0] if all(said == talks[0][1][-1] for _, said, _ in found.answers) else None
-
-
-def _ends(messages: list[Any]) -> bool:
-    return _role(messages[-1]) == "assistant"
 
 
 def _asks(key: str, messages: list[Any]) -> bool:
