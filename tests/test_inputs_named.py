@@ -1,6 +1,7 @@
 """Scores in lists that name them, several rewards of several tasks, and what of a record was given and not sampled."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -76,7 +77,7 @@ def diagnosed(records, tmp_path, **told):
     return tg.doctor.examine(path, MODEL, **told)
 
 
-MODEL = "examples/quickstart/model"
+MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 
 
 @pytest.mark.parametrize(
