@@ -19,7 +19,8 @@ REWARD = re.compile(
 )
 """Names under which rewards stand."""
 AGAINST = re.compile(
-    r"(^|_)((in|un)(correct|solved|resolved|success)|not_|fail|wrong|down|dislike|reject|error|bad(_|$)|toxic|halluc|abort|cancel|timed_?out|interrupt)",
+    r"(^|_)((in|un)(correct|solved|resolved|success)|not_|fail|wrong|down|dislike|reject|error|bad(_|$)|toxic|halluc|"
+    r"abort|cancel|timed_?out|interrupt)",
     re.I,
 )
 """Beginnings of the words of names under which more is worse."""

@@ -253,17 +253,17 @@ def _apart(parts: list[_Part]) -> list[list[_Part]]:
         before, end = prefixes(call)
         goes_on = next((ends[each] for each in reversed(before) if each in ends), None)
         system = json.dumps([request.get("system"), request.get("instructions")], sort_keys=True, default=str)
-        begins.append((system, before[:1]) if goes_on is None else begins[goes_on])
+        begins.append((system, *before[:1]) if goes_on is None else begins[goes_on])
         chains.append((1 if goes_on is None else chains[goes_on][0] + 1, bool(tools)))
         if end is not None:
             ends.setdefault(end, at)
     ranks = {key: max(chains[at] for at in each) for key, each in asked.items()}
     best = [key for key, rank in ranks.items() if rank == max(ranks.values())]
-    begun = [begins[at] for at in asked[best[0]]]
-    mine = [at for at, begin in enumerate(begins) if begin in begun]
-    if len(best) > 1 and not all(at in mine for key in best for at in asked[key]):
+    begun = {begins[at] for at in asked[best[0]]}
+    if not all(begins[at] in begun for key in best for at in asked[key]):
         return [parts]
-    others = [[at for at in each if at not in mine] for each in asked.values()]
+    mine = [at for at, begin in enumerate(begins) if begin in begun]
+    others = [[at for at in each if begins[at] not in begun] for each in asked.values()]
     return [[parts[at] for at in each] for each in (mine, *others) if each]
 
 

@@ -49,7 +49,7 @@ class Signal:
         """
         if self.zero_truncated:
             return self.of_traces(Traces.from_records(records))
-        places = [{"reward": record.get("reward"), **(record.get("rewards") or {})} for record in records]
+        places = [{**(record.get("rewards") or {}), "reward": record.get("reward")} for record in records]
         found = [self._of(place) for place in places]
         return np.array([np.nan if value is None else value for value in found], np.float32)
 
@@ -62,7 +62,7 @@ class Signal:
         """The same of records that were read."""
         found = traces.reward
         if self.name:
-            told = [self._of({"reward": trace.reward, **trace.rewards}) for trace in traces]
+            told = [self._of({**trace.rewards, "reward": trace.reward}) for trace in traces]
             found = np.array([np.nan if value is None else value for value in told], np.float32)
         if self.zero_truncated:
             ended = [any(each.finish_reason in _ENDED for each in trace.generations[-1:]) for trace in traces]

@@ -32,7 +32,8 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
     if not (isinstance(record, Mapping) and all(sign in record for sign in _SIGNS)):
         return None
     attachments = chat.table(record.get("attachments"))
-    group = _group(record)
+    events = _events(record)
+    group = _group(record, events)
     head: dict[str, Any] = {
         "id": "-".join([group, *map(str, chat.told(record, ("epoch", "uuid")).values())]),
         "group": group,
@@ -40,19 +41,19 @@ def of_sample(record: Any) -> list[dict[str, Any]] | None:
         "metadata": record.get("metadata") or {},
     }
     pool = chat.table(record.get("events_data")).get("messages")
-    calls = [made for event in _events(record) if (made := _call(event, attachments, pool or [])) is not None]
+    calls = [made for event in events if (made := _call(event, attachments, pool or [])) is not None]
     if calls:
         return [{**head, "calls": calls}]
     messages = [_message(each, attachments) for each in fitting.listed(record["messages"], "messages")]
     return [{**head, "messages": messages}] if chat.has_answer(messages) else []
 
 
-def _group(record: Mapping[str, Any]) -> str:
+def _group(record: Mapping[str, Any], events: list[Mapping[str, Any]]) -> str:
     """The sample's id, and a hash of what was asked and by what it is scored: samples of all tasks count from 1."""
     talk = record["messages"] if isinstance(record["messages"], list) else []
     asked = itertools.takewhile(lambda each: isinstance(each, Mapping) and each.get("role") != "assistant", talk)
     prompt = [(each.get("role"), each.get("content")) for each in asked]
-    tools = [each.get("tools") for each in _events(record)[:1]]
+    tools = [each.get("tools") for each in events[:1]]
     told = json.dumps([record["input"], prompt, tools, sorted(chat.table(record.get("scores")))], sort_keys=True)
     return f"{record.get('id')}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 

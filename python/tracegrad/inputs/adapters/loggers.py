@@ -16,17 +16,8 @@ from tracegrad.tables import to_json
 from tracegrad.trace import Trace, Traces
 
 REQUESTS = (
-    "request",
-    "requestbody",
-    "kwargs",
-    "inputs",
-    "input",
-    "params",
-    "parameters",
-    "body",
-    "req",
-    "payload",
-    "sent",
+    *("request", "requestbody", "kwargs", "inputs", "input", "params", "parameters"),
+    *("body", "req", "payload", "sent"),
 )
 RESPONSES = (
     *("response", "responseobj", "responsebody", "outputs", "output", "completion", "result"),

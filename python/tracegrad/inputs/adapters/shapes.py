@@ -138,7 +138,7 @@ def _steps(found: _Found) -> tuple[str, list[Any], list[dict[str, Any]]] | None:
     held = []
     for key, rows in found.lists:
         within = [(each, _call(_look(each))) for each in rows if isinstance(each, Mapping)]
-        called = [(parent_of(row), {"request": call[1], "response": call[2]}) for row, call in within if call]
+        called = [(_parent_of(row), {"request": call[1], "response": call[2]}) for row, call in within if call]
         if called:
             held.append((key, rows, called))
     if len(held) != 1:
@@ -159,7 +159,7 @@ def _go_on(calls: list[dict[str, Any]]) -> bool:
     return all(len(each) > len(asked[0]) and each[: len(asked[0])] == asked[0] for each in asked[1:])
 
 
-def parent_of(span: Mapping[str, Any]) -> Any:
+def _parent_of(span: Mapping[str, Any]) -> Any:
     """The id of the span that began a span, None where it names none."""
     return next((span[key] for key in PARENTS if isinstance(span.get(key), str)), None)
 

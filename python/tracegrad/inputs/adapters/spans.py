@@ -13,7 +13,11 @@ from tracegrad.inputs.adapters.loggers import REQUESTS, RESPONSES, plain
 from tracegrad.inputs.adapters.pairs import ANSWERS, PROMPTS
 from tracegrad.inputs.adapters.shapes import PARENTS
 
-_SAID = ("messages", "choices", "calls", "user", "human", "assistant", "bot", "text", "content", "reply", "solution")
+_SAID = {
+    *(*REQUESTS, *RESPONSES, *map(plain, (*PROMPTS, *ANSWERS)), "messages", "choices", "calls"),
+    *("user", "human", "assistant", "bot", "text", "content", "reply", "solution"),
+}
+"""Names, by their letters alone, under which a call or what was said may stand."""
 _LONGEST = 200
 _TRACES = ("trace_id", "traceId")
 
@@ -32,8 +36,7 @@ def is_verdict(record: Any) -> bool:
     """Whether a row only says how good a conversation was, which stands elsewhere: flat, and without a text."""
     if not isinstance(record, Mapping) or any(map(_may_say, record.values())):
         return False
-    names = {plain(str(key)) for key in record}
-    if not names.isdisjoint((*REQUESTS, *RESPONSES, *map(plain, (*PROMPTS, *ANSWERS)), *_SAID)):
+    if not _SAID.isdisjoint(plain(str(key)) for key in record):
         return False
     told = [paths.verdict(value) for key, value in record.items() if paths.REWARD.search(str(key))]
     return any(each is not None and each == each for each in told)

@@ -1,0 +1,236 @@
+"""What is joined into one conversation and what stands apart, and the rows that only say how good one was."""
+
+import pytest
+
+import tracegrad as tg
+from tracegrad import config
+from tracegrad.inputs import candidates, sessions
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def call(asked, answer, model="m", **more):
+    request = {"model": model, "messages": asked, **more}
+    choices = [{"index": 0, "finish_reason": "stop", "message": said(answer)}]
+    return {"request": request, "response": {"model": model, "choices": choices}}
+
+
+TOOLS = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
+
+
+@pytest.mark.parametrize("aside", [{"model": "guard"}, {"model": "m", "tools": None}])
+def test_calls_of_a_session_that_are_none_of_its_conversation_stand_apart(aside):
+    again = [user("a"), said("b"), user("c")]
+    rows = [
+        {**call([user("Is this safe: a")], "yes", **aside), "sid": 1, "score": 1},
+        {**call([user("a")], "b", **TOOLS), "sid": 1, "score": None},
+        {**call(again, "d", **TOOLS), "sid": 1, "score": 0},
+        {**call([user("Is this safe: c")], "no", **aside), "sid": 1, "reward": 1},
+        {**call([user("a")], "b"), "sid": 2, "score": 1},
+    ]
+    told = config.Map(session="sid", reward="score")
+    stream = tg.inputs.stream(rows, map=told)
+    traces = tg.inputs.together(stream)
+    assert [trace.id for trace in traces] == ["1", "1#2", "2"]
+    assert [len(trace.generations) for trace in traces] == [2, 2, 1]
+    assert [trace.reward for trace in traces] == [0, None, 1]
+    assert [each["content"] for each in traces[0].messages] == ["a", "b", "c", "d"]
+    said_aside = "2 calls of another model, or with other tools, that begin otherwise than their conversation"
+    assert [line.strip() for line in stream.lines() if said_aside in line] == [
+        f"{said_aside} stand apart, without a reward"
+    ]
+
+
+def test_a_call_of_another_model_that_goes_on_is_of_the_conversation():
+    again = [user("a"), said("b"), user("c")]
+    rows = [{**call([user("a")], "b"), "sid": 1}, {**call(again, "d", "other"), "sid": 1}]
+    [trace] = tg.read(rows, map={"session": "sid"})
+    assert len(trace.generations) == 2
+    # A clock in the system prompt makes no other conversation.
+    for at, row in enumerate(rows):
+        row["request"]["messages"].insert(0, {"role": "system", "content": f"It is {at} o'clock."})
+        row["request"]["model"] = "m"
+    [trace] = tg.read(rows, map={"session": "sid"})
+    assert len(trace.generations) == 2
+
+
+def test_choices_of_one_response_are_no_calls_of_one_conversation():
+    choices = [{"index": at, "finish_reason": "stop", "message": said(str(at))} for at in range(3)]
+    several = {"request": {"messages": [user("a")]}, "response": {"choices": choices}, "sid": "s", "score": [1, 0, 1]}
+    again = {**call([user("a"), said("0"), user("b")], "c"), "sid": "s"}
+    traces = tg.read([several, again, {**several, "sid": "t"}], map={"session": "sid", "reward": "score"})
+    assert [(trace.id, trace.reward, len(trace.generations)) for trace in traces] == [
+        *(("s", 1.0, 2), ("s-1", 0.0, 1), ("s-2", 1.0, 1)),
+        *(("t", 1.0, 1), ("t-1", 0.0, 1), ("t-2", 1.0, 1)),
+    ]
+
+
+def responses(name, asked, text, previous=None, **more):
+    output = [
+        {"id": f"m{name}", "type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+    ]
+    request = {"model": "m", "instructions": "be brief", "input": asked}
+    request |= {"previous_response_id": previous} if previous else {}
+    response = {"id": name, "object": "response", "status": "completed", "output": output, "model": "m"}
+    return {"kind": "call", "req": request, "resp": response, **more}
+
+
+def test_calls_of_the_responses_api_go_on_by_the_id_of_the_response_before():
+    rows = [
+        responses("r1", "a", "b", review="rv_000001", n=0),
+        responses("x1", [{"role": "user", "content": "a"}], "z", review="rv_000002", n=0),
+        responses("r2", [{"role": "user", "content": "c"}], "d", "r1", review="rv_000001", n=1),
+        {"kind": "grade", "review": "rv_000001", "grade": 0.5, "by": {"name": "rubric"}},
+        {"kind": "grade", "review": "rv_000002", "grade": 0.25, "by": {"name": "rubric"}},
+    ]
+    found = candidates.find(rows)
+    assert found.flags(["reward", "session"]) == ["--map.reward", "grade", "--map.session", "review"]
+    assert found.joined
+    traces = tg.read(rows, map={"reward": "grade", "session": "review", "group": "prompt"})
+    assert [trace.reward for trace in traces] == [0.5, 0.25]
+    assert [each["content"] for each in traces[0].messages] == ["be brief", *"abcd"]
+    assert [len(trace.generations) for trace in traces] == [2, 1]
+    assert traces[0].group == traces[1].group
+    by_id = tg.read(rows[:3], map={"session": "prefix"})
+    assert [[each["content"] for each in trace.messages][1:] for trace in by_id] == [[*"abcd"], ["a", "z"]]
+    # What it goes on is not in the file: the prompt is not known.
+    [lone] = tg.read(rows[2:3])
+    assert "a" not in [each["content"] for each in lone.messages]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"sid": "a", "grade": "soon"},
+        {"sid": "a", "note": 1},
+        {"grade": 1, "prompt": "a"},
+        {"grade": 1, "Messages": "a"},
+        {"grade": 1, "steps": [{"a": 1}]},
+        {"grade": 1, "info": {"steps": []}},
+    ],
+)
+def test_what_may_hold_more_than_a_verdict_is_refused_by_its_keys(row):
+    with pytest.raises(tg.TracegradError, match="a record with the keys"):
+        tg.read([row])
+
+
+def test_a_session_is_a_key_that_the_rows_with_the_rewards_have_too():
+    rows = []
+    for at in range(3):
+        rows.append({"id": f"root{at}", "run_type": "chain", "trace_id": f"root{at}", "inputs": {}, "outputs": {}})
+        rows[-1]["feedback_stats"] = {"right": {"avg": at % 2, "n": 1}}
+        for turn in range(2):
+            kinds = ("human", "ai", "human")[: 2 * turn + 1]
+            inputs = {"messages": [[{"type": kind, "data": {"content": "b"}} for kind in kinds]]}
+            outputs = {"generations": [[{"message": {"type": "ai", "data": {"content": "b"}}}]]}
+            asked = {"id": f"llm{at}{turn}", "run_type": "llm", "parent_run_id": f"root{at}", "trace_id": f"root{at}"}
+            rows.append({**asked, "inputs": inputs, "outputs": outputs})
+    found = candidates.find(rows)
+    assert [each.path for each in found.of("session")][:2] == ["trace_id", "parent_run_id"]
+    assert found.flags(["reward", "session"])[-1] == "trace_id"
+    assert tg.read(rows, map={"reward": found.of("reward")[0].path, "session": "trace_id"}).reward.tolist() == [0, 1, 0]
+
+
+def test_what_tells_no_conversation_from_what_stands_beside_stays_together():
+    rows = [{**call([user("Title: a")], "T", "t"), "sid": 1, "reward": 1}, {**call([user("a")], "b"), "sid": 1}]
+    [trace] = tg.read(rows, map={"session": "sid"})
+    assert (len(trace.generations), trace.reward) == (2, 1.0)
+    # With a second turn it is told, and the reward is its own, wherever it stands.
+    rows.append({**call([user("a"), said("b"), user("c")], "d"), "sid": 1})
+    traces = tg.read(rows, map={"session": "sid"})
+    assert [(trace.id, len(trace.generations), trace.reward) for trace in traces] == [("1", 2, 1.0), ("1#2", 1, None)]
+    # A judge is asked with all that was said, and begins otherwise.
+    judge = {**call([user("Rate:"), *rows[2]["request"]["messages"]], "5", "judge"), "sid": 1, "reward": 0.5}
+    traces = tg.read([*rows[1:], judge], map={"session": "sid"})
+    assert [(trace.id, len(trace.generations), trace.reward) for trace in traces] == [("1", 2, 0.5), ("1#2", 1, None)]
+
+
+def test_the_model_beside_messages_and_a_system_beside_them_tell_calls_apart_too():
+    def row(model, system, talk, answer):
+        request = {"model": model, "system": system, "messages": talk}
+        response = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": answer}]}
+        return {"request": request, "response": {**response, "model": model, "stop_reason": "end_turn"}, "sid": 1}
+
+    again = [user("a"), said("b"), user("c")]
+    rows = [row("opus", "Agent", [user("a")], "b"), row("haiku", "Guard", [user("a")], "safe")]
+    traces = tg.read([*rows, row("opus", "Agent", again, "d")], map={"session": "sid"})
+    assert [len(trace.generations) for trace in traces] == [2, 1]
+    rows = [{"messages": [user("T"), said("t")], "model": "title", "sid": 1}]
+    rows += [
+        {"messages": [*talk, said(text)], "model": "m", "sid": 1} for talk, text in ((again[:1], "b"), (again, "d"))
+    ]
+    assert [len(trace.generations) for trace in tg.read(rows, map={"session": "sid"})] == [2, 1]
+
+
+def test_responses_without_an_id_go_on_nothing():
+    def row(asked, text):
+        output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
+        return {"request": {"input": asked}, "response": {"object": "response", "output": output}, "sid": 1}
+
+    [trace] = tg.read([row([user("a")], "b"), row([user("a"), said("b"), user("c")], "d")], map={"session": "sid"})
+    assert [each["content"] for each in trace.messages] == [*"abcd"]
+    # A call that goes on is of the conversation, whatever its model and tools are.
+    rows = [responses("r1", "a", "b", sid=1), responses("r2", "c", "d", "r1", sid=1)]
+    rows[1]["req"]["model"] = "mini"
+    for how in ("sid", "prefix"):
+        [trace] = tg.read(rows, map={"session": how})
+        assert [each["content"] for each in trace.messages] == ["be brief", *"abcd"]
+
+
+def test_a_conversation_that_would_become_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_BYTES", 2000)
+    rows = [responses(f"r{at}", "a" * 50, "b", f"r{at - 1}" if at else None, sid=1) for at in range(9)]
+    with pytest.raises(tg.TracegradError, match="previous_response_id is more than"):
+        tg.read(rows, map={"session": "sid"})
+    assert len(tg.read(rows[:3], map={"session": "sid"})) == 1
+
+
+def test_choices_are_of_no_session_that_is_called_like_them():
+    choices = [{"index": at, "finish_reason": "stop", "message": said(str(at))} for at in range(2)]
+    several = {"request": {"messages": [user("a")]}, "response": {"choices": choices}, "sid": "s", "score": [1, 0]}
+    traces = tg.read(
+        [several, {**call([user("b")], "c"), "sid": "s-1", "score": 1}], map={"session": "sid", "reward": "score"}
+    )
+    assert [(len(trace.generations), trace.reward) for trace in traces] == [(1, 1.0), (1, 0.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"sid": "s", "transcript": "User: a\nAssistant: b", "score": 1},
+        {"sid": "s", "user": "hi", "assistant": "there", "score": 1},
+        {"sid": "s", "answer": "b", "score": 1},
+        {"sid": "s", "reward": float("nan")},
+        {"sid": "s", "text": "a" * 300, "score": 1},
+        {"score": 1, "other": "s"},
+    ],
+)
+def test_what_may_be_said_is_no_verdict_and_refused_in_sessions_too(row):
+    with pytest.raises(tg.TracegradError, match=r"a record with the keys|the call failed"):
+        tg.read([{**call([user("a")], "b"), "sid": "s"}, row], map={"session": "sid"})
+
+
+def test_sessions_that_are_numbers_are_linked_and_the_name_of_a_model_is_none():
+    rows = [{**call([user(str(at))], "b"), "session_id": at % 6, "model": "gpt-4o-mini"} for at in range(12)]
+    rows += [{"session_id": at, "grade": at % 2, "model": "gpt-4o-mini"} for at in range(6)]
+    assert candidates.find(rows).flags(["reward", "session"])[:4] == [
+        "--map.reward",
+        "grade",
+        "--map.session",
+        "session_id",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": [user("a"), {**said("b"), "generation": "t"}]}, {"calls": [{"request": None, "response": {}}]}]
+)
+def test_odd_values_of_calls_end_no_reading(row):
+    rows = [{**row, "sid": 1}, {**row, "sid": 1}, {**call([user("a")], "b"), "sid": 2}]
+    assert len(tg.read(rows, map={"session": "sid"}, on_error="skip")) >= 1
+    assert candidates.find(rows).records == 3
