@@ -85,6 +85,7 @@ MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
     [
         ([{"match": 1, "brief": 0.5}, {"match": 0, "brief": 0.25}, {"rank": 1, "brief": 1}, {"rank": 0}], "match,rank"),
         ([{"match": 1, "rank": 0.5}, {"match": 0}, {"rank": 1}, {"rank": 0.5}], "match"),
+        ([{"a,b": 1}, {"a,b": 0}, {"rank": 1}, {"rank": 0}], "a,b"),
         ([{"match": 1, "rank": 1}, {"match": 1}, {"rank": 0}, {"rank": 0.5}], "rank"),
     ],
 )

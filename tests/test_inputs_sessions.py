@@ -225,6 +225,10 @@ def test_sessions_that_are_numbers_are_linked_and_the_name_of_a_model_is_none():
         "--map.session",
         "session_id",
     ]
+    models = ["gpt-4o-mini", "gpt-4o-large"]
+    rows = [{**call([user(str(at))], "b"), "engine": models[at % 2]} for at in range(12)]
+    rows += [{"grade": at % 2, "engine": models[at % 2]} for at in range(6)]
+    assert candidates.find(rows).of("session") == []
 
 
 @pytest.mark.parametrize(
