@@ -375,3 +375,14 @@ def test_a_command_allows_lone_traces_of_groups_that_were_told(tasks, alone, tmp
     path.write_text("".join(json.dumps(answer_to("q", task=each, score=at)) + "\n" for at, each in enumerate(tasks)))
     following = tg.doctor.examine(path, MODEL, map=config.Map(group="task", reward="score")).following
     assert ("--advantage.singleton zero" in following) == alone
+
+
+def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_path):
+    path = tmp_path / "x.jsonl"
+    rows = [answer_to(prompt, score=at % 3) for at, prompt in enumerate("aabcdefghij")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    following = tg.doctor.examine(path, MODEL).following
+    assert "--map.group" not in following
+    assert following.endswith("--advantage.baseline batch_mean")
+    [found] = candidates.find(path).of("group")
+    assert found.line() == "found    2 records begin with the same prompt: --map.group prompt", "it is still said"

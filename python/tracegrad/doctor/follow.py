@@ -58,6 +58,8 @@ def command(
         if not sample:
             return ""
         text = all(turn.logprobs is None for trace in sample for turn in trace.generations)
+        groups = [group for group in sample.groups if group]
+        missing = [name for name in missing if name != "group" or len(set(groups)) == len(groups)]
     elif "nothing_to_train" in wrong and not (foreign and text):
         return ""
     if "reward" in missing and "--map.reward" not in mapped:
@@ -65,7 +67,7 @@ def command(
         skip = ["--on-error", "skip"] if whole.read.bad else []
         return shlex.join(["tracegrad", "score", *named, *mapped, *out, *skip])
     flags = [*mapped, *_which(whole), *(TEXT if text else ())]
-    if "lone_traces" in wrong and "--map.group" not in mapped:
+    if ("lone_traces" in wrong or "group" in missing) and "--map.group" not in mapped:
         flags += ["--advantage.baseline", "batch_mean"]
     elif "lone_traces" in by_name or any(each.partial for each in candidates.taken(missing)):
         flags += ["--advantage.singleton", "zero"]

@@ -121,8 +121,11 @@ class Candidates:
         return [flag for each in self.taken(names) for flag in each.flags()]
 
     def taken(self, names: Sequence[str]) -> list[Candidate]:
-        """The best of each of these fields; a session only where calls are seen to go on others."""
-        return [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
+        """The best of each of these fields; a session only where calls are seen to go on others, a group only where
+        half the records have mates in it: else rewards are compared over the batch.
+        """
+        best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
+        return [each for each in best if each.field != "group" or each.rank >= 0.75]
 
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
         """The best few of each field."""

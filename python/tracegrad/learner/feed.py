@@ -100,7 +100,7 @@ class Feed:
                 )
             raise NothingToLearn(
                 f"all {int((~held).sum())} advantages are 0: in no group do rewards differ. There is nothing to learn. "
-                "Give traces whose rewards differ within a group, or set advantage.baseline."
+                "Give traces whose rewards differ within a group, or compare them all: --advantage.baseline batch_mean."
             )
         feed = cls(sequences, rewards, advantages, held, objective, config, tuple(notes), ranks, rank, shape, bucket)
         even = int((~held & ~feed.taken).sum())
