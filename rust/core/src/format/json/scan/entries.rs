@@ -210,7 +210,6 @@ impl<'a> Cursor<'a> {
     }
 
     /// The value of a key; of a key that is there twice the last value counts.
-    #[allow(clippy::inline_always, reason = "a call for each value of each entry costs as much as the value")]
     #[inline(always)]
     fn field(&mut self, field: Field, read: &mut Read, opened: Opened, columns: &mut Columns) -> Option<()> {
         match field {
@@ -230,7 +229,6 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    #[allow(clippy::inline_always, reason = "as for `field`")]
     #[inline(always)]
     fn reading(&mut self) -> Option<Reading> {
         if let Some(value) = self.common() {
@@ -242,7 +240,6 @@ impl<'a> Cursor<'a> {
         self.single().or_else(|| self.bare().and_then(spelled)).map(Reading::of)
     }
 
-    #[allow(clippy::inline_always, reason = "as for `field`")]
     #[inline(always)]
     fn token_text(&mut self, columns: &mut Columns) -> Option<Text> {
         if let Some(id) = columns.takes_names().then(|| self.name()).flatten() {
@@ -278,7 +275,6 @@ impl<'a> Cursor<'a> {
     }
 
     /// A token's bytes, or null: whether they are known.
-    #[allow(clippy::inline_always, reason = "as for `field`")]
     #[inline(always)]
     pub fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
         if self.ahead() == Some(b"null") {

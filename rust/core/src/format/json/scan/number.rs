@@ -87,7 +87,6 @@ impl Cursor<'_> {
 
     /// A number as most logprobs are written, where it is one: a digit, a point, at most 18 digits, no exponent. As
     /// `exactly` and `nearly` give it, whose one quotient is of ordinary magnitude here.
-    #[allow(clippy::inline_always, reason = "a call for each number costs a fifth of it")]
     #[inline(always)]
     pub fn common(&mut self) -> Option<f64> {
         let next = self.ahead::<27>()?;
