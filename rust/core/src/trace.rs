@@ -76,6 +76,7 @@ impl Trace {
 const FEW: usize = 16;
 
 /// The value under a key: in an object of few keys found faster by comparing than by hashing.
+#[inline]
 pub(crate) fn value_of<'a>(fields: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
     if fields.len() > FEW {
         return fields.get(key);

@@ -83,8 +83,9 @@ impl Held {
         self.make_room();
         // Records share no block that was not forgotten, so that this copies nothing.
         let block = Arc::make_mut(&mut self.block);
+        let end = block.len().min(self.filled + BLOCK);
         loop {
-            match stream.read(&mut block[self.filled..self.filled + BLOCK]) {
+            match stream.read(&mut block[self.filled..end]) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
                 Ok(count) => {
@@ -95,13 +96,13 @@ impl Held {
         }
     }
 
-    /// Makes room for a block.
+    /// Makes room for a block, where there is none for half of one.
     ///
     /// Doubling would hold a long record twice while it moves, so room for the longest is reserved at once: pages that
     /// nothing was written to take no memory.
     fn make_room(&mut self) {
         let wanted = self.filled + BLOCK;
-        if self.block.len() >= wanted {
+        if self.block.len() >= self.filled + BLOCK / 2 {
             return;
         }
         let block = Arc::make_mut(&mut self.block);

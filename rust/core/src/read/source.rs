@@ -105,14 +105,15 @@ impl Source {
         let stands = !is_gzip && !is_zstd;
         let window_log = window_log(&magic).max(COMMON_WINDOW_LOG);
         let whole: Chain<_, _> = Cursor::new(magic).chain(bytes);
-        let whole = BufReader::with_capacity(BLOCK, whole);
+        // Decoders ask for a little at a time; what stands as it is is read in blocks.
+        let buffered = |whole| BufReader::with_capacity(BLOCK, whole);
         let mut source =
             Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit, origin: None, stands, taken };
         source.bytes = if is_gzip {
-            Box::new(MultiGzDecoder::new(whole))
+            Box::new(MultiGzDecoder::new(buffered(whole)))
         } else if is_zstd {
             source.limit = beside_window(window_log, limit).map_err(|error| error.at(&in_file(name)))?;
-            Box::new(unzstd(whole, window_log).map_err(|error| unreadable(name, &error))?)
+            Box::new(unzstd(buffered(whole), window_log).map_err(|error| unreadable(name, &error))?)
         } else {
             Box::new(whole)
         };

@@ -61,6 +61,12 @@ impl<'a> Cursor<'a> {
         self.bytes.get(self.at..).unwrap_or_default()
     }
 
+    /// The next bytes, where there are as many.
+    #[inline]
+    pub fn ahead<const COUNT: usize>(&self) -> Option<&'a [u8; COUNT]> {
+        self.bytes.get(self.at..)?.first_chunk()
+    }
+
     /// The text from `start` to here.
     pub fn since(&self, start: Place) -> Option<&'a str> {
         self.text.get(start.0..self.at)

@@ -48,17 +48,17 @@ impl<'a> Expected<'a> {
         Self { text, words, masks }
     }
 
-    /// Whether `rest` begins with it.
+    /// Whether it comes next.
     #[inline]
-    fn begins(&self, rest: &[u8]) -> bool {
-        let Some(first) = rest.first_chunk::<{ 8 * WORDS }>() else { return rest.starts_with(self.text) };
+    fn comes(&self, cursor: &Cursor<'_>) -> bool {
+        let Some(first) = cursor.ahead::<{ 8 * WORDS }>() else { return cursor.rest().starts_with(self.text) };
         let (words, _) = first.as_chunks::<8>();
         let expected = self.words.iter().zip(&self.masks);
         let other = words
             .iter()
             .zip(expected)
             .fold(0, |other, (actual, (word, mask))| other | ((u64::from_le_bytes(*actual) ^ word) & mask));
-        other == 0 && (self.text.len() <= 8 * WORDS || rest.starts_with(self.text))
+        other == 0 && (self.text.len() <= 8 * WORDS || cursor.rest().starts_with(self.text))
     }
 }
 
@@ -168,10 +168,11 @@ impl<'a> Cursor<'a> {
 
     #[inline]
     fn expect(&mut self, expected: &Expected<'_>) -> Option<()> {
-        expected.begins(self.rest()).then(|| self.advance(expected.text.len()))
+        expected.comes(self).then(|| self.advance(expected.text.len()))
     }
 
-    /// An entry, key by key: an object or a number.
+    /// An entry, key by key: an object or a number. Most lists have one that is read so, the first.
+    #[cold]
     fn entry(&mut self, habit: &mut Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
         let mut read = Read::default();
         habit.fields.clear();
@@ -209,7 +210,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// The value of a key; of a key that is there twice the last value counts.
-    #[inline]
+    #[inline(always)]
     fn field(&mut self, field: Field, read: &mut Read, opened: Opened, columns: &mut Columns) -> Option<()> {
         match field {
             Field::Token => {
@@ -228,21 +229,24 @@ impl<'a> Cursor<'a> {
         Some(())
     }
 
-    #[inline]
+    #[inline(always)]
     fn reading(&mut self) -> Option<Reading> {
+        if let Some(value) = self.common() {
+            return Some(Reading::of(value));
+        }
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| Reading::Missing);
         }
         self.single().or_else(|| self.bare().and_then(spelled)).map(Reading::of)
     }
 
-    #[inline]
+    #[inline(always)]
     fn token_text(&mut self, columns: &mut Columns) -> Option<Text> {
-        if self.peek() == b'n' {
-            return self.word(b"null").map(|()| Text::Unknown);
-        }
         if let Some(id) = columns.takes_names().then(|| self.name()).flatten() {
             return Some(Text::Names(id));
+        }
+        if self.peek() == b'n' {
+            return self.word(b"null").map(|()| Text::Unknown);
         }
         self.spelled(&mut columns.texts.data).map(|()| Text::Spelled)
     }
@@ -259,8 +263,8 @@ impl<'a> Cursor<'a> {
     #[inline]
     fn name(&mut self) -> Option<u32> {
         const BEFORE: &[u8; 10] = b"\"token_id:";
-        let rest = self.rest().strip_prefix(BEFORE)?;
-        let word = word_at(rest, 0)?;
+        let next = self.ahead::<18>()?;
+        let word = word_at(next.strip_prefix(BEFORE)?, 0)?;
         let length = leading_digits(word);
         let zero_first = length > 1 && word as u8 == b'0';
         if !(1..8).contains(&length) || zero_first || (word >> (8 * length)) as u8 != b'"' {
@@ -270,11 +274,17 @@ impl<'a> Cursor<'a> {
         Some(eight_digits(word << (64 - 8 * length)) as u32)
     }
 
-    #[inline]
+    /// A token's bytes, or null: whether they are known.
+    #[inline(always)]
     pub fn byte_list(&mut self, bytes: &mut Vec<u8>) -> Option<bool> {
-        if self.peek() == b'n' {
-            return self.word(b"null").map(|()| false);
+        if self.ahead() == Some(b"null") {
+            self.advance(4);
+            return Some(false);
         }
+        self.known_bytes(bytes).map(|()| true)
+    }
+
+    fn known_bytes(&mut self, bytes: &mut Vec<u8>) -> Option<()> {
         self.open(b'[')?;
         let mut more = !self.closes(b']');
         while more {
@@ -282,7 +292,7 @@ impl<'a> Cursor<'a> {
             more = self.continues(b']')?;
         }
         self.close();
-        Some(true)
+        Some(())
     }
 
     /// Steps over the value of a key that is not read, inside the entry that began at `start` and whose values before it
@@ -290,6 +300,9 @@ impl<'a> Cursor<'a> {
     #[inline]
     fn alternatives(&mut self, start: Place, behind: Place, habit: &Habit<'a>) -> Option<()> {
         let value = self.place();
+        if self.word(b"[]").is_some() {
+            return Some(());
+        }
         if self.again(start, behind).or_else(|| self.others(habit)).is_some() {
             return Some(());
         }

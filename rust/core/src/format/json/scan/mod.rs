@@ -6,6 +6,7 @@
 //! `number`, `value`, `tools`, `entries`.
 
 #![allow(clippy::option_option, reason = "null is a value, and what is not known is none")]
+#![allow(clippy::inline_always, reason = "a call for each value of each entry costs a good part of reading it")]
 
 mod cursor;
 mod entries;

@@ -70,18 +70,12 @@ impl Cursor<'_> {
         let rest = self.rest();
         let mut length = 0;
         while let Some(word) = word_at(rest, length) {
-            let run = leading_digits(word);
-            if run == 8 {
-                *digits = digits.wrapping_mul(TENS[8]).wrapping_add(eight_digits(word));
-                length += 8;
-                continue;
+            let run = append(digits, word);
+            length += run;
+            if run < 8 {
+                self.advance(length);
+                return (length > 0).then_some(length);
             }
-            if run > 0 {
-                *digits = digits.wrapping_mul(TENS[run]).wrapping_add(eight_digits(word << (64 - 8 * run)));
-                length += run;
-            }
-            self.advance(length);
-            return (length > 0).then_some(length);
         }
         while let Some(digit) = rest.get(length).map(|byte| byte.wrapping_sub(b'0')).filter(|digit| *digit < 10) {
             *digits = digits.wrapping_mul(10).wrapping_add(u64::from(digit));
@@ -91,8 +85,38 @@ impl Cursor<'_> {
         (length > 0).then_some(length)
     }
 
-    /// A float64 that rounds to the same float32 as the nearest float64 does.
-    #[inline]
+    /// A number as most logprobs are written, where it is one: a digit, a point, at most 18 digits, no exponent. As
+    /// `exactly` and `nearly` give it, whose one quotient is of ordinary magnitude here.
+    #[inline(always)]
+    pub fn common(&mut self) -> Option<f64> {
+        let next = self.ahead::<27>()?;
+        let negative = next[0] == b'-';
+        let number = next[usize::from(negative)..].first_chunk::<26>()?;
+        let whole = number[0].wrapping_sub(b'0');
+        if whole > 9 || number[1] != b'.' {
+            return None;
+        }
+        let (mut digits, mut length) = (u64::from(whole), 0);
+        for at in [2, 10, 18] {
+            let run = append(&mut digits, word_at(number, at)?);
+            length += run;
+            if run < 8 {
+                break;
+            }
+        }
+        if length == 0 || length + usize::from(whole > 0) > 18 || matches!(number[2 + length], b'e' | b'E') {
+            return None;
+        }
+        let value = digits as i64 as f64 / POWERS[length];
+        if digits > EXACT && !off_midpoint(value) {
+            return None;
+        }
+        self.advance(usize::from(negative) + 2 + length);
+        Some(if negative { -value } else { value })
+    }
+
+    /// A float64 that rounds to the same float32 as the nearest float64 does; most are read by `common`.
+    #[cold]
     pub fn single(&mut self) -> Option<f64> {
         let start = self.place();
         let decimal = self.decimal()?;
@@ -169,14 +193,10 @@ impl Decimal {
     /// lower 29 bits say how far the next midpoint is. Only magnitudes of ordinary float32 are taken.
     #[inline]
     fn nearly(&self) -> Option<f64> {
-        const LOW: u64 = (1 << 29) - 1;
-        const MIDPOINT: u64 = 1 << 28;
-        const MARGIN: u64 = 8;
         let power = usize::try_from(self.power).ok().filter(|_| self.fits)?;
         let near = power.min(POWERS.len() - 1);
         let value = self.digits as f64 / POWERS[near] / POWERS.get(power - near)?;
-        let safe = (value.to_bits() & LOW).abs_diff(MIDPOINT) > MARGIN && (1e-30..1e3).contains(&value);
-        safe.then(|| self.signed(value))
+        (off_midpoint(value) && (1e-30..1e3).contains(&value)).then(|| self.signed(value))
     }
 
     #[inline]
@@ -185,11 +205,32 @@ impl Decimal {
     }
 }
 
+/// Whether a float64 is further from the middle between two float32 than a few steps.
+#[inline]
+fn off_midpoint(value: f64) -> bool {
+    const LOW: u64 = (1 << 29) - 1;
+    const MIDPOINT: u64 = 1 << 28;
+    const MARGIN: u64 = 8;
+    (value.to_bits() & LOW).abs_diff(MIDPOINT) > MARGIN
+}
+
 /// Below it an integer is one of 64 bits, with either sign.
 const TENS_18: u64 = 1_000_000_000_000_000_000;
 
 /// Powers of ten by exponent.
 const TENS: [u64; 9] = [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000];
+
+/// Appends the digits that eight bytes begin with, modulo 2 to the 64; how many.
+#[inline]
+fn append(digits: &mut u64, word: u64) -> usize {
+    let run = leading_digits(word);
+    if run == 8 {
+        *digits = digits.wrapping_mul(TENS[8]).wrapping_add(eight_digits(word));
+    } else if run > 0 {
+        *digits = digits.wrapping_mul(TENS[run]).wrapping_add(eight_digits(word << (64 - 8 * run)));
+    }
+    run
+}
 
 /// How many digits eight bytes begin with.
 #[inline]
