@@ -1,7 +1,11 @@
 """Options of the suite and the folder of the example on the path."""
 
+import atexit
+import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,10 @@ settings.load_profile("pinned")
 # Whoever started the tests may have Ctrl-C ignored, and so would what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What tokenizers of the tests are found to be is kept apart from the user's own, for these processes and theirs.
+os.environ["TRACEGRAD_CACHE"] = tempfile.mkdtemp(prefix="tracegrad-tests-")
+atexit.register(shutil.rmtree, os.environ["TRACEGRAD_CACHE"], ignore_errors=True)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
 

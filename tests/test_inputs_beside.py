@@ -251,3 +251,24 @@ def test_choices_of_streams_and_of_other_apis_are_traces_too():
         assert len(set(traces.groups)) == 1
         assert len({each.id for each in traces}) == len(texts)
     assert tg.read([log])[0].generations[0].temperature == 0.5
+
+
+ASKED = {
+    "chat": ({"messages": [USER]}, RESPONSE),
+    "anthropic": ({"messages": [USER], "system": "be", "max_tokens": 9}, ANTHROPIC),
+    "gemini": ({"contents": [{"role": "user", "parts": [{"text": "2+2?"}]}]}, GEMINI),
+    "responses": ({"input": "2+2?", "instructions": "be"}, RESPONSES_API),
+}
+
+
+@pytest.mark.parametrize("key", loggers.REQUESTS)
+@pytest.mark.parametrize("api", ASKED)
+def test_a_request_is_found_beside_its_response_under_any_of_its_names(api, key, tmp_path):
+    asked, response = ASKED[api]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"doc": at, key: asked, "response": response}) + "\n" for at in "aab"))
+    traces = tg.read(path)
+    for trace in traces:
+        said = [(message["role"], message["content"]) for message in trace.messages if message["role"] != "system"]
+        assert said == [("user", "2+2?"), ("assistant", ANSWER)]
+    assert [each.path for each in candidates.find(path).of("group")][0] == "doc"

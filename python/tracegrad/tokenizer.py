@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _core, arrays
+from tracegrad.cache import tokenizers
 from tracegrad.errors import ArgumentError, TokenizerError
 from tracegrad.probe import TemplateProbe, probe
 
@@ -129,7 +130,9 @@ class Tokenizer:
         self._core = core
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], *, vocab_size: int | None = None) -> "Tokenizer":
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], *, vocab_size: int | None = None, cache: bool = True
+    ) -> "Tokenizer":
         """Loads a model directory, or a hub name that is in the local Hugging Face cache already.
 
         Nothing is downloaded. Where there is no tokenizer.json, a tiktoken file of Qwen, o200k_base, cl100k_base,
@@ -141,6 +144,9 @@ class Tokenizer:
             path: the directory, or the name.
             vocab_size: rows of the model's embedding; default what config.json says, else `len(tokenizer)`. A recorded
                 id from there on is refused where it would be used.
+            cache: whether what is found out about the files is kept by the hash of their bytes, in the system's cache
+                folder or TRACEGRAD_CACHE: the next load reads it, and builds an encoder when a text needs one. The
+                folder may be deleted at any time.
 
         Raises:
             ReadError: if there is no tokenizer.json and no tiktoken file.
@@ -156,7 +162,7 @@ class Tokenizer:
                 f"vocab_size is {vocab_size!r}. It is the number of rows of the model's embedding, an integer from 1. "
                 "Leave it out where config.json says it."
             )
-        return cls(_core.Tokenizer.from_dir(directory, vocab_size))
+        return cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None))
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, bytes]]:
         return _from_source, self._core.source()

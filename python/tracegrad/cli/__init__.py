@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tracegrad import _core
+from tracegrad import _core, cache
 from tracegrad.cli import files, init, merge, online, output, record, score, train, view
 from tracegrad.cli.words import SHORT, Parser, dotted, joined
 from tracegrad.errors import TracegradError
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     told, overrides = _parse(arguments)
     try:
-        with output.kept() if told.json else contextlib.nullcontext():
+        with output.kept() if told.json else contextlib.nullcontext(), cache.unused(told.no_cache):
             return told.run(told, overrides, arguments)
     except TracegradError as error:
         print(f"tracegrad: error: {error}", file=sys.stderr)

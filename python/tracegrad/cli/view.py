@@ -1,12 +1,11 @@
 """`tracegrad view`: traces and runs in a browser, or a chosen set of them as one file."""
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-from tracegrad import config
+from tracegrad import cache, config
 from tracegrad.cli.words import for_machines, say, tell, verb
 from tracegrad.errors import ArgumentError
 
@@ -43,7 +42,7 @@ def _view(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments:
             f"view needs {error.name}, which is not installed. Nothing can be shown. pip install 'tracegrad[view]'"
         ) from error
     chosen = config.load(overrides=overrides).map
-    with view.Session(told.paths, told.index or cache(), told.model, chosen) as session:
+    with view.Session(told.paths, told.index or cache.folder() / "view", told.model, chosen) as session:
         if told.export is None:
             view.serve(session, port=told.port, say=_address if told.json else say)
             return 0
@@ -63,8 +62,3 @@ def _view(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments:
 def _address(line: str) -> None:
     """What is said when the page answers, for machines."""
     tell({"url": line.split()[-1]}, line=True)
-
-
-def cache() -> Path:
-    """Folder of what may be made again, as the system says."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracegrad" / "view"

@@ -82,6 +82,7 @@ def verb(commands: Any, name: str, text: str, run: Any, more: str = "") -> Parse
     described = " ".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more)))
     parser: Parser = commands.add_parser(name, help=text, description=described, allow_abbrev=False)
     parser.set_defaults(run=run, parser=parser)
+    parser.add_argument("--no-cache", action="store_true", help="keep nothing of the tokenizer, take nothing kept")
     return parser
 
 

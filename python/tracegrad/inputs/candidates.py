@@ -28,7 +28,7 @@ MOST_WORDS = 8
 MOST_CALLS = 64
 """Calls of a conversation, on the average, from which a key is rather that of a run."""
 _GROUP = re.compile(
-    r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid", re.I
+    r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid|\bdoc", re.I
 )
 _LEAST = 8  # letters of a text that may be an id, under whatever name
 _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)

@@ -25,9 +25,9 @@ type Ids<'py> = Bound<'py, PyArray1<i32>>;
 #[pymethods]
 impl PyTokenizer {
     #[staticmethod]
-    #[pyo3(signature = (path, vocab_size=None))]
-    fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>) -> PyResult<Self> {
-        let load = || Tokenizer::from_dir_of(&path, vocab_size);
+    #[pyo3(signature = (path, vocab_size=None, cache=None))]
+    fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>, cache: Option<PathBuf>) -> PyResult<Self> {
+        let load = || Tokenizer::from_dir_of(&path, vocab_size, cache.as_deref());
         detached(py, Kind::Tokenizer, "the tokenizer", load).map(Self::of)
     }
 

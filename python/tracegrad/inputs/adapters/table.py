@@ -130,7 +130,7 @@ def made_of(record: Any) -> Made | None:
                 standing = _standing(record)
             if standing == STANDS:
                 break
-            if standing == OPEN and not each.beside:
+            if standing in (OPEN, ALONE) and not each.beside:
                 continue
             with fitting.fitting(each.name):
                 made = each.adapt(record)
@@ -138,16 +138,17 @@ def made_of(record: Any) -> Made | None:
                 of_talk = each.talks and made and "messages" in made[0]
                 parts = [part for one in made for part in choices.of_made(one) or [one]]
                 return Made(each.talks if of_talk else each.name, parts)
-        made = None if standing != STANDS or _is_plain(record) else choices.of_response(record)
+        made = None if standing in (OPEN, UNREAD) or _is_plain(record) else choices.of_response(record)
         return None if made is None else Made("choices", made)
 
 
-STANDS, OPEN, UNREAD = "stands", "open", "unread"
+STANDS, OPEN, ALONE, UNREAD = "stands", "open", "alone", "unread"
 
 
 def _standing(record: Any) -> str:
     """Whether the core's reading of a record stands, as `_core.Traces.plain` has it: OPEN where it reads messages that
-    go on behind what was sampled last, so that the answer may stand beside them; UNREAD where nothing sampled is read.
+    go on behind what was sampled last, so that the answer may stand beside them; ALONE where nothing says what it was
+    sampled after, so that the request may stand beside it; UNREAD where nothing sampled is read.
     """
     if _is_plain(record):
         return STANDS
@@ -155,9 +156,12 @@ def _standing(record: Any) -> str:
         core, report = _core.Traces.decode([to_json(record)], "<record>", 1, "auto")
     except FormatError:
         return UNREAD
-    if not any(trace.generations for trace in Traces(core)):
+    first = [trace.generations[0] for trace in Traces(core) if trace.generations]
+    if not first:
         return UNREAD
-    return OPEN if core.open() and "chat" in report["formats"] else STANDS
+    if core.open() and "chat" in report["formats"]:
+        return OPEN
+    return ALONE if all(not each.context and each.prompt_token_ids is None for each in first) else STANDS
 
 
 def _is_plain(record: Any) -> bool:

@@ -5,14 +5,14 @@ use super::outcome::decode_all;
 use super::report::Report;
 use crate::error::{Error, Kind, Result};
 use crate::threads;
-use crate::trace::Trace;
+use crate::trace::{Prompt, Trace};
 use aho_corasick::{AhoCorasick, MatchKind};
 use serde_json::value::RawValue;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// For each record whether it is read as it stands: something was sampled in it, of its choices none is left out, of a
-/// list of messages the last one is what was sampled, and no object in it has one of `keys`, be it written as JSON within
+/// For each record whether it is read as it stands: something was sampled in it, after something that it says too; of its
+/// choices none is left out, of a list of messages the last one is what was sampled, and no object in it has one of `keys`, be it written as JSON within
 /// a string.
 ///
 /// What follows messages that end with the user may stand beside them, under a name that this room does not know.
@@ -86,8 +86,14 @@ fn may_answer<N: AsRef<str>>(record: &[u8], names: &[N]) -> bool {
 /// Whether what decoding a record gave is all that it says was sampled. A recorder's own form says so by itself.
 fn stands(traces: &[Arc<Trace>], report: &Report) -> bool {
     let is_list = report.forms.keys().any(|form| form.name == "chat");
-    let is_whole = |trace: &Trace| !(trace.generations.is_empty() || is_list && is_open(trace));
+    let is_whole = |trace: &Trace| !(trace.generations.is_empty() || is_list && is_open(trace) || is_alone(trace));
     report.unused_choices == 0 && traces.iter().any(|trace| is_whole(trace))
+}
+
+/// Whether nothing says what was sampled after: the request may stand beside the response, under another name.
+fn is_alone(trace: &Trace) -> bool {
+    let first = trace.generations.first();
+    first.is_some_and(|first| first.context.is_empty() && matches!(first.prompt, Prompt::Rendered))
 }
 
 /// Whether the last message of a conversation was not sampled.

@@ -4,17 +4,16 @@
 //! encode goes to the reference. Called by `Tokenizer`.
 
 use super::allowance::bounded;
+use super::backends::Backends;
 use super::cut::{Cutter, Part};
-use super::fast::Fast;
+use super::kept::Facts;
 use super::memo::Memo;
 use super::pieces::Pieces;
 use super::probe;
-use super::reference::Reference;
 use crate::error::{Error, Result};
-use serde_json::Value;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use tokenizers::{AddedToken, Encoding};
+use tokenizers::Encoding;
 
 /// How long the probe may take; it takes a hundredth of that.
 const PROBE: Duration = Duration::from_secs(20);
@@ -40,8 +39,7 @@ pub struct Report {
 /// The backends of one tokenizer and what they share.
 #[derive(Debug)]
 pub(super) struct Encoder {
-    reference: Box<dyn Reference>,
-    fast: Option<Fast>,
+    backends: Backends,
     cutter: Option<Cutter>,
     memo: Memo,
     report: Report,
@@ -50,60 +48,60 @@ pub(super) struct Encoder {
 }
 
 impl Encoder {
-    /// Both backends, compared; `fast` is what [`Fast::build`] made of the same document.
-    pub fn new(
-        reference: Box<dyn Reference>,
-        document: &Value,
-        added: &[(u32, AddedToken)],
-        fast: Result<Fast, String>,
-        file: String,
-    ) -> Self {
-        let (cutter, no_memo) = match Cutter::new(document, added) {
+    /// Backends with what was found out about them.
+    pub fn of(backends: Backends, facts: &Facts, file: String) -> Self {
+        let (cutter, no_memo) = match Cutter::new(&facts.document, &facts.listed) {
             Ok(cutter) => (Some(cutter), None),
             Err(reason) => (None, Some(reason)),
         };
-        let report = Report { backend: "tokenizers", reason: String::new(), probes: 0, no_memo };
-        let mut encoder = Self { reference, fast: None, cutter, memo: Memo::new(), report, file };
-        match fast {
-            Ok(_) if added.iter().any(|(_, token)| token.single_word) => {
-                "an added token matches whole words only".clone_into(&mut encoder.report.reason);
-            }
-            Ok(fast) => encoder.verify(fast, added),
-            Err(reason) => encoder.report.reason = reason,
-        }
+        let report = Report { backend: "", reason: String::new(), probes: 0, no_memo };
+        let mut encoder = Self { backends, cutter, memo: Memo::new(), report, file };
+        encoder.tell(facts);
         encoder
     }
 
-    /// Takes `fast` where every probe gives what the reference gives.
-    fn verify(&mut self, fast: Fast, added: &[(u32, AddedToken)]) {
-        let texts = probe::texts(added.iter().map(|(_, token)| token.content.as_str()));
-        self.fast = Some(fast);
-        let (until, late) = (Instant::now() + PROBE, AtomicBool::new(false));
-        let differs = |text: &str| {
-            late.fetch_or(Instant::now() > until, Ordering::Relaxed);
-            late.load(Ordering::Relaxed) || self.fast_ids(text) != self.referred(text).ok()
-        };
-        let difference = probe::first_difference(&texts, differs);
-        self.report.probes = texts.len();
-        match difference {
-            Some(_) if late.into_inner() => {
-                self.report.reason = format!("comparing fastokens with tokenizers took more than {PROBE:?}");
-                self.fast = None;
-            }
-            None => {
-                self.report.backend = "fastokens";
-                self.report.reason = format!("same ids as tokenizers for {} of {0} probes", texts.len());
-            }
-            Some(text) => {
-                self.report.reason = format!("fastokens gives other ids for {text:?}");
-                self.fast = None;
-            }
+    /// Says in the report which backend there is, and why.
+    fn tell(&mut self, facts: &Facts) {
+        self.report.backend = if facts.fast { "fastokens" } else { "tokenizers" };
+        self.report.reason.clone_from(&facts.reason);
+        self.report.probes = facts.probes;
+    }
+
+    /// Leaves the fast backend only where every probe gives what the reference gives; which it is stands in `facts`.
+    pub fn verify(&mut self, facts: &mut Facts) {
+        if !facts.fast {
+            return;
         }
+        facts.fast = false;
+        if facts.listed.iter().any(|(_, token)| token.single_word) {
+            "an added token matches whole words only".clone_into(&mut facts.reason);
+        } else {
+            let texts = probe::texts(facts.listed.iter().map(|(_, token)| token.content.as_str()));
+            let (until, late) = (Instant::now() + PROBE, AtomicBool::new(false));
+            let differs = |text: &str| {
+                late.fetch_or(Instant::now() > until, Ordering::Relaxed);
+                late.load(Ordering::Relaxed) || self.fast_ids(text) != self.referred(text).ok()
+            };
+            let difference = probe::first_difference(&texts, differs);
+            facts.fast = difference.is_none();
+            facts.probes = texts.len();
+            facts.reason = match difference {
+                None => format!("same ids as tokenizers for {} of {0} probes", texts.len()),
+                Some(_) if late.into_inner() => {
+                    format!("comparing fastokens with tokenizers took more than {PROBE:?}")
+                }
+                Some(text) => format!("fastokens gives other ids for {text:?}"),
+            };
+        }
+        if !facts.fast {
+            self.backends.distrust();
+        }
+        self.tell(facts);
     }
 
     /// Ids by the fast road alone, nothing remembered.
     fn fast_ids(&self, text: &str) -> Option<Vec<u32>> {
-        let fast = self.fast.as_ref()?;
+        let fast = self.backends.fast()?;
         let Some(cutter) = &self.cutter else { return fast.encode(text, true) };
         let mut ids = Vec::new();
         for part in cutter.parts(text) {
@@ -126,7 +124,7 @@ impl Encoder {
 
     /// Whether encoding may take so long that it is done apart.
     pub fn is_long(&self, text: &str) -> bool {
-        let fast = self.fast.as_ref().is_some_and(|fast| fast.takes(text));
+        let fast = self.backends.fast().is_some_and(|fast| fast.takes(text));
         text.len() > if fast { LONG.1 } else { LONG.0 }
     }
 
@@ -144,7 +142,7 @@ impl Encoder {
 
     /// Ids of a text that may hold added tokens.
     fn whole(&self, text: &str) -> Result<Vec<u32>> {
-        match self.fast.as_ref().and_then(|fast| fast.encode(text, true)) {
+        match self.backends.fast().and_then(|fast| fast.encode(text, true)) {
             Some(ids) => Ok(ids),
             None => self.referred(text),
         }
@@ -157,7 +155,8 @@ impl Encoder {
 
     /// What the reference makes of `text`.
     fn asked(&self, text: &str, offsets: bool) -> Result<Encoding> {
-        let encoded = bounded(text.len(), "encoding", || self.reference.encode(text, false, offsets));
+        let reference = self.backends.reference()?;
+        let encoded = bounded(text.len(), "encoding", || reference.encode(text, false, offsets));
         encoded.map_err(|error| self.failure(text, error))
     }
 
@@ -175,7 +174,7 @@ impl Encoder {
     /// Appends the ids of a part without added tokens.
     fn part(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         self.memo.encode(text, ids, |ids| {
-            match self.fast.as_ref().and_then(|fast| fast.encode(text, false)) {
+            match self.backends.fast().and_then(|fast| fast.encode(text, false)) {
                 Some(made) => ids.extend_from_slice(&made),
                 None => ids.extend(self.referred(text)?),
             }

@@ -3,15 +3,16 @@
 //! The `tokenizers` crate renumbers added tokens without a word where their ids leave gaps; that is refused here. Called
 //! by `Tokenizer::from_dir` and `Tokenizer::from_json`.
 
-use super::allowance::bounded;
+use super::backends::{Backends, checked_reference, missing_tokens};
 use super::check::checked;
-use super::config::{Eos, ExtraToken, TokenizerConfig, located, whole};
+use super::config::{Eos, TokenizerConfig, located, whole};
 use super::encoder::Encoder;
 use super::fast::Fast;
+use super::kept::{Facts, Place};
 use super::loaded::{Source, Tokenizer};
 use super::outline::{refused, values_under};
 use super::pieces::{Pieces, Spelling};
-use super::reference::{Reference, build, prefix};
+use super::reference::{Reference, prefix};
 use super::tiktoken;
 use crate::error::{Error, Kind, Result};
 use crate::template::Template;
@@ -34,21 +35,23 @@ impl Tokenizer {
     /// `Kind::Io` where there is no tokenizer.json or a file cannot be read; `Kind::Tokenizer` where one is not what
     /// it should be; `Kind::Template` for a chat template that does not compile. Each with the file.
     pub fn from_dir(path: &Path) -> Result<Self> {
-        Self::from_dir_of(path, None)
+        Self::from_dir_of(path, None, None)
     }
 
-    /// As [`Tokenizer::from_dir`], for a model whose embedding has `vocab_size` rows, whatever config.json says.
-    pub fn from_dir_of(dir: &Path, vocab_size: Option<u32>) -> Result<Self> {
+    /// As [`Tokenizer::from_dir`], for a model whose embedding has `vocab_size` rows, whatever config.json says. What was
+    /// found out about the files is kept in the folder `cache`, from which the next load of the same bytes takes it.
+    pub fn from_dir_of(dir: &Path, vocab_size: Option<u32>, cache: Option<&Path>) -> Result<Self> {
         let mut config = TokenizerConfig::from_dir(dir)?;
         config.model.vocab_size = vocab_size.or(config.model.vocab_size);
         let (file, loaded) = match (whole(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
             (Err(error), Some(file)) if error.kind() == ErrorKind::NotFound => {
                 let ranks = whole(&file).map_err(|error| missing(dir, &error))?;
-                let loaded = tiktoken::document(&ranks, &mut config).and_then(|json| Self::from_json(&json, &config));
+                let loaded =
+                    tiktoken::document(&ranks, &mut config).and_then(|json| Self::from_bytes(&json, &config, cache));
                 (file, loaded)
             }
             (Err(error), _) => return Err(missing(dir, &error)),
-            (Ok(json), _) => (dir.join("tokenizer.json"), Self::from_json(&json, &config)),
+            (Ok(json), _) => (dir.join("tokenizer.json"), Self::from_bytes(&json, &config, cache)),
         };
         let mut loaded = loaded.map_err(|error| {
             let place = if error.kind == Kind::Template { dir } else { &file };
@@ -75,63 +78,99 @@ impl Tokenizer {
     /// # Errors
     /// `Kind::Tokenizer` where it is not a tokenizer, or its added tokens would not get the ids it states.
     pub fn from_json(json: &[u8], config: &TokenizerConfig) -> Result<Self> {
-        let document = checked(json, &config.extra_tokens)?;
+        Self::from_bytes(json, config, None)
+    }
+
+    /// As [`Tokenizer::from_json`], with what an earlier load of the same bytes has kept in the folder `cache`.
+    fn from_bytes(json: &[u8], config: &TokenizerConfig, cache: Option<&Path>) -> Result<Self> {
+        let (json, config) = (Arc::<[u8]>::from(json), Arc::new(config.clone()));
+        let place = cache.and_then(|folder| Place::of(folder, &json, &config));
+        if let Some((facts, pieces)) = place.as_ref().and_then(Place::read) {
+            let backends = Backends::new(Arc::clone(&json), Arc::clone(&config), facts.document.clone(), facts.fast);
+            let encoder = Encoder::of(backends, &facts, named(&config));
+            return Self::assembled(Source { json, config }, facts, pieces, encoder);
+        }
+        let document = checked(&json, &config.extra_tokens)?;
         let extra = missing_tokens(&document, &config.extra_tokens);
-        let fast = || Fast::build(json, &document, &extra);
-        let (fast, built) = threads::join(fast, || build(json).map(|inner| (inner.vocabulary(), inner)));
-        let (vocab, mut inner) = built?;
-        let own = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
-        let stated = own.iter().filter_map(|token| Some((token.get("content")?.as_str()?, token.get("id")?.as_u64()?)));
-        check_stated(&*inner, stated)?;
-        add_extra(&mut *inner, &extra, &config.extra_tokens)?;
-        let spelling = spelling(&document);
-        let drops_first_space = document.get("decoder").is_some_and(drops_first_space);
-        let mut listed = inner.added();
-        listed.sort_unstable_by_key(|(id, _)| *id);
+        let fast = || Fast::build(&json, &document, &extra);
+        let reference = || {
+            let inner = checked_reference(&json, &document, &config)?;
+            let mut listed = inner.added();
+            listed.sort_unstable_by_key(|(id, _)| *id);
+            let pieces = spelled(&inner.vocabulary(), &document, &listed)?;
+            Ok((inner, listed, pieces))
+        };
+        let (fast, built) = threads::join(fast, reference);
+        let (inner, listed, pieces) = built?;
+        let eos_ids = eos_ids(&config, &*inner, pieces.size())?;
+        let stop_id = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
+        let stop_id = stop_id.and_then(|(_, text)| inner.id(text)).filter(|id| eos_ids.contains(id));
+        let mut facts = Facts {
+            prefix: prefix(&*inner)?,
+            stop_id: stop_id.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
+            eos_ids,
+            document,
+            listed,
+            fast: fast.is_ok(),
+            reason: fast.as_ref().err().cloned().unwrap_or_default(),
+            probes: 0,
+        };
+        let backends = Backends::new(Arc::clone(&json), Arc::clone(&config), facts.document.clone(), false);
+        let mut encoder = Encoder::of(backends.with(inner, fast.ok()), &facts, named(&config));
+        encoder.verify(&mut facts);
+        if let Some(place) = place {
+            place.write(&facts, &pieces);
+        }
+        Self::assembled(Source { json, config }, facts, pieces, encoder)
+    }
+
+    /// The tokenizer of what was found out about it.
+    fn assembled(source: Source, facts: Facts, pieces: Pieces, encoder: Encoder) -> Result<Self> {
+        let (config, listed) = (&source.config, &facts.listed);
         let added: HashMap<u32, bool> = listed.iter().map(|(id, token)| (*id, token.special)).collect();
-        let mut pieces = Pieces::new(&vocab, spelling, |id| added.contains_key(&id)).map_err(twice)?;
-        for (id, token) in &listed {
-            pieces.put_added(*id, &token.content);
-        }
-        if let Some((before, behind)) = document.get("decoder").and_then(mark) {
-            pieces.share_marked(before, behind);
-        }
-        let added_ids = listed.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
+        let contents = listed.iter().map(|(id, token)| (token.content.as_str(), *id));
+        let model = config.model.with_placeholders(contents, |id| !added.contains_key(&id) && pieces.get(id).is_some());
         let compile = |source: &Option<String>| {
             source.as_ref().map(|source| Template::compile(source, &config.special_tokens)).transpose()
         };
-        let eos_ids = eos_ids(config, &*inner, pieces.size())?;
-        let named = config.special_tokens.iter().find(|(name, _)| name == "eos_token");
-        let named = named.and_then(|(_, text)| inner.id(text)).filter(|id| eos_ids.contains(id));
-        let prefix = prefix(&*inner)?;
-        let contents = listed.iter().map(|(id, token)| (token.content.as_str(), *id));
-        let model = config.model.with_placeholders(contents, |id| !added.contains_key(&id) && pieces.get(id).is_some());
         Ok(Self {
             gaps: model.vocab_size.is_none() && pieces.has_gaps(),
             model,
-            prefix,
             special_ids: listed.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect(),
+            added_ids: listed.iter().map(|(id, token)| (token.content.clone(), *id)).collect(),
+            added,
             partial: OnceLock::new(),
-            stop_id: named.or(eos_ids.first().copied().filter(|_| eos_ids.len() == 1)),
-            eos_ids,
             template: compile(&config.chat_template)?,
             tool_template: compile(&config.tool_template)?,
             name: config.name.clone(),
-            encoder: Arc::new(Encoder::new(
-                inner,
-                &document,
-                &listed,
-                fast,
-                format!("the tokenizer '{}'", config.name),
-            )),
-            spelling,
-            drops_first_space,
+            encoder: Arc::new(encoder),
+            spelling: spelling(&facts.document),
+            drops_first_space: facts.document.get("decoder").is_some_and(drops_first_space),
             pieces: Arc::new(pieces),
-            added,
-            added_ids,
-            source: Source { json: json.into(), config: Arc::new(config.clone()) },
+            prefix: facts.prefix,
+            eos_ids: facts.eos_ids,
+            stop_id: facts.stop_id,
+            source,
         })
     }
+}
+
+/// What errors call a tokenizer that has no file.
+fn named(config: &TokenizerConfig) -> String {
+    format!("the tokenizer '{}'", config.name)
+}
+
+/// The bytes of all entries and added tokens.
+fn spelled(vocab: &HashMap<String, u32>, document: &Value, listed: &[(u32, AddedToken)]) -> Result<Pieces> {
+    let added: HashSet<u32> = listed.iter().map(|(id, _)| *id).collect();
+    let mut pieces = Pieces::new(vocab, spelling(document), |id| added.contains(&id)).map_err(twice)?;
+    for (id, token) in listed {
+        pieces.put_added(*id, &token.content);
+    }
+    if let Some((before, behind)) = document.get("decoder").and_then(mark) {
+        pieces.share_marked(before, behind);
+    }
+    Ok(pieces)
 }
 
 /// The one tiktoken file of a directory.
@@ -162,44 +201,6 @@ fn twice(id: u32) -> Error {
     Error::new(Kind::Tokenizer, format!("two entries of the vocabulary have id {id}"))
         .why("Which bytes the id stands for cannot be known")
         .cure("Copy the file again from where the model came from")
-}
-
-/// Those of `extra` that the document does not list itself.
-fn missing_tokens(document: &Value, extra: &[ExtraToken]) -> Vec<ExtraToken> {
-    let listed = document.get("added_tokens").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
-    let known: HashSet<&str> = listed.iter().filter_map(|token| token.get("content")?.as_str()).collect();
-    extra.iter().filter(|token| !token.content.is_empty() && !known.contains(&*token.content)).cloned().collect()
-}
-
-/// Refuses tokens, by their texts and ids, that would get other ids than are stated.
-fn check_stated<'a>(inner: &dyn Reference, tokens: impl Iterator<Item = (&'a str, u64)>) -> Result<()> {
-    for (content, stated) in tokens.filter(|(content, _)| !content.is_empty()) {
-        let loaded = inner.id(content);
-        if loaded.map(u64::from) != Some(stated) {
-            let loaded = loaded.map_or_else(|| "none".to_owned(), |id| id.to_string());
-            let what = format!("added token '{content}' has id {stated} but would be loaded with {loaded}");
-            return Err(Error::new(Kind::Tokenizer, what)
-                .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
-                .cure("Add the ids that are missing to added_tokens, as reserved tokens"));
-        }
-    }
-    Ok(())
-}
-
-/// Adds the tokens that only tokenizer_config.json lists, and checks the ids of all that it lists.
-fn add_extra(inner: &mut dyn Reference, missing: &[ExtraToken], all: &[ExtraToken]) -> Result<()> {
-    let added = |token: &ExtraToken| {
-        AddedToken::from(token.content.clone(), token.special)
-            .normalized(token.normalized)
-            .lstrip(token.strips.0)
-            .rstrip(token.strips.1)
-            .single_word(token.single_word)
-    };
-    if !missing.is_empty() {
-        let tokens: Vec<AddedToken> = missing.iter().map(added).collect();
-        bounded(missing.len(), "adding the tokens of tokenizer_config.json", || inner.add(tokens))?;
-    }
-    check_stated(inner, all.iter().map(|token| (token.content.as_str(), u64::from(token.id))))
 }
 
 /// How the vocabulary spells bytes, from decoder, pre-tokenizer and model.

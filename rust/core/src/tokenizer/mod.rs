@@ -5,10 +5,11 @@
 //! ours. Chat templates are `template`'s. Called by `align` and the Python border.
 //!
 //! Its files, each using those before it alone: `allowance`, `outline`, `model`, `config`, `check` (what a
-//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `fast` (two encoders);
-//! `cut`, `memo`, `probe`, `encoder`; `loaded`, and on it `load` and `encode`.
+//! file may ask for); `pieces`, `tiktoken`, `partial` (bytes of ids); `pattern`, `guard`, `reference`, `fast`, `backends` (two
+//! encoders); `kept` (what an earlier load found out); `cut`, `memo`, `probe`, `encoder`; `loaded`, and on it `load` and `encode`.
 
 mod allowance;
+mod backends;
 mod check;
 mod config;
 mod cut;
@@ -16,6 +17,7 @@ mod encode;
 mod encoder;
 mod fast;
 mod guard;
+mod kept;
 mod load;
 mod loaded;
 mod memo;

@@ -4,7 +4,9 @@
 //! once per tokenizer.
 
 use foldhash::fast::RandomState;
+use hashbrown::hash_table::{Entry, HashTable};
 use std::collections::{HashMap, HashSet};
+use std::hash::BuildHasher;
 use std::sync::LazyLock;
 
 /// How vocabulary entries spell bytes.
@@ -58,7 +60,9 @@ pub(super) struct Pieces {
     bytes: Vec<u8>,
     /// Start and end of each id's bytes; start is `u32::MAX` where the id is not in use.
     ranges: Vec<(u32, u32)>,
-    ids: HashMap<Box<[u8]>, u32, RandomState>,
+    /// Ordinary entries by their bytes.
+    ids: HashTable<u32>,
+    hasher: RandomState,
     longest: usize,
     /// Ids whose bytes another id has too, or may show.
     shared: HashSet<u32, RandomState>,
@@ -67,8 +71,7 @@ pub(super) struct Pieces {
 impl Pieces {
     /// Takes the ordinary vocabulary; added tokens come later. An id that two entries have is the error.
     pub fn new(vocab: &HashMap<String, u32>, spelling: Spelling, is_added: impl Fn(u32) -> bool) -> Result<Self, u32> {
-        let mut pieces =
-            Self { ids: HashMap::with_capacity_and_hasher(vocab.len(), RandomState::default()), ..Self::default() };
+        let mut pieces = Self { ids: HashTable::with_capacity(vocab.len()), ..Self::default() };
         let mut entries: Vec<(&str, u32)> = vocab.iter().map(|(text, id)| (text.as_str(), *id)).collect();
         entries.sort_unstable_by_key(|(_, id)| *id);
         if let Some(pair) = entries.windows(2).find(|pair| pair[0].1 == pair[1].1) {
@@ -80,21 +83,58 @@ impl Pieces {
             if is_added(id) {
                 continue;
             }
-            let other = if canonical {
-                pieces.ids.insert(bytes.into(), id)
-            } else {
-                let first = *pieces.ids.entry(bytes.into()).or_insert(id);
-                Some(first).filter(|first| *first != id)
-            };
+            let other = pieces.own(id, canonical);
             pieces.shared.extend(other.into_iter().flat_map(|other| [other, id]));
         }
         Ok(pieces)
     }
 
+    /// Makes `id` the entry of its bytes, another one only where it is `preferred`; gives back that other one.
+    fn own(&mut self, id: u32, preferred: bool) -> Option<u32> {
+        let Self { bytes, ranges, ids, hasher, .. } = self;
+        let of = |id: u32| &bytes[ranges[id as usize].0 as usize..ranges[id as usize].1 as usize];
+        let hash = |id: &u32| hasher.hash_one(of(*id));
+        match ids.entry(hash(&id), |other| of(*other) == of(id), hash) {
+            Entry::Occupied(mut entry) if preferred => Some(std::mem::replace(entry.get_mut(), id)),
+            Entry::Occupied(entry) => Some(*entry.get()),
+            Entry::Vacant(entry) => {
+                entry.insert(id);
+                None
+            }
+        }
+    }
+
+    /// What [`Pieces::from_parts`] takes: all bytes; start and end of each id in them, one after another, ids that are
+    /// found by their bytes, shared ids.
+    pub fn parts(&self) -> (&[u8], [Vec<u32>; 3]) {
+        let sorted = |ids: &mut dyn Iterator<Item = &u32>| {
+            let mut ids: Vec<u32> = ids.copied().collect();
+            ids.sort_unstable();
+            ids
+        };
+        let ranges = self.ranges.iter().flat_map(|range| [range.0, range.1]).collect();
+        (&self.bytes, [ranges, sorted(&mut self.ids.iter()), sorted(&mut self.shared.iter())])
+    }
+
+    /// The same again from its parts, `None` where they do not fit together.
+    pub fn from_parts(bytes: Vec<u8>, [ranges, ids, shared]: &[Vec<u32>; 3]) -> Option<Self> {
+        let (ranges, odd) = ranges.as_chunks();
+        let ranges: Vec<(u32, u32)> = ranges.iter().map(|[start, end]| (*start, *end)).collect();
+        let unused = |range: &(u32, u32)| range.0 == u32::MAX;
+        let fits = |range: &(u32, u32)| range.0 <= range.1 && range.1 as usize <= bytes.len();
+        let longest = ranges.iter().filter(|range| !unused(range)).map(|range| range.1.saturating_sub(range.0)).max();
+        let known = |id: &u32| ranges.get(*id as usize).is_some_and(|range| !unused(range));
+        let whole = ranges.iter().all(|range| unused(range) || fits(range)) && ids.iter().chain(shared).all(known);
+        let (longest, shared) = (longest.unwrap_or(0) as usize, shared.iter().copied().collect());
+        let ids_by_bytes = HashTable::with_capacity(ids.len());
+        let mut pieces = Self { bytes, ranges, ids: ids_by_bytes, longest, shared, ..Self::default() };
+        (whole && odd.is_empty() && ids.iter().all(|id| pieces.own(*id, false).is_none())).then_some(pieces)
+    }
+
     /// Sets the bytes of an added token.
     pub fn put_added(&mut self, id: u32, content: &str) {
         self.put(id, content.as_bytes());
-        let other = self.ids.get(content.as_bytes()).copied().filter(|other| *other != id);
+        let other = self.id(content.as_bytes()).filter(|other| *other != id);
         self.shared.extend(other.into_iter().flat_map(|other| [other, id]));
     }
 
@@ -102,8 +142,9 @@ impl Pieces {
     pub fn share_marked(&mut self, before: &str, behind: &str) {
         let marked = |bytes: &&[u8]| bytes.starts_with(before.as_bytes()) && bytes.ends_with(behind.as_bytes());
         let bare = |bytes: &[u8]| bytes.get(before.len()..bytes.len() - behind.len()).map(<[u8]>::to_vec);
-        let bared: Vec<_> = self.ids.keys().map(AsRef::as_ref).filter(marked).filter_map(bare).collect();
-        self.shared.extend(bared.iter().filter_map(|bytes| self.ids.get(bytes.as_slice())));
+        let bared: Vec<_> = self.ids.iter().filter_map(|id| self.get(*id)).filter(marked).filter_map(bare).collect();
+        let shared: Vec<u32> = bared.iter().filter_map(|bytes| self.id(bytes)).collect();
+        self.shared.extend(shared);
     }
 
     /// Whether the bytes of `id` may have been shown by another one.
@@ -139,7 +180,7 @@ impl Pieces {
 
     /// The ordinary entry with exactly these bytes.
     pub fn id(&self, bytes: &[u8]) -> Option<u32> {
-        self.ids.get(bytes).copied()
+        self.ids.find(self.hasher.hash_one(bytes), |id| self.get(*id) == Some(bytes)).copied()
     }
 
     /// One more than the largest id.
@@ -201,6 +242,25 @@ mod tests {
         assert_eq!(shared(&pieces), [1, 6]);
         pieces.put_added(8, "play");
         assert_eq!(shared(&pieces), [1, 4, 6, 8]);
+    }
+
+    #[test]
+    fn parts_that_do_not_fit_together_are_none() {
+        let parts = |ranges: &[(u32, u32)], ids: &[u32], shared: &[u32]| {
+            let ranges = ranges.iter().flat_map(|range| [range.0, range.1]).collect();
+            Pieces::from_parts(b"abab".to_vec(), &[ranges, ids.to_vec(), shared.to_vec()])
+        };
+        let ranges = [(0, 2), (u32::MAX, 0), (2, 4), (1, 4)];
+        let pieces = parts(&ranges, &[2, 3], &[0, 2]).unwrap();
+        assert_eq!((pieces.id(b"ab"), pieces.id(b"bab"), pieces.id(b"a")), (Some(2), Some(3), None));
+        assert_eq!((pieces.get(0), pieces.get(1), pieces.longest()), (Some(&b"ab"[..]), None, 3));
+        let numbers = [vec![0, 2, u32::MAX, 0, 2, 4, 1, 4], vec![2, 3], vec![0, 2]];
+        assert_eq!(pieces.parts(), (&b"abab"[..], numbers));
+        assert!(Pieces::from_parts(b"abab".to_vec(), &[vec![0], vec![], vec![]]).is_none(), "half a range");
+        assert!(parts(&[(0, 5)], &[], &[]).is_none(), "behind the end");
+        assert!(parts(&[(3, 2)], &[], &[]).is_none(), "backwards");
+        assert!(parts(&ranges, &[1], &[]).is_none() && parts(&ranges, &[], &[4]).is_none(), "no such id");
+        assert!(parts(&ranges, &[0, 2], &[]).is_none(), "two ids of the same bytes");
     }
 
     #[test]
