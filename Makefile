@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Tests run in two processes of one thread each.
 TWO := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+# A process takes whole files, in the order of tests/conftest.py.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
 
@@ -31,7 +33,7 @@ online: $(VENV)/online .venv-vllm/ready  ## play against vLLM on this CPU, train
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
-	$(TWO) $(BIN)/python tests/again.py -n 2 --dist loadfile -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
+	$(TWO) $(BIN)/python tests/again.py $(SPREAD) -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
 	$(BIN)/python -m pytest --doctest-modules --ignore-glob "*/sync/worker.py" --pyargs tracegrad
 
 check: $(VENV)/dev  ## formats, lints, types
@@ -109,7 +111,7 @@ gpu-rehearsal: $(VENV)/dev  ## all that is run on a GPU, on this CPU by the same
 	$(BIN)/python benches/gpu/day.py ncu --rehearse --installed
 
 test-oldest: .venv-oldest/ready  ## the tests of what uses torch, under the oldest torch that is supported (Python 3.12)
-	$(TWO) .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not vllm and not gpu and not nightly" $(USES_TORCH)
+	$(TWO) .venv-oldest/bin/python -m pytest $(SPREAD) -m "not vllm and not gpu and not nightly" $(USES_TORCH)
 	$(MAKE) gpu-rehearsal BIN=.venv-oldest/bin
 
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs

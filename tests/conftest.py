@@ -26,6 +26,17 @@ atexit.register(shutil.rmtree, os.environ["TRACEGRAD_CACHE"], ignore_errors=True
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
 
+LONGEST = ("ranks", "online", "gpu_rehearsal", "integrations", "view_browser", "strangers", "trl_live", "benches_gpu")
+LONGEST += ("example_notebook", "online_collect", "loop", "online_kills", "online_ranks", "online_ways", "killed")
+LONGEST += ("every_objective", "run_ranks", "scaling", "run", "doctor")
+"""Files that take long, whatever the number of their tests: they are begun first, so that no worker ends long after
+the other with one of them. It needs --no-loadscope-reorder."""
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
 
 def pytest_addoption(parser):
     parser.addoption("--vllm-python", help="interpreter of an environment that holds vLLM")

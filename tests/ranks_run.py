@@ -74,12 +74,12 @@ def cases(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
                 here = {n.replace(".default.", "."): p for n, p in alone.items()}
                 entry |= {"exact": apart(given, here), "apart": apart(merged, torch.load(out / f"{adapters}.pt"))}
             yield f"{name}, {adapters}", entry
+            if (name, adapters) == ("fsdp", 0):
+                uncut = merged
     cut, _ = driven(out / "cut", upto=2, **MODES["fsdp"])
     cut.save()
     again, _ = driven(out / "cut", resume=True, **MODES["fsdp"])
     weights = again.weights()
-    whole_run, _ = driven(out / "whole", **MODES["fsdp"])
-    uncut = whole_run.weights()
     yield "restored", {"apart": apart(weights, uncut) if rank == 0 else None, "step": again.taken}
     [step, *_] = steps(traces(), again.ranks)
     newer = replace(step, version=step.version + 9 * rank)  # on the second rank alone

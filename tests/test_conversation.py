@@ -62,9 +62,10 @@ def play(talk, messages, sampled):
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="shared/data/templates is not there")
-def test_prompts_are_those_of_transformers_where_what_was_sampled_is_canonical(tmp_path):
+@pytest.mark.parametrize("one_of", [4, pytest.param(1, marks=pytest.mark.nightly)])
+def test_prompts_are_those_of_transformers_where_what_was_sampled_is_canonical(tmp_path, one_of):
     outcomes = Counter()
-    for number, path in enumerate(TEMPLATES):
+    for number, path in enumerate(TEMPLATES[::one_of]):
         source = path.read_text(encoding="utf-8")
         (folder := tmp_path / str(number)).mkdir()
         folder_of(source, folder)
@@ -78,8 +79,8 @@ def test_prompts_are_those_of_transformers_where_what_was_sampled_is_canonical(t
             tools = TOOLS if any(one["role"] == "tool" for one in messages) else None
             outcomes[compared(hf, ours, source, copy.deepcopy(messages), tools, f"{path.stem}, {name}")] += 1
     print(dict(outcomes))
-    assert outcomes["equal"] > 1000
-    assert outcomes["equal, forked"] > 100
+    assert outcomes["equal"] > 1000 // one_of
+    assert outcomes["equal, forked"] > 100 // one_of
 
 
 def compared(hf, ours, source, messages, tools, what):

@@ -22,8 +22,8 @@ VERSIONS = 5
 @pytest.fixture(scope="module")
 def traces():
     """Recorded by versions 0 to 4 of a policy, a missing logprob here and there."""
-    recorded = sampled(tiny_model(), groups=12)
-    random = np.random.default_rng(0)
+    recorded = sampled(tiny_model(), groups=8)
+    random = np.random.default_rng(1)
     version = np.where(recorded.trainable, random.integers(0, VERSIONS, recorded.tokens), -1).astype(np.int32)
     noise = random.normal(0, 0.05, recorded.tokens).astype(np.float32)
     logprobs = np.minimum(recorded.rollout_logprobs + noise, -1e-4)
@@ -36,7 +36,7 @@ def test_a_preset_trains_and_its_gradient_does_not_depend_on_the_cut(traces, tmp
     objective = getattr(presets, name)
     common = {"objective": objective, "train__epochs": 1, "optimizer__lr": 1e-3, "pack__step_groups": 4}
     done, wide = run(traces, tmp_path / "wide", pack__token_budget=512, **common)
-    assert done.step == 3
+    assert done.step == 2
     before = tiny_model().state_dict()
     assert any(not torch.equal(before[key], value) for key, value in wide.items())
     if objective.per_microbatch:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import shutil
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
@@ -19,23 +19,42 @@ def test_the_notebook_is_kept_without_what_it_printed():
     assert not [cell.id for cell in read.cells if cell.get("outputs") or cell.get("execution_count")]
 
 
+@pytest.mark.nightly
 def test_the_notebook_makes_a_better_model_and_the_recorded_logprobs_are_worth_something(tmp_path):
-    here = tmp_path / "examples" / "notebook"
-    here.mkdir(parents=True)
-    (tmp_path / "examples" / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
-    shutil.copy(NOTEBOOK, here)
-    played = nbformat.read(here / NOTEBOOK.name, as_version=4)
-    NotebookClient(played, timeout=300, resources={"metadata": {"path": str(here)}}).execute()
-    results = _shown(played, "results")
+    results = _played(tmp_path)
+    _is_better(results)
+    assert results["DAPO"]["success"] > results["WEIGHTED_SFT"]["success"]
+
+
+def test_the_notebook_runs_to_its_end_on_fewer_traces_and_makes_a_better_model(tmp_path):
+    results = _played(tmp_path, ("limit=1024", "limit=384"), ("count=128", "count=32"))
+    _is_better(results)
+    assert results["WEIGHTED_SFT"]["success"] > results["before"]["success"]
+
+
+def _is_better(results):
     before, dapo = results["before"]["success"], results["DAPO"]
     assert 0.3 < before < 0.6
     assert dapo["success"] > 0.7
     assert dapo["from"] > before
-    assert dapo["success"] > results["WEIGHTED_SFT"]["success"]
     assert 0.5 < dapo["value"] < 1.2
+
+
+def _played(tmp_path, *changes):
+    """What the notebook says at its end, run with these changes of its words; what it shows and leaves on the way."""
+    here = tmp_path / "examples" / "notebook"
+    here.mkdir(parents=True)
+    (tmp_path / "examples" / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
+    source = NOTEBOOK.read_text("utf-8")
+    for old, new in changes:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    played = nbformat.reads(source, as_version=4)
+    NotebookClient(played, timeout=300, resources={"metadata": {"path": str(here)}}).execute()
     for shown in ("traces", "sequences", "sequences.drift"):
         assert "<table>" in _output(played, shown)["text/html"]
     assert (tmp_path / "out" / "notebook" / "DAPO" / "report.html").is_file()
+    return _shown(played, "results")
 
 
 def _output(notebook, last):

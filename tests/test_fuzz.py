@@ -33,7 +33,7 @@ def test_a_changed_folder_loads_as_it_was_or_is_an_error_of_ours(target: str, tm
         str(ROOT / "fuzz/run.py"),
         target,
         "--seconds",
-        "5",
+        "2",
         "--seed",
         "1",
         "--out",

@@ -248,7 +248,11 @@ def test_a_loss_of_ones_own_takes_the_built_in_ones_step_in_trl_in_transformers_
     assert_same_step(run(Trainer, args, branched.model, **told), expected, branched, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+CUTS = [1, pytest.param(2, marks=pytest.mark.nightly), 4]
+"""In how many parts a step is taken."""
+
+
+@pytest.mark.parametrize("accumulate", CUTS)
 @pytest.mark.parametrize("name", list(SPLIT))
 def test_a_step_in_trl_is_that_of_our_learner_however_it_is_cut(name, accumulate, branched, tokenizer, tmp_path):
     args = config(tmp_path, branched.data.traces, accumulate)
@@ -313,7 +317,7 @@ PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=Entropy(0.01, g
 PLAIN["a constant"] = replace(presets.DAPO, reduce=Reduce("constant", norm=100.0))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", CUTS)
 @pytest.mark.parametrize("name", list(PLAIN))
 def test_a_step_of_a_plain_trainer_is_that_of_our_learner_however_it_is_cut(name, accumulate, branched, tmp_path):
     loss = TraceLoss(branched.data, branched.advantages, PLAIN[name])

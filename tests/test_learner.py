@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from tracegrad.learner.interrupt import Interrupt
+from tracegrad.interrupt import Interrupt
 from tracegrad.learner.off_policy_value import SUM_LIMIT, difference, estimate, good_and_bad, held_out
 from tracegrad.learner.plan import Plan
 

@@ -207,7 +207,7 @@ def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(tra
         "objective": presets.DAPO_DIRECT,
         "data__holdout": 0.3,
         "train__off_policy_value_per_epoch": 99,
-        "train__epochs": 9,
+        "train__epochs": 6,
     }
     on, _ = run(other, tmp_path / "on", **how)
     done, _ = run(other, tmp_path / "a", stop__worse=True, **how)

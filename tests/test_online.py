@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import task
 import tracegrad as tg
+from collect_run import questions
 from policy_server import AGAIN, MODEL, PolicyServer
 from stand_in import until
 from tracegrad.cli import main
@@ -45,10 +45,6 @@ def split(**told):
 def short(prompts, completions, **columns):
     """Less is better, and no two are alike for long."""
     return [-float(len(completion[-1]["content"])) / 10 for completion in completions]
-
-
-def questions(seed=0, count=None):
-    return [{"prompt": each.messages()} for each in itertools.islice(task.prompts("traces", seed), count)]
 
 
 def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, **online):

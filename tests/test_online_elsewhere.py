@@ -9,7 +9,7 @@ import pytest
 from stand_in import StandIn, until
 from tracegrad.config import Config
 from tracegrad.errors import FormatError, ReadError
-from tracegrad.learner.interrupt import Interrupt
+from tracegrad.interrupt import Interrupt
 from tracegrad.online import Online, Play, apart, elsewhere
 from tracegrad.online.brief import Brief
 from tracegrad.online.collector import Collector

@@ -61,6 +61,7 @@ def check(out, steps):
     assert_same(*ended)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_is_killed_goes_on_to_the_parameters_of_its_replay(tmp_path):
     killed(tmp_path, 6, trainer=1)
 

@@ -90,13 +90,13 @@ class Tired(PolicyServer):
 
 def test_the_version_of_a_call_is_that_of_the_adapter_that_it_named(tmp_path):
     async def often(task_, policy):
-        for _ in range(8):
+        for _ in range(4):
             message = await policy.chat(task_["prompt"])
             await asyncio.sleep(0.02)
         return -float(len(message["content"] or "")) / 10
 
     with Tired() as server:
-        run(server, tmp_path, config=ADAPTERS, steps=5, sync="lora", max_lag=1, agent=often, turns=8, max_tokens=4)
+        run(server, tmp_path, config=ADAPTERS, steps=5, sync="lora", max_lag=1, agent=often, turns=4, max_tokens=4)
     records = [json.loads(trace.record) for path in (tmp_path / "played").iterdir() for trace in tg.read(path)]
     calls = [call for record in records for call in record["calls"]]
     assert len({call["policy_version"] for call in calls}) >= 4

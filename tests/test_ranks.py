@@ -18,7 +18,7 @@ import tracegrad
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import CRASHED, OBJECTIVES  # noqa: E402
+from ranks import AT_FOUR, CRASHED, OBJECTIVES  # noqa: E402
 
 HERE = Path(__file__).parent
 BOUND = {"float64": 1e-6, "float32": 1e-5}
@@ -29,19 +29,22 @@ def told():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What groups of 2 and of 4 processes found; started once for all cases."""
-    out = tmp_path_factory.mktemp("ranks")
+def shared(out):
+    """What groups of 2 and of 4 processes found."""
     done = subprocess.run(
         [sys.executable, HERE / "ranks.py", out], capture_output=True, text=True, check=False, timeout=600, env=told()
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    read = {ranks: json.loads((out / f"ranks-{ranks}.json").read_text()) for ranks in (2, 4)}
-    return {
-        **read,
-        **{name: json.loads((out / f"{name}.json").read_text()) for name in ("alone", "after", "charged", "given")},
-    }
+    read = lambda name: json.loads((out / f"{name}.json").read_text())  # noqa: E731
+    failing = [read(f"failing-{rank}") | read(f"raising-{rank}") for rank in range(2)]
+    alone = {name: read(name) for name in ("alone", "after", "charged", "given")}
+    return {ranks: read(f"ranks-{ranks}") for ranks in (2, 4)} | alone | {"failing": failing}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The same, started once for all cases."""
+    return shared(tmp_path_factory.mktemp("ranks"))
 
 
 def law(found, ranks):
@@ -51,11 +54,25 @@ def law(found, ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["fsdp", "ddp"])
 def test_the_gradient_of_many_ranks_is_that_of_one_process_for_every_class_of_objective(found, ranks, mode):
+    # Two ranks: ten classes in float64, three of them in float32 too. Four: the ten, or those that they shard.
+    classes = 13 if ranks == 2 else 10 if mode == "ddp" else len(AT_FOUR)
+    held(found, ranks, mode, classes)
+
+
+def held(found, ranks, mode, classes):
     here = {name: entry for name, entry in law(found, ranks).items() if f"| {mode} |" in name}
-    assert len(here) == 13  # ten classes in float64, three of them in float32 too
+    assert len(here) == classes
     for name, entry in here.items():
         assert len(entry["apart"]) == 3  # steps in a row, the parameters updated in between
         assert max(entry["apart"]) <= BOUND[name.split(" | ")[-1]], (name, entry)
+
+
+@pytest.mark.nightly
+def test_four_ranks_take_every_case_that_two_take(tmp_path):
+    (tmp_path / "every").touch()
+    found = shared(tmp_path)
+    for mode in ("fsdp", "ddp"):
+        held(found, 4, mode, 13)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -140,15 +157,9 @@ def test_four_ranks_go_on_with_what_two_had_stopped(found):
 
 
 @pytest.fixture(scope="module")
-def failing(tmp_path_factory):
+def failing(found):
     """What two ranks found of calls that fail."""
-    out = tmp_path_factory.mktemp("failing")
-    (out / "failing").touch()
-    command = [sys.executable, HERE / "ranks.py", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=told())
-    assert done.returncode == 0, done.stderr[-4000:]
-    read = lambda name, rank: json.loads((out / f"{name}-{rank}.json").read_text())  # noqa: E731
-    return [read("failing", rank) | read("raising", rank) for rank in range(2)]
+    return found["failing"]
 
 
 def test_a_bare_model_under_an_open_group_is_not_trained(failing):

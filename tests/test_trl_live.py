@@ -166,7 +166,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("name", list(WHOLE))
 def test_any_objective_takes_its_own_gradient_on_trls_tensors(name, accumulate, start, tmp_path):
     args, objective = config(tmp_path, accumulate), WHOLE[name]

@@ -232,7 +232,7 @@ def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json:
 async def served(urls: list[str], key: str | None) -> str:
     """What servers say of themselves."""
     from tracegrad.online.link import model_of
-    from tracegrad.online.serve import IN_PROCESS
+    from tracegrad.online.options import IN_PROCESS
     from tracegrad.rollout.server import Servers
 
     if urls == [IN_PROCESS]:

@@ -5,7 +5,7 @@ metrics for each step. Its files, each using those before it alone: `rates`, `pl
 `ranks`, `memory`, `parallel` (one model on several ranks); `model`, `adapters`, `adapted`; `progress`, `state`,
 `weights`; `compared`, `filters`, `reward_kl`, `off_policy_value`, `feed` (which traces, with which advantage, in
 which steps); `settle`, `setup`, `forecast`; `idle`, `entropy`, `step`, `record`, `row`, `checkpoint`, `run` (one step
-at a time, no data set); `interrupt`, `keeper`, `epochs`, `loop` (a file as one source of steps).
+at a time, no data set); `keeper`, `epochs`, `loop` (a file as one source of steps).
 """
 
 from tracegrad.learner.adapted import merge_adapters

@@ -18,11 +18,11 @@ from tracegrad.algebra import Objective
 from tracegrad.batch import ModelShape, Step
 from tracegrad.config import Config, as_dict
 from tracegrad.errors import ArgumentError
+from tracegrad.interrupt import Interrupt
 from tracegrad.learner import checkpoint
 from tracegrad.learner.adapters import has_adapters
 from tracegrad.learner.epochs import Epochs
 from tracegrad.learner.feed import Feed
-from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.keeper import Keeper
 from tracegrad.learner.off_policy_value import MIN_ESS, OffPolicyValue, difference, estimate, good_and_bad
 from tracegrad.learner.ranks import Ranks

@@ -3,8 +3,8 @@
 In come a model, tasks and what plays them; out go a folder of recorded groups, trained checkpoints and a report. The
 folder is the queue: what is played is written by whole groups, and the trainer reads what is written. So a run can be
 replayed bit for bit, looked at while it runs, and cut anywhere. Needs `pip install 'tracegrad[online]'`; torch is
-imported with what trains, not with `record`. Its files, each using those before it alone: `options`, `brief`;
-`tasks`, `pace`, `signal`; `link`, `ways`, `serve` (the servers); `frames`, `ledger` (the queue);
+imported with what trains, not with `record` or `collect`. Its files, each using those before it alone: `options`,
+`brief`; `tasks`, `pace`, `signal`; `link`, `ways`, `serve` (the servers); `frames`, `ledger` (the queue);
 `collector`, `state`, `elsewhere`, `players`, `apart`, `record` (who plays); `proof`, `suspects`, `canary`,
 `check` (theta = rollout); `bond`, `loop`, `start`.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from tracegrad.online.start import Finished, replay, train
 
 __all__ = ["Collected", "Finished", "Online", "Play", "Recorded", "SyncFault", "collect", "record", "replay", "train"]
-_WITH_TORCH = {"Collected": "apart", "collect": "apart", "SyncFault": "proof"}
-_WITH_TORCH |= {"Finished": "start", "replay": "start", "train": "start"}
+_LATER = {"Collected": "apart", "collect": "apart", "SyncFault": "proof"}
+_LATER |= {"Finished": "start", "replay": "start", "train": "start"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

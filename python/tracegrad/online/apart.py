@@ -13,7 +13,7 @@ from typing import Any
 
 from tracegrad.config import load as load_config
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.learner.interrupt import Interrupt
+from tracegrad.interrupt import Interrupt
 from tracegrad.online import frames
 from tracegrad.online.brief import Brief
 from tracegrad.online.collector import Collector, Counts, counted

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from tracegrad.errors import TracegradError
-from tracegrad.learner.interrupt import Interrupt
+from tracegrad.interrupt import Interrupt
 from tracegrad.learner.ranks import Ranks
 
 

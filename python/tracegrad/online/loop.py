@@ -14,9 +14,9 @@ import numpy as np
 from tracegrad import metrics
 from tracegrad.batch import ModelShape, Step
 from tracegrad.codes import CUT, ENDINGS
+from tracegrad.interrupt import Interrupt
 from tracegrad.learner import Run
 from tracegrad.learner.feed import Feed, NothingToLearn
-from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.keeper import Keeper
 from tracegrad.learner.record import TermRecord
 from tracegrad.learner.settle import settle_rows

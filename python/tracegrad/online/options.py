@@ -5,6 +5,9 @@ from typing import Literal
 
 from tracegrad.errors import ArgumentError
 
+IN_PROCESS = "in-process"
+"""What `servers=` says for vLLM in the trainer's process; alone, or as the only one of a list."""
+
 
 @dataclass(frozen=True)
 class Online:

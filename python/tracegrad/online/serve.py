@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError
-from tracegrad.online.options import Online, Play
+from tracegrad.online.options import IN_PROCESS, Online, Play
 from tracegrad.online.ways import NAME, adapters_kept
-
-IN_PROCESS = "in-process"
-"""What `servers=` says for vLLM in the trainer's process; alone, or as the only one of a list."""
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from tracegrad.algebra import Objective
 from tracegrad.config import Config, as_dict
 from tracegrad.config import load as load_config
 from tracegrad.errors import ArgumentError
+from tracegrad.interrupt import Interrupt
 from tracegrad.learner import Run, checkpoint
 from tracegrad.learner.adapted import Adapted, load_model
-from tracegrad.learner.interrupt import Interrupt
 from tracegrad.learner.ranks import Ranks
 from tracegrad.metrics import dashboards
 from tracegrad.online import frames

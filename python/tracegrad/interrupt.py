@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop after the current optimizer step. Called by the loop."""
+"""Ctrl-C and SIGTERM as a request to stop after the current step. No torch. Called by loops and by collectors."""
 
 import signal
 import threading
