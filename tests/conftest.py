@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 def pytest_addoption(parser):
     parser.addoption("--vllm-python", help="interpreter of an environment that holds vLLM")
     parser.addoption("--verifiers-python", help="interpreter of an environment that holds verifiers 0.4")
-    parser.addoption("--strings", type=int, default=20_000, help="adversarial strings for each tokenizer")
+    parser.addoption("--strings", type=int, default=10_000, help="adversarial strings for each tokenizer")
 
 
 @pytest.fixture(scope="session")
