@@ -23,10 +23,8 @@ from tracegrad.inputs.sessions import moment
 
 RECORDS, BYTES = 2000, 1 << 26
 FIELDS = ("reward", "group", "session")
-SHOWN = 3
-MOST_WORDS = 8
-MOST_CALLS = 64
-"""Calls of a conversation, on the average, from which a key is rather that of a run."""
+SHOWN, MOST_WORDS = 3, 8
+MOST_CALLS = 64  # of a conversation, on the average: from there a key is rather that of a run
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid|\bdoc", re.I
 )
@@ -121,9 +119,7 @@ class Candidates:
         return [flag for each in self.taken(names) for flag in each.flags()]
 
     def taken(self, names: Sequence[str]) -> list[Candidate]:
-        """The best of each of these fields; a session only where calls are seen to go on others, a group only where
-        half the records have mates in it: else rewards are compared over the batch.
-        """
+        """The best of each; a session only where calls go on others, a group only where half the records have mates."""
         best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
         return [each for each in best if each.field != "group" or each.rank >= 0.75]
 
