@@ -271,4 +271,4 @@ def test_a_request_is_found_beside_its_response_under_any_of_its_names(api, key,
     for trace in traces:
         said = [(message["role"], message["content"]) for message in trace.messages if message["role"] != "system"]
         assert said == [("user", "2+2?"), ("assistant", ANSWER)]
-    assert [each.path for each in candidates.find(path).of("group")][0] == "doc"
+    assert candidates.find(path).of("group")[0].path == "doc"
