@@ -94,12 +94,10 @@ fn sampled(output: &Outline<'_>, ids: Vec<u32>) -> Decoded<(Tokens, Option<Note>
         return Ok((Tokens { ids: Some(ids), ..Tokens::default() }, None));
     };
     let extra = steps.len().saturating_sub(ids.len());
-    let mut tokens = if steps.iter().any(|step| Shape::of(step) == Shape::Object) {
+    let mut tokens = if extra > 0 || steps.iter().any(|step| Shape::of(step) == Shape::Object) {
         of_steps(&steps, &ids)?
     } else {
-        let mut tokens = output.logprobs("logprobs")?.unwrap_or_default();
-        tokens.logprobs.iter_mut().for_each(|logprobs| logprobs.truncate(ids.len()));
-        tokens
+        output.logprobs("logprobs")?.unwrap_or_default()
     };
     tokens.ids = Some(ids);
     let detail = format!("{extra} more logprobs than tokens: a stop word was trimmed from the tokens alone");

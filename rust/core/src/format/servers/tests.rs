@@ -52,6 +52,17 @@ fn a_choice_is_found_by_its_index_and_not_by_where_it_stands() {
     }
 }
 
+#[test]
+fn logprobs_behind_the_last_token_are_counted_in_their_note_alone() {
+    let output = json!({"index": 0, "text": "ab", "token_ids": [5, 6], "logprobs": [-0.5, null, null, 1.5]});
+    let record = json!({"prompt_token_ids": [1], "outputs": [output]});
+    let record = read(&record.to_string()).expect("it is read");
+    let [generation] = &record.trace.generations[..] else { panic!("one generation") };
+    let (tokens, [note]) = (&generation.tokens, &generation.notes[..]) else { panic!("one note") };
+    assert_eq!(tokens.logprobs.as_ref().map(|logprobs| (logprobs.len(), logprobs[0])), Some((2, -0.5)));
+    assert_eq!((tokens.missing, tokens.invalid, note.count), (1, 0, 2));
+}
+
 /// What was read, under the keys of a truth file.
 fn seen(record: &Record, key: &str) -> Value {
     let trace = &record.trace;
