@@ -35,6 +35,45 @@ def read(folder: Path, file: str, rounds: int) -> Found:
     return {"seconds": took.seconds, "cpu_s": took.cpu_s, "bytes": (folder / file).stat().st_size}
 
 
+def load(folder: Path, file: str, rounds: int) -> Found:
+    """A folder to a `Tokenizer` and its first ids, with nothing kept of it and with what an earlier load kept."""
+    import os
+    import tempfile
+
+    found = dict.fromkeys(("first_s", "first_encode_s", "kept_s", "kept_encode_s"), float("inf"))
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRACEGRAD_CACHE"] = cache
+        for name in ["first"] * rounds + ["none"] + ["kept"] * 2 * rounds:
+            began = time.perf_counter()
+            tokenizer = tg.Tokenizer.from_pretrained(folder.parent / file, cache=name != "first")
+            loaded = time.perf_counter()
+            tokenizer.encode("2+2?")
+            for key, took in ((f"{name}_s", loaded - began), (f"{name}_encode_s", time.perf_counter() - loaded)):
+                found[key] = min(found.get(key, took), took)
+    return found
+
+
+def memory(folder: Path, file: str, rounds: int) -> Found:
+    """What the process holds more when it has read eight files of the size, as one; no round is warm."""
+    del rounds
+    path = folder / f"memory-{file}"
+    with path.open("wb") as all_of_it:
+        for _ in range(8):
+            all_of_it.write((folder / file).read_bytes())
+    tg.read(folder / "other.jsonl")
+    before = held()
+    traces = tg.read(path)
+    found = {"memory": held() - before, "bytes": path.stat().st_size, "traces": len(traces)}
+    path.unlink()
+    return found
+
+
+def held() -> int:
+    """Bytes of memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
 def stream(folder: Path, file: str, rounds: int) -> Found:
     """A file to `Traces` that are let go, sixteen at a time."""
     took = fastest(lambda: deque(tg.stream(folder / file, batch=16), maxlen=0), 4 * rounds)
