@@ -66,7 +66,9 @@ fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<E
     let ran = earlier.ran.iter().find(|ran| ran.number == number)?;
     let (before, until) = (ran.before, ran.places.get(skipped)?.text);
     let within = outcome.fuel <= written.fuel_left && outcome.spent <= written.bytes_left;
-    let same = text.as_bytes().get(..before) == earlier.text.as_bytes().get(..before);
+    // More of what repeats before the loop would begin alike.
+    let begins = outcome.ran.iter().find(|ran| ran.number == number)?.before == before;
+    let same = begins && text.as_bytes().get(..before) == earlier.text.as_bytes().get(..before);
     if !within || !same {
         return None;
     }

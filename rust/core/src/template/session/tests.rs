@@ -101,7 +101,8 @@ fn law(source: &str, seed: u64, tokens: &[(String, String)]) -> usize {
 }
 
 /// Loops whose text for a message may depend on what came before, and that are gone on in.
-const GONE_ON: [&str; 17] = [
+const GONE_ON: [&str; 18] = [
+    "{% for m in messages[::-1] %}J{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}",
     "{% set n = namespace(rest=messages[1:], a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{{ n.a }}{{ m.role }}{% endfor %}",
     "{% for m in messages[messages|length - 2:] %}{{ m.role }}{% endfor %}",
     "{% set n = namespace(a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{{ m.role }}{% endfor %}{{ n.a }}{% if messages[0].content %}{% set n = 5 %}{% endif %}{{ n }}",
