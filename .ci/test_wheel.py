@@ -5,6 +5,7 @@ Called by `make test-wheel`. The environment holds the wheel and numpy, nothing 
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -45,8 +46,9 @@ def try_wheel(python: str, wheel: Path) -> None:
 
 def main() -> None:
     (wheel,) = Path(sys.argv[1]).glob("*.whl")
-    if "manylinux" not in wheel.name or "abi3" not in wheel.name:
-        sys.exit(f"{wheel.name} is not a manylinux abi3 wheel")
+    system = "macosx" if sys.platform == "darwin" else "manylinux"
+    if not wheel.match(f"*-abi3-{system}_*_{platform.machine()}.whl"):
+        sys.exit(f"{wheel.name} is not an abi3 wheel of {system} for {platform.machine()}")
     found = interpreters()
     if 10 not in found:
         sys.exit("no Python 3.10 here; the wheel promises it")
