@@ -386,3 +386,12 @@ def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_p
     assert following.endswith("--advantage.baseline batch_mean")
     [found] = candidates.find(path).of("group")
     assert found.line() == "found    2 records begin with the same prompt: --map.group prompt", "it is still said"
+
+
+def test_of_several_ratings_that_of_all_is_first_and_a_weight_is_last():
+    rows = [
+        answer_to(q, accuracy=at % 5, overall=at % 4, weight=at / 9, tone=at % 3) for at, q in enumerate("aabbaabb")
+    ]
+    assert [each.path for each in candidates.find(rows).of("reward")] == ["overall", "accuracy", "weight"]
+    [alone] = candidates.find([answer_to(q, weight=at / 9) for at, q in enumerate("aabb")]).of("reward")
+    assert alone.path == "weight"

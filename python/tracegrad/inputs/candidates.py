@@ -28,6 +28,7 @@ MOST_CALLS = 64  # of a conversation, on the average: from there a key is rather
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid|\bdoc", re.I
 )
+_WHOLE = re.compile(r"^reward$|overall|\btotal$", re.I)  # where there are several, that of all
 _LEAST = 8  # letters of a text that may be an id, under whatever name
 _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
@@ -322,7 +323,7 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
             f'{column.count:,} of {count:,} records have {kind} "{path}" ({column.low:g} to {column.high:g}, '
             f"mean {column.total / column.numbers:.3g}, {len(column.values):,} values{_said(column)})"
         )
-        named = 0.5 * bool(paths.REWARD.search(last)) + 0.25 * (last == "reward")
+        named = 0.5 * bool(paths.REWARD.search(last)) + 0.25 * bool(_WHOLE.search(last)) - (last == "weight")
         rank = (2 * hint + bounded + named + 0.5) * column.count / count
         yield Candidate("reward", path, why, rank, partial=partial)
 

@@ -11,7 +11,7 @@ DEEPEST = 8
 MOST_WALKED = 4096
 REWARD = re.compile(
     r"reward|score|success|correct|pass(ed)?$|resolved|solved|rating|grade|feedback|thumb|label|accuracy|quality|\bvalue$|"
-    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$|helpful|preference|"
+    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$|helpful|preference|overall|\btotal$|\bweight$|"
     # The same in Spanish, French, German, Italian, Polish, Russian, Chinese, Japanese and Korean.
     r"recompensa|puntuaci|calificaci|r[eé]compense|belohnung|bewertung|ricompensa|punteggio|nagroda|ocena|награда|оценка|"
     r"奖励|得分|评分|分数|報酬|スコア|評価|보상|점수",
