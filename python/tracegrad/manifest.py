@@ -60,8 +60,7 @@ def seal(folder: Path) -> Folder:
     found = sorted((path.name for path in folder.glob("shard-*")), key=lambda name: (len(name), name))
     shards = {name: read(folder / name) for name in found}
     _check_names(folder, shards)
-    counts = {name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}
-    whole = Folder(counts, {}, shards)
+    whole = Folder({name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}, {}, shards)
     _put(folder, whole)
     return whole
 

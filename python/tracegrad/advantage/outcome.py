@@ -59,8 +59,7 @@ def group_mean(
 def centred(group: Grouped, scale: str, ddof: int | None, eps: float | None, singleton: str) -> Floats:
     """`group_mean` in float64, for what is computed from it."""
     eps_ = check_scale(scale, ddof, eps)
-    advantage = group.settle(group.reward - group.mean[group.index], singleton)
-    return scaled(advantage, group, scale, ddof, eps_)
+    return scaled(group.settle(group.reward - group.mean[group.index], singleton), group, scale, ddof, eps_)
 
 
 def batch_mean(

@@ -189,7 +189,6 @@ def _own_key(path: Path) -> str:
     from tracegrad.cli.key import read_key
 
     if not path.exists():
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(file, "w", encoding="utf-8") as text:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as text:
             text.write(secrets.token_urlsafe(24) + "\n")
     return read_key(path)

@@ -223,8 +223,7 @@ def examine(
 
 def _missing(told: Map, names: set[str], whole: Whole) -> list[str]:
     """What neither the records nor the user say."""
-    none = not whole.traces
-    missing = ["reward"] * (none or not whole.rewards.spans)
+    missing = ["reward"] * (not whole.traces or not whole.rewards.spans)
     missing += ["group"] * ("lone_traces" in names or not whole.grouped)
     return [name for name in [*missing, "session"] if not getattr(told, name)]
 
@@ -258,5 +257,4 @@ def _open(source: str) -> InputStream:
 def _held_out(files: Sequence[str]) -> NDArray[np.uint64] | None:
     if not files:
         return None
-    parts = [np.unique(prompt_hashes(part)) for each in files for part in _open(each)]
-    return np.unique(np.concatenate(parts))
+    return np.unique(np.concatenate([np.unique(prompt_hashes(part)) for each in files for part in _open(each)]))

@@ -109,8 +109,7 @@ class Look:
         first = np.full(self.generations, self.sequences.branches, np.int64)
         np.minimum.at(first, generation, self.branch[at])
         mine = self.branch[at] == first[generation]
-        order = np.argsort(generation[mine], kind="stable")
-        return at[mine][order]
+        return at[mine][np.argsort(generation[mine], kind="stable")]
 
     def _generation(self, at: Array) -> Array:
         row = self.sequences.trace[self.branch[at]]

@@ -88,8 +88,7 @@ class Candidate:
 
     def flags(self) -> list[str]:
         """As arguments of a command."""
-        order = ["--map.order", self.order] if self.order else []
-        return [f"--map.{self.field}", self.path, *order]
+        return [f"--map.{self.field}", self.path, *(["--map.order", self.order] if self.order else [])]
 
     def line(self) -> str:
         """As a line for a terminal, with the flag to type."""
@@ -179,8 +178,7 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     by = told.session or (keys[0].path if keys and joined else "")
     found = [*_rewards(columns, count), *_groups(columns, count, calls, by), *sessions, *told_beside]
     kept = sorted((each for each in found if each.field in wanted), key=lambda each: -each.rank)
-    labels = tuple(_labels(columns, count)) if "reward" in wanted else ()
-    return Candidates(count, tuple(kept), joined, labels)
+    return Candidates(count, tuple(kept), joined, tuple(_labels(columns, count)) if "reward" in wanted else ())
 
 
 def _count(

@@ -71,8 +71,7 @@ def _build(o: Asked) -> Recipe:
 def _bypassed(o: Asked) -> Objective:
     """theta/rollout at once: rejection by it and, for reinforce, its weight; the clip bounds the ratio by itself."""
     gates, reduce = _gates(o, _DIRECT), _reduce(o, "all")
-    loss = o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False})
-    if loss:
+    if o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False}):
         clip = Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"])
         return Objective(clip, _DIRECT, (), gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
     weights = _weights(o, _DIRECT)

@@ -127,8 +127,7 @@ def _rows(answer: Any) -> list[Any]:
         raise Unusable("there is no text")
     text = answer[:ANSWER_CHARACTERS]
     decoder = json.JSONDecoder()
-    starts = [position for position, letter in enumerate(text) if letter in "{["][:64]
-    for start in starts:
+    for start in [position for position, letter in enumerate(text) if letter in "{["][:64]:
         try:
             told, _ = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):

@@ -65,8 +65,7 @@ class _App:
             "export": self.export,
         }
         routes = [Route(f"/{{token}}/{path}", _guarded(way), methods=["GET"]) for path, way in ways.items()]
-        door = Middleware(_Door, token=self.token)
-        return Starlette(routes=routes, middleware=[door], lifespan=self._life)
+        return Starlette(routes=routes, middleware=[Middleware(_Door, token=self.token)], lifespan=self._life)
 
     @asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:

@@ -35,8 +35,7 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
             f"{len(rows):,} traces are to be exported. One page holds 1 to {MOST:,}. "
             "Narrow them: --where, --search, --limit."
         )
-    known = {row: number for number, row in enumerate(rows)}
-    blocks = [_block("data", _data(session, rows, known))]
+    blocks = [_block("data", _data(session, rows, {row: number for number, row in enumerate(rows)}))]
     for number, row in enumerate(rows):
         blocks.append(_block(f"trace-data-{number}", _trace(session, row, number)))
     scripts = [pieces.read(name) for name in SCRIPTS]

@@ -78,8 +78,7 @@ def message(session: Session, n: int, index: int, start: int) -> str:
 
 def beside(session: Session, n: int) -> str:
     """The traces of the group of a row side by side."""
-    rows = session.group(n, MOST)
-    found = [(row, session.where(row)[0], session.trace(row)) for row in rows]
+    found = [(row, session.where(row)[0], session.trace(row)) for row in session.group(n, MOST)]
     return side_by_side([(row, name, trace) for row, name, trace in found if trace is not None])
 
 
@@ -101,8 +100,7 @@ def _words(trace: Trace) -> list[str]:
         message = trace.pool[generation.message]
         calls = [f"{name}({arguments})" for name, arguments in tool_calls(message)]
         parts.append("\n".join([message_text(message), *calls]))
-    text = "\n\n".join(parts)[:40_000]
-    return re.findall(r"[^\W_]*[\W_]|[^\W_]+", text)[:_MOST_WORDS]
+    return re.findall(r"[^\W_]*[\W_]|[^\W_]+", "\n\n".join(parts)[:40_000])[:_MOST_WORDS]
 
 
 def _marked(first: list[str], words: list[str]) -> str:
