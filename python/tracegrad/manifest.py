@@ -184,6 +184,13 @@ def count(value: Any) -> int:
     return value
 
 
+def text(value: Any) -> str:
+    """A value that is one; TypeError for any other."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text is wanted, not {value!r:.40}")
+    return value
+
+
 def _written(told: Any) -> Written:
     if not isinstance(told["crc32"], str) or not re.fullmatch("[0-9a-f]{8}", told["crc32"]):
         raise ValueError("a checksum is not eight hexadecimal digits")

@@ -19,7 +19,7 @@ from tracegrad.doctor.look import Look
 from tracegrad.doctor.vocabulary import Vocabulary
 from tracegrad.doctor.whole import Spread, Whole
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.inputs import InputStream, Progress, candidates, stream
+from tracegrad.inputs import Progress, candidates, stream
 from tracegrad.recipes import Advice
 from tracegrad.sequence import align
 from tracegrad.tokenizer import Tokenizer
@@ -250,11 +250,8 @@ def positions(model: Path) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _open(source: str) -> InputStream:
-    return stream(source, batch=BATCH, on_error="skip")
-
-
 def _held_out(files: Sequence[str]) -> NDArray[np.uint64] | None:
     if not files:
         return None
-    return np.unique(np.concatenate([np.unique(prompt_hashes(part)) for each in files for part in _open(each)]))
+    parts = (part for each in files for part in stream(each, batch=BATCH, on_error="skip"))
+    return np.unique(np.concatenate([np.unique(prompt_hashes(part)) for part in parts]))
