@@ -6,7 +6,6 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tracegrad.errors import FormatError
 from tracegrad.manifest import count, text
