@@ -136,8 +136,7 @@ _CHANGED = "It was changed or cut after it was written. Copy it again, go on wit
 
 
 def _unsealed(folder: Path) -> str:
-    shards = sum(1 for _ in folder.glob("shard-*"))
-    if shards:
+    if shards := sum(1 for _ in folder.glob("shard-*")):
         return (
             f"{folder}: holds {shards} shards and no {NAME}. `prepare` was stopped before it was done, or still runs, "
             "and what is there is a part of the traces. Go on with `tracegrad prepare` and --resume."

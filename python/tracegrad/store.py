@@ -40,8 +40,7 @@ def save(folder: Path, stored: Stored) -> None:
 
 def write(folder: Path, stored: Stored) -> None:
     """The same for a folder that is there and nobody else's."""
-    wrong = misfit(stored)
-    if wrong:
+    if wrong := misfit(stored):
         raise ArgumentError(f"{wrong} These sequences cannot be trained on, so they are not saved. Correct the array.")
     try:
         (folder / manifest.NAME).unlink(missing_ok=True)

@@ -124,8 +124,7 @@ def overlong(look: Look) -> Hits:
 
     Threshold: any trace; past its positions a model was never trained, and a forward pass may fail.
     """
-    limit = getattr(look.options, "max_tokens", None)
-    if not limit:
+    if not (limit := getattr(look.options, "max_tokens", None)):
         return Hits()
     sequences = look.sequences
     longest = np.zeros(sequences.traces, np.int64)

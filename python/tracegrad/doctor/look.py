@@ -214,8 +214,7 @@ class Look:
 
     def drift_hits(self, *codes: int) -> Hits:
         """Hits of generations with a drift finding of these reasons."""
-        found = self.drift(*codes)
-        if not found:
+        if not (found := self.drift(*codes)):
             return Hits(0, self.generations)
         first = min(found)
         return Hits(len(found), self.generations, self.at(first, found[first][0]), found[first][1])

@@ -355,8 +355,7 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
 def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str) -> Iterator[Candidate]:
     of_keys = calls.prompts_by(session)
     by_key, prompts = bool(of_keys), of_keys or calls.prompts
-    shared = {prompt: times for prompt, times in prompts.items() if times > 1}
-    if shared:
+    if shared := {prompt: times for prompt, times in prompts.items() if times > 1}:
         many, one = sum(shared.values()), len(shared) == 1
         what = "conversations" if by_key else "records"
         begin = "the same prompt" if one else f"one of {len(shared):,} prompts that others share"

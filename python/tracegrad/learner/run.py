@@ -289,8 +289,7 @@ class Run:
             ReadError: if the checkpoint is damaged.
             ArgumentError: if it is of a run that was told otherwise.
         """
-        checkpoints = checkpoint.list_checkpoints(self.out)
-        if not checkpoints:
+        if not (checkpoints := checkpoint.list_checkpoints(self.out)):
             return None
         before = checkpoint.read_progress(checkpoints[-1])
         check_same(checkpoints[-1], before, self.told(), fingerprint)

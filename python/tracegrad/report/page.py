@@ -183,14 +183,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) ->
 
 
 def _traces(sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int) -> str:
-    chosen = examples(sequences, values, most)
-    if not chosen:
+    if not (chosen := examples(sequences, values, most)):
         return ""
     known: dict[int, bytes] = {}
 
     def token_bytes(token: int) -> bytes:
         if token not in known:
-            known[token] = _bytes_of(tokenizer, token)
+            known[token] = bytes_of(tokenizer, token)
         return known[token]
 
     shown: list[str] = []
@@ -233,8 +232,11 @@ def _legend() -> str:
     )
 
 
-def _bytes_of(tokenizer: Decoder, token: int) -> bytes:
+def bytes_of(tokenizer: Decoder | None, token: int) -> bytes:
+    """What an id spells; the number itself where nobody knows."""
     try:
+        if tokenizer is None:
+            raise ValueError
         return tokenizer.decode_bytes([token])
     except ValueError:
         return f"⟨{token}⟩".encode()

@@ -90,8 +90,7 @@ _SIGNS = {"<=": np.less_equal, ">=": np.greater_equal, "<": np.less, ">": np.gre
 
 
 def _holds(session: Session, columns: dict[str, Any], condition: str) -> Any:
-    sign = next((sign for sign in _SIGNS if sign in condition), "")
-    if not sign:
+    if not (sign := next((sign for sign in _SIGNS if sign in condition), "")):
         return np.isin(np.arange(session.rows), session.tagged(condition))
     name, _, value = condition.partition(sign)
     column = _column(columns, name.strip())

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tracegrad import advantage
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import Map
+from tracegrad.report.page import bytes_of
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces
 from tracegrad.view import database
@@ -143,12 +144,7 @@ class Session:
     def token_bytes(self, token: int) -> bytes:
         """What an id spells; the number itself where nobody knows."""
         if token not in self._bytes:
-            try:
-                if self.tokenizer is None:
-                    raise ValueError
-                self._bytes[token] = self.tokenizer.decode_bytes([token])
-            except ValueError:
-                self._bytes[token] = f"⟨{token}⟩".encode()
+            self._bytes[token] = bytes_of(self.tokenizer, token)
         return self._bytes[token]
 
     def _steps(self) -> int:
