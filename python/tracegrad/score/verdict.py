@@ -78,7 +78,7 @@ class Judged:
     @classmethod
     def of(cls, verdicts: Sequence[Verdict], count: int) -> "Judged":
         """The scores of `count` trajectories by votes, as they were made or as they were recorded."""
-        votes = np.array([verdict.by_member() for verdict in verdicts], np.float64).reshape(-1, count)
+        votes = np.array([verdict.by_member() for verdict in verdicts], np.float64).reshape(len(verdicts), count)
         known = ~np.isnan(votes)
         seen = known.sum(axis=0)
         mean = np.where(seen > 0, np.where(known, votes, 0.0).sum(axis=0) / np.maximum(seen, 1), np.nan)
