@@ -60,8 +60,7 @@ def seal(folder: Path) -> Folder:
     found = sorted((path.name for path in folder.glob("shard-*")), key=lambda name: (len(name), name))
     shards = {name: read(folder / name) for name in found}
     _check_names(folder, shards)
-    counts = {name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}
-    whole = Folder(counts, {}, shards)
+    whole = Folder({name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}, {}, shards)
     _put(folder, whole)
     return whole
 
@@ -137,8 +136,7 @@ _CHANGED = "It was changed or cut after it was written. Copy it again, go on wit
 
 
 def _unsealed(folder: Path) -> str:
-    shards = sum(1 for _ in folder.glob("shard-*"))
-    if shards:
+    if shards := sum(1 for _ in folder.glob("shard-*")):
         return (
             f"{folder}: holds {shards} shards and no {NAME}. `prepare` was stopped before it was done, or still runs, "
             "and what is there is a part of the traces. Go on with `tracegrad prepare` and --resume."
@@ -182,6 +180,13 @@ def count(value: Any) -> int:
     """A whole number of things or bytes, as a file has it."""
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError("a count is no whole number")
+    return value
+
+
+def text(value: Any) -> str:
+    """A value that is one; TypeError for any other."""
+    if not isinstance(value, str):
+        raise TypeError(f"a text is wanted, not {value!r:.40}")
     return value
 
 

@@ -96,8 +96,7 @@ def _names(source: Sources) -> list[str]:
 
 
 def _said(named: list[str]) -> str:
-    more = f" and {len(named) - 3:,} more" if len(named) > 3 else ""
-    return ", ".join(named[:3]) + more
+    return ", ".join(named[:3]) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
 
 
 _OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]

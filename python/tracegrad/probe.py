@@ -141,8 +141,7 @@ def _starts(whole: str | None, part: str | None) -> bool | None:
 
 
 def _has_generation(template: Renders) -> bool:
-    core = getattr(template, "_core", None)
-    return bool(getattr(core, "has_generation", False))
+    return bool(getattr(getattr(template, "_core", None), "has_generation", False))
 
 
 def _default_system(plain: str, text: Any) -> bool:

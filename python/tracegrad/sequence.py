@@ -107,9 +107,8 @@ class Sequences:
         generation = self.cu_turns[owner] + self.turn
         table: dict[str, dict[str, int]] = {}
         for code, name in enumerate(TIERS):
-            here = self.tier == code
             # A later branch holds an event again, untrainable and without its logprob: count the event once.
-            own = here & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
+            own = (self.tier == code) & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
             if own.any():
                 table[name] = {
                     "tokens": int(own.sum()),
@@ -149,8 +148,7 @@ class Sequences:
         """
         if per not in ("trace", "token"):
             raise ArgumentError(f"per is {per!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
-        columns = flat.by_trace(self) if per == "trace" else flat.by_token(self)
-        return flat.arrow().table(columns)
+        return flat.arrow().table(flat.by_trace(self) if per == "trace" else flat.by_token(self))
 
     def to_pandas(self, per: Literal["trace", "token"] = "trace") -> Any:
         """The table of `to_arrow` as a `pandas.DataFrame`.

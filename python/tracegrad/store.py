@@ -40,8 +40,7 @@ def save(folder: Path, stored: Stored) -> None:
 
 def write(folder: Path, stored: Stored) -> None:
     """The same for a folder that is there and nobody else's."""
-    wrong = misfit(stored)
-    if wrong:
+    if wrong := misfit(stored):
         raise ArgumentError(f"{wrong} These sequences cannot be trained on, so they are not saved. Correct the array.")
     try:
         (folder / manifest.NAME).unlink(missing_ok=True)
@@ -133,8 +132,7 @@ def _joined(parts: Sequence[Stored]) -> Stored:
     first = parts[0]
     names = {name: tuple(chain(*(part.names[name] for part in parts))) for name in ("trace_ids", "group_names")}
     for name in ("trace_ids", "group_names"):
-        named = {bool(part.names[name]) for part in parts if len(part.columns["group"])}
-        if len(named) > 1:
+        if len({bool(part.names[name]) for part in parts if len(part.columns["group"])}) > 1:
             raise FormatError(f"some shards have {name} and others have none. {_CURE}")
     if any(part.names["reward_names"] != first.names["reward_names"] for part in parts):
         raise FormatError("the shards have different rewards. Prepare them with the same options.")
@@ -179,7 +177,6 @@ def _extra_of(name: str, parts: Sequence[Stored]) -> Array | Ragged:
             columns.append(np.full((tokens, *found.shape[1:]), -1, found.dtype))
     if all(isinstance(column, Ragged) for column in columns):
         return Ragged.concatenate(columns)
-    shapes = {None if isinstance(column, Ragged) else column.shape[1:] for column in columns}
-    if len(shapes) > 1:
+    if len({None if isinstance(column, Ragged) else column.shape[1:] for column in columns}) > 1:
         raise FormatError(f"the shards have rows of unlike shapes in {name}. Prepare the traces at once.")
     return np.concatenate(columns)

@@ -200,8 +200,7 @@ def _heads(batch: Any, name: str) -> list[dict[str, Any]]:
 
 
 def check_batch(batch: Any, name: str) -> None:
-    twice = [field for field in batch.schema.names if batch.schema.names.count(field) > 1]
-    if twice:
+    if twice := [field for field in batch.schema.names if batch.schema.names.count(field) > 1]:
         raise FormatError(
             f"{name}: two columns are called {twice[0]!r}. Which of them counts cannot be known. Rename one."
         )

@@ -100,8 +100,7 @@ def aligned(
 ) -> tuple[Sequences, Account]:
     """What `prepare.load` gives; the first process alone writes bad records aside, and shows how far it is."""
     data = chosen.data if first() or chosen.data.on_error != "quarantine" else replace(chosen.data, on_error="skip")
-    bar = Bar() if first() else None
-    return prepare.load(source, model, data, out, watch, map=chosen.map, progress=bar)
+    return prepare.load(source, model, data, out, watch, map=chosen.map, progress=Bar() if first() else None)
 
 
 def objective_of(chosen: Config) -> Objective:

@@ -61,8 +61,7 @@ def turns_to_terms(values: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, tur
     [2.0, -1.0, -1.0, 4.0]
     """
     value = arrays.real(values, "values")
-    per_term = value[_turn_rows(_offsets(cu_turns, value), trace, turn)]
-    return np.nan_to_num(per_term, nan=0.0).astype(np.float32)
+    return np.nan_to_num(value[_turn_rows(_offsets(cu_turns, value), trace, turn)], nan=0.0).astype(np.float32)
 
 
 def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, turn: ArrayLike) -> Floats:

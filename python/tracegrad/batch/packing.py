@@ -361,8 +361,7 @@ def _check_kinds(
 def _check(
     needs: Needs | None, token_budget: int, ranks: int, rank: int, step_groups: int | None, multiple: int, skip: bool
 ) -> None:
-    counts = {"token_budget": token_budget, "ranks": ranks, "pad_to_multiple_of": multiple}
-    for name, value in counts.items():
+    for name, value in {"token_budget": token_budget, "ranks": ranks, "pad_to_multiple_of": multiple}.items():
         arrays.integer(value, name, least=1, most=MOST)
     if step_groups is not None:
         arrays.integer(step_groups, "step_groups", least=1)

@@ -43,8 +43,7 @@ def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     told.model = folder_of(told.model)
     of_reading = ("data.", "map.")
     unread = ("data.reward", "data.holdout")
-    idle = [name for name, _ in overrides if not name.startswith(of_reading) or name in unread]
-    if idle:
+    if idle := [name for name, _ in overrides if not name.startswith(of_reading) or name in unread]:
         raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
     if told.shard_traces < 1:
         raise ArgumentError(f"--shard-traces is {told.shard_traces}. A shard holds at least one trace. Leave it out.")

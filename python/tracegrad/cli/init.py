@@ -60,8 +60,7 @@ def _init(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments:
     ]
     if told.json:
         rows = [{"field": each.field, "path": each.path, "why": each.why} for each in found.found]
-        told_all = {"file": str(told.out), "found": rows, "command": shlex.join(command)}
-        tell(told_all)
+        tell({"file": str(told.out), "found": rows, "command": shlex.join(command)})
         return 0
     say(*found.lines(), f"written  {told.out}: read it, then", f"         {shlex.join(command)}")
     return 0

@@ -60,8 +60,7 @@ def _replay_command(commands: Any) -> None:
 def _replay(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     from tracegrad import algebra, online, presets
 
-    idle = [name for name, _ in overrides if not name.startswith("objective")]
-    if idle:
+    if idle := [name for name, _ in overrides if not name.startswith("objective")]:
         raise ArgumentError(f"{idle[0]} has no effect on replay, which takes what the run was told. Leave it out.")
     chosen = config.load(overrides=overrides).objective
     objective = algebra.override_all(presets.find(chosen.preset), dict(chosen.overrides))

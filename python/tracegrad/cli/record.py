@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from tracegrad.cli.key import read_key
 from tracegrad.cli.online import WARNING, needs, served
 from tracegrad.cli.words import Parser, for_machines, say, speaker, tell, verb
 from tracegrad.dotted import changed
@@ -66,8 +67,7 @@ def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
     from tracegrad.cli import named
 
     here = Path.cwd()
-    idle = [name for name, _ in overrides if name.partition(".")[0] != "play"]
-    if idle:
+    if idle := [name for name, _ in overrides if name.partition(".")[0] != "play"]:
         raise ArgumentError(f"{idle[0]} has no effect on record, which trains nothing. Leave it for tracegrad online.")
     how: dict[str, Any] = {}
     if told.contract is not None:
@@ -83,7 +83,7 @@ def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
         **how,
         play=changed({"play": online.Play()}, [*overrides, *samples])["play"],
         servers=told.server,
-        key=_key(told),
+        key=read_key(told.key_file) if told.key_file else None,
         logprob_kind=told.kind,
         groups=told.groups,
         parallel=told.parallel,
@@ -105,12 +105,6 @@ def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
     return 0
 
 
-def _key(told: argparse.Namespace) -> str | None:
-    from tracegrad.cli.key import read_key
-
-    return None if told.key_file is None else read_key(told.key_file)
-
-
 def _proxy(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     needs("record")
     if overrides:
@@ -125,7 +119,7 @@ async def _recording(told: argparse.Namespace) -> int:
     from tracegrad.rollout.proxy import Proxy
     from tracegrad.rollout.server import Servers
 
-    key = _key(told)
+    key = read_key(told.key_file) if told.key_file else None
     speak = speaker(told)
     speak(f"server   {await served(told.server, key)}")
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -186,10 +180,7 @@ def _recorded(folder: Path, journal: Any) -> set[str]:
 
 def _own_key(path: Path) -> str:
     """What programs show, kept in a file that only its owner reads."""
-    from tracegrad.cli.key import read_key
-
     if not path.exists():
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(file, "w", encoding="utf-8") as text:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as text:
             text.write(secrets.token_urlsafe(24) + "\n")
     return read_key(path)

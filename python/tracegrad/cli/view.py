@@ -29,8 +29,7 @@ def add_to(commands: Any) -> None:
 
 
 def _view(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    idle = [name for name, _ in overrides if not name.startswith("map.")]
-    if idle:
+    if idle := [name for name, _ in overrides if not name.startswith("map.")]:
         raise ArgumentError(f"{idle[0]} has no effect on view, which trains nothing. Leave it for train.")
     if told.export is None and (told.where or told.search or told.sort):
         raise ArgumentError("--where, --search, --sort choose what --export writes. Add --export FILE, or leave them.")

@@ -183,5 +183,4 @@ def _toml(value: Any) -> str:
 
 
 def _key(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else _toml(part) for part in parts)
+    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else _toml(part) for part in name.split("."))

@@ -19,7 +19,7 @@ from tracegrad.doctor.look import Look
 from tracegrad.doctor.vocabulary import Vocabulary
 from tracegrad.doctor.whole import Spread, Whole
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.inputs import InputStream, Progress, candidates, stream
+from tracegrad.inputs import Progress, candidates, stream
 from tracegrad.recipes import Advice
 from tracegrad.sequence import align
 from tracegrad.tokenizer import Tokenizer
@@ -223,8 +223,7 @@ def examine(
 
 def _missing(told: Map, names: set[str], whole: Whole) -> list[str]:
     """What neither the records nor the user say."""
-    none = not whole.traces
-    missing = ["reward"] * (none or not whole.rewards.spans)
+    missing = ["reward"] * (not whole.traces or not whole.rewards.spans)
     missing += ["group"] * ("lone_traces" in names or not whole.grouped)
     return [name for name in [*missing, "session"] if not getattr(told, name)]
 
@@ -251,12 +250,8 @@ def positions(model: Path) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _open(source: str) -> InputStream:
-    return stream(source, batch=BATCH, on_error="skip")
-
-
 def _held_out(files: Sequence[str]) -> NDArray[np.uint64] | None:
     if not files:
         return None
-    parts = [np.unique(prompt_hashes(part)) for each in files for part in _open(each)]
-    return np.unique(np.concatenate(parts))
+    parts = (part for each in files for part in stream(each, batch=BATCH, on_error="skip"))
+    return np.unique(np.concatenate([np.unique(prompt_hashes(part)) for part in parts]))

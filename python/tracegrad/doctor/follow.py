@@ -54,8 +54,7 @@ def command(
     text = text or bool(wrong.intersection(NUMBERS) - {"wrong_tokenizer"})
     text = text or (foreign is not None and foreign.count * 2 > foreign.of)
     if not whole.traces:
-        sample = _sample(named, mapped)
-        if not sample:
+        if not (sample := _sample(named, mapped)):
             return ""
         text = all(turn.logprobs is None for trace in sample for turn in trace.generations)
         groups = [group for group in sample.groups if group]

@@ -124,8 +124,7 @@ def overlong(look: Look) -> Hits:
 
     Threshold: any trace; past its positions a model was never trained, and a forward pass may fail.
     """
-    limit = getattr(look.options, "max_tokens", None)
-    if not limit:
+    if not (limit := getattr(look.options, "max_tokens", None)):
         return Hits()
     sequences = look.sequences
     longest = np.zeros(sequences.traces, np.int64)
@@ -155,10 +154,8 @@ def no_rewards(look: Look) -> Hits:
     sequences = look.sequences
     owner = np.repeat(np.arange(sequences.traces), np.diff(sequences.cu_turns))
     told = np.bincount(owner, ~np.isnan(sequences.turn_rewards), minlength=sequences.traces) > 0
-    none = np.isnan(sequences.rewards).all(axis=1) & ~told
-    at = np.flatnonzero(none)
-    first = look.trace_at(int(look.rows[at[0]])) if len(at) else None
-    return Hits(len(at), sequences.traces, first)
+    at = np.flatnonzero(np.isnan(sequences.rewards).all(axis=1) & ~told)
+    return Hits(len(at), sequences.traces, look.trace_at(int(look.rows[at[0]])) if len(at) else None)
 
 
 @check(

@@ -109,8 +109,7 @@ class Look:
         first = np.full(self.generations, self.sequences.branches, np.int64)
         np.minimum.at(first, generation, self.branch[at])
         mine = self.branch[at] == first[generation]
-        order = np.argsort(generation[mine], kind="stable")
-        return at[mine][order]
+        return at[mine][np.argsort(generation[mine], kind="stable")]
 
     def _generation(self, at: Array) -> Array:
         row = self.sequences.trace[self.branch[at]]
@@ -215,8 +214,7 @@ class Look:
 
     def drift_hits(self, *codes: int) -> Hits:
         """Hits of generations with a drift finding of these reasons."""
-        found = self.drift(*codes)
-        if not found:
+        if not (found := self.drift(*codes)):
             return Hits(0, self.generations)
         first = min(found)
         return Hits(len(found), self.generations, self.at(first, found[first][0]), found[first][1])

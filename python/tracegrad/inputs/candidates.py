@@ -87,8 +87,7 @@ class Candidate:
 
     def flags(self) -> list[str]:
         """As arguments of a command."""
-        order = ["--map.order", self.order] if self.order else []
-        return [f"--map.{self.field}", self.path, *order]
+        return [f"--map.{self.field}", self.path, *(["--map.order", self.order] if self.order else [])]
 
     def line(self) -> str:
         """As a line for a terminal, with the flag to type."""
@@ -176,8 +175,7 @@ def find(source: Any, told: Map | None = None, wanted: Sequence[str] = FIELDS) -
     by = told.session or (keys[0].path if keys and joined else "")
     found = [*_rewards(columns, count), *_groups(columns, count, calls, by), *sessions, *told_beside]
     kept = sorted((each for each in found if each.field in wanted), key=lambda each: -each.rank)
-    labels = tuple(_labels(columns, count)) if "reward" in wanted else ()
-    return Candidates(count, tuple(kept), joined, labels)
+    return Candidates(count, tuple(kept), joined, tuple(_labels(columns, count)) if "reward" in wanted else ())
 
 
 def _count(
@@ -354,8 +352,7 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
 def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str) -> Iterator[Candidate]:
     of_keys = calls.prompts_by(session)
     by_key, prompts = bool(of_keys), of_keys or calls.prompts
-    shared = {prompt: times for prompt, times in prompts.items() if times > 1}
-    if shared:
+    if shared := {prompt: times for prompt, times in prompts.items() if times > 1}:
         many, one = sum(shared.values()), len(shared) == 1
         what = "conversations" if by_key else "records"
         begin = "the same prompt" if one else f"one of {len(shared):,} prompts that others share"

@@ -110,8 +110,7 @@ def which_reward(names: Sequence[str], told: str = "") -> list[str]:
     if len(names) < 2 or not (told or "reward" in names):
         return []
     chosen, why = (told, "as --data.reward says") if told else ("reward", "the total of each record")
-    others = [name for name in names if name not in (chosen, *split_names(chosen))]
-    if not others:
+    if not (others := [name for name in names if name not in (chosen, *split_names(chosen))]):
         return []
     shown = ", ".join(f'"{name}"' for name in others[:8])
     flag = shlex.join(["--data.reward", others[0]])
@@ -141,8 +140,7 @@ def prompt_of(trace: Trace) -> str | None:
     if not trace.generations:
         return None
     first = trace.generations[0]
-    messages = [trace.pool[index] for index in first.context]
-    if messages:
+    if messages := [trace.pool[index] for index in first.context]:
         said = json.dumps(messages, sort_keys=True).encode()
     elif first.prompt_token_ids is not None:
         said = first.prompt_token_ids.tobytes()

@@ -281,8 +281,7 @@ class InputStream(Iterator[Traces]):
             if self._options.limit is not None and made >= self._options.limit:
                 break
         for decoder in decoders.values():
-            report = ReadReport(**decoder.report())
-            self._done = summed(self._done, replace(report, bytes=0))
+            self._done = summed(self._done, replace(ReadReport(**decoder.report()), bytes=0))
         sessions.close()
 
     def _decoder(self, number: int, end: str) -> Any:

@@ -120,8 +120,7 @@ class Sessions:
             sessions = [*named, *((None, [entry]) for entry in self._free)]
             sessions.sort(key=lambda each: min(entry.offset for entry in each[1]))
         for key, entries in sessions:
-            calls = [entry for entry in entries if not entry.silent]
-            if not calls:
+            if not (calls := [entry for entry in entries if not entry.silent]):
                 continue
             self.sessions += 1
             beside = [entry.header for entry in entries if entry.silent]

@@ -216,8 +216,7 @@ def of_place(place: Place, options: Options, folder: str | None = None) -> Sourc
         return of_place(replace(expand([local])[0], size=place.size), options, folder)
     if place.kind in ("file", "stdin", "address"):
         return FileSource(place, options)
-    rows = _rows_of(place, options)
-    return RowSource(rows, place.path, place.size, options)
+    return RowSource(_rows_of(place, options), place.path, place.size, options)
 
 
 def _rows_of(place: Place, options: Options) -> tables.RowStream:

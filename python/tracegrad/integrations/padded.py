@@ -177,8 +177,7 @@ def step_terms(
         device: where the terms go.
         missing, totals, all_reduce: as in `correct`.
     """
-    needs = objective.needs
-    names = [*_IDS, *(name for name in _LOGPROBS if getattr(needs, name))]
+    names = [*_IDS, *(name for name in _LOGPROBS if getattr(objective.needs, name))]
     given = {name: [part[name] for part in parts] for name in names if parts[0].get(name) is not None}
     whole = {name: np.concatenate([*map(_host, each)]) for name, each in given.items()}
     old, rollout = whole.pop("old", None), whole.pop("rollout", None)

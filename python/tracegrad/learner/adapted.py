@@ -64,8 +64,7 @@ class Adapted:
         try:
             said = json.loads(read_text(path / CONFIG, _LIMIT))
             options = _options(said)
-            shapes = _shapes(path / WEIGHTS)
-            ranks = {shape[0] for name, shape in shapes.items() if ".lora_A." in name}
+            ranks = {shape[0] for name, shape in _shapes(path / WEIGHTS).items() if ".lora_A." in name}
             if ranks != {options["r"]}:
                 raise ValueError(f"its rank is {options['r']!r:.20}, and {WEIGHTS} has {sorted(ranks)[:3]}")
             named = said["base_model_name_or_path"]

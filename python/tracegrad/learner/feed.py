@@ -317,14 +317,12 @@ def _notes(s: Sequences, measured: NDArray[np.int32], foreign: NDArray[np.int32]
     notes = []
     raw = s.logprob_kind[measured] == LOGPROB_KINDS.index("raw")
     heat = s.temperature[measured]
-    warm = int((raw & ~np.isnan(heat) & (heat != 1.0)).sum())
-    if warm:
+    if warm := int((raw & ~np.isnan(heat) & (heat != 1.0)).sum()):
         notes.append(
             f"{warm} traces were sampled at a temperature other than 1 and have raw logprobs: their ratio measures "
             "mismatch and is no sampling ratio."
         )
-    missing = int((s.trainable & np.isnan(s.rollout_logprobs)).sum())
-    if missing:
+    if missing := int((s.trainable & np.isnan(s.rollout_logprobs)).sum()):
         notes.append(f"{missing} of {int(s.trainable.sum())} trained tokens have no recorded logprob.")
     if len(foreign):
         empty = len(np.setdiff1d(foreign, np.repeat(s.trace, np.diff(s.cu_seqlens))[s.trainable]))

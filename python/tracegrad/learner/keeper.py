@@ -17,9 +17,8 @@ from tracegrad import terms
 from tracegrad.algebra import Objective
 from tracegrad.batch import Step
 from tracegrad.config.options import Kept
-from tracegrad.correction import correct
 from tracegrad.errors import TracegradError
-from tracegrad.learner.step import Outcome
+from tracegrad.learner.step import Outcome, detached
 from tracegrad.sequence import Sequences
 from tracegrad.terms import CLIPPED, KEPT, LATE, UNKNOWN, StepTerms
 
@@ -159,9 +158,8 @@ def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple
 
     Which of several gates dropped a term is found by the correction itself, with one gate more each time.
     """
-    plan = dict(objective.plan)
-    gates = tuple(gate for gate in plan["gates"] if gate.detached)
-    late = "; or ".join(str(gate) for gate in plan["gates"] if not gate.detached) or "a selector on the trained policy"
+    gates = tuple(gate for gate in objective.gates if gate.detached)
+    late = "; or ".join(str(g) for g in objective.gates if not g.detached) or "a selector on the trained policy"
     words = ("trained", f"clipped: {objective.surrogate}", "masked: its logprob was not recorded", f"masked: {late}")
     words = (*words, *(f"masked: {gate}" for gate in gates))
     why = np.full(len(packed), KEPT, np.uint8)
@@ -173,27 +171,7 @@ def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple
     open_ = lost & ~np.isnan(packed.rollout_logprobs)
     for count in range(1, len(gates) + 1):
         last = count == len(gates)
-        keep = np.zeros(len(packed), bool) if last else _kept(packed, objective, plan | {"gates": gates[:count]})
-        fell = open_ & ~keep
+        fell = open_ if last else open_ & ~detached(packed, objective, "mask", gates=gates[:count]).keep
         why[fell] = LATE + count
         open_ &= ~fell
     return words, why
-
-
-def _kept(packed: Step, objective: Objective, plan: dict[str, Any]) -> NDArray[np.bool_]:
-    needs = objective.needs
-    corrected = correct(
-        packed.old_logprobs if needs.old else None,
-        packed.rollout_logprobs if needs.rollout else None,
-        ref=packed.ref_logprobs if needs.ref else None,
-        trace=packed.trace,
-        turn=packed.turn,
-        group=packed.group,
-        advantages=packed.advantages,
-        **plan,
-        totals=packed.totals,
-        group_terms=packed.group_terms,
-        group_traces=packed.group_traces,
-        missing="mask",
-    )
-    return np.asarray(corrected.keep, bool)

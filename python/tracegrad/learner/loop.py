@@ -242,8 +242,7 @@ class _Loop:
         with driven.watch("prepare"):
             step, corrected = self.epochs.take(index)
         told = {"newest": self.feed.newest, "rewards": self.feed.rewards}
-        outcome = driven.update(step, corrected, **told, began=began)
-        self._record(step, outcome)
+        self._record(step, driven.update(step, corrected, **told, began=began))
         return {"step": driven.taken, "epoch": self.plan.epoch_of(index), **self.epochs.row(), **driven.row()}
 
     def _record(self, step: Step, outcome: Outcome) -> None:

@@ -86,13 +86,18 @@ class Ranks:
         """Whether this rank writes files and speaks."""
         return self.rank == 0
 
-    def all_reduce(self, array: NDArray[Any], op: str) -> NDArray[np.float64]:
-        """The float64 sum or maximum over ranks, as `correct` and the metrics take it."""
-        return self._reduced(array, op, self.group)
+    def all_reduce(self, array: NDArray[Any], op: str, *, beside: bool = False) -> NDArray[np.float64]:
+        """The float64 sum or maximum over ranks, as `correct` and the metrics take it.
 
-    def all_reduce_beside(self, array: NDArray[Any], op: str) -> NDArray[np.float64]:
-        """The same for the thread that prepares the next step."""
-        return self._reduced(array, op, self.beside)
+        Args:
+            beside: in the thread that prepares the next step.
+        """
+        flat = np.ascontiguousarray(array, np.float64)
+        if self.alone:
+            return flat
+        tensor, group = torch.from_numpy(flat.copy()), self.beside if beside else self.group
+        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
+        return tensor.numpy()
 
     def merge(self, values: NDArray[np.float32], held: NDArray[np.bool_]) -> NDArray[np.float32]:
         """One array of parts that ranks hold: [N] float32, each entry from the rank with `held`, NaN where none has it.
@@ -185,14 +190,6 @@ class Ranks:
             return store.get(_WORD).decode()
         except (RuntimeError, ValueError):  # the store went with the rank that kept it
             return ""
-
-    def _reduced(self, array: NDArray[Any], op: str, group: Any) -> NDArray[np.float64]:
-        flat = np.ascontiguousarray(array, np.float64)
-        if self.alone:
-            return flat
-        tensor = torch.from_numpy(flat.copy())
-        dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
-        return tensor.numpy()
 
 
 _kept: list[Any] = []

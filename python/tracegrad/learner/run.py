@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,8 +180,8 @@ class Run:
         Args:
             beside: in a thread of its own, beside what this rank does else.
         """
-        reduce = self.ranks.all_reduce_beside if beside else self.ranks.all_reduce
-        return detached(step, self.objective, self.config.train.missing, None if self.ranks.alone else reduce)
+        reduce = None if self.ranks.alone else partial(self.ranks.all_reduce, beside=beside)
+        return detached(step, self.objective, self.config.train.missing, reduce)
 
     def update(
         self,
@@ -288,8 +289,7 @@ class Run:
             ReadError: if the checkpoint is damaged.
             ArgumentError: if it is of a run that was told otherwise.
         """
-        checkpoints = checkpoint.list_checkpoints(self.out)
-        if not checkpoints:
+        if not (checkpoints := checkpoint.list_checkpoints(self.out)):
             return None
         before = checkpoint.read_progress(checkpoints[-1])
         check_same(checkpoints[-1], before, self.told(), fingerprint)

@@ -162,9 +162,15 @@ def _accumulate(
 
 
 def detached(
-    step: Step, objective: Objective, missing: Literal["mask", "neutral", "refuse"], all_reduce: AllReduce | None = None
+    step: Step,
+    objective: Objective,
+    missing: Literal["mask", "neutral", "refuse"],
+    all_reduce: AllReduce | None = None,
+    **other: Any,
 ) -> Corrected:
-    """`correct` with everything it takes from a step and an objective; over ranks with `all_reduce`."""
+    """`correct` with everything it takes from a step and an objective, or `other` in its place; over ranks with
+    `all_reduce`.
+    """
     needs = objective.needs
     nothing = None if needs.rollout else np.zeros_like(step.advantages)  # without any ratio only keep and scale matter
     return correct(
@@ -175,7 +181,7 @@ def detached(
         turn=step.turn,
         group=step.group,
         advantages=step.advantages,
-        **objective.plan,
+        **{**objective.plan, **other},
         totals=step.totals,
         group_terms=step.group_terms,
         group_traces=step.group_traces,

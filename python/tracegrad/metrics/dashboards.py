@@ -122,8 +122,7 @@ DASHBOARDS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {
 
 def log_traces(sinks: Iterable[Sink], traces: Iterable[Trace], step: int) -> None:
     """Gives traces to every sink that takes them."""
-    takers = [sink for sink in sinks if isinstance(sink, Trackio)]
-    if takers:
+    if takers := [sink for sink in sinks if isinstance(sink, Trackio)]:
         traces = list(traces)
         for sink in takers:
             sink.log_traces(traces, step)

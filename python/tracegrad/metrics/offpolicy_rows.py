@@ -85,18 +85,17 @@ def _percentiles(prefix: str, name: str, ratio: str, per: str, what: str) -> tup
 
 
 def _kl(name: str, ratio: str, from_to: str, suffix: str = "") -> tuple[Metric, ...]:
-    terms = "terms with both logprobs"
     formulas = {"k1": "-l", "k2": "l^2 / 2", "k3": "r - 1 - l"}
     return tuple(
         row
         for kind, formula in formulas.items()
         for row in (
-            Metric(f"{name}_{kind}", "nats", ratio, terms, f"KL({from_to}), mean of {formula}.", _mean(kind)),
+            Metric(f"{name}_{kind}", "nats", ratio, _KNOWN, f"KL({from_to}), mean of {formula}.", _mean(kind)),
             Metric(
                 f"{name}_{kind}_se",
                 "nats",
                 ratio,
-                terms,
+                _KNOWN,
                 f"Standard error of {name}_{kind}, terms of one trace taken as one draw.",
                 _standard_error(kind),
             ),

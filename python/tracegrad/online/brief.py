@@ -11,6 +11,7 @@ from typing import Any
 
 from tracegrad.config import Config, as_dict
 from tracegrad.errors import FormatError
+from tracegrad.manifest import text
 from tracegrad.online.options import Online, Play
 from tracegrad.shards import read_text, write_bytes
 
@@ -38,26 +39,19 @@ class Brief:
     def write(self, out: Path, config: Config) -> None:
         """Replaces what the folder of the run says."""
         known = {"model": self.model, "objective": self.objective, "online": asdict(self.online)}
-        known |= {"play": asdict(self.play)}
-        known |= {"engine": dict(self.engine), "config": as_dict(config)}
+        known |= {"play": asdict(self.play), "engine": dict(self.engine), "config": as_dict(config)}
         write_bytes(out / NAME, [(json.dumps(known, indent=1, default=str) + "\n").encode()])
 
     @classmethod
     def read(cls, out: Path) -> "Brief":
         """What the folder of a run says."""
-        text = read_text(out / NAME, MOST_BYTES)
+        held = read_text(out / NAME, MOST_BYTES)
         try:
-            told = json.loads(text)
+            told = json.loads(held)
             online, play = Online(**told["online"]), Play(**told["play"])
-            return cls(_text(told["model"]), _text(told["objective"]), online, play, dict(told["engine"]))
+            return cls(text(told["model"]), text(told["objective"]), online, play, dict(told["engine"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
                 f"{out / NAME}: not what a trainer writes ({str(error)[:80]!r}). What the run was told is not known. "
                 "Copy it again, or start the trainer again, which writes it anew."
             ) from error
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a text is wanted, not {value!r:.40}")
-    return value

@@ -87,8 +87,7 @@ class Canary:
 
     def _compared(self, said: Sequence[canary.Said]) -> Asked:
         rows = [(*one.prompt_ids, *one.ids) for one in said]
-        logprobs = [np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs] for one in said]
-        flat = np.concatenate(logprobs)
+        flat = np.concatenate([np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs] for one in said])
         ends = np.cumsum([0, *map(len, rows)])
         heat = np.full(ends[-1], 1 / self.play.temperature, np.float32)
         sequences = Sequences.from_arrays(np.concatenate(rows), ends, flat, ~np.isnan(flat), inv_temperature=heat)

@@ -112,8 +112,7 @@ class Check:
             return gap
         others = Gap.of(theta, rollout, here & ~odd)
         if others.terms and self.proof.within(others):
-            why = forks.words(int(odd.sum()), others.terms)
-            raise fault(number, version, gap, self.proof.bound, why)
+            raise fault(number, version, gap, self.proof.bound, forks.words(int(odd.sum()), others.terms))
         fresh = None
         if self.canary is not None:
             asked = self.canary.ask(version, salt=f"proof-{version}")

@@ -204,8 +204,7 @@ class Loop:
         prepared = time.perf_counter()
         outcome = self.driven.step(step, version, rewards=rewards, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
-        left = self.options.steps - taken.step
-        self.keeper.step(self.driven.taken, step, outcome, sequences, sets=left)
+        self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - taken.step)
         trained = time.perf_counter()
         pushed = self._push() if served else None
         drift = sequences.drift

@@ -213,8 +213,7 @@ def players_of(
         done, counts = counted(Follower(folder), signal)
         numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
         known = {"signal": signal, "counts": counts, "taken": state.taken, "tokenizer": tokenizer}
-        into = None if tasks is None else folder
-        here = contract.collector(stack, numbered, link, into, pace, play, **known)
+        here = contract.collector(stack, numbered, link, None if tasks is None else folder, pace, play, **known)
         evaluate = Evaluation(here, evaluation, out / "evaluation") if len(evaluation) else None
     if here is not None and tasks is not None:
         return here, evaluate

@@ -6,10 +6,9 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tracegrad.errors import FormatError
-from tracegrad.manifest import count
+from tracegrad.manifest import count, text
 from tracegrad.shards import read_text, write_bytes
 
 NAME = "state.json"
@@ -55,16 +54,10 @@ class State:
         try:
             told = json.loads(read_text(path, MOST_BYTES))
             counts = {name: count(told[name]) for name in ("version", "coming", "taken")}
-            servers = tuple(map(_text, told["servers"]))
-            return cls(**counts, servers=servers, model=_text(told["model"]), over=told["over"] is True)
+            servers = tuple(map(text, told["servers"]))
+            return cls(**counts, servers=servers, model=text(told["model"]), over=told["over"] is True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
                 f"{path}: not the state of a run ({str(error)[:80]!r}). Which weights serve is not known. Start the "
                 "trainer again, which writes it anew."
             ) from error
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a text is none")
-    return value

@@ -76,5 +76,4 @@ def _as_indices(tables: Tensor) -> tuple[Tensor, Tensor]:
     upto = tables.cumsum(-1, dtype=torch.int32)  # a true column goes to upto - 1, a false one behind, the first last
     counts = upto[..., -1].clone()
     upto += tables.logical_not().to(torch.int32) * (width - place)
-    found = torch.empty_like(upto)
-    return counts, found.scatter_(-1, upto.sub_(1).long(), place.expand_as(upto))
+    return counts, torch.empty_like(upto).scatter_(-1, upto.sub_(1).long(), place.expand_as(upto))

@@ -161,8 +161,7 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measured:
                 "which is not known. Pass one for each term, or for each token."
             )
         now = (now if len(now) == len(terms) else now[terms])[known]
-        apart = now - rollout[known]
-        ratio = np.exp(np.clip(apart, -20.0, 20.0))
+        ratio = np.exp(np.clip(now - rollout[known], -20.0, 20.0))
         outside = float(np.mean((ratio < LOW) | (ratio > HIGH)))
         plain = OffPolicy.of(now, rollout[known], trace=owner[known]).named()
         found |= {"kl": plain["kl_rollout_old_k1"], "outside": outside, "ess": plain["mismatch_ess"]}

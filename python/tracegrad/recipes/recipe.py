@@ -118,8 +118,7 @@ def named(objective: Objective) -> Options:
     >>> named(presets.with_kl(presets.GRPO, 0.04))
     (('objective', 'GRPO'), ('objective.kl', 0.04))
     """
-    preset = _preset(objective)
-    if preset:
+    if preset := _preset(objective):
         return (("objective", preset),)
     bare = replace(objective, penalties=tuple(p for p in objective.penalties if p.ratio != Ratio("theta", "ref")))
     for penalty in objective.penalties:

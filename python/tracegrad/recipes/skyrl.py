@@ -110,8 +110,7 @@ def _build(o: Asked) -> Recipe:
 
 
 def _weights(o: Asked) -> tuple[Weight, ...]:
-    kind = o[f"{_C}tis_ratio_type"]
-    if kind is None:
+    if o[f"{_C}tis_ratio_type"] is None:
         return ()
     level = o.among(f"{_C}tis_ratio_type", {"token": Level(), "sequence": Level("trace", "sum", terms="kept")})
     name = "token" if level == Level() else "sequence"
@@ -130,8 +129,7 @@ def _gates(o: Asked) -> tuple[Gate, ...]:
     elif low is not None or high is not None:
         side = "high" if low is None else "low"
         o.no(f"{_C}token_mask_is_threshold_{side}", "one bound alone is silently off there", "tell both, or neither")
-    metric = o[f"{_C}sequence_mask_metric"]
-    if metric is not None:
+    if o[f"{_C}sequence_mask_metric"] is not None:
         agg, name = o.among(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
         bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
         gates.append(Gate(_MISMATCH, level=Level("trace", agg), terms="kept", **bounds))

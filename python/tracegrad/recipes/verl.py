@@ -34,6 +34,7 @@ _OLD, _DIRECT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Rat
 _PRODUCT = Level("trace", "sum")
 _LEVELS = {"token": Level(), "seq_sum": _PRODUCT, "seq_mean": Level("trace", "mean"), "seq_max": Level("trace", "max")}
 _KINDS: dict[str, Any] = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KINDS |= {f"{name}+": kind for name, kind in _KINDS.items()}
 
 
 def from_verl(config: Any) -> Recipe:
@@ -71,8 +72,7 @@ def _build(o: Asked) -> Recipe:
 def _bypassed(o: Asked) -> Objective:
     """theta/rollout at once: rejection by it and, for reinforce, its weight; the clip bounds the ratio by itself."""
     gates, reduce = _gates(o, _DIRECT), _reduce(o, "all")
-    loss = o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False})
-    if loss:
+    if o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False}):
         clip = Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"])
         return Objective(clip, _DIRECT, (), gates, _penalties(o, reduce), reduce, entropy=_bonus(o, reduce))
     weights = _weights(o, _DIRECT)
@@ -196,7 +196,7 @@ def _penalties(o: Asked, reduce: Reduce) -> tuple[Penalty, ...]:
     if not o[f"{A}use_kl_loss"]:
         return ()
     name = f"{A}kl_loss_type"
-    kind = o.among(name, {f"{each}{plus}": here for each, here in _KINDS.items() for plus in ("", "+")})
+    kind = o.among(name, _KINDS)
     straight, own = o[name].endswith("+") and kind != "k2", _reduce(o, reduce.denominator)
     cap = 10.0 if kind == "k3" else None
     options: dict[str, Any] = {"straight_through": straight, "cap": cap, "reduce": None if own == reduce else own}
@@ -222,9 +222,8 @@ def _options(o: Asked, objective: Objective) -> Options:
     if charged and o[f"{C}bypass_mode"]:
         o.no(f"{G}use_kl_in_reward", "with bypass_mode it is the recorded policy that pays", "tell one of them")
     if charged:
-        kinds = {f"{each}{plus}": here for each, here in _KINDS.items() for plus in ("", "+")}
         target = o.among(f"{G}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{G}kl_ctrl.target_kl"]})
-        kind, horizon = o.among(f"{G}kl_penalty", kinds), o[f"{G}kl_ctrl.horizon"]
+        kind, horizon = o.among(f"{G}kl_penalty", _KINDS), o[f"{G}kl_ctrl.horizon"]
         options += reward_kl(o[f"{G}kl_ctrl.kl_coef"], kind, target, horizon)
     if o[f"{G}filter_groups.enable"]:
         options.append(("filter.even_groups", True))

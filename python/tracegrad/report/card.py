@@ -42,8 +42,7 @@ def write_card(
     """
     default = as_dict(Config())
     options = [f"{name} = {value!r}" for name, value in as_dict(config).items() if value != default.get(name)]
-    adapted = (checkpoint / "adapter_config.json").exists()
-    head = {"library_name": "peft" if adapted else "transformers"}
+    head = {"library_name": "peft" if (checkpoint / "adapter_config.json").exists() else "transformers"}
     if not Path(base).exists():  # a name on a hub; that of a folder here would lead nowhere
         head["base_model"] = str(base)
     lines = [
@@ -88,5 +87,4 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
-    told = [shown(line).replace("~~~", "~ ~ ~") for line in lines]
-    return ["", f"## {title}", "", _BLOCK, *told, _BLOCK]
+    return ["", f"## {title}", "", _BLOCK, *(shown(line).replace("~~~", "~ ~ ~") for line in lines), _BLOCK]

@@ -119,8 +119,7 @@ def overlaid(runs: Mapping[str, Rows]) -> str:
         for name, own in runs.items():
             rows += [{"step": step_of(row, index), name: row[key]} for index, row in enumerate(own) if key in row]
         level = panel.level if not isinstance(panel.level, str) else None
-        names = tuple(name for name in runs if _points(rows, name, None))
-        if names:
+        if names := tuple(name for name in runs if _points(rows, name, None)):
             drawn.append(chart(rows, Panel(panel.title, names, panel.note, None, level, panel.floor)))
     return "".join(drawn)
 

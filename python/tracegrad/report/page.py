@@ -88,7 +88,7 @@ def write_report(
         f"{_traces(sequences, values, tokenizer, most_traces, most_bytes)}"
         f"<script>{_FIND}</script></body></html>\n"
     )
-    _write(Path(path), page)
+    write_page(Path(path), page.encode())
 
 
 def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: 
     _, end, tail = rest.partition(_MARKS[1])
     if not mark or not end:
         raise ReadError(f"{path}: it is not a page of write_report. Write the report first.")
-    _write(path, head + mark + _success(before, after) + end + tail)
+    write_page(path, (head + mark + _success(before, after) + end + tail).encode())
 
 
 def _opening(title: str, rows: Rows, sequences: Sequences, summary: Mapping[str, Any]) -> str:
@@ -183,14 +183,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) ->
 
 
 def _traces(sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int) -> str:
-    chosen = examples(sequences, values, most)
-    if not chosen:
+    if not (chosen := examples(sequences, values, most)):
         return ""
     known: dict[int, bytes] = {}
 
     def token_bytes(token: int) -> bytes:
         if token not in known:
-            known[token] = _bytes_of(tokenizer, token)
+            known[token] = bytes_of(tokenizer, token)
         return known[token]
 
     shown: list[str] = []
@@ -233,8 +232,11 @@ def _legend() -> str:
     )
 
 
-def _bytes_of(tokenizer: Decoder, token: int) -> bytes:
+def bytes_of(tokenizer: Decoder | None, token: int) -> bytes:
+    """What an id spells; the number itself where nobody knows."""
     try:
+        if tokenizer is None:
+            raise ValueError
         return tokenizer.decode_bytes([token])
     except ValueError:
         return f"⟨{token}⟩".encode()
@@ -253,10 +255,11 @@ def colours(pairs: Mapping[str, tuple[str, str]]) -> str:
     return "\n".join(rules)
 
 
-def _write(path: Path, page: str) -> None:
+def write_page(path: Path, page: bytes) -> None:
+    """Writes a page, whole or not at all."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(page, encoding="utf-8", newline="\n")
+        draft.write_bytes(page)
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)

@@ -25,8 +25,7 @@ def one_turn(score: Score | None = None, *, sampling: Mapping[str, Any] | None =
 
     async def contract(task: Any, policy: Policy) -> Any:
         prompt = prompt_of(task)
-        message = await policy.chat(prompt, **(sampling or {}))
-        return await scored(score, task, prompt, [sent(message)])
+        return await scored(score, task, prompt, [sent(await policy.chat(prompt, **(sampling or {})))])
 
     return contract
 

@@ -181,7 +181,9 @@ class Engine:
                 try:
                     work = self._work.get(block=not busy)
                 except queue.Empty:
-                    self._answer(engine.step())
+                    for output in engine.step():
+                        if output.finished and (found := self._answers.pop(output.request_id, None)) is not None:
+                            found(output)
                     continue
                 if work is None:
                     return
@@ -193,11 +195,6 @@ class Engine:
             while not self._work.empty():
                 if (work := self._work.get()) is not None:
                     work()
-
-    def _answer(self, outputs: Any) -> None:
-        for output in outputs:
-            if output.finished and (found := self._answers.pop(output.request_id, None)) is not None:
-                found(output)
 
 
 def _settle(answer: asyncio.Future[Any], output: Any) -> None:

@@ -104,8 +104,7 @@ class Events:
     def passed(self, data: bytes) -> bytes:
         """What the client gets for a piece of the stream."""
         self.size += len(data)
-        events = [self._passed(event) for event in self._split(data)]
-        return b"".join(events)
+        return b"".join([self._passed(event) for event in self._split(data)])
 
     def ended(self) -> bytes:
         """What the client gets for an end without a blank line."""

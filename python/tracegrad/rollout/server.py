@@ -259,8 +259,7 @@ class Servers:
         `token=False` leaves the key out, to see whether the server asks for it.
         """
         data = None if body is None else encoded(body, path)
-        wire = self._open
-        return await wire.request(method, url, path, data, timeout_s=timeout_s, fresh=True, token=token)
+        return await self._open.request(method, url, path, data, timeout_s=timeout_s, fresh=True, token=token)
 
     async def each(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0, method: str = "POST"

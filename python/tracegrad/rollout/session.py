@@ -200,8 +200,7 @@ class Call:
         self._session._unsure |= tokens is not None
         choices = response.get("choices") if isinstance(response, Mapping) else None
         several = range(len(choices)) if isinstance(choices, list) and len(choices) > 1 else ()
-        calls = [{**call, "choice": number} for number in several] or [call]
-        self._session._add(calls, counted, exact)
+        self._session._add([{**call, "choice": number} for number in several] or [call], counted, exact)
 
     def lose(self, why: str) -> None:
         """It got no answer."""

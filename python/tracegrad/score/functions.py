@@ -154,8 +154,7 @@ class Rewards:
             if _is_async(function):
                 log = _Log()
                 given = _taken(function, {**told, "log_metric": log.metric, "log_extra": log.extra})
-                found = await within(self._seconds, function(**given), name)
-                answer = log.answer(found)
+                answer = log.answer(await within(self._seconds, function(**given), name))
             else:
                 answer = await self._processes.call(name, (), given, seconds=self._seconds)
         except Failed as failed:

@@ -100,8 +100,7 @@ class Judge:
     async def _vote(self, told: list[Any], members: list[list[int]], group: str, vote: int) -> Verdict:
         shown = list(members)
         random.Random(f"{self._seed}/{group}/{vote}").shuffle(shown)
-        prompt = self._prompt([told[each[0]] for each in shown])
-        return await self._ask(group, vote, len(told), shown, prompt)
+        return await self._ask(group, vote, len(told), shown, self._prompt([told[each[0]] for each in shown]))
 
     def _prompt(self, trajectories: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         common = _common(trajectories)

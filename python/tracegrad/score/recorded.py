@@ -157,7 +157,7 @@ def recorded(
     return done
 
 
-def judged(
+async def judged(
     traces: Traces | Spool,
     chat: Callable[..., Awaitable[Any]],
     *,
@@ -170,7 +170,7 @@ def judged(
     sampling: Mapping[str, Any] | None = None,
     told: Told | None = None,
     **options: Any,
-) -> Awaitable[Judgement]:
+) -> Judgement:
     """Scores recorded traces by a judge, within each group; each vote shows the group in another order.
 
     Args:
@@ -181,23 +181,7 @@ def judged(
         name: of the reward.
         cache: as for `recorded`.
     """
-    return _judged(traces, chat, model, rubric, votes, name, Cache(cache), parallel, sampling, told, options)
-
-
-async def _judged(
-    traces: Traces | Spool,
-    chat: Callable[..., Awaitable[Any]],
-    model: str,
-    rubric: str | None,
-    votes: int,
-    name: str,
-    known: Cache,
-    parallel: int,
-    sampling: Mapping[str, Any] | None,
-    told: Told | None,
-    options: Mapping[str, Any],
-) -> Judgement:
-    groups = _groups(traces.groups)
+    groups, known = _groups(traces.groups), Cache(cache)
     done = Judgement(traces, (name,), groups=len(groups))
     pairs = [0, 0]
 
@@ -218,7 +202,7 @@ async def _judged(
         answer = known.get(key)
         if answer is None:
             found = await judge.score(said, group=key[:16])
-            by_vote = [_by_member(verdict, len(members)) for verdict in found.verdicts]
+            by_vote = [verdict.by_member() for verdict in found.verdicts]
             answer = {"scores": [_plain(each) for each in found.scores], "votes": by_vote}
             if all(verdict.scores is not None for verdict in found.verdicts):
                 known.put(key, answer)
@@ -310,15 +294,6 @@ def _prompt(trace: Trace) -> str | None:
 def _text(messages: Sequence[Mapping[str, Any]], role: str) -> str:
     said = [each.get("content") for each in messages if each.get("role") == role]
     return "".join(text for text in said if isinstance(text, str))
-
-
-def _by_member(verdict: Any, count: int) -> list[float | None]:
-    """The scores of one vote for each trace of the group."""
-    scores: list[float | None] = [None] * count
-    for members, score in zip(verdict.shown, verdict.scores or (), strict=verdict.scores is not None):
-        for member in members:
-            scores[member] = score
-    return scores
 
 
 def _agreement(votes: Sequence[Sequence[float | None]]) -> tuple[int, int]:

@@ -43,6 +43,14 @@ class Verdict:
     explanations: list[str] | None
     model: str | None = None
 
+    def by_member(self) -> list[float | None]:
+        """The score of each trajectory of the group; None where it has none."""
+        found: list[float | None] = [None] * self.count
+        for members, score in zip(self.shown, self.scores or (), strict=self.scores is not None):
+            for member in members:
+                found[member] = score
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """For a file of JSON lines."""
         return asdict(self)
@@ -70,10 +78,7 @@ class Judged:
     @classmethod
     def of(cls, verdicts: Sequence[Verdict], count: int) -> "Judged":
         """The scores of `count` trajectories by votes, as they were made or as they were recorded."""
-        votes = np.full((len(verdicts), count), np.nan)
-        for row, verdict in enumerate(verdicts):
-            for members, score in zip(verdict.shown, verdict.scores or (), strict=verdict.scores is not None):
-                votes[row, members] = score
+        votes = np.array([verdict.by_member() for verdict in verdicts], np.float64).reshape(len(verdicts), count)
         known = ~np.isnan(votes)
         seen = known.sum(axis=0)
         mean = np.where(seen > 0, np.where(known, votes, 0.0).sum(axis=0) / np.maximum(seen, 1), np.nan)
@@ -127,8 +132,7 @@ def _rows(answer: Any) -> list[Any]:
         raise Unusable("there is no text")
     text = answer[:ANSWER_CHARACTERS]
     decoder = json.JSONDecoder()
-    starts = [position for position, letter in enumerate(text) if letter in "{["][:64]
-    for start in starts:
+    for start in [position for position, letter in enumerate(text) if letter in "{["][:64]:
         try:
             told, _ = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):

@@ -55,8 +55,7 @@ class Guard:
     """A middleware for vLLM, by `--middleware`: every path but /health asks for VLLM_API_KEY."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]):
-        key = os.environ.get("VLLM_API_KEY", "")
-        if not key:
+        if not (key := os.environ.get("VLLM_API_KEY", "")):
             raise ArgumentError("The guard has no token to ask for. Everyone would be let in. Set VLLM_API_KEY.")
         self.app = app
         self.token = f"Bearer {key}".encode()

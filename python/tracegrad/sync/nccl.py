@@ -67,8 +67,7 @@ class Client:
 
         async def every() -> None:
             # All answers are waited for, so that every server that refused is known.
-            found = await asyncio.gather(*map(one, self.worlds), return_exceptions=True)
-            for error in found:
+            for error in await asyncio.gather(*map(one, self.worlds), return_exceptions=True):
                 if isinstance(error, BaseException):
                     raise error
 

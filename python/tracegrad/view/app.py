@@ -65,8 +65,7 @@ class _App:
             "export": self.export,
         }
         routes = [Route(f"/{{token}}/{path}", _guarded(way), methods=["GET"]) for path, way in ways.items()]
-        door = Middleware(_Door, token=self.token)
-        return Starlette(routes=routes, middleware=[door], lifespan=self._life)
+        return Starlette(routes=routes, middleware=[Middleware(_Door, token=self.token)], lifespan=self._life)
 
     @asynccontextmanager
     async def _life(self, _: Starlette) -> AsyncIterator[None]:
@@ -145,7 +144,8 @@ class _Door:
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").rsplit(":", 1)[0]
         given = scope["path"].split("/")[1].encode("utf-8", "replace")
         if host not in _HOSTS or not hmac.compare_digest(given, self.token.encode()):
-            await Response("not found", status_code=404, headers=_text(_HEADERS))(scope, receive, send)
+            headers = {name.decode(): value.decode() for name, value in _HEADERS.items()}
+            await Response("not found", status_code=404, headers=headers)(scope, receive, send)
             return
 
         async def sent(message: Any) -> None:
@@ -166,10 +166,6 @@ def _guarded(way: Callable[[Request], Awaitable[Response]]) -> Callable[[Request
             return JSONResponse({"error": str(error)}, status_code=400)
 
     return answered
-
-
-def _text(headers: dict[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in headers.items()}
 
 
 def _number(text: str | None, default: int) -> int:

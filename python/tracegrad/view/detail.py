@@ -48,7 +48,7 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
     rewards = ", ".join(f"{name} {number(value)}" for name, value in list(trace.rewards.items())[:8])
     kinds = {generation.logprob_kind for generation in trace.generations}
     heats = {generation.temperature for generation in trace.generations}
-    found: list[tuple[str, object]] = [
+    return [
         ("group", (trace.group or "alone")[:120]),
         ("reward", "none" if trace.reward is None else number(trace.reward)),
         *([("rewards", rewards)] if rewards else []),
@@ -58,7 +58,6 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
         ("temperature", ", ".join("?" if heat is None else number(heat) for heat in heats) or "?"),
         ("model", (trace.model or "?")[:120]),
     ]
-    return found
 
 
 def messages(trace: Trace, whole: int = FOLD) -> str:
@@ -73,8 +72,7 @@ def messages(trace: Trace, whole: int = FOLD) -> str:
             name = f"turn {count}" if message in sampled else "after the last turn"
             out.append(f'<details class="turn" open><summary>{name}</summary>{"".join(turn)}</details>')
             turn = []
-    gone = [message for message in range(len(trace.pool)) if message not in set(order)]
-    if gone:
+    if gone := [message for message in range(len(trace.pool)) if message not in set(order)]:
         inner = "".join(_message(trace.pool[message], message, None, message in sampled, whole) for message in gone)
         text = f"{len(gone)} messages that the policy saw or said and that are no longer in the conversation"
         out.append(f'<details class="turn"><summary>{text}</summary>{inner}</details>')

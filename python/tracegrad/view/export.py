@@ -7,14 +7,14 @@ import base64
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.errors import ArgumentError
+from tracegrad.report.page import write_page
 from tracegrad.view import pieces, runs
 from tracegrad.view.page import SCRIPTS, page, style
 from tracegrad.view.session import NAMES, Session
@@ -35,10 +35,9 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
             f"{len(rows):,} traces are to be exported. One page holds 1 to {MOST:,}. "
             "Narrow them: --where, --search, --limit."
         )
-    known = {row: number for number, row in enumerate(rows)}
-    blocks = [_block("data", _data(session, rows, known))]
+    blocks = [_block("data", _data(session, rows, {row: number for number, row in enumerate(rows)}))]
     for number, row in enumerate(rows):
-        blocks.append(_block(f"trace-data-{number}", _trace(session, row, number)))
+        blocks.append(_block(f"trace-data-{number}", {**pieces.trace(session, row, whole=_WHOLE), "n": number}))
     scripts = [pieces.read(name) for name in SCRIPTS]
     allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
     look = style()
@@ -54,13 +53,7 @@ def write(session: Session, rows: Sequence[int], path: Path) -> int:
         ReadError: if it cannot be written.
     """
     text = page_of(session, rows).encode("utf-8", "replace")
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_bytes(text)
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise ReadError(f"{path}: cannot be written ({error.strerror}). Free space there or choose another.") from error
+    write_page(path, text)
     return len(text)
 
 
@@ -97,8 +90,7 @@ _SIGNS = {"<=": np.less_equal, ">=": np.greater_equal, "<": np.less, ">": np.gre
 
 
 def _holds(session: Session, columns: dict[str, Any], condition: str) -> Any:
-    sign = next((sign for sign in _SIGNS if sign in condition), "")
-    if not sign:
+    if not (sign := next((sign for sign in _SIGNS if sign in condition), "")):
         return np.isin(np.arange(session.rows), session.tagged(condition))
     name, _, value = condition.partition(sign)
     column = _column(columns, name.strip())
@@ -132,8 +124,8 @@ def _data(session: Session, rows: Sequence[int], known: dict[int, int]) -> dict[
     for row in rows:
         name = labels[row]["group"]
         if name and name not in groups:
-            own = [other for other in session.group(row, pieces.MOST) if other in known]
-            groups[name] = _renumbered(session, own, known) if len(own) > 1 else ""
+            own = {other: known[other] for other in session.group(row, pieces.MOST) if other in known}
+            groups[name] = pieces.side_by_side(session, own) if len(own) > 1 else ""
     return {
         "state": state,
         "columns": columns,
@@ -143,15 +135,6 @@ def _data(session: Session, rows: Sequence[int], known: dict[int, int]) -> dict[
         "groups": groups,
         "runs": runs.page(session.runs) if session.runs else "",
     }
-
-
-def _renumbered(session: Session, own: Sequence[int], known: dict[int, int]) -> str:
-    found = [(known[row], session.where(row)[0], session.trace(row)) for row in own]
-    return pieces.side_by_side([(row, name, trace) for row, name, trace in found if trace is not None])
-
-
-def _trace(session: Session, row: int, number: int) -> dict[str, Any]:
-    return {**pieces.trace(session, row, whole=_WHOLE), "n": number}
 
 
 def _block(name: str, value: Any) -> str:

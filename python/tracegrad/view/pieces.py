@@ -1,6 +1,7 @@
 """What the page asks for of one trace, put together from the session: used by the server and by the export."""
 
 import re
+from collections.abc import Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,13 @@ def message(session: Session, n: int, index: int, start: int) -> str:
 
 def beside(session: Session, n: int) -> str:
     """The traces of the group of a row side by side."""
-    rows = session.group(n, MOST)
-    found = [(row, session.where(row)[0], session.trace(row)) for row in rows]
-    return side_by_side([(row, name, trace) for row, name, trace in found if trace is not None])
+    return side_by_side(session, {row: row for row in session.group(n, MOST)})
 
 
-def side_by_side(traces: list[tuple[int, str, Trace]]) -> str:
-    """Columns of answers, with what differs from the first one marked."""
+def side_by_side(session: Session, rows: Mapping[int, int]) -> str:
+    """Columns of answers of rows, each with the number that it is linked by; what the first one has not is marked."""
+    found = [(number, session.where(row)[0], session.trace(row)) for row, number in rows.items()]
+    traces = [(row, name, trace) for row, name, trace in found if trace is not None]
     said = [_words(trace) for _, _, trace in traces]
     columns = []
     for (row, name, trace), words in zip(traces, said, strict=True):
@@ -101,8 +102,7 @@ def _words(trace: Trace) -> list[str]:
         message = trace.pool[generation.message]
         calls = [f"{name}({arguments})" for name, arguments in tool_calls(message)]
         parts.append("\n".join([message_text(message), *calls]))
-    text = "\n\n".join(parts)[:40_000]
-    return re.findall(r"[^\W_]*[\W_]|[^\W_]+", text)[:_MOST_WORDS]
+    return re.findall(r"[^\W_]*[\W_]|[^\W_]+", "\n\n".join(parts)[:40_000])[:_MOST_WORDS]
 
 
 def _marked(first: list[str], words: list[str]) -> str:

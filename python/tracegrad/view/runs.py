@@ -47,8 +47,7 @@ def state_of(run: Path, now: float | None = None) -> str:
     there = (run / "summary.json").stat().st_mtime if summary else 0.0
     if changed > there + _QUIET_S / 30 and (time.time() if now is None else now) - changed < _QUIET_S:
         return "running"
-    stopped = summary.get("stopped")
-    if stopped:
+    if stopped := summary.get("stopped"):
         return {"done": "done", "signal": "stopped on request", "ess": "stopped: too small a sample"}.get(
             str(stopped), str(stopped)[:40]
         )

@@ -78,8 +78,7 @@ def _grams(parts: list[str], most: int = 24) -> list[str]:
     """Trigrams that every match has, of characters whose case has one form: ASCII, and what has no case."""
     found = dict.fromkeys(part[at : at + 3].lower() for part in parts for at in range(len(part) - 2))
     plain = [gram for gram in found if gram.isascii() or gram.lower() == gram.upper()]
-    step = max(1, len(plain) // most)
-    return [gram for gram in plain[::step] if "\0" not in gram][:most]
+    return [gram for gram in plain[:: max(1, len(plain) // most)] if "\0" not in gram][:most]
 
 
 def literals(expression: str) -> list[str]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tracegrad import advantage
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import Map
+from tracegrad.report.page import bytes_of
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces
 from tracegrad.view import database
@@ -127,33 +128,23 @@ class Session:
             found = self._database.execute("SELECT id, grp, place FROM trace WHERE n = ?", (n,)).fetchone()
         if found is None:
             raise ArgumentError(f"there is no row {n}; the index has {self.rows}. Look for it by its id.")
-        number = int(self.columns()["source"][n])
-        return found[0], found[1], self.sources[number], found[2]
+        return found[0], found[1], self.sources[int(self.columns()["source"][n])], found[2]
 
     def trace(self, n: int) -> Trace | None:
         """The record of a row; None where only its tokens are at hand."""
         with self._lock:
             data = database.record(self._database, n)
-        if data is None:
-            return None
-        found = Traces.from_records([data])[0]
-        return found
+        return None if data is None else Traces.from_records([data])[0]
 
     def group(self, n: int, most: int) -> list[int]:
         """Rows of the group of a row, itself first."""
         code = self.columns()["group"]
-        rows = np.flatnonzero(code == code[n])
-        return [n, *(int(row) for row in rows if row != n)][:most]
+        return [n, *(int(row) for row in np.flatnonzero(code == code[n]) if row != n)][:most]
 
     def token_bytes(self, token: int) -> bytes:
         """What an id spells; the number itself where nobody knows."""
         if token not in self._bytes:
-            try:
-                if self.tokenizer is None:
-                    raise ValueError
-                self._bytes[token] = self.tokenizer.decode_bytes([token])
-            except ValueError:
-                self._bytes[token] = f"⟨{token}⟩".encode()
+            self._bytes[token] = bytes_of(self.tokenizer, token)
         return self._bytes[token]
 
     def _steps(self) -> int:
@@ -169,9 +160,8 @@ class Session:
         table["advantage"] = _advantages(table["reward"], table["group"])
         if any(each.source.kind == "terms" for each in self.sets.sets):
             if len(self._names) < len(version):
-                since = len(self._names)
-                found = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (since,))
-                self._names.update(found)
+                rows = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (len(self._names),))
+                self._names.update(rows)
             table |= self.sets.columns(self._names, len(version))
         else:
             table |= {name: np.full(len(version), np.nan, np.float32) for name in OF_STEPS}

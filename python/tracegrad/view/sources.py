@@ -72,8 +72,7 @@ def _of_folder(folder: Path) -> tuple[list[Source], list[Path]]:
     if (folder / manifest.NAME).is_file():
         return [Source("shards", folder)], []
     runs = [inner for inner in sorted(folder.iterdir()) if inner.is_dir() and is_run(inner)]
-    found = [source for run in runs for source in of_run(run)]
-    return (found, runs) if runs else (_files(str(folder)), [])
+    return ([source for run in runs for source in of_run(run)], runs) if runs else (_files(str(folder)), [])
 
 
 def _files(name: str) -> list[Source]:

@@ -49,8 +49,7 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
     response, request = record.get("response"), record.get("request")
     known = isinstance(request, Mapping) and len(_choices(response)) > 1
     count = len(_choices(response)) if known else 1 + _unused(record)
-    outer = chat.without(record, *_SAID)
-    if count == 1 or not _tells_apart(outer, count):
+    if count == 1 or not _tells_apart(chat.without(record, *_SAID), count):
         return None
     asked = request.get("messages") if isinstance(request, Mapping) else record.get("messages")
     group = pairs.group_of(record, record.get("prompt_token_ids", []) if asked is None else asked)

@@ -235,12 +235,10 @@ def refuse_table(line: bytes, name: str) -> None:
     Raises:
         ReadError: with the line of Python that converts it.
     """
-    text = line[:4096].decode("utf-8", "replace").strip()
-    head = text.split("\n")[0]
+    head = line[:4096].decode("utf-8", "replace").strip().split("\n")[0]
     for separator, reader in ((",", "csv"), ("\t", "table")):
         cells = head.split(separator)
-        plain = len(cells) > 1 and all(cell.strip(' "').replace("_", "").isalnum() for cell in cells)
-        if plain:
+        if len(cells) > 1 and all(cell.strip(' "').replace("_", "").isalnum() for cell in cells):
             told = f"pd.read_{reader}({name!r}).to_json('traces.jsonl', orient='records', lines=True)"
             raise ReadError(
                 f"{name}:1: it begins like a table of separated text: {head[:60]!r}. Rows of text hold no messages and "

@@ -96,8 +96,7 @@ def _quantile(share: float) -> Callable[[Sums], float]:
 
     def value(s: Sums) -> float:
         counts = s["bins"]
-        total = counts.sum()
-        if not total:
+        if not (total := counts.sum()):
             return 0.0
         reached = np.cumsum(counts)
         place = min(int(np.searchsorted(reached, total * share)), len(counts) - 1)
