@@ -57,8 +57,7 @@ impl PyTraces {
     }
 
     fn take(&self, indices: Vec<usize>) -> PyResult<Self> {
-        let pick = |index: usize| self.get(index).cloned();
-        Ok(Self::new(indices.into_iter().map(pick).collect::<PyResult<_>>()?, self.wanted))
+        Ok(Self::new(indices.into_iter().map(|at| self.get(at).cloned()).collect::<PyResult<_>>()?, self.wanted))
     }
 
     #[staticmethod]

@@ -156,12 +156,12 @@ def _standing(record: Any) -> str:
         core, report = _core.Traces.decode([to_json(record)], "<record>", 1, "auto")
     except FormatError:
         return UNREAD
-    first = [trace.generations[0] for trace in Traces(core) if trace.generations]
-    if not first:
+    if not any(trace.generations for trace in Traces(core)):
         return UNREAD
     if core.open() and "chat" in report["formats"]:
         return OPEN
-    return ALONE if all(not each.context and each.prompt_token_ids is None for each in first) else STANDS
+    stands = report["unused_choices"] or _core.Traces.plain([to_json(record)], [])[0]
+    return STANDS if stands else ALONE
 
 
 def _is_plain(record: Any) -> bool:

@@ -101,3 +101,8 @@ fn header_of(outline: &Outline<'_>) -> Decoded<Header> {
 pub(super) fn forms() -> impl Iterator<Item = Form> {
     DUMPS.iter().map(|dump: &Dump| dump.form).chain(SERVERS.iter().map(|server| server.form)).chain([stream::FORM])
 }
+
+/// Whether a form is a recorder's own, which says what it holds.
+pub fn is_recorders(form: &Form) -> bool {
+    DUMPS.iter().any(|dump| dump.form == *form)
+}

@@ -27,6 +27,7 @@ use crate::media;
 use crate::raw::Raw;
 use crate::trace::Trace;
 use detect::Foreign;
+pub(crate) use detect::is_recorders;
 pub use form::Form;
 use json::diagnose;
 use json::fields::{Header, get, not_finite};

@@ -4,6 +4,7 @@
 use super::outcome::decode_all;
 use super::report::Report;
 use crate::error::{Error, Kind, Result};
+use crate::format::is_recorders;
 use crate::threads;
 use crate::trace::{Prompt, Trace};
 use aho_corasick::{AhoCorasick, MatchKind};
@@ -86,14 +87,16 @@ fn may_answer<N: AsRef<str>>(record: &[u8], names: &[N]) -> bool {
 /// Whether what decoding a record gave is all that it says was sampled. A recorder's own form says so by itself.
 fn stands(traces: &[Arc<Trace>], report: &Report) -> bool {
     let is_list = report.forms.keys().any(|form| form.name == "chat");
-    let is_whole = |trace: &Trace| !(trace.generations.is_empty() || is_list && is_open(trace) || is_alone(trace));
-    report.unused_choices == 0 && traces.iter().any(|trace| is_whole(trace))
+    let is_whole = |trace: &Trace| !(trace.generations.is_empty() || is_list && is_open(trace));
+    report.unused_choices == 0 && traces.iter().any(|trace| is_whole(trace)) && !alone(traces, report)
 }
 
-/// Whether nothing says what was sampled after: the request may stand beside the response, under another name.
-fn is_alone(trace: &Trace) -> bool {
-    let first = trace.generations.first();
-    first.is_some_and(|first| first.context.is_empty() && matches!(first.prompt, Prompt::Rendered))
+/// Whether responses stand there of which nothing says what they were sampled after: their requests may stand beside them,
+/// under another name.
+fn alone(traces: &[Arc<Trace>], report: &Report) -> bool {
+    let nothing = |prompt: &Prompt| matches!(prompt, Prompt::Rendered | Prompt::Unknown);
+    let mut first = traces.iter().filter_map(|trace| trace.generations.first());
+    !report.forms.keys().any(is_recorders) && first.all(|first| first.context.is_empty() && nothing(&first.prompt))
 }
 
 /// Whether the last message of a conversation was not sampled.

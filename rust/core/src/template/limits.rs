@@ -115,8 +115,13 @@ impl Budget {
         stop::check();
         self.work.set(WORK_BETWEEN_LOOKS);
         let takes = UNIT.saturating_mul(u32::try_from(units).unwrap_or(u32::MAX));
-        let is_over = spent().saturating_add(takes) > self.time.get().deadline;
-        if is_over { Err(Error::from(ErrorKind::OutOfFuel)) } else { Ok(()) }
+        let time = self.time.get();
+        if spent().saturating_add(takes) <= time.deadline {
+            return Ok(());
+        }
+        // What a run had no time for, the call has none for, though some may be left.
+        self.time.set(Time { deadline: Duration::ZERO, ..time });
+        Err(Error::from(ErrorKind::OutOfFuel))
     }
 
     #[inline]

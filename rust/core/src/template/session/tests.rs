@@ -240,3 +240,14 @@ fn work_is_charged_for_values_and_for_every_sixteen_bytes_searched() {
     let search = || assert!(provenance::search(&"a".repeat(160), &[(0, Field::Content, "b")], &[]).unwrap().is_empty());
     assert_eq!(limits::paid_by(search), 4 + 160 / 16);
 }
+
+#[test]
+fn a_call_that_had_no_time_for_a_run_has_none_left() {
+    limits::open();
+    limits::start(Size { messages: 1, bytes: 0 });
+    limits::in_time().unwrap();
+    limits::work(usize::MAX >> 16).unwrap_err();
+    limits::in_time().unwrap_err();
+    limits::open();
+    limits::in_time().unwrap();
+}
