@@ -150,6 +150,8 @@ def test_the_folder_is_the_systems_unless_another_is_named(monkeypatch):
     assert cache.tokenizers() == Path.home() / "Library/Caches/tracegrad/tokenizers"
     monkeypatch.setenv("TRACEGRAD_CACHE", "/y")
     assert cache.tokenizers() == Path("/y/tokenizers")
+    monkeypatch.setenv("TRACEGRAD_CACHE", "beside")
+    assert cache.tokenizers() == Path.cwd() / "beside/tokenizers", "a relative one is taken from here"
     monkeypatch.setenv("TRACEGRAD_CACHE", "")
     assert cache.tokenizers() is None
 

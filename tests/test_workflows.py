@@ -8,8 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-yaml = pytest.importorskip("yaml")
+import yaml
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".github" / "workflows"

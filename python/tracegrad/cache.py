@@ -10,7 +10,7 @@ from pathlib import Path
 def folder() -> Path:
     """The folder, there or not."""
     if told := os.environ.get("TRACEGRAD_CACHE"):
-        return Path(told)
+        return Path(told).absolute()
     system = "~/Library/Caches" if sys.platform == "darwin" else os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(system)) / "tracegrad"
 
@@ -22,12 +22,9 @@ def tokenizers() -> Path | None:
 
 
 @contextlib.contextmanager
-def unused(really: bool) -> Iterator[None]:
+def unused() -> Iterator[None]:
     """Nothing is kept by this process, nor by those that it starts, until the end."""
     before = os.environ.get("TRACEGRAD_CACHE")
-    if not really:
-        yield
-        return
     os.environ["TRACEGRAD_CACHE"] = ""
     try:
         yield

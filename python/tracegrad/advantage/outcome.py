@@ -59,7 +59,8 @@ def group_mean(
 def centred(group: Grouped, scale: str, ddof: int | None, eps: float | None, singleton: str) -> Floats:
     """`group_mean` in float64, for what is computed from it."""
     eps_ = check_scale(scale, ddof, eps)
-    return scaled(group.settle(group.reward - group.mean[group.index], singleton), group, scale, ddof, eps_)
+    advantage = group.settle(group.reward - group.mean[group.index], singleton)
+    return scaled(advantage, group, scale, ddof, eps_)
 
 
 def batch_mean(
@@ -87,8 +88,15 @@ def rloo(rewards: ArrayLike, groups: ArrayLike, *, singleton: Singleton = "refus
     """Reward minus the mean of the others in its group: (r - mean) * n / (n - 1).
 
     Args:
-        rewards, groups: as in `group_mean`, like the result and the errors.
+        rewards: [R], NaN where a trace could not be scored.
+        groups: [R] ids.
         singleton: peers differ: "keep" is verl's rloo, "zero" its rloo_vectorized, SkyRL's and TRL's.
+
+    Returns:
+        [R] float32.
+
+    Raises:
+        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ.
 
     Source: Kool et al. 2019 (openreview r1lgTGL5DE); Ahmadian et al. 2024, arXiv 2402.14740.
 
@@ -108,10 +116,17 @@ def opo(
     The baseline of least variance where the squared norm of a trace's gradient grows with its length.
 
     Args:
-        rewards, groups: as in `group_mean`, like the result and the errors; negative lengths are one too.
+        rewards: [R], NaN where a trace could not be scored.
         lengths: [R] trained terms of each trace, not negative. A group whose scorable traces have none in all has
             advantage 0: there is nothing to train (verl: NaN).
+        groups: [R] ids.
         singleton: verl keeps the reward.
+
+    Returns:
+        [R] float32.
+
+    Raises:
+        ArgumentError: for a group of one under "refuse", infinite rewards, negative lengths, shapes that differ.
 
     Source: Hao et al. 2025, arXiv 2505.23585.
 
@@ -138,10 +153,17 @@ def gpg(
     Alpha makes up for the traces of a batch that carry no gradient.
 
     Args:
-        rewards, groups: as in `group_mean`, like the result and the errors.
+        rewards: [R], NaN where a trace could not be scored.
+        groups: [R] ids.
         nonzero: what is counted: "advantages" (a trace without one carries no gradient), or "rewards", as verl does:
             there a failed trace counts as carrying none, and adding 1 to all rewards changes alpha.
         singleton: verl keeps alpha * reward.
+
+    Returns:
+        [R] float32.
+
+    Raises:
+        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ.
 
     Source: Chu et al. 2025, arXiv 2504.02546.
 
@@ -166,9 +188,16 @@ def max_rl(
     For rewards that are not negative, 0 or 1 above all: a group weighs as one over the share that solved it.
 
     Args:
-        rewards, groups: as in `group_mean`, like the result and the errors.
+        rewards: [R], NaN where a trace could not be scored.
+        groups: [R] ids.
         eps: 0 in prime-rl; 1e-6 in SkyRL.
         singleton: SkyRL keeps the reward.
+
+    Returns:
+        [R] float32.
+
+    Raises:
+        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ.
 
     Source: Maximum-likelihood RL, 2026, arXiv 2602.02710. SkyRL divides by a mean below 0 too, which turns the sign.
 
@@ -191,8 +220,14 @@ def pass_at_k(
 ) -> NDArray[np.float32]:
     """The best of a group has its lead over the second best, all others have 0.
 
-    What one more sample adds to the best of k: only the trace that sets the maximum is credited. Arguments, result
-    and errors as `group_mean`; verl has scale="std", ddof 1, eps 1e-6 by default, and refuses a group of one.
+    What one more sample adds to the best of k: only the trace that sets the maximum is credited. Arguments as
+    `group_mean`; verl has scale="std", ddof 1, eps 1e-6 by default, and refuses a group of one.
+
+    Returns:
+        [R] float32.
+
+    Raises:
+        ArgumentError: as `group_mean`.
 
     Source: Tang et al. 2025, arXiv 2503.19595.
 
@@ -217,9 +252,16 @@ def a_star(
     regress on. It lies between the mean (large beta) and the maximum (small beta) of the group.
 
     Args:
-        rewards, groups: as in `group_mean`, like the result and the errors; beta not above 0 is one too.
+        rewards: [R], NaN where a trace could not be scored.
+        groups: [R] ids.
         beta: above 0; TRL's A2PO has beta1 0.5.
         singleton: of one sample V* is its reward, and says nothing.
+
+    Returns:
+        [R] float32.
+
+    Raises:
+        ArgumentError: for beta not above 0, a group of one under "refuse", infinite rewards, lengths that differ.
 
     Source: A*-PO, 2025, arXiv 2505.20686; OAPL, 2026, arXiv 2602.19362.
 

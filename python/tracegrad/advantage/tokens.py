@@ -57,7 +57,13 @@ def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
 def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> NDArray[np.float32]:
     """REINFORCE++: discounted returns, whitened over all terms (deviation with n - 1, 1e-8 in the variance).
 
-    Arguments and errors as `returns` and `whiten` have them; [M] float32, 0 where nothing is known.
+    Args: as `returns`.
+
+    Returns:
+        [M] float32; 0 where nothing is known.
+
+    Raises:
+        ArgumentError: as `returns` and `whiten`.
 
     Source: Hu 2025, arXiv 2501.03262. As verl; SkyRL ends a return at a hole in the mask, so that a reward after a tool
     result does not reach the turns before it.

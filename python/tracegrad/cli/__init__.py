@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     told, overrides = _parse(arguments)
     try:
-        with output.kept() if told.json else contextlib.nullcontext(), cache.unused(told.no_cache):
+        with contextlib.ExitStack() as stack:
+            if told.json:
+                stack.enter_context(output.kept())
+            if told.no_cache:
+                stack.enter_context(cache.unused())
             return told.run(told, overrides, arguments)
     except TracegradError as error:
         print(f"tracegrad: error: {error}", file=sys.stderr)

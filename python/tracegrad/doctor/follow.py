@@ -57,8 +57,6 @@ def command(
         if not (sample := _sample(named, mapped)):
             return ""
         text = all(turn.logprobs is None for trace in sample for turn in trace.generations)
-        groups = [group for group in sample.groups if group]
-        missing = [name for name in missing if name != "group" or len(set(groups)) == len(groups)]
     elif "nothing_to_train" in wrong and not (foreign and text):
         return ""
     if "reward" in missing and "--map.reward" not in mapped:

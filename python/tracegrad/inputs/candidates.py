@@ -76,6 +76,7 @@ class Candidate:
         rank: the higher the better.
         order: of a session, the path by which its calls are in order.
         partial: whether some records lack it, or are alone in a group of it: then groups of one trace are expected.
+        few: whether that are more than half of them.
     """
 
     field: str
@@ -84,6 +85,7 @@ class Candidate:
     rank: float
     order: str = ""
     partial: bool = False
+    few: bool = False
 
     def flags(self) -> list[str]:
         """As arguments of a command."""
@@ -121,7 +123,7 @@ class Candidates:
     def taken(self, names: Sequence[str]) -> list[Candidate]:
         """The best of each; a session only where calls go on others, a group only where half the records have mates."""
         best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
-        return [each for each in best if each.field != "group" or each.rank >= 0.75]
+        return [each for each in best if not each.few]
 
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
         """The best few of each field."""
@@ -358,15 +360,15 @@ def _groups(columns: dict[str, _Column], count: int, calls: Calls, session: str)
         begin = "the same prompt" if one else f"one of {len(shared):,} prompts that others share"
         why = f"{many:,} {what} begin with {begin}"
         total = sum(prompts.values())
-        yield Candidate("group", "prompt", why, 1.5 * many / total, partial=many < total)
+        yield Candidate("group", "prompt", why, 1.5 * many / total, partial=many < total, few=2 * many < total)
     for path, column in columns.items():
         distinct, last = len(column.values), path.rpartition(".")[2]
         names = sum(column.kinds[kind] for kind in ("a text", "a number as text", "a number"))
         if not _GROUP.search(last) or names < column.count or not 1 < distinct <= column.count / 1.5:
             continue
         why = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
-        alone = column.count < count or 1 in column.values.values()
-        yield Candidate("group", path, why, 2 * column.count / count, partial=alone)
+        many = sum(times for times in column.values.values() if times > 1)
+        yield Candidate("group", path, why, 2 * column.count / count, partial=many < count, few=2 * many < count)
 
 
 def _sessions(columns: dict[str, _Column], count: int, calls: Calls) -> Iterator[Candidate]:

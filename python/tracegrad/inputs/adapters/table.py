@@ -156,12 +156,13 @@ def _standing(record: Any) -> str:
         core, report = _core.Traces.decode([to_json(record)], "<record>", 1, "auto")
     except FormatError:
         return UNREAD
-    if not any(trace.generations for trace in Traces(core)):
+    first = [trace.generations[0] for trace in Traces(core) if trace.generations]
+    if not first:
         return UNREAD
     if core.open() and "chat" in report["formats"]:
         return OPEN
-    stands = report["unused_choices"] or _core.Traces.plain([to_json(record)], [])[0]
-    return STANDS if stands else ALONE
+    told = report["unused_choices"] or any(each.context or each.prompt_token_ids is not None for each in first)
+    return STANDS if told or _core.Traces.plain([to_json(record)], [])[0] else ALONE
 
 
 def _is_plain(record: Any) -> bool:

@@ -13,8 +13,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// For each record whether it is read as it stands: something was sampled in it, after something that it says too; of its
-/// choices none is left out, of a list of messages the last one is what was sampled, and no object in it has one of `keys`, be it written as JSON within
-/// a string.
+/// choices none is left out; of a list of messages the last one is what was sampled; and no object in it has one of `keys`,
+/// be it written as JSON within a string.
 ///
 /// What follows messages that end with the user may stand beside them, under a name that this room does not know.
 ///

@@ -117,8 +117,8 @@ impl Tokenizer {
         };
         let backends = Backends::new(Arc::clone(&json), Arc::clone(&config), facts.document.clone(), false);
         let mut encoder = Encoder::of(backends.with(inner, fast.ok()), &facts, named(&config));
-        encoder.verify(&mut facts);
-        if let Some(place) = place {
+        let is_known = encoder.verify(&mut facts);
+        if let Some(place) = place.filter(|_| is_known) {
             place.write(&facts, &pieces);
         }
         Self::assembled(Source { json, config }, facts, pieces, encoder)
