@@ -56,7 +56,8 @@ class Bench:
     def measure(self, task: str, file: str = "-", cores: int = 1, rounds: int | None = None) -> Found:
         """What `measure.py` found; each measurement is made once."""
         key = (task, file, cores)
-        if key not in self.kept and not self.alone:
+        # What other tasks have let go of would hide what a file takes, so memory is always a process of its own.
+        if key not in self.kept and not self.alone and task != "memory":
             self.kept[key] = measure.measure(task, file, self.folder, 1, self.token_budget)
         elif key not in self.kept:
             command = [sys.executable, str(HERE / "measure.py"), task, file, "--folder", str(self.folder)]
