@@ -13,7 +13,10 @@ pub fn abandoned(trace: &Trace) -> Vec<bool> {
     if generations.len() < 2 {
         return left;
     }
-    let mut alike: HashMap<(&[u32], &Prompt), Vec<usize>, RandomState> = HashMap::default();
+    // Room for all: a table that grows hashes whole prompts again.
+    let room = generations.len();
+    let mut alike: HashMap<(&[u32], &Prompt), Vec<usize>, RandomState> =
+        HashMap::with_capacity_and_hasher(room, RandomState::default());
     for (turn, generation) in generations.iter().enumerate() {
         if !matches!(generation.prompt, Prompt::Unknown) {
             alike.entry((generation.context.as_slice(), &generation.prompt)).or_default().push(turn);

@@ -6,13 +6,14 @@ use super::branch::common_prefix;
 use super::bridge::bridge;
 use super::compare::compare;
 use super::dates;
-use super::prompt::Text;
+use super::prompt::{Text, View};
 use super::spelling::{is_special, spell_all};
 use super::weave::{Loom, Place};
 use crate::drift::Reason;
 use crate::error::Result;
 use crate::template::{Rendered, Session};
 use crate::trace::{Generation, Prompt};
+use std::mem;
 use std::sync::Arc;
 
 /// Tokens on both sides of a difference in which a date is looked for.
@@ -24,14 +25,26 @@ impl Loom<'_, '_> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
                 let rendered = self.render(&generation.context, true).ok();
-                let (text, rendered) = self.classify(turn, generation, ids, rendered)?;
-                Ok((self.place_ids(turn, text), rendered.map(|rendered| rendered.text)))
+                let Some(rendered) = rendered.filter(|_| !generation.context.is_empty()) else {
+                    return Ok((self.place_ids(turn, Text::given(ids).view()), None));
+                };
+                let encoded = self.memory.prompts.encode(self.scaffold, &rendered)?;
+                if encoded.ids == ids {
+                    // Of a prompt that is as the template has it, only what is behind the branch is copied.
+                    let prompts = mem::take(&mut self.memory.prompts);
+                    let place = self.place_ids(turn, prompts.view());
+                    self.memory.prompts = prompts;
+                    return Ok((place, Some(rendered.text)));
+                }
+                let encoded = encoded.tail(0);
+                let (text, rendered) = self.classify(turn, generation, ids, (encoded, rendered))?;
+                Ok((self.place_ids(turn, text.view()), Some(rendered.text)))
             }
             Prompt::Follows { turn: earlier, ids } => Ok((self.place_after(turn, *earlier, ids), None)),
             Prompt::Text(text) => {
                 let mut ids = self.tokenizer.prefix_ids(text).to_vec();
                 ids.extend(self.tokenizer.encode(text)?);
-                Ok((self.place_ids(turn, Text::given(&ids)), None))
+                Ok((self.place_ids(turn, Text::given(&ids).view()), None))
             }
             Prompt::Rendered => {
                 let rendered = self.render(&generation.context, true)?;
@@ -70,7 +83,7 @@ impl Loom<'_, '_> {
     }
 
     /// All prompt ids: the longest branch they extend, by named edits at the ends of turns if need be, or a fork.
-    fn place_ids(&mut self, turn: usize, text: Text) -> Place {
+    fn place_ids(&mut self, turn: usize, text: View<'_>) -> Place {
         let branches = &self.woven.branches;
         let open = |at: &usize| !branches[*at].ended && !branches[*at].headless;
         let extended = (0..branches.len()).filter(open).filter(|&at| text.ids.starts_with(&branches[at].ids));
@@ -78,10 +91,12 @@ impl Loom<'_, '_> {
             return Place::Extend(at, text.tail(branches[at].len()));
         }
         let is_stop = |id| is_special(id, self.tokenizer);
-        let bridged = (0..branches.len()).filter(open).filter_map(|at| {
-            bridge(&branches[at], &text.ids, &self.scaffold.closing, is_stop).map(|found| (at, found))
-        });
-        let Some((at, found)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else { return Place::Fork(text) };
+        let bridged = (0..branches.len())
+            .filter(open)
+            .filter_map(|at| bridge(&branches[at], text.ids, &self.scaffold.closing, is_stop).map(|found| (at, found)));
+        let Some((at, found)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else {
+            return Place::Fork(text.tail(0));
+        };
         let (body, behind) = (branches[at].body, branches[at].last_turn());
         for (reason, position, detail) in found.edits {
             // An edit at the end of an earlier turn was reported when that turn was passed.
@@ -92,25 +107,22 @@ impl Loom<'_, '_> {
         Place::Extend(at, text.tail(found.from))
     }
 
-    /// Sources of recorded prompt ids: by the render where it gives the same ids.
+    /// Sources of recorded prompt ids beside those that the template gives, and the render that fits them best.
     fn classify(
         &mut self,
         turn: usize,
         generation: &Generation,
         ids: &[u32],
-        rendered: Option<Rendered>,
-    ) -> Result<(Text, Option<Rendered>)> {
-        let Some(rendered) = rendered.filter(|_| !generation.context.is_empty()) else {
-            return Ok((Text::given(ids), None));
-        };
+        (encoded, rendered): (Text, Rendered),
+    ) -> Result<(Text, Rendered)> {
         let role = generation.context.first().map(|&first| self.trace.messages[first as usize].role());
         let has_system = matches!(role, Some("system" | "developer"));
-        let compared = compare(ids, self.encode(&rendered)?, has_system, self.tokenizer);
-        let Some((reason, count, detail)) = compared.difference else { return Ok((compared.text, Some(rendered))) };
+        let compared = compare(ids, encoded, has_system, self.tokenizer);
+        let Some((reason, count, detail)) = compared.difference else { return Ok((compared.text, rendered)) };
         if reason == Reason::PromptMismatch
             && let Some(text) = self.spliced(generation, ids, &rendered)?
         {
-            return Ok((text, Some(rendered)));
+            return Ok((text, rendered));
         }
         if reason == Reason::PromptMismatch
             && let Some((day, dated)) = self.as_on_that_day(generation, ids, &rendered)?
@@ -120,10 +132,10 @@ impl Loom<'_, '_> {
             if let Some((reason, count, detail)) = first.difference {
                 self.find(reason, turn, -1, count, detail);
             }
-            return Ok((first.text, Some(dated)));
+            return Ok((first.text, dated));
         }
         self.find(reason, turn, -1, count, detail);
-        Ok((compared.text, Some(rendered)))
+        Ok((compared.text, rendered))
     }
 
     /// The recorded ids where they are a branch and the template's text behind it: a prompt that holds what was sampled as

@@ -26,7 +26,25 @@ impl Text {
     }
 
     pub fn tail(&self, start: usize) -> Self {
-        Self { ids: self.ids[start..].to_vec(), sources: self.sources[start..].to_vec() }
+        self.view().tail(start)
+    }
+
+    pub fn view(&self) -> View<'_> {
+        View { ids: &self.ids, sources: &self.sources }
+    }
+}
+
+/// A text that somebody else holds, so that only what is needed of it is copied.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'t> {
+    pub ids: &'t [u32],
+    pub sources: &'t [u8],
+}
+
+impl View<'_> {
+    /// What stands from token `start` on.
+    pub fn tail(self, start: usize) -> Text {
+        Text { ids: self.ids[start..].to_vec(), sources: self.sources[start..].to_vec() }
     }
 }
 

@@ -4,7 +4,7 @@
 //! tokens, the ids up to one do not depend on the text behind it. Each worker of `align` has one.
 
 use super::branch::common_prefix;
-use super::prompt::{Scaffold, Text, sources};
+use super::prompt::{Scaffold, View, sources};
 use super::spelling::is_special;
 use crate::error::Result;
 use crate::template::{Rendered, Span};
@@ -22,7 +22,7 @@ pub struct Prompts {
 
 impl Prompts {
     /// Ids and sources of a whole rendered text: those of [`Scaffold::encode`] from its beginning.
-    pub fn encode(&mut self, scaffold: &Scaffold<'_>, rendered: &Rendered) -> Result<Text> {
+    pub fn encode(&mut self, scaffold: &Scaffold<'_>, rendered: &Rendered) -> Result<View<'_>> {
         let within = scaffold.cuts && u32::try_from(rendered.text.len()).is_ok();
         let kept = if within { self.kept(scaffold, rendered) } else { 0 };
         let from = if kept == 0 { 0 } else { self.ends[kept - 1] as usize };
@@ -36,7 +36,12 @@ impl Prompts {
         self.sources.extend(sources(&ends, from, &rendered.spans));
         self.text = Arc::clone(&rendered.text);
         self.spans.clone_from(&rendered.spans);
-        Ok(Text { ids: self.ids.clone(), sources: self.sources.clone() })
+        Ok(self.view())
+    }
+
+    /// The prompt that was encoded last.
+    pub fn view(&self) -> View<'_> {
+        View { ids: &self.ids, sources: &self.sources }
     }
 
     /// How many tokens the new text has in common with the one before, up to an added token.
@@ -111,7 +116,7 @@ mod tests {
             kept += usize::from(prompts.kept(&scaffold, &rendered) > 0);
             let (found, alone) =
                 (prompts.encode(&scaffold, &rendered).unwrap(), scaffold.encode(&rendered, 0).unwrap());
-            assert_eq!((found.ids, found.sources), (alone.ids, alone.sources), "{text}");
+            assert_eq!((found.ids, found.sources), (&*alone.ids, &*alone.sources), "{text}");
         }
         assert!(scaffold.cuts && kept > 8, "{kept}");
     }

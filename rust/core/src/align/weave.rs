@@ -204,7 +204,7 @@ impl<'a> Loom<'a, '_> {
 
     /// Ids and sources of a whole prompt.
     pub fn encode(&mut self, rendered: &Rendered) -> Result<Text> {
-        self.memory.prompts.encode(self.scaffold, rendered)
+        Ok(self.memory.prompts.encode(self.scaffold, rendered)?.tail(0))
     }
 
     /// Opens a branch over `text`, sharing what an earlier branch sampled on the same ids.
