@@ -18,7 +18,7 @@ pub mod raw;
 pub mod read;
 pub mod stop;
 pub mod template;
-mod threads;
+pub mod threads;
 pub mod tokenizer;
 pub mod trace;
 mod written;

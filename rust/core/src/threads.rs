@@ -104,6 +104,16 @@ pub fn all(tasks: Vec<Task<'_>>) {
     map(tasks, || (), |(), task| task());
 }
 
+/// Does `work` once on this thread and on each of the pool, where there is one.
+pub fn everywhere(work: impl Fn() + Sync) {
+    work();
+    if count() > 1
+        && let Some(pool) = pool()
+    {
+        pool.broadcast(|_| work());
+    }
+}
+
 /// Does `work` in the pool, while this thread waits and asks its caller whether to stop.
 ///
 /// For work that spreads itself by rayon's own means: outside of a pool that would start the one of the parent process.

@@ -14,6 +14,7 @@ mod conversation;
 mod errors;
 mod flags;
 mod json;
+mod memory;
 mod pack;
 mod ratio;
 mod reader;

@@ -1,6 +1,7 @@
 //! Binds `tracegrad_core::read::Reader`: a file as traces, or as records that a caller changes before they are decoded.
 
 use crate::border::{Line, detached};
+use crate::memory;
 use crate::traces::{PyTraces, form_name, locked, report_dict};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -69,13 +70,21 @@ impl PyTraceReader {
     }
 
     fn batch(&self, py: Python<'_>, count: usize) -> PyResult<PyTraces> {
-        let traces = self.with(py, |reader| reader.batch(count))?;
+        let traces = self.with(py, |reader| {
+            let traces = reader.batch(count)?;
+            done(reader, traces.len() < count);
+            Ok(traces)
+        })?;
         Ok(PyTraces::new(traces, self.wanted))
     }
 
     /// The same up to a bad record whose form the caller may know, and that record.
     fn batch_asking<'py>(&self, py: Python<'py>, count: usize) -> PyResult<(PyTraces, Option<CutRow<'py>>)> {
-        let (traces, refused) = self.with(py, |reader| reader.batch_asking(count))?;
+        let (traces, refused) = self.with(py, |reader| {
+            let (traces, refused) = reader.batch_asking(count)?;
+            done(reader, refused.is_none() && traces.len() < count);
+            Ok((traces, refused))
+        })?;
         Ok((PyTraces::new(traces, self.wanted), refused.map(|cut| row(py, &cut))))
     }
 
@@ -125,6 +134,13 @@ impl PyTraceReader {
         let report = || locked(&self.inner).as_ref().map(|reader| reader.report().clone()).ok_or_else(stopped);
         let report = detached(py, Kind::Fault, "reading a file", report)?;
         report_dict(py, &report)
+    }
+}
+
+/// Gives back what decoding took, once a file of some size has `ended`.
+fn done(reader: &Reader, ended: bool) {
+    if ended && reader.taken() > memory::WORTH {
+        memory::give_back();
     }
 }
 
