@@ -63,7 +63,8 @@ def memory(folder: Path, file: str, rounds: int) -> Found:
     tg.read(folder / "other.jsonl")
     before = held()
     traces = tg.read(path)
-    found = {"memory": max(held() - before, resource.getpagesize()), "bytes": path.stat().st_size, "traces": len(traces)}
+    more = max(held() - before, resource.getpagesize())
+    found = {"memory": more, "bytes": path.stat().st_size, "traces": len(traces)}
     path.unlink()
     return found
 

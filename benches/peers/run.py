@@ -28,14 +28,17 @@ MEGA, GIGA = 1e6, 1e9
 
 # Why a stage stays below what it must reach, by how its name begins: from profiles of that stage.
 CAUSES = {
+    "load a tokenizer, first": "fastokens builds its tables on one thread (two thirds of it); a later load reads ours",
     "ingest, text-heavy": "each message is a map of strings: a third of the time is taking and first touching memory",
     "ingest, logprob-heavy": "a third is the kernel's copy, the kept record and memory touched for the first time",
+    "memory after reading": "free memory that idle threads held; they give it back now, 0.25 of the file",
     "render": "half is the template engine's own evaluation, a quarter JSON to values",
     "tokenize": "page faults of caches that a thread meets for the first time",
-    "align, byte remap": "all of align: 3/4 render what was not sampled, 1/7 tokenize it (`again_rate` remembers both)",
-    "align, ids recorded": "all of align: renders tell given text from the template's (`again_rate` remembers them)",
+    "align, byte remap": "all of align, 300 instructions a token: a third render each turn's prompt, a tenth tokenize",
+    "align, ids recorded": "all of align, 330 instructions a token: renders tell given text from the template's",
+    "the whole road, two cores": "packing is one thread's work, and both wait for fresh memory while they read",
     "parse, two cores": "cutting records is one thread's work, and both wait for fresh memory",
-    "logprob-heavy JSON": "3/5 render and tokenize what was not sampled, each turn's prompt anew (`parts_s`)",
+    "logprob-heavy JSON": "a third is reading, 10 instructions a byte; half is align, as its rows say",
 }
 
 
