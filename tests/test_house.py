@@ -17,7 +17,7 @@ PYTHON = python_imports(HOUSE)
 RUST_CORE = rust_imports(ROOT / "rust" / "core" / "src")
 FLOORS = [
     {"_alone", "_core", "errors"},
-    {"arrays", "cache", "codes", "dotted", "interrupt", "notebook"},
+    {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {
         "aside",
