@@ -19,19 +19,8 @@ FLOORS = [
     {"_alone", "_core", "errors"},
     {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
-    | {
-        "aside",
-        "columns",
-        "drift",
-        "flat",
-        "footer",
-        "given_arrays",
-        "manifest",
-        "read_report",
-        "shards",
-        "store",
-        "trace_columns",
-    },
+    | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"}
+    | {"bucket", "trace_columns"},
     {"sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
     {"inputs"},

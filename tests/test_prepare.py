@@ -21,6 +21,8 @@ from tracegrad.cli import main
 from tracegrad.config import Data, Map
 from tracegrad.errors import ArgumentError
 from tracegrad.prepare import MOST_SHARDFULS, shards_of
+from tracegrad.prepare import run as run_of_parts
+from tracegrad.prepare.place import Folder
 
 HERE = Path(__file__).parent
 SOURCE = Path(tg.__file__).parents[1]
@@ -185,10 +187,10 @@ def test_another_tokenizer_is_noticed(example, traces, tmp_path):
 
 
 def test_standard_input_cannot_be_gone_on_with(example, tmp_path, monkeypatch):
-    plan = prepare._plan(["-"], example / "model", Data(), Map(), 8)
+    plan = run_of_parts._plan(["-"], example / "model", Data(), Map(), 8)
     (tmp_path / "shard-00000").mkdir()
     with pytest.raises(ArgumentError, match="standard input"):
-        prepare._begin(tmp_path, plan, True)
+        run_of_parts._begin(Folder(tmp_path), plan, True)
 
 
 # --- one at a time ---

@@ -91,6 +91,17 @@ def sizes(address: str) -> dict[str, int]:
         return {posixpath.relpath(name, path): int(told.get("size") or 0) for name, told in sorted(found.items())}
 
 
+def exists(address: str) -> bool:
+    """Whether a file is there; of a pattern, or of what cannot be asked, no."""
+    if any(mark in address for mark in "*?["):
+        return False
+    try:
+        with system(address) as (files, path):
+            return bool(files.isfile(path))
+    except (ReadError, ArgumentError):
+        return False
+
+
 def read(address: str, limit: int) -> bytes:
     """All bytes of a file that has at most `limit`.
 

@@ -148,8 +148,11 @@ def verify(folder: Path, found: Folder) -> None:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Keeps other writers out of a folder. The system lets go of it when the process ends, however that is."""
+def lock(folder: Path) -> Iterator[int]:
+    """Keeps other writers out of a folder; gives the handle that holds the lock.
+
+    The system lets go of it when the process ends, however that is, and the last of those to which it gave the handle.
+    """
     try:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -169,7 +172,7 @@ def lock(folder: Path) -> Iterator[None]:
             "Choose a folder on another file system."
         ) from error
     try:
-        yield
+        yield handle
     finally:
         os.close(handle)
 

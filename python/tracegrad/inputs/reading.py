@@ -28,7 +28,7 @@ from tracegrad.read_report import ReadReport, summed
 from tracegrad.trace import Line, Traces
 
 Path = str | os.PathLike[str]
-_BLANK = "there is no record in it"
+BLANK = "there is no record in it"
 """What the core says of a file whose records were none, or were none of a call."""
 
 
@@ -152,7 +152,7 @@ class InputStream(Iterator[Traces]):
 
     def lines(self) -> list[str]:
         """What was mapped, joined and converted, for a terminal."""
-        return self.tally().lines(self._told, self.read_report, _BLANK)
+        return self.tally().lines(self._told, self.read_report, BLANK)
 
     def tally(self) -> Tally:
         """The same as counts."""
@@ -175,7 +175,7 @@ class InputStream(Iterator[Traces]):
             try:
                 yield from self._of(self._source, number)
             except ReadError as error:
-                if _BLANK not in str(error):
+                if BLANK not in str(error):
                     raise
                 if not (self._places and self._places[number].end):  # a piece may be of blank lines
                     self._bare.append(error)
