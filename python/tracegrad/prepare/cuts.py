@@ -77,7 +77,7 @@ def _cut(file: BinaryIO, place: Place, at: int, most: int, told: Map) -> int:
     A group without an end before `most` is cut at the first record; where none begins, the answer is 0.
     """
     start = _next_line(file, at, place.size)
-    before = _groups(place, _line_before(file, start), start, told)[-1:]
+    before = _before(file, place, start, told)
     first = 0
     while start < most:
         end = _next_line(file, start + 1, place.size)
@@ -91,6 +91,19 @@ def _cut(file: BinaryIO, place: Place, at: int, most: int, told: Map) -> int:
         before = groups[-1:] or before
         start = end
     return first
+
+
+def _before(file: BinaryIO, place: Place, start: int, told: Map) -> list[str | None]:
+    """The group of the last trace that begins before a line: of the record before it, or where that is bad or blank,
+    of one before that.
+    """
+    end, least = start, max(start - _BLOCK, 0)
+    while end > least:
+        begin = _line_before(file, end)
+        if groups := _groups(place, begin, end, told):
+            return groups[-1:]
+        end = begin
+    return []
 
 
 def _groups(place: Place, start: int, end: int, told: Map) -> list[str | None]:

@@ -4,6 +4,7 @@ Ray is imported on use (extra `ray`). Shards go to a folder that all nodes see, 
 """
 
 import base64
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,20 +18,23 @@ from tracegrad.tokenizer import Tokenizer
 
 
 class Preparer:
-    """What an actor is: a tokenizer, and the job; called with rows of one part each."""
+    """What an actor is: a tokenizer, loaded once; called with rows of one part each.
 
-    def __init__(self, job: str) -> None:
-        self._job: Job = _opened(job)
+    The job comes with each part, and nothing when the actor is made: one that is lost can be made again anywhere.
+    """
+
+    def __init__(self) -> None:
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # as many as the CPUs that Ray counts for it
         self._tokenizer: Tokenizer | None = None
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list[str]]:
         """The records of parts, or their errors."""
-        return {"outcome": [_closed(self._outcome(_opened(part))) for part in rows["part"]]}
+        return {"outcome": [_closed(self._outcome(*_opened(row))) for row in rows["part"]]}
 
-    def _outcome(self, part: Part) -> tuple[Part, Record | Exception]:
+    def _outcome(self, job: Job, part: Part) -> tuple[Part, Record | Exception]:
         try:
-            self._tokenizer = self._tokenizer or Tokenizer.from_pretrained(Path(self._job.model))
-            return part, done(self._job, part, self._tokenizer)
+            self._tokenizer = self._tokenizer or Tokenizer.from_pretrained(Path(job.model))
+            return part, done(job, part, self._tokenizer)
         except Exception as error:
             return part, sendable(error)
 
@@ -64,14 +68,10 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
             ) from error
     try:
         most = workers or int(ray.cluster_resources().get("CPU", 1))
-        rows = ray.data.from_items([{"part": _closed(part)} for part in parts], override_num_blocks=len(parts))
-        made = rows.map_batches(
-            Preparer,
-            fn_constructor_args=(_closed(job),),
-            batch_size=1,
-            concurrency=(1, max(min(most, len(parts)), 1)),
-            num_cpus=1,
-        )
+        actors = ray.data.ActorPoolStrategy(min_size=1, max_size=max(min(most, len(parts)), 1))
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        rows = ray.data.from_items([{"part": _closed((job, part))} for part in parts], override_num_blocks=len(parts))
+        made = rows.map_batches(Preparer, batch_size=1, compute=actors, num_cpus=1)
         failed: dict[int, Exception] = {}
         for row in made.iter_rows():
             part, outcome = _opened(row["outcome"])
