@@ -121,12 +121,13 @@ def main(told: argparse.Namespace) -> None:
             out = Path(folder) / f"out{workers}"
             found = apart("ours", path, out, workers, told.part_bytes)
             rate, cores = size / 1e9 / found["seconds"], found["cpu_s"] / found["seconds"]
+            tokens = found["tokens"] / found["seconds"]
             memory = found["worker_mb"] if workers > 1 else found["own_mb"]
             kept = sum(each.stat().st_size for each in out.rglob("*") if each.is_file())
             print(
-                f"workers  {workers}: {found['seconds']:.1f} s, {rate:.3f} GB/s, {found['tokens'] / found['seconds']:,.0f} "
-                f"tokens/s, {cores:.2f} cores, {memory:,.0f} MB in the largest process, {kept / 1e9:.2f} GB of shards in "
-                f"{found['parts']} parts (computed: 100 GB in {100 / rate / 60:.1f} min)"
+                f"workers  {workers}: {found['seconds']:.1f} s, {rate:.3f} GB/s, {tokens:,.0f} tokens/s, {cores:.2f} "
+                f"cores, {memory:,.0f} MB in the largest process, {kept / 1e9:.2f} GB of shards in {found['parts']} "
+                f"parts (computed: 100 GB in {100 / rate / 60:.1f} min)"
             )
         found = apart("least", path, int(told.least_megabytes * 1e6))
         rate = found["bytes"] / 1e9 / found["seconds"]
