@@ -226,10 +226,10 @@ def test_of_two_that_start_together_one_writes_and_one_is_refused(tmp_path, trac
 # --- killed ---
 
 
-def killed(traces, out, *numbers):
+def killed(traces, out, *numbers, kind="prepare"):
     out.mkdir(exist_ok=True)
     (out / "t.jsonl").write_bytes(traces.read_bytes())
-    done = run(HERE / "faults.py", "prepare", out, *numbers)
+    done = run(HERE / "faults.py", kind, out, *numbers)
     said = done.communicate()[1]
     assert done.returncode == 0, said[-4000:]
     found = json.loads((out / "found.json").read_text())
@@ -244,6 +244,7 @@ def test_a_prepare_that_is_killed_is_refused_and_gone_on_with_to_the_same_bytes(
 
 
 @pytest.mark.nightly
-def test_a_prepare_may_be_killed_at_any_operation_on_a_file(traces, tmp_path):
-    found = killed(traces, tmp_path)
+@pytest.mark.parametrize("kind", ["prepare", "parts"])
+def test_a_prepare_may_be_killed_at_any_operation_on_a_file(traces, tmp_path, kind):
+    found = killed(traces, tmp_path, kind=kind)
     assert len(found["found"]) == found["operations"] > 60

@@ -53,9 +53,9 @@ def test_a_folder_in_a_bucket_has_the_bytes_of_one_here(s3, example, tmp_path):
     assert {"in.part-00000.quarantine.raw", "part-00001.json", "manifest.json"} < wanted.keys()
     make(example, "s3://data/one")
     assert there(s3, "data/one") == wanted
-    make(example, "s3://data/two/", workers=2)
-    assert there(s3, "data/two") == wanted
-    assert manifest.read("s3://data/two") == manifest.read(tmp_path / "o")
+    assert manifest.read("s3://data/one") == manifest.read(tmp_path / "o")
+    with pytest.raises(ArgumentError, match="s3://data/one holds prepared shards"):
+        tg.read("s3://data/one")
 
 
 def test_a_folder_in_a_bucket_is_loaded_and_its_shards_one_by_one(s3, example, tmp_path):
@@ -131,13 +131,20 @@ def test_bytes_that_are_not_those_of_the_manifest_are_not_taken(s3, example, tmp
 
 
 def test_the_command_takes_addresses(s3, example, tmp_path, capsys):
-    out = ["--model", str(example / "model"), "--out", "s3://data/seven", "--part-bytes", "1000", "--workers", "2"]
+    out = ["--model", str(example / "model"), "--out", "s3://data/seven", "--part-bytes", "1000"]
     assert main(["prepare", "s3://data/in", *out, "--on-error", "skip"]) == 0
     said = capsys.readouterr().out
     assert "written  s3://data/seven/shard-*, s3://data/seven/drift.json, s3://data/seven/manifest.json" in said
     for flag in ("--workers", "--part-bytes", "--shard-traces"):
         assert main(["prepare", "s3://data/in", *out, flag, "0"]) == 1
         assert f"{flag} is 0" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_several_processes_write_into_a_bucket(s3, example):
+    make(example, "s3://data/two")
+    make(example, "s3://data/both/", workers=2)
+    assert there(s3, "data/both") == there(s3, "data/two")
 
 
 @pytest.mark.nightly

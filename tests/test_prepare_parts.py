@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracegrad as tg
@@ -61,12 +61,13 @@ def make(example, inputs):
 # --- the same bytes ---
 
 
-def test_any_number_of_processes_writes_the_same_bytes(make, inputs, tmp_path, example):
+@pytest.mark.parametrize("several", [(2,), pytest.param((3, 4), marks=pytest.mark.nightly)])
+def test_any_number_of_processes_writes_the_same_bytes(make, inputs, tmp_path, example, several):
     account = make(tmp_path / "one")
     wanted = contents(tmp_path / "one")
     assert account.parts == len([name for name in wanted if name.startswith("part-")]) > 5
     assert "a.jsonl.part-00002.quarantine.raw" in wanted  # the bad line, aside with the part that it is in
-    for workers in (2, 4):
+    for workers in several:
         again = make(tmp_path / str(workers), workers=workers)
         assert contents(tmp_path / str(workers)) == wanted
         assert again.lines() == account.lines()
@@ -88,6 +89,32 @@ def test_an_account_of_parts_is_that_of_the_whole_but_for_the_parts(make, inputs
     assert parts.read == whole.read
     assert [line for line in parts.lines() if not line.startswith(("parts ", "groups "))] == whole.lines()
     assert "         1 empty files are left out" in parts.lines()
+
+
+def test_what_is_said_of_parts_is_what_is_said_of_the_whole(make, tmp_path):
+    """Words as rewards, records that are converted, failed calls, groups by prompt, files without a call."""
+    for name, at in (("a", 0), ("b", 30)):
+        rows = [{"id": f"{name}{n}", "prompt": f"{n}?", "response": "4", "score": "pass"} for n in range(at, at + 30)]
+        rows[7] |= {"response": None}
+        rows[9] |= {"score": 0.25 + at}
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "blank.jsonl").write_text("\n" * 700)
+    names = [str(tmp_path / f"{name}.jsonl") for name in ("a", "blank", "b")]
+    told = {"data": Data(on_error="skip", text_only=True), "map": Map(reward="score", group="prompt")}
+    parts = make(tmp_path / "parts", names, part_bytes=600, **told)
+    whole = make(tmp_path / "whole", names, **told)
+    assert (parts.parts > 5, whole.parts) == (True, 1)
+    lines = [line for line in parts.lines() if not line.startswith("parts ")]
+    assert lines == whole.lines()
+    for wanted in (
+        "2 calls failed",
+        "1 files without a record",
+        "convert  ",
+        "'pass' is 1",
+        "0.25 to 30.25",
+        "58 groups",
+    ):
+        assert any(wanted in line for line in lines), (wanted, lines)
 
 
 def test_a_bad_record_is_the_error_of_the_first_part_that_has_one(make, tmp_path, inputs):
@@ -126,6 +153,7 @@ def record(number, group, size=0):
     return json.dumps({"id": str(number), "messages": said, **({} if group is None else {"group": group})})
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers(0, 400)), min_size=1, max_size=30), st.data())
 def test_pieces_are_all_of_a_file_and_begin_where_the_group_changes(tmp_path_factory, rows, data):
     path = tmp_path_factory.mktemp("cut") / "t.jsonl"
@@ -244,6 +272,7 @@ def test_a_part_whose_process_was_killed_is_done_again(make, inputs, job, tmp_pa
     assert contents(tmp_path / "o") == shards
 
 
+@pytest.mark.nightly
 def test_a_part_whose_processes_are_all_killed_is_named(inputs, job):
     parts, _ = prepare.cut(inputs, PART)
     killed = []
@@ -293,12 +322,12 @@ def times(folder):
 def test_going_on_does_only_what_is_missing(make, tmp_path):
     first = make(tmp_path / "o")
     wanted, before = contents(tmp_path / "o"), times(tmp_path / "o")
-    assert make(tmp_path / "o", resume=True, workers=2).as_dict() == first.as_dict()
+    assert make(tmp_path / "o", resume=True).as_dict() == first.as_dict()
     assert (contents(tmp_path / "o"), times(tmp_path / "o")) == (wanted, before)
     (tmp_path / "o" / "part-00001.json").unlink()
     (tmp_path / "o" / "shard-00003-00000" / "traces.safetensors").unlink()
     (tmp_path / "o" / "part-00002.json").write_text('{"format": "tracegrad-part/1", "part": 2, "shards": {}}')
-    make(tmp_path / "o", resume=True, workers=2)
+    make(tmp_path / "o", resume=True)
     assert contents(tmp_path / "o") == wanted
     anew = {name.split("/")[0] for name, time in times(tmp_path / "o").items() if time != before[name]}
     assert anew == {"shard-00003-00000"}  # the shards of parts 1 and 2 are whole
@@ -316,7 +345,7 @@ def test_numbers_of_processes_and_parts_are_at_least_one(make, tmp_path):
 
 def test_how_far_all_parts_are_is_said_as_one(make, tmp_path):
     said = []
-    make(tmp_path / "o", workers=2, progress=said.append)
+    make(tmp_path / "o", progress=said.append)
     assert [each.done for each in said] == [False] * (len(said) - 1) + [True]
     assert said[-1].taken == said[-1].total > 0
     assert said[-1].records == 72

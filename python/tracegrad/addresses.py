@@ -64,7 +64,7 @@ def system(address: str) -> Iterator[tuple[Any, str]]:
         raise ArgumentError(
             f"{address}: {error}. Nothing can be read from there without it. pip install what it names."
         ) from error
-    except (ReadError, FormatError):
+    except (ArgumentError, ReadError, FormatError):
         raise
     except Exception as error:
         raise unreadable(address, error) from error

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tracegrad.addresses import system, unreadable
-from tracegrad.errors import ReadError
+from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
 BLOCK = 1 << 20
@@ -27,6 +27,11 @@ def listed(address: str) -> list[tuple[str, int]]:
             found = {name: told for name, told in files.glob(path, detail=True).items() if told["type"] == "file"}
         elif files.isdir(path):
             inside = files.find(path, detail=True)
+            if f"{path.rstrip('/')}/manifest.json" in inside:
+                raise ArgumentError(
+                    f"{address} holds prepared shards. They are aligned already. Give that address to train alone, or "
+                    "those of the traces."
+                )
             found = {name: told for name, told in inside.items() if suffix(name) in SUFFIXES}
         else:
             found = {path: files.info(path)}

@@ -65,11 +65,6 @@ def shard(
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
         ArgumentError: if a shard is written of records in memory that have no id, as those of another shard would be
             called alike.
-
-    >>> from tracegrad.config import Data
-    >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    >>> shard([{"id": "a", "messages": said}], "examples/quickstart/model", data=Data(text_only=True)).traces
-    1
     """
     chosen = data or Data()
     if chosen.on_error == "quarantine":

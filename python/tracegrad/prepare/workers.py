@@ -60,7 +60,8 @@ class Workers:
             self._give(waiting)
             for worker in self._heard():
                 part = worker.part
-                assert part is not None
+                if part is None or worker not in self._all:
+                    continue  # ended since, as a part before its own has failed
                 kind, what, count = worker.heard()
                 if kind in ("begun", "far"):
                     if self._say is not None:
