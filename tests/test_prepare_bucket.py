@@ -110,6 +110,13 @@ def test_a_stopped_run_into_a_bucket_goes_on_and_does_only_what_is_missing(s3, e
         (lambda s3, at: s3.rm_file(f"{at}/shard-00000-00000/sequences.json"), "sequences.json is missing"),
         (lambda s3, at: s3.pipe(f"{at}/shard-00007-00000/x.json", b""), "which the manifest does not name"),
         (lambda s3, at: s3.pipe(f"{at}/manifest.json", b"{"), "no manifest"),
+        (
+            lambda s3, at: s3.pipe(
+                f"{at}/manifest.json",
+                s3.cat_file(f"{at}/manifest.json").replace(b"shard-00001-00000", b"shard-00001-00009"),
+            ),
+            "shard-00001-00000 is missing before",
+        ),
     ],
 )
 def test_a_folder_that_was_changed_in_its_bucket_is_refused(s3, example, tmp_path, change, message, request):

@@ -241,8 +241,8 @@ def test_whole_files_are_put_together_until_a_part_is_full(tmp_path):
     for name, size in zip("abcd", (400, 500, 2000, 100), strict=True):
         (tmp_path / f"{name}.json").write_text("[" + record(0, None, size) + "]")
     (tmp_path / "e.json").write_bytes(b"")
-    parts, _ = prepare.cut([str(tmp_path / f"{name}.json") for name in "abecd"], 1300)
-    assert [[place.path[-6] for place in part.places] for part in parts] == [["a", "b", "e"], ["c"], ["d"]]
+    parts, _ = prepare.cut([str(tmp_path / f"{name}.json") for name in "abced"], 1300)
+    assert [[place.path[-6] for place in part.places] for part in parts] == [["a", "b"], ["c", "e"], ["d"]]
     assert [part.index for part in parts] == [0, 1, 2]
 
 
@@ -255,14 +255,17 @@ def job(example, tmp_path):
     return Job("t", str(example / "model"), str(tmp_path / "o"), Data(on_error="skip"), Map(), 8)
 
 
-def test_a_part_whose_process_was_killed_is_done_again(make, inputs, job, tmp_path):
+def test_a_part_whose_process_was_killed_is_done_again(make, inputs, job, tmp_path, monkeypatch):
     make(tmp_path / "one", data=Data(on_error="skip"))
     parts, _ = prepare.cut(inputs, PART)
     killed = []
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
 
     def say(part, taken, records):
         if not killed:
             killed.append(part.index)
+            told = Path(f"/proc/{pool.doing(part)}/environ").read_bytes().split(b"\0")
+            assert f"RAYON_NUM_THREADS={max((os.cpu_count() or 1) // 2, 1)}".encode() in told
             os.kill(pool.doing(part), signal.SIGKILL)
 
     with Workers(job, 2, say=say) as pool:
@@ -298,7 +301,7 @@ def test_all_processes_end_with_the_one_that_asks(inputs, job):
     assert [worker.process.poll() for worker in pool._all] == [-signal.SIGKILL] * 2
 
 
-def test_a_process_that_nobody_asks_any_more_ends_and_holds_the_lock_so_long(job, tmp_path):
+def test_a_process_that_nobody_asks_any_more_ends_and_holds_the_lock_so_long(job, inputs, tmp_path):
     ours, theirs = Pipe()
     code = "import sys; from tracegrad.prepare.worker import main; main(int(sys.argv[1]))"
     own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -307,6 +310,12 @@ def test_a_process_that_nobody_asks_any_more_ends_and_holds_the_lock_so_long(job
         process = subprocess.Popen([sys.executable, "-c", code, str(theirs.fileno())], **told)
     theirs.close()
     ours.send(job)
+    ours.send(prepare.cut(inputs, PART)[0][1])
+    assert ours.recv()[0] == "begun"
+    process.send_signal(signal.SIGINT)  # as a terminal sends it to all of them: it is for the one that asks
+    while (said := ours.recv())[0] == "far":
+        pass
+    assert said[0] == "done"
     with pytest.raises(ArgumentError, match="another process is writing there"), manifest.lock(tmp_path):
         pass
     ours.close()
@@ -335,6 +344,34 @@ def test_going_on_does_only_what_is_missing(make, tmp_path):
         make(tmp_path / "o", resume=True, part_bytes=PART + 1)
     with pytest.raises(ArgumentError, match="holds shards"):
         make(tmp_path / "o")
+
+
+def test_what_is_being_done_again_is_not_whole_meanwhile(make, tmp_path, inputs):
+    path = tmp_path / "t.jsonl"
+    lines = Path(inputs[0]).read_bytes().split(b"\n")
+    lines[20] = lines[21]
+    path.write_bytes(b"\n".join(lines))
+    make(tmp_path / "o", str(path), Data())
+    time = path.stat().st_mtime_ns
+    lines[0] = b'{"a"'.ljust(len(lines[0]))
+    path.write_bytes(b"\n".join(lines))
+    os.utime(path, ns=(time, time))  # as a disk changes a file
+    (tmp_path / "o" / "part-00000.json").unlink()
+    with pytest.raises(FormatError, match=r"t\.jsonl:1: "):
+        make(tmp_path / "o", str(path), Data(), resume=True)
+    with pytest.raises(ReadError, match=r"shards and no manifest\.json"):
+        tg.Sequences.load(tmp_path / "o")
+
+
+def test_the_parts_behind_one_with_an_error_are_left(make, tmp_path, inputs):
+    lines = Path(inputs[0]).read_bytes().split(b"\n")
+    lines[0] = b'{"a"'
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(FormatError, match=r"bad\.jsonl:1: "):
+        make(tmp_path / "o", str(path), Data(), part_bytes=PART // 8, workers=2)
+    parts, _ = prepare.cut(str(path), PART // 8)
+    assert len(list((tmp_path / "o").glob("part-*.json"))) < len(parts) - 2
 
 
 def test_numbers_of_processes_and_parts_are_at_least_one(make, tmp_path):

@@ -18,7 +18,6 @@ from tracegrad.inputs.reading import of_part
 
 _BLOCK = 8 << 20
 _STEP = 1 << 16
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -48,10 +47,7 @@ def pieces(place: Place, part_bytes: int, told: Map) -> list[Place]:
 
 def _is_of_lines(file: BinaryIO) -> bool:
     """Whether a file begins as one object on each line does, in plain text."""
-    head = file.read(_STEP)
-    if head.startswith(_COMPRESSED) or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
-        return False
-    return _begins_record(head.removeprefix(_BOM).lstrip())
+    return _begins_record(file.read(_STEP).removeprefix(_BOM).lstrip())
 
 
 def _begins_record(line: bytes) -> bool:
