@@ -70,7 +70,8 @@ def test_a_folder_in_a_bucket_is_loaded_and_its_shards_one_by_one(s3, example, t
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["shard-00001-00000"]  # no other was brought
     before = (shard / "sequences.json").stat().st_mtime_ns
-    (shard / "traces.safetensors").write_bytes(b"cut")
+    text = (shard / "traces.safetensors").read_bytes()
+    (shard / "traces.safetensors").write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
     bucket.local("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
     assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
     assert (shard / "sequences.json").stat().st_mtime_ns == before  # what was right is not brought again
@@ -78,6 +79,22 @@ def test_a_folder_in_a_bucket_is_loaded_and_its_shards_one_by_one(s3, example, t
         bucket.local("s3://data/three", "shard-00009")
     bucket.forget(shard)
     assert not shard.exists()
+
+
+def test_a_shard_of_which_a_file_is_not_written_again_is_not_whole(s3, example, monkeypatch):
+    make(example, "s3://data/ten")
+    s3.rm_file("data/ten/shard-00001-00000/sequences.json")
+
+    def broken(path, address):
+        raise ReadError(f"{address}: the line is cut")
+
+    monkeypatch.setattr(addresses, "upload", broken)
+    with pytest.raises(ReadError, match="the line is cut"):
+        make(example, "s3://data/ten", resume=True)
+    s3.invalidate_cache()
+    assert not s3.exists("data/ten/manifest.json")
+    assert not s3.exists("data/ten/shard-00001-00000/manifest.json")
+    assert s3.exists("data/ten/shard-00000-00000/manifest.json")
 
 
 def test_one_set_of_sequences_in_a_bucket_is_loaded(s3, example, tmp_path):
@@ -99,6 +116,9 @@ def test_a_stopped_run_into_a_bucket_goes_on_and_does_only_what_is_missing(s3, e
     assert make(example, "s3://data/four", resume=True).as_dict() == first.as_dict()
     assert there(s3, "data/four") == wanted
     assert s3.info("data/four/shard-00000-00000/sequences.json")["LastModified"] == kept
+    s3.rm_file("data/four/shard-00001-00001/manifest.json")
+    make(example, "s3://data/four", resume=True)
+    assert there(s3, "data/four") == wanted
     with pytest.raises(ArgumentError, match=r"s3://data/four/prepare\.json: shard_traces was"):
         make(example, "s3://data/four", resume=True, shard_traces=9)
 

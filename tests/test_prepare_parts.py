@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,6 +132,28 @@ def test_a_bad_record_is_the_error_of_the_first_part_that_has_one(make, tmp_path
     assert said[0] == said[1]
 
 
+def test_traces_that_cannot_be_aligned_are_put_aside_with_their_part(make, tmp_path, example):
+    lines = [json.loads(line) for line in lines_of(example, 24)]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    lines[20] = {"id": "no", "messages": said, "template_kwargs": {"messages": "hidden by the template's own"}}
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    account = make(tmp_path / "o", str(path))
+    [aside] = (tmp_path / "o").glob("unaligned-*")
+    assert re.fullmatch(r"unaligned-0000[1-9]-0000\d\.jsonl", aside.name)
+    assert [json.loads(line)["id"] for line in aside.read_text().splitlines()] == ["no"]
+    assert len(account.errors) == 1
+
+
+def test_standard_input_is_read_here_also_where_ray_is_asked_for(example, tmp_path):
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = ["prepare", "-", "--model", str(example / "model"), "--out", str(tmp_path / "o"), "--ray", "--workers", "2"]
+    text = b"\n".join(lines_of(example, 4))
+    done = subprocess.run([sys.executable, "-m", "tracegrad.cli", *told], input=text, env=own, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"4 traces" in done.stdout
+
+
 def test_files_without_a_record_are_an_error_where_all_are(make, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_bytes(b"\n" * 50)
@@ -174,7 +197,9 @@ def test_pieces_are_all_of_a_file_and_begin_where_the_group_changes(tmp_path_fac
         first = starts.index(start)
         run = next((at for at in range(first, len(rows)) if rows[at][0] != before[-1]), len(rows))
         # Cut at the change, or within a group that does not end within a part's size behind the place to cut.
-        assert before[-1] is None or run == first or starts[run] >= min(start // size * size + size, starts[-1])
+        to_cut = start // size * size
+        goes_on = starts[run] >= min(to_cut + size, starts[-1]) and not any(to_cut <= each < start for each in starts)
+        assert before[-1] is None or run == first or goes_on
 
 
 def test_a_group_is_in_two_parts_only_where_it_is_longer_than_one(make, tmp_path, example):
@@ -223,6 +248,14 @@ def test_a_stream_of_events_between_records_is_not_cut(tmp_path):
     parts, _ = prepare.cut(path, 1000)
     assert len(parts) == 4
     assert all(path.read_bytes()[part.places[0].start :].startswith(b'{"id"') for part in parts)
+
+
+def test_a_mark_of_byte_order_does_not_keep_a_file_whole(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(record(at, None, 50) + "\n" for at in range(9)), encoding="utf-8-sig")
+    parts, _ = prepare.cut(path, 400)
+    assert len(parts) > 2
+    assert [group for part in groups(parts) for group in part] == [None] * 9
 
 
 def test_what_is_joined_over_the_input_is_one_part_and_said(make, tmp_path, inputs):
@@ -294,10 +327,14 @@ def test_all_processes_end_with_the_one_that_asks(inputs, job):
     parts, _ = prepare.cut(inputs, PART)
 
     def say(part, taken, records):
+        handles = Path(f"/proc/{pool.doing(part)}/fd")
+        held.append(any(os.readlink(handle).endswith("/.lock") for handle in handles.iterdir()))
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), Workers(job, 2, say=say) as pool:
+    held = []
+    with manifest.lock(Path(job.out)) as lock, pytest.raises(KeyboardInterrupt), Workers(job, 2, lock, say) as pool:
         list(pool.records(parts))
+    assert held == [True]
     assert [worker.process.poll() for worker in pool._all] == [-signal.SIGKILL] * 2
 
 
@@ -335,6 +372,7 @@ def test_going_on_does_only_what_is_missing(make, tmp_path):
     assert (contents(tmp_path / "o"), times(tmp_path / "o")) == (wanted, before)
     (tmp_path / "o" / "part-00001.json").unlink()
     (tmp_path / "o" / "shard-00003-00000" / "traces.safetensors").unlink()
+    (tmp_path / "o" / "part-00004.json").write_bytes(wanted["part-00005.json"])
     (tmp_path / "o" / "part-00002.json").write_text('{"format": "tracegrad-part/1", "part": 2, "shards": {}}')
     make(tmp_path / "o", resume=True)
     assert contents(tmp_path / "o") == wanted

@@ -72,8 +72,7 @@ def _shard(address: str, told: manifest.Folder, folder: Path) -> Path:
             f"{folder}: {error.strerror}. What {address} holds has no place here. Make room, or name another folder "
             "with TRACEGRAD_CACHE."
         ) from error
-    if not (folder / manifest.NAME).exists():
-        manifest.put(folder, told)
+    manifest.put(folder, told)
     return folder
 
 

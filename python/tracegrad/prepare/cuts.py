@@ -35,8 +35,6 @@ def pieces(place: Place, part_bytes: int, told: Map) -> list[Place]:
                 return [place]
             found = [0]
             for at in range(part_bytes, place.size, part_bytes):
-                if at <= found[-1]:
-                    continue
                 where = _cut(file, place, at, min(at + part_bytes, place.size), told)
                 if found[-1] < where < place.size:
                     found.append(where)
