@@ -177,8 +177,7 @@ class InputStream(Iterator[Traces]):
             except ReadError as error:
                 if BLANK not in str(error):
                     raise
-                if not (self._places and self._places[number].end):  # a piece may be of blank lines
-                    self._bare.append(error)
+                self._bare.append(error)
             self._taken += self._source.taken
             self._done = self.read_report
             self._source = self._again = None
