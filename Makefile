@@ -95,6 +95,7 @@ mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no t
 	$(BIN)/python fuzz/mutants.py $(or $(ROOM),correction) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),0)
 
 nightly: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
+	$(BIN)/python -m pip install --quiet "ray[data]>=2.40"
 	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --verifiers-python .venv-verifiers/bin/python \
 		--ignore tests/parity tests
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py

@@ -1,12 +1,13 @@
 """Processes that end at their n-th operation on files, for every n: run as a script by the tests, which fork nothing.
 
-`python faults.py prepare|train OUT [N ...]` kills at each of these operations (all without any), goes on with `resume`,
-and writes to OUT/found.json which came to what an undisturbed run comes to.
+`python faults.py prepare|parts|train OUT [N ...]` kills at each of these operations (all without any), goes on with
+`resume`, and writes to OUT/found.json which came to what an undisturbed run comes to.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 import os
 import shutil
@@ -91,7 +92,7 @@ def forked(work: Any, folder: Path, last: int | None) -> tuple[int, int]:
         return code, int(said.read() or 0)
 
 
-def prepares(out: Path) -> tuple[Any, Any, Any]:
+def prepares(out: Path, **cut: int) -> tuple[Any, Any, Any]:
     """Preparing 24 traces in three shards; what is refused before it is whole; the bytes it comes to."""
     from tracegrad import prepare
     from tracegrad.config import Data
@@ -101,7 +102,8 @@ def prepares(out: Path) -> tuple[Any, Any, Any]:
     example = Path(__file__).parent.parent / "examples" / "quickstart"
 
     def run(here: Path, resume: bool) -> None:
-        prepare.prepare(str(out / "t.jsonl"), example / "model", Data(), here, shard_traces=8, resume=resume)
+        told = {"shard_traces": 8, "resume": resume, **cut}
+        prepare.prepare(str(out / "t.jsonl"), example / "model", Data(), here, **told)
 
     def broken(here: Path) -> bool:
         """Whether it loads as if it were whole and is not."""
@@ -138,7 +140,8 @@ def trains(out: Path) -> tuple[Any, Any, Any]:
 
 
 def main(kind: str, out: Path, only: list[int]) -> int:
-    run, broken, result = {"prepare": prepares, "train": trains}[kind](out)
+    parts = functools.partial(prepares, part_bytes=60_000)
+    run, broken, result = {"prepare": prepares, "parts": parts, "train": trains}[kind](out)
     code, operations = forked(lambda: run(out / "whole", False), out / "whole", None)
     assert code == 0
     wanted = result(out / "whole")

@@ -17,9 +17,10 @@ PYTHON = python_imports(HOUSE)
 RUST_CORE = rust_imports(ROOT / "rust" / "core" / "src")
 FLOORS = [
     {"_alone", "_core", "errors"},
-    {"arrays", "cache", "codes", "dotted", "interrupt", "notebook"},
+    {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
-    | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"},
+    | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"}
+    | {"bucket", "trace_columns"},
     {"sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
     {"inputs"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 
 import pytest
 
 import tracegrad as tg
+from buckets import served
 from tracegrad.errors import ArgumentError, ReadError
 
 pytest.importorskip("s3fs")
@@ -23,32 +23,19 @@ def line(number):
 @pytest.fixture(scope="module")
 def bucket():
     """A bucket with a folder of three files, one of them in gzip and one in Parquet; its address."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    told = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    import s3fs
-
-    system = s3fs.S3FileSystem(skip_instance_cache=True)
-    system.mkdir("logs")
-    many = "".join(map(line, range(3000)))
-    system.pipe("logs/day/a.jsonl", many.encode())
-    system.pipe("logs/day/b.jsonl.gz", gzip.compress("".join(map(line, range(3000, 3002))).encode()))
-    system.pipe("logs/day/notes.md", b"x")
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
-    sink = pa.BufferOutputStream()
-    pyarrow.parquet.write_table(pa.Table.from_pylist([json.loads(line(3002))]), sink)
-    system.pipe("logs/day/c.parquet", sink.getvalue().to_pybytes())
-    yield "s3://logs"
-    server.stop()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    with served() as system:
+        system.mkdir("logs")
+        many = "".join(map(line, range(3000)))
+        system.pipe("logs/day/a.jsonl", many.encode())
+        system.pipe("logs/day/b.jsonl.gz", gzip.compress("".join(map(line, range(3000, 3002))).encode()))
+        system.pipe("logs/day/notes.md", b"x")
+        sink = pa.BufferOutputStream()
+        pyarrow.parquet.write_table(pa.Table.from_pylist([json.loads(line(3002))]), sink)
+        system.pipe("logs/day/c.parquet", sink.getvalue().to_pybytes())
+        yield "s3://logs"
 
 
 def test_a_folder_a_pattern_and_a_file_of_a_bucket_are_read(bucket):

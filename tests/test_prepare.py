@@ -21,6 +21,8 @@ from tracegrad.cli import main
 from tracegrad.config import Data, Map
 from tracegrad.errors import ArgumentError
 from tracegrad.prepare import MOST_SHARDFULS, shards_of
+from tracegrad.prepare import run as run_of_parts
+from tracegrad.prepare.place import Folder
 
 HERE = Path(__file__).parent
 SOURCE = Path(tg.__file__).parents[1]
@@ -185,10 +187,10 @@ def test_another_tokenizer_is_noticed(example, traces, tmp_path):
 
 
 def test_standard_input_cannot_be_gone_on_with(example, tmp_path, monkeypatch):
-    plan = prepare._plan(["-"], example / "model", Data(), Map(), 8)
+    plan = run_of_parts._plan(["-"], example / "model", Data(), Map(), 8)
     (tmp_path / "shard-00000").mkdir()
     with pytest.raises(ArgumentError, match="standard input"):
-        prepare._begin(tmp_path, plan, True)
+        run_of_parts._begin(Folder(tmp_path), plan, True)
 
 
 # --- one at a time ---
@@ -224,10 +226,10 @@ def test_of_two_that_start_together_one_writes_and_one_is_refused(tmp_path, trac
 # --- killed ---
 
 
-def killed(traces, out, *numbers):
+def killed(traces, out, *numbers, kind="prepare"):
     out.mkdir(exist_ok=True)
     (out / "t.jsonl").write_bytes(traces.read_bytes())
-    done = run(HERE / "faults.py", "prepare", out, *numbers)
+    done = run(HERE / "faults.py", kind, out, *numbers)
     said = done.communicate()[1]
     assert done.returncode == 0, said[-4000:]
     found = json.loads((out / "found.json").read_text())
@@ -242,6 +244,7 @@ def test_a_prepare_that_is_killed_is_refused_and_gone_on_with_to_the_same_bytes(
 
 
 @pytest.mark.nightly
-def test_a_prepare_may_be_killed_at_any_operation_on_a_file(traces, tmp_path):
-    found = killed(traces, tmp_path)
+@pytest.mark.parametrize("kind", ["prepare", "parts"])
+def test_a_prepare_may_be_killed_at_any_operation_on_a_file(traces, tmp_path, kind):
+    found = killed(traces, tmp_path, kind=kind)
     assert len(found["found"]) == found["operations"] > 60

@@ -1,17 +1,23 @@
 """How exactly traces were aligned: counts over shards, for drift.json and the terminal."""
 
+import base64
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tracegrad.codes import GUESSED, TIER_TEXT
 from tracegrad.config import Map
 from tracegrad.inputs import candidates
 from tracegrad.inputs.mapping import which_reward
-from tracegrad.read_report import ReadReport
+from tracegrad.read_report import ReadReport, summed
 from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace_columns import hashes
+
+_COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact")
 
 
 @dataclass
@@ -26,6 +32,8 @@ class Account:
         tiers: name to sampled tokens, trainable ones and generations.
         drift: reason to findings, traces and tokens concerned.
         recorded, exact: tokens recorded as sampled, and of those held with an exact id and a logprob.
+        group_keys: [uint64] of each shard, one for each of its groups, by its name.
+        parts: how many parts the inputs were read in, and `whole`, why there is one alone where there could be more.
         rewards: names of the rewards that some trace has, and `reward`, the one that is told to be trained on.
         errors: one line for each trace that could not be aligned and was left out.
         template: what the probe found of the chat template, and `warnings` of it.
@@ -46,14 +54,25 @@ class Account:
     exact: int = 0
     template: dict[str, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
-    group_names: set[str] = field(default_factory=set)
+    group_keys: list[NDArray[np.uint64]] = field(default_factory=list)
+    parts: int = 1
+    whole: str = ""
     rewards: list[str] = field(default_factory=list)
     reward: str = ""
 
     @property
     def groups(self) -> int:
         """Distinct groups."""
-        return len(self.group_names)
+        return len(np.unique(self._keys))
+
+    @property
+    def cut_groups(self) -> int:
+        """Groups of which traces stand in several shards."""
+        return int(np.count_nonzero(np.unique(self._keys, return_counts=True)[1] > 1))
+
+    @property
+    def _keys(self) -> NDArray[np.uint64]:
+        return np.concatenate([np.zeros(0, np.uint64), *self.group_keys])
 
     @property
     def lone(self) -> bool:
@@ -69,11 +88,33 @@ class Account:
         self.recorded += sequences.drift.recorded
         self.exact += sequences.drift.exact
         self.errors += sequences.drift.errors
-        self.group_names.update(sequences.group_names)
+        self.group_keys.append(np.unique(hashes(sequences.group_names)[:, 0]))
         known = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
         self.rewards += [name for name, is_known in known if is_known and name not in self.rewards]
         _add(self.tiers, sequences.tiers())
         _add(self.drift, sequences.drift.table())
+
+    def counts(self) -> dict[str, Any]:
+        """What `join` adds to another account, as JSON has it."""
+        told = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift")}
+        keys = base64.b64encode(np.concatenate([np.zeros(0, "<u8"), *self.group_keys]).astype("<u8").tobytes())
+        return {**told, "group_keys": keys.decode(), "read": asdict(self.read)}
+
+    def join(self, told: Mapping[str, Any]) -> None:
+        """Adds what `counts` gave of a part.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is none.
+        """
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + int(told[name]))
+        self.errors += told["errors"]
+        self.group_keys.append(np.frombuffer(base64.b64decode(told["group_keys"]), "<u8").astype(np.uint64))
+        self.rewards += [name for name in told["rewards"] if name not in self.rewards]
+        _add(self.tiers, told["tiers"])
+        _add(self.drift, told["drift"])
+        formats = {name: (count, sign) for name, (count, sign) in told["read"]["formats"].items()}
+        self.read = summed(self.read, ReadReport(**{**told["read"], "formats": formats}))
 
     def look(self, named: list[str], told: Map) -> None:
         """Looks for what may be meant, where no trace has a reward or every group is of one trace."""
@@ -98,6 +139,8 @@ class Account:
             "template": self.template,
             "read": asdict(self.read),
             "mapped": self.mapped,
+            "parts": self.parts,
+            "groups_in_several_shards": self.cut_groups,
         }
 
     def lines(self) -> list[str]:
@@ -108,6 +151,7 @@ class Account:
             f"read     {self.traces:,} traces in {groups} from {self.source}{bad}",
             *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
             *self.mapped,
+            *self._cut(),
             *self.found,
             *which_reward(self.rewards, self.reward),
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
@@ -121,6 +165,14 @@ class Account:
             share = 1 - self.exact / self.recorded
             out.append(f"drift    {share:.3%} of {self.recorded:,} recorded tokens are without an exact id and logprob")
         out += _table("reason", ("findings", "traces", "tokens"), self.drift, {})
+        return out
+
+    def _cut(self) -> list[str]:
+        """In how many parts the inputs were read, and what that did to groups."""
+        out = [f"parts    {self.parts:,}"] if self.parts > 1 else []
+        out += [f"parts    1: {self.whole}"] if self.whole else []
+        if cut := self.cut_groups:
+            out.append(f"groups   {cut:,} stand in several shards, by one name: loaded together they are one")
         return out
 
     def _guessed(self) -> list[str]:

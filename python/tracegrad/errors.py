@@ -4,6 +4,7 @@ Raised by all rooms, defined in the core; each is a ValueError and carries `file
 where they are known. Their text is for terminals and logs: `shown` makes it one line that says what it seems to say.
 """
 
+import copyreg
 import re
 
 from tracegrad._core import (
@@ -36,6 +37,28 @@ def shown(text: object) -> str:
 def _message(error: TracegradError) -> str:
     return shown(ValueError.__str__(error))
 
+
+def _made(name: str, args: tuple[object, ...], place: dict[str, object]) -> TracegradError:
+    error: TracegradError = globals()[name](*args)
+    vars(error).update(place)
+    return error
+
+
+def _parts(error: TracegradError) -> tuple[object, ...]:
+    return _made, (type(error).__name__, error.args, vars(error))
+
+
+# So that an error comes from another process as what it is: the core's classes cannot be found by their names.
+for _class in (
+    AlignmentError,
+    ArgumentError,
+    FormatError,
+    ReadError,
+    TemplateError,
+    TokenizerError,
+    TracegradError,
+):
+    copyreg.pickle(_class, _parts)  # type: ignore[arg-type]
 
 # Whoever raises one, from whatever text: this is the one place where it becomes a message.
 TracegradError.__str__ = _message  # type: ignore[assignment, method-assign]

@@ -1,7 +1,8 @@
 """What makes a folder of arrays whole: `manifest.json`, written last, with counts, sizes and checksums.
 
-Here are the manifest of one folder and of a folder of shards, their checks, and the lock that keeps two writers apart.
-Numbers are `store`'s, files `shards`'; called by `store` and `prepare`. docs/trace-format.md states the contract.
+Here are the manifest of one folder and of a folder of shards, at a path or an address, their checks, and the lock that
+keeps two writers apart. Numbers are `store`'s, files `shards`'; called by `store`, `bucket` and `prepare`.
+docs/trace-format.md states the contract.
 """
 
 import fcntl
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tracegrad import addresses
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.shards import Written, flush, measure, open_file, read_text, write_bytes
 
@@ -24,6 +26,7 @@ COUNTS = ("traces", "branches", "tokens", "terms")
 _FORMAT = "tracegrad-folder/1"
 _LIMIT = 64 << 20
 _DRAFT = re.compile(r"\.\d+\.tmp$")
+_SHARD = re.compile(r"shard-(?:(\d{5,})-)?(\d{5,})")
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,13 @@ class Folder:
     shards: "Mapping[str, Folder]"
 
 
-def shard_name(index: int) -> str:
-    """What the shard with this number is called."""
-    return f"shard-{index:05d}"
+def shard_name(index: int, part: int | None = None) -> str:
+    """What the shard with this number is called; that of one of several parts, which number their own.
+
+    >>> shard_name(3), shard_name(3, 12)
+    ('shard-00003', 'shard-00012-00003')
+    """
+    return f"shard-{index:05d}" if part is None else f"shard-{part:05d}-{index:05d}"
 
 
 def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written]) -> None:
@@ -52,41 +59,84 @@ def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written])
     Raises:
         ReadError: if it cannot be written.
     """
-    _put(folder, Folder(counts, files, {}))
+    put(folder, Folder(counts, files, {}))
 
 
 def seal(folder: Path) -> Folder:
     """Says that a folder of shards is whole. Whoever wrote the shards, each has its own manifest."""
-    found = sorted((path.name for path in folder.glob("shard-*")), key=lambda name: (len(name), name))
+    found = sorted((path.name for path in folder.glob("shard-*")), key=_place)
     shards = {name: read(folder / name) for name in found}
     _check_names(folder, shards)
-    whole = Folder({name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}, {}, shards)
-    _put(folder, whole)
+    whole = of_shards(shards)
+    put(folder, whole)
     return whole
 
 
-def read(folder: Path) -> Folder:
+def of_shards(shards: "Mapping[str, Folder]") -> Folder:
+    """The folder that holds these, by name and in order."""
+    return Folder({name: sum(shard.counts[name] for shard in shards.values()) for name in COUNTS}, {}, shards)
+
+
+def read(folder: Path | str) -> Folder:
     """What a folder holds, by its manifest; every file is there and as long as the manifest says.
+
+    Args:
+        folder: its path, or its address (s3://bucket/path).
 
     Raises:
         ReadError: if there is no manifest, or a file is missing.
         FormatError: if the manifest is none, or a file has another length.
     """
+    if isinstance(folder, str) and addresses.is_address(folder):
+        return _at(folder)
+    folder = addresses.path_of(folder)
     path = folder / NAME
     if not path.exists():
-        raise ReadError(_unsealed(folder))
-    try:
-        found = _folder(json.loads(read_text(path, _LIMIT)))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, (ReadError, FormatError)):
-            raise
-        raise FormatError(f"{path}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
+        shards = sum(1 for _ in folder.glob("shard-*"))
+        raise ReadError(_unsealed(folder, shards, any(folder.glob("sequences.*"))))
+    found = parsed(str(path), read_text(path, _LIMIT))
     _check_names(folder, found.shards)
     for place, name, told in _files(folder, found):
         with open_file(place / name) as file:
             size = os.fstat(file.fileno()).st_size
         if size != told.bytes:
             raise FormatError(f"{place / name}: {size:,} bytes, and the manifest says {told.bytes:,}. {_CHANGED}")
+    return found
+
+
+def parsed(name: str, told: bytes) -> Folder:
+    """What a manifest says; `name` stands for it in errors.
+
+    Raises:
+        FormatError: if it is none.
+    """
+    try:
+        return _folder(json.loads(told))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{name}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
+
+
+def _at(address: str) -> Folder:
+    """As `read`, of an address."""
+    there = addresses.sizes(address)
+    if NAME not in there:
+        names = {name.partition("/")[0] for name in there}
+        raise ReadError(_unsealed(address, sum(name.startswith("shard-") for name in names), "sequences.json" in names))
+    found = parsed(addresses.joined(address, NAME), addresses.read(addresses.joined(address, NAME), _LIMIT))
+    _check_order(address, found.shards)
+    wanted = dict(found.files)
+    wanted |= {f"{shard}/{name}": told for shard, inner in found.shards.items() for name, told in inner.files.items()}
+    for name, told in wanted.items():
+        if name not in there:
+            raise ReadError(f"{address}: {name} is missing, and the manifest names it. {_CHANGED}")
+        if there[name] != told.bytes:
+            raise FormatError(
+                f"{addresses.joined(address, name)}: {there[name]:,} bytes, and the manifest says {told.bytes:,}. "
+                f"{_CHANGED}"
+            )
+    more = {name.partition("/")[0] for name in there if name.startswith("shard-")} - found.shards.keys()
+    if more and found.shards:
+        raise FormatError(f"{address}: holds {min(more)[:40]!r}, which the manifest does not name. {_CHANGED}")
     return found
 
 
@@ -98,8 +148,11 @@ def verify(folder: Path, found: Folder) -> None:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Keeps other writers out of a folder. The system lets go of it when the process ends, however that is."""
+def lock(folder: Path) -> Iterator[int]:
+    """Keeps other writers out of a folder; gives the handle that holds the lock.
+
+    The system lets go of it when the process ends, however that is, and the last of those to which it gave the handle.
+    """
     try:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -119,7 +172,7 @@ def lock(folder: Path) -> Iterator[None]:
             "Choose a folder on another file system."
         ) from error
     try:
-        yield
+        yield handle
     finally:
         os.close(handle)
 
@@ -135,13 +188,13 @@ def clear_drafts(folder: Path, *names: str) -> None:
 _CHANGED = "It was changed or cut after it was written. Copy it again, go on with `prepare --resume`, or write it anew."
 
 
-def _unsealed(folder: Path) -> str:
-    if shards := sum(1 for _ in folder.glob("shard-*")):
+def _unsealed(folder: Path | str, shards: int, is_one: bool) -> str:
+    if shards:
         return (
             f"{folder}: holds {shards} shards and no {NAME}. `prepare` was stopped before it was done, or still runs, "
             "and what is there is a part of the traces. Go on with `tracegrad prepare` and --resume."
         )
-    if any(folder.glob("sequences.*")):
+    if is_one:
         return (
             f"{folder}: no {NAME} there. It was not written to its end, or by a version that wrote none. "
             "Save it again, or prepare the traces again."
@@ -149,16 +202,26 @@ def _unsealed(folder: Path) -> str:
     return f"{folder}: holds no {NAME} and no shards. Give a folder that `prepare` or `save` wrote."
 
 
-def _put(folder: Path, whole: Folder) -> None:
-    text = json.dumps({"format": _FORMAT, **_plain(whole)}, indent=1)
-    write_bytes(folder / NAME, [text.encode() + b"\n"])
+def put(folder: Path, whole: Folder) -> None:
+    """Writes a manifest.
+
+    Raises:
+        ReadError: if it cannot be written.
+    """
+    write_bytes(folder / NAME, [encoded(whole)])
     with suppress(OSError):
         flush(folder.parent)
 
 
-def _plain(folder: Folder) -> dict[str, Any]:
+def encoded(whole: Folder) -> bytes:
+    """A manifest as it is written."""
+    return json.dumps({"format": _FORMAT, **plain(whole)}, indent=1).encode() + b"\n"
+
+
+def plain(folder: Folder) -> dict[str, Any]:
+    """What a manifest says of a folder, as JSON has it."""
     files = {name: {"bytes": file.bytes, "crc32": f"{file.crc32:08x}"} for name, file in folder.files.items()}
-    shards = {name: _plain(shard) for name, shard in folder.shards.items()}
+    shards = {name: plain(shard) for name, shard in folder.shards.items()}
     return {"counts": dict(folder.counts), **({"files": files} if files else {"shards": shards})}
 
 
@@ -202,12 +265,40 @@ def _file_name(name: str) -> str:
     return name
 
 
+def of_plain(told: Any) -> Folder:
+    """The folder of which `plain` says so.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: if it is none.
+    """
+    return _folder(told, 1)
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    """Where a shard stands among others."""
+    found = _SHARD.fullmatch(name)
+    return (int(found[1] or 0), int(found[2]), name) if found else (1 << 62, 0, name)
+
+
+def _check_order(folder: Path | str, shards: Mapping[str, Folder]) -> None:
+    """Shards are numbered from 0 without a gap, also those of each of several parts, which follow one another."""
+    part, index = -1, 0
+    for name in shards:
+        found = _SHARD.fullmatch(name)
+        of_part = int(found[1]) if found and found[1] else None
+        if of_part is not None and of_part > part:
+            part, index = of_part, 0
+        wanted = shard_name(index, None if of_part is None else part)
+        if name != wanted:
+            raise FormatError(f"{folder}: {wanted} is missing before {name[:40]!r}. {_CHANGED}")
+        index += 1
+
+
 def _check_names(folder: Path, shards: Mapping[str, Folder]) -> None:
-    """Shards are numbered from 0 without a gap, and are folders of their own."""
+    """Shards are in order, and folders of their own."""
     there = {path.name for path in folder.glob("shard-*")}
-    for index, name in enumerate(shards):
-        if name != shard_name(index):
-            raise FormatError(f"{folder}: {shard_name(index)} is missing before {name[:40]!r}. {_CHANGED}")
+    _check_order(folder, shards)
+    for name in shards:
         if (folder / name).is_symlink():
             raise ReadError(f"{folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
         if name not in there:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core, arrays, flat, given_arrays, notebook, store
+from tracegrad import _core, arrays, bucket, flat, given_arrays, notebook, store
 from tracegrad.codes import ENDINGS, GIVEN, LOGPROB_KINDS, MEDIA, NO_TIER, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
 from tracegrad.drift import Drift, no_drift, untrained
 from tracegrad.errors import ArgumentError
@@ -290,13 +290,14 @@ class Sequences:
         several shards are one where their names are equal.
 
         Args:
+            directory: its path, or its address (s3://bucket/path), from which it is brought into the cache.
             verify: compare the files' checksums as well, which finds a changed logprob; `tracegrad train` does.
 
         Raises:
             ReadError: if nothing whole is there.
             FormatError: if the files are not what `save` writes, or not those of the manifest.
         """
-        found = store.load(Path(directory), verify)
+        found = store.load(bucket.here(directory), verify)
         columns: dict[str, Any] = {**found.columns, **found.names}
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
         return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))

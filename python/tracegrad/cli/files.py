@@ -15,10 +15,17 @@ from tracegrad.inputs import Bar
 
 def add_to(commands: Any) -> None:
     """Adds the verbs."""
-    shards = command(commands, "prepare", "align traces into shards, without torch", _prepare)
+    shards = command(commands, "prepare", "align traces into shards, without torch", _prepare, out=str)
     shards.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces in a shard (default 4096)")
     shards.add_argument("--json", action="store_true", help="the account for machines, one object")
-    shards.add_argument("--resume", action="store_true", help="go on from the last whole shard in --out")
+    shards.add_argument("--resume", action="store_true", help="keep what is whole in --out, do what is missing")
+    shards.add_argument("--workers", type=int, default=1, metavar="N", help="processes that do parts of it (default 1)")
+    shards.add_argument(
+        "--ray", nargs="?", const="", metavar="ADDRESS", help="do the parts on a Ray cluster; --workers actors at most"
+    )
+    shards.add_argument(
+        "--part-bytes", type=int, default=prepare.PART_BYTES, metavar="N", help="bytes of inputs in a part (256 MiB)"
+    )
     _doctor_command(commands)
 
 
@@ -45,16 +52,18 @@ def _prepare(told: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     unread = ("data.reward", "data.holdout")
     if idle := [name for name, _ in overrides if not name.startswith(of_reading) or name in unread]:
         raise ArgumentError(f"{idle[0]} has no effect on prepare, which only reads and aligns. Leave it for train.")
-    if told.shard_traces < 1:
-        raise ArgumentError(f"--shard-traces is {told.shard_traces}. A shard holds at least one trace. Leave it out.")
+    for flag in ("shard_traces", "workers", "part_bytes"):
+        if getattr(told, flag) < 1:
+            raise ArgumentError(f"--{flag.replace('_', '-')} is {getattr(told, flag)}. At least 1 is. Leave it out.")
     chosen = config.load(overrides=overrides)
-    cut = {"shard_traces": told.shard_traces, "resume": told.resume, "map": chosen.map, "progress": Bar()}
+    cut = {name: getattr(told, name) for name in ("shard_traces", "resume", "workers", "ray", "part_bytes")}
+    cut |= {"map": chosen.map, "progress": Bar()}
     account = prepare.prepare(told.traces, told.model, chosen.data, told.out, **cut)
     steps = _next(told, chosen, account)
     if told.json:
         tell({**account.as_dict(), "next": steps})
         return 0
-    say(*account.lines(), f"written  {told.out}/shard-*, {told.out / 'drift.json'}, {told.out / 'manifest.json'}")
+    say(*account.lines(), f"written  {told.out}/shard-*, {told.out}/drift.json, {told.out}/manifest.json")
     say(*(f"next     {step}" for step in steps))
     return 0
 

@@ -5,18 +5,17 @@ Nothing is read here but the first bytes of a file.
 
 import glob
 import os
-import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tracegrad.addresses import ADDRESS
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs.remote import listed
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 MOST_PLACES = 1_000_000
 _BEGINS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "eval"}
 
@@ -30,12 +29,17 @@ class Place:
         path: where it is.
         size: bytes on the disk, 0 where they are not known.
         modified: time of its last change in nanoseconds, 0 where it is not known.
+        start, end: which of its bytes are read, of a file that is cut between records; all, where `end` is 0.
+        line: on which these begin.
     """
 
     kind: str
     path: str
     size: int = 0
     modified: int = 0
+    start: int = 0
+    end: int = 0
+    line: int = 1
 
 
 def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
@@ -46,7 +50,7 @@ def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
         ArgumentError: if standard input is named beside others.
 
     >>> expand(["-"])
-    [Place(kind='stdin', path='-', size=0, modified=0)]
+    [Place(kind='stdin', path='-', size=0, modified=0, start=0, end=0, line=1)]
     """
     names = [os.fspath(path) for path in paths]
     if "-" in names and len(names) > 1:
@@ -57,14 +61,28 @@ def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
     return places
 
 
+def filled(places: list[Place]) -> list[Place]:
+    """The places that are not empty files; the first, where all are."""
+    return [place for place in places if not _is_empty(place)] or places[:1]
+
+
+def _is_empty(place: Place) -> bool:
+    try:
+        return os.path.isfile(place.path) and os.path.getsize(place.path) == 0
+    except OSError:
+        return False
+
+
 def named(source: Any) -> tuple[list[Place], Any]:
-    """The places that are named, or else what holds records itself.
+    """The places that are named, or given, or else what holds records itself.
 
     Raises:
         ReadError, ArgumentError: as `expand`, or if nothing is named.
     """
     if isinstance(source, (str, os.PathLike)):
         return expand([source]), None
+    if isinstance(source, Sequence) and source and all(isinstance(each, Place) for each in source):
+        return list(source), None
     if isinstance(source, Sequence) and source and all(isinstance(each, (str, os.PathLike)) for each in source):
         return expand(source), None
     if isinstance(source, Sequence) and not source and not hasattr(source, "features"):

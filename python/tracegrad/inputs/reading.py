@@ -19,15 +19,16 @@ from tracegrad.inputs import adapters, chat, sources
 from tracegrad.inputs.again import Again
 from tracegrad.inputs.mapping import Mapper, Unfit, add, loads, prompt_of
 from tracegrad.inputs.options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
-from tracegrad.inputs.places import Place, named
+from tracegrad.inputs.places import Place, filled, named
 from tracegrad.inputs.progress import Progress
 from tracegrad.inputs.sessions import Sessions
 from tracegrad.inputs.sources import Row, Source
+from tracegrad.inputs.tally import Tally, state
 from tracegrad.read_report import ReadReport, summed
 from tracegrad.trace import Line, Traces
 
 Path = str | os.PathLike[str]
-_BLANK = "there is no record in it"
+BLANK = "there is no record in it"
 """What the core says of a file whose records were none, or were none of a call."""
 
 
@@ -93,25 +94,30 @@ class InputStream(Iterator[Traces]):
     """Batches of traces as they are read; `read_report` counts what was read so far, `lines` says what was mapped."""
 
     def __init__(
-        self, source: Any, told: Map, options: Options, progress: Callable[[Progress], None] | None = None
+        self,
+        source: Any,
+        told: Map,
+        options: Options,
+        progress: Callable[[Progress], None] | None = None,
+        *,
+        is_part: bool = False,
     ) -> None:
+        self._is_part = is_part
         self._told, self._options, self._progress = told, options, progress
         self._done = ReadReport()
         self._taken = 0
         self._stopped = False
         self._began = time.monotonic()
-        self._notes: list[str] = []
-        self._promptless = 0
+        self._empty = self._promptless = 0
+        self._bare: list[ReadError] = []
         self._mapper = Mapper(told)
         self._adapted = adapters.Adapted()
         self._sessions: Sessions | None = None
         self._again: Again | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._places, self._given = named(source)
-        kept = [place for place in self._places if not _is_empty(place)] or self._places[:1]
-        if left := len(self._places) - len(kept):
-            self._notes.append(f"         {left:,} empty files are left out")
-        self._places = kept
+        kept = filled(self._places)
+        self._empty, self._places = len(self._places) - len(kept), kept
         self._total = sum(place.size for place in kept)
         # What cannot be read is said at once, not with the first batch.
         self._source: Source | None = self._open(0)
@@ -146,17 +152,22 @@ class InputStream(Iterator[Traces]):
 
     def lines(self) -> list[str]:
         """What was mapped, joined and converted, for a terminal."""
-        sessions = self._sessions.lines() if self._sessions else []
-        count = self.read_report.reasons.get("failed_call", 0)
-        calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
-        failed = [f"         {calls}"] if count else []
-        alone = (
-            [f"map      group: {self._promptless:,} traces have no prompt and are alone"] if self._promptless else []
+        return self.tally().lines(self._told, self.read_report, BLANK)
+
+    def tally(self) -> Tally:
+        """The same as counts."""
+        return Tally(
+            empty=self._empty,
+            bare=len(self._bare),
+            first_bare=str(self._bare[0]) if self._bare else "",
+            promptless=self._promptless,
+            adapted=dict(self._adapted.counts),
+            callless=dict(self._adapted.empty),
+            mapper=state(self._mapper),
+            sessions=self._sessions.lines() if self._sessions else [],
         )
-        return [*self._notes, *self._adapted.lines(), *failed, *self._mapper.lines(), *sessions, *alone]
 
     def _all(self) -> Iterator[Traces]:
-        bare: list[ReadError] = []
         for number in range(max(len(self._places), 1)):
             if number:
                 self._source = self._open(number)
@@ -164,19 +175,16 @@ class InputStream(Iterator[Traces]):
             try:
                 yield from self._of(self._source, number)
             except ReadError as error:
-                if _BLANK not in str(error):
+                if BLANK not in str(error):
                     raise
-                bare.append(error)
+                self._bare.append(error)
             self._taken += self._source.taken
             self._done = self.read_report
             self._source = self._again = None
             if self._options.limit is not None and self._done.traces >= self._options.limit:
                 break
-        if bare and len(bare) == len(self._places):
-            raise bare[0]
-        if bare:
-            first = str(bare[0]).partition(f": {_BLANK}")[0]
-            self._notes.append(f"         {len(bare):,} files without a record of a call are left out, {first} first")
+        if self._bare and len(self._bare) == len(self._places) and not self._is_part:
+            raise self._bare[0]
         if self._sessions is not None:
             yield from self._joined(self._sessions)
         if self._folder is not None:
@@ -342,11 +350,14 @@ def _size(row: Row) -> int:
     return len(row[1]) + (len(row[2]) if isinstance(row[2], bytes) else 0)
 
 
-def _is_empty(place: Place) -> bool:
-    try:
-        return os.path.isfile(place.path) and os.path.getsize(place.path) == 0
-    except OSError:
-        return False
+def of_part(
+    places: list[Place],
+    told: Map,
+    options: Options,
+    progress: Callable[[Progress], None] | None = None,
+) -> InputStream:
+    """A stream of some places of an input, of which all may be without a record of a call."""
+    return InputStream(places, told, options, progress, is_part=True)
 
 
 def together(parts: InputStream) -> Traces:

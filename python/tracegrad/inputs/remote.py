@@ -6,10 +6,10 @@ fsspec is imported on use (extra `cloud`). A thread copies into the pipe, so tha
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from tracegrad.errors import ArgumentError, ReadError, shown
+from tracegrad.addresses import system, unreadable
+from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs.suffixes import SUFFIXES, refuse_other, suffix
 
 BLOCK = 1 << 20
@@ -22,76 +22,63 @@ def listed(address: str) -> list[tuple[str, int]]:
         ReadError: if there is none, or it cannot be asked.
         ArgumentError: if fsspec, or what it needs for this kind of address, is not installed.
     """
-    with _system(address) as (system, path):
+    with system(address) as (files, path):
         if any(mark in path for mark in "*?["):
-            found = {name: told for name, told in system.glob(path, detail=True).items() if told["type"] == "file"}
-        elif system.isdir(path):
-            inside = system.find(path, detail=True)
+            found = {name: told for name, told in files.glob(path, detail=True).items() if told["type"] == "file"}
+        elif files.isdir(path):
+            inside = files.find(path, detail=True)
+            if f"{path.rstrip('/')}/manifest.json" in inside:
+                raise ArgumentError(
+                    f"{address} holds prepared shards. They are aligned already. Give that address to train alone, or "
+                    "those of the traces."
+                )
             found = {name: told for name, told in inside.items() if suffix(name) in SUFFIXES}
         else:
-            found = {path: system.info(path)}
+            found = {path: files.info(path)}
     if not found:
         raise ReadError(f"{address}: nothing there has such a name. There are no traces to read. Check the address.")
     for name in found:
         refuse_other(name)
-    return [(system.unstrip_protocol(name), int(found[name].get("size") or 0)) for name in sorted(found)]
-
-
-@contextmanager
-def _system(address: str) -> Iterator[tuple[Any, str]]:
-    """The file system of an address and the path there; what goes wrong with them within is told as of the address."""
-    try:
-        import fsspec
-    except ImportError as error:
-        raise ArgumentError(
-            f"{error}. Addresses such as {address[:60]} need it. pip install 'tracegrad[cloud]'"
-        ) from error
-    try:
-        yield fsspec.core.url_to_fs(address)
-    except ImportError as error:
-        raise ArgumentError(
-            f"{address}: {error}. Nothing can be read from there without it. pip install what it names."
-        ) from error
-    except Exception as error:
-        raise _unreadable(address, error) from error
-
-
-def _unreadable(address: str, error: Exception) -> ReadError:
-    why = f"{type(error).__name__}: {shown(str(error))[:200]}".rstrip(": ")
-    return ReadError(f"{address}: {why}. It cannot be read. Check the address, and the credentials of fsspec for it.")
+    return [(files.unstrip_protocol(name), int(found[name].get("size") or 0)) for name in sorted(found)]
 
 
 def local_copy(address: str, folder: str) -> str:
     """A whole file brought into a folder: what is read from its end (Parquet, Arrow, zip) needs all of it."""
-    with _system(address) as (system, path):
+    with system(address) as (files, path):
         target = os.path.join(folder, os.path.basename(path.rstrip("/")) or "file")
-        system.get_file(path, target)
+        files.get_file(path, target)
     return target
 
 
 def head(address: str, count: int = 8) -> bytes:
     """The first bytes of a file."""
-    with _system(address) as (system, path):
-        return bytes(system.read_block(path, 0, count))
+    with system(address) as (files, path):
+        return bytes(files.read_block(path, 0, count))
 
 
 class Pipe:
     """The bytes of an address, from a path that any reader can open; `check` after the end says what went wrong."""
 
     def __init__(self, address: str) -> None:
-        with _system(address) as (system, path):
-            self._file = system.open(path, "rb", block_size=4 * BLOCK)
-        self._address = address
+        with system(address) as (files, path):
+            self._begin(files.open(path, "rb", block_size=4 * BLOCK), address)
+
+    def _begin(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
         self._error: Exception | None = None
         self._out, self._in = os.pipe()
         self.path = f"/dev/fd/{self._out}"
-        self._thread = threading.Thread(target=self._copy, name=f"read {address[:40]}", daemon=True)
+        self._thread = threading.Thread(target=self._copy, name=f"read {name[:40]}", daemon=True)
         self._thread.start()
+
+    def _blocks(self) -> Iterator[bytes]:
+        while block := self._file.read(BLOCK):
+            yield block
 
     def _copy(self) -> None:
         try:
             with self._file, os.fdopen(self._in, "wb", buffering=0) as pipe:
-                while block := self._file.read(BLOCK):
+                for block in self._blocks():
                     pipe.write(block)
         except BrokenPipeError:
             pass  # its reader needs no more
@@ -110,4 +97,30 @@ class Pipe:
         """
         self._thread.join(timeout=60)
         if self._error is not None:
-            raise _unreadable(self._address, self._error) from self._error
+            raise unreadable(self._name, self._error) from self._error
+
+
+class Piece(Pipe):
+    """Some bytes of a file of lines, behind as many line breaks as stand before them: so its lines have their numbers.
+
+    Raises:
+        ReadError: if it cannot be opened.
+    """
+
+    def __init__(self, path: str, start: int, end: int, line: int) -> None:
+        self._left, self.breaks = end - start, line - 1
+        try:
+            file = open(path, "rb", buffering=0)  # noqa: SIM115 (the thread that copies closes it)
+        except OSError as error:
+            raise ReadError(f"{path}: cannot be read ({error.strerror}). Check that the file is there.") from error
+        file.seek(start)
+        self._begin(file, path)
+
+    def _blocks(self) -> Iterator[bytes]:
+        for done in range(0, self.breaks, BLOCK):
+            yield b"\n" * min(BLOCK, self.breaks - done)
+        while self._left:
+            if not (block := self._file.read(min(BLOCK, self._left))):
+                raise OSError("the file has become shorter while it was read")
+            self._left -= len(block)
+            yield block

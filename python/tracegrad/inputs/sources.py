@@ -35,9 +35,10 @@ class FileSource:
 
     def __init__(self, place: Place, options: Options) -> None:
         self.name, self._batch, self._limit = place.path, options.batch, options.limit
-        self._pipe = remote.Pipe(place.path) if place.kind == "address" else None
+        self._place, self._pipe = place, _pipe(place)
         path, name = (self._pipe.path, place.path) if self._pipe else (place.path, None)
         told = (options.on_error, options.aside, options.limit, options.max_record_bytes, options.chunk_bytes)
+        self._options = options
         self._reader = _core.TraceReader(path, *told, options.format, name)
         if self._pipe:
             self._pipe.opened()
@@ -45,7 +46,12 @@ class FileSource:
         self._first: list[tuple[Line, bytes]] = []
 
     def head(self) -> list[bytes]:
-        """The first records, about 64 KiB; one of what may make a reader wait. What comes next has them again."""
+        """The first records, about 64 KiB; one of what may make a reader wait. What comes next has them again.
+
+        Those of the whole file, where a piece of it is read.
+        """
+        if self._place.end:
+            return FileSource(replace(self._place, start=0, end=0, line=1), self._options).head()
         if not self._first:
             self._first = self._reader.cut(16 if self._patient else 1, 1 << 16)
         return [text for _, text in self._first]
@@ -99,12 +105,20 @@ class FileSource:
     @property
     def taken(self) -> int:
         """Bytes taken so far."""
-        return self._reader.taken()
+        before = self._pipe.breaks if isinstance(self._pipe, remote.Piece) else 0
+        return max(self._reader.taken() - before, 0)
 
     def _end(self) -> None:
         # At the limit the rest of an address is still on its way, and nobody waits for it.
         if self._pipe and (self._limit is None or self.report.traces < self._limit):
             self._pipe.check()
+
+
+def _pipe(place: Place) -> remote.Pipe | None:
+    """What brings the bytes of what is not read as a whole file."""
+    if place.kind == "address":
+        return remote.Pipe(place.path)
+    return remote.Piece(place.path, place.start, place.end, place.line) if place.end else None
 
 
 class RowSource:

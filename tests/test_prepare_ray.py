@@ -1,0 +1,135 @@
+"""Parts through Ray Data: the same bytes as here, on one node and on two, also when an actor is lost.
+
+Nightly: a local cluster takes some 20 s to start. Ray is no part of the test extra, as it takes 200 MB on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tracegrad as tg
+from doc_blocks import blocks
+from tracegrad import manifest, prepare
+from tracegrad.config import Data, Map
+from tracegrad.errors import ArgumentError, FormatError
+from tracegrad.prepare import on_ray
+from tracegrad.prepare.part import Job
+
+HOUSE = str(Path(tg.__file__).parents[1])
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    found = pytest.importorskip("ray", reason="ray is not installed: pip install 'tracegrad[ray]'")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HOUSE, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def make(example, tmp_path):
+    path = tmp_path / "t.jsonl"
+    tg.write(tg.read(example / "traces.jsonl.zst", limit=64), path)
+
+    def made(out, source=path, **more):
+        told = {"shard_traces": 8, "part_bytes": 40_000, **more}
+        return prepare.prepare(str(source), example / "model", Data(), tmp_path / out, **told)
+
+    return made
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_without_ray_the_flag_names_the_extra(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ArgumentError, match=r"--ray needs it\. pip install 'tracegrad\[ray\]'"):
+        make("o", ray="")
+
+
+def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, example, tmp_path):
+    """What an actor does, without a cluster."""
+    make("one")
+    parts, _ = prepare.cut(str(tmp_path / "t.jsonl"), 40_000)
+    (tmp_path / "two").mkdir()
+    told = ("t.jsonl", str(example / "model"), str(tmp_path / "two"), Data(), Map(), 8)
+    rows = [on_ray._closed((Job(*told), part)) for part in parts]
+    actor = on_ray.Preparer()
+    found = [on_ray._opened(outcome) for outcome in actor({"part": rows})["outcome"]]
+    assert [part for part, _ in found] == parts
+    wanted = contents(tmp_path / "one")
+    assert all(wanted[name] == text for name, text in contents(tmp_path / "two").items())
+    (tmp_path / "t.jsonl").write_bytes(b"{}\n" * (1 << 17))
+    [(part, error)] = map(on_ray._opened, actor({"part": rows[:1]})["outcome"])
+    assert (part, type(error), error.line) == (parts[0], FormatError, 1)
+
+
+@pytest.mark.nightly
+def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
+    make("one")
+    account = make("ray", ray="", workers=2)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+    assert account.parts > 2
+    assert not ray.is_initialized()  # the cluster was started for this, and is gone with it
+    (tmp_path / "bad.jsonl").write_bytes((tmp_path / "t.jsonl").read_bytes() + b"{\n" * 10)
+    with pytest.raises(FormatError, match=r"bad\.jsonl:65: ") as found:
+        make("bad", tmp_path / "bad.jsonl", ray="")
+    assert found.value.line == 65
+
+
+def actors():
+    """Processes below this one that are actors of Ray Data."""
+    found, below = [], {os.getpid()}
+    for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )[1:-1]:
+        process, parent, told = line.split(None, 2)
+        if int(parent) in below:
+            below.add(int(process))
+            found += [int(process)] * told.startswith("ray::MapWorker")
+    return found
+
+
+@pytest.mark.nightly
+def test_two_nodes_write_the_same_bytes_also_when_an_actor_is_killed(ray, make, tmp_path):
+    from ray.cluster_utils import Cluster
+
+    make("one")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        assert len([node for node in ray.nodes() if node["Alive"]]) == 2
+        killed = []
+
+        def kill(progress):
+            if not killed:
+                killed.extend(actors()[:1])
+                for process in killed:
+                    os.kill(process, signal.SIGKILL)
+
+        make("ray", ray="", progress=kill)
+        assert killed
+        assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.nightly
+def test_the_page_s_example_of_ray_runs(ray, example, tmp_path, monkeypatch):
+    [block] = [block for block in blocks("python") if block.page == "scaling.md" and "ray.data" in block.text]
+    tg.write(tg.read(example / "traces.jsonl.zst", limit=64), tmp_path / "traces.jsonl")
+    (tmp_path / "model").symlink_to(example / "model")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text, str(block), "exec"), {"__name__": "page"})
+    assert tg.Sequences.load("out/ray", verify=True).traces == 64
+    assert next(iter(manifest.read(Path("out/ray")).shards)) == "shard-00000"
