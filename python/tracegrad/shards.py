@@ -39,6 +39,7 @@ _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
 _HEADER_LIMIT = 1 << 20  # parsed JSON takes up to forty times its text
 _TENSOR_LIMIT = 10_000
 _SLICE = 16 << 20
+_WIDEST = 1 << 16  # what an array without rows may have as its width
 
 
 class Written(NamedTuple):
@@ -223,7 +224,8 @@ def _check_layout(path: Path, header: dict[str, Any], size: int) -> None:
         array, code, shape = f"array '{name[:80]}'", entry.get("dtype"), entry.get("shape")
         if not isinstance(code, str) or code not in _DTYPES:
             raise _broken(path, f"{array} has dtype {str(code)[:20]!r}, which numpy does not hold")
-        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= size for n in shape) or len(shape) > 8:
+        most = max(size, _WIDEST)
+        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n <= most for n in shape) or len(shape) > 8:
             raise _broken(path, f"{array} has shape {str(shape)[:80]}")
         needed = math.prod(shape) * _DTYPES[code].itemsize
         if stop - start != needed:

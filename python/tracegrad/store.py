@@ -1,4 +1,5 @@
-"""What of `Sequences` is kept in a folder: arrays in a safetensors file, names and details in a JSON file beside it.
+"""What of `Sequences` is kept in a folder: arrays in a safetensors file, names and details in a JSON file beside it,
+and one row a trace in a third.
 
 Here are saving, loading, and the joining of shards. `Sequences.save` and `.load` call it, and `prepare`; what the
 columns are is in `columns`, the file format in `shards`, what makes a folder whole in `manifest`.
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import manifest, shards
+from tracegrad import manifest, shards, trace_columns
 from tracegrad.columns import COLUMNS, DRIFT_COLUMNS, OFFSETS, Stored, misfit
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.ragged import Ragged
@@ -34,7 +35,7 @@ def save(folder: Path, stored: Stored) -> None:
     except OSError as error:
         raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
     with manifest.lock(folder):
-        manifest.clear_drafts(folder, _ARRAYS, _TABLE, manifest.NAME)
+        manifest.clear_drafts(folder, _ARRAYS, _TABLE, trace_columns.NAME, manifest.NAME)
         write(folder, stored)
 
 
@@ -56,6 +57,7 @@ def write(folder: Path, stored: Stored) -> None:
     files = {
         _ARRAYS: shards.write(folder / _ARRAYS, arrays, {"format": _FORMAT}),
         _TABLE: shards.write_bytes(folder / _TABLE, [text.encode("utf-8", "surrogatepass")]),
+        trace_columns.NAME: trace_columns.write(folder, stored),
     }
     manifest.write(folder, counts(stored), files)
 
@@ -86,7 +88,7 @@ def load(folder: Path, verify: bool = False) -> Stored:
 
 
 def _loaded(folder: Path, told: manifest.Folder) -> Stored:
-    if set(told.files) != {_ARRAYS, _TABLE}:
+    if set(told.files) - {trace_columns.NAME} != {_ARRAYS, _TABLE}:  # which earlier versions did not write
         raise FormatError(f"{folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
     arrays, _ = shards.read(folder / _ARRAYS)
     try:
