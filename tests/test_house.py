@@ -34,6 +34,7 @@ FLOORS = [
     },
     {"sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
+    {"catalog"},
     {"inputs"},
     {"account", "policy", "prepare", "provenance", "recipes"},
     {"learner", "report", "doctor", "rollout", "score", "sync"},

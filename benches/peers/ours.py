@@ -63,7 +63,11 @@ def memory(folder: Path, file: str, rounds: int) -> Found:
     tg.read(folder / "other.jsonl")
     before = held()
     traces = tg.read(path)
-    found = {"memory": max(held() - before, resource.getpagesize()), "bytes": path.stat().st_size, "traces": len(traces)}
+    found = {
+        "memory": max(held() - before, resource.getpagesize()),
+        "bytes": path.stat().st_size,
+        "traces": len(traces),
+    }
     path.unlink()
     return found
 
