@@ -8,7 +8,7 @@ pass costs), `step` (what steps and batches are), `grouping` (which trace is of 
 
 from tracegrad.batch.ahead import prefetch
 from tracegrad.batch.cost import ModelShape
-from tracegrad.batch.grouping import steps_of
+from tracegrad.batch.grouping import nothing_to_train, steps_of
 from tracegrad.batch.packing import advantages_by_token, measure, pack
 from tracegrad.batch.step import Batch, Sharing, Skipped, Step, TooLong, Totals
 
@@ -22,6 +22,7 @@ __all__ = [
     "Totals",
     "advantages_by_token",
     "measure",
+    "nothing_to_train",
     "pack",
     "prefetch",
     "steps_of",

@@ -49,6 +49,14 @@ def steps_of(
     return step_of_group[code]
 
 
+def nothing_to_train() -> ArgumentError:
+    """What is said where no trace has a term that is laid out."""
+    return ArgumentError(
+        "no token can be trained. Every trace is without a trainable token or longer than token_budget. "
+        "Look at the tiers and the drift of the sequences, or raise token_budget."
+    )
+
+
 def group_into_steps(
     sequences: Sequences, terms: Ints, counted: NDArray[np.bool_], step_groups: int | None, seed: int | None
 ) -> Groups:
@@ -65,10 +73,7 @@ def group_into_steps(
     trace_terms = np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
     there = (trace_terms > 0) | counted
     if not there.any():
-        raise ArgumentError(
-            "no token can be trained. Every trace is without a trainable token or longer than token_budget. "
-            "Look at the tiers and the drift of the sequences, or raise token_budget."
-        )
+        raise nothing_to_train()
     codes, group = np.unique(sequences.group, return_inverse=True)
     of_group = steps_of(sequences.group, there, step_groups, seed)
     step = np.where(there, of_group, -1).astype(np.int32)

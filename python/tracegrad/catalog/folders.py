@@ -1,4 +1,4 @@
-"""Folders that `prepare` wrote as one source of traces: columns in memory, tokens in shards mapped when they are needed.
+"""Folders that `prepare` wrote as one source of traces: columns in memory, tokens in shards mapped when needed.
 
 Here is `Shards`. What makes a folder whole is in `manifest`, what its arrays are in `store` and `trace_columns`.
 """
