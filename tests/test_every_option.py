@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 
 import tracegrad as tg  # noqa: E402
 from test_every_field import ignored  # noqa: E402
+from test_from_shards import weights  # noqa: E402
 from test_loop_options import by_trace, even_groups, mask_even, tolerance, truncated, zero_truncated  # noqa: E402
 from test_reward_kl import reward_kl  # noqa: E402
 from test_terms import terms_kept, terms_megabytes  # noqa: E402
@@ -424,16 +425,13 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),
     "data.holdout": (None, holdout),
+    "data.weights": (None, weights),
     **{
         f"map.{name}": (None, map_fields)
         for name in ("reward", "group", "id", "logprob_kind", "temperature", "version")
     },
     **{f"map.{name}": (None, map_session) for name in ("session", "order")},
-    "filter.even_groups": (None, even_groups),
-    "filter.mask_even": (None, mask_even),
-    "filter.tolerance": (None, tolerance),
-    "filter.truncated": (None, truncated),
-    "filter.zero_truncated": (None, zero_truncated),
+    **{f"filter.{of.__name__}": (None, of) for of in (even_groups, mask_even, tolerance, truncated, zero_truncated)},
     **{f"filter.{end}_{name}": (None, by_trace) for end in ("min", "max") for name in ("reward", "turns")},
     **{f"filter.{name}": (None, by_trace) for name in ("worst_tier", "max_lag")},
     **{f"reward_kl.{name}": (None, reward_kl) for name in ("coef", "kind", "cap", "target", "horizon")},

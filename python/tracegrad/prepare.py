@@ -67,7 +67,7 @@ def load(
     named = _names(source)
     account = Account(_said(named), named, reward=data.reward)
     if len(named) == 1 and is_prepared(Path(named[0])):
-        _check_prepared(named[0], data, map or Map())
+        check_prepared(named[0], data, map or Map())
         with watch("read"):
             sequences = Sequences.load(named[0], verify=True)
         account.add(sequences)
@@ -99,10 +99,11 @@ def _said(named: list[str]) -> str:
     return ", ".join(named[:3]) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
 
 
-_OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
+_OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout", "weights")]
 
 
-def _check_prepared(source: str, data: Data, map: Map) -> None:
+def check_prepared(source: str, data: Data, map: Map) -> None:
+    """Refuses options of reading and aligning where a prepared folder is given."""
     default = Data()
     if map.told():
         raise ArgumentError(

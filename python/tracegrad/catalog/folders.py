@@ -88,6 +88,11 @@ class Shards:
         return False
 
     @property
+    def inputs(self) -> int:
+        """How many folders there are."""
+        return len(self.folders)
+
+    @property
     def traces(self) -> int:
         """Number of traces R."""
         return self.catalog.traces

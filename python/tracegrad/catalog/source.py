@@ -31,6 +31,11 @@ class Source(Protocol):
         """Whether all tokens are in memory."""
         ...
 
+    @property
+    def inputs(self) -> int:
+        """How many inputs there are; `catalog.source` has their numbers."""
+        ...
+
     def take(self, rows: NDArray[np.integer]) -> Sequences:
         """Traces with their tokens and names, without extras and drift; `group` has the catalog's numbers.
 
@@ -85,6 +90,11 @@ class InMemory:
     def in_memory(self) -> bool:
         """True."""
         return True
+
+    @property
+    def inputs(self) -> int:
+        """One."""
+        return 1
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:
         """As `Source.take`; all of them are the sequences themselves."""

@@ -28,6 +28,8 @@ class Data:
     """Name of the reward to train on, or several with commas: of each trace the first that it has; empty: the first."""
     holdout: float = 0.05
     """Share of the groups kept out of training to measure value; 0 measures none."""
+    weights: str = ""
+    """A number for each of several prepared folders, with commas: an epoch takes number / largest of its groups."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.holdout < 1, "data.holdout", self.holdout, "it must be at least 0 and below 1")

@@ -3,7 +3,7 @@
 Here is `Epochs`. Which step comes when is the plan's, what is done with it the run's. Called by the loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -164,10 +164,9 @@ class Epochs:
         """Measures `known[name]` for the terms of a window; those of other steps stay what they were."""
         late: list[tuple[Rows, Floats]] = []  # a run that stops in between charges the batch before again
         with self.run.watch(name):
-            for index in window:
+            for planned in self._steps(name, window):
                 if stops():
                     return False
-                planned = self.packed(index)
                 logprobs = self.measured(planned, of)
                 laid = ~np.isnan(logprobs)
                 late.append((planned.terms[laid], logprobs[laid]))
@@ -175,6 +174,14 @@ class Epochs:
                     self._keep(name, late)
         self._keep(name, late)
         return True
+
+    def _steps(self, name: str, window: range) -> Iterator[Planned]:
+        """The steps of a window; for a reference that stays, of every group that any epoch may take."""
+        if name == "ref" and not self.plan.ref_every and self.feed.shares_of_inputs and self.plan.epochs > 1:
+            cut = self.feed.cut(self.plan.shuffle_seed(0), whole=True)
+            yield from (self.feed.planned(cut.of(number)) for number in range(len(cut)))
+        else:
+            yield from map(self.packed, window)
 
     def _keep(self, name: str, found: list[tuple[Rows, Floats]]) -> None:
         """Puts what was measured where it is looked up."""

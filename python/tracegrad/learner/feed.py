@@ -17,7 +17,7 @@ from tracegrad.batch import ModelShape, Sharing, Step, nothing_to_train, steps_o
 from tracegrad.catalog import Catalog, Source, source_of
 from tracegrad.config import Config
 from tracegrad.errors import ArgumentError
-from tracegrad.learner import filters
+from tracegrad.learner import filters, mixture
 from tracegrad.learner.compared import compared, reward_column
 from tracegrad.learner.fitting import check_effective, check_ratios, each_update, of_old
 from tracegrad.learner.off_policy_value import held_out
@@ -46,6 +46,7 @@ class Feed:
         shape: of the model, for predictions of what rows cost.
         bucket: rows are padded to a multiple of so many tokens.
         trees: whether the model can run rows that share prefixes, where the config asks for them.
+        shares_of_inputs: what `mixture.shares` gave.
     """
 
     source: Source
@@ -61,6 +62,7 @@ class Feed:
     shape: ModelShape | None = None
     bucket: int = 1
     trees: bool = True
+    shares_of_inputs: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -113,7 +115,7 @@ class Feed:
         masks, nothing = filters.check_masked(rewards, source, feed.taken, config.filter)
         if nothing:
             raise NothingToLearn(nothing)
-        return replace(feed, notes=(*notes, *masks))
+        return replace(feed, notes=(*notes, *masks), shares_of_inputs=mixture.shares(source, config))
 
     @property
     def catalog(self) -> Catalog:
@@ -135,10 +137,14 @@ class Feed:
         """[R] bool: neither held out nor left out, itself or with its group."""
         return self.used & ~filters.left_out(self.rewards, self.catalog.group, self.used, self.config)
 
-    def cut(self, plan_seed: int) -> Cut:
+    def cut(self, plan_seed: int, *, whole: bool = False) -> Cut:
         """The traces of each step of an epoch, its groups shuffled by a seed: from the columns alone.
 
         Only traces that may be too long for a row are looked at, once.
+
+        Args:
+            plan_seed: what groups are drawn and shuffled by.
+            whole: take all groups, whatever `data.weights` says.
 
         Raises:
             ArgumentError: if no token can be trained, or a trace is too long and `pack.too_long` refuses it.
@@ -146,11 +152,12 @@ class Feed:
         there = (self._left > 0) | self.masked
         if not there.any():
             raise nothing_to_train()
-        step = steps_of(self.catalog.group, there, self.config.pack.step_groups, plan_seed)
-        dropped = (
-            self.trained & (self._left == 0) & (self.catalog.terms > 0)
-        )  # counted where their groups are, or first
-        step[dropped & (step < 0)] = 0
+        drawn = mixture.taken(self.source, there, () if whole else self.shares_of_inputs, plan_seed)
+        step = steps_of(self.catalog.group, drawn, self.config.pack.step_groups, plan_seed)
+        # What was dropped is counted where its group is, or in the first step where all of its group was.
+        dropped = self.trained & (self._left == 0) & (self.catalog.terms > 0)
+        if dropped.any():
+            step[dropped & (steps_of(self.catalog.group, there, None, None) < 0)] = 0
         return Cut.by(step, there | dropped)
 
     def planned(self, rows: Rows) -> Planned:

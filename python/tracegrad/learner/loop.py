@@ -113,6 +113,7 @@ def train(
         terms,
         driven.watch.seconds,
         driven.idle.overall(),
+        ranks.sum(loop.terms.pull),
     )
 
 
@@ -168,6 +169,8 @@ class _Loop:
             for term in checkpoint.read_terms(checkpoints[-1], self.driven.ranks):
                 if self.plan.epoch_of(term.step - 1) == self.plan.epochs - 1:
                     self.terms.add(term)
+            if "pull" in progress.control:  # of all terms, not of those that were kept alone
+                self.terms.pull = progress.control["pull"] / self.driven.ranks.world
         self.driven.begin()
         ranks = self.driven.ranks
         told = {"rank": ranks.rank, "world": ranks.world, "taken": self.driven.taken}
@@ -199,7 +202,10 @@ class _Loop:
         known = self.epochs.logprobs()
         if self.held.best is not None:
             known["best"] = self.held.best
-        told = {"logprobs": known, "control": self.epochs.control()}
+        control = self.epochs.control()
+        if self.terms.records and not self.feed.source.in_memory:
+            control["pull"] = self.driven.ranks.sum(self.terms.pull)
+        told = {"logprobs": known, "control": control}
         self.driven.save(fingerprint=self.fingerprint, terms=self.terms.records, **told)
 
     def run(
