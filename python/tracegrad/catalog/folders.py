@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import manifest, store, trace_columns
-from tracegrad.catalog.select import joined
+from tracegrad.catalog.select import joined, selected
 from tracegrad.catalog.source import lots_of
 from tracegrad.catalog.table import Catalog, numbered
 from tracegrad.errors import ArgumentError, FormatError, ReadError
@@ -106,10 +106,8 @@ class Shards:
     def take(self, rows: NDArray[np.integer]) -> Sequences:
         """As `Source.take`."""
         rows = np.asarray(rows, np.int64)
-        parts = list(self._of(rows))
-        found = joined(parts)
-        for sequences, _ in parts:
-            _let_go(sequences)
+        parts = [selected(sequences, here) for sequences, here in self._of(rows)]
+        found = parts[0] if len(parts) == 1 else joined([(part, np.arange(part.traces)) for part in parts])
         return replace(found, group=self.catalog.group[rows])
 
     def kept(self, rows: NDArray[np.integer]) -> Sequences:
@@ -146,11 +144,12 @@ class Shards:
         return digest.hexdigest()
 
     def _of(self, rows: NDArray[np.int64]) -> Iterator[tuple[Sequences, NDArray[np.int64]]]:
-        """The shards that hold some traces, with the rows there."""
+        """The shards that hold some traces, with the rows there; their pages are let go when the next is asked for."""
         number = np.searchsorted(self._first, rows, side="right") - 1
         for each in np.unique(number).tolist():
             sequences = self._opened(each)
             yield sequences, rows[number == each] - self._first[each]
+            _let_go(sequences)
 
     def _opened(self, number: int) -> Sequences:
         """A shard, mapped; the first time every value of it is checked."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tracegrad.batch import Step
 from tracegrad.correction import Corrected, proximal_alpha
+from tracegrad.errors import ArgumentError
 from tracegrad.learner import checkpoint
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.known import scratch
@@ -83,6 +84,7 @@ class Epochs:
         self.feed, self.run = feed, run
         self._cuts: dict[int, Cut] = {0: feed.cut(feed.plan(1).shuffle_seed(0))}
         self._packed: dict[int, Planned] = {}
+        self._check_plan()
         self.plan = feed.plan(len(self._cuts[0]))
         needs = needs_of(feed.objective, feed.config)
         folder = None if feed.source.in_memory else run.out
@@ -91,6 +93,17 @@ class Epochs:
         charged = Charge(feed.source, feed.rewards, feed.used, feed.config)
         self.charge = charged if feed.config.reward_kl.coef else None
         self._ahead = Ahead(self._make)
+
+    def _check_plan(self) -> None:
+        """That every rank has the first one's plan: another would wait for steps that never come."""
+        mine = "" if self.run.ranks.alone else self.feed.plan_hash(self._cuts[0])
+        error = None
+        if self.run.ranks.shared(mine) != mine:
+            error = ArgumentError(
+                f"rank {self.run.ranks.rank} plans other steps than the first: its traces or options are others. "
+                "Give every rank the same."
+            )
+        self.run.ranks.agree(error)
 
     def packed(self, index: int) -> Planned:
         """A step as it was packed; the last few are held, and the plans of two epochs."""

@@ -7,6 +7,7 @@ for. No torch, no model. Called by the loop and by `--dry-run`.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,13 @@ class Feed:
     def held_part(self, rows: Rows) -> Planned:
         """One of the pieces, as a step."""
         return pack_alone(self.source, rows, self.advantages, self.held, None, **self._how())
+
+    def plan_hash(self, cut: Cut) -> str:
+        """The same on every rank that plans the same: of the columns, the advantages and the steps of an epoch."""
+        digest = blake2b(self.catalog.hash.encode(), digest_size=16)
+        for part in (self.advantages, self.held, cut.rows, cut.first):
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
 
     def fingerprint(self) -> str:
         """The same for the same terms, rewards and groups."""
