@@ -59,6 +59,10 @@ CASES = {
     "whole traces, shared": ({"pack__share_prefixes": True, "train__epochs": 1}, presets.GSPO),
     "nothing without advantage": ({"pack__skip_zero_weight": True, "filter__even_groups": True}, presets.DR_GRPO),
     "what is too long": ({"pack__token_budget": 9, "pack__too_long": "drop"}, presets.DAPO),
+    "filters": (
+        {"filter__max_lag": 3, "filter__max_reward": 0.9, "advantage__singleton": "zero", "train__epochs": 1},
+        presets.DAPO,
+    ),
     "cut": ({"pack__token_budget": 9, "pack__too_long": "truncate", "train__epochs": 1}, presets.DAPO),
     "kl in the reward": ({"reward_kl__coef": 0.1, "reward_kl__target": 1e-3}, presets.DAPO),
     "a proximal between": ({"train__epochs": 1}, presets.A3PO),

@@ -114,5 +114,5 @@ def test_prepared_folders_and_files_are_not_mixed_and_take_no_option_of_aligning
     with pytest.raises(ArgumentError, match=r"p is prepared and .*traces.jsonl is not"):
         tg.train(model, [str(tmp_path / "p"), str(traces)], out=tmp_path / "a", say=lambda line: None)
     options = {"data.logprob_kind": "raw"}
-    with pytest.raises(ArgumentError, match="data.logprob_kind has no effect"):
+    with pytest.raises(ArgumentError, match=r"data.logprob_kind has no effect"):
         tg.train(model, tmp_path / "p", out=tmp_path / "a", options=options, say=lambda line: None)

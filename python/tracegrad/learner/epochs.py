@@ -96,14 +96,15 @@ class Epochs:
 
     def _check_plan(self) -> None:
         """That every rank has the first one's plan: another would wait for steps that never come."""
-        mine = "" if self.run.ranks.alone else self.feed.plan_hash(self._cuts[0])
-        error = None
-        if self.run.ranks.shared(mine) != mine:
-            error = ArgumentError(
-                f"rank {self.run.ranks.rank} plans other steps than the first: its traces or options are others. "
-                "Give every rank the same."
+        ranks = self.run.ranks
+        mine = "" if ranks.alone else self.feed.plan_hash(self._cuts[0])
+        other = ranks.shared(mine) != mine
+        if ranks.largest(int(other)):
+            who = f"rank {ranks.rank} plans" if other else "another rank plans"
+            raise ArgumentError(
+                f"{who} other steps than the first: its traces or options are others. Each would wait for steps that "
+                "never come. Give every rank the same."
             )
-        self.run.ranks.agree(error)
 
     def packed(self, index: int) -> Planned:
         """A step as it was packed; the last few are held, and the plans of two epochs."""

@@ -98,6 +98,8 @@ class Feed:
         rewards = filters.settled(reward_column(catalog, config.data.reward), source, config.filter)
         held = held_out(catalog.group, config.data.holdout, config.train.seed)
         used, said = filters.kept(rewards, catalog, ~held, config.filter)
+        if said and not (used & (catalog.terms > 0)).any():
+            raise NothingToLearn(f"nothing is left to train on: {' '.join(said)} Loosen what filter says.")
         notes += said
         notes += of_old(objective, config, len(np.unique(catalog.group[used])))
         advantages = np.zeros(catalog.traces, np.float32)

@@ -31,7 +31,7 @@ def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple
     A trace without a reward is within any bounds of rewards; one with a term of an unknown version is within no lag.
 
     Raises:
-        ArgumentError: for a lag where no term says its version, or if nothing is left.
+        ArgumentError: for a lag where no term says its version.
     """
     newest = int(catalog.version_max.max(initial=-1))
     if options.max_lag >= 0 and newest < 0:
@@ -54,8 +54,6 @@ def kept(rewards: Floats, catalog: Catalog, of: Flags, options: Filter) -> tuple
         if getattr(options, name) != getattr(default, name):
             said.append(f"{int((left & gone).sum())} of {int(left.sum())} traces are left out: filter.{name}.")
             left &= ~gone
-    if not (left & (catalog.terms > 0)).any() and said:
-        raise ArgumentError(f"nothing is left to train on: {' '.join(said)} Loosen what filter says.")
     return left, said
 
 
