@@ -60,7 +60,7 @@ CASES = {
     "nothing without advantage": ({"pack__skip_zero_weight": True, "filter__even_groups": True}, presets.DR_GRPO),
     "what is too long": ({"pack__token_budget": 9, "pack__too_long": "drop"}, presets.DAPO),
     "filters": (
-        {"filter__max_lag": 3, "filter__max_reward": 0.9, "advantage__singleton": "zero", "train__epochs": 1},
+        {"filter__max_lag": 4, "filter__max_reward": 0.9, "filter__min_reward": 0.1, "train__epochs": 1},
         presets.DAPO,
     ),
     "cut": ({"pack__token_budget": 9, "pack__too_long": "truncate", "train__epochs": 1}, presets.DAPO),

@@ -61,9 +61,10 @@ class _Runs:
         self.of, self.rows = of, rows
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         runs = [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)]
-        ends = np.searchsorted(of.trace, np.array(runs, np.int64).reshape(-1, 2))
+        kind = of.trace.dtype  # of other integers the whole column would be copied to be searched
+        ends = np.searchsorted(of.trace, np.array(runs, kind).reshape(-1, 2))
         self.traces, self.branches = runs, [(int(a), int(b)) for a, b in ends]
-        first = np.searchsorted(of.trace, np.stack([rows, rows + 1], 1))
+        first = np.searchsorted(of.trace, np.stack([rows, rows + 1], 1).astype(kind))
         self.count: NDArray[np.int64] = first[:, 1] - first[:, 0]
 
     def tokens(self, name: str) -> list[Array]:

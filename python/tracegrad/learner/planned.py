@@ -91,18 +91,17 @@ def pack_alone(
         how: what `pack` takes beside.
     """
     catalog, s = source.catalog, source.take(rows)
-    terms = np.flatnonzero(s.trainable)
-    rollout = np.asarray(s.rollout_logprobs)[terms]
+    recorded, rollout = s.trainable, np.asarray(s.rollout_logprobs)[s.trainable]
     if not trained[rows].all():
         s = replace(s, trainable=s.trainable & np.repeat(trained[rows], catalog.tokens[rows]))
     more = {} if counted is None else {"counted": counted[rows]}
     [step] = pack(s, advantages[rows], per="trace", **more, **how)
-    here = np.searchsorted(terms, step.origin)
+    here = np.cumsum(recorded, dtype=np.int64)[step.origin] - 1
     if len(rows) < catalog.traces:
         step = _of_all(step, rows, catalog)
     count = catalog.terms[rows].astype(np.int64)
     moved = catalog.first_term[rows] - (np.cumsum(count) - count)
-    return Planned(step, np.arange(len(terms)) + np.repeat(moved, count), here, np.repeat(rows, count), rollout)
+    return Planned(step, np.arange(len(rollout)) + np.repeat(moved, count), here, np.repeat(rows, count), rollout)
 
 
 def terms_laid_out(source: Source, rows: Rows, **how: Any) -> NDArray[np.int64]:
