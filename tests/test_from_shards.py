@@ -14,8 +14,10 @@ pytest.importorskip("transformers")
 
 import tracegrad as tg  # noqa: E402
 from test_loop import SignalAfter, assert_same, run, told, without_times  # noqa: E402
+from test_steps_alone import assert_same as assert_same_step  # noqa: E402
 from tiny import sampled, tiny_model  # noqa: E402
 from tracegrad import algebra, manifest, presets, shards, trace_columns  # noqa: E402
+from tracegrad.batch import pack  # noqa: E402
 from tracegrad.catalog import Shards, selected  # noqa: E402
 from tracegrad.errors import ArgumentError, FormatError, ReadError  # noqa: E402
 from tracegrad.learner import planned  # noqa: E402
@@ -97,6 +99,7 @@ def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop
     again, resumed = run(Shards.open(folder), tmp_path / "cut", tiny_model(9), resume=True, **told_so)
     assert again.step == whole.step
     assert_same(parameters, resumed)
+    assert again.pull == pytest.approx(whole.pull, rel=1e-6) != 0
     other = [{k: v for k, v in row.items() if "value" not in k and "logprob_" not in k} for row in again.rows]
     mine = [{k: v for k, v in row.items() if "value" not in k and "logprob_" not in k} for row in whole.rows]
     assert without_times(other) == without_times(mine)
@@ -154,6 +157,53 @@ def test_the_report_keeps_the_traces_that_it_would_show(folder, tmp_path, monkey
     assert [trace for trace, _ in ours] == [trace for trace, _ in wanted]
     assert len({trace for record in found.terms for trace in record.trace.tolist()}) <= 4 * 3
     assert found.pull == pytest.approx(sum(float(np.abs(each.gradient).sum()) for each in held.terms), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"pack__too_long": "drop", "pack__token_budget": 8},
+        {"pack__too_long": "truncate", "pack__token_budget": 8, "pack__share_prefixes": True},
+        {"filter__truncated": True, "pack__skip_zero_weight": True},
+    ],
+)
+def test_the_steps_of_a_feed_are_those_of_packing_all_at_once(how):
+    found = sampled(tiny_model())
+    found = replace(found, ending=np.where(np.arange(found.traces) % 8 < 5, 2, 1).astype(np.uint8))
+    chosen = told(data__holdout=0.25, **{"pack__step_groups": 3, **how})
+    feed = Feed.of(found, presets.DR_GRPO, chosen)
+    owner = np.repeat(found.trace, np.diff(found.cu_seqlens))
+    wanted = pack(
+        replace(found, trainable=found.trainable & feed.trained[owner]),
+        feed.advantages,
+        per="trace",
+        token_budget=chosen.pack.token_budget,
+        step_groups=3,
+        needs=presets.DR_GRPO.needs,
+        too_long=chosen.pack.too_long,
+        share_prefixes=chosen.pack.share_prefixes,
+        skip_zero_advantage=chosen.pack.skip_zero_weight,
+        counted=feed.masked,
+        seed=5,
+    )
+    assert len(wanted) >= 3
+    for one, other in zip(feed.steps(5), wanted, strict=True):
+        assert_same_step(one, other)
+    lost = [step.too_long.terms for step in wanted]
+    assert any(lost) == ("pack__too_long" in how)
+    gone = np.bincount(found.group[feed.trained], feed._left[feed.trained], minlength=24) == 0
+    gone &= np.bincount(found.group[feed.trained], minlength=24) > 0
+    assert gone.any() == (how.get("pack__too_long") == "drop")  # a group of which nothing is left, counted first
+
+
+def test_what_is_too_long_is_refused_in_the_words_of_packing_all_at_once(monkeypatch):
+    found = sampled(tiny_model())
+    with pytest.raises(ArgumentError) as wanted:
+        pack(found, np.ones(found.traces), per="trace", token_budget=9)
+    monkeypatch.setattr(planned, "TOKENS_AT_ONCE", 60)
+    with pytest.raises(ArgumentError) as raised:
+        Feed.of(found, presets.DAPO, told(data__holdout=0, pack__token_budget=9)).cut(0)
+    assert str(raised.value) == str(wanted.value)
 
 
 # --- what is refused ---
