@@ -20,7 +20,7 @@ from tracegrad import algebra, manifest, presets, shards, trace_columns  # noqa:
 from tracegrad.batch import pack  # noqa: E402
 from tracegrad.catalog import Shards, selected  # noqa: E402
 from tracegrad.errors import ArgumentError, FormatError, ReadError  # noqa: E402
-from tracegrad.learner import planned  # noqa: E402
+from tracegrad.learner import planned, shown  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
 
 
@@ -89,7 +89,8 @@ def test_parameters_and_rows_are_those_of_training_from_memory(folder, tmp_path,
 
 
 @pytest.mark.parametrize("stop", [1, 4])
-def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop):
+def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop, monkeypatch):
+    monkeypatch.setattr(shown, "MOST", 1)  # the pull of the others is in the checkpoint
     changes = {"data__holdout": 0.25, "train__updates_per_old": 3, "stop__worse": True, "optimizer__lr": 1e-3}
     objective = algebra.with_kl(presets.GRPO, 0.05)
     whole, parameters = run(tg.Sequences.load(folder), tmp_path / "whole", objective=objective, **changes)
@@ -145,7 +146,6 @@ def test_a_step_takes_from_shards_what_it_takes_from_memory(folder):
 
 
 def test_the_report_keeps_the_traces_that_it_would_show(folder, tmp_path, monkeypatch):
-    from tracegrad.learner import shown
     from tracegrad.report.tokens import PerToken, examples
 
     monkeypatch.setattr(shown, "MOST", 3)

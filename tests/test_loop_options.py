@@ -291,10 +291,11 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
     rewards[0] = np.nan
     version[found.terms[-1]] = -1
     some = replace(found, rewards=rewards, version=version)
-    how = told(data__holdout=0, filter__min_reward=0.001, filter__max_lag=0, pack__step_groups=100)
-    used = Feed.of(some, presets.DR_GRPO, how).used
-    assert used[0]
-    assert not used[-1]
+    for most in (0, 5):
+        how = told(data__holdout=0, filter__min_reward=0.001, filter__max_lag=most, pack__step_groups=100)
+        used = Feed.of(some, presets.DR_GRPO, how).used
+        assert used[0]
+        assert not used[-1]
 
 
 @pytest.mark.parametrize(
