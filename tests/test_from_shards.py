@@ -71,7 +71,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("several epochs", "a reference", "what is too long")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in CASES]
+)
 def test_parameters_and_rows_are_those_of_training_from_memory(folder, tmp_path, name):
     changes, objective = CASES[name]
     changes = {"data__holdout": 0.25, **changes}
@@ -88,7 +93,7 @@ def test_parameters_and_rows_are_those_of_training_from_memory(folder, tmp_path,
     assert not list((tmp_path / "shards").glob(".logprobs*"))
 
 
-@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop, monkeypatch):
     monkeypatch.setattr(shown, "MOST", 1)  # the pull of the others is in the checkpoint
     changes = {"data__holdout": 0.25, "train__updates_per_old": 3, "stop__worse": True, "optimizer__lr": 1e-3}
