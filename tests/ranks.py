@@ -30,6 +30,7 @@ from tiny import VOCABULARY, sampled, tiny_model
 from tracegrad import config, presets
 from tracegrad.algebra import Clamp, Entropy, Gate, Level, Penalty, Ratio, Reduce, Weight, with_kl
 from tracegrad.batch import Step, pack
+from tracegrad.catalog import Shards
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.learner import train
 from tracegrad.learner.adapters import with_adapters
@@ -195,8 +196,9 @@ def trained(out: Path, *, adapters: bool = False, **options: Any) -> tuple[Any, 
     model = with_adapters(model, 4) if adapters else model
     changes = options.pop("changes", {})
     objective = with_kl(presets.DAPO, 0.05)
+    data = options.pop("data", None) or sampled(tiny_model())
     given = {"sinks": (), "say": lambda _: None, **options}
-    done = train(sampled(tiny_model()), model, objective=objective, out=out, config=told(**changes), **given)
+    done = train(data, model, objective=objective, out=out, config=told(**changes), **given)
     return done, vector(model)
 
 
@@ -220,6 +222,8 @@ def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
     for name, changes in RUNS.items():
         done, found = trained(out / f"run {name}", changes=changes)
         yield name, {"rows": done.rows, "apart": beside(found, out / "alone.pt")}
+    done, found = trained(out / "from shards", data=Shards.open(out / "saved"), changes=RUNS["ddp"])
+    yield "from shards", {"rows": done.rows, "apart": beside(found, out / "alone.pt")}
     stopped, _ = trained(out / "stopped", changes=RUNS["fsdp"], sinks=[StopAfter()])
     yield "stopped", {"step": stopped.step, "code": stopped.exit_code}
     done, found = trained(out / "half", changes=RUNS["fsdp"], resume=True)
@@ -284,6 +288,7 @@ def beside(found: torch.Tensor, path: Path) -> float:
 
 def alone_main(out: Path) -> None:
     """What one process comes to, and half of a run for others to resume."""
+    sampled(tiny_model()).save(out / "saved")
     done, found = trained(out / "alone")
     torch.save(found, out / "alone.pt")
     (out / "alone.json").write_text(json.dumps({"rows": done.rows}))
@@ -377,6 +382,10 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
         optimizer_step(tiny_model(), step, presets.DAPO, Keep(tiny_model().parameters()))
     except ArgumentError as error:
         found["bare"] = str(error)
+    try:
+        trained(out / "other", data=sampled(tiny_model(), seed=rank), changes=RUNS["ddp"])
+    except ArgumentError as error:
+        found["other"] = str(error)
     frozen = prepare(tiny_model(4, attn_implementation="sdpa").requires_grad_(False), "fsdp")
     measure(frozen, step.batches)
     found["sharded"] = all(isinstance(each, DTensor) for each in frozen.model.parameters())

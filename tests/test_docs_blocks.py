@@ -198,6 +198,8 @@ def test_every_command_of_ours_is_one_that_the_parser_takes():
 @pytest.mark.parametrize("verb", sorted(RUN))
 def test_the_commands_that_need_no_server_run(verb, at_home, tmp_path, capsys):
     seen = 0
+    if verb == "train":  # a page trains from what the command before has prepared
+        assert main(["prepare", "traces.jsonl", "--model", "model", "--out", "prepared"]) == 0
     for block, words in OURS:
         if words[0] != verb or "--judge" in words or "--parallel.mode" in words:
             continue

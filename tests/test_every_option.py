@@ -23,7 +23,8 @@ pytest.importorskip("transformers")
 
 import tracegrad as tg  # noqa: E402
 from test_every_field import ignored  # noqa: E402
-from test_loop_options import even_groups, mask_even, tolerance, truncated, zero_truncated  # noqa: E402
+from test_from_shards import weights  # noqa: E402
+from test_loop_options import by_trace, even_groups, mask_even, tolerance, truncated, zero_truncated  # noqa: E402
 from test_reward_kl import reward_kl  # noqa: E402
 from test_terms import terms_kept, terms_megabytes  # noqa: E402
 from tiny import PROMPT, sampled, spoilt, tiny_model  # noqa: E402
@@ -291,7 +292,7 @@ def seed(run: Any) -> None:
     feed = Feed.of(run.data, presets.DAPO, told())
     plan, order = Plan(3, epochs=2, seed=7), []
     for epoch in range(2):
-        expected = replace(feed, held=held).steps(plan.shuffle_seed(epoch))
+        expected = replace(feed, held=held, used=~held).steps(plan.shuffle_seed(epoch))
         for step, own in zip(expected, run.steps[3 * epoch : 3 * epoch + 3], strict=True):
             assert np.array_equal(step.origin, own.step.origin)
         order.append([set(step.trace.tolist()) for step in expected])
@@ -424,16 +425,15 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),
     "data.holdout": (None, holdout),
+    "data.weights": (None, weights),
     **{
         f"map.{name}": (None, map_fields)
         for name in ("reward", "group", "id", "logprob_kind", "temperature", "version")
     },
     **{f"map.{name}": (None, map_session) for name in ("session", "order")},
-    "filter.even_groups": (None, even_groups),
-    "filter.mask_even": (None, mask_even),
-    "filter.tolerance": (None, tolerance),
-    "filter.truncated": (None, truncated),
-    "filter.zero_truncated": (None, zero_truncated),
+    **{f"filter.{of.__name__}": (None, of) for of in (even_groups, mask_even, tolerance, truncated, zero_truncated)},
+    **{f"filter.{end}_{name}": (None, by_trace) for end in ("min", "max") for name in ("reward", "turns")},
+    **{f"filter.{name}": (None, by_trace) for name in ("worst_tier", "max_lag")},
     **{f"reward_kl.{name}": (None, reward_kl) for name in ("coef", "kind", "cap", "target", "horizon")},
     "pack.token_budget": (None, token_budget),
     "pack.step_groups": (None, step_groups),

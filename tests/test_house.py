@@ -23,6 +23,7 @@ FLOORS = [
     | {"bucket", "trace_columns"},
     {"sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
+    {"catalog"},
     {"inputs"},
     {"account", "policy", "prepare", "provenance", "recipes"},
     {"learner", "report", "doctor", "rollout", "score", "sync"},

@@ -479,6 +479,7 @@ def test_ids_of_another_tokenizer_are_refused(traces, tmp_path):
 def test_held_out_traces_are_not_trained_on(traces):
     feed = Feed.of(traces, presets.DAPO, told(data__holdout=0.25))
     trained = np.unique(np.concatenate([step.trace for step in feed.steps(0)]))
-    measured = np.unique(feed.held_step().trace)
+    [rows] = feed.held_pieces()
+    measured = np.unique(feed.held_part(rows).step.trace)
     assert sorted([*trained, *measured]) == list(range(traces.traces))
     assert len(np.unique(traces.group[measured])) == 6

@@ -62,7 +62,7 @@ def even_groups(_=None):
     """A row of tests/test_every_option.py."""
     found = of_groups([[0.0]], filter__even_groups=True)
     assert [step.totals.traces for step in found.steps(0)] == [int(found.taken.sum())]
-    assert np.unique(found.sequences.group[found.taken]).tolist() == [found.sequences.group.min()]
+    assert np.unique(found.catalog.group[found.taken]).tolist() == [found.catalog.group.min()]
     assert found.notes[-1].endswith("are left out: filter.even_groups.")
 
 
@@ -70,7 +70,7 @@ def mask_even(_=None):
     """A row of tests/test_every_option.py."""
     found = of_groups([[0.0]], filter__mask_even=True)
     (step,) = found.steps(0)
-    s = found.sequences
+    s = found.catalog
     assert np.unique(s.group[np.unique(step.trace)]).tolist() == [s.group.min()]
     assert step.totals.traces == s.traces
     others = int((s.group != s.group.min()).sum())
@@ -82,7 +82,7 @@ def tolerance(_=None):
     for how in ("filter__even_groups", "filter__mask_even"):
         for within, wanted in ((0.2, 2), (0.25, 1), (0.3, 1)):
             found = of_groups([[0.0], [0.75]], **{how: True}, filter__tolerance=within)
-            assert len(np.unique(found.sequences.group[found.trained])) == wanted
+            assert len(np.unique(found.catalog.group[found.trained])) == wanted
 
 
 def zero_truncated(_=None):
@@ -215,3 +215,103 @@ def test_nothing_can_be_left_out_under_an_ungated_entropy_bonus(traces, tmp_path
     bonus = replace(bonus, entropy=replace(bonus.entropy, gated=False))
     with pytest.raises(ArgumentError, match=r"pack.skip_zero_weight has no effect: .*entropy"):
         run(traces, tmp_path, objective=bonus, pack__skip_zero_weight=True)
+
+
+# --- which traces are left out ---
+
+
+def of_two_groups(**how):
+    """Eight traces of two groups: rewards 0, 1, 2, 3 in each; of 1 and 2 turns in turn, tiers T0 and T4, versions."""
+    found = sampled(tiny_model(), groups=2)
+    place = np.arange(found.traces) % 4
+    owner = np.repeat(found.trace, np.diff(found.cu_seqlens))
+    last = np.append(np.diff(owner) > 0, True)
+    turn = np.where(found.trainable & last & (owner % 2 == 1), 1, found.turn).astype(np.int32)
+    turns = 1 + np.arange(found.traces) % 2
+    cut = replace(
+        found,
+        rewards=place.astype(np.float32)[:, None],
+        turn=turn,
+        cu_turns=np.concatenate([[0], np.cumsum(turns)]).astype(np.int64),
+        turn_rewards=np.full(turns.sum(), np.nan, np.float32),
+        tier=np.where(found.trainable & last & (owner == 5), 4, found.tier).astype(np.uint8),
+        version=np.where(found.trainable, 9 - owner, -1).astype(np.int32),
+    )
+    changes = {
+        "data__holdout": 0,
+        "pack__step_groups": 100,
+        **{f"filter__{name}": value for name, value in how.items()},
+    }
+    return Feed.of(cut, presets.DR_GRPO, told(**changes))
+
+
+BY_TRACE = [
+    ({"min_reward": 1.5}, [2, 3, 6, 7], "4 of 8 traces are left out: filter.min_reward."),
+    ({"max_reward": 1}, [0, 1, 4, 5], "4 of 8 traces are left out: filter.max_reward."),
+    ({"min_turns": 2}, [1, 3, 5, 7], "4 of 8 traces are left out: filter.min_turns."),
+    ({"max_turns": 1}, [0, 2, 4, 6], "4 of 8 traces are left out: filter.max_turns."),
+    ({"worst_tier": "T3"}, [0, 1, 2, 3, 4, 6, 7], "1 of 8 traces are left out: filter.worst_tier."),
+    ({"max_lag": 2}, [0, 1, 2], "5 of 8 traces are left out: filter.max_lag."),
+    ({"min_reward": 1, "max_reward": 2}, [1, 2, 5, 6], "2 of 6 traces are left out: filter.max_reward."),
+]
+
+
+@pytest.mark.parametrize(("how", "left", "said"), BY_TRACE)
+def test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, said):
+    found = of_two_groups(**how)
+    assert np.flatnonzero(found.used).tolist() == left
+    assert said in found.notes
+    (step,) = found.steps(0)
+    assert np.unique(step.trace).tolist() == left
+    assert step.totals.traces == len(left)
+    group, reward = found.catalog.group[left], found.rewards[left]
+    mean = np.array([reward[group == each].mean() for each in group])
+    np.testing.assert_allclose(found.advantages[left], reward - mean, atol=1e-6)
+    assert not found.advantages[~found.used].any()
+
+
+def by_trace(_=None):
+    """A row of tests/test_every_option.py for each filter of traces alone."""
+    for how, left, said in BY_TRACE:
+        test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, said)
+
+
+def test_held_out_traces_stay_whatever_a_filter_says():
+    found = sampled(tiny_model())
+    feed = Feed.of(
+        found, presets.DR_GRPO, told(data__holdout=0.25, filter__min_reward=0.5, advantage__singleton="zero")
+    )
+    assert feed.held.sum() == found.traces / 4
+    assert np.array_equal(feed.used, ~feed.held & (found.reward >= 0.5))
+
+
+def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_no_lag():
+    found = sampled(tiny_model(), groups=2)
+    rewards, version = found.rewards.copy(), np.where(found.trainable, 3, -1).astype(np.int32)
+    rewards[0] = np.nan
+    version[found.terms[-1]] = -1
+    some = replace(found, rewards=rewards, version=version)
+    for most in (0, 5):
+        how = told(data__holdout=0, filter__min_reward=0.001, filter__max_lag=most, pack__step_groups=100)
+        used = Feed.of(some, presets.DR_GRPO, how).used
+        assert used[0]
+        assert not used[-1]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"filter__max_lag": 3}, "filter.max_lag has no effect: no trace says which version"),
+        ({"filter__min_reward": 7.0}, r"nothing is left to train on: 96 of 96 traces are left out: filter.min_reward"),
+        ({"filter__min_turns": 1}, "filter.min_turns is 1: each trace has one"),
+        ({"filter__min_turns": -1}, "filter.min_turns is -1"),
+        ({"filter__max_turns": -1}, "filter.max_turns is -1: it must not be negative"),
+        ({"filter__min_turns": 3, "filter__max_turns": 2}, "filter.max_turns is 2: it is below min_turns"),
+        ({"filter__min_reward": 1.0, "filter__max_reward": 0.5}, "filter.max_reward is 0.5: it is below min_reward"),
+        ({"filter__max_lag": -2}, "filter.max_lag is -2"),
+        ({"filter__worst_tier": "T7"}, "filter.worst_tier is 'T7'"),
+    ],
+)
+def test_a_filter_that_cannot_work_is_refused(how, said):
+    with pytest.raises(ArgumentError, match=said):
+        Feed.of(sampled(tiny_model()), presets.DR_GRPO, told(data__holdout=0, **how))

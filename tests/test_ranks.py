@@ -100,7 +100,7 @@ def test_the_gates_over_the_step_had_something_to_drop(found):
 TIMES = {"seconds", "tokens_per_s"}
 
 
-@pytest.mark.parametrize("name", ["fsdp", "ddp", "fsdp, low memory"])
+@pytest.mark.parametrize("name", ["fsdp", "ddp", "fsdp, low memory", "from shards"])
 def test_a_run_on_two_ranks_comes_to_the_parameters_and_says_the_numbers_of_one_process(found, name):
     run = found[2][name]
     assert run["apart"] < 1e-5  # AdamW takes the sign of small gradients: rounding moves a parameter by up to lr
@@ -165,6 +165,12 @@ def failing(found):
 def test_a_bare_model_under_an_open_group_is_not_trained(failing):
     for found in failing:
         assert "is not wrapped, and a process group of 2 ranks is open" in found["bare"]
+
+
+def test_ranks_that_plan_other_steps_are_told_before_the_first(failing):
+    first, second = (found["other"] for found in failing)
+    assert first.startswith("another rank plans other steps than the first")
+    assert second.startswith("rank 1 plans other steps than the first: its traces or options are others.")
 
 
 def test_a_frozen_model_is_in_shards_again_after_it_was_measured(failing):

@@ -60,18 +60,18 @@ def test_each_batch_pays_for_having_left_the_reference_before_it_is_compared(tmp
 def one_batch() -> SimpleNamespace:
     found = sampled(tiny_model())
     feed = Feed.of(found, presets.DAPO, told(data__holdout=0, pack__step_groups=100))
-    old, ref = (np.full(found.tokens, np.nan, np.float32) for _ in range(2))
-    old[found.terms] = -1.0
-    ref[found.terms] = -1.0 + 0.5 * np.sin(np.arange(len(found.terms)), dtype=np.float32)
-    return SimpleNamespace(feed=feed, old=old, ref=ref, steps=feed.steps(0))
+    old = np.full(len(found.terms), -1.0, np.float32)
+    ref = -1.0 + 0.5 * np.sin(np.arange(len(found.terms)), dtype=np.float32)
+    trace = np.repeat(found.trace, np.diff(found.cu_seqlens))[found.terms]
+    return SimpleNamespace(feed=feed, trace=trace, old=old, ref=ref, steps=feed.steps(0))
 
 
 def charge(**changes) -> Charge:
     """One batch of the tiny model's traces, charged."""
     one = one_batch()
     chosen = told(**{f"reward_kl__{name}": value for name, value in {"coef": 0.5, **changes}.items()})
-    found = Charge(one.feed.sequences, one.feed.rewards, one.feed.held, chosen)
-    found.batch(one.steps[0].totals.traces, one.old, one.ref)
+    found = Charge(one.feed.source, one.feed.rewards, one.feed.used, chosen)
+    found.batch(one.steps[0].totals.traces, one.trace, one.old, one.ref)
     return found
 
 

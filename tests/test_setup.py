@@ -1,5 +1,6 @@
 """What a run looks at before its first step: the device, the ids, pictures, and how rows can be run."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -118,13 +119,23 @@ def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tm
     assert "MptForCausalLM" in why
 
 
-def test_the_data_is_packed_once_for_the_first_epoch(tmp_path, monkeypatch):
-    packed, whole = [], Feed._pack
-    monkeypatch.setattr(Feed, "_pack", lambda self, *how, **more: packed.append(how) or whole(self, *how, **more))
+def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, monkeypatch):
+    plans, packed, alive, cut, planned = [], [], [], Feed.cut, Feed.planned
+    monkeypatch.setattr(Feed, "cut", lambda self, seed: plans.append(seed) or cut(self, seed))
+
+    def step(self, rows):
+        made = planned(self, rows)
+        packed.append(weakref.ref(made))
+        alive.append(sum(each() is not None for each in packed))
+        return made
+
+    monkeypatch.setattr(Feed, "planned", step)
     changes = {"pack__share_prefixes": True, "train__epochs": 2}
     how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": lambda _: None}
-    train(sampled(tiny_model(), groups=12), tiny_model(attn_implementation="sdpa"), **how)
-    assert len(packed) == 2  # one for each epoch
+    train(sampled(tiny_model(), groups=36), tiny_model(attn_implementation="sdpa"), **how)
+    assert len(plans) == 2  # one for each epoch
+    assert len(packed) >= 2 * 2 * 6 - 1  # two epochs of six steps, each packed to measure old and to be trained on
+    assert max(alive) <= 3  # the one that is taken, the one ahead, and the one before while it is made
 
 
 # --- the gradient of a head ---

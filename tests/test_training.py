@@ -78,3 +78,41 @@ def test_a_loss_of_ones_own(traces, example, tmp_path):
         example / "model", traces, out=tmp_path, objective=mine, options=OPTIONS, sinks=(), say=lambda line: None
     )
     assert done.step == 3
+
+
+def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, example, tmp_path, capsys):
+    model = str(example / "model")
+    assert main(["prepare", str(traces), "--model", model, "--out", str(tmp_path / "p"), "--shard-traces", "20"]) == 0
+    assert len(list((tmp_path / "p").glob("shard-*"))) > 2
+    told = {"options": OPTIONS, "sinks": (), "recipe": "DR_GRPO"}
+    said = []
+    whole = tg.train(model, traces, out=tmp_path / "file", **told, say=lambda line: None)
+    done = tg.train(model, tmp_path / "p", out=tmp_path / "folder", **told, say=said.append)
+    opened = tg.train(model, tg.Shards.open(tmp_path / "p"), out=tmp_path / "opened", **told, say=lambda line: None)
+    assert rows(tmp_path / "folder") == rows(tmp_path / "file") == rows(tmp_path / "opened")
+    assert done.step == whole.step == opened.step
+    files, folders = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("file", "folder"))
+    for name in ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact"):
+        assert folders[name] == files[name], name
+    pages = [(tmp_path / name / "report.html").read_text() for name in ("file", "folder")]
+    parts = [page[page.index("traces, good and bad") : page.index("<script>")] for page in pages]
+    tables = [page[page.index("How exactly it aligned") : page.index("traces, good and bad")] for page in pages]
+    assert parts[0] == parts[1]
+    assert tables[0] == tables[1]
+    flags = [str(tmp_path / "p"), "--model", model, "--out", str(tmp_path / "cli"), "--recipe", "DR_GRPO"]
+    flags += [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
+    capsys.readouterr()
+    assert main(["train", *flags, "--dry-run"]) == 0
+    assert "would    take 3 steps" in capsys.readouterr().out
+    assert main(["train", *flags]) == 0
+    assert rows(tmp_path / "cli") == rows(tmp_path / "file")
+
+
+def test_prepared_folders_and_files_are_not_mixed_and_take_no_option_of_aligning(traces, example, tmp_path):
+    model = example / "model"
+    assert main(["prepare", str(traces), "--model", str(model), "--out", str(tmp_path / "p")]) == 0
+    with pytest.raises(ArgumentError, match=r"p is prepared and .*traces.jsonl is not"):
+        tg.train(model, [str(tmp_path / "p"), str(traces)], out=tmp_path / "a", say=lambda line: None)
+    options = {"data.logprob_kind": "raw"}
+    with pytest.raises(ArgumentError, match=r"data.logprob_kind has no effect"):
+        tg.train(model, tmp_path / "p", out=tmp_path / "a", options=options, say=lambda line: None)

@@ -16,6 +16,7 @@ from tracegrad import _alone as _alone
 from tracegrad import advantage, presets
 from tracegrad._core import __version__
 from tracegrad.batch import Batch, Step, pack
+from tracegrad.catalog import Shards
 from tracegrad.conversation import Conversation
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
@@ -49,6 +50,7 @@ __all__ = [
     "Drift",
     "Map",
     "Sequences",
+    "Shards",
     "Step",
     "Tokenizer",
     "Trace",

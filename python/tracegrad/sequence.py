@@ -297,7 +297,11 @@ class Sequences:
             ReadError: if nothing whole is there.
             FormatError: if the files are not what `save` writes, or not those of the manifest.
         """
-        found = store.load(bucket.here(directory), verify)
+        return cls.of_stored(store.load(bucket.here(directory), verify))
+
+    @classmethod
+    def of_stored(cls, found: store.Stored) -> "Sequences":
+        """What `stored` gave."""
         columns: dict[str, Any] = {**found.columns, **found.names}
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
         return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))

@@ -80,14 +80,23 @@ def load(folder: Path, verify: bool = False) -> Stored:
     if verify:
         manifest.verify(folder, whole)
     if whole.files:
-        return _loaded(folder, whole)
+        return opened(folder, whole)
     if not whole.shards:
         raise ReadError(f"{folder}: no trace was prepared into it. There is nothing to train on. Prepare other traces.")
-    parts = [_loaded(folder / name, shard) for name, shard in whole.shards.items()]
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    return joined([opened(folder / name, shard) for name, shard in whole.shards.items()])
 
 
-def _loaded(folder: Path, told: manifest.Folder) -> Stored:
+def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stored:
+    """One folder that `save` wrote, memory-mapped.
+
+    Args:
+        folder: that holds the arrays.
+        told: what its manifest says.
+        checked: read every value, and refuse what `save` does not write; False for what this process has checked.
+
+    Raises:
+        FormatError: if it is not what `save` writes.
+    """
     if set(told.files) - {trace_columns.NAME} != {_ARRAYS, _TABLE}:  # which earlier versions did not write
         raise FormatError(f"{folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
     arrays, _ = shards.read(folder / _ARRAYS)
@@ -104,8 +113,8 @@ def _loaded(folder: Path, told: manifest.Folder) -> Stored:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"{folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
-    wrong = misfit(stored)
-    if not wrong and counts(stored) != dict(told.counts):
+    wrong = misfit(stored) if checked else ""
+    if not wrong and checked and counts(stored) != dict(told.counts):
         wrong = "the counts of its manifest are not those of its arrays."
     if wrong:
         raise FormatError(f"{folder}: {wrong} {_CURE}")
@@ -129,9 +138,11 @@ def _extras(arrays: dict[str, Array]) -> dict[str, Array | Ragged]:
     return extras
 
 
-def _joined(parts: Sequence[Stored]) -> Stored:
+def joined(parts: Sequence[Stored]) -> Stored:
     """All traces of the parts, in order; groups are one where their names are equal."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     names = {name: tuple(chain(*(part.names[name] for part in parts))) for name in ("trace_ids", "group_names")}
     for name in ("trace_ids", "group_names"):
         if len({bool(part.names[name]) for part in parts if len(part.columns["group"])}) > 1:

@@ -82,6 +82,15 @@ def columns_of(sequences: Storable) -> dict[str, Array]:
 def of_stored(stored: Stored) -> dict[str, Array]:
     """As `columns_of`."""
     of, names = stored.columns, stored.names
+    ids = names["trace_ids"] or tuple(str(number) for number in range(len(of["group"])))
+    groups = hashes(names["group_names"])[of["group"]] if names["group_names"] else hashes(ids)
+    found = {"group": groups, "trace": hashes(ids), **counted(stored)}
+    return {name: np.asarray(found[name]).astype(dtype) for name, dtype in COLUMNS.items()}
+
+
+def counted(stored: Stored) -> dict[str, Array]:
+    """As `columns_of`, without the hashes of names."""
+    of = stored.columns
     traces = len(of["group"])
     first = np.searchsorted(of["trace"], np.arange(traces + 1))  # the first branch of each trace
     cut = of["cu_seqlens"][first]  # and its first token
@@ -91,11 +100,7 @@ def of_stored(stored: Stored) -> dict[str, Array]:
     tier = np.where(tier == NO_TIER, -1, tier.astype(np.int16))
     media = np.zeros(traces, np.bool_)
     media[of["drift.trace"][of["drift.reason"] == MEDIA]] = True
-    ids = names["trace_ids"] or tuple(str(number) for number in range(traces))
-    groups = hashes(names["group_names"])[of["group"]] if names["group_names"] else hashes(ids)
     found = {
-        "group": groups,
-        "trace": hashes(ids),
         "branches": np.diff(first),
         "tokens": np.diff(cut),
         "longest": _reduced(np.maximum, np.diff(of["cu_seqlens"]), first, 0),
@@ -111,7 +116,7 @@ def of_stored(stored: Stored) -> dict[str, Array]:
         "media": media,
     }
     found["tier"] = np.where(found["tier"] < 0, NO_TIER, found["tier"])
-    return {name: np.asarray(found[name]).astype(dtype) for name, dtype in COLUMNS.items()}
+    return {name: np.asarray(column).astype(COLUMNS[name]) for name, column in found.items()}
 
 
 def hashes(names: Sequence[str]) -> NDArray[np.uint64]:

@@ -14,21 +14,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tracegrad import algebra, prepare, presets, provenance, recipes
 from tracegrad._core import __version__
 from tracegrad.account import Account
 from tracegrad.algebra import Objective
+from tracegrad.catalog import Shards
 from tracegrad.config import Config, as_dict, load
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import Bar
 from tracegrad.metrics import Sink, Stopwatch
 from tracegrad.recipes.recipe import named
-from tracegrad.report import write_card, write_report
+from tracegrad.report import Counts, write_card, write_report
 from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tracegrad.learner import Trained
+    from tracegrad.learner import TermRecord, Trained
 
 
 def train(
@@ -49,8 +52,8 @@ def train(
 
     Args:
         model: folder of a causal language model with its tokenizer and chat template.
-        traces: what `tracegrad.read` takes as names, one or several; a folder that `tracegrad prepare` wrote; or
-            Sequences that are aligned already.
+        traces: what `tracegrad.read` takes as names, one or several; folders that `tracegrad prepare` wrote, one or
+            several, of which no more is in memory than the steps ahead need; or `Sequences` or `Shards`.
         out: folder of the run; made if it is not there.
         recipe: what a paper fixes: one of `tracegrad.recipes`, or its name.
         objective: the loss alone, a value or a name of `tracegrad.presets`; default the recipe's, else DAPO.
@@ -73,15 +76,17 @@ def train(
     loss = objective if isinstance(objective, Objective) else objective_of(chosen)
     watch = Stopwatch()
     if isinstance(traces, Sequences):
-        sequences, account = traces, Account("<sequences>", reward=chosen.data.reward)
-        account.add(sequences)
+        data, account = traces, Account("<sequences>", reward=chosen.data.reward)
+        account.add(traces)
+    elif isinstance(traces, Shards):
+        data, account = traces, _counted(traces, chosen, watch)
     else:
         source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
-        sequences, account = aligned(source, model, chosen, out, watch)
+        data, account = aligned(source, model, chosen, out, watch)
     for line in account.lines() if first() else ():
         say(line)
     run = {"out": out, "resume": resume, "sinks": sinks, "say": say, "watch": watch, "title": account.source}
-    return learn(sequences, account, model, loss, chosen, **run)
+    return learn(data, account, model, loss, chosen, **run)
 
 
 def first() -> bool:
@@ -97,10 +102,40 @@ def before(out: Path, resume: bool) -> Config | None:
 
 def aligned(
     source: prepare.Sources, model: Path, chosen: Config, out: Path, watch: Stopwatch
-) -> tuple[Sequences, Account]:
-    """What `prepare.load` gives; the first process alone writes bad records aside, and shows how far it is."""
+) -> tuple[Sequences | Shards, Account]:
+    """What `prepare.load` gives, or prepared folders, opened; and how exactly all of it aligned.
+
+    The first process alone writes bad records aside, and shows how far it is.
+
+    Raises:
+        ArgumentError: for folders among files, or an option of aligning where folders are given.
+    """
+    named = [source] if isinstance(source, str) else list(source)
+    folders = [name for name in named if prepare.is_prepared(name)]
+    if folders and len(folders) < len(named):
+        other = next(name for name in named if name not in folders)
+        raise ArgumentError(
+            f"{folders[0]} is prepared and {other} is not. What is trained on at once is aligned at once, or in "
+            "folders. Prepare all of them."
+        )
+    if folders:
+        for name in folders:
+            prepare.check_prepared(name, chosen.data, chosen.map)
+        with watch("read"):
+            shards = Shards.open(folders, verify=True)
+        return shards, _counted(shards, chosen, watch)
     data = chosen.data if first() or chosen.data.on_error != "quarantine" else replace(chosen.data, on_error="skip")
     return prepare.load(source, model, data, out, watch, map=chosen.map, progress=Bar() if first() else None)
+
+
+def _counted(shards: Shards, chosen: Config, watch: Stopwatch) -> Account:
+    """The account of shards, one after the other."""
+    said = ", ".join(shards.folders[:3]) + (f" and {more:,} more" if (more := len(shards.folders) - 3) > 0 else "")
+    account = Account(said, list(shards.folders), reward=chosen.data.reward)
+    with watch("read"):
+        for part in shards.parts():
+            account.add(part)
+    return account
 
 
 def objective_of(chosen: Config) -> Objective:
@@ -109,7 +144,7 @@ def objective_of(chosen: Config) -> Objective:
 
 
 def learn(
-    sequences: Sequences,
+    data: Sequences | Shards,
     account: Account,
     model: Path,
     objective: Objective,
@@ -135,7 +170,7 @@ def learn(
     with watch("load"):
         loaded = load_model(model)
     places = {"out": out, "tokenizer": model, "resume": resume, "sinks": sinks}
-    done = learner.train(sequences, loaded, objective=objective, config=chosen, say=say, **places)
+    done = learner.train(data, loaded, objective=objective, config=chosen, say=say, **places)
     if first():
         watch.seconds.update(done.seconds)
         made_of = provenance.provenance(account.named, model)
@@ -144,7 +179,9 @@ def learn(
         prepare.write_json(out / "summary.json", summary)
         with watch("report"):
             tokenizer = Tokenizer.from_pretrained(model)
-            found = {"rows": done.rows, "terms": done.terms, "summary": summary}
+            sequences, terms = _shown(data, done.terms)
+            found = {"rows": done.rows, "terms": terms, "summary": summary}
+            found |= {"counts": _counts(account), "pull": done.pull}
             about = {"base": model, "objective": objective, "config": chosen, "rows": done.rows}
             write_card(done.checkpoint, **about, data=account.lines())
             told = _told(chosen, objective, model, account.source, out)
@@ -152,6 +189,29 @@ def learn(
             page = {"title": title, "about": told, "links": beside}
             write_report(out / "report.html", sequences=sequences, tokenizer=tokenizer, **page, **found)
     return done
+
+
+def _shown(data: Sequences | Shards, terms: list[TermRecord]) -> tuple[Sequences, list[TermRecord]]:
+    """The traces that a report may show, and their terms by the numbers that they have there."""
+    if isinstance(data, Sequences):
+        return data, terms
+    catalog = data.catalog
+    rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(record.trace for record in terms)])).astype(np.int64)
+    rows = rows if len(rows) else np.zeros(1, np.int64)
+    tokens = catalog.tokens[rows].astype(np.int64)
+    moved = catalog.first_token[rows] - (np.cumsum(tokens) - tokens)
+    here = [np.searchsorted(rows, record.trace) for record in terms]
+    renumbered = [
+        replace(record, origin=record.origin - moved[row], trace=row.astype(np.int32))
+        for record, row in zip(terms, here, strict=True)
+    ]
+    return data.kept(rows), renumbered
+
+
+def _counts(account: Account) -> Counts:
+    """What the report says of all traces."""
+    names = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
+    return Counts(**{name: getattr(account, name) for name in names})
 
 
 def _config(

@@ -2,12 +2,14 @@
 
 In come `Sequences` and advantages; out go `Step`s of `Batch`es. Placement and layout are computed in Rust. No model,
 no ratios: `policy` reads a batch, `correction` a step. Its files, each using those before it alone: `cost` (what a
-pass costs), `step` (what steps and batches are), `packing` (makes them), `ahead` (brings them to a device).
+pass costs), `step` (what steps and batches are), `grouping` (which trace is of which step), `packing` (makes them),
+`ahead` (brings them to a device).
 """
 
 from tracegrad.batch.ahead import prefetch
 from tracegrad.batch.cost import ModelShape
-from tracegrad.batch.packing import advantages_by_token, pack
+from tracegrad.batch.grouping import nothing_to_train, steps_of
+from tracegrad.batch.packing import advantages_by_token, measure, pack
 from tracegrad.batch.step import Batch, Sharing, Skipped, Step, TooLong, Totals
 
 __all__ = [
@@ -19,6 +21,9 @@ __all__ = [
     "TooLong",
     "Totals",
     "advantages_by_token",
+    "measure",
+    "nothing_to_train",
     "pack",
     "prefetch",
+    "steps_of",
 ]

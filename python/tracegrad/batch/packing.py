@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _core, arrays
 from tracegrad.batch.cost import LEAST_GAIN, ModelShape
-from tracegrad.batch.step import Batch, Counts, Floats, Ints, Sharing, Skipped, Step, TooLong, Totals
+from tracegrad.batch.grouping import Groups, group_into_steps, losses, skipped, without_advantage
+from tracegrad.batch.step import Batch, Counts, Floats, Ints, Sharing, Skipped, Step, TooLong
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
 
@@ -90,18 +91,12 @@ def pack(
     cu = _contiguous(sequences.cu_seqlens, np.int64)
     ids = _contiguous(sequences.ids, np.int32)
     trainable = _contiguous(sequences.trainable, np.bool_)
-    # A trace of which nothing was sampled has no branch, and the core counts those that have one.
-    present, place = np.unique(trace, return_inverse=True)
-    place = place.astype(np.int32)
-    names = [sequences.trace_ids[row] for row in present] if sequences.trace_ids else []
     fit = (int(token_budget), whole)
-    length, terms, cut, over = _core.pack_measure(cu, place, ids, trainable, names, *fit, share_prefixes, too_long)
-    over, lost = present[over], np.zeros(sequences.traces, cut.dtype)
-    lost[present] = cut
+    length, terms, lost, over, present, place = _measured(sequences, *fit, share_prefixes, too_long)
     without = np.zeros(sequences.traces, bool)
     masked = without if counted is None else arrays.flags(counted, "counted", length=sequences.traces)
-    groups = _group_into_steps(sequences, terms, masked, step_groups, seed)
-    idle = _without_advantage(sequences, per_token, groups) if skip_zero_advantage else without
+    groups = group_into_steps(sequences, terms, masked, step_groups, seed)
+    idle = without_advantage(sequences, per_token, groups) if skip_zero_advantage else without
     length = np.where(idle[trace], 0, length).astype(np.int32)
     shape = shape or ModelShape()
     costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
@@ -116,12 +111,33 @@ def pack(
     layout = _Layout(*_core.pack_lay(*columns, *plan, int(pad_to_multiple_of)))
     idle |= masked & (groups.terms == 0)
     by_term = _by_term(sequences, groups, layout, trace, per_token)
-    packed = _Found(groups, placed, layout, by_term, _losses(sequences, groups, lost, over), _skipped(groups, idle))
+    packed = _Found(groups, placed, layout, by_term, losses(sequences, groups, lost, over), skipped(groups, idle))
     return [_step(packed, share_prefixes, index) for index in range(len(rows))]
 
 
 MOST = (1 << 31) - 1
 """The most tokens a row holds."""
+
+
+def measure(
+    sequences: Sequences,
+    *,
+    token_budget: int,
+    whole_traces: bool = False,
+    share_prefixes: bool = False,
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse",
+) -> NDArray[np.int64]:
+    """[R] int64: the terms of each trace that `pack` lays out, after what it does with traces that are too long.
+
+    Args:
+        sequences: R traces.
+        whole_traces: `objective.needs.trace_ratio`; the others are as for `pack`.
+
+    Raises:
+        ArgumentError: as `pack` does for a trace that is too long.
+    """
+    _, terms, *_ = _measured(sequences, token_budget, whole_traces, share_prefixes, too_long)
+    return np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
 
 
 class _Placed(NamedTuple):
@@ -159,20 +175,10 @@ class _Layout(NamedTuple):
     cu_terms: Counts
 
 
-class _Groups(NamedTuple):
-    """Steps and counts by trace [R], totals by step."""
-
-    step: Ints
-    terms: Counts
-    group_terms: Counts
-    group_traces: Counts
-    totals: list[Totals]
-
-
 class _Found(NamedTuple):
     """All that is known of the steps."""
 
-    groups: _Groups
+    groups: Groups
     placed: _Placed
     layout: _Layout
     by_term: dict[str, NDArray[Any]]
@@ -223,69 +229,27 @@ def advantages_by_token(
     return out
 
 
-def _group_into_steps(
-    sequences: Sequences, terms: Ints, counted: NDArray[np.bool_], step_groups: int | None, seed: int | None
-) -> _Groups:
-    trace_terms = np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
-    trained = trace_terms > 0
-    if not trained.any():
-        raise ArgumentError(
-            "no token can be trained. Every trace is without a trainable token or longer than token_budget. "
-            "Look at the tiers and the drift of the sequences, or raise token_budget."
-        )
-    there = trained | counted
-    names, group = np.unique(sequences.group, return_inverse=True)
-    alive, first = np.unique(group[there], return_index=True)
-    order = alive[np.argsort(first)]
-    if seed is not None:
-        order = np.random.default_rng(seed).permutation(order)
-    step_of_group = np.full(len(names), -1, np.int32)
-    step_of_group[order] = np.arange(len(order)) // (step_groups or len(order))
-    step = np.where(there, step_of_group[group], -1).astype(np.int32)
-    steps = int(step.max()) + 1
-    by_step = [np.bincount(step[there], trace_terms[there], steps), np.bincount(step[there], minlength=steps)]
-    by_step.append(np.bincount(step_of_group[order], minlength=steps))
-    return _Groups(
-        step=step,
-        terms=trace_terms,
-        group_terms=np.bincount(group, trace_terms).astype(np.int64)[group],
-        group_traces=np.bincount(group, there).astype(np.int64)[group],
-        totals=[Totals(int(terms), int(traces), int(groups)) for terms, traces, groups in zip(*by_step, strict=True)],
-    )
-
-
-def _losses(sequences: Sequences, groups: _Groups, lost: Counts, over: Ints) -> list[TooLong]:
-    """Per step, what `too_long` took of it."""
-    out = [TooLong()] * len(groups.totals)
-    if not len(over):
-        return out
-    step_of_group = {
-        int(group): int(step) for group, step in zip(sequences.group, groups.step, strict=True) if step >= 0
-    }
-    for trace in over.tolist():
-        step = step_of_group.get(int(sequences.group[trace]), 0)
-        out[step] = TooLong((*out[step].traces, sequences.trace_name(trace)), out[step].terms + int(lost[trace]))
-    return out
-
-
-def _without_advantage(sequences: Sequences, advantages: Floats, groups: _Groups) -> NDArray[np.bool_]:
-    """[R]: traces of a step whose every term has advantage 0."""
-    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-    pulled = np.zeros(sequences.traces, bool)
-    pulled[owner[advantages != 0]] = True
-    return ~pulled & (groups.step >= 0)
-
-
-def _skipped(groups: _Groups, idle: NDArray[np.bool_]) -> list[Skipped]:
-    """Per step, what `skip_zero_advantage` took of it."""
-    steps = len(groups.totals)
-    traces = np.bincount(groups.step[idle], minlength=steps)
-    terms = np.bincount(groups.step[idle], groups.terms[idle], steps)
-    return [Skipped(int(count), int(lost)) for count, lost in zip(traces, terms, strict=True)]
+def _measured(
+    sequences: Sequences, token_budget: int, whole: bool, share_prefixes: bool, too_long: str
+) -> tuple[Ints, Ints, Counts, Ints, Ints, Ints]:
+    """Tokens laid out and terms of each branch; terms lost by trace, and which are too long; the traces that have a
+    branch, and which of these each branch is of.
+    """
+    # A trace of which nothing was sampled has no branch, and the core counts those that have one.
+    present, place = np.unique(_contiguous(sequences.trace, np.int32), return_inverse=True)
+    place = place.astype(np.int32)
+    names = [sequences.trace_ids[row] for row in present] if sequences.trace_ids else []
+    cu, ids = _contiguous(sequences.cu_seqlens, np.int64), _contiguous(sequences.ids, np.int32)
+    trainable = _contiguous(sequences.trainable, np.bool_)
+    fit = (int(token_budget), whole, share_prefixes, too_long)
+    length, terms, cut, over = _core.pack_measure(cu, place, ids, trainable, names, *fit)
+    lost = np.zeros(sequences.traces, cut.dtype)
+    lost[present] = cut
+    return length, terms, lost, present[over], present, place
 
 
 def _by_term(
-    sequences: Sequences, groups: _Groups, layout: _Layout, trace: Ints, advantages: Floats
+    sequences: Sequences, groups: Groups, layout: _Layout, trace: Ints, advantages: Floats
 ) -> dict[str, NDArray[Any]]:
     """Columns of all terms, by the name that they have in a `Step`."""
     of_tokens = {

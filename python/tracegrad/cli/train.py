@@ -50,11 +50,11 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             tell({"config": config.as_dict(chosen), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    sequences, account = training.aligned(told.traces, told.model, chosen, told.out, watch)
+    data, account = training.aligned(told.traces, told.model, chosen, told.out, watch)
     speak(*account.lines())
     if told.dry_run:
-        return _dry_run(sequences, objective, chosen, told.model, account if quiet else None)
-    return _learn(told, arguments, chosen, objective, sequences, account, watch)
+        return _dry_run(data, objective, chosen, told.model, account if quiet else None)
+    return _learn(told, arguments, chosen, objective, data, account, watch)
 
 
 def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str]]:
@@ -67,15 +67,18 @@ def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple
     return chosen, recipe.lines(told, begins, otherwise)
 
 
-def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None) -> int:
+def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None) -> int:
     """What would be done: steps, rows and their fill, memory and time; one object where the account is given."""
     from tracegrad.learner.feed import Feed
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    feed = Feed.of(sequences, objective, chosen, ranks=ranks, shape=_shape(model))
-    steps = feed.steps(0)
-    plan = feed.plan(len(steps))
-    rows = [len(batch.ids) for step in steps for batch in step.batches]
+    feed = Feed.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
+    steps = terms = 0
+    rows: list[int] = []
+    for step in feed.each_step(0):
+        steps, terms = steps + 1, terms + len(step)
+        rows += [len(batch.ids) for batch in step.batches]
+    plan = feed.plan(steps)
     fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
     if account is not None:
         told = {
@@ -84,7 +87,7 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path,
             "rows": len(rows),
             "longest_row": max(rows),
         }
-        traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held.sum()), "terms": sum(map(len, steps))}
+        traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held.sum()), "terms": terms}
         forecast = [line.strip() for line in _forecast(model, chosen, feed, ranks)]
         found = {**told, **traces, "fill": round(fill, 4), "notes": list(feed.notes), "forecast": forecast}
         read = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
@@ -95,7 +98,7 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path,
         f"would    take {plan.total:,} steps, {plan.steps_per_epoch:,} an epoch, on {int(feed.trained.sum()):,} "
         f"traces, with {int(feed.held.sum()):,} held out for value",
         f"         {len(rows):,} rows an epoch, the longest {max(rows):,} tokens, {fill:.0%} of the budget filled, "
-        f"{sum(map(len, steps)):,} terms" + ("" if ranks == 1 else f", on the first of {ranks} ranks"),
+        f"{terms:,} terms" + ("" if ranks == 1 else f", on the first of {ranks} ranks"),
         f"sharing  {feed.sharing()}, in the first step"
         + ("" if chosen.pack.share_prefixes else "; it is off: pack.share_prefixes"),
     )
@@ -126,13 +129,13 @@ def _learn(
     arguments: list[str],
     chosen: config.Config,
     objective: Any,
-    sequences: Any,
+    data: Any,
     account: Account,
     watch: Stopwatch,
 ) -> int:
     title = Path(told.traces[0].rstrip("/")).name
     run = {"out": told.out, "resume": told.resume, "title": title, "say": speaker(told), "watch": watch}
-    done = training.learn(sequences, account, told.model, objective, chosen, **run)
+    done = training.learn(data, account, told.model, objective, chosen, **run)
     if told.json:
         places = {name: str(told.out / name) for name in ("checkpoint", "report.html", "metrics.jsonl", "summary.json")}
         counts = {"steps": done.step, "planned": done.total, "stopped": done.stopped, "exit_code": done.exit_code}

@@ -28,6 +28,8 @@ class Data:
     """Name of the reward to train on, or several with commas: of each trace the first that it has; empty: the first."""
     holdout: float = 0.05
     """Share of the groups kept out of training to measure value; 0 measures none."""
+    weights: str = ""
+    """A number for each of several prepared folders, with commas: an epoch takes number / largest of its groups."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.holdout < 1, "data.holdout", self.holdout, "it must be at least 0 and below 1")
@@ -47,9 +49,27 @@ class Filter:
     """Mask traces whose last generation was cut off: rewards and denominators of traces still count them (as TRL)."""
     zero_truncated: bool = False
     """Give such traces reward 0, before any is compared (as SkyRL's zero_reward_on_non_stop)."""
+    min_reward: float = -1e38
+    """Leave out traces with a lower reward, before any is compared. This and those below leave held-out traces be."""
+    max_reward: float = 1e38
+    """Leave out traces with a higher reward."""
+    min_turns: int = 0
+    """Leave out traces of fewer generations."""
+    max_turns: int = 0
+    """Leave out traces of more generations; 0 leaves out none."""
+    worst_tier: Literal["T0", "T1", "T2", "T3", "T4", "T5", "T6"] = "T6"
+    """Leave out traces with a trained token of a worse tier; T6 leaves out none."""
+    max_lag: int = -1
+    """Leave out traces with a term that is more versions older than the newest, or of no known one; -1 leaves none."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.tolerance < float("inf"), "filter.tolerance", self.tolerance, "it must be finite, 0 or more")
+        _require(self.min_reward <= self.max_reward, "filter.max_reward", self.max_reward, "it is below min_reward")
+        _require(self.min_turns == 0 or self.min_turns > 1, "filter.min_turns", self.min_turns, "each trace has one")
+        _require(self.max_turns >= 0, "filter.max_turns", self.max_turns, "it must not be negative")
+        fits = self.max_turns == 0 or self.min_turns <= self.max_turns
+        _require(fits, "filter.max_turns", self.max_turns, "it is below min_turns")
+        _require(self.max_lag >= -1, "filter.max_lag", self.max_lag, "it must be at least 0, or -1")
 
 
 @dataclass(frozen=True)

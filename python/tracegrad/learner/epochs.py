@@ -1,9 +1,9 @@
-"""Recorded sequences as a source of steps: epoch after epoch, `old` and reference measured for the steps ahead.
+"""Recorded traces as a source of steps: epoch after epoch, `old` and reference measured for the steps ahead.
 
 Here is `Epochs`. Which step comes when is the plan's, what is done with it the run's. Called by the loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 
 from tracegrad.batch import Step
 from tracegrad.correction import Corrected, proximal_alpha
+from tracegrad.errors import ArgumentError
 from tracegrad.learner import checkpoint
 from tracegrad.learner.feed import Feed
+from tracegrad.learner.known import scratch
+from tracegrad.learner.planned import Cut, Planned, Rows
 from tracegrad.learner.progress import Progress
 from tracegrad.learner.reward_kl import Charge, needs_of
 from tracegrad.learner.run import Run
@@ -23,6 +26,9 @@ from tracegrad.learner.run import Run
 Floats = NDArray[np.float32]
 
 Made = TypeVar("Made")
+
+_HELD = 2
+"""Steps that are held packed: the one that is taken, and the one that is made beside it."""
 
 
 class Ahead(Generic[Made]):
@@ -63,7 +69,7 @@ class Ahead(Generic[Made]):
 
 
 class Epochs:
-    """The steps of a run over a file, by their number.
+    """The steps of a run over a file, by their number; each is packed when it is needed, at most one ahead.
 
     Args:
         feed: what the run trains on.
@@ -71,26 +77,46 @@ class Epochs:
 
     Attributes:
         plan: when what happens.
-        known: `old` and `ref` of every token, as far as they are measured; [T] float32 each, NaN elsewhere.
+        known: `old` and `ref` of every term of the data, as far as they are measured; float32 each, NaN elsewhere.
     """
 
     def __init__(self, feed: Feed, run: Run) -> None:
         self.feed, self.run = feed, run
-        self._packed: dict[int, list[Step]] = {0: feed.steps(feed.plan(1).shuffle_seed(0))}
-        self.plan = feed.plan(len(self._packed[0]))
-        needs, tokens = needs_of(feed.objective, feed.config), feed.sequences.tokens
-        self.known = {n: np.full(tokens, np.nan, np.float32) for n in ("old", "ref") if getattr(needs, n)}
-        charged = Charge(feed.sequences, feed.rewards, feed.held, feed.config)
+        self._cuts: dict[int, Cut] = {0: feed.cut(feed.plan(1).shuffle_seed(0))}
+        self._packed: dict[int, Planned] = {}
+        self._check_plan()
+        self.plan = feed.plan(len(self._cuts[0]))
+        needs = needs_of(feed.objective, feed.config)
+        folder = None if feed.source.in_memory else run.out
+        names = [name for name in ("old", "ref") if getattr(needs, name)]
+        self.known = {name: scratch(feed.catalog.all_terms, folder) for name in names}
+        charged = Charge(feed.source, feed.rewards, feed.used, feed.config)
         self.charge = charged if feed.config.reward_kl.coef else None
         self._ahead = Ahead(self._make)
 
-    def packed(self, index: int) -> Step:
-        """A step as it was packed; at most two epochs are held."""
-        epoch, place = divmod(index, self.plan.steps_per_epoch)
-        if epoch not in self._packed:
-            self._packed = {e: s for e, s in self._packed.items() if e >= epoch - 1}
-            self._packed[epoch] = self.feed.steps(self.plan.shuffle_seed(epoch))
-        return self._packed[epoch][place]
+    def _check_plan(self) -> None:
+        """That every rank has the first one's plan: another would wait for steps that never come."""
+        ranks = self.run.ranks
+        mine = "" if ranks.alone else self.feed.plan_hash(self._cuts[0])
+        other = ranks.shared(mine) != mine
+        if ranks.largest(int(other)):
+            who = f"rank {ranks.rank} plans" if other else "another rank plans"
+            raise ArgumentError(
+                f"{who} other steps than the first: its traces or options are others. Each would wait for steps that "
+                "never come. Give every rank the same."
+            )
+
+    def packed(self, index: int) -> Planned:
+        """A step as it was packed; the last few are held, and the plans of two epochs."""
+        if index not in self._packed:
+            epoch, place = divmod(index, self.plan.steps_per_epoch)
+            if epoch not in self._cuts:
+                self._cuts = {e: cut for e, cut in self._cuts.items() if e == epoch - 1}
+                self._cuts[epoch] = self.feed.cut(self.plan.shuffle_seed(epoch))
+            made = self.feed.planned(self._cuts[epoch].of(place))
+            kept = list(self._packed.items())[1 - _HELD :]
+            self._packed = {**dict(kept), index: made}
+        return self._packed[index]
 
     def refresh(self, index: int, stops: Callable[[], bool]) -> bool:
         """Measures what is due before a step; False where the run was to stop first, and a resumed one must."""
@@ -98,7 +124,6 @@ class Epochs:
         if ref and not self._refresh("ref", "reference", self.plan.ref_window(index), stops):
             return False
         if old:
-            self.known["old"][:] = np.nan
             if not self._refresh("old", "policy", self.plan.window(index), stops):
                 return False
             self._charge(index)
@@ -114,29 +139,20 @@ class Epochs:
             self._ahead.announce(following)
         return ready
 
-    def measured(
-        self, steps: list[Step], of: Literal["policy", "reference"], stops: Callable[[], bool] | None = None
-    ) -> Floats | None:
-        """[T] logprobs of the terms of the steps on all ranks, NaN elsewhere; None where the run was to stop first."""
-        logprobs, measured = (
-            np.zeros(self.feed.sequences.tokens, np.float32),
-            np.zeros(self.feed.sequences.tokens, bool),
-        )
-        for step in steps:
-            if stops is not None and stops():
-                return None
-            logprobs[step.origin], measured[step.origin] = self.run.measure(step, of=of), True
-        return self.run.ranks.merge(logprobs, measured)
+    def measured(self, planned: Planned, of: Literal["policy", "reference"]) -> Floats:
+        """[L] logprobs of `planned.terms`, those of all ranks; NaN where no rank lays a term out."""
+        logprobs, held = np.zeros(len(planned.terms), np.float32), np.zeros(len(planned.terms), bool)
+        logprobs[planned.here], held[planned.here] = self.run.measure(planned.step, of=of), True
+        return self.run.ranks.merge(logprobs, held)
 
     def logprobs(self) -> dict[str, Floats]:
         """What is known, by term, as a checkpoint keeps it."""
-        return {name: values[self.feed.sequences.terms] for name, values in self.known.items()}
+        return dict(self.known)
 
     def restore(self, path: Path, progress: Progress) -> None:
         """Takes up what a checkpoint knows."""
-        terms = self.feed.sequences.terms
         for name, values in self.known.items():
-            values[terms] = checkpoint.logprobs_of(path, progress, name, len(terms))
+            values[:] = checkpoint.logprobs_of(path, progress, name, len(values))
         if self.charge is not None and progress.step:
             self.charge.restore(progress.control)
             self._charge(self.plan.refreshed(progress.step - 1))
@@ -159,27 +175,57 @@ class Epochs:
         return "ref" in self.known and plan.refreshes_ref(index), "old" in self.known and plan.refreshes_old(index)
 
     def _refresh(self, name: str, of: Literal["policy", "reference"], window: range, stops: Callable[[], bool]) -> bool:
-        """Measures `known[name]` for the terms of a window."""
-        steps = [self.packed(index) for index in window]
+        """Measures `known[name]` for the terms of a window; those of other steps stay what they were."""
+        late: list[tuple[Rows, Floats]] = []  # a run that stops in between charges the batch before again
         with self.run.watch(name):
-            logprobs = self.measured(steps, of, stops)
-        if logprobs is not None:
-            self.known[name][:] = np.where(np.isnan(logprobs), self.known[name], logprobs)
-        return logprobs is not None
+            for planned in self._steps(name, window):
+                if stops():
+                    return False
+                logprobs = self.measured(planned, of)
+                laid = ~np.isnan(logprobs)
+                late.append((planned.terms[laid], logprobs[laid]))
+                if self.charge is None:
+                    self._keep(name, late)
+        self._keep(name, late)
+        return True
+
+    def _steps(self, name: str, window: range) -> Iterator[Planned]:
+        """The steps of a window; for a reference that stays, of every group that any epoch may take."""
+        if name == "ref" and not self.plan.ref_every and self.feed.shares_of_inputs and self.plan.epochs > 1:
+            cut = self.feed.cut(self.plan.shuffle_seed(0), whole=True)
+            yield from (self.feed.planned(cut.of(number)) for number in range(len(cut)))
+        else:
+            yield from map(self.packed, window)
+
+    def _keep(self, name: str, found: list[tuple[Rows, Floats]]) -> None:
+        """Puts what was measured where it is looked up."""
+        while found:
+            terms, logprobs = found.pop()
+            self.known[name][terms] = logprobs
 
     def _charge(self, first: int) -> None:
         """Takes KL out of the rewards of the batch that begins with a step, where a run is to."""
-        if self.charge is not None:
-            traces = sum(self.packed(index).totals.traces for index in self.plan.window(first))
-            self.charge.batch(traces, self.known["old"], self.known["ref"])
+        if self.charge is None:
+            return
+        traces, found = 0, []
+        for index in self.plan.window(first):
+            planned = self.packed(index)
+            traces += planned.step.totals.traces
+            found.append(planned.terms)
+        terms = np.unique(np.concatenate(found))
+        trace = np.searchsorted(self.feed.catalog.first_term, terms, side="right") - 1
+        old, ref = (self.known[name][terms] for name in ("old", "ref"))
+        laid = ~np.isnan(old)
+        self.charge.batch(traces, trace[laid], old[laid], ref[laid])
 
     def _make(self, index: int, beside: bool) -> tuple[Step, Corrected]:
-        step = self.packed(index)
+        planned = self.packed(index)
+        step, terms = planned.step, planned.terms[planned.here]
         if self.charge is not None:
             step = replace(step, advantages=self.charge.advantages[step.trace])
         if self.feed.objective.needs.proximal:
             # The newest policy recorded is taken for the one that the run began with, and each update for one more.
             lag = np.maximum(step.lag(self.feed.newest), 0)
             step = replace(step, alpha=proximal_alpha(-lag, self.plan.refreshed(index), index))
-        step = step.with_logprobs(**{name: values[step.origin] for name, values in self.known.items()})
+        step = step.with_logprobs(**{name: values[terms] for name, values in self.known.items()})
         return step, self.run.correct(step, beside=beside)

@@ -74,18 +74,19 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     layers, hidden = len(layers_of(empty)), int(empty.config.get_text_config().hidden_size)
     inputs = layers * hidden * (2 if low else 4)
     kept = inputs + saved / layers if memory.recompute else saved
-    steps = feed.steps(0)
-    rows = [len(batch.ids) for step in steps for batch in step.batches]
-    longest = max(sum(len(batch.ids) for batch in step.batches) for step in steps)
+    longest = widest = scored = 0
+    for step in feed.each_step(0):
+        rows = [len(batch.ids) for batch in step.batches]
+        longest, widest = max(longest, sum(rows)), max(widest, *rows)
+        scored = max(scored, *(len(batch.read) for batch in step.batches))
     passes = (3 if not rank else 2) + int(memory.recompute)
-    scored = max(len(batch.read) for step in steps for batch in step.batches)
     logits = _logits_bytes(int(empty.config.get_text_config().vocab_size), scored, memory, cuda, low)
     gathered = 0.0 if shards == 1 else (2 if low else 4) * parameters / (layers if memory.reshard else 1)
     return Forecast(
         parameters=parameters,
         trained=trained,
         state_bytes=(4.0 * parameters + 12.0 * trained) / shards + gathered,
-        row_bytes=kept * max(rows) + logits,
+        row_bytes=kept * widest + logits,
         flops=passes * flops * longest,
         rate=_matrix_rate(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if low else torch.float32),
         ranks=ranks,

@@ -6,7 +6,6 @@ Here is the choice of what is kept and why each term fell; the files are `traceg
 import queue
 import shutil
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from tracegrad import terms
 from tracegrad.algebra import Objective
 from tracegrad.batch import Step
+from tracegrad.catalog import Source, source_of
 from tracegrad.config.options import Kept
 from tracegrad.errors import TracegradError
 from tracegrad.learner.step import Outcome, detached
@@ -48,7 +48,7 @@ class Keeper:
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
         self._sets = 0
-        self._known: tuple[Sequences, str, NDArray[np.int32], NDArray[np.int64]] | None = None
+        self._known: tuple[Sequences | Source, str, NDArray[np.int32], NDArray[np.int64]] | None = None
         self._spent = 0
         if options.keep != "none":
             self._begin(taken)
@@ -60,18 +60,18 @@ class Keeper:
         return cls(out, Kept(keep="none"), objective)
 
     def step(
-        self, number: int, packed: Step, outcome: Outcome, sequences: Sequences, *, sets: int = 1, passes: int = 1
+        self, number: int, packed: Step, outcome: Outcome, data: Sequences | Source, *, sets: int = 1, passes: int = 1
     ) -> None:
         """Has a step kept; waits only where two steps are not written yet.
 
         Args:
             number: of the update, from 1.
-            sequences: which `packed.trace` and `packed.origin` count into.
-            sets: how many different `sequences` are still to come, this one included.
+            data: what `packed.trace` and `packed.origin` count into.
+            sets: how many different `data` are still to come, this one included.
             passes: how often each of their terms comes.
         """
         if self._thread.is_alive():
-            self._queue.put((number, packed, outcome, sequences, sets, passes))
+            self._queue.put((number, packed, outcome, data, sets, passes))
 
     def close(self) -> None:
         """Writes what is left."""
@@ -101,10 +101,12 @@ class Keeper:
             except (TracegradError, OSError) as error:
                 self.problem = f"{error} What the steps made of their tokens is kept no further."
 
-    def _write(self, number: int, packed: Step, outcome: Outcome, sequences: Sequences, sets: int, passes: int) -> None:
-        if self._known is None or self._known[0] is not sequences:
-            self._known = self._new(sequences, sets, passes)
-        _, name, rows, place = self._known
+    def _write(
+        self, number: int, packed: Step, outcome: Outcome, data: Sequences | Source, sets: int, passes: int
+    ) -> None:
+        if self._known is None or self._known[0] is not data:
+            self._known = (data, *self._new(source_of(data), sets, passes))
+        _, name, rows, moved = self._known
         here = np.flatnonzero(rows[packed.trace] >= 0)
         if not len(here) or (self._options.keep == "sampled" and self._left() < len(here) * _TERM_BYTES):
             return
@@ -117,40 +119,44 @@ class Keeper:
             number,
             name,
             words,
-            place[packed.origin[order]],
+            packed.origin[order] - moved[packed.trace[order]],
             rows[packed.trace[order]],
             why[order],
             {each: np.asarray(column, np.float32)[order] for each, column in columns.items()},
         )
         self._spent += terms.write_step(self.folder / terms.step_name(number, self._rank), found)
 
-    def _new(self, sequences: Sequences, sets: int, passes: int) -> tuple[Sequences, str, Any, Any]:
-        """Chooses groups of new sequences, writes their tokens, and says which row and token is which there."""
-        chosen = self._chosen(sequences, sets, passes)
-        part, places = terms.subset(sequences, chosen)
+    def _new(self, source: Source, sets: int, passes: int) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
+        """Chooses groups of new traces, writes their tokens, and says which row each trace is there.
+
+        Returns:
+            the name of what holds them; by trace its row, -1 where it is not kept; and by how much its tokens moved.
+        """
+        catalog, chosen = source.catalog, self._chosen(source, sets, passes)
         self._sets += 1
         name = f"tokens-{self._sets:05d}"
         if self._rank == 0 and len(chosen):
+            part = source.kept(chosen)
             part.save(self.folder / name)
             self._spent += part.tokens * _TOKEN_BYTES
-        rows = np.full(sequences.traces, -1, np.int32)
+        rows, moved = np.full(catalog.traces, -1, np.int32), np.zeros(catalog.traces, np.int64)
         rows[chosen] = np.arange(len(chosen), dtype=np.int32)
-        place = np.full(sequences.tokens, -1, np.int64)
-        place[places] = np.arange(len(places))
-        return sequences, name, rows, place
+        tokens = catalog.tokens[chosen].astype(np.int64)
+        moved[chosen] = catalog.first_token[chosen] - (np.cumsum(tokens) - tokens)
+        return name, rows, moved
 
     def _left(self) -> int:
         return self._bound - self._spent
 
-    def _chosen(self, sequences: Sequences, sets: int, passes: int) -> NDArray[np.int64]:
+    def _chosen(self, source: Source, sets: int, passes: int) -> NDArray[np.int64]:
         """Rows of the groups whose names fall into the share that the bound leaves."""
+        catalog = source.catalog
         if self._options.keep == "all":
-            return np.arange(sequences.traces)
-        cost = sequences.tokens * _TOKEN_BYTES + int(sequences.trainable.sum()) * _TERM_BYTES * passes
+            return np.arange(catalog.traces)
+        tokens = int(catalog.tokens.sum(dtype=np.int64))
+        cost = tokens * _TOKEN_BYTES + catalog.all_terms * _TERM_BYTES * passes
         share = self._left() / max(sets, 1) / max(cost, 1)
-        names = sequences.group_names or tuple(map(str, range(int(sequences.group.max(initial=-1)) + 1)))
-        lot = np.array([zlib.crc32(name.encode("utf-8", "replace")) / 2**32 for name in names])
-        return np.flatnonzero(lot[sequences.group] < share)
+        return np.flatnonzero(source.lots() < share)
 
 
 def reasons(packed: Step, outcome: Outcome, objective: Objective) -> tuple[tuple[str, ...], NDArray[np.uint8]]:

@@ -6,16 +6,14 @@ uninterrupted one. A step itself is `Run`'s. Called by the command line and by u
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tracegrad import metrics
 from tracegrad.algebra import Objective
 from tracegrad.batch import ModelShape, Step
+from tracegrad.catalog import Source
 from tracegrad.config import Config, as_dict
 from tracegrad.errors import ArgumentError
 from tracegrad.interrupt import Interrupt
@@ -24,19 +22,21 @@ from tracegrad.learner.adapters import has_adapters
 from tracegrad.learner.epochs import Epochs
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.keeper import Keeper
-from tracegrad.learner.off_policy_value import MIN_ESS, OffPolicyValue, difference, estimate, good_and_bad
+from tracegrad.learner.measured import HeldOut
+from tracegrad.learner.off_policy_value import MIN_ESS
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.run import Run
 from tracegrad.learner.settle import settle_rows
 from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_vocabulary
+from tracegrad.learner.shown import Records
 from tracegrad.learner.step import Outcome
 from tracegrad.metrics import dashboards
 from tracegrad.sequence import Sequences
 
 
 def train(
-    sequences: Sequences,
+    data: Sequences | Source,
     model: Any,
     *,
     objective: Objective,
@@ -49,12 +49,13 @@ def train(
     sinks: Sequence[metrics.Sink] | None = None,
     say: Callable[[str], None] = print,
 ) -> Trained:
-    """Trains `model` on recorded sequences; its parameters are changed in place.
+    """Trains `model` on recorded traces; its parameters are changed in place.
 
     Under torchrun every rank calls this alike; files are written and things said by the first.
 
     Args:
-        sequences: from `align` or `Sequences.from_arrays`.
+        data: Sequences, from `align` or `Sequences.from_arrays`; or `Shards`, of which no more is in memory than the
+            steps ahead need.
         model: a transformers causal LM, with peft's adapters or without; moved to the device, float32, dropout off.
         objective: a preset or another value of `Objective`.
         out: folder for metrics.jsonl, config.toml and checkpoints; made if it is not there. One that all ranks see.
@@ -75,14 +76,14 @@ def train(
     """
     config, out, ranks = config or Config(), Path(out), Ranks.join()
     cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
-    feed = Feed.of(sequences, objective, config, ranks=ranks.world, rank=ranks.rank, **cut)
-    check_vocabulary(sequences, model)
-    feed = replace(feed, notes=(*feed.notes, *check_media(sequences, model)))
+    feed = Feed.of(data, objective, config, ranks=ranks.world, rank=ranks.rank, **cut)
+    check_vocabulary(feed.source, model)
+    feed = replace(feed, notes=(*feed.notes, *check_media(feed.source, model)))
     given = {"tokenizer": tokenizer, "optimizer": optimizer, "reference": reference}
     driven = Run(model, objective, config, out=out, **given, keep_start=False, ranks=ranks)
     if driven.reference is not None:
-        check_vocabulary(sequences, driven.reference.model)
-    longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
+        check_vocabulary(feed.source, driven.reference.model)
+    longest = min(int(feed.catalog.longest.max()), config.pack.token_budget)
     if why := settle_rows(driven.target, longest, trees=feed.shares):
         feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {why}."))
     loop = _Loop(feed, driven)
@@ -101,7 +102,7 @@ def train(
         for sink in [loop.lines, *shown]:
             sink.close()
     last = checkpoint.list_checkpoints(out)[-1]
-    terms = [record for part in ranks.gathered(loop.terms) for record in part]
+    terms = [record for part in ranks.gathered(loop.terms.records) for record in part]
     return Trained(
         driven.taken,
         loop.plan.total,
@@ -112,6 +113,7 @@ def train(
         terms,
         driven.watch.seconds,
         driven.idle.overall(),
+        ranks.sum(loop.terms.pull),
     )
 
 
@@ -139,15 +141,14 @@ class _Loop:
 
     feed: Feed
     driven: Run
-    terms: list[TermRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.epochs = Epochs(self.feed, self.driven)
         self.plan = self.epochs.plan
-        self.held = self.feed.held_step()
+        self.held = HeldOut(self.feed, self.epochs)
         self.fingerprint = self.feed.fingerprint()
         self.lines: metrics.Sink = _Silent()
-        self.best: NDArray[np.float32] | None = None  # [T] logprobs of the held-out terms where value was highest
+        self.terms = Records(self.feed.catalog, bounded=not self.feed.source.in_memory)
         self.worse = False
         self.keeper = Keeper.silent(self.driven.out, self.driven.objective)
 
@@ -164,11 +165,12 @@ class _Loop:
         if progress is not None:
             self.epochs.restore(checkpoints[-1], progress)
             if "best" in progress.logprobs:
-                self.best = np.full(self.feed.sequences.tokens, np.nan, np.float32)
-                self.best[self.feed.sequences.terms] = progress.logprobs["best"]
-            terms = checkpoint.read_terms(checkpoints[-1], self.driven.ranks)
-            last = self.plan.epochs - 1
-            self.terms = [term for term in terms if self.plan.epoch_of(term.step - 1) == last]
+                self.held.best = checkpoint.logprobs_of(checkpoints[-1], progress, "best", self.held.terms)
+            for term in checkpoint.read_terms(checkpoints[-1], self.driven.ranks):
+                if self.plan.epoch_of(term.step - 1) == self.plan.epochs - 1:
+                    self.terms.add(term)
+            if "pull" in progress.control:  # of all terms, not of those that were kept alone
+                self.terms.pull = progress.control["pull"] / self.driven.ranks.world
         self.driven.begin()
         ranks = self.driven.ranks
         told = {"rank": ranks.rank, "world": ranks.world, "taken": self.driven.taken}
@@ -187,7 +189,7 @@ class _Loop:
         if has_adapters(self.driven.model) and not config.train.lora_rank:
             said.append("the model's LoRA adapters are trained further; the model without them is the reference.")
         if self.feed.shares and taken < self.plan.total:
-            said.append(f"{self.epochs.packed(taken).sharing}.")
+            said.append(f"{self.epochs.packed(taken).step.sharing}.")
         held = int(self.feed.held.sum())
         if config.data.holdout and held < MIN_ESS:
             said.append(
@@ -198,10 +200,13 @@ class _Loop:
     def save(self) -> None:
         """Writes a checkpoint of the state as it is."""
         known = self.epochs.logprobs()
-        if self.best is not None:
-            known["best"] = self.best[self.feed.sequences.terms]
-        told = {"logprobs": known, "control": self.epochs.control()}
-        self.driven.save(fingerprint=self.fingerprint, terms=self.terms, **told)
+        if self.held.best is not None:
+            known["best"] = self.held.best
+        control = self.epochs.control()
+        if self.terms.records and not self.feed.source.in_memory:
+            control["pull"] = self.driven.ranks.sum(self.terms.pull)
+        told = {"logprobs": known, "control": control}
+        self.driven.save(fingerprint=self.fingerprint, terms=self.terms.records, **told)
 
     def run(
         self, sinks: Sequence[metrics.Sink], rows: list[dict[str, Any]], interrupt: Interrupt
@@ -219,16 +224,16 @@ class _Loop:
             return interrupt.received is not None
 
         if driven.taken == 0:
-            log({"step": 0, **self.value_row()})
+            log({"step": 0, **self.held.row()})
         while driven.taken < plan.total and not stops():
             if not self.epochs.refresh(driven.taken, stops):
                 break
             row = self._step()
             if plan.measures_value(driven.taken) and not stops():
-                row.update(self.value_row())
+                row.update(self.held.row())
             log(row)
             small = 0 < row.get("off_policy_value_ess_fraction", 1.0) < driven.config.stop.below_ess
-            if small or self.worse:
+            if small or self.held.worse:
                 self.save()
                 return "ess" if small else "worse"
             if plan.saves(driven.taken):
@@ -247,25 +252,6 @@ class _Loop:
 
     def _record(self, step: Step, outcome: Outcome) -> None:
         taken = self.driven.taken
-        self.keeper.step(taken, step, outcome, self.feed.sequences, passes=self.plan.epochs)
+        self.keeper.step(taken, step, outcome, self.feed.source, passes=self.plan.epochs)
         if self.plan.epoch_of(taken - 1) == self.plan.epochs - 1:
-            self.terms.append(TermRecord.of(taken, step, outcome))
-
-    def value_row(self) -> dict[str, float]:
-        """Off-policy value and its company under their metrics' names; empty without held-out traces."""
-        if self.held is None:
-            return {}
-        with self.driven.watch("value"):
-            logprobs = self.epochs.measured([self.held], "policy")
-        assert logprobs is not None
-        s, rewards = self.feed.sequences, self.feed.rewards
-        terms = np.flatnonzero(~np.isnan(logprobs))
-        theta, trace = logprobs[terms], np.repeat(s.trace, np.diff(s.cu_seqlens))[terms]
-        given = (np.asarray(s.rollout_logprobs)[terms], trace, rewards, s.group)
-        value: OffPolicyValue = estimate(theta, *given)
-        if self.driven.config.stop.worse and value.known:
-            change, half = (1.0, 0.0) if self.best is None else difference(theta, self.best[terms], *given)
-            self.worse = change + half < 0
-            self.best = logprobs if change > 0 else self.best
-        good, bad = good_and_bad(theta, trace, rewards, s.group)
-        return {**value.row(), "logprob_good": good, "logprob_bad": bad}
+            self.terms.add(TermRecord.of(taken, step, outcome))

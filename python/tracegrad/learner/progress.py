@@ -63,8 +63,7 @@ class Progress:
 
 def save(folder: Path, progress: Progress) -> None:
     """Writes what is known, and last of all the mark of a whole checkpoint: sizes and checksums of what is there."""
-    arrays = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in progress.logprobs.items()}
-    save_file(arrays, folder / _LOGPROBS)
+    shards.write(folder / _LOGPROBS, progress.logprobs)
     files = {name: [file.bytes, f"{file.crc32:08x}"] for name, file in _measured(folder, _files(folder)).items()}
     said = {
         "format": FORMAT,
@@ -92,7 +91,7 @@ def read(folder: Path) -> Progress:
         ReadError: if it is of another format.
     """
     said = _told(folder)
-    logprobs = {name: tensor.numpy() for name, tensor in load_file(folder / _LOGPROBS).items()}
+    logprobs, _ = shards.read(folder / _LOGPROBS)
     if any(array.ndim != 1 or array.dtype != np.float32 for array in logprobs.values()):
         raise ValueError("its logprobs are not flat arrays of float32")
     if type(said["step"]) is not int or not 0 <= said["step"] < 1 << 53 or not isinstance(said["fingerprint"], str):

@@ -89,9 +89,11 @@ class Trained:
         exit_code: 0, or 128 + signal.
         checkpoint: the newest one.
         rows: of metrics.jsonl, those before a resume included.
-        terms: of the last epoch's steps, those before a resume included, all ranks' on the first and else its own.
+        terms: of the last epoch's steps, those before a resume included, all ranks' on the first and else its own. Of
+            a run from shards those of the traces that a report shows.
         seconds: wall time by stage, that before a resume included.
         idle: share of the device's time without work queued, a lower bound; None on a CPU, where it does not apply.
+        pull: of all terms of the last epoch's steps, sum of |d loss / d logprob|.
     """
 
     step: int
@@ -103,6 +105,7 @@ class Trained:
     terms: list[TermRecord]
     seconds: dict[str, float]
     idle: float | None = None
+    pull: float = 0.0
 
     @property
     def best(self) -> int:

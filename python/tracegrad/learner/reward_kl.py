@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from tracegrad.advantage import AdaptiveKl, kl_in_reward
 from tracegrad.algebra import Objective
 from tracegrad.algebra.loss import Needs
+from tracegrad.catalog import Source
 from tracegrad.config import Config
 from tracegrad.learner.compared import compared
-from tracegrad.sequence import Sequences
 
 Floats = NDArray[np.float32]
 
@@ -30,7 +30,8 @@ class Charge:
     """The batch that is trained on, as it is charged.
 
     Args:
-        sequences, rewards, held, config: of the feed.
+        source, rewards, config: of the feed.
+        used: [R] bool: the traces that are compared with one another.
 
     Attributes:
         coef: what a nat costs in this batch, and `following`, in the next.
@@ -38,9 +39,9 @@ class Charge:
         advantages: [R], of the traces of this batch.
     """
 
-    sequences: Sequences
+    source: Source
     rewards: Floats
-    held: NDArray[np.bool_]
+    used: NDArray[np.bool_]
     config: Config
     coef: float = 0.0
     kl: float = float("nan")
@@ -51,22 +52,20 @@ class Charge:
         self.following = self.config.reward_kl.coef
         self.advantages = np.zeros(len(self.rewards), np.float32)
 
-    def batch(self, traces: int, old: Floats, ref: Floats) -> None:
+    def batch(self, traces: int, trace: NDArray[np.integer], old: Floats, ref: Floats) -> None:
         """Charges and compares the traces of a batch, which ranks share.
 
         Args:
             traces: how many count in its steps.
-            old, ref: [T] logprobs of the terms of all its traces, of every rank; NaN elsewhere.
+            trace, old, ref: [m] of the terms of all its traces, of every rank, ascending: trace and logprobs.
         """
-        options, s = self.config.reward_kl, self.sequences
-        origin = np.flatnonzero(~np.isnan(old))
-        trace = np.repeat(s.trace, np.diff(s.cu_seqlens))[origin]
+        options, group = self.config.reward_kl, self.source.catalog.group
         self.coef = self.following
         how = {"coef": self.coef, "kind": options.kind, "cap": options.cap or None}
-        charged = kl_in_reward(self.rewards, old[origin], ref[origin], trace, **how)
-        compared_traces = ~self.held & np.isin(s.group, s.group[trace])
+        charged = kl_in_reward(self.rewards, old, ref, trace, **how)
+        here = self.used & np.isin(group, group[trace])
         self.advantages[:] = 0
-        self.advantages[compared_traces] = compared(charged.rewards, s, compared_traces, self.config)
+        self.advantages[here] = compared(charged.rewards, self.source, here, self.config)
         self.kl = charged.kl * len(np.unique(trace)) / max(traces, 1)
         if options.target:
             after = AdaptiveKl(self.coef, options.target, options.horizon).after(self.kl, traces)

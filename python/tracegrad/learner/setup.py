@@ -13,6 +13,7 @@ import torch
 
 from tracegrad.algebra import Objective
 from tracegrad.batch import Step
+from tracegrad.catalog import InMemory, Source, source_of
 from tracegrad.config import Config, as_dict, options
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.adapted import load_model
@@ -246,15 +247,18 @@ def check_optimizer(config: Config) -> None:
             )
 
 
-def check_vocabulary(sequences: Sequences, model: Any) -> None:
+def check_vocabulary(data: Sequences | Source, model: Any) -> None:
     """Refuses ids that the model has no row for: on CUDA they would end the process without a word about them."""
-    size = embeddings_of(model)
-    for place in (int(sequences.ids.argmax()), int(sequences.ids.argmin())) if sequences.tokens else ():
-        token = int(sequences.ids[place])
-        if not 0 <= token < size:
-            branch = int(np.searchsorted(sequences.cu_seqlens, place, side="right")) - 1
-            trace = int(sequences.trace[branch])
-            raise _foreign(f"trace '{sequences.trace_name(trace)}'", token, size)
+    size, source = embeddings_of(model), source_of(data)
+    highest = source.catalog.max_id
+    if len(over := np.flatnonzero(highest >= size)):
+        row = int(over[highest[over].argmax()])
+        raise _foreign(f"trace '{source.trace_name(row)}'", int(highest[row]), size)
+    if isinstance(source, InMemory) and source.sequences.tokens:  # a file with an id below 0 is refused when it is read
+        s = source.sequences
+        if (token := int(s.ids[place := int(s.ids.argmin())])) < 0:
+            row = int(s.trace[int(np.searchsorted(s.cu_seqlens, place, side="right")) - 1])
+            raise _foreign(f"trace '{s.trace_name(row)}'", token, size)
 
 
 def check_step(step: Step, model: Any) -> None:
@@ -279,27 +283,33 @@ def _foreign(where: str, token: int, size: int) -> ArgumentError:
     )
 
 
-def check_media(sequences: Sequences, model: Any) -> list[str]:
+def check_media(data: Sequences | Source, model: Any) -> list[str]:
     """Refuses to train on what was sampled behind a picture, which the decoder would not see.
 
     Returns:
         what a user should know of traces that hold some.
     """
-    s, starts = sequences, sequences.cu_seqlens[:-1]
-    place = np.arange(s.tokens)
-    seen = np.isin(s.ids, media_ids(model))
-    if seen.any():
-        first = np.minimum.reduceat(np.where(seen, place, s.tokens), starts)
-        last = np.maximum.reduceat(np.where(s.trainable, place, -1), starts)
-        if len(behind := np.unique(s.trace[first < last])):
-            name = s.trace_name(behind[0])
-            raise ArgumentError(
-                f"{len(behind)} of {s.traces} traces, '{name}' first, are trained behind a picture, video or sound. "
-                f"{type(model).__name__} would not see it, as its decoder runs without a tower: logprobs would be "
-                "nats off. Leave these traces out."
-            )
-    count = int(s.holds_media.sum())
+    source, media = source_of(data), media_ids(model)
+    behind = [trace for part in (source.parts() if media else ()) for trace in _behind(part, media)]
+    if behind:
+        raise ArgumentError(
+            f"{len(behind)} of {source.catalog.traces} traces, '{behind[0]}' first, are trained behind a picture, "
+            f"video or sound. {type(model).__name__} would not see it, as its decoder runs without a tower: logprobs "
+            "would be nats off. Leave these traces out."
+        )
+    count = int(source.catalog.media.sum())
     return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
+
+
+def _behind(s: Sequences, media: tuple[int, ...]) -> list[str]:
+    """Names of the traces with a term behind one of these ids."""
+    seen = np.isin(s.ids, media)
+    if not seen.any():
+        return []
+    place, starts = np.arange(s.tokens), s.cu_seqlens[:-1]
+    first = np.minimum.reduceat(np.where(seen, place, s.tokens), starts)
+    last = np.maximum.reduceat(np.where(s.trainable, place, -1), starts)
+    return [s.trace_name(int(trace)) for trace in np.unique(s.trace[first < last])]
 
 
 def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:

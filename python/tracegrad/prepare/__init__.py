@@ -8,7 +8,7 @@ read together), `place` (folders that shards go to), `shard` (records to a shard
 `workers` (processes), `on_ray`, `load`, `run` (all parts, and the manifest last).
 """
 
-from tracegrad.prepare.load import is_prepared, load
+from tracegrad.prepare.load import check_prepared, is_prepared, load
 from tracegrad.prepare.parts import PART_BYTES, Part, cut
 from tracegrad.prepare.place import write_json
 from tracegrad.prepare.run import PLAN, prepare
@@ -21,6 +21,7 @@ __all__ = [
     "SHARD_BYTES",
     "Part",
     "Sources",
+    "check_prepared",
     "cut",
     "is_prepared",
     "load",

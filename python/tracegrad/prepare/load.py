@@ -47,7 +47,7 @@ def load(
     named = names_of(source)
     account = Account(said(named), named, reward=data.reward)
     if len(named) == 1 and is_prepared(named[0]):
-        _check_prepared(named[0], data, map or Map())
+        check_prepared(named[0], data, map or Map())
         with watch("read"):
             sequences = Sequences.load(named[0], verify=True)
         account.add(sequences)
@@ -81,10 +81,11 @@ def is_prepared(folder: str | os.PathLike[str]) -> bool:
     return path.is_dir() and (named or any(path.glob("shard-*")))
 
 
-OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
+OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout", "weights")]
 
 
-def _check_prepared(source: str, data: Data, map: Map) -> None:
+def check_prepared(source: str, data: Data, map: Map) -> None:
+    """Refuses options of reading and aligning where a prepared folder is given."""
     default = Data()
     if map.told():
         raise ArgumentError(

@@ -7,6 +7,6 @@ training. Its files, each using those before it alone: `text`, `curves`, `tokens
 """
 
 from tracegrad.report.card import write_card
-from tracegrad.report.page import TermArrays, add_success, write_report
+from tracegrad.report.page import Counts, TermArrays, add_success, write_report
 
-__all__ = ["TermArrays", "add_success", "write_card", "write_report"]
+__all__ = ["Counts", "TermArrays", "add_success", "write_card", "write_report"]

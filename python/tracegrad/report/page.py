@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from tracegrad.report.text import escape, number, percent
 from tracegrad.report.tokens import PerToken, TermArrays, examples, trace_html
 from tracegrad.sequence import Sequences
 
-__all__ = ["TermArrays", "add_success", "write_report"]
+__all__ = ["Counts", "TermArrays", "add_success", "write_report"]
 
 _MARKS = ("<!--success-->", "<!--/success-->")  # where `add_success` writes; nothing escaped can look like them
 _FIND = files("tracegrad.report").joinpath("find.js").read_text("utf-8")
@@ -44,6 +45,34 @@ class Decoder(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What a page says of all traces of a run.
+
+    Args:
+        traces, groups, tokens, terms: how many.
+        tiers, drift: name to counts, as `Sequences.tiers` and `Drift.table` give them.
+        recorded, exact: as in `Drift`.
+    """
+
+    traces: int
+    groups: int
+    tokens: int
+    terms: int
+    tiers: Mapping[str, Mapping[str, int]]
+    drift: Mapping[str, Mapping[str, int]]
+    recorded: int
+    exact: int
+
+    @classmethod
+    def of(cls, sequences: Sequences) -> "Counts":
+        """Of all traces of sequences."""
+        drift, terms = sequences.drift, int(sequences.trainable.sum())
+        groups = len(set(sequences.group.tolist()))
+        found = (sequences.traces, groups, sequences.tokens, terms, sequences.tiers(), drift.table())
+        return cls(*found, drift.recorded, drift.exact)
+
+
 def write_report(
     path: str | os.PathLike[str],
     *,
@@ -51,6 +80,8 @@ def write_report(
     sequences: Sequences,
     tokenizer: Decoder,
     terms: Iterable[TermArrays] = (),
+    counts: Counts | None = None,
+    pull: float | None = None,
     summary: Mapping[str, Any] | None = None,
     title: str = "tracegrad",
     about: Sequence[tuple[str, object]] = (),
@@ -63,9 +94,11 @@ def write_report(
     Args:
         path: of the page.
         rows: of metrics.jsonl; numbers that are not finite are left out of the curves.
-        sequences: what was trained on.
+        sequences: what was trained on, or of it what may be shown.
         tokenizer: whose bytes the tokens are; an id that it does not know is shown as a number.
         terms: per-term arrays of the steps to show, such as `Trained.terms`; without them no trace is shown.
+        counts: of all traces; default of `sequences`.
+        pull: of all terms, sum of |d loss / d logprob|, which shares are of; default of `terms`.
         summary: of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage, `seed`.
         title: of the page.
         about: names and values: recipe, options, versions, paths.
@@ -78,14 +111,14 @@ def write_report(
         ReadError: if the file cannot be written.
     """
     values = PerToken.of(sequences.tokens, terms)
-    summary = summary or {}
+    summary, counts = summary or {}, counts or Counts.of(sequences)
     style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + colours(_PAIRS)
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title[:_MOST_TEXT])}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width&#61;device-width"><style>{style}</style></head><body>'
-        f"{_opening(title, rows, sequences, summary)}{_about(about, links)}{_curves(rows)}{_tables(sequences)}"
-        f"{_traces(sequences, values, tokenizer, most_traces, most_bytes)}"
+        f"{_opening(title, rows, counts, summary)}{_about(about, links)}{_curves(rows)}{_tables(counts)}"
+        f"{_traces(sequences, values, tokenizer, most_traces, most_bytes, pull)}"
         f"<script>{_FIND}</script></body></html>\n"
     )
     write_page(Path(path), page.encode())
@@ -113,13 +146,12 @@ def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: 
     write_page(path, (head + mark + _success(before, after) + end + tail).encode())
 
 
-def _opening(title: str, rows: Rows, sequences: Sequences, summary: Mapping[str, Any]) -> str:
-    groups = len(set(sequences.group.tolist()))
+def _opening(title: str, rows: Rows, counts: Counts, summary: Mapping[str, Any]) -> str:
     facts: list[tuple[str, str]] = [
-        ("traces", f"{sequences.traces:,}"),
-        ("groups", f"{groups:,}"),
-        ("tokens", f"{sequences.tokens:,}"),
-        ("trained tokens", f"{int(sequences.trainable.sum()):,}"),
+        ("traces", f"{counts.traces:,}"),
+        ("groups", f"{counts.groups:,}"),
+        ("tokens", f"{counts.tokens:,}"),
+        ("trained tokens", f"{counts.terms:,}"),
         ("steps", number(step_of(rows[-1], len(rows))) if rows else "0"),
     ]
     seconds = summary.get("seconds")
@@ -152,13 +184,13 @@ def _curves(rows: Rows) -> str:
     return f'<section><h2>The run</h2><div class="curves">{drawn}</div></section>' if drawn else ""
 
 
-def _tables(sequences: Sequences) -> str:
-    tiers = [[name, TIER_TEXT.get(name, ""), *found.values()] for name, found in sequences.tiers().items()]
-    drift = [[reason, *found.values()] for reason, found in sequences.drift.table().items()]
-    rate = sequences.drift.rate
+def _tables(counts: Counts) -> str:
+    tiers = [[name, TIER_TEXT.get(name, ""), *found.values()] for name, found in counts.tiers.items()]
+    drift = [[reason, *found.values()] for reason, found in counts.drift.items()]
+    rate = 1.0 - counts.exact / counts.recorded if counts.recorded else 0.0
     exact = (
-        f"<p>{percent(rate)} of {sequences.drift.recorded:,} recorded tokens are without an exact id and logprob.</p>"
-        if sequences.drift.recorded
+        f"<p>{percent(rate)} of {counts.recorded:,} recorded tokens are without an exact id and logprob.</p>"
+        if counts.recorded
         else ""
     )
     return (
@@ -182,8 +214,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) ->
     return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _traces(sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int) -> str:
-    if not (chosen := examples(sequences, values, most)):
+def _traces(
+    sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int, pull: float | None
+) -> str:
+    if not (chosen := examples(sequences, values, most, pull)):
         return ""
     known: dict[int, bytes] = {}
 

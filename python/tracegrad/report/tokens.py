@@ -88,21 +88,25 @@ class PerToken:
         return np.isfinite(self.gradient)
 
 
-def strongest(sequences: Sequences, values: PerToken, most: int) -> list[tuple[int, float]]:
-    """The traces with the largest share of the gradient, sum of |d loss / d logprob|: (trace, share), largest first."""
+def strongest(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
+    """The traces with the largest share of the gradient, sum of |d loss / d logprob|: (trace, share), largest first.
+
+    Args:
+        whole: what shares are of; default the sum over the values.
+    """
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     pull = np.bincount(owner, np.abs(np.nan_to_num(values.gradient)).astype(np.float64), minlength=sequences.traces)
     order = np.argsort(-pull, kind="stable")[:most]
-    total = pull.sum()
+    total = whole or pull.sum()
     return [(int(trace), float(pull[trace] / total)) for trace in order if pull[trace] > 0]
 
 
-def examples(sequences: Sequences, values: PerToken, most: int) -> list[tuple[int, float]]:
+def examples(sequences: Sequences, values: PerToken, most: int, whole: float | None = None) -> list[tuple[int, float]]:
     """Traces to look at: those that pull hardest, good and bad ones in turn, of as many groups as there are.
 
     Good is an advantage of at least 0 on average. They come as `strongest` gives them, the largest share first.
     """
-    ranked = strongest(sequences, values, sequences.traces)
+    ranked = strongest(sequences, values, sequences.traces, whole)
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     total = np.bincount(owner, np.nan_to_num(values.advantages).astype(np.float64), minlength=sequences.traces)
     sides: tuple[list[tuple[int, float]], list[tuple[int, float]]] = ([], [])
