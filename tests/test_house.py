@@ -31,7 +31,8 @@ FLOORS = [
         "shards",
         "store",
         "trace_columns",
-    },
+    }
+    | {"bucket", "mirror"},
     {"sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
     {"inputs"},

@@ -16,11 +16,12 @@ from tracegrad.batch import ModelShape
 from tracegrad.cli import recipe
 from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
 from tracegrad.metrics import Stopwatch
+from tracegrad.mirror import Mirror
 
 
 def add_to(commands: Any) -> None:
     """Adds the verb."""
-    train = command(commands, "train", "train a model on recorded traces", _train)
+    train = command(commands, "train", "train a model on recorded traces", _train, Mirror)
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
     recipe.add_to(run)
@@ -50,7 +51,7 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             tell({"config": config.as_dict(chosen), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    sequences, account = training.aligned(told.traces, told.model, chosen, told.out, watch)
+    sequences, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
     speak(*account.lines())
     if told.dry_run:
         return _dry_run(sequences, objective, chosen, told.model, account if quiet else None)
@@ -134,7 +135,7 @@ def _learn(
     run = {"out": told.out, "resume": told.resume, "title": title, "say": speaker(told), "watch": watch}
     done = training.learn(sequences, account, told.model, objective, chosen, **run)
     if told.json:
-        places = {name: str(told.out / name) for name in ("checkpoint", "report.html", "metrics.jsonl", "summary.json")}
+        places = _places(told.out, done)
         counts = {"steps": done.step, "planned": done.total, "stopped": done.stopped, "exit_code": done.exit_code}
         tell({**counts, "last": done.rows[-1] if done.rows else None, "files": places})
     else:
@@ -149,6 +150,7 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
         "worse": f"stopped  after step {done.step:,} of {done.total:,}: value was best after {done.best}",
         "signal": f"stopped  on request after step {done.step:,} of {done.total:,}; nothing is lost",
     }
+    places = _places(told.out, done)
     return [
         reasons[done.stopped],
         *_value_line(done.rows),
@@ -158,11 +160,18 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
             if done.idle is None
             else f"{done.idle:.1%} of its time idle"
         ),
-        f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
-        f"         {told.out / 'report.html'}  shows the run and its tokens",
-        f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
+        f"         {places['checkpoint']}  loads with AutoModelForCausalLM.from_pretrained",
+        f"         {places['report.html']}  shows the run and its tokens",
+        f"         {places['metrics.jsonl']}, {places['summary.json']}",
         *go_on(done.stopped, arguments),
     ]
+
+
+def _places(out: Mirror, done: Any) -> dict[str, str]:
+    """Where a run has left what is looked at; at an address the newest checkpoint has no second name."""
+    names = ("checkpoint", "report.html", "metrics.jsonl", "summary.json")
+    places = {name: out.named(out.path / name) or str(out.path / name) for name in names}
+    return {**places, "checkpoint": done.address or places["checkpoint"]}
 
 
 def _value_line(rows: list[dict[str, Any]]) -> list[str]:

@@ -86,12 +86,12 @@ def verb(commands: Any, name: str, text: str, run: Any, more: str = "") -> Parse
     return parser
 
 
-def command(commands: Any, name: str, text: str, run: Any) -> Parser:
-    """A verb over traces with a model and a place for what comes of them."""
+def command(commands: Any, name: str, text: str, run: Any, out: Callable[[str], Any] = Path) -> Parser:
+    """A verb over traces with a model and a place for what comes of them, which `out` makes of what is typed."""
     parser = verb(commands, name, text, run)
     inputs_of(parser)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
+    parser.add_argument("--out", type=out, required=True, metavar="DIR", help="where results go")
     data = parser.add_argument_group("reading and aligning")
     choices = ("raise", "skip", "quarantine")
     data.add_argument("--on-error", choices=choices, help="a bad record: stop, leave it out, write it aside")

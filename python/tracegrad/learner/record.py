@@ -87,11 +87,12 @@ class Trained:
         step: optimizer steps taken, of `total`.
         stopped: "done", "ess" or "worse" (as `[stop]` says), or "signal".
         exit_code: 0, or 128 + signal.
-        checkpoint: the newest one.
+        checkpoint: the newest one; of a run at an address what is left of it in this process's folder, until it ends.
         rows: of metrics.jsonl, those before a resume included.
         terms: of the last epoch's steps, those before a resume included, all ranks' on the first and else its own.
         seconds: wall time by stage, that before a resume included.
         idle: share of the device's time without work queued, a lower bound; None on a CPU, where it does not apply.
+        address: of the newest checkpoint, where the run is at an address; else "".
     """
 
     step: int
@@ -103,6 +104,7 @@ class Trained:
     terms: list[TermRecord]
     seconds: dict[str, float]
     idle: float | None = None
+    address: str = ""
 
     @property
     def best(self) -> int:
