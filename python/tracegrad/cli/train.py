@@ -15,6 +15,7 @@ from tracegrad.account import Account
 from tracegrad.batch import ModelShape
 from tracegrad.cli import recipe
 from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
+from tracegrad.errors import ArgumentError
 from tracegrad.metrics import Stopwatch
 from tracegrad.mirror import Mirror
 
@@ -35,10 +36,16 @@ def add_to(commands: Any) -> None:
     run.add_argument("--print-config", action="store_true", help="print the resolved config and do nothing")
     for_machines(run)
     run.add_argument("--dry-run", action="store_true", help="read, align and pack, print what would be done, and stop")
+    run.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: what each of so many ranks would need")
     run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
 
 
 def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    if told.ranks is not None and (told.ranks < 1 or not told.dry_run):
+        raise ArgumentError(
+            f"--ranks {told.ranks} is for --dry-run, and at least 1. A run has as many ranks as torchrun starts. "
+            "Leave it out, or add --dry-run."
+        )
     told.model = folder_of(told.model)
     chosen, of_recipe = _config(told, overrides)
     objective = training.objective_of(chosen)
@@ -54,7 +61,8 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
     sequences, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
     speak(*account.lines())
     if told.dry_run:
-        return _dry_run(sequences, objective, chosen, told.model, account if quiet else None)
+        ranks = told.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+        return _dry_run(sequences, objective, chosen, told.model, account if quiet else None, ranks)
     return _learn(told, arguments, chosen, objective, sequences, account, watch)
 
 
@@ -68,11 +76,12 @@ def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple
     return chosen, recipe.lines(told, begins, otherwise)
 
 
-def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None) -> int:
+def _dry_run(
+    sequences: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None, ranks: int
+) -> int:
     """What would be done: steps, rows and their fill, memory and time; one object where the account is given."""
     from tracegrad.learner.feed import Feed
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     feed = Feed.of(sequences, objective, chosen, ranks=ranks, shape=_shape(model))
     steps = feed.steps(0)
     plan = feed.plan(len(steps))
@@ -86,8 +95,9 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path,
             "longest_row": max(rows),
         }
         traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held.sum()), "terms": sum(map(len, steps))}
-        forecast = [line.strip() for line in _forecast(model, chosen, feed, ranks)]
-        found = {**told, **traces, "fill": round(fill, 4), "notes": list(feed.notes), "forecast": forecast}
+        lines, numbers = _forecast(model, chosen, feed, ranks)
+        forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
+        found = {**told, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
         read = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
         tell({"would": found, **read})
         return 0
@@ -100,7 +110,7 @@ def _dry_run(sequences: Any, objective: Any, chosen: config.Config, model: Path,
         f"sharing  {feed.sharing()}, in the first step"
         + ("" if chosen.pack.share_prefixes else "; it is off: pack.share_prefixes"),
     )
-    say(*_forecast(model, chosen, feed, ranks))
+    say(*_forecast(model, chosen, feed, ranks)[0])
     return 0
 
 
@@ -113,13 +123,14 @@ def _shape(model: Path) -> ModelShape | None:
         return None
 
 
-def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> list[str]:
-    """Memory and time, as far as they are known before a weight is read; says so where torch is not there."""
+def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> tuple[list[str], dict[str, Any]]:
+    """Memory, time and traffic, as far as they are known before a weight is read; says so where torch is not there."""
     try:
         from tracegrad.learner.forecast import forecast
     except ImportError as error:
-        return [f"memory   not known: {error.name} is not installed"]
-    return forecast(model, chosen, feed, ranks).lines()
+        return [f"memory   not known: {error.name} is not installed"], {}
+    found = forecast(model, chosen, feed, ranks)
+    return found.lines(), found.as_dict()
 
 
 def _learn(

@@ -4,9 +4,9 @@ In come `Sequences` and `Options`, or single steps from anywhere; out go trained
 metrics for each step. Its files, each using those before it alone: `rates`, `plan` (functions of counts alone);
 `ranks`, `memory`, `parallel` (one model on several ranks); `ending`; `model`, `adapters`, `adapted`; `progress`,
 `away` (a folder that not all ranks see), `state`, `weights`; `compared`, `filters`, `reward_kl`, `off_policy_value`,
-`feed` (which traces, with which advantage, in which steps); `settle`, `setup`, `forecast`; `idle`, `entropy`, `step`,
-`record`, `row`, `checkpoint`, `run` (one step at a time, no data set); `keeper`, `epochs`, `loop` (a file as one source
-of steps).
+`feed` (which traces, with which advantage, in which steps); `settle`, `setup`, `traffic`, `forecast`; `idle`,
+`entropy`, `step`, `record`, `row`, `checkpoint`, `run` (one step at a time, no data set); `keeper`, `epochs`, `loop` (a
+file as one source of steps).
 """
 
 from tracegrad.learner.adapted import merge_adapters
