@@ -1,4 +1,4 @@
-"""What ranks say to one another and hold, beside what is forecast: run by test_traffic.py as a script, which forks them.
+"""What ranks say to one another and hold, beside what is forecast: run by test_traffic.py as a script that forks them.
 
 `python traffic_run.py OUT [every]` writes one JSON list; each entry is a run: its forecast, and what was counted of it.
 """
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "benches"), str(HERE.parent / "benches" / "gpu")]
-from clock import Allocated
+sys.path.insert(0, str(Path(__file__).parent.parent / "benches" / "gpu"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "benches"))
+sys.path.insert(0, str(Path(__file__).parent))
 from forecast import traces_of
+
+from clock import Allocated
 from ranks import code_of, forked, joined
 from tracegrad import config, presets
 from tracegrad.algebra import with_kl

@@ -78,8 +78,7 @@ class Forecast:
             gathers.append(f"{said.measure_gathers:,} of {_size(said.measure_bytes)} to measure old and ref")
         sums = f"{said.sums:,} {said.halves}{'' if said.sums == 1 else 's'} of {_size(said.sum_bytes)}"
         return [
-            f"ranks    {self.ranks}: the busiest has {self.imbalance:.3f} of the mean's work in the most uneven step, by "
-            "plan",
+            f"ranks    {self.ranks}: the busiest has {self.imbalance:.3f} of the mean's work in the most uneven step",
             f"traffic  {', '.join([*gathers, sums])} a step; a rank sends {_size(said.sent_bytes)} in a ring",
         ]
 

@@ -1,7 +1,8 @@
 """What ranks would say to one another in a step: calls and bytes of parameters and gradients, from a model's shapes.
 
 Here is `Traffic`. Counted as torch's wrappers make their calls: FSDP2 by decoder layer and the rest as one, DDP by its
-buckets, from the second step on. Numbers of metrics and agreements, a few hundred bytes each, are left out. Called by the forecast.
+buckets, from the second step on. Numbers of metrics and agreements, a few hundred bytes each, are left out. Called by
+the forecast.
 """
 
 from collections.abc import Iterable, Sequence
