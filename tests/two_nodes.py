@@ -64,7 +64,7 @@ def found(out: Path) -> None:
     steps = [[json.loads(row)["step"] for row in lines] for lines in rows]
     last = [sorted(system.ls(f"runs/{run}/checkpoints"))[-1] for run in runs]
     one, two = (system.cat(f"{path}/model.safetensors") for path in last)
-    folders = [name for name in ("a", "b") if not list((out / name).glob("tracegrad-run-*/checkpoints/*/x"))]
+    folders = {name: len(list((out / name).glob("tracegrad-run-*"))) for name in ("a", "b")}
     said = {"steps": steps, "same": one == two, "killed": int((out / "died").exists()), "folders": folders}
     (out / "found.json").write_text(json.dumps(said))
 

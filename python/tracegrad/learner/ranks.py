@@ -5,6 +5,7 @@ loop, the step and the checkpoint.
 """
 
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from tracegrad.errors import ArgumentError
 
 TIMEOUT_S = 1800.0
 """Seconds that ranks wait for one another, where a run is not told otherwise."""
-_WORD, _HEARD = "tracegrad/stopped", "tracegrad/heard"  # keys of the store that all ranks see
-_HERE, _AT, _WAITED = "tracegrad/here", "tracegrad/at", "tracegrad/waited"  # of each rank, with its number
+_WORD, _HEARD, _AT, _WAITED = "stopped", "heard", "at", "waited"  # keys of the store that all ranks see
+_HERE = "tracegrad/here"
 _PATIENCE_S = 10.0
 _REPORT_S = 5.0
 
@@ -39,6 +40,7 @@ class Ranks:
         world, rank: how many processes, and which of them this is.
         group: for collectives on the CPU; None where there is one process.
         beside: a second such group, for the thread that prepares the next step.
+        token: of this group alone, in the keys of the store that torchrun may keep over restarts.
 
     >>> Ranks().all_reduce(np.ones(2), "sum").tolist()
     [1.0, 1.0]
@@ -48,6 +50,7 @@ class Ranks:
     rank: int = 0
     group: Any = None
     beside: Any = None
+    token: str = ""
 
     @classmethod
     def join(cls, timeout_s: float = TIMEOUT_S) -> "Ranks":
@@ -76,7 +79,9 @@ class Ranks:
             return cls()
         if not (_kept and _kept[0] is dist.group.WORLD):
             groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
-            _kept[:] = [dist.group.WORLD, cls(dist.get_world_size(), dist.get_rank(), *groups)]
+            token = [secrets.token_hex(8)]
+            dist.broadcast_object_list(token, 0, group=groups[0])
+            _kept[:] = [dist.group.WORLD, cls(dist.get_world_size(), dist.get_rank(), *groups, token[0])]
         ranks = _kept[1]
         if timeout_s is not None:
             for group in (ranks.group, ranks.beside, dist.group.WORLD):
@@ -153,11 +158,11 @@ class Ranks:
     def leave_word(self, word: str) -> None:
         """Says something that other ranks may look for whenever they like: no collective call."""
         if not self.alone:
-            dist.distributed_c10d._get_default_store().set(f"tracegrad/{word}", "")
+            dist.distributed_c10d._get_default_store().set(self._key(word), "")
 
     def finds_word(self, word: str) -> bool:
         """Whether a rank has left this word."""
-        return not self.alone and dist.distributed_c10d._get_default_store().check([f"tracegrad/{word}"])
+        return not self.alone and dist.distributed_c10d._get_default_store().check([self._key(word)])
 
     def everybody(self, value: Any) -> list[Any]:
         """The value of every rank, in order, on every rank."""
@@ -196,7 +201,7 @@ class Ranks:
     def at(self, where: str) -> None:
         """Leaves word of where this rank is, for the others to tell where it hangs."""
         if not self.alone and dist.is_initialized():
-            dist.distributed_c10d._get_default_store().set(f"{_AT}/{self.rank}", f"{time.time():.0f} {where}")
+            dist.distributed_c10d._get_default_store().set(self._key(_AT, self.rank), f"{time.time():.0f} {where}")
 
     def absent(self, error: Exception) -> str:
         """Which ranks did not come, after a collective call that has failed; "" where the failure is another.
@@ -212,14 +217,14 @@ class Ranks:
         store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + _REPORT_S
         late = any(word in str(error) for word in ("Timed out", "timed out", "timeout"))
         try:
-            store.set(f"{_WAITED}/{self.rank}", "")
+            store.set(self._key(_WAITED, self.rank), "")
             if late:
-                store.set(_WAITED, "")
+                store.set(self._key(_WAITED), "")
             dist.destroy_process_group()
             while (gone := self._silent(store)) and time.monotonic() < until:
                 time.sleep(0.05)
-            how = "did not come within train.timeout" if store.check([_WAITED]) else "has ended"
-            said = [f"rank {rank} {how}; it was last seen {_seen(store, rank)}" for rank in gone]
+            how = "did not come within train.timeout" if store.check([self._key(_WAITED)]) else "has ended"
+            said = [f"rank {rank} {how}; it was last seen {self._seen(store, rank)}" for rank in gone]
             if self.first:
                 time.sleep(min(1.0, max(0.0, until - time.monotonic())))  # the store may be this rank's
         except (RuntimeError, ValueError):  # the store went with the rank that kept it
@@ -227,7 +232,16 @@ class Ranks:
         return ", ".join(said)
 
     def _silent(self, store: Any) -> list[int]:
-        return [rank for rank in range(self.world) if not store.check([f"{_WAITED}/{rank}"])]
+        return [rank for rank in range(self.world) if not store.check([self._key(_WAITED, rank)])]
+
+    def _seen(self, store: Any, rank: int) -> str:
+        if not store.check([key := self._key(_AT, rank)]):
+            return "before its first step"
+        when, _, where = store.get(key).decode().partition(" ")
+        return f"at {where}, {max(0, round(time.time() - float(when)))} s ago"
+
+    def _key(self, name: str, rank: int | None = None) -> str:
+        return f"tracegrad/{self.token}/{name}" + ("" if rank is None else f"/{rank}")
 
     def tell(self, said: str) -> None:
         """Leaves word that this rank stops, and closes its connections, which wakes the ranks that wait for it.
@@ -237,10 +251,10 @@ class Ranks:
         if self.alone or not dist.is_initialized():
             return
         store = dist.distributed_c10d._get_default_store()
-        store.set(_WORD, f"rank {self.rank}, {said}")
+        store.set(self._key(_WORD), f"rank {self.rank}, {said}")
         dist.destroy_process_group()
         until = time.monotonic() + _PATIENCE_S
-        while store.add(_HEARD, 0) < self.world - 1 and time.monotonic() < until:
+        while store.add(self._key(_HEARD), 0) < self.world - 1 and time.monotonic() < until:
             time.sleep(0.05)
 
     def heard(self) -> str:
@@ -249,10 +263,10 @@ class Ranks:
             return ""
         try:
             store = dist.distributed_c10d._get_default_store()
-            if not store.check([_WORD]):
+            if not store.check([self._key(_WORD)]):
                 return ""
-            store.add(_HEARD, 1)
-            return store.get(_WORD).decode()
+            store.add(self._key(_HEARD), 1)
+            return store.get(self._key(_WORD)).decode()
         except (RuntimeError, ValueError):  # the store went with the rank that kept it
             return ""
 
@@ -285,13 +299,6 @@ def _open_group(timeout_s: float) -> None:
 def _of_others(error: BaseException) -> bool:
     """Whether a collective call failed by what another rank did, or did not."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _seen(store: Any, rank: int) -> str:
-    if not store.check([f"{_AT}/{rank}"]):
-        return "before its first step"
-    when, _, where = store.get(f"{_AT}/{rank}").decode().partition(" ")
-    return f"at {where}, {max(0, round(time.time() - float(when)))} s ago"
 
 
 def _set_timeout(timeout: timedelta, group: Any) -> None:
