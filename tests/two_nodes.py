@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ def files() -> Any:
 
 def ready() -> None:
     """Waits until the bucket answers, and makes it."""
-    for _ in range(200):
-        try:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with suppress(Exception):
             files().mkdir("runs")
             return
-        except Exception:
-            time.sleep(0.2)
+        time.sleep(0.2)
     raise SystemExit("no bucket")
 
 

@@ -78,10 +78,11 @@ class Ranks:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
         if not (_kept and _kept[0] is dist.group.WORLD):
-            groups = [dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
+            groups: list[Any] = [dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2)]
             token = [secrets.token_hex(8)]
             dist.broadcast_object_list(token, 0, group=groups[0])
-            _kept[:] = [dist.group.WORLD, cls(dist.get_world_size(), dist.get_rank(), *groups, token[0])]
+            ranks = cls(dist.get_world_size(), dist.get_rank(), groups[0], groups[1], token[0])
+            _kept[:] = [dist.group.WORLD, ranks]
         ranks = _kept[1]
         if timeout_s is not None:
             for group in (ranks.group, ranks.beside, dist.group.WORLD):
