@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -251,12 +251,12 @@ class Ranks:
         """
         if self.alone or not dist.is_initialized():
             return
-        store = dist.distributed_c10d._get_default_store()
-        store.set(self._key(_WORD), f"rank {self.rank}, {said}")
-        dist.destroy_process_group()
-        until = time.monotonic() + _PATIENCE_S
-        while store.add(self._key(_HEARD), 0) < self.world - 1 and time.monotonic() < until:
-            time.sleep(0.05)
+        store, until = dist.distributed_c10d._get_default_store(), time.monotonic() + _PATIENCE_S
+        with suppress(RuntimeError, ValueError):  # the store went with the rank that kept it, who has ended before
+            store.set(self._key(_WORD), f"rank {self.rank}, {said}")
+            dist.destroy_process_group()
+            while store.add(self._key(_HEARD), 0) < self.world - 1 and time.monotonic() < until:
+                time.sleep(0.05)
 
     def heard(self) -> str:
         """What a rank that stopped has told; "" where none has."""
