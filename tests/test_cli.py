@@ -210,6 +210,29 @@ def test_a_dry_run_says_what_would_be_done_and_touches_no_weights(example, forty
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_forecasts_any_number_of_ranks(example, forty, tmp_path, capsys):
+    pytest.importorskip("torch")
+    options = ["--dry-run", "--ranks", "8", "--parallel.mode", "fsdp", "--train.memory", "low"]
+    assert main(train(example, forty, tmp_path / "out", *options)) == 0
+    said = capsys.readouterr().out
+    assert "on the first of 8 ranks" in said
+    assert "ranks    8: the busiest has " in said
+    assert "all-gathers of" in said
+    assert "reduce-scatters of" in said
+    assert main(train(example, forty, tmp_path / "out", *options, "--json")) == 0
+    eight = json.loads(capsys.readouterr().out)["would"]["per_rank"]
+    assert (eight["ranks"], eight["traffic"]["ranks"]) == (8, 8)
+    assert main(train(example, forty, tmp_path / "out", "--dry-run", "--json")) == 0
+    one = json.loads(capsys.readouterr().out)["would"]["per_rank"]
+    assert (one["ranks"], one["traffic"]) == (1, None)
+    assert one["state_bytes"] == 16 * one["parameters"]
+    assert one["state_bytes"] / 8 < eight["state_bytes"] < one["state_bytes"]
+    assert not (tmp_path / "out").exists()
+    for wrong in (["--ranks", "8"], ["--dry-run", "--ranks", "0"]):
+        assert main(train(example, forty, tmp_path / "out", *wrong)) == 1
+        assert "is for --dry-run, and at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

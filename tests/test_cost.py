@@ -82,6 +82,27 @@ def test_ranks_are_balanced_by_cost_and_say_how_evenly():
     assert pack(s, np.ones(200), token_budget=1 << 14)[0].imbalance == 1.0
 
 
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+def test_eight_ranks_are_within_five_percent_on_lognormal_lengths(sigma):
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(6, sigma, 512)), 8, 8000).astype(int) + 2
+    cu = np.r_[0, lengths.cumsum()]
+    trainable = np.ones(cu[-1], bool)
+    trainable[cu[:-1]] = False
+    group = np.repeat(np.arange(64), 8)
+    s = Sequences.from_arrays(np.zeros(cu[-1], int), cu, np.full(cu[-1], -1.0), trainable, group=group)
+    ranks = [pack(s, np.ones(512), token_budget=8192, step_groups=16, ranks=8, rank=rank) for rank in range(8)]
+    flop = QWEN3_4B.token_flop * lengths + QWEN3_4B.pair_flop * lengths * (lengths + 1) / 2
+    flop += QWEN3_4B.term_flop * (lengths - 1)
+    for steps in zip(*ranks, strict=True):
+        loads = np.array([flop[np.unique(step.trace)].sum() for step in steps])
+        assert loads.max() / loads.mean() == pytest.approx(steps[0].imbalance)
+        assert steps[0].imbalance <= 1.05
+        # Costliest first to the rank with least: the busiest is above the mean by less than its last trace.
+        least = min(flop[np.unique(step.trace)].min() for step in steps)
+        assert loads.max() <= loads.mean() + max(least, flop[np.unique(steps[loads.argmax()].trace)].min())
+
+
 def test_a_group_stays_on_one_rank_where_it_is_shared():
     parts = [groups(200, 20, 8) for _ in range(4)]
     ids = np.concatenate([part.ids + 1000 * n for n, part in enumerate(parts)])

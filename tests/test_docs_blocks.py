@@ -229,7 +229,7 @@ def test_what_else_is_typed_is_there():
             script = (ROOT / rest[0]).read_text()
             assert all(f'"{flag}"' in script for flag in rest if flag.startswith("--")), f"{block}: {rest}"
         else:
-            assert program in ("tracegrad", "torchrun"), f"{block}: {program}"
+            assert program in ("tracegrad", "torchrun", "accelerate"), f"{block}: {program}"
 
 
 def test_a_block_that_is_not_marked_or_not_fenced_is_seen(tmp_path):

@@ -24,7 +24,15 @@ pytest.importorskip("transformers")
 import tracegrad as tg  # noqa: E402
 from test_every_field import ignored  # noqa: E402
 from test_from_shards import weights  # noqa: E402
-from test_loop_options import by_trace, even_groups, mask_even, tolerance, truncated, zero_truncated  # noqa: E402
+from test_loop_options import (  # noqa: E402
+    by_trace,
+    even_groups,
+    mask_even,
+    timeout,
+    tolerance,
+    truncated,
+    zero_truncated,
+)
 from test_reward_kl import reward_kl  # noqa: E402
 from test_terms import terms_kept, terms_megabytes  # noqa: E402
 from tiny import PROMPT, sampled, spoilt, tiny_model  # noqa: E402
@@ -462,6 +470,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.lora_rank": ("adapters", lora_rank),
     "train.ref_every": ("renewed", ref_every),
     "train.ref_model": (None, ref_model),
+    "train.timeout": (None, timeout),
     "parallel.mode": (None, mode),
     "checkpoint.every": ("cadence", checkpoint_every),
     "checkpoint.keep": ("cadence", checkpoint_keep),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tracegrad import presets  # noqa: E402
 from tracegrad.algebra import Gate, Level, Ratio, with_entropy  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
+from tracegrad.learner.ranks import Ranks  # noqa: E402
 from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
 
 GATED = replace(presets.GRPO, gates=(Gate(Ratio("old", "rollout"), level=Level("trace", "mean"), low=0.99, high=1.01),))
@@ -45,6 +47,14 @@ def truncated(_=None):
     group = found.group == found.group[0]
     np.testing.assert_allclose(feed.advantages[group], found.reward[group] - found.reward[group].mean(), atol=1e-6)
     assert feed.notes[-1] == f"1 of {found.traces} traces were cut off and are masked: filter.truncated."
+
+
+def timeout(folder):
+    """A row of tests/test_every_option.py. What waits so long in truth is in tests/test_nodes.py."""
+    joined, seen = Ranks.join, []
+    with mock.patch.object(Ranks, "join", lambda *given: seen.append(given) or joined(*given)):
+        run(sampled(tiny_model()), folder / "run", train__timeout=7.0)
+    assert seen == [(7.0,)]
 
 
 def of_groups(rewards, **how):

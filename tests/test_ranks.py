@@ -19,6 +19,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ranks import AT_FOUR, CRASHED, OBJECTIVES  # noqa: E402
+from tracegrad.errors import ArgumentError  # noqa: E402
+from tracegrad.learner.ranks import Ranks  # noqa: E402
 
 HERE = Path(__file__).parent
 BOUND = {"float64": 1e-6, "float32": 1e-5}
@@ -105,8 +107,9 @@ def test_a_run_on_two_ranks_comes_to_the_parameters_and_says_the_numbers_of_one_
     run = found[2][name]
     assert run["apart"] < 1e-5  # AdamW takes the sign of small gradients: rounding moves a parameter by up to lr
     for row, alone in zip(run["rows"], found["alone"]["rows"], strict=True):
-        assert row.keys() == alone.keys()
-        for key in row.keys() - TIMES:
+        assert row.keys() - {"imbalance"} == alone.keys()
+        assert ("imbalance" in row) == (row["step"] > 0)
+        for key in alone.keys() - TIMES:
             close = alone[key] if alone[key] is None else pytest.approx(alone[key], rel=2e-4, abs=2e-5)
             assert row[key] == close, (row["step"], key)
 
@@ -194,6 +197,18 @@ def test_an_error_that_one_rank_meets_alone_ends_all_with_its_words(failing):
     first, second = (found["said"] for found in failing)
     assert second == "ZeroDivisionError: of somebody's own"
     assert first == "TracegradError: rank 1, step 2: ZeroDivisionError: of somebody's own This rank stops with it."
+
+
+def test_a_rank_that_does_not_come_to_open_the_group_is_named(monkeypatch):
+    # As torchrun has it: its agent keeps the store.
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "WORLD_SIZE": "3", "RANK": "0"}
+    for name, value in {**told, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for before in ("", "/worker/attempt_0/"):  # older torch parts the attempts
+        agent.set(f"{before}tracegrad/here/2", "")
+    with pytest.raises(ArgumentError, match=r"does not open: rank 1 did not come within train\.timeout\. The ranks"):
+        Ranks.join(0.5)
 
 
 # --- drawn cases ---

@@ -25,6 +25,7 @@ from tracegrad.config import Config, as_dict, load
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs import Bar
 from tracegrad.metrics import Sink, Stopwatch
+from tracegrad.mirror import Mirror
 from tracegrad.recipes.recipe import named
 from tracegrad.report import Counts, write_card, write_report
 from tracegrad.sequence import Sequences
@@ -54,7 +55,7 @@ def train(
         model: folder of a causal language model with its tokenizer and chat template.
         traces: what `tracegrad.read` takes as names, one or several; folders that `tracegrad prepare` wrote, one or
             several, of which no more is in memory than the steps ahead need; or `Sequences` or `Shards`.
-        out: folder of the run; made if it is not there.
+        out: folder of the run, made if it is not there; or an address of fsspec (extra `cloud`).
         recipe: what a paper fixes: one of `tracegrad.recipes`, or its name.
         objective: the loss alone, a value or a name of `tracegrad.presets`; default the recipe's, else DAPO.
         options: as in a config file, by dotted name: `{"optimizer.lr": 1e-5, "pack.step_groups": 16}`. They win over
@@ -71,8 +72,8 @@ def train(
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
         TracegradError: if the run fails.
     """
-    out, model = Path(out), Path(model)
-    chosen = _config(out, recipe, objective, options or {}, resume)
+    place, model = Mirror(out), Path(model)
+    chosen = _config(place, recipe, objective, options or {}, resume)
     loss = objective if isinstance(objective, Objective) else objective_of(chosen)
     watch = Stopwatch()
     if isinstance(traces, Sequences):
@@ -82,10 +83,10 @@ def train(
         data, account = traces, _counted(traces, chosen, watch)
     else:
         source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
-        data, account = aligned(source, model, chosen, out, watch)
+        data, account = aligned(source, model, chosen, place.path, watch)
     for line in account.lines() if first() else ():
         say(line)
-    run = {"out": out, "resume": resume, "sinks": sinks, "say": say, "watch": watch, "title": account.source}
+    run = {"out": place, "resume": resume, "sinks": sinks, "say": say, "watch": watch, "title": account.source}
     return learn(data, account, model, loss, chosen, **run)
 
 
@@ -94,10 +95,12 @@ def first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def before(out: Path, resume: bool) -> Config | None:
+def before(out: Mirror, resume: bool) -> Config | None:
     """What the run in `out` was told, where it is gone on with."""
-    path = out / "config.toml"
-    return load(path) if resume and path.is_file() else None
+    path = out.path / "config.toml" if resume else None
+    if path is not None and out.address and path.name in out.names():
+        out.bring([path.name])
+    return load(path) if path is not None and path.is_file() else None
 
 
 def aligned(
@@ -150,7 +153,7 @@ def learn(
     objective: Objective,
     chosen: Config,
     *,
-    out: Path,
+    out: Mirror,
     resume: bool,
     title: str,
     say: Callable[[str], None],
@@ -174,9 +177,9 @@ def learn(
     if first():
         watch.seconds.update(done.seconds)
         made_of = provenance.provenance(account.named, model)
-        provenance.sign(out / "config.toml", made_of)
+        provenance.sign(out.path / "config.toml", made_of)
         summary = {**_summary(chosen, account, done, watch.seconds), "provenance": made_of}
-        prepare.write_json(out / "summary.json", summary)
+        prepare.write_json(out.path / "summary.json", summary)
         with watch("report"):
             tokenizer = Tokenizer.from_pretrained(model)
             sequences, terms = _shown(data, done.terms)
@@ -184,10 +187,14 @@ def learn(
             found |= {"counts": _counts(account), "pull": done.pull}
             about = {"base": model, "objective": objective, "config": chosen, "rows": done.rows}
             write_card(done.checkpoint, **about, data=account.lines())
-            told = _told(chosen, objective, model, account.source, out)
-            beside = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out / name).is_file()]
+            told = _told(chosen, objective, model, account.source, out.address or str(out.path.resolve()))
+            beside = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out.path / name).is_file()]
             page = {"title": title, "about": told, "links": beside}
-            write_report(out / "report.html", sequences=sequences, tokenizer=tokenizer, **page, **found)
+            write_report(out.path / "report.html", sequences=sequences, tokenizer=tokenizer, **page, **found)
+        out.push()
+        if out.address:
+            card = done.checkpoint / "README.md"
+            out.send([card.relative_to(out.path).as_posix()])
     return done
 
 
@@ -215,7 +222,7 @@ def _counts(account: Account) -> Counts:
 
 
 def _config(
-    out: Path,
+    out: Mirror,
     recipe: str | recipes.Recipe | None,
     objective: str | Objective | None,
     options: Mapping[str, Any],
@@ -234,7 +241,7 @@ def _config(
     return begins.settle(None, overrides, start=start)[0]
 
 
-def _told(chosen: Config, objective: Objective, model: str | Path, source: str, out: Path) -> list[tuple[str, object]]:
+def _told(chosen: Config, objective: Objective, model: str | Path, source: str, out: str) -> list[tuple[str, object]]:
     """What the page says of a run: its loss, the options that are not the default's, versions and paths."""
     default, own = as_dict(Config()), as_dict(chosen)
     options = [(name, value) for name, value in own.items() if value != default.get(name)]
@@ -243,7 +250,7 @@ def _told(chosen: Config, objective: Objective, model: str | Path, source: str, 
         *options,
         ("traces", source),
         ("model", str(model)),
-        ("folder", str(out.resolve())),
+        ("folder", out),
         ("tracegrad", __version__),
         *((name, version(name)) for name in ("torch", "transformers")),
         ("Python", platform.python_version()),
@@ -261,6 +268,6 @@ def _summary(chosen: Config, account: Account, done: Any, seconds: dict[str, flo
         "stopped": done.stopped,
         "off_policy_value": {name: value[name] for name in value if name.startswith("off_policy_value")},
         "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
-        "checkpoint": str(done.checkpoint),
+        "checkpoint": done.address or str(done.checkpoint),
         "device_idle": done.idle,
     }

@@ -15,12 +15,14 @@ from tracegrad.account import Account
 from tracegrad.batch import ModelShape
 from tracegrad.cli import recipe
 from tracegrad.cli.words import command, folder_of, for_machines, go_on, say, speaker, tell
+from tracegrad.errors import ArgumentError
 from tracegrad.metrics import Stopwatch
+from tracegrad.mirror import Mirror
 
 
 def add_to(commands: Any) -> None:
     """Adds the verb."""
-    train = command(commands, "train", "train a model on recorded traces", _train)
+    train = command(commands, "train", "train a model on recorded traces", _train, Mirror)
     run = train.add_argument_group("the run")
     run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
     recipe.add_to(run)
@@ -34,10 +36,16 @@ def add_to(commands: Any) -> None:
     run.add_argument("--print-config", action="store_true", help="print the resolved config and do nothing")
     for_machines(run)
     run.add_argument("--dry-run", action="store_true", help="read, align and pack, print what would be done, and stop")
+    run.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: what each of so many ranks would need")
     run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
 
 
 def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    if told.ranks is not None and (told.ranks < 1 or not told.dry_run):
+        raise ArgumentError(
+            f"--ranks {told.ranks} is for --dry-run, and at least 1. A run has as many ranks as torchrun starts. "
+            "Leave it out, or add --dry-run."
+        )
     told.model = folder_of(told.model)
     chosen, of_recipe = _config(told, overrides)
     objective = training.objective_of(chosen)
@@ -50,10 +58,11 @@ def _train(told: argparse.Namespace, overrides: list[tuple[str, Any]], arguments
             tell({"config": config.as_dict(chosen), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    data, account = training.aligned(told.traces, told.model, chosen, told.out, watch)
+    data, account = training.aligned(told.traces, told.model, chosen, told.out.path, watch)
     speak(*account.lines())
     if told.dry_run:
-        return _dry_run(data, objective, chosen, told.model, account if quiet else None)
+        ranks = told.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+        return _dry_run(data, objective, chosen, told.model, account if quiet else None, ranks)
     return _learn(told, arguments, chosen, objective, data, account, watch)
 
 
@@ -67,11 +76,10 @@ def _config(told: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple
     return chosen, recipe.lines(told, begins, otherwise)
 
 
-def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None) -> int:
+def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, account: Account | None, ranks: int) -> int:
     """What would be done: steps, rows and their fill, memory and time; one object where the account is given."""
     from tracegrad.learner.feed import Feed
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     feed = Feed.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
     steps = terms = 0
     rows: list[int] = []
@@ -88,8 +96,9 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
             "longest_row": max(rows),
         }
         traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held.sum()), "terms": terms}
-        forecast = [line.strip() for line in _forecast(model, chosen, feed, ranks)]
-        found = {**told, **traces, "fill": round(fill, 4), "notes": list(feed.notes), "forecast": forecast}
+        lines, numbers = _forecast(model, chosen, feed, ranks)
+        forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
+        found = {**told, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
         read = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
         tell({"would": found, **read})
         return 0
@@ -102,7 +111,7 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
         f"sharing  {feed.sharing()}, in the first step"
         + ("" if chosen.pack.share_prefixes else "; it is off: pack.share_prefixes"),
     )
-    say(*_forecast(model, chosen, feed, ranks))
+    say(*_forecast(model, chosen, feed, ranks)[0])
     return 0
 
 
@@ -115,13 +124,14 @@ def _shape(model: Path) -> ModelShape | None:
         return None
 
 
-def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> list[str]:
-    """Memory and time, as far as they are known before a weight is read; says so where torch is not there."""
+def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> tuple[list[str], dict[str, Any]]:
+    """Memory, time and traffic, as far as they are known before a weight is read; says so where torch is not there."""
     try:
         from tracegrad.learner.forecast import forecast
     except ImportError as error:
-        return [f"memory   not known: {error.name} is not installed"]
-    return forecast(model, chosen, feed, ranks).lines()
+        return [f"memory   not known: {error.name} is not installed"], {}
+    found = forecast(model, chosen, feed, ranks)
+    return found.lines(), found.as_dict()
 
 
 def _learn(
@@ -137,7 +147,7 @@ def _learn(
     run = {"out": told.out, "resume": told.resume, "title": title, "say": speaker(told), "watch": watch}
     done = training.learn(data, account, told.model, objective, chosen, **run)
     if told.json:
-        places = {name: str(told.out / name) for name in ("checkpoint", "report.html", "metrics.jsonl", "summary.json")}
+        places = _places(told.out, done)
         counts = {"steps": done.step, "planned": done.total, "stopped": done.stopped, "exit_code": done.exit_code}
         tell({**counts, "last": done.rows[-1] if done.rows else None, "files": places})
     else:
@@ -152,6 +162,7 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
         "worse": f"stopped  after step {done.step:,} of {done.total:,}: value was best after {done.best}",
         "signal": f"stopped  on request after step {done.step:,} of {done.total:,}; nothing is lost",
     }
+    places = _places(told.out, done)
     return [
         reasons[done.stopped],
         *_value_line(done.rows),
@@ -161,11 +172,18 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
             if done.idle is None
             else f"{done.idle:.1%} of its time idle"
         ),
-        f"         {told.out / 'checkpoint'}  loads with AutoModelForCausalLM.from_pretrained",
-        f"         {told.out / 'report.html'}  shows the run and its tokens",
-        f"         {told.out / 'metrics.jsonl'}, {told.out / 'summary.json'}",
+        f"         {places['checkpoint']}  loads with AutoModelForCausalLM.from_pretrained",
+        f"         {places['report.html']}  shows the run and its tokens",
+        f"         {places['metrics.jsonl']}, {places['summary.json']}",
         *go_on(done.stopped, arguments),
     ]
+
+
+def _places(out: Mirror, done: Any) -> dict[str, str]:
+    """Where a run has left what is looked at; at an address the newest checkpoint has no second name."""
+    names = ("checkpoint", "report.html", "metrics.jsonl", "summary.json")
+    places = {name: out.named(out.path / name) or str(out.path / name) for name in names}
+    return {**places, "checkpoint": done.address or places["checkpoint"]}
 
 
 def _value_line(rows: list[dict[str, Any]]) -> list[str]:

@@ -205,11 +205,14 @@ class Train:
     """Optimizer steps after which the policy becomes its own reference again; 0: the reference stays as it began."""
     ref_model: str = ""
     """Folder of another model as reference; empty: the starting model, with adapters the model without them."""
+    timeout: float = 1800.0
+    """Seconds that ranks wait for one another; then the run ends and says which rank did not come, and where it was."""
 
     def __post_init__(self) -> None:
         _require(self.epochs > 0, "train.epochs", self.epochs, "it must be at least 1")
         for name in ("seed", "updates_per_old", "lora_rank", "ref_every"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "it must not be negative")
+        _require(0 < self.timeout <= 1e7, "train.timeout", self.timeout, "it must be above 0 and at most 1e7")
         unknown = [name for name in split_names(self.log_to) if name not in DASHBOARDS]
         _require(not unknown, "train.log_to", self.log_to, f"no dashboard but {', '.join(DASHBOARDS)} is known")
         _require(

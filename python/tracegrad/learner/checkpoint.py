@@ -20,12 +20,23 @@ from torch import nn
 from tracegrad.errors import ReadError, TracegradError
 from tracegrad.learner import state
 from tracegrad.learner.adapters import has_adapters
+from tracegrad.learner.away import Away
 from tracegrad.learner.model import TOKENIZER_FILES, first_line, quiet
-from tracegrad.learner.progress import MARK, OtherRunError, Progress, read, save_random, set_random, step_of, verify
+from tracegrad.learner.progress import (
+    MARK,
+    OtherRunError,
+    Progress,
+    read,
+    save_logprobs,
+    save_random,
+    set_random,
+    step_of,
+    verify,
+)
 from tracegrad.learner.progress import save as save_progress
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, load_terms, save_terms
-from tracegrad.shards import flush
+from tracegrad.shards import Written, flush
 
 FOLDER = "checkpoints"
 LINK = "checkpoint"
@@ -42,28 +53,32 @@ def save(
     keep: int,
     terms: Sequence[TermRecord] = (),
     ranks: Ranks | None = None,
+    away: Away | None = None,
 ) -> Path:
     """Writes `out/checkpoints/step-N`, points `out/checkpoint` at it and removes all but the newest `keep`.
 
     Every rank writes its part of the parameters and the optimizer, the first rank the model for transformers as well.
 
     Args:
+        out: folder of the run on this machine.
         model: a transformers or peft model, sharded or not; written by its own `save_pretrained`.
         tokenizer: folder whose tokenizer files are copied beside the weights, or None.
         terms: of this rank, for the report of the run that goes on from here.
-        ranks: who takes part; each calls this. The folder is one that all of them see.
+        ranks: who takes part; each calls this.
+        away: where the folder is kept, if it is not one that all ranks see.
 
     Raises:
         TracegradError: if it cannot be written whole; checkpoints written before stay as they are.
     """
     ranks = ranks or Ranks()
+    away = away or Away.of(out, ranks)
     folder = out / FOLDER
     final = folder / f"step-{progress.step:08d}"
     staged = folder / f".tmp-{final.name}"
     with _whole_or_nothing(staged, final, ranks):
         if not ranks.largest(int(ranks.first and final.exists())):
             with _together(ranks):
-                if ranks.first:
+                if away.leads:
                     shutil.rmtree(staged, ignore_errors=True)
                     (staged / "resume" / "state").mkdir(parents=True)
             whole = state.whole_state(model, ranks)
@@ -74,9 +89,17 @@ def save(
                 save_random(staged / "resume" / f"random-{ranks.rank}.safetensors")
                 save_terms(staged / "resume" / f"terms-{ranks.rank}.safetensors", terms)
             state.write(staged / "resume" / "state", model, optimizer, ranks)
+            with _together(ranks):
+                if ranks.first:
+                    save_logprobs(staged / "resume", progress)
+            elsewhere = away.send(staged, final.name)
+            with _together(ranks):
+                if ranks.first:
+                    _mark(staged, final, progress, elsewhere)
+        away.seal(staged, final, keep)
         with _together(ranks):
             if ranks.first:
-                _finish(out, staged, final, progress, keep)
+                _let_go(out, final, keep)
     return final
 
 
@@ -91,13 +114,16 @@ def _export(staged: Path, model: Any, whole: Mapping[str, torch.Tensor], tokeniz
             shutil.copyfile(tokenizer / name, staged / name)
 
 
-def _finish(out: Path, staged: Path, final: Path, progress: Progress, keep: int) -> None:
-    """Marks the folder as whole, gives it its name, and lets go of what is too old."""
-    if not final.exists():
-        save_progress(staged / "resume", progress)
-        _flush_tree(staged)
-        staged.rename(final)
-        flush(final.parent)
+def _mark(staged: Path, final: Path, progress: Progress, elsewhere: Mapping[str, Written]) -> None:
+    """Marks the folder as whole and gives it its name."""
+    save_progress(staged / "resume", progress, elsewhere)
+    _flush_tree(staged)
+    staged.rename(final)
+    flush(final.parent)
+
+
+def _let_go(out: Path, final: Path, keep: int) -> None:
+    """Names the newest, and removes what is too old."""
     _point(out / LINK, final)
     for old in list_checkpoints(out)[:-keep]:
         doomed = old.with_name(f".tmp-{old.name}")
@@ -134,17 +160,22 @@ def read_progress(path: Path) -> Progress:
         return read(path / "resume")
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None) -> Progress:
+def restore(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None, *, leads: bool = False
+) -> Progress:
     """Puts parameters, optimizer and random states of a checkpoint back, and says where the run stood.
 
     Every file is compared with its checksum first. The number of ranks may be another than when it was written; a rank
     that there was not takes the first one's random states.
+
+    Args:
+        leads: this rank compares the files, as the first one does: of a folder that the first does not see.
     """
     ranks = ranks or Ranks()
     folder = path / "resume"
     error: Exception | None = None
     try:
-        if ranks.first:
+        if ranks.first or leads:
             verify(folder)
     except Exception as raised:  # told to the other ranks first
         error = raised

@@ -1,17 +1,18 @@
-"""What a run would need before a weight is read: peak memory and the time of a step, from the model's config alone.
+"""What a run would need before a weight is read: memory, time and traffic of a step, from the model's config alone.
 
 The model is built on the meta device and run there: what its layers save for the backward pass and the operations they
 take are counted, not guessed. What is assumed is in `Forecast`. Called by `--dry-run`.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tracegrad.config import Config
@@ -20,7 +21,9 @@ from tracegrad.learner.adapted import Adapted
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, layers_of
 from tracegrad.learner.model import first_line
+from tracegrad.learner.reward_kl import needs_of
 from tracegrad.learner.setup import precision_of
+from tracegrad.learner.traffic import Group, Traffic, groups_of, traffic
 
 _SAMPLE = 64  # tokens run on the meta device; what is saved and computed beside attention grows with their number
 
@@ -31,11 +34,14 @@ class Forecast:
 
     Args:
         parameters, trained: of the whole model.
-        state_bytes: float32 parameters, their gradient and AdamW's two moments, as this rank holds them.
+        state_bytes: float32 parameters, their gradient and AdamW's two moments, as this rank holds them; under FSDP
+            what is gathered, too, and a reference model of its own.
         row_bytes: activations kept for one row of the token budget, and the logits' chunk.
         flops: of the longest step on this rank: forward and backward, recomputation included, attention aside.
         rate: FLOP/s of a matrix product, measured here.
         ranks: how many share a step.
+        imbalance: of the most uneven step, the busiest rank over the mean, as planned.
+        traffic: of the step with most rows, where there are several ranks.
     """
 
     parameters: int
@@ -45,6 +51,12 @@ class Forecast:
     flops: float
     rate: float
     ranks: int
+    imbalance: float = 1.0
+    traffic: Traffic | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {**asdict(self), **({"sent_bytes": self.traffic.sent_bytes} if self.traffic else {})}
 
     def lines(self) -> list[str]:
         """For a terminal."""
@@ -55,6 +67,19 @@ class Forecast:
             f"{_size(self.row_bytes)} for the activations of one row",
             f"time     {self.flops / self.rate:.3g} s a step at least: {self.flops / 1e12:.3g} TFLOP a rank, attention "
             f"aside, at the {self.rate / 1e12:.3g} TFLOP/s of a matrix product measured here",
+            *self._between(),
+        ]
+
+    def _between(self) -> list[str]:
+        if (said := self.traffic) is None:
+            return []
+        gathers = [f"{said.gathers:,} all-gathers of {_size(said.gather_bytes)}"] if said.gathers else []
+        if said.measure_gathers:
+            gathers.append(f"{said.measure_gathers:,} of {_size(said.measure_bytes)} to measure old and ref")
+        sums = f"{said.sums:,} {said.halves}{'' if said.sums == 1 else 's'} of {_size(said.sum_bytes)}"
+        return [
+            f"ranks    {self.ranks}: the busiest has {self.imbalance:.3f} of the mean's work in the most uneven step",
+            f"traffic  {', '.join([*gathers, sums])} a step; a rank sends {_size(said.sent_bytes)} in a ring",
         ]
 
 
@@ -68,29 +93,55 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     shards = ranks if ranks > 1 and mode == "fsdp" else 1
     adapted = Adapted.read(model)
     rank = config.train.lora_rank or (0 if adapted is None else adapted.rank)
+    groups = groups_of(empty, rank)
     parameters = sum(p.numel() for p in empty.parameters())
-    trained = parameters if not rank else _adapter_parameters(empty, rank)
+    trained = sum(group.bytes(1, 1, trained_only=True) for group in groups)
     saved, flops = _counted(empty.to(torch.bfloat16 if low else torch.float32))
     layers, hidden = len(layers_of(empty)), int(empty.config.get_text_config().hidden_size)
     inputs = layers * hidden * (2 if low else 4)
     kept = inputs + saved / layers if memory.recompute else saved
-    longest = widest = scored = 0
+    longest = widest = scored = most = 0
+    imbalance = 0.0
     for step in feed.each_step(0):
         rows = [len(batch.ids) for batch in step.batches]
-        longest, widest = max(longest, sum(rows)), max(widest, *rows)
+        longest, widest, most = max(longest, sum(rows)), max(widest, *rows), max(most, len(rows))
         scored = max(scored, *(len(batch.read) for batch in step.batches))
+        imbalance = max(imbalance, step.imbalance)
+    needs = needs_of(feed.objective, config)
+    other = int(bool(needs.ref and config.train.ref_model))
+    between = {"rows": most, "memory": memory, "gathered_in": 2 if low else 4}
+    between |= {"measured": int(needs.old) + int(needs.ref) - other, "frozen": other, "fsdp": mode == "fsdp"}
     passes = (3 if not rank else 2) + int(memory.recompute)
     logits = _logits_bytes(int(empty.config.get_text_config().vocab_size), scored, memory, cuda, low)
-    gathered = 0.0 if shards == 1 else (2 if low else 4) * parameters / (layers if memory.reshard else 1)
+    gathered = _gathered(groups, ranks, memory, 2 if low else 4, between["rows"]) if shards > 1 else 0
     return Forecast(
         parameters=parameters,
         trained=trained,
-        state_bytes=(4.0 * parameters + 12.0 * trained) / shards + gathered,
+        state_bytes=_held(groups, shards, other) + gathered,
         row_bytes=kept * widest + logits,
         flops=passes * flops * longest,
         rate=_matrix_rate(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if low else torch.float32),
         ranks=ranks,
+        imbalance=imbalance,
+        traffic=traffic(groups, ranks=ranks, **between) if ranks > 1 else None,
     )
+
+
+def _held(groups: Sequence[Group], shards: int, other: int) -> float:
+    """Parameters, of another model too, gradient and moments, in float32."""
+    parameters = sum(group.bytes(shards, 4) for group in groups)
+    trained = sum(group.bytes(shards, 4, trained_only=True) for group in groups)
+    whole = sum(group.bytes(shards, 4) for group in groups) if other else 0
+    return (parameters + 3 * trained + whole) / shards
+
+
+def _gathered(groups: Sequence[Group], ranks: int, memory: Memory, size: int, rows: int) -> int:
+    """What FSDP holds whole: parameters of a layer and of the next, or of all, and gradients until they are reduced."""
+    *layers, rest = [group.bytes(ranks, size) for group in groups]
+    gradients = [group.bytes(ranks, 4, trained_only=True) for group in groups]
+    kept = 2 * max(layers) if memory.reshard else sum(layers)
+    waits = max(gradients) if memory.reduce_each or rows == 1 else sum(gradients)
+    return rest + kept + waits
 
 
 def _logits_bytes(vocabulary: int, scored: int, memory: Memory, cuda: bool, low: bool) -> int:
@@ -135,12 +186,6 @@ def _counted(model: Any) -> tuple[float, float]:
         model.get_decoder()(input_ids=ids, attention_mask=masks, use_cache=False)
     head = 2 * model.get_output_embeddings().weight.numel()
     return sum(seen.values()) / _SAMPLE, counter.get_total_flops() / _SAMPLE + head
-
-
-def _adapter_parameters(model: nn.Module, rank: int) -> int:
-    """Of LoRA on every linear layer of the decoder."""
-    linear = [m for layer in layers_of(model) for m in layer.modules() if isinstance(m, nn.Linear)]
-    return sum(rank * (m.in_features + m.out_features) for m in linear)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:

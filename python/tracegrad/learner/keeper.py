@@ -73,6 +73,11 @@ class Keeper:
         if self._thread.is_alive():
             self._queue.put((number, packed, outcome, data, sets, passes))
 
+    def flush(self) -> None:
+        """Waits until what was given is written: a checkpoint is not ahead of it."""
+        if self._thread.is_alive():
+            self._queue.join()
+
     def close(self) -> None:
         """Writes what is left."""
         if self._thread.is_alive():
@@ -94,12 +99,15 @@ class Keeper:
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            if self.problem:
-                continue
-            try:
-                self._write(*job)
-            except (TracegradError, OSError) as error:
-                self.problem = f"{error} What the steps made of their tokens is kept no further."
+            if not self.problem:
+                self._try(job)
+            self._queue.task_done()
+
+    def _try(self, job: Any) -> None:
+        try:
+            self._write(*job)
+        except (TracegradError, OSError) as error:
+            self.problem = f"{error} What the steps made of their tokens is kept no further."
 
     def _write(
         self, number: int, packed: Step, outcome: Outcome, data: Sequences | Source, sets: int, passes: int

@@ -32,6 +32,7 @@ from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_vo
 from tracegrad.learner.shown import Records
 from tracegrad.learner.step import Outcome
 from tracegrad.metrics import dashboards
+from tracegrad.mirror import Mirror
 from tracegrad.sequence import Sequences
 
 
@@ -40,7 +41,7 @@ def train(
     model: Any,
     *,
     objective: Objective,
-    out: str | Path,
+    out: str | Path | Mirror,
     config: Config | None = None,
     tokenizer: str | Path | None = None,
     resume: bool = False,
@@ -58,7 +59,8 @@ def train(
             steps ahead need.
         model: a transformers causal LM, with peft's adapters or without; moved to the device, float32, dropout off.
         objective: a preset or another value of `Objective`.
-        out: folder for metrics.jsonl, config.toml and checkpoints; made if it is not there. One that all ranks see.
+        out: folder for metrics.jsonl, config.toml and checkpoints, made if it is not there: one that all ranks see, or
+            an address of fsspec, for which each machine works in a folder of its own.
         config: default `Config()`; its `objective` section is for the command line and not read.
         tokenizer: folder whose tokenizer files go into each checkpoint.
         resume: go on from the newest checkpoint in `out`, where there is one.
@@ -74,7 +76,8 @@ def train(
         ReadError: if the checkpoint to resume from is damaged.
         TracegradError: if the gradient is not finite or a checkpoint cannot be written.
     """
-    config, out, ranks = config or Config(), Path(out), Ranks.join()
+    config = config or Config()
+    ranks = Ranks.join(config.train.timeout)
     cut = {"shape": ModelShape.known(model.config), "bucket": bucket_of(config)}
     feed = Feed.of(data, objective, config, ranks=ranks.world, rank=ranks.rank, **cut)
     check_vocabulary(feed.source, model)
@@ -101,7 +104,9 @@ def train(
         loop.keeper.close()
         for sink in [loop.lines, *shown]:
             sink.close()
-    last = checkpoint.list_checkpoints(out)[-1]
+    with ranks.together():
+        driven.away.push()
+    last = checkpoint.list_checkpoints(driven.out)[-1]
     terms = [record for part in ranks.gathered(loop.terms.records) for record in part]
     return Trained(
         driven.taken,
@@ -114,6 +119,7 @@ def train(
         driven.watch.seconds,
         driven.idle.overall(),
         ranks.sum(loop.terms.pull),
+        driven.away.named(last),
     )
 
 
@@ -158,8 +164,8 @@ class _Loop:
         checkpoints = checkpoint.list_checkpoints(out)
         if checkpoints and not resume:
             raise ArgumentError(
-                f"{out} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would overwrite it. "
-                "Go on with --resume, or give another --out."
+                f"{self.driven.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would "
+                "overwrite it. Go on with --resume, or give another --out."
             )
         progress = self.driven.restore(fingerprint=self.fingerprint)
         if progress is not None:
@@ -206,6 +212,7 @@ class _Loop:
         if self.terms.records and not self.feed.source.in_memory:
             control["pull"] = self.driven.ranks.sum(self.terms.pull)
         told = {"logprobs": known, "control": control}
+        self.keeper.flush()
         self.driven.save(fingerprint=self.fingerprint, terms=self.terms.records, **told)
 
     def run(

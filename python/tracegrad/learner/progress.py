@@ -61,10 +61,19 @@ class Progress:
     version: int = -1
 
 
-def save(folder: Path, progress: Progress) -> None:
-    """Writes what is known, and last of all the mark of a whole checkpoint: sizes and checksums of what is there."""
+def save_logprobs(folder: Path, progress: Progress) -> None:
+    """Writes the arrays of what is known, before the mark."""
     shards.write(folder / _LOGPROBS, progress.logprobs)
-    files = {name: [file.bytes, f"{file.crc32:08x}"] for name, file in _measured(folder, _files(folder)).items()}
+
+
+def save(folder: Path, progress: Progress, elsewhere: Mapping[str, Written] | None = None) -> None:
+    """Writes the mark of a whole checkpoint, last of all: what else is known, and sizes and checksums of what is there.
+
+    Args:
+        elsewhere: files of the same checkpoint that other machines hold, by name.
+    """
+    held = {**(elsewhere or {}), **_measured(folder, _files(folder))}
+    files = {name: [file.bytes, f"{file.crc32:08x}"] for name, file in sorted(held.items())}
     said = {
         "format": FORMAT,
         "step": progress.step,
@@ -103,6 +112,20 @@ def read(folder: Path) -> Progress:
         raise ValueError("it does not say which version its policy is")
     numbers = {name: _numbers(said[name]) for name in ("control", "seconds")}
     return Progress(said["step"], said["fingerprint"], said["config"], logprobs, **numbers, version=version)
+
+
+def marked(folder: Path) -> list[str]:
+    """The names of the files that a mark tells of.
+
+    Raises:
+        ReadError: if it is of another format, or no mark.
+    """
+    try:
+        return list(_told(folder)["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ReadError):
+            raise
+        raise ReadError(f"{folder / MARK}: {error}. It is not known what the checkpoint holds. Delete it.") from error
 
 
 def verify(folder: Path) -> None:

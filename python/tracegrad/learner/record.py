@@ -87,13 +87,14 @@ class Trained:
         step: optimizer steps taken, of `total`.
         stopped: "done", "ess" or "worse" (as `[stop]` says), or "signal".
         exit_code: 0, or 128 + signal.
-        checkpoint: the newest one.
+        checkpoint: the newest one; of a run at an address what is left of it in this process's folder, until it ends.
         rows: of metrics.jsonl, those before a resume included.
         terms: of the last epoch's steps, those before a resume included, all ranks' on the first and else its own. Of
             a run from shards those of the traces that a report shows.
         seconds: wall time by stage, that before a resume included.
         idle: share of the device's time without work queued, a lower bound; None on a CPU, where it does not apply.
         pull: of all terms of the last epoch's steps, sum of |d loss / d logprob|.
+        address: of the newest checkpoint, where the run is at an address; else "".
     """
 
     step: int
@@ -106,6 +107,7 @@ class Trained:
     seconds: dict[str, float]
     idle: float | None = None
     pull: float = 0.0
+    address: str = ""
 
     @property
     def best(self) -> int:

@@ -46,6 +46,7 @@ def row_of(
         "terms": terms,
         "traces": step.totals.traces - step.skipped.traces,
         "tokens": tokens,
+        **({} if ranks.alone else {"imbalance": step.imbalance}),
         **tally(step, outcome, objective, own, ranks.first, version).all_reduce(ranks.all_reduce).means(),
         **({} if rewards is None else rewards_of(step, rewards, ranks).named()),
         **off_policy(step, outcome, newest if version is None else version).all_reduce(ranks.all_reduce).named(),

@@ -22,20 +22,22 @@ from tracegrad.algebra import Objective
 from tracegrad.batch import Step
 from tracegrad.config import Config, as_dict, to_toml
 from tracegrad.correction import Corrected, proximal_alpha
-from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.errors import ArgumentError
 from tracegrad.learner import checkpoint
 from tracegrad.learner.adapters import adapters_off, has_adapters
+from tracegrad.learner.away import Away
+from tracegrad.learner.ending import said_together
 from tracegrad.learner.entropy import Control
 from tracegrad.learner.idle import Idle
-from tracegrad.learner.memory import out_of_memory
 from tracegrad.learner.progress import Progress
-from tracegrad.learner.ranks import OtherRankFailed, Ranks
+from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.rates import check_rates, in_all
 from tracegrad.learner.record import TermRecord
 from tracegrad.learner.row import row_of
 from tracegrad.learner.setup import Optimizers, check_same, check_step, other_model, prepared, starts_as_reference
 from tracegrad.learner.step import Floats, Outcome, detached, measure, optimizer_step
 from tracegrad.learner.weights import Adapters, whole_weights
+from tracegrad.mirror import Mirror
 from tracegrad.shards import write_bytes
 
 
@@ -49,7 +51,8 @@ class Run:
         objective: a preset or another value of `Objective`.
         config: default `Config()`. What is of data (`data`, `advantage`, `reward_kl`, most of `pack`), epochs and value
             is for who makes the steps; `train.updates_per_old` is read here by objectives on the proximal alone.
-        out: folder for config.toml and checkpoints; made with the first step or checkpoint. One that all ranks see.
+        out: folder for config.toml and checkpoints, made with the first step or checkpoint: one that all ranks see, or
+            an address of fsspec, for which each machine works in a folder of its own.
         tokenizer: folder whose tokenizer files go into each checkpoint.
         optimizer: over `model.parameters()`, or a function of groups of parameters that makes one; default AdamW as the
             config says. The schedule and clipping stay the config's.
@@ -65,6 +68,7 @@ class Run:
 
     Attributes:
         model, objective, config, out, ranks, steps: as given, the model with the adapters that the config asks for.
+        away: the folder as its ranks share it; `out` is the one of this machine.
         taken: optimizer steps taken, those before a `restore` included.
         version: of the policy, as the last step was told; None where none was.
         watch: wall seconds by stage.
@@ -76,7 +80,7 @@ class Run:
         objective: Objective,
         config: Config | None = None,
         *,
-        out: str | Path,
+        out: str | Path | Mirror,
         tokenizer: str | Path | None = None,
         optimizer: Optimizers | None = None,
         reference: Any = None,
@@ -85,8 +89,8 @@ class Run:
         steps: int | None = None,
     ) -> None:
         self.objective, self.config = objective, config or Config()
-        self.out, self.tokenizer = Path(out), Path(tokenizer) if tokenizer else None
-        self.ranks, self.steps = ranks or Ranks.join(), steps
+        self.tokenizer = Path(tokenizer) if tokenizer else None
+        self.ranks, self.steps = ranks or Ranks.join(self.config.train.timeout), steps
         objective.check_missing(self.config.train.missing)
         if reference is None and keep_start and starts_as_reference(model, objective, self.config):
             reference = deepcopy(model)
@@ -94,8 +98,10 @@ class Run:
         self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
         self.reference = other_model(reference, objective, self.config, self.policy)
         self.control, self.idle = Control(objective), Idle(self.target.device)
-        self.watch = metrics.Stopwatch()
+        self.watch = metrics.Stopwatch(self._at)
         self.taken, self.version = 0, None
+        self.away = Away.of(out, self.ranks)
+        self.out = self.away.path
         self._proximal: int | None = None
         self._begun = False
         self._row: dict[str, Any] = {}
@@ -272,9 +278,8 @@ class Run:
         progress = Progress(self.taken, fingerprint, self.told(), **known)
         with self.watch("checkpoint"):
             where = {"tokenizer": self.tokenizer, "keep": self.config.checkpoint.keep}
-            return checkpoint.save(
-                self.out, self.model, self.optimizer, progress, **where, terms=terms, ranks=self.ranks
-            )
+            how = {"terms": terms, "ranks": self.ranks, "away": self.away}
+            return checkpoint.save(self.out, self.model, self.optimizer, progress, **where, **how)
 
     def restore(self, *, fingerprint: str = "") -> Progress | None:
         """Takes up the newest checkpoint in `out`: parameters, optimizer, controllers, counts and random states.
@@ -291,10 +296,12 @@ class Run:
         """
         if not (checkpoints := checkpoint.list_checkpoints(self.out)):
             return None
+        self.away.bring(checkpoints[-1])
         before = checkpoint.read_progress(checkpoints[-1])
         check_same(checkpoints[-1], before, self.told(), fingerprint)
         check_rates(checkpoints[-1], self.config.schedule, self.steps, before.config.get("schedule.steps"), before.step)
-        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks)
+        leads = self.away.leads
+        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks, leads=leads)
         self.taken, self.version = progress.step, None if progress.version < 0 else progress.version
         self.control.restore(progress.control)
         self._proximal = int(progress.control["proximal"]) if "proximal" in progress.control else None
@@ -313,7 +320,7 @@ class Run:
             in_all(self.config.schedule, self.steps)
             if checkpoints := checkpoint.list_checkpoints(self.out):
                 raise ArgumentError(
-                    f"{self.out} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would "
+                    f"{self.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new run would "
                     "overwrite it. Go on with restore() before the first step, or give another out."
                 )
             self._begin()
@@ -332,30 +339,27 @@ class Run:
             ends: no step follows an error, so that one which a rank meets alone is told too.
 
         Raises:
-            TracegradError: for memory that this rank or another has not, or for what another has told.
+            TracegradError: for memory that this rank or another has not, for what another has told, or for ranks that
+                have ended or did not come within `train.timeout`.
         """
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            reason = f"step {self.taken + 1}: {out_of_memory(error, self.config)}"
-            self.ranks.tell(reason)
-            raise TracegradError(reason) from error
-        except (TracegradError, OtherRankFailed):  # all ranks have it
-            raise
         except Exception as error:
-            if not (ends or isinstance(error, RuntimeError)):
+            if (said := said_together(error, self.taken + 1, self.config, self.ranks, ends)) is error:
                 raise
-            if reason := self.ranks.heard():
-                raise TracegradError(f"{reason} This rank stops with it.") from error
-            if ends:
-                self.ranks.tell(f"step {self.taken + 1}: {type(error).__name__}: {error}"[:2000])
-            raise
+            raise said from error
+
+    def _at(self, stage: str) -> None:
+        """Tells the other ranks where this one is."""
+        self.ranks.at(f"step {self.taken + 1} ({stage})")
 
     def _begin(self) -> None:
         with checkpoint.writable(self.out):
-            if self.ranks.first:
+            if self.away.leads:
                 self.out.mkdir(parents=True, exist_ok=True)
                 checkpoint.clear_staged(self.out)
+            if self.ranks.first:
+                self.away.clear()
                 write_bytes(self.out / "config.toml", [to_toml(self.config).encode()])
         self._begun = True
 

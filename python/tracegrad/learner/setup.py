@@ -30,7 +30,7 @@ from tracegrad.policy.model import media_ids
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
-    *(f"train.{name}" for name in ("epochs", "off_policy_value_per_epoch", "log_to", "memory")),
+    *(f"train.{name}" for name in ("epochs", "off_policy_value_per_epoch", "log_to", "memory", "timeout")),
     "checkpoint.",
     "stop.",
     "parallel.",

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -171,6 +171,9 @@ def progress_line(row: Row, was_known: bool = False) -> str:
 class Stopwatch:
     """Wall seconds by stage.
 
+    Args:
+        begins: called with the name of each stage as it begins.
+
     >>> watch = Stopwatch()
     >>> with watch("read"):
     ...     pass
@@ -178,11 +181,14 @@ class Stopwatch:
     ['read']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._begins = begins
         self._running: list[tuple[str, float]] = []
 
     def __call__(self, stage: str) -> "Stopwatch":
+        if self._begins is not None:
+            self._begins(stage)
         self._running.append((stage, time.perf_counter()))
         return self
 

@@ -26,6 +26,7 @@ TRAINING: tuple[Metric, ...] = (
     Metric("seconds", "s", "", "", "Wall time of the step, its share of the `old` pass excluded."),
     Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
     Metric("device_idle", "share", "", "", "Of the device's time since the last step, without work queued; CUDA only."),
+    Metric("imbalance", "1", "", "", "Work of the busiest rank over the mean of all, by plan; several ranks only."),
     Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
     Metric(
         "lag_mean",

@@ -1,0 +1,164 @@
+"""The folder of a run, also at an address (s3://...): worked on in a folder of this machine, kept there file by file.
+
+Here is `Mirror`. What makes a checkpoint whole is `learner.away`'s. Nothing is brought or sent where the folder is one
+of this machine. Called by `training` and the learner.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tracegrad import addresses
+from tracegrad.errors import ReadError, TracegradError
+
+APART = "checkpoints/"
+"""Below this nothing is sent by `push`: a checkpoint is sent as a whole."""
+_TOGETHER = 8
+
+
+class Mirror:
+    """A folder of this machine, and the address that it is kept at, where it is kept at one.
+
+    Args:
+        out: a path, or an address of fsspec.
+
+    Attributes:
+        address: where it is kept, without a slash at the end; "" for a folder of this machine.
+
+    >>> Mirror("runs/first").path
+    PosixPath('runs/first')
+    >>> str(Mirror("s3://bucket/runs/first/"))
+    's3://bucket/runs/first'
+    """
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        self._known: dict[str, tuple[int, int]] = {}
+        self.address = str(out).rstrip("/") if addresses.is_address(out) else ""
+        self._path = None if self.address else addresses.path_of(out)
+
+    @classmethod
+    def of(cls, out: "str | os.PathLike[str] | Mirror") -> "Mirror":
+        """A mirror as it is, or one of what is named."""
+        return out if isinstance(out, Mirror) else cls(out)
+
+    def __str__(self) -> str:
+        return self.address or str(self.path)
+
+    @property
+    def path(self) -> Path:
+        """The folder of this machine; for an address one that is made when it is asked for, and removed at the end."""
+        if self._path is None:
+            try:
+                self._path = Path(tempfile.mkdtemp(prefix="tracegrad-run-"))
+            except OSError as error:
+                raise TracegradError(
+                    f"{tempfile.gettempdir()}: {error.strerror}. A run at {self.address} needs a folder here to work "
+                    "in. Make room, or name another one with TMPDIR."
+                ) from error
+            atexit.register(_remove, os.getpid(), self._path)
+        return self._path
+
+    def share(self, path: Path) -> None:
+        """Works in a folder that another process of this machine has made, and removes."""
+        if self._path is not None and self._path != path:
+            shutil.rmtree(self._path, ignore_errors=True)
+        self._path = path
+
+    def named(self, path: Path) -> str:
+        """The address of what is at a path in the folder; "" where the folder is at none."""
+        return self._at(path.relative_to(self.path).as_posix()) if self.address else ""
+
+    def names(self) -> dict[str, int]:
+        """The files at the address by their names below it, with their bytes.
+
+        Raises:
+            ReadError: if it cannot be asked.
+        """
+        return addresses.sizes(self.address)
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Brings files of the address; they are then known as they are there.
+
+        Raises:
+            ReadError: if one is not there or has no place here.
+        """
+        names = list(names)
+        try:
+            for name in names:
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            _each(lambda name: addresses.download(self._at(name), self.path / name), names)
+        except OSError as error:
+            raise ReadError(
+                f"{self.path}: {error.strerror}. What {self.address} holds has no place here. Make room, or name "
+                "another folder with TMPDIR."
+            ) from error
+        self._known.update({name: _state(self.path / name) for name in names})
+
+    def send(self, names: Iterable[str]) -> None:
+        """Writes files of the folder to the address.
+
+        Raises:
+            ReadError: if one cannot be written.
+        """
+        self.send_as({name: self.path / name for name in names})
+
+    def send_as(self, files: Mapping[str, Path]) -> None:
+        """Writes files of this machine to the address under other names.
+
+        Args:
+            files: paths by names below the address.
+
+        Raises:
+            ReadError: if one cannot be written.
+        """
+        _each(lambda name: addresses.upload(files[name], self._at(name)), files)
+
+    def push(self) -> None:
+        """Sends what has changed since it was brought or sent, but for checkpoints; removes there what is gone here.
+
+        Raises:
+            ReadError: if one cannot be written or removed.
+        """
+        if not self.address:
+            return
+        now = {name: _state(self.path / name) for name in _files(self.path) if not name.startswith(APART)}
+        self.send(name for name, state in now.items() if self._known.get(name) != state)
+        self.remove(name for name in self._known.keys() - now.keys() if not name.startswith(APART))
+        self._known = now
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files at the address.
+
+        Raises:
+            ReadError: if one cannot be removed.
+        """
+        _each(lambda name: addresses.remove(self._at(name)), names)
+
+    def _at(self, name: str) -> str:
+        return addresses.joined(self.address, *name.split("/"))
+
+
+def _each(work: Callable[[str], None], names: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        list(pool.map(work, list(names)))
+
+
+def _files(folder: Path) -> list[str]:
+    """Whole files: what is being written ends in .tmp, and links are names of other files."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sorted(path.relative_to(folder).as_posix() for path in paths if path.suffix != ".tmp")
+
+
+def _state(path: Path) -> tuple[int, int]:
+    told = path.stat()
+    return told.st_size, told.st_mtime_ns
+
+
+def _remove(process: int, folder: Path) -> None:
+    """At the end of the process that made it, and of none that was forked from it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
