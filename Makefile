@@ -3,10 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests run in two processes of one thread each.
+# Tests run in processes of one thread each.
 TWO := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # A process takes whole files, in the order of tests/conftest.py.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
 

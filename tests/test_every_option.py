@@ -21,18 +21,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import test_loop_options as loops  # noqa: E402
 import tracegrad as tg  # noqa: E402
 from test_every_field import ignored  # noqa: E402
 from test_from_shards import weights  # noqa: E402
-from test_loop_options import (  # noqa: E402
-    by_trace,
-    even_groups,
-    mask_even,
-    timeout,
-    tolerance,
-    truncated,
-    zero_truncated,
-)
 from test_reward_kl import reward_kl  # noqa: E402
 from test_terms import terms_kept, terms_megabytes  # noqa: E402
 from tiny import PROMPT, sampled, spoilt, tiny_model  # noqa: E402
@@ -439,9 +431,9 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
         for name in ("reward", "group", "id", "logprob_kind", "temperature", "version")
     },
     **{f"map.{name}": (None, map_session) for name in ("session", "order")},
-    **{f"filter.{of.__name__}": (None, of) for of in (even_groups, mask_even, tolerance, truncated, zero_truncated)},
-    **{f"filter.{end}_{name}": (None, by_trace) for end in ("min", "max") for name in ("reward", "turns")},
-    **{f"filter.{name}": (None, by_trace) for name in ("worst_tier", "max_lag")},
+    **{f"filter.{of.__name__}": (None, of) for of in loops.OF_FILTER},
+    **{f"filter.{end}_{name}": (None, loops.by_trace) for end in ("min", "max") for name in ("reward", "turns")},
+    **{f"filter.{name}": (None, loops.by_trace) for name in ("worst_tier", "max_lag")},
     **{f"reward_kl.{name}": (None, reward_kl) for name in ("coef", "kind", "cap", "target", "horizon")},
     "pack.token_budget": (None, token_budget),
     "pack.step_groups": (None, step_groups),
@@ -470,7 +462,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.lora_rank": ("adapters", lora_rank),
     "train.ref_every": ("renewed", ref_every),
     "train.ref_model": (None, ref_model),
-    "train.timeout": (None, timeout),
+    "train.timeout": (None, loops.timeout),
     "parallel.mode": (None, mode),
     "checkpoint.every": ("cadence", checkpoint_every),
     "checkpoint.keep": ("cadence", checkpoint_keep),

@@ -325,3 +325,7 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
 def test_a_filter_that_cannot_work_is_refused(how, said):
     with pytest.raises(ArgumentError, match=said):
         Feed.of(sampled(tiny_model()), presets.DR_GRPO, told(data__holdout=0, **how))
+
+
+# What `test_every_option` gives these options of [filter] to.
+OF_FILTER = (even_groups, mask_even, tolerance, truncated, zero_truncated)

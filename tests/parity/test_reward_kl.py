@@ -32,7 +32,7 @@ def test_what_each_batch_keeps_is_compared_as_by_verl(close, kind, scale):
     sequences = recorded(data)
     feed = Feed.of(sequences, recipe.objective, chosen)
     steps = feed.steps(0)
-    charge = Charge(sequences, feed.rewards, feed.held, chosen)
+    charge = Charge(feed.source, feed.rewards, feed.used, chosen)
     theirs = core.get_kl_controller(SimpleNamespace(**control))
     scores, mask = torch.zeros_like(data["old"]), data["mask"].double()
     scores[:, 0] = REWARDS
@@ -47,8 +47,8 @@ def test_what_each_batch_keeps_is_compared_as_by_verl(close, kind, scale):
         wanted, _ = core.compute_grpo_outcome_advantage(rewards, torch.ones_like(mask), groups, **how)
         row, column = np.divmod(np.arange(sequences.tokens), mask.shape[1] + 1)
         of = [np.float32(moved[name].numpy()[row, np.maximum(column - 1, 0)]) for name in ("old", "ref")]
-        terms = np.isin(np.arange(sequences.tokens), steps[0].origin)
-        charge.batch(8, *(np.where(terms, each, np.nan) for each in of))
+        terms = np.sort(steps[0].origin)
+        charge.batch(8, np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms], *(each[terms] for each in of))
         close("verl's KL in the reward of a run, advantages", charge.advantages, wanted[:, 0], 2e-5, floor=1e-2)
         close("verl's KL in the reward of a run, KL", charge.kl, said["actor/reward_kl_penalty"], 1e-6)
         close("verl's KL in the reward of a run, coefficient", charge.coef, coef, 1e-6)

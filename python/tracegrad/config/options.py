@@ -306,7 +306,7 @@ class Config:
 
 
 SECTIONS = tuple(f.name for f in fields(Config))
-FEATURES = ("map", "filter", "reward_kl", "schedule", "stop", "terms")
+FEATURES = ("map", "filter", "parallel", "reward_kl", "schedule", "stop", "terms")
 """Sections of one feature each, which may be left out whole: their defaults change no gradient."""
 
 
