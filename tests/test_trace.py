@@ -394,8 +394,8 @@ def test_what_decoding_took_on_several_threads_is_given_back_when_a_file_has_end
     choice = {"message": {"role": "assistant", "content": "x" * 800}, "logprobs": {"content": entries}}
     record = {"reward": 1.0, "messages": [{"role": "user", "content": "go on"}, {"finish_reason": "stop", **choice}]}
     path = tmp_path / "traces.jsonl"
-    path.write_text((json.dumps(record) + "\n") * 450)
+    path.write_text((json.dumps(record) + "\n") * 2200)
     env = {**os.environ, "RAYON_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", HELD, path], env=env, capture_output=True, text=True, check=True)
-    # About half of 30 MB, a part of which is the threads' own; more than all of it where they keep what they freed.
-    assert float(done.stdout) < 0.8
+    # 0.46 of 165 MB; 0.6 to 0.8 where they keep what they freed.
+    assert float(done.stdout) < 0.55

@@ -104,9 +104,8 @@ pub fn all(tasks: Vec<Task<'_>>) {
     map(tasks, || (), |(), task| task());
 }
 
-/// Does `work` once on this thread and on each of the pool, where there is one.
-pub fn everywhere(work: impl Fn() + Sync) {
-    work();
+/// Does `work` once on each thread of the pool, where there are several.
+pub fn elsewhere(work: impl Fn() + Sync) {
     if count() > 1
         && let Some(pool) = pool()
     {

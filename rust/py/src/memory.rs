@@ -2,12 +2,12 @@
 
 use tracegrad_core::threads;
 
-/// Reading fewer bytes than this leaves nothing worth a walk through the heaps.
-pub const WORTH: u64 = 16 << 20;
+/// After fewer bytes of a file, taking memory from the system again costs more than what is given back is worth.
+pub const WORTH: u64 = 128 << 20;
 
-/// Has every thread give back what it holds and does not use.
+/// Has each thread of the pool give back what it holds and does not use. The caller's own memory is what it uses next.
 #[allow(unsafe_code, reason = "the allocator has no safe name for it")]
 pub fn give_back() {
     // SAFETY: it takes no pointer, and looks at the heap of the thread that calls it alone.
-    threads::everywhere(|| unsafe { libmimalloc_sys::mi_collect(true) });
+    threads::elsewhere(|| unsafe { libmimalloc_sys::mi_collect(true) });
 }

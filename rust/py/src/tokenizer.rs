@@ -1,7 +1,6 @@
 //! Binds `tracegrad_core::tokenizer`: text in, int32 arrays out, the GIL released while it works.
 
 use crate::border::detached;
-use crate::memory;
 use crate::template::{Arguments, KnownTools, WHAT, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -28,12 +27,7 @@ impl PyTokenizer {
     #[staticmethod]
     #[pyo3(signature = (path, vocab_size=None, cache=None))]
     fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>, cache: Option<PathBuf>) -> PyResult<Self> {
-        let load = || {
-            let loaded = Tokenizer::from_dir_of(&path, vocab_size, cache.as_deref());
-            // Tables are built from a file of ten megabytes by way of some hundred.
-            memory::give_back();
-            loaded
-        };
+        let load = || Tokenizer::from_dir_of(&path, vocab_size, cache.as_deref());
         detached(py, Kind::Tokenizer, "the tokenizer", load).map(Self::of)
     }
 
