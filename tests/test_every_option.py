@@ -425,7 +425,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.lenient": (None, lenient),
     "data.reward": (None, reward),
     "data.holdout": (None, holdout),
-    "data.weights": (None, weights),
+    "mixture.weights": (None, weights),
     **{
         f"map.{name}": (None, map_fields)
         for name in ("reward", "group", "id", "logprob_kind", "temperature", "version")

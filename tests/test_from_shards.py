@@ -306,7 +306,7 @@ def weights(place):
 
 def test_a_weight_is_the_share_of_an_inputs_groups_that_an_epoch_takes(two):
     opened = Shards.open(two)
-    feed = Feed.of(opened, presets.DR_GRPO, told(data__weights="3, 1", data__holdout=0, pack__step_groups=5))
+    feed = Feed.of(opened, presets.DR_GRPO, told(mixture__weights="3, 1", data__holdout=0, pack__step_groups=5))
     seen = []
     for seed in range(30):
         cut = feed.cut(seed)
@@ -319,12 +319,12 @@ def test_a_weight_is_the_share_of_an_inputs_groups_that_an_epoch_takes(two):
     assert len(set(seen)) > 20
     assert set().union(*seen) == set(range(12, 24))
     assert len(np.unique(opened.catalog.group[feed.cut(0, whole=True).rows])) == 24
-    few = Feed.of(opened, presets.DR_GRPO, told(data__weights="0.001,5", data__holdout=0))
+    few = Feed.of(opened, presets.DR_GRPO, told(mixture__weights="0.001,5", data__holdout=0))
     assert np.count_nonzero(np.unique(opened.catalog.group[few.cut(0).rows]) < 12) == 1  # at least one
 
 
 def test_a_reference_is_measured_of_every_group_that_an_epoch_may_take(two, tmp_path):
-    changes = {"data__weights": "2,1", "data__holdout": 0, "train__epochs": 3}
+    changes = {"mixture__weights": "2,1", "data__holdout": 0, "train__epochs": 3}
     done, _ = run(Shards.open(two), tmp_path, objective=algebra.with_kl(presets.GRPO, 0.05), **changes)
     assert done.step == done.total == 3 * 3
     assert all(np.isfinite(row["kl"]) for row in done.rows[1:])
@@ -343,13 +343,13 @@ def test_a_reference_is_measured_of_every_group_that_an_epoch_may_take(two, tmp_
 )
 def test_weights_that_are_none_are_refused(two, weights, said):
     with pytest.raises(ArgumentError, match=said):
-        Feed.of(Shards.open(two), presets.DR_GRPO, told(data__weights=weights))
+        Feed.of(Shards.open(two), presets.DR_GRPO, told(mixture__weights=weights))
 
 
 def test_weights_without_effect_or_that_cut_a_group_are_refused(two, folder):
-    with pytest.raises(ArgumentError, match=r"data.weights has no effect: there is one input"):
-        Feed.of(Shards.open(folder), presets.DR_GRPO, told(data__weights="1"))
+    with pytest.raises(ArgumentError, match=r"mixture.weights has no effect: there is one input"):
+        Feed.of(Shards.open(folder), presets.DR_GRPO, told(mixture__weights="1"))
     with pytest.raises(ArgumentError, match=r"the group of trace '0' stands in inputs of unlike weights"):
-        Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(data__weights="1,2"))
-    equal = Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(data__weights="2,2", data__holdout=0))
+        Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="1,2"))
+    equal = Feed.of(Shards.open([two[0], folder]), presets.DR_GRPO, told(mixture__weights="2,2", data__holdout=0))
     assert len(equal.cut(0).rows) == 48 + 96

@@ -45,8 +45,11 @@ def joined(address: str, *names: str) -> str:
 
 
 @contextmanager
-def system(address: str) -> Iterator[tuple[Any, str]]:
+def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
     """The file system of an address and the path there; what goes wrong with them within is told as of the address.
+
+    Args:
+        done: what cannot be done with it where something goes wrong: "read", "written" or "removed".
 
     Raises:
         ReadError: for whatever fails within.
@@ -62,18 +65,18 @@ def system(address: str) -> Iterator[tuple[Any, str]]:
         yield fsspec.core.url_to_fs(address)
     except ImportError as error:
         raise ArgumentError(
-            f"{address}: {error}. Nothing can be read from there without it. pip install what it names."
+            f"{address}: {error}. It cannot be {done} without it. pip install what it names."
         ) from error
     except (ArgumentError, ReadError, FormatError):
         raise
     except Exception as error:
-        raise unreadable(address, error) from error
+        raise unreadable(address, error, done) from error
 
 
-def unreadable(address: str, error: Exception) -> ReadError:
+def unreadable(address: str, error: Exception, done: str = "read") -> ReadError:
     """An error of fsspec, as one of the address."""
     why = f"{type(error).__name__}: {shown(str(error))[:200]}".rstrip(": ")
-    return ReadError(f"{address}: {why}. It cannot be read. Check the address, and the credentials of fsspec for it.")
+    return ReadError(f"{address}: {why}. It cannot be {done}. Check the address, and the credentials of fsspec for it.")
 
 
 def sizes(address: str) -> dict[str, int]:
@@ -122,7 +125,7 @@ def write(address: str, text: bytes) -> None:
     Raises:
         ReadError: if it cannot be written.
     """
-    with system(address) as (files, path):
+    with system(address, "written") as (files, path):
         files.makedirs(posixpath.dirname(path), exist_ok=True)
         files.pipe_file(path, text)
 
@@ -133,7 +136,7 @@ def upload(path: Path, address: str) -> None:
     Raises:
         ReadError: if it cannot be written.
     """
-    with system(address) as (files, target):
+    with system(address, "written") as (files, target):
         files.makedirs(posixpath.dirname(target), exist_ok=True)
         files.put_file(str(path), target)
 
@@ -154,7 +157,7 @@ def remove(address: str) -> None:
     Raises:
         ReadError: if it cannot be removed.
     """
-    with system(address) as (files, path):
+    with system(address, "removed") as (files, path):
         files.invalidate_cache()
         if files.exists(path):
             files.rm_file(path)

@@ -48,18 +48,6 @@ def _parts(error: TracegradError) -> tuple[object, ...]:
     return _made, (type(error).__name__, error.args, vars(error))
 
 
-# So that an error comes from another process as what it is: the core's classes cannot be found by their names.
-for _class in (
-    AlignmentError,
-    ArgumentError,
-    FormatError,
-    ReadError,
-    TemplateError,
-    TokenizerError,
-    TracegradError,
-):
-    copyreg.pickle(_class, _parts)  # type: ignore[arg-type]
-
 # Whoever raises one, from whatever text: this is the one place where it becomes a message.
 TracegradError.__str__ = _message  # type: ignore[assignment, method-assign]
 
@@ -73,3 +61,8 @@ __all__ = [
     "TracegradError",
     "shown",
 ]
+
+# So that an error comes from another process as what it is: the core's classes cannot be found by their names.
+for _name in __all__:
+    if isinstance(_found := globals()[_name], type):
+        copyreg.pickle(_found, _parts)  # type: ignore[arg-type]

@@ -28,11 +28,17 @@ class Data:
     """Name of the reward to train on, or several with commas: of each trace the first that it has; empty: the first."""
     holdout: float = 0.05
     """Share of the groups kept out of training to measure value; 0 measures none."""
-    weights: str = ""
-    """A number for each of several prepared folders, with commas: an epoch takes number / largest of its groups."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.holdout < 1, "data.holdout", self.holdout, "it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several prepared folders as one set."""
+
+    weights: str = ""
+    """A number for each folder, with commas: an epoch takes number / largest of its groups."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +297,7 @@ class Config:
 
     data: Data = field(default_factory=Data)
     map: Map = field(default_factory=Map)
+    mixture: Mixture = field(default_factory=Mixture)
     filter: Filter = field(default_factory=Filter)
     pack: Pack = field(default_factory=Pack)
     advantage: Advantage = field(default_factory=Advantage)
@@ -306,7 +313,7 @@ class Config:
 
 
 SECTIONS = tuple(f.name for f in fields(Config))
-FEATURES = ("map", "filter", "parallel", "reward_kl", "schedule", "stop", "terms")
+FEATURES = ("map", "mixture", "filter", "reward_kl", "schedule", "stop", "terms")
 """Sections of one feature each, which may be left out whole: their defaults change no gradient."""
 
 

@@ -72,8 +72,8 @@ class Away:
     def clear(self) -> None:
         """Removes at the address what a run that was killed there has left of a checkpoint."""
         if self.mirror.address and self.ranks.first:
-            names = [name for name in self.mirror.names() if name.startswith(APART)]
-            whole = {_folder_of(name) for name in names if name.endswith(f"/{_RESUME}/{MARK}")}
+            names = self._sent()
+            whole = _marks(names)
             self.mirror.remove(name for name in names if _folder_of(name) not in whole)
 
     def bring(self, checkpoint: Path) -> None:
@@ -123,7 +123,7 @@ class Away:
         if not self.mirror.address:
             return
         with self.ranks.together():
-            self.mirror.push() if self.leads else None
+            self.push()
         mark = self.ranks.shared((final / _RESUME / MARK).read_bytes() if self.ranks.first else b"")
         with self.ranks.together():
             if self.ranks.first:
@@ -141,13 +141,16 @@ class Away:
         if self.leads:
             self.mirror.push()
 
+    def _sent(self) -> list[str]:
+        """The files of checkpoints at the address."""
+        return [name for name in self.mirror.names() if name.startswith(APART)]
+
     def _bring_marks(self) -> None:
-        names = [n for n in self.mirror.names() if n.startswith(APART) and n.endswith(f"/{_RESUME}/{MARK}")]
-        self.mirror.bring(name for name in names if step_of(_folder_of(name)) >= 0)
+        self.mirror.bring(name for folder, name in _marks(self._sent()).items() if step_of(folder) >= 0)
 
     def _let_go(self, keep: int) -> None:
-        names = [name for name in self.mirror.names() if name.startswith(APART)]
-        marks = {_folder_of(name): name for name in names if name.endswith(f"/{_RESUME}/{MARK}")}
+        names = self._sent()
+        marks = _marks(names)
         for old in sorted(marks, key=step_of)[:-keep]:
             self.mirror.remove([marks[old]])  # first, as what has no mark is nothing
             self.mirror.remove(name for name in names if _folder_of(name) == old and name != marks[old])
@@ -155,3 +158,8 @@ class Away:
 
 def _folder_of(name: str) -> str:
     return name.removeprefix(APART).partition("/")[0]
+
+
+def _marks(names: list[str]) -> dict[str, str]:
+    """The marks among files of checkpoints, by the name of the checkpoint that each makes whole."""
+    return {_folder_of(name): name for name in names if name.endswith(f"/{_RESUME}/{MARK}")}

@@ -147,7 +147,7 @@ class Feed:
 
         Args:
             plan_seed: what groups are drawn and shuffled by.
-            whole: take all groups, whatever `data.weights` says.
+            whole: take all groups, whatever `mixture.weights` says.
 
         Raises:
             ArgumentError: if no token can be trained, or a trace is too long and `pack.too_long` refuses it.

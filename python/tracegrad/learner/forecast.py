@@ -131,8 +131,7 @@ def _held(groups: Sequence[Group], shards: int, other: int) -> float:
     """Parameters, of another model too, gradient and moments, in float32."""
     parameters = sum(group.bytes(shards, 4) for group in groups)
     trained = sum(group.bytes(shards, 4, trained_only=True) for group in groups)
-    whole = sum(group.bytes(shards, 4) for group in groups) if other else 0
-    return (parameters + 3 * trained + whole) / shards
+    return ((1 + other) * parameters + 3 * trained) / shards
 
 
 def _gathered(groups: Sequence[Group], ranks: int, memory: Memory, size: int, rows: int) -> int:

@@ -17,12 +17,12 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
         ArgumentError: for other than one positive number for each of several inputs, or a group that stands in two of
             unlike weights.
     """
-    told = config.data.weights
+    told = config.mixture.weights
     if not told:
         return ()
     if source.inputs < 2:
         raise ArgumentError(
-            "data.weights has no effect: there is one input. An option that does nothing hides a mistake. Leave it "
+            "mixture.weights has no effect: there is one input. An option that does nothing hides a mistake. Leave it "
             "out, or give several prepared folders."
         )
     try:
@@ -31,7 +31,7 @@ def shares(source: Source, config: Config) -> tuple[float, ...]:
         weights = []
     if len(weights) != source.inputs or not all(0 < weight < float("inf") for weight in weights):
         raise ArgumentError(
-            f"data.weights is {told!r:.80}, and there are {source.inputs} inputs. How often each is taken is not "
+            f"mixture.weights is {told!r:.80}, and there are {source.inputs} inputs. How often each is taken is not "
             "known. Give one number above 0 for each, with commas between."
         )
     found = tuple(weight / max(weights) for weight in weights)

@@ -5,7 +5,8 @@ buckets, from the second step on. Numbers of metrics and agreements, a few hundr
 the forecast.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,14 +130,7 @@ def groups_of(model: nn.Module, adapters: int = 0) -> list[Group]:
 
 def _elements(shape: Sequence[int], ranks: int = 1) -> int:
     first, *rest = shape or (1,)
-    return -(-first // ranks) * ranks * _product(rest)
-
-
-def _product(numbers: Iterable[int]) -> int:
-    out = 1
-    for number in numbers:
-        out *= number
-    return out
+    return -(-first // ranks) * ranks * math.prod(rest)
 
 
 def _buckets(shapes: Sequence[Sequence[int]]) -> int:

@@ -81,7 +81,7 @@ def is_prepared(folder: str | os.PathLike[str]) -> bool:
     return path.is_dir() and (named or any(path.glob("shard-*")))
 
 
-OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout", "weights")]
+OF_ALIGNING = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
 
 
 def check_prepared(source: str, data: Data, map: Map) -> None:
