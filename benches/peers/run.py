@@ -31,7 +31,7 @@ CAUSES = {
     "load a tokenizer, first": "fastokens builds its tables on one thread (two thirds of it); a later load reads ours",
     "ingest, text-heavy": "each message is a map of strings: a third of the time is taking and first touching memory",
     "ingest, logprob-heavy": "a third is the kernel's copy, the kept record and memory touched for the first time",
-    "memory after reading": "free memory that idle threads held; they give it back now, 0.25 of the file",
+    "memory after reading": "below 128 MiB threads keep what they freed, as taking it again costs more",
     "render": "half is the template engine's own evaluation, a quarter JSON to values",
     "tokenize": "page faults of caches that a thread meets for the first time",
     "align, byte remap": "all of align, 300 instructions a token: a third render each turn's prompt, a tenth tokenize",
