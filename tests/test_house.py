@@ -20,7 +20,7 @@ FLOORS = [
     {"addresses", "arrays", "cache", "codes", "dotted", "interrupt", "notebook"},
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"}
-    | {"bucket", "mirror", "trace_columns"},
+    | {"bucket", "mirror", "pictures", "trace_columns"},
     {"sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
     {"catalog"},

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import arrays, notebook
 from tracegrad.errors import ArgumentError
+from tracegrad.pictures import RowImages
 
 if TYPE_CHECKING:
     from tracegrad.algebra import Needs
@@ -92,6 +93,7 @@ class Batch:
             row and a term of each of them.
         term: [m] int32: its place in the step. Stays numpy, as it indexes the arrays of the step.
         longest: tokens of the longest branch; counted on the host by `to`, where it is not known.
+        images: its pictures; None where it has none. Their places stay numpy.
     """
 
     ids: Any
@@ -103,6 +105,7 @@ class Batch:
     row: Any
     term: Ints
     longest: int | None = None
+    images: RowImages | None = None
 
     def __repr__(self) -> str:
         return f"Batch({len(self.ids)} tokens, {len(self.term)} terms)"
@@ -340,7 +343,7 @@ def _floats(values: Any, name: str) -> NDArray[np.floating]:
 
 def columns_of(batch: Batch) -> list[str]:
     """The names of the arrays that move with a batch."""
-    return [field.name for field in fields(batch) if field.name not in ("term", "longest")]
+    return [field.name for field in fields(batch) if field.name not in ("term", "longest", "images")]
 
 
 def moved(values: Any, device: Any) -> Any:
