@@ -33,10 +33,10 @@ fn bench(c: &mut Criterion) {
     let mut group = c.benchmark_group("align");
     group.sample_size(10);
     for (name, traces) in [("whole, ids", ids), ("whole, bytes", bytes), ("whole, all", traces)] {
-        let tokens = align(&traces, &tokenizer, Options::default()).expect("they align").ids.len();
+        let tokens = align(&traces, &tokenizer, None, Options::default()).expect("they align").ids.len();
         group.throughput(Throughput::Elements(tokens as u64));
         group.bench_with_input(BenchmarkId::from_parameter(name), &traces, |b, traces| {
-            b.iter(|| align(black_box(traces), &tokenizer, Options::default()).expect("they align").ids.len());
+            b.iter(|| align(black_box(traces), &tokenizer, None, Options::default()).expect("they align").ids.len());
         });
     }
     group.finish();
@@ -64,7 +64,7 @@ fn one_turn(c: &mut Criterion) {
         let trace = Trace { generations: vec![generation], ..Trace::clone(&traces[0]) };
         let traces = [Arc::new(trace)];
         group.bench_function(name, |b| {
-            b.iter(|| align(black_box(&traces), &tokenizer, Options::default()).expect("it aligns").ids.len());
+            b.iter(|| align(black_box(&traces), &tokenizer, None, Options::default()).expect("it aligns").ids.len());
         });
     }
     group.finish();

@@ -72,7 +72,7 @@ fn reading(file: &Path) -> Stage {
 
 fn aligning(file: &Path) -> Stage {
     let (traces, tokenizer) = (read(file), workload::tokenizer());
-    Box::new(move || align(&traces, &tokenizer, align::Options::default()).expect("they align").ids.len())
+    Box::new(move || align(&traces, &tokenizer, None, align::Options::default()).expect("they align").ids.len())
 }
 
 /// Conversations of six turns, each rendered for its last prompt: the first time, or after the prompts of all turns
@@ -132,7 +132,7 @@ fn correcting(gated: bool) -> Stage {
 /// Rows of the agents' branches, many times over.
 fn packing(file: &Path) -> Stage {
     const MANY: usize = 64;
-    let aligned = align(&read(file), &workload::tokenizer(), align::Options::default()).expect("they align");
+    let aligned = align(&read(file), &workload::tokenizer(), None, align::Options::default()).expect("they align");
     let once = move || {
         let (ids, cu_seqlens, trace, trainable) =
             (&aligned.ids, &aligned.cu_seqlens, &aligned.trace, &aligned.trainable);

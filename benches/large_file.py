@@ -23,7 +23,7 @@ READER = """
 import resource, sys
 from tracegrad.inputs import stream
 from tracegrad.tokenizer import Tokenizer
-from tracegrad.sequence import align
+from tracegrad.alignment import align
 tokenizer = Tokenizer.from_pretrained(sys.argv[1]) if len(sys.argv) > 1 else None
 traces = stream("-")
 tokens = 0

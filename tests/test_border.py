@@ -18,7 +18,8 @@ from tracegrad import _core
 from tracegrad.batch import pack
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.inputs import read
-from tracegrad.sequence import Sequences, align
+from tracegrad.alignment import align
+from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 

@@ -27,7 +27,7 @@ from tracegrad.config import Data
 from tracegrad.errors import FormatError, ReadError, TracegradError, shown
 from tracegrad.inputs import read, stream
 from tracegrad.prepare import prepare
-from tracegrad.sequence import align
+from tracegrad.alignment import align
 from tracegrad.tables import from_arrow
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces, write

@@ -21,7 +21,7 @@ FLOORS = [
     {"trace", "tokenizer", "algebra", "advantage", "metrics", "kernels", "probe", "ragged", "strip"}
     | {"aside", "columns", "drift", "flat", "footer", "given_arrays", "manifest", "read_report", "shards", "store"}
     | {"bucket", "mirror", "pictures", "trace_columns"},
-    {"sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
+    {"alignment", "sequence", "conversation", "recover", "arrow_files", "tables", "correction", "objective", "presets"},
     {"batch", "config", "terms"},
     {"catalog"},
     {"inputs"},

@@ -11,7 +11,8 @@ from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.inputs import read
 from tracegrad.prepare import prepare
-from tracegrad.sequence import Sequences, align
+from tracegrad.alignment import align
+from tracegrad.sequence import Sequences
 from tracegrad.tables import from_arrow
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces, write

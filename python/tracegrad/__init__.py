@@ -21,7 +21,8 @@ from tracegrad.conversation import Conversation
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import Map, read, stream
-from tracegrad.sequence import Drift, Sequences, align
+from tracegrad.alignment import align
+from tracegrad.sequence import Drift, Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces, strip_logprobs, write
 

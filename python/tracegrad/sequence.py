@@ -1,7 +1,7 @@
 """Aligned token arrays: every token with one source, one logprob or none, one place in its trace.
 
 Here are `Sequences`, the flat arrays that packing and correction consume, and `Drift`, the list of what did not fit.
-Made by `align`, or by `Sequences.from_arrays` for a trainer that holds tokens already. No torch, no rewards shaping.
+Made by `alignment.align`, or by `Sequences.from_arrays` for a trainer that holds tokens already. No torch, no rewards shaping.
 """
 
 import os
@@ -13,13 +13,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tracegrad import _core, arrays, bucket, flat, given_arrays, notebook, store
+from tracegrad import arrays, bucket, flat, given_arrays, notebook, store
 from tracegrad.codes import ENDINGS, GIVEN, LOGPROB_KINDS, MEDIA, NO_TIER, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
-from tracegrad.drift import Drift, no_drift, untrained
+from tracegrad.drift import Drift, no_drift
 from tracegrad.errors import ArgumentError
+from tracegrad.pictures import Images
 from tracegrad.ragged import Ragged
-from tracegrad.tokenizer import Tokenizer
-from tracegrad.trace import Trace, Traces
 
 Array = NDArray[Any]
 
@@ -52,6 +51,7 @@ class Sequences:
         drift: what did not fit.
         extras: named per-token arrays [T, ...], or `Ragged` where rows differ in length; sliced along with the tokens.
             `routed_experts` (-1 where a token has none) and `sampling_mask` come from the records.
+        images: where pictures stand; None where there is none.
     """
 
     ids: NDArray[np.int32]
@@ -76,6 +76,7 @@ class Sequences:
     group_names: tuple[str, ...] = ()
     drift: Drift = field(default_factory=no_drift)
     extras: Mapping[str, Array | Ragged] = field(default_factory=dict)
+    images: Images | None = None
 
     @property
     def tokens(self) -> int:
@@ -160,9 +161,11 @@ class Sequences:
 
     @property
     def holds_media(self) -> NDArray[np.bool_]:
-        """[R] bool: traces with a picture, sound or video before a turn (R32). Nothing behind it is trained."""
+        """[R] bool: traces with a picture, sound or video before a turn that the ids do not say (R32, R34). Nothing behind
+        it is trained.
+        """
         held = np.zeros(self.traces, np.bool_)
-        held[self.drift.trace[self.drift.reason == MEDIA]] = True
+        held[self.drift.trace[np.isin(self.drift.reason, MEDIA)]] = True
         return held
 
     @classmethod
@@ -306,90 +309,3 @@ class Sequences:
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
         return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
 
-
-def align(
-    traces: Traces | Trace,
-    tokenizer: Tokenizer,
-    *,
-    mode: str = "splice",
-    merge: str = "mask",
-    strict: bool = True,
-    lenient: bool = False,
-    text_only: bool = False,
-    assume_canonical: bool = False,
-    logprob_kind: str | None = None,
-    on_error: str = "raise",
-) -> Sequences:
-    """Recorded traces to the ids the trainer will use: sampled ids are the data, the template supplies the rest.
-
-    Args:
-        traces: what `read` gave, or one of them.
-        tokenizer: of the model that will be trained.
-        mode: "splice" keeps the sampled ids; "align" takes those of the rendered conversation, each with the logprob of
-            the sampled token that it is. For trainers that render again.
-        merge: in align mode, what a rendered token gets that is several sampled ones: "mask" nothing, "sum" the sum of
-            their logprobs, which is the probability of one way to write it.
-        strict: in align mode, mask what follows the first token of a turn that is not the sampled one: the policy saw
-            other ids there.
-        lenient: go on after an id that cannot be known, with the canonical tokens of its text, untrained and counted.
-        text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
-        assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, where their
-            number is that of the logprobs (tiers T4 and T5): often the sampled ones, not known to be.
-        logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
-        on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
-
-    Returns:
-        Sequences; `drift` says where records and template differ. Spliced, a turn with a gap in its tokens is not
-        trained, nor what stands behind it or behind a turn whose tool call is not among its tokens.
-
-    Raises:
-        AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
-        ArgumentError: if an argument is none of its values.
-    """
-    arrays.instance(traces, "traces", (Traces, Trace), "Pass what read() gave.")
-    arrays.instance(tokenizer, "tokenizer", Tokenizer, "Pass Tokenizer.from_pretrained(directory).")
-    named = {"strict": strict, "lenient": lenient, "text_only": text_only, "assume_canonical": assume_canonical}
-    for name, value in named.items():
-        arrays.flag(value, name)
-    arrays.one_of(on_error, "on_error", ("raise", "skip"))
-    arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
-    _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
-    core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
-    found = _core.align_traces(
-        core,
-        tokenizer._core,
-        lenient=lenient,
-        text_only=text_only,
-        assume_canonical=assume_canonical,
-        mode=mode,
-        merge=merge,
-        strict=strict,
-        logprob_kind=logprob_kind,
-        skip_errors=on_error == "skip",
-    )
-    columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}
-    drift = Drift(
-        **{**columns, "reason": columns["reason"].astype(np.uint8), "detail": tuple(columns["detail"])},
-        recorded=found.pop("recorded"),
-        exact=found.pop("exact"),
-        errors=tuple(found.pop("errors")),
-        left_out=tuple(found.pop("left_out")),
-    )
-    if mode == "splice":
-        found["trainable"] = found["trainable"] & ~untrained(core, tokenizer, drift, found)
-    names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
-    found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
-    parts = found.pop("extras").items()
-    extras = {name: of.reshape(-1, *shape) if shape else Ragged(at, of) for name, (shape, at, of) in parts}
-    return Sequences(**found, **names, drift=drift, extras=extras)
-
-
-def _check_mode(mode: str, merge: str, strict: bool, of_splice: bool) -> None:
-    arrays.one_of(mode, "mode", ("splice", "align"))
-    arrays.one_of(merge, "merge", ("mask", "sum"))
-    if mode == "splice" and (merge != "mask" or not strict):
-        raise ArgumentError("merge and strict have no effect in splice mode, which keeps sampled ids. Leave them out.")
-    if mode == "align" and of_splice:
-        raise ArgumentError(
-            "lenient, text_only and assume_canonical have no effect in align mode. Leave them out, or splice."
-        )

@@ -182,6 +182,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
         group_names=tuple(names[code] if code < len(names) else str(code) for code in codes),
         drift=_drift(sequences, number),
         extras={},
+        images=sequences.images and sequences.images.take(branches),
     ), places
 
 

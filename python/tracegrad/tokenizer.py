@@ -126,8 +126,9 @@ class Tokenizer:
     itself, which never changes.
     """
 
-    def __init__(self, core: _core.Tokenizer) -> None:
+    def __init__(self, core: _core.Tokenizer, folder: Path | None = None) -> None:
         self._core = core
+        self.folder = folder
 
     @classmethod
     def from_pretrained(
@@ -162,7 +163,7 @@ class Tokenizer:
                 f"vocab_size is {vocab_size!r}. It is the number of rows of the model's embedding, an integer from 1. "
                 "Leave it out where config.json says it."
             )
-        return cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None))
+        return cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None), directory)
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, bytes]]:
         return _from_source, self._core.source()

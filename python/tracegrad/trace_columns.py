@@ -99,7 +99,7 @@ def counted(stored: Stored) -> dict[str, Array]:
     tier, version = of["tier"][terms], of["version"][terms]
     tier = np.where(tier == NO_TIER, -1, tier.astype(np.int16))
     media = np.zeros(traces, np.bool_)
-    media[of["drift.trace"][of["drift.reason"] == MEDIA]] = True
+    media[of["drift.trace"][np.isin(of["drift.reason"], MEDIA)]] = True
     found = {
         "branches": np.diff(first),
         "tokens": np.diff(cut),

@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _core, arrays
 from tracegrad.batch.cost import LEAST_GAIN, ModelShape
 from tracegrad.batch.grouping import Groups, group_into_steps, losses, skipped, without_advantage
-from tracegrad.batch.step import Batch, Counts, Floats, Ints, Sharing, Skipped, Step, TooLong
+from tracegrad.batch.layout import Layout, compared_ids
+from tracegrad.batch.step import Counts, Floats, Ints, Sharing, Skipped, Step, TooLong
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
 
@@ -89,10 +90,10 @@ def pack(
     whole = needs is not None and needs.trace_ratio
     trace = _contiguous(sequences.trace, np.int32)
     cu = _contiguous(sequences.cu_seqlens, np.int64)
-    ids = _contiguous(sequences.ids, np.int32)
+    ids, keys = compared_ids(sequences)
     trainable = _contiguous(sequences.trainable, np.bool_)
     fit = (int(token_budget), whole)
-    length, terms, lost, over, present, place = _measured(sequences, *fit, share_prefixes, too_long)
+    length, terms, lost, over, present, place = _measured(sequences, ids, *fit, share_prefixes, too_long)
     without = np.zeros(sequences.traces, bool)
     masked = without if counted is None else arrays.flags(counted, "counted", length=sequences.traces)
     groups = group_into_steps(sequences, terms, masked, step_groups, seed)
@@ -108,7 +109,8 @@ def pack(
     mine = np.where(placed.rank == rank, groups.step[trace], -1).astype(np.int32)
     columns = (ids, trainable, _contiguous(sequences.inv_temperature, np.float32), cu)
     plan = (length, mine, placed.row, placed.order, rows, placed.shared)
-    layout = _Layout(*_core.pack_lay(*columns, *plan, int(pad_to_multiple_of)))
+    laid = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
+    layout = Layout(*laid, images=sequences.images, keys=keys)
     idle |= masked & (groups.terms == 0)
     by_term = _by_term(sequences, groups, layout, trace, per_token)
     packed = _Found(groups, placed, layout, by_term, losses(sequences, groups, lost, over), skipped(groups, idle))
@@ -136,7 +138,7 @@ def measure(
     Raises:
         ArgumentError: as `pack` does for a trace that is too long.
     """
-    _, terms, *_ = _measured(sequences, token_budget, whole_traces, share_prefixes, too_long)
+    _, terms, *_ = _measured(sequences, compared_ids(sequences)[0], token_budget, whole_traces, share_prefixes, too_long)
     return np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
 
 
@@ -155,32 +157,12 @@ class _Placed(NamedTuple):
     ratio: NDArray[np.float64]
 
 
-class _Layout(NamedTuple):
-    """The arrays of `_core.pack_lay`."""
-
-    ids: Ints
-    positions: Ints
-    tree_end: Ints
-    cu_tokens: Counts
-    read: Ints
-    target: Ints
-    inv_temperature: Floats
-    row: Ints
-    term: Ints
-    cu_heads: Counts
-    cu_row_terms: Counts
-    cu_rows: Counts
-    origin: NDArray[np.int64]
-    branch: Ints
-    cu_terms: Counts
-
-
 class _Found(NamedTuple):
     """All that is known of the steps."""
 
     groups: Groups
     placed: _Placed
-    layout: _Layout
+    layout: Layout
     by_term: dict[str, NDArray[Any]]
     losses: list[TooLong]
     skipped: list[Skipped]
@@ -230,7 +212,7 @@ def advantages_by_token(
 
 
 def _measured(
-    sequences: Sequences, token_budget: int, whole: bool, share_prefixes: bool, too_long: str
+    sequences: Sequences, ids: Ints, token_budget: int, whole: bool, share_prefixes: bool, too_long: str
 ) -> tuple[Ints, Ints, Counts, Ints, Ints, Ints]:
     """Tokens laid out and terms of each branch; terms lost by trace, and which are too long; the traces that have a
     branch, and which of these each branch is of.
@@ -239,7 +221,7 @@ def _measured(
     present, place = np.unique(_contiguous(sequences.trace, np.int32), return_inverse=True)
     place = place.astype(np.int32)
     names = [sequences.trace_ids[row] for row in present] if sequences.trace_ids else []
-    cu, ids = _contiguous(sequences.cu_seqlens, np.int64), _contiguous(sequences.ids, np.int32)
+    cu = _contiguous(sequences.cu_seqlens, np.int64)
     trainable = _contiguous(sequences.trainable, np.bool_)
     fit = (int(token_budget), whole, share_prefixes, too_long)
     length, terms, cut, over = _core.pack_measure(cu, place, ids, trainable, names, *fit)
@@ -249,7 +231,7 @@ def _measured(
 
 
 def _by_term(
-    sequences: Sequences, groups: Groups, layout: _Layout, trace: Ints, advantages: Floats
+    sequences: Sequences, groups: Groups, layout: Layout, trace: Ints, advantages: Floats
 ) -> dict[str, NDArray[Any]]:
     """Columns of all terms, by the name that they have in a `Step`."""
     of_tokens = {
@@ -282,29 +264,13 @@ def _step(packed: _Found, asked: bool, index: int) -> Step:
         needed=bool(placed.needed[index]),
     )
     return Step(
-        batches=tuple(_batch(layout, row) for row in range(layout.cu_rows[index], layout.cu_rows[index + 1])),
+        batches=tuple(layout.batch(row) for row in range(layout.cu_rows[index], layout.cu_rows[index + 1])),
         **{name: column[terms] for name, column in packed.by_term.items()},
         totals=groups.totals[index],
         too_long=packed.losses[index],
         skipped=packed.skipped[index],
         sharing=sharing if asked else None,
         load=placed.load.reshape(len(groups.totals), -1)[index],
-    )
-
-
-def _batch(layout: _Layout, row: int) -> Batch:
-    tokens = slice(layout.cu_tokens[row], layout.cu_tokens[row + 1])
-    heads = slice(layout.cu_heads[row], layout.cu_heads[row + 1])
-    terms = slice(layout.cu_row_terms[row], layout.cu_row_terms[row + 1])
-    return Batch(
-        ids=layout.ids[tokens],
-        positions=layout.positions[tokens],
-        tree_end=layout.tree_end[tokens],
-        read=layout.read[heads],
-        target=layout.target[heads],
-        inv_temperature=layout.inv_temperature[heads],
-        row=layout.row[terms],
-        term=layout.term[terms],
     )
 
 

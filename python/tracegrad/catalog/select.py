@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.drift import no_drift
+from tracegrad.pictures import Images
 from tracegrad.sequence import Sequences
 
 Array = NDArray[Any]
@@ -51,6 +52,7 @@ def joined(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Sequences:
         trace=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         trace_ids=tuple(each.of.trace_name(row) for each in taken for row in each.rows.tolist()),
         drift=no_drift(),
+        images=Images.joined([(each.images(), int(each.count.sum())) for each in taken]),
     )
 
 
@@ -70,6 +72,13 @@ class _Runs:
     def tokens(self, name: str) -> list[Array]:
         column, cu = getattr(self.of, name), self.of.cu_seqlens
         return [column[cu[a] : cu[b]] for a, b in self.branches] or [column[:0]]
+
+    def images(self) -> Images | None:
+        of = self.of.images
+        if of is None:
+            return None
+        numbers = [np.arange(a, b) for a, b in self.branches]
+        return of.take(np.concatenate(numbers) if numbers else np.zeros(0, np.int64))
 
     def turns(self, name: str) -> list[Array]:
         column, cu = getattr(self.of, name), self.of.cu_turns

@@ -21,7 +21,7 @@ from tracegrad.doctor.whole import Spread, Whole
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs import Progress, candidates, stream
 from tracegrad.recipes import Advice
-from tracegrad.sequence import align
+from tracegrad.alignment import align
 from tracegrad.tokenizer import Tokenizer
 
 BATCH = 128

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
+from tracegrad.alignment import align
 from tracegrad.batch import pack
 from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.lags import LagTest, lag_test
 from tracegrad.doctor.look import Array
 from tracegrad.errors import ArgumentError
 from tracegrad.recipes import Advice, for_data
-from tracegrad.sequence import Sequences, align
+from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tracegrad import metrics
+from tracegrad.alignment import align
 from tracegrad.batch import ModelShape, Step
 from tracegrad.codes import CUT, ENDINGS
 from tracegrad.interrupt import Interrupt
@@ -35,7 +36,7 @@ from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
 from tracegrad.online.ways import weights_of
 from tracegrad.report import write_report
-from tracegrad.sequence import Sequences, align
+from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 

@@ -4,30 +4,34 @@ Here is `Images`. A span holds every id that stands for one picture; what else i
 columns that some families write) is text.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.pictures.table import Pictures
+from tracegrad.errors import ArgumentError
+from tracegrad.pictures.table import Pictures, joined
+
+MOST_KEYS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, repr=False)
 class Images:
-    """S spans of N branches, in order. Tokens count in the flat arrays of the `Sequences`.
+    """S spans of N branches, in order.
 
     Args:
         cu_images: [N+1] int64: branch n has spans cu_images[n]:cu_images[n+1].
         cu_features: [S+1] int64: span s has the features cu_features[s]:cu_features[s+1].
-        at: [F] int64: the token of each feature, rising; all have the id `pad`.
-        picture: [S] int32: row of `pictures`.
+        at: [F] int32: the token of each feature, counted in its branch; all have the id `pad`.
+        picture: [S] int32: row of `pictures`. All spans of a picture have as many features.
         pad: the id that stands for a picture.
         pictures: what they are of.
     """
 
     cu_images: NDArray[np.int64]
     cu_features: NDArray[np.int64]
-    at: NDArray[np.int64]
+    at: NDArray[np.int32]
     picture: NDArray[np.int32]
     pad: int
     pictures: Pictures
@@ -37,3 +41,113 @@ class Images:
 
     def __repr__(self) -> str:
         return f"Images({len(self)} spans of {len(self.pictures)} pictures)"
+
+    @property
+    def features(self) -> NDArray[np.int64]:
+        """[P] int64: how many features each picture has; 0 where it stands nowhere."""
+        counts = np.zeros(len(self.pictures), np.int64)
+        counts[self.picture] = np.diff(self.cu_features)
+        return counts
+
+    def tokens(self, cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[F] int64: the token of each feature in the flat arrays of branches that begin at `cu_seqlens`."""
+        branch = np.repeat(np.arange(len(self.cu_images) - 1), np.diff(self.cu_images))
+        return self.at + np.repeat(np.asarray(cu_seqlens)[branch], np.diff(self.cu_features))
+
+    def take(self, branches: NDArray[np.integer]) -> "Images":
+        """The spans of some branches, in the order given."""
+        spans, counts = _runs(self.cu_images, np.asarray(branches, np.int64))
+        features, lengths = _runs(self.cu_features, spans)
+        return replace(
+            self,
+            cu_images=offsets(counts),
+            cu_features=offsets(lengths),
+            at=self.at[features],
+            picture=self.picture[spans],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["tuple[Images | None, int]"]) -> "Images | None":
+        """Several, end to end, each with how many branches it is of; pictures are one where their digests are.
+
+        Raises:
+            ArgumentError: where the parts have unlike pads, as those of two models have.
+        """
+        there = [images for images, _ in parts if images is not None]
+        if not there:
+            return None
+        if len({images.pad for images in there}) > 1:
+            raise ArgumentError(
+                f"pictures stand for ids {sorted({images.pad for images in there})} in what is joined. One model has "
+                "one. Align all of it with the same model."
+            )
+        pictures, rows = joined([images.pictures for images in there])
+        counts = [np.zeros(n, np.int64) if images is None else np.diff(images.cu_images) for images, n in parts]
+        return cls(
+            cu_images=offsets(np.concatenate(counts)),
+            cu_features=offsets(np.concatenate([np.diff(images.cu_features) for images in there])),
+            at=np.concatenate([images.at for images in there]),
+            picture=np.concatenate([row[images.picture] for images, row in zip(there, rows, strict=True)]),
+            pad=there[0].pad,
+            pictures=pictures,
+        )
+
+    def keyed(self, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> "tuple[NDArray[np.int32], Keys]":
+        """Ids in which each feature of each picture has a number of its own, above all ids.
+
+        So pictures are compared where ids are, and two of one size never count as the same text.
+
+        Raises:
+            ArgumentError: if there are more numbers than 31 bits hold.
+        """
+        first = int(ids.max(initial=self.pad)) + 1
+        starts = offsets(self.features)
+        if first + int(starts[-1]) > MOST_KEYS:
+            raise ArgumentError(
+                f"the pictures of these traces have {int(starts[-1]):,} features together. Each needs a number beside "
+                "the ids of the model, and there are 2^31. Train on parts of the data."
+            )
+        keys = ids.copy()
+        place = np.arange(len(self.at)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))
+        own = first + np.repeat(starts[self.picture], np.diff(self.cu_features)) + place
+        keys[self.tokens(cu_seqlens)] = own
+        return keys, Keys(first, starts)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which numbers `Images.keyed` gave.
+
+    Args:
+        first: the smallest.
+        starts: [P+1] int64: picture p has the numbers first + starts[p] to first + starts[p+1].
+    """
+
+    first: int
+    starts: NDArray[np.int64]
+
+    def read(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """The pictures of a row of keys.
+
+        Returns:
+            at [F]: where a feature stands; cu_features [I+1]: those of each picture; picture [I]: its row.
+        """
+        at = np.flatnonzero(keys >= self.first)
+        number = keys[at].astype(np.int64) - self.first
+        picture = np.searchsorted(self.starts, number, side="right") - 1
+        begins = np.flatnonzero(number == self.starts[picture])
+        cu = np.append(begins, len(at))
+        whole = np.array_equal(np.diff(cu), np.diff(self.starts)[picture[begins]]) and (not len(at) or begins[0] == 0)
+        assert whole, "a row ends within a picture"
+        return at, cu, picture[begins].astype(np.int32)
+
+
+def offsets(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _runs(cu: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The entries of some rows of a ragged list, end to end, and how many each has."""
+    counts = np.diff(cu)[rows]
+    within = np.arange(int(counts.sum())) - np.repeat(offsets(counts)[:-1], counts)
+    return np.repeat(cu[rows], counts) + within, counts

@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.errors import ReadError
+
 
 class Source(Protocol):
     """Where the files of pictures are."""
@@ -46,3 +48,44 @@ class Pictures:
 
     def __repr__(self) -> str:
         return f"Pictures({len(self)})"
+
+    def bytes_of(self, row: int) -> bytes:
+        """The file of a picture.
+
+        Raises:
+            ReadError: if no source has it any more.
+        """
+        digest = self.digest[row].tobytes()
+        lost: ReadError | None = None
+        for source in self.sources:
+            try:
+                return source.picture_bytes(digest)
+            except ReadError as error:
+                lost = error
+        raise lost or ReadError(
+            f"the picture {digest.hex()} is not here: only its digest is known. A policy cannot see it. Read or "
+            "prepare the records that hold it."
+        )
+
+    def take(self, rows: NDArray[np.integer]) -> "Pictures":
+        """Some of them, in the order given."""
+        kinds = tuple(self.media_type[row] for row in np.asarray(rows).tolist())
+        return Pictures(self.digest[rows], self.width[rows], self.height[rows], kinds, self.sources)
+
+
+def joined(parts: Sequence[Pictures]) -> tuple[Pictures, list[NDArray[np.int32]]]:
+    """The distinct pictures of several tables, and for each table the row of each of its pictures."""
+    names = [[digest.tobytes() for digest in part.digest] for part in parts]
+    rows = {name: row for row, name in enumerate(dict.fromkeys(name for each in names for name in each))}
+    places = [np.array([rows[name] for name in each], np.int32) for each in names]
+    first = {name: (part, at) for part, each in zip(parts, names, strict=True) for at, name in enumerate(each)}
+    found = [first[name] for name in rows]
+    sources = tuple({id(source): source for part in parts for source in part.sources}.values())
+    table = Pictures(
+        digest=np.array([part.digest[at] for part, at in found], np.uint8).reshape(-1, 32),
+        width=np.array([part.width[at] for part, at in found], np.int32),
+        height=np.array([part.height[at] for part, at in found], np.int32),
+        media_type=tuple(part.media_type[at] for part, at in found),
+        sources=sources,
+    )
+    return table, places

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import addresses, inputs
+from tracegrad.alignment import align
 from tracegrad.config import Data, Map
 from tracegrad.errors import ArgumentError
 from tracegrad.inputs.options import Options
 from tracegrad.inputs.reading import of_part, together
 from tracegrad.prepare.parts import Part
 from tracegrad.prepare.place import place_of
-from tracegrad.sequence import Sequences, align
+from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 

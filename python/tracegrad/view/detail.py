@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from tracegrad.alignment import align
 from tracegrad.errors import TracegradError
 from tracegrad.report.text import escape, number, percent
 from tracegrad.report.tokens import PerToken, Writer
-from tracegrad.sequence import Sequences, align
+from tracegrad.sequence import Sequences
 from tracegrad.terms import CLIPPED, StepTerms
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace

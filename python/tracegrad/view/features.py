@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.alignment import align
 from tracegrad.codes import NO_TIER, TIERS
-from tracegrad.sequence import Sequences, align
+from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 from tracegrad.view.database import Row

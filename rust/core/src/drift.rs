@@ -40,10 +40,12 @@ pub enum Reason {
     PromptMismatch,
     MediaInPrompt,
     SharedBytes,
+    PictureUnplaced,
+    PictureExpanded,
 }
 
 /// Names of the reasons; index 0 is unused so that `NAMES[code]` is the name of `R<code>`.
-pub const NAMES: [&str; 34] = [
+pub const NAMES: [&str; 36] = [
     "R00 none",
     "R01 noncanonical_bpe",
     "R02 partial_utf8",
@@ -78,6 +80,8 @@ pub const NAMES: [&str; 34] = [
     "R31 prompt_mismatch",
     "R32 media_in_prompt",
     "R33 shared_bytes",
+    "R34 picture_unplaced",
+    "R35 picture_expanded",
 ];
 
 /// One finding: where, how many tokens, what was found.
@@ -101,7 +105,7 @@ mod tests {
 
     #[test]
     fn the_number_in_the_name_is_the_code() {
-        assert_eq!(Reason::SharedBytes as usize, NAMES.len() - 1);
+        assert_eq!(Reason::PictureExpanded as usize, NAMES.len() - 1);
         for (code, name) in NAMES.iter().enumerate() {
             assert!(name.starts_with(&format!("R{code:02} ")), "{name}");
         }

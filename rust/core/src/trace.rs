@@ -38,6 +38,8 @@ pub struct Trace {
     pub template_kwargs: Map<String, Value>,
     /// Model name as recorded.
     pub model: Option<String>,
+    /// The distinct pictures of its messages, in the order in which they appear.
+    pub pictures: Vec<Picture>,
     /// What the record holds of pictures, sound or video that no message has, by what it calls itself.
     pub media_left_out: Option<String>,
     /// The record as it was read, for a round trip that loses nothing; `record` gives its bytes.
@@ -70,6 +72,26 @@ impl Trace {
             return Some(parts.iter().rev().flat_map(|part| part.iter().copied()).collect());
         }
     }
+}
+
+/// A file of a picture that a record holds.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Picture {
+    /// Its blake3.
+    pub digest: [u8; 32],
+    /// Pixels from left to right, by its header.
+    pub width: u32,
+    /// Pixels from top to bottom.
+    pub height: u32,
+}
+
+/// Where a server says that a picture stands in a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placeholder {
+    /// First id.
+    pub offset: u32,
+    /// How many ids.
+    pub length: u32,
 }
 
 /// Keys of an object that are looked through one by one.
@@ -109,6 +131,8 @@ pub struct Generation {
     pub context: Vec<u32>,
     /// What the policy saw before the first sampled token.
     pub prompt: Prompt,
+    /// Where the server says that the pictures of the prompt stand.
+    pub placeholders: Option<Vec<Placeholder>>,
     /// The sampled tokens.
     pub tokens: Tokens,
     /// What the sampled tokens spell, where the record has that text apart from the message.
@@ -141,6 +165,7 @@ impl Default for Generation {
             message: 0,
             context: Vec::new(),
             prompt: Prompt::default(),
+            placeholders: None,
             tokens: Tokens::default(),
             text: None,
             finish_reason: None,

@@ -7,14 +7,18 @@ use crate::traces::PyTraces;
 use numpy::IntoPyArray;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tracegrad_core::align::{self, Aligned, Merge, Mode, Options};
+use std::collections::HashMap;
+use tracegrad_core::align::{self, Aligned, Images, Merge, Mode, Options, PictureRule};
 use tracegrad_core::trace::LogprobKind;
 use tracegrad_core::{Error, Kind};
+
+/// Pad, frames, and what stands for a picture of (width, height).
+type Rule = (u32, Vec<u32>, HashMap<(u32, u32), Vec<u32>>);
 
 /// Aligns traces; returns the arrays of `Sequences` by name, `drift_*` columns, and `errors`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
-#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors))]
+#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, rule=None))]
 fn align_traces<'py>(
     py: Python<'py>,
     traces: &PyTraces,
@@ -27,6 +31,7 @@ fn align_traces<'py>(
     strict: bool,
     logprob_kind: Option<&str>,
     skip_errors: bool,
+    rule: Option<Rule>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let parse = |name: &str| {
         LogprobKind::parse(name).ok_or_else(|| {
@@ -39,7 +44,8 @@ fn align_traces<'py>(
     let merge = if merge == "sum" { Merge::Sum } else { Merge::Mask };
     let options = Options { lenient, text_only, mode, merge, strict, assume_canonical, logprob_kind, skip_errors };
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
-    let aligned = detached(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, options))?;
+    let rule = rule.map(|(pad, frames, expansions)| PictureRule { pad, frames, expansions });
+    let aligned = detached(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, rule.as_ref(), options))?;
     attached(py, Kind::Fault, "aligning", || to_dict(py, aligned))
 }
 
@@ -68,6 +74,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
         extras.set_item(column.name, parts)?;
     }
     arrays.set_item("extras", extras)?;
+    arrays.set_item("images", images(py, aligned.images)?)?;
     arrays.set_item("group_names", aligned.group_names)?;
     arrays.set_item("trace_ids", aligned.trace_ids)?;
     arrays.set_item("reward_names", aligned.reward_names)?;
@@ -83,6 +90,21 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("left_out", aligned.left_out)?;
     arrays.set_item("errors", aligned.errors.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(arrays)
+}
+
+/// The arrays of `pictures.Images` by name, and of its pictures digests and sizes; `None` where no picture stands.
+fn images(py: Python<'_>, images: Images) -> PyResult<Option<Bound<'_, PyDict>>> {
+    if images.picture.is_empty() {
+        return Ok(None);
+    }
+    let arrays = PyDict::new(py);
+    arrays.set_item("counts", images.counts.into_pyarray(py))?;
+    arrays.set_item("features", images.features.into_pyarray(py))?;
+    arrays.set_item("at", images.at.into_pyarray(py))?;
+    arrays.set_item("picture", images.picture.into_pyarray(py))?;
+    arrays.set_item("digest", images.digests.concat().into_pyarray(py))?;
+    arrays.set_item("size", images.sizes.concat().into_pyarray(py))?;
+    Ok(Some(arrays))
 }
 
 /// The ids that the records determine; returns the arrays of `Recovered` by name.

@@ -3,6 +3,7 @@
 use super::branch::Branch;
 use super::ending::Ending;
 use super::extras::Column;
+use super::images::Images;
 use super::options::Options;
 use super::weave::Woven;
 use crate::drift::Finding;
@@ -35,6 +36,7 @@ pub struct Aligned {
     pub temperature: Vec<f32>,
     pub ending: Vec<u8>,
     pub extras: Vec<Column>,
+    pub images: Images,
     pub drift_trace: Vec<i32>,
     pub drift: Vec<Finding>,
     pub recorded: u64,

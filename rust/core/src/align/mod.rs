@@ -6,7 +6,7 @@
 //! In come traces, a tokenizer and options; out go flat arrays and findings. Its files, each using those before it
 //! alone: `source`, `tier`, `options`; `spelling`, `lookup`, `recorder`, `segment`, `resolved`, `pieces`, `resolve`,
 //! `recover` (recorded tokens to ids); `prompt`, `branch`, `bridge`, `prompts`, `compare`, `body`, `dates`, `diff`,
-//! `duplicates`, `stop`, `extras`, `ending`; `weave`, and on its loom `media`, `place`, `sampled`, `splice`,
+//! `duplicates`, `stop`, `extras`, `ending`, `pictures`, `images`; `weave`, and on its loom `media`, `place`, `sampled`, `splice`,
 //! `rerender`; `conversation`; `aligned`, `columns`.
 
 mod aligned;
@@ -21,9 +21,11 @@ mod diff;
 mod duplicates;
 mod ending;
 mod extras;
+mod images;
 mod lookup;
 mod media;
 mod options;
+mod pictures;
 mod pieces;
 mod place;
 mod prompt;
@@ -48,7 +50,9 @@ pub use crate::drift::{Finding, NAMES, Reason};
 pub use aligned::Aligned;
 pub use conversation::Conversation;
 pub use extras::{Column, NO_VALUE};
+pub use images::Images;
 pub use options::{Merge, Mode, Options};
+pub use pictures::PictureRule;
 pub use recover::{Recovered, recover};
 
 use crate::caught;
@@ -56,18 +60,26 @@ use crate::error::{Kind, Result};
 use crate::threads;
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
+use pictures::Keyed;
 use std::collections::HashMap;
 use std::sync::Arc;
 use weave::Memory;
 
-/// Aligns traces with the tokenizer of the model that will be trained.
+/// Aligns traces with the tokenizer of the model that will be trained; `rule` says how it writes pictures.
 ///
 /// # Errors
 /// The first trace that cannot be aligned, unless `options.skip_errors`.
-pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> Result<Aligned> {
+pub fn align(
+    traces: &[Arc<Trace>],
+    tokenizer: &Tokenizer,
+    rule: Option<&PictureRule>,
+    options: Options,
+) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer)?;
-    let woven = threads::map(traces, Memory::default, |memory, trace| {
-        let weave = || weave::weave(trace, &scaffold, options, memory);
+    let keyed = keyed(traces, rule)?;
+    let given: Vec<_> = traces.iter().zip(keyed.iter().map(Option::as_ref).chain(std::iter::repeat(None))).collect();
+    let woven = threads::map(given.as_slice(), Memory::default, |memory, &(trace, keyed)| {
+        let weave = || weave::weave(keyed.map_or(trace, |keyed| &keyed.trace), keyed, &scaffold, options, memory);
         caught(Kind::Fault, "aligning", weave).map_err(|error| {
             // A fault may have left half of something there.
             *memory = Memory::default();
@@ -78,9 +90,12 @@ pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> 
     aligned.reward_names = reward_names(traces);
     aligned.extras = extras::columns(traces);
     let (mut groups, mut branches) = (HashMap::new(), Vec::with_capacity(traces.len()));
-    for (row, (trace, woven)) in traces.iter().zip(woven).enumerate() {
+    for (row, ((trace, keyed), woven)) in given.iter().zip(woven).enumerate() {
         match woven {
-            Ok(woven) => aligned.push(trace, woven, options, &mut groups, &mut branches),
+            Ok(mut woven) => {
+                aligned.images.push(*keyed, &mut woven.branches);
+                aligned.push(trace, woven, options, &mut groups, &mut branches);
+            }
             Err(error) if options.skip_errors => {
                 aligned.errors.push(error);
                 aligned.left_out.push(row as i64);
@@ -90,6 +105,14 @@ pub fn align(traces: &[Arc<Trace>], tokenizer: &Tokenizer, options: Options) -> 
     }
     columns::write(&mut aligned, &branches);
     Ok(aligned)
+}
+
+/// The traces with keys for their pictures; empty where none has any.
+fn keyed<'r>(traces: &[Arc<Trace>], rule: Option<&'r PictureRule>) -> Result<Vec<Option<Keyed<'r>>>> {
+    match rule.filter(|_| traces.iter().any(|trace| !trace.pictures.is_empty())) {
+        Some(rule) => threads::map(traces, || (), |(), trace| Keyed::of(trace, rule)).into_iter().collect(),
+        None => Ok(Vec::new()),
+    }
 }
 
 fn reward_names(traces: &[Arc<Trace>]) -> Vec<String> {

@@ -6,6 +6,7 @@ use super::branch::common_prefix;
 use super::bridge::bridge;
 use super::compare::compare;
 use super::dates;
+use super::pictures::Keyed;
 use super::prompt::{Text, View};
 use super::spelling::{is_special, spell_all};
 use super::weave::{Loom, Place};
@@ -117,36 +118,52 @@ impl Loom<'_, '_> {
     ) -> Result<(Text, Rendered)> {
         let role = generation.context.first().map(|&first| self.trace.messages[first as usize].role());
         let has_system = matches!(role, Some("system" | "developer"));
-        let compared = compare(ids, encoded, has_system, self.tokenizer);
-        let Some((reason, count, detail)) = compared.difference else { return Ok((compared.text, rendered)) };
+        let short = self.keyed(turn).map(|keyed| keyed.collapse(ids));
+        let seen = short.as_ref().map_or(ids, |short| &short.ids);
+        let whole = |text: Text| short.as_ref().map_or_else(|| text.clone(), |short| short.restore(ids, &text.sources));
+        let compared = compare(seen, encoded, has_system, self.tokenizer);
+        let Some((reason, count, detail)) = compared.difference else { return Ok((whole(compared.text), rendered)) };
         if reason == Reason::PromptMismatch
-            && let Some(text) = self.spliced(generation, ids, &rendered)?
+            && let Some(text) = self.spliced(turn, generation, ids, &rendered)?
         {
             return Ok((text, rendered));
         }
         if reason == Reason::PromptMismatch
-            && let Some((day, dated)) = self.as_on_that_day(generation, ids, &rendered)?
+            && let Some((day, dated)) = self.as_on_that_day(generation, seen, &rendered)?
         {
-            let first = compare(ids, self.encode(&dated)?, has_system, self.tokenizer);
+            let first = compare(seen, self.encode(&dated)?, has_system, self.tokenizer);
             self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
             if let Some((reason, count, detail)) = first.difference {
                 self.find(reason, turn, -1, count, detail);
             }
-            return Ok((first.text, dated));
+            return Ok((whole(first.text), dated));
         }
         self.find(reason, turn, -1, count, detail);
-        Ok((compared.text, rendered))
+        Ok((whole(compared.text), rendered))
+    }
+
+    /// The pictures of a generation whose prompt has keys.
+    fn keyed(&self, turn: usize) -> Option<&Keyed<'_>> {
+        self.pictures.filter(|keyed| keyed.has_keys(turn))
     }
 
     /// The recorded ids where they are a branch and the template's text behind it: a prompt that holds what was sampled as
     /// it was drawn, and so has other ids than its text.
-    fn spliced(&mut self, generation: &Generation, ids: &[u32], rendered: &Rendered) -> Result<Option<Text>> {
+    fn spliced(
+        &mut self,
+        turn: usize,
+        generation: &Generation,
+        ids: &[u32],
+        rendered: &Rendered,
+    ) -> Result<Option<Text>> {
         let Some(at) = self.continued(generation) else { return Ok(None) };
         let Some(rest) = ids.strip_prefix(self.woven.branches[at].ids.as_slice()) else { return Ok(None) };
         let before = self.woven.findings.len();
         if let Some(from) = self.splice(at, rendered)? {
             let behind = self.scaffold.encode(rendered, from)?;
-            if behind.ids == rest {
+            let short = self.keyed(turn).map(|keyed| keyed.collapse(rest));
+            if behind.ids == short.as_ref().map_or(rest, |short| &short.ids) {
+                let behind = short.map_or(behind.clone(), |short| short.restore(rest, &behind.sources));
                 let mut text = Text { ids: ids.to_vec(), sources: self.woven.branches[at].source.clone() };
                 text.sources.extend(behind.sources);
                 return Ok(Some(text));

@@ -135,10 +135,10 @@ impl<'a> Loom<'a, '_> {
         let media = self.media_in_prompt(generation);
         let lent = self.lend(turn, own, &resolved, &span, (rendered, text, ends), message);
         let sampling = self.sampling(turn, generation);
-        if let Some(media) = media.as_ref().filter(|_| own) {
+        let trained = own && media.is_none();
+        if let Some(media) = media.filter(|_| own) {
             self.hold(turn, lent.len(), media);
         }
-        let trained = own && media.is_none();
         for (at, lent) in lent {
             self.woven.exact += u64::from(trained && !lent.logprob.is_nan());
             cells[at] = Some(Cell { lent, own, trained, sampling });

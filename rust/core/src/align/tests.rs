@@ -19,7 +19,7 @@ fn trace(generations: Vec<Generation>) -> Vec<Arc<Trace>> {
 }
 
 fn aligned(generations: Vec<Generation>) -> Aligned {
-    align(&trace(generations), &tokenizer(), Options::default()).unwrap()
+    align(&trace(generations), &tokenizer(), None, Options::default()).unwrap()
 }
 
 fn reasons(aligned: &Aligned) -> Vec<Reason> {
@@ -86,7 +86,7 @@ fn a_text_of_ids_that_the_model_lacks_is_left_out_as_a_whole() {
     let json = std::fs::read(format!("{folder}/tokenizer.json")).unwrap();
     let tokenizer = Tokenizer::from_json(&json, &config).unwrap();
     let said = Generation { text: Some("price".into()), prompt: Prompt::Ids(vec![5]), ..Generation::default() };
-    let found = align(&trace(vec![said]), &tokenizer, Options { text_only: true, ..Options::default() }).unwrap();
+    let found = align(&trace(vec![said]), &tokenizer, None, Options { text_only: true, ..Options::default() }).unwrap();
     assert_eq!(reasons(&found), [Reason::VocabOutOfRange]);
     assert_eq!(found.drift[0].token, -1);
 }
@@ -138,7 +138,7 @@ fn what_is_aligned_does_not_depend_on_the_number_of_threads() {
     let tokenizer = tokenizer();
     let on = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let found = pool.install(|| align(&traces, &tokenizer, Options::default()).unwrap());
+        let found = pool.install(|| align(&traces, &tokenizer, None, Options::default()).unwrap());
         (found.ids, found.trainable, found.cu_seqlens, found.trace)
     };
     assert_eq!(on(1), on(2));

@@ -7,6 +7,7 @@
 use super::branch::{Branch, Sampling, common_prefix};
 use super::lookup::Lookup;
 use super::options::{Mode, Options};
+use super::pictures::Keyed;
 use super::prompt::{Scaffold, Text};
 use super::prompts::Prompts;
 use super::recorder::Recorder;
@@ -18,6 +19,7 @@ use crate::error::Result;
 use crate::template::{Rendered, Session};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Extra, Generation, LogprobKind, Prompt, Trace};
+use std::borrow::Cow;
 use std::cell::OnceCell;
 
 /// Branches and findings of one trace.
@@ -54,9 +56,10 @@ pub struct Memory<'a> {
     pub lookup: Lookup,
 }
 
-/// Aligns one trace.
+/// Aligns one trace; `pictures` is what its prompts have keys for.
 pub fn weave<'a>(
     trace: &'a Trace,
+    pictures: Option<&'a Keyed<'a>>,
     scaffold: &'a Scaffold<'a>,
     options: Options,
     memory: &mut Memory<'a>,
@@ -64,6 +67,7 @@ pub fn weave<'a>(
     let tokenizer = scaffold.tokenizer;
     let mut loom = Loom {
         trace,
+        pictures,
         tokenizer,
         scaffold,
         options,
@@ -96,6 +100,7 @@ pub type Part<'a> = (u32, &'a str);
 
 pub(super) struct Loom<'a, 'm> {
     pub trace: &'a Trace,
+    pub pictures: Option<&'a Keyed<'a>>,
     pub tokenizer: &'a Tokenizer,
     pub scaffold: &'a Scaffold<'a>,
     pub options: Options,
@@ -126,24 +131,27 @@ impl<'a> Loom<'a, '_> {
     }
 
     /// What of a call is no id that the model has, apart from what was sampled: its prompt, its sampling masks.
-    fn outside(&self, generation: &Generation) -> Option<String> {
+    fn outside(&self, turn: usize, generation: &Generation) -> Option<String> {
+        let keyed = self.pictures.filter(|keyed| keyed.has_keys(turn));
         let prompt = match &generation.prompt {
-            Prompt::Ids(ids) | Prompt::Follows { ids, .. } => ids.as_slice(),
-            _ => &[],
+            Prompt::Ids(ids) | Prompt::Follows { ids, .. } => {
+                keyed.map_or(Cow::Borrowed(ids.as_slice()), |keyed| keyed.collapse(ids).ids.into())
+            }
+            _ => Cow::Borrowed(&[][..]),
         };
         let mut masks = generation.extras.iter().filter(|extra| extra.name == "sampling_mask");
         let mask = |extra: &Extra| {
             let ids: Vec<u32> = extra.values.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX)).collect();
             self.tokenizer.first_outside(&ids).map(|at| ("a sampling mask", extra.values[at]))
         };
-        let found = self.tokenizer.first_outside(prompt).map(|at| ("the prompt", prompt[at] as i32));
+        let found = self.tokenizer.first_outside(&prompt).map(|at| ("the prompt", prompt[at] as i32));
         let (what, id) = found.or_else(|| masks.find_map(mask))?;
         let size = self.tokenizer.model_vocab_size();
         Some(format!("id {} of {what} is not in the model's vocabulary of {size}; the turn is left out", id as u32))
     }
 
     fn add(&mut self, turn: usize, generation: &'a Generation) -> Result<()> {
-        if let Some(detail) = self.outside(generation) {
+        if let Some(detail) = self.outside(turn, generation) {
             self.leave_out(turn, generation, Reason::VocabOutOfRange, detail);
             return Ok(());
         }
@@ -181,12 +189,17 @@ impl<'a> Loom<'a, '_> {
         branch.path.push(generation.message);
         branch.prompt = rendered.unwrap_or_default();
         branch.body = branch.len();
+        if let Some(added) = self.pictures.map(|keyed| keyed.added(turn)).filter(|&added| added > 0) {
+            let detail =
+                format!("the prompt is recorded as it was sent; the server made {added} ids more of its pictures");
+            self.find(Reason::PictureExpanded, turn, -1, added, detail);
+        }
         let media = self.media_before(turn, generation, at);
         self.woven.branches[at].behind_media |= media.is_some();
         self.add_sampled(turn, generation, at)?;
         if let Some(media) = media {
             let held = self.woven.branches[at].len() - self.woven.branches[at].body;
-            self.hold(turn, held, &media);
+            self.hold(turn, held, media);
         }
         let branch = &mut self.woven.branches[at];
         extras::note(branch, turn, generation);

@@ -206,6 +206,7 @@ fn assemble(header: Header, body: Body, raw: Raw, place: Location) -> Trace {
         tools: header.tools.or(body.tools),
         template_kwargs,
         model: header.model.or(body.model),
+        pictures: Vec::new(),
         media_left_out: None,
         raw,
     }

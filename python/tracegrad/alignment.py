@@ -1,0 +1,132 @@
+"""Recorded traces to the ids the trainer will use.
+
+Here is `align`, which has the core weave traces, and makes `Sequences` of what comes out.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tracegrad import _core, arrays
+from tracegrad.codes import LOGPROB_KINDS
+from tracegrad.drift import Drift, untrained
+from tracegrad.errors import ArgumentError
+from tracegrad.pictures import Images, Pictures, Rule
+from tracegrad.pictures.spans import offsets
+from tracegrad.ragged import Ragged
+from tracegrad.sequence import Sequences
+from tracegrad.tokenizer import Tokenizer
+from tracegrad.trace import Trace, Traces
+
+
+def align(
+    traces: Traces | Trace,
+    tokenizer: Tokenizer,
+    *,
+    mode: str = "splice",
+    merge: str = "mask",
+    strict: bool = True,
+    lenient: bool = False,
+    text_only: bool = False,
+    assume_canonical: bool = False,
+    logprob_kind: str | None = None,
+    on_error: str = "raise",
+    pictures: Rule | None = None,
+) -> Sequences:
+    """Recorded traces to the ids the trainer will use: sampled ids are the data, the template supplies the rest.
+
+    Args:
+        traces: what `read` gave, or one of them.
+        tokenizer: of the model that will be trained.
+        mode: "splice" keeps the sampled ids; "align" takes those of the rendered conversation, each with the logprob of
+            the sampled token that it is. For trainers that render again.
+        merge: in align mode, what a rendered token gets that is several sampled ones: "mask" nothing, "sum" the sum of
+            their logprobs, which is the probability of one way to write it.
+        strict: in align mode, mask what follows the first token of a turn that is not the sampled one: the policy saw
+            other ids there.
+        lenient: go on after an id that cannot be known, with the canonical tokens of its text, untrained and counted.
+        text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
+        assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, where their
+            number is that of the logprobs (tiers T4 and T5): often the sampled ones, not known to be.
+        logprob_kind: what the logprobs are of ("raw", "processed", "unknown"), over what the records say.
+        on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
+        pictures: how the model writes pictures in ids; None takes what the folder of the tokenizer says. What was
+            sampled behind a picture that has no place in the ids is held.
+
+    Returns:
+        Sequences; `drift` says where records and template differ. Spliced, a turn with a gap in its tokens is not
+        trained, nor what stands behind it or behind a turn whose tool call is not among its tokens.
+
+    Raises:
+        AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
+        ArgumentError: if an argument is none of its values.
+    """
+    arrays.instance(traces, "traces", (Traces, Trace), "Pass what read() gave.")
+    arrays.instance(tokenizer, "tokenizer", Tokenizer, "Pass Tokenizer.from_pretrained(directory).")
+    named = {"strict": strict, "lenient": lenient, "text_only": text_only, "assume_canonical": assume_canonical}
+    for name, value in named.items():
+        arrays.flag(value, name)
+    arrays.one_of(on_error, "on_error", ("raise", "skip"))
+    arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
+    _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
+    core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
+    table = Traces(core).pictures
+    rule = (pictures or _rule(tokenizer)) if len(table) else None
+    found = _core.align_traces(
+        core,
+        tokenizer._core,
+        lenient=lenient,
+        text_only=text_only,
+        assume_canonical=assume_canonical,
+        mode=mode,
+        merge=merge,
+        strict=strict,
+        logprob_kind=logprob_kind,
+        skip_errors=on_error == "skip",
+        rule=rule and (rule.pad, list(rule.frames), rule.expansions(table.width, table.height)),
+    )
+    placed = found.pop("images")
+    columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}
+    drift = Drift(
+        **{**columns, "reason": columns["reason"].astype(np.uint8), "detail": tuple(columns["detail"])},
+        recorded=found.pop("recorded"),
+        exact=found.pop("exact"),
+        errors=tuple(found.pop("errors")),
+        left_out=tuple(found.pop("left_out")),
+    )
+    if mode == "splice":
+        found["trainable"] = found["trainable"] & ~untrained(core, tokenizer, drift, found)
+    names: dict[str, Any] = {name: tuple(found.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
+    found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
+    parts = found.pop("extras").items()
+    extras = {name: of.reshape(-1, *shape) if shape else Ragged(at, of) for name, (shape, at, of) in parts}
+    images = _images(placed, rule.pad, table) if rule and placed else None
+    return Sequences(**found, **names, drift=drift, extras=extras, images=images)
+
+
+def _rule(tokenizer: Tokenizer) -> Rule | None:
+    return Rule.of(tokenizer.folder) if tokenizer.folder else None
+
+
+def _images(placed: dict[str, Any], pad: int, table: Pictures) -> Images:
+    row = {digest.tobytes(): number for number, digest in enumerate(table.digest)}
+    used = np.array([row[digest.tobytes()] for digest in placed["digest"].reshape(-1, 32)], np.int64)
+    return Images(
+        cu_images=offsets(placed["counts"]),
+        cu_features=offsets(placed["features"]),
+        at=placed["at"],
+        picture=placed["picture"],
+        pad=pad,
+        pictures=table.take(used),
+    )
+
+
+def _check_mode(mode: str, merge: str, strict: bool, of_splice: bool) -> None:
+    arrays.one_of(mode, "mode", ("splice", "align"))
+    arrays.one_of(merge, "merge", ("mask", "sum"))
+    if mode == "splice" and (merge != "mask" or not strict):
+        raise ArgumentError("merge and strict have no effect in splice mode, which keeps sampled ids. Leave them out.")
+    if mode == "align" and of_splice:
+        raise ArgumentError(
+            "lenient, text_only and assume_canonical have no effect in align mode. Leave them out, or splice."
+        )

@@ -1,0 +1,67 @@
+"""The rows of a plan as the core lays them out, and as the batches that are made of them.
+
+Here are `Layout`, and `compared_ids`, by which rows are laid out: two pictures of one size are never the same text.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tracegrad.batch.step import Batch, Counts, Floats, Ints
+from tracegrad.pictures import Images, RowImages
+from tracegrad.pictures.spans import Keys
+from tracegrad.sequence import Sequences
+
+
+def compared_ids(sequences: Sequences) -> tuple[Ints, Keys | None]:
+    """[T] int32: the ids by which branches are compared: those of pictures are numbers that no other picture has."""
+    ids = np.require(sequences.ids, np.int32, ["C", "A"])
+    return (ids, None) if sequences.images is None else sequences.images.keyed(ids, sequences.cu_seqlens)
+
+
+class Layout(NamedTuple):
+    """The arrays of `_core.pack_lay`, and what `compared_ids` put in place of the ids of pictures."""
+
+    ids: Ints
+    positions: Ints
+    tree_end: Ints
+    cu_tokens: Counts
+    read: Ints
+    target: Ints
+    inv_temperature: Floats
+    row: Ints
+    term: Ints
+    cu_heads: Counts
+    cu_row_terms: Counts
+    cu_rows: Counts
+    origin: NDArray[np.int64]
+    branch: Ints
+    cu_terms: Counts
+    images: Images | None = None
+    keys: Keys | None = None
+
+    def batch(self, row: int) -> Batch:
+        """A row."""
+        tokens = slice(self.cu_tokens[row], self.cu_tokens[row + 1])
+        heads = slice(self.cu_heads[row], self.cu_heads[row + 1])
+        terms = slice(self.cu_row_terms[row], self.cu_row_terms[row + 1])
+        ids, images = self.ids[tokens], None
+        if self.images is not None and self.keys is not None:
+            at, cu, picture = self.keys.read(ids)
+            if len(at):
+                ids = ids.copy()
+                ids[at] = self.images.pad
+                images = RowImages(at, cu, picture, self.images.pictures)
+        return Batch(
+            ids=ids,
+            positions=self.positions[tokens],
+            tree_end=self.tree_end[tokens],
+            read=self.read[heads],
+            target=self.target[heads],
+            inv_temperature=self.inv_temperature[heads],
+            row=self.row[terms],
+            term=self.term[terms],
+            images=images,
+        )
