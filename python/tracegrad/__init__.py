@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from tracegrad import _alone as _alone
 from tracegrad import advantage, presets
 from tracegrad._core import __version__
+from tracegrad.alignment import align
 from tracegrad.batch import Batch, Step, pack
 from tracegrad.catalog import Shards
 from tracegrad.conversation import Conversation
 from tracegrad.correction import Corrected, correct
 from tracegrad.errors import TracegradError
 from tracegrad.inputs import Map, read, stream
-from tracegrad.alignment import align
 from tracegrad.sequence import Drift, Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace, Traces, strip_logprobs, write

@@ -70,7 +70,7 @@ def align(
     arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
     _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
     core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
-    table = Traces(core).pictures
+    table = getattr(Traces(core), "pictures", None) or ()  # until read gives them
     rule = (pictures or _rule(tokenizer)) if len(table) else None
     found = _core.align_traces(
         core,
@@ -100,7 +100,7 @@ def align(
     found["rewards"] = found["rewards"].reshape(-1, len(names["reward_names"]))
     parts = found.pop("extras").items()
     extras = {name: of.reshape(-1, *shape) if shape else Ragged(at, of) for name, (shape, at, of) in parts}
-    images = _images(placed, rule.pad, table) if rule and placed else None
+    images = _images(placed, rule, table) if rule and placed else None
     return Sequences(**found, **names, drift=drift, extras=extras, images=images)
 
 
@@ -108,7 +108,7 @@ def _rule(tokenizer: Tokenizer) -> Rule | None:
     return Rule.of(tokenizer.folder) if tokenizer.folder else None
 
 
-def _images(placed: dict[str, Any], pad: int, table: Pictures) -> Images:
+def _images(placed: dict[str, Any], rule: Rule, table: Pictures) -> Images:
     row = {digest.tobytes(): number for number, digest in enumerate(table.digest)}
     used = np.array([row[digest.tobytes()] for digest in placed["digest"].reshape(-1, 32)], np.int64)
     return Images(
@@ -116,7 +116,7 @@ def _images(placed: dict[str, Any], pad: int, table: Pictures) -> Images:
         cu_features=offsets(placed["features"]),
         at=placed["at"],
         picture=placed["picture"],
-        pad=pad,
+        rule=rule,
         pictures=table.take(used),
     )
 

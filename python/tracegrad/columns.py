@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.pictures import Images, kept
 from tracegrad.ragged import Ragged
 
 Array = NDArray[Any]
@@ -46,12 +47,16 @@ class Stored(NamedTuple):
     extras: dict[str, Array | Ragged]
     names: dict[str, tuple[str, ...]]
     drift: dict[str, Any]
+    images: Images | None = None
 
 
 def misfit(stored: Stored) -> str:
     """The first array whose dtype, shape or values are not what `Sequences` promises, as a sentence; or ""."""
     wrong = _wrong_shape(stored) or _wrong_place(stored.columns, stored.names)
-    return wrong or _wrong_value(stored.columns) or _wrong_drift(stored)
+    wrong = wrong or _wrong_value(stored.columns) or _wrong_drift(stored)
+    if wrong or stored.images is None:
+        return wrong
+    return kept.misfit(stored.images, stored.columns["ids"], stored.columns["cu_seqlens"])
 
 
 def _wrong_shape(stored: Stored) -> str:

@@ -283,7 +283,7 @@ class Sequences:
         columns = {name: getattr(self, name) for name in store.COLUMNS}
         columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
         drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
-        return store.Stored(columns, dict(self.extras), names, drift)
+        return store.Stored(columns, dict(self.extras), names, drift, self.images)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
@@ -307,5 +307,4 @@ class Sequences:
         """What `stored` gave."""
         columns: dict[str, Any] = {**found.columns, **found.names}
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
-        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift))
-
+        return cls(**columns, extras=found.extras, drift=Drift(**drift, **found.drift), images=found.images)

@@ -10,7 +10,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -85,7 +85,7 @@ def write(
     return write_bytes(path, [struct.pack("<Q", len(text)), text, *(_bytes(columns[name]) for name in ordered)])
 
 
-def write_bytes(path: Path, parts: list[Any]) -> Written:
+def write_bytes(path: Path, parts: Iterable[Any]) -> Written:
     """Writes parts to a file that appears under its name when it is whole and on the disk."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     size = checksum = 0
@@ -103,6 +103,9 @@ def write_bytes(path: Path, parts: list[Any]) -> Written:
         raise ReadError(
             f"{path}: cannot be written ({error.strerror}). Free space there or choose another folder."
         ) from error
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     return Written(size, checksum)
 
 

@@ -6,7 +6,7 @@ columns are is in `columns`, the file format in `shards`, what makes a folder wh
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tracegrad import manifest, shards, trace_columns
 from tracegrad.columns import COLUMNS, DRIFT_COLUMNS, OFFSETS, Stored, misfit
 from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.pictures import Images, Rule, kept
 from tracegrad.ragged import Ragged
 
 Array = NDArray[Any]
@@ -35,7 +36,7 @@ def save(folder: Path, stored: Stored) -> None:
     except OSError as error:
         raise ReadError(f"{folder}: cannot be written ({error.strerror}). Choose another folder.") from error
     with manifest.lock(folder):
-        manifest.clear_drafts(folder, _ARRAYS, _TABLE, trace_columns.NAME, manifest.NAME)
+        manifest.clear_drafts(folder, _ARRAYS, _TABLE, kept.MEDIA, trace_columns.NAME, manifest.NAME)
         write(folder, stored)
 
 
@@ -53,13 +54,30 @@ def write(folder: Path, stored: Stored) -> None:
             arrays |= {f"ragged.{name}": extra.values, f"ragged.{name}.offsets": extra.offsets}
         else:
             arrays[f"extra.{name}"] = extra
-    text = json.dumps({"format": _FORMAT, **stored.names, "drift": stored.drift}, ensure_ascii=False)
-    files = {
+    table: dict[str, Any] = {"format": _FORMAT, **stored.names, "drift": stored.drift}
+    files = {}
+    if stored.images is not None:
+        images = kept.used(stored.images)
+        table["pictures"] = images.rule.as_dict()
+        ends: list[int] = []
+        files[kept.MEDIA] = shards.write_bytes(folder / kept.MEDIA, _ending(kept.media_of(images), ends))
+        arrays |= kept.arrays_of(images, np.array(ends, np.int64))
+    text = json.dumps(table, ensure_ascii=False)
+    files |= {
         _ARRAYS: shards.write(folder / _ARRAYS, arrays, {"format": _FORMAT}),
         _TABLE: shards.write_bytes(folder / _TABLE, [text.encode("utf-8", "surrogatepass")]),
         trace_columns.NAME: trace_columns.write(folder, stored),
     }
     manifest.write(folder, counts(stored), files)
+
+
+def _ending(files: Iterator[bytes], ends: list[int]) -> Iterator[bytes]:
+    """The files, and in `ends` where each ends."""
+    total = 0
+    for file in files:
+        total += len(file)
+        ends.append(total)
+        yield file
 
 
 def counts(stored: Stored) -> dict[str, int]:
@@ -97,7 +115,8 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
     Raises:
         FormatError: if it is not what `save` writes.
     """
-    if set(told.files) - {trace_columns.NAME} != {_ARRAYS, _TABLE}:  # which earlier versions did not write
+    # The columns of traces were not written by earlier versions, and pictures are where there are any.
+    if set(told.files) - {trace_columns.NAME, kept.MEDIA} != {_ARRAYS, _TABLE}:
         raise FormatError(f"{folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
     arrays, _ = shards.read(folder / _ARRAYS)
     try:
@@ -108,7 +127,11 @@ def opened(folder: Path, told: manifest.Folder, *, checked: bool = True) -> Stor
         drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown, where it was not yet written
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
-        stored = Stored(columns, _extras(arrays), names, drift)
+        images = None
+        if kept.MEDIA in told.files:
+            images = kept.images_of(arrays, Rule.of_dict(table["pictures"]), folder)
+            arrays = {name: array for name, array in arrays.items() if not name.startswith(kept.PREFIX)}
+        stored = Stored(columns, _extras(arrays), names, drift, images)
     except (ReadError, FormatError):
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -173,6 +196,7 @@ def joined(parts: Sequence[Stored]) -> Stored:
             **{name: tuple(chain(*(part.drift[name] for part in parts))) for name in ("detail", "errors")},
             **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
         },
+        Images.joined([(part.images, len(part.columns["trace"])) for part in parts]),
     )
 
 

@@ -2,9 +2,8 @@
 
 In come `Sequences` and advantages; out go `Step`s of `Batch`es. Placement and layout are computed in Rust. No model,
 no ratios: `policy` reads a batch, `correction` a step. Its files, each using those before it alone: `cost` (what a
-pass costs), `step` (what steps and batches are), `grouping` (which trace is of which step), `layout` (rows), `packing` (makes
-them),
-`ahead` (brings them to a device).
+pass costs), `step` (what steps and batches are), `grouping` (which trace is of which step), `layout` (rows), `packing`
+(makes them), `ahead` (brings them to a device).
 """
 
 from tracegrad.batch.ahead import prefetch

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tracegrad.batch.step import Batch, Counts, Floats, Ints
 from tracegrad.pictures import Images, RowImages
@@ -52,8 +53,8 @@ class Layout(NamedTuple):
             at, cu, picture = self.keys.read(ids)
             if len(at):
                 ids = ids.copy()
-                ids[at] = self.images.pad
-                images = RowImages(at, cu, picture, self.images.pictures)
+                ids[at] = self.images.rule.pad
+                images = RowImages(at, cu, picture, self.images.rule, self.images.pictures)
         return Batch(
             ids=ids,
             positions=self.positions[tokens],

@@ -138,7 +138,9 @@ def measure(
     Raises:
         ArgumentError: as `pack` does for a trace that is too long.
     """
-    _, terms, *_ = _measured(sequences, compared_ids(sequences)[0], token_budget, whole_traces, share_prefixes, too_long)
+    _, terms, *_ = _measured(
+        sequences, compared_ids(sequences)[0], token_budget, whole_traces, share_prefixes, too_long
+    )
     return np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
 
 

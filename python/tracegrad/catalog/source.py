@@ -125,6 +125,9 @@ class InMemory:
         s, digest = self.sequences, hashlib.sha256()
         for part in (s.ids, s.trainable, s.rollout_logprobs, s.cu_seqlens, s.trace, s.group, rewards):
             digest.update(np.ascontiguousarray(part).tobytes())
+        if (images := s.images) is not None:
+            for part in (images.at, images.cu_features, images.pictures.digest[images.picture]):
+                digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import notebook
+from tracegrad.alignment import align
 from tracegrad.config import Map
 from tracegrad.doctor import file, follow, history, numbers, rescore, shift, tokens
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
@@ -21,7 +22,6 @@ from tracegrad.doctor.whole import Spread, Whole
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.inputs import Progress, candidates, stream
 from tracegrad.recipes import Advice
-from tracegrad.alignment import align
 from tracegrad.tokenizer import Tokenizer
 
 BATCH = 128

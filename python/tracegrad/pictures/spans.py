@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.errors import ArgumentError
+from tracegrad.pictures.rule import Rule
 from tracegrad.pictures.table import Pictures, joined
 
 MOST_KEYS = (1 << 31) - 1
@@ -23,9 +24,9 @@ class Images:
     Args:
         cu_images: [N+1] int64: branch n has spans cu_images[n]:cu_images[n+1].
         cu_features: [S+1] int64: span s has the features cu_features[s]:cu_features[s+1].
-        at: [F] int32: the token of each feature, counted in its branch; all have the id `pad`.
+        at: [F] int32: the token of each feature, counted in its branch; all have the id `rule.pad`.
         picture: [S] int32: row of `pictures`. All spans of a picture have as many features.
-        pad: the id that stands for a picture.
+        rule: how the model writes pictures; its `pad` is the id of every feature.
         pictures: what they are of.
     """
 
@@ -33,7 +34,7 @@ class Images:
     cu_features: NDArray[np.int64]
     at: NDArray[np.int32]
     picture: NDArray[np.int32]
-    pad: int
+    rule: Rule
     pictures: Pictures
 
     def __len__(self) -> int:
@@ -71,15 +72,15 @@ class Images:
         """Several, end to end, each with how many branches it is of; pictures are one where their digests are.
 
         Raises:
-            ArgumentError: where the parts have unlike pads, as those of two models have.
+            ArgumentError: where the parts were aligned with unlike image processors.
         """
         there = [images for images, _ in parts if images is not None]
         if not there:
             return None
-        if len({images.pad for images in there}) > 1:
+        if len({images.rule.digest for images in there}) > 1:
             raise ArgumentError(
-                f"pictures stand for ids {sorted({images.pad for images in there})} in what is joined. One model has "
-                "one. Align all of it with the same model."
+                "pictures are written in unlike ways in what is joined: other ids, or other options of the image "
+                "processor. Their lengths would be of two models. Align all of it with the same model."
             )
         pictures, rows = joined([images.pictures for images in there])
         counts = [np.zeros(n, np.int64) if images is None else np.diff(images.cu_images) for images, n in parts]
@@ -88,7 +89,7 @@ class Images:
             cu_features=offsets(np.concatenate([np.diff(images.cu_features) for images in there])),
             at=np.concatenate([images.at for images in there]),
             picture=np.concatenate([row[images.picture] for images, row in zip(there, rows, strict=True)]),
-            pad=there[0].pad,
+            rule=there[0].rule,
             pictures=pictures,
         )
 
@@ -100,7 +101,7 @@ class Images:
         Raises:
             ArgumentError: if there are more numbers than 31 bits hold.
         """
-        first = int(ids.max(initial=self.pad)) + 1
+        first = int(ids.max(initial=self.rule.pad)) + 1
         starts = offsets(self.features)
         if first + int(starts[-1]) > MOST_KEYS:
             raise ArgumentError(

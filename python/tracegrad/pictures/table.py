@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from tracegrad.errors import ReadError
 
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+
 
 class Source(Protocol):
     """Where the files of pictures are."""
@@ -33,7 +35,7 @@ class Pictures:
     Args:
         digest: [P, 32] uint8, the blake3 of each file.
         width, height: [P] int32, in pixels, as the file's header says.
-        media_type: P of "image/png", "image/jpeg", "image/webp", "image/gif", by the bytes and not by what was said.
+        media_type: P of `MEDIA_TYPES`, by the bytes and not by what was said.
         sources: where `bytes_of` looks, in order.
     """
 
