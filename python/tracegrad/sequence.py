@@ -1,7 +1,7 @@
 """Aligned token arrays: every token with one source, one logprob or none, one place in its trace.
 
 Here are `Sequences`, the flat arrays that packing and correction consume, and `Drift`, the list of what did not fit.
-Made by `alignment.align`, or by `Sequences.from_arrays` for a trainer that holds tokens already. No torch, no rewards shaping.
+Made by `align`, or by `Sequences.from_arrays` for a trainer that holds tokens already. No torch, no rewards shaping.
 """
 
 import os
@@ -161,8 +161,9 @@ class Sequences:
 
     @property
     def holds_media(self) -> NDArray[np.bool_]:
-        """[R] bool: traces with a picture, sound or video before a turn that the ids do not say (R32, R34). Nothing behind
-        it is trained.
+        """[R] bool: traces with a picture, sound or video before a turn that its ids do not say (R32, R34).
+
+        Nothing behind it is trained.
         """
         held = np.zeros(self.traces, np.bool_)
         held[self.drift.trace[np.isin(self.drift.reason, MEDIA)]] = True

@@ -47,21 +47,21 @@ class MediaFile:
         self.path = path
         self._place = {row.tobytes(): (a, b) for row, a, b in zip(digest, starts, end.tolist(), strict=True)}
 
+    def has_picture(self, digest: bytes) -> bool:
+        """Whether the file with this digest is there."""
+        return digest in self._place
+
     def picture_bytes(self, digest: bytes) -> bytes:
         """The file with this digest.
 
         Raises:
             ReadError: if it is not there, or not the same any more.
         """
+        start, end = self._place[digest]
         try:
-            start, end = self._place[digest]
             with self.path.open("rb") as file:
                 file.seek(start)
                 found = file.read(end - start)
-        except KeyError:
-            raise ReadError(
-                f"{self.path}: the picture {digest.hex()} is not in it. Prepare the records again."
-            ) from None
         except OSError as error:
             raise ReadError(
                 f"{self.path}: {error.strerror}. The pictures of these traces are in it. Copy the folder again."

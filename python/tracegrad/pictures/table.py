@@ -19,6 +19,10 @@ MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 class Source(Protocol):
     """Where the files of pictures are."""
 
+    def has_picture(self, digest: bytes) -> bool:
+        """Whether it had the file whose blake3 is `digest` when it was made."""
+        ...
+
     def picture_bytes(self, digest: bytes) -> bytes:
         """The file whose blake3 is `digest`, as it was recorded.
 
@@ -58,16 +62,13 @@ class Pictures:
             ReadError: if no source has it any more.
         """
         digest = self.digest[row].tobytes()
-        lost: ReadError | None = None
-        for source in self.sources:
-            try:
-                return source.picture_bytes(digest)
-            except ReadError as error:
-                lost = error
-        raise lost or ReadError(
-            f"the picture {digest.hex()} is not here: only its digest is known. A policy cannot see it. Read or "
-            "prepare the records that hold it."
-        )
+        source = next((source for source in self.sources if source.has_picture(digest)), None)
+        if source is None:
+            raise ReadError(
+                f"the picture {digest.hex()} is not here: only its digest is known. A policy cannot see it. Read or "
+                "prepare the records that hold it."
+            )
+        return source.picture_bytes(digest)
 
     def take(self, rows: NDArray[np.integer]) -> "Pictures":
         """Some of them, in the order given."""
