@@ -117,7 +117,10 @@ class Batch:
         stream does next, and integers are widened there. A batch that is on the device already is returned as it is.
         """
         longest = self.reach if isinstance(self.positions, np.ndarray) else self.longest
-        return replace(self, longest=longest, **{n: moved(getattr(self, n), device) for n in columns_of(self)})
+        images = self.images and self.images.to(device)
+        return replace(
+            self, longest=longest, images=images, **{n: moved(getattr(self, n), device) for n in columns_of(self)}
+        )
 
     @property
     def reach(self) -> int:

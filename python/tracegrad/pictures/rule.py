@@ -1,53 +1,121 @@
-"""How one model writes pictures in ids: provisional."""
+"""How one model writes pictures in ids: which id stands for them, and how many of it for a picture of a size.
 
+Here is `Rule`. transformers' own image processor answers, from the sizes alone; nothing is decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.pictures.processor import Processor
+
+_FILE = "preprocessor_config.json"
+
 
 @dataclass(frozen=True)
 class Rule:
-    """Provisional."""
+    """How one model writes pictures.
+
+    Args:
+        pad: the id that is repeated, once for each feature.
+        frames: ids that templates write around pictures.
+        options: of the image processor, as preprocessor_config.json has them.
+        folder: of the model; None where it is not known on this machine.
+    """
 
     pad: int
     frames: tuple[int, ...]
-    folder: Path
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> Rule | None:
+        """What the folder of a model says; None where it has no image processor.
+
+        Raises:
+            ReadError: if its files are no JSON objects.
+        """
+        if not (folder / _FILE).is_file():
+            return None
+        config, options = (_read(folder / name) for name in ("config.json", _FILE))
+        pad = next((config[name] for name in ("image_token_id", "image_token_index") if name in config), None)
+        if type(pad) is not int:
+            return None
+        names = ("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index")
+        frames = tuple(config[name] for name in names if type(config.get(name)) is int)
+        return cls(pad, frames, options, folder)
 
     @property
     def digest(self) -> str:
-        """Provisional."""
-        return json.dumps([self.pad, self.options], sort_keys=True)
+        """The same for the same ids and options."""
+        return hashlib.sha256(json.dumps([self.pad, self.options], sort_keys=True).encode()).hexdigest()
 
-    @classmethod
-    def of(cls, folder: Path) -> "Rule | None":
-        """Provisional."""
-        if not (folder / "preprocessor_config.json").is_file():
-            return None
-        config = json.loads((folder / "config.json").read_text())
-        pad = config.get("image_token_id", config.get("image_token_index"))
-        frames = [config[name] for name in ("vision_start_token_id", "vision_end_token_id") if name in config]
-        options = json.loads((folder / "preprocessor_config.json").read_text())
-        return cls(pad, tuple(frames), folder, options)
+    @cached_property
+    def processor(self) -> Processor:
+        """The image processor of the folder.
+
+        Raises:
+            ArgumentError: if it is not known which folder that is.
+        """
+        if self.folder is None:
+            raise ArgumentError(
+                "it is not known which image processor makes these pictures ready. The tower takes what it makes. Pass "
+                "sequences.of_model(folder)."
+            )
+        return Processor(self.folder)
 
     def expansions(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> dict[tuple[int, int], list[int]]:
-        """Provisional."""
-        from transformers import AutoImageProcessor
+        """The ids that stand for a picture of each (width, height), without those that the template writes.
 
-        processor: Any = AutoImageProcessor.from_pretrained(self.folder)
-        sizes = set(zip(widths.tolist(), heights.tolist(), strict=True))
-        merge = self.options["merge_size"] ** 2
-        return {(w, h): [self.pad] * (processor.get_number_of_image_patches(h, w, {}) // merge) for w, h in sizes}
+        Sizes that the processor cannot answer for are left out.
+        """
+        own = self.processor.own
+        merge = getattr(own, "merge_size", None)
+        ask = getattr(own, "get_number_of_image_patches", None)
+        found = {}
+        for width, height in sorted(set(zip(widths.tolist(), heights.tolist(), strict=True))):
+            if ask is not None and merge is not None:
+                try:
+                    found[width, height] = [self.pad] * (ask(height, width, {}) // merge**2)
+                except ValueError:  # such as a ratio of sides that the family refuses
+                    continue
+        return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Provisional."""
-        return {"pad": self.pad, "frames": list(self.frames), "options": self.options}
+        """As JSON has it."""
+        return {"pad": self.pad, "frames": list(self.frames), "options": dict(self.options)}
 
     @classmethod
-    def of_dict(cls, told: dict[str, Any]) -> "Rule":
-        """Provisional."""
-        return cls(told["pad"], tuple(told["frames"]), Path(), told["options"])
+    def of_dict(cls, told: Mapping[str, Any]) -> Rule:
+        """What `as_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is something else.
+        """
+        pad, frames, options = told["pad"], tuple(told["frames"]), told["options"]
+        if (
+            any(type(each) is not int or not 0 <= each < 1 << 31 for each in (pad, *frames))
+            or type(options) is not dict
+        ):
+            raise ValueError("ids of pictures are none")
+        return cls(pad, frames, options)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ReadError(f"{path}: {error}. How the model writes pictures is not known without it.") from error
+    if not isinstance(found, dict):
+        raise ReadError(f"{path}: no JSON object. How the model writes pictures is not known without it.")
+    return found

@@ -80,7 +80,7 @@ def settle(model: nn.Module, road: Road, reach: int, why: str) -> None:
 @torch.no_grad()
 def _compared(model: nn.Module, roads: tuple[Road, ...], length: int) -> list[str]:
     """Of each road why it is not taken; roads that run the same row are compared with the same branches alone."""
-    with _at_rest(model):
+    with at_rest(model):
         try:
             probe = _Probe(model, length)
             with _plainly(model):
@@ -88,7 +88,7 @@ def _compared(model: nn.Module, roads: tuple[Road, ...], length: int) -> list[st
         except (ArgumentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            return [_cannot(model, error)] * len(roads)
+            return [cannot(model, error)] * len(roads)
         return [_difference(probe, road, wanted, allowed) for road in roads]
 
 
@@ -97,11 +97,11 @@ def _difference(probe: "_Probe", road: Road, wanted: list[Tensor], allowed: floa
     try:
         for batch in probe.batches(road):
             found = run(model, batch, road.plan, share_prefix=road.tree)
-            apart = max(apart, *(_apart(found[probe.place(n, batch)], alone) for n, alone in enumerate(wanted)))
+            apart = max(apart, *(apart(found[probe.place(n, batch)], alone) for n, alone in enumerate(wanted)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return _cannot(model, error)
+        return cannot(model, error)
     if apart <= allowed:
         return ""
     return (
@@ -110,7 +110,12 @@ def _difference(probe: "_Probe", road: Road, wanted: list[Tensor], allowed: floa
     )
 
 
-def _cannot(model: nn.Module, error: Exception) -> str:
+def rounding(model: nn.Module) -> float:
+    """What may differ between two ways of computing the same hidden states, for the dtypes of a model."""
+    return max(_ROUNDING.get(kind, 0.1) for kind in {parameter.dtype for parameter in model.parameters()})
+
+
+def cannot(model: nn.Module, error: Exception) -> str:
     """Any forward of a stranger's may raise anything: it is no road then."""
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type(model).__name__} cannot be run so ({type(error).__name__}: {first})"
@@ -136,11 +141,11 @@ class _Probe:
     def alone(self) -> tuple[list[Tensor], float]:
         """[S, H] of each branch by itself, and the difference that is rounding."""
         found = [self._states(branch[None])[0] for branch in self.branches]
-        twice = _apart(self._states(np.stack([self.branches[1]] * 2))[1], found[1])
+        twice = apart(self._states(np.stack([self.branches[1]] * 2))[1], found[1])
         kinds = {found[1].dtype, *(parameter.dtype for parameter in self.model.parameters())}
         allowed = max(_NOISE * min(twice, 0.02), *(_ROUNDING.get(kind, 0.1) for kind in kinds))
         cut = len(self.branches[2]) * 3 // 4
-        ahead = _apart(found[2][:cut], self._states(self.branches[2][None, :cut])[0])
+        ahead = apart(found[2][:cut], self._states(self.branches[2][None, :cut])[0])
         if ahead > allowed:
             raise ArgumentError(
                 f"{type(self.model).__name__}: what follows a token changes its hidden state by {ahead:.2g}. A policy "
@@ -187,7 +192,7 @@ class _Probe:
         return torch.cat([torch.arange(self.prefix), torch.arange(start, start + lengths[branch] - self.prefix)])
 
 
-def _apart(found: Tensor, wanted: Tensor) -> float:
+def apart(found: Tensor, wanted: Tensor) -> float:
     """The largest ||a - b|| / ||b|| of a few neighbouring tokens; infinite where a number is not finite."""
     size = len(wanted) // _PART * _PART
     gap, norm = (part[-size:].double().square().sum(-1).view(-1, _PART).sum(-1) for part in (found - wanted, wanted))
@@ -207,7 +212,7 @@ def _ordinary_ids(model: nn.Module) -> Any:
 
 
 @contextmanager
-def _at_rest(model: nn.Module) -> Iterator[None]:
+def at_rest(model: nn.Module) -> Iterator[None]:
     """Without dropout and without autocast."""
     training = model.training
     model.eval()

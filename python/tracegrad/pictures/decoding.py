@@ -1,0 +1,82 @@
+"""The file of a picture to its pixels, as vLLM sees them. Nothing is decoded that is larger than allowed.
+
+Pillow decodes. Its errors become ours, which name the picture by its digest.
+"""
+
+import io
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tracegrad.errors import ArgumentError, ReadError
+
+MOST_PIXELS = 89_478_485
+"""Pixels of the largest picture that is decoded: what Pillow takes without a warning."""
+KINDS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
+
+
+def pixels(
+    file: bytes, name: str, media_type: str, size: tuple[int, int], most: int = MOST_PIXELS
+) -> NDArray[np.uint8]:
+    """[height, width, 3] uint8, red, green and blue; of an animation the first frame.
+
+    Alpha is laid on white where a picture has red, green, blue and alpha; other kinds are converted by Pillow, as vLLM
+    does (`vllm.multimodal.image.convert_image_mode`).
+
+    Args:
+        file: as it was recorded.
+        name: what the picture is called in errors.
+        media_type: one of `KINDS`, by its first bytes; no other decoder is tried.
+        size: width and height, as its header was read.
+        most: pixels.
+
+    Raises:
+        ReadError: if it cannot be decoded whole, or has another size than its header says.
+        ArgumentError: if Pillow is not installed.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise ArgumentError("pictures are decoded by Pillow, which is not installed: pip install pillow.") from None
+    width, height = size
+    if width * height > most:
+        raise ReadError(
+            f"{name}: {width:,} x {height:,} pixels, and at most {most:,} are decoded. One picture would take all "
+            "memory. Leave its trace out."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(file), formats=[KINDS[media_type]])
+            if image.size != size:
+                raise ReadError(
+                    f"{name}: decodes to {image.size[0]} x {image.size[1]} pixels, and its header says {width} x "
+                    f"{height}. Its ids would be another picture's. Leave its trace out."
+                )
+            image.load()
+            if image.mode == "RGBA":
+                white = Image.new("RGB", image.size, (255, 255, 255))
+                white.paste(image, mask=image.split()[3])
+                image = white
+            elif image.mode != "RGB":
+                image = image.convert("RGB")
+            return np.array(image)
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        IndexError,
+        MemoryError,
+        OverflowError,
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise ReadError(
+            f"{name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy saw it whole, or the "
+            "server refused it. Leave its trace out."
+        ) from error

@@ -1,0 +1,106 @@
+"""Pixels to what a tower takes: the image processor of a model's folder, as transformers has it.
+
+Here is `Processor`. Its options are those of preprocessor_config.json; what it makes is float32 and is kept for the
+next batch that shows the same picture, up to a limit of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.pictures.decoding import MOST_PIXELS, pixels
+from tracegrad.pictures.table import Pictures
+
+KEPT = 256 << 20
+"""Bytes of processed pictures that are kept for the next batch."""
+
+
+class Processor:
+    """The image processor of a model's folder.
+
+    Args:
+        folder: with preprocessor_config.json.
+        most_pixels: of the largest picture that is decoded.
+        kept: bytes of processed pictures that are kept.
+
+    Raises:
+        ReadError: if transformers finds none there.
+        ArgumentError: if transformers or Pillow is not installed.
+    """
+
+    def __init__(self, folder: Path, *, most_pixels: int = MOST_PIXELS, kept: int = KEPT) -> None:
+        self.own = image_processor(folder)
+        self.folder, self.most_pixels = folder, most_pixels
+        self._kept: OrderedDict[bytes, Mapping[str, Any]] = OrderedDict()
+        self._room = kept
+
+    @property
+    def backend(self) -> str:
+        """Which code resizes: "torchvision", as servers do, or "pil", whose pixels differ by a level here and there."""
+        return "torchvision" if any("Torchvision" in base.__name__ for base in type(self.own).__mro__) else "pil"
+
+    def inputs(self, pictures: Pictures, row: int, features: int) -> Mapping[str, Any]:
+        """What the tower takes of one picture, as torch tensors on the CPU.
+
+        Args:
+            row: of `pictures`.
+            features: how many ids stand for it.
+
+        Raises:
+            ReadError: if it is not there any more, or cannot be decoded.
+            ArgumentError: if the tower would make another number of features of it.
+        """
+        digest = pictures.digest[row].tobytes()
+        if (found := self._kept.pop(digest, None)) is None:
+            found = self._processed(pictures, row, features)
+            self._room -= _bytes(found)
+        self._kept[digest] = found
+        while self._room < 0 and len(self._kept) > 1:
+            self._room += _bytes(self._kept.popitem(last=False)[1])
+        return found
+
+    def _processed(self, pictures: Pictures, row: int, features: int) -> Mapping[str, Any]:
+        name = f"picture {pictures.digest[row].tobytes().hex()[:16]}"
+        size = int(pictures.width[row]), int(pictures.height[row])
+        image = pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, self.most_pixels)
+        made = self.own(images=[image], return_tensors="pt", input_data_format="channels_last")
+        found = {key: value.float() if value.is_floating_point() else value for key, value in made.items()}
+        grid, merge = found.get("image_grid_thw"), getattr(self.own, "merge_size", 1)
+        if grid is not None and int(grid.prod()) // merge**2 != features:
+            raise ArgumentError(
+                f"{name} of {size[0]} x {size[1]} pixels has {features} ids in its prompt, and {self.folder} makes "
+                f"{int(grid.prod()) // merge**2} features of it. The server had other options of the image processor. "
+                "Align the traces with the folder that served them."
+            )
+        return found
+
+
+def image_processor(folder: Path) -> Any:
+    """The image processor of a folder.
+
+    Raises:
+        ReadError: if transformers finds none there.
+        ArgumentError: if it is not installed.
+    """
+    try:
+        from transformers import AutoImageProcessor
+    except ImportError:
+        raise ArgumentError(
+            "pictures are made ready by transformers, which is not installed: pip install 'tracegrad[train]'."
+        ) from None
+    try:
+        return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ReadError(
+            f"{folder}: transformers finds no image processor there ({first}). What the policy sees of a picture is "
+            "not known. Give a model folder with its preprocessor_config.json."
+        ) from error
+
+
+def _bytes(inputs: Mapping[str, Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in inputs.values())

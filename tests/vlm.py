@@ -1,0 +1,142 @@
+"""Tiny image-text models with random weights, and rows with pictures for them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import blake3
+import numpy as np
+import torch
+from PIL import Image
+
+from tracegrad.batch import Batch
+from tracegrad.pictures import Pictures, RowImages, Rule
+
+PAD, START, END, VIDEO = 90, 91, 92, 93
+TEXT = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
+IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO}
+
+
+def qwen3_vl(**more):
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 14,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1], "initializer_range": 0.2,
+    }  # fmt: skip
+    config = Qwen3VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **IDS)
+    return made(Qwen3VLForConditionalGeneration, config, **more)
+
+
+def qwen2_5_vl(**more):
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 14,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "window_size": 56,
+        "fullatt_block_indexes": [1], "initializer_range": 0.2,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **IDS)
+    return made(Qwen2_5_VLForConditionalGeneration, config, **more)
+
+
+def made(kind, config, dtype=torch.float64):
+    torch.manual_seed(5)
+    model = kind(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+    return model
+
+
+def processor_folder(path: Path, merge: int = 2, patch: int = 14) -> Path:
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl import image_processing_qwen2_vl as qwen
+
+    path.mkdir(parents=True, exist_ok=True)
+    size = {"shortest_edge": (patch * merge) ** 2, "longest_edge": 512 * 512}
+    own = qwen.Qwen2VLImageProcessor(patch_size=patch, merge_size=merge, size=size)
+    own.save_pretrained(path)
+    (path / "config.json").write_text(
+        '{"image_token_id": %d, "vision_start_token_id": %d, "vision_end_token_id": %d}' % (PAD, START, END)
+    )
+    AutoImageProcessor.from_pretrained(path)
+    return path
+
+
+def picture(width: int, height: int, seed: int, mode: str = "RGB", kind: str = "PNG") -> bytes:
+    """A file of noise."""
+    channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(noise.squeeze(), mode).save(out, kind)
+    return out.getvalue()
+
+
+class Files:
+    """Pictures in memory."""
+
+    def __init__(self, files):
+        self.files = {blake3.blake3(file).digest(): file for file in files}
+
+    def has_picture(self, digest):
+        return digest in self.files
+
+    def picture_bytes(self, digest):
+        return self.files[digest]
+
+    def pictures(self) -> Pictures:
+        images = [Image.open(io.BytesIO(file)) for file in self.files.values()]
+        return Pictures(
+            np.array([list(digest) for digest in self.files], np.uint8).reshape(-1, 32),
+            np.array([image.size[0] for image in images], np.int32),
+            np.array([image.size[1] for image in images], np.int32),
+            tuple(f"image/{image.format.lower()}" for image in images),
+            (self,),
+        )
+
+
+def row(branches: list[list], files: Files, rule: Rule, *, shared: int = 0) -> Batch:
+    """A row of branches, each a list of ids and of pictures ("p", number); the first `shared` items of all once."""
+    pictures = files.pictures()
+    expansions = rule.expansions(pictures.width, pictures.height)
+    sizes = list(zip(pictures.width.tolist(), pictures.height.tolist(), strict=True))
+    ids, positions, ends, at, cu, rows = [], [], [], [], [0], []
+
+    def lay(items, depth):
+        for item in items:
+            if isinstance(item, tuple):
+                run = expansions[sizes[item[1]]]
+                at.extend(range(len(ids), len(ids) + len(run)))
+                cu.append(len(at))
+                rows.append(item[1])
+            else:
+                run = [item]
+            positions.extend(range(depth, depth + len(run)))
+            ids.extend(run)
+            depth += len(run)
+        return depth
+
+    depth = lay(branches[0][:shared], 0)
+    stem = len(ids)
+    for branch in branches:
+        start = len(ids)
+        lay(branch[shared:], depth)
+        ends += [len(ids)] * (len(ids) - start)
+    ends = [len(ids)] * stem + ends
+    read = np.arange(len(ids) - 1)
+    images = RowImages(np.array(at, np.int64), np.array(cu, np.int64), np.array(rows, np.int32), rule, pictures)
+    none = np.arange(0)
+    return Batch(
+        np.array(ids, np.int32), np.array(positions, np.int32), np.array(ends, np.int32), read.astype(np.int32),
+        np.array(ids[1:], np.int32), np.ones(len(read), np.float32), none, none, images=images,
+    )  # fmt: skip
