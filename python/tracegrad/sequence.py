@@ -6,7 +6,7 @@ Made by `align`, or by `Sequences.from_arrays` for a trainer that holds tokens a
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +168,14 @@ class Sequences:
         held = np.zeros(self.traces, np.bool_)
         held[self.drift.trace[np.isin(self.drift.reason, MEDIA)]] = True
         return held
+
+    def of_model(self, folder: str | os.PathLike[str]) -> "Sequences":
+        """The same, whose pictures the image processor of a model's folder makes ready; as they are without pictures.
+
+        Raises:
+            ArgumentError: if they were aligned with another image processor.
+        """
+        return self if self.images is None else replace(self, images=self.images.of_model(Path(folder)))
 
     @classmethod
     def from_arrays(

@@ -172,6 +172,10 @@ def learn(
         ) from error
     with watch("load"):
         loaded = load_model(model)
+    if isinstance(data, Shards):
+        data.model = model
+    else:
+        data = data.of_model(model)
     places = {"out": out, "tokenizer": model, "resume": resume, "sinks": sinks}
     done = learner.train(data, loaded, objective=objective, config=chosen, say=say, **places)
     if first():

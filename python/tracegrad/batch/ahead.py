@@ -2,10 +2,13 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from tracegrad.batch.step import Batch, columns_of
 from tracegrad.errors import ArgumentError
+from tracegrad.pictures import RowImages
 
 
 def prefetch(batches: Iterable[Batch], device: Any, ahead: int = 1) -> Iterator[Batch]:
@@ -36,6 +39,7 @@ def prefetch(batches: Iterable[Batch], device: Any, ahead: int = 1) -> Iterator[
 def _prefetch(batches: Iterable[Batch], device: Any, ahead: int) -> Iterator[Batch]:
     import torch
 
+    batches = _with_pictures(batches, max(ahead, 1))
     if torch.device(device).type != "cuda":
         for batch in batches:
             yield batch.to(device)
@@ -49,6 +53,22 @@ def _prefetch(batches: Iterable[Batch], device: Any, ahead: int) -> Iterator[Bat
             yield _arrived(*waiting.popleft(), device)
     while waiting:
         yield _arrived(*waiting.popleft(), device)
+
+
+def _with_pictures(batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
+    """The batches, their pictures decoded and made ready in a thread while the caller works on the one before."""
+    waiting: deque[tuple[Batch, Future[RowImages] | None]] = deque()
+    with ThreadPoolExecutor(1, "pictures") as thread:
+        for batch in batches:
+            waiting.append((batch, thread.submit(batch.images.to, "cpu") if batch.images is not None else None))
+            if len(waiting) > ahead:
+                yield _ready(*waiting.popleft())
+        while waiting:
+            yield _ready(*waiting.popleft())
+
+
+def _ready(batch: Batch, images: Future[RowImages] | None) -> Batch:
+    return batch if images is None else replace(batch, images=images.result())
 
 
 def _arrived(batch: Batch, event: Any, device: Any) -> Batch:

@@ -56,6 +56,8 @@ class Shards:
         self._mapped: OrderedDict[int, Sequences] = OrderedDict()
         self._checked: set[int] = set()
         self._lock = Lock()
+        self.model: Path | None = None
+        """Folder of the model whose image processor makes pictures ready."""
 
     @classmethod
     def open(
@@ -109,6 +111,7 @@ class Shards:
         rows = np.asarray(rows, np.int64)
         parts = [selected(sequences, here) for sequences, here in self._of(rows)]
         found = parts[0] if len(parts) == 1 else joined([(part, np.arange(part.traces)) for part in parts])
+        found = found.of_model(self.model) if self.model else found
         return replace(found, group=self.catalog.group[rows])
 
     def kept(self, rows: NDArray[np.integer]) -> Sequences:

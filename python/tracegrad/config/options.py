@@ -278,6 +278,17 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Images:
+    """Pictures of traces."""
+
+    tower: Literal["frozen", "trained"] = "frozen"
+    """What turns pictures into features: left as it is, or trained too, by adapters with train.lora_rank."""
+
+    def __post_init__(self) -> None:
+        _require(self.tower in ("frozen", "trained"), "images.tower", self.tower, "it is frozen or trained")
+
+
+@dataclass(frozen=True)
 class Choice:
     """Which objective: a preset's name and what is changed in it."""
 
@@ -309,11 +320,12 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     terms: Kept = field(default_factory=Kept)
+    images: Images = field(default_factory=Images)
     objective: Choice = field(default_factory=Choice)
 
 
 SECTIONS = tuple(f.name for f in fields(Config))
-FEATURES = ("map", "mixture", "filter", "reward_kl", "schedule", "stop", "terms")
+FEATURES = ("map", "mixture", "filter", "reward_kl", "schedule", "stop", "terms", "images")
 """Sections of one feature each, which may be left out whole: their defaults change no gradient."""
 
 

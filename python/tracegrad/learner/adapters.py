@@ -3,7 +3,7 @@
 peft is imported on use. Called by the loop and the command line.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,24 @@ from torch import nn
 from tracegrad.errors import ArgumentError
 
 
-def with_adapters(model: Any, rank: int) -> Any:
-    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout; made in place."""
+def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -> Any:
+    """A peft model with LoRA on all linear layers but the head: alpha = 2 * rank, no dropout; made in place.
+
+    Args:
+        model: of transformers.
+        rank: of each adapter.
+        without: parts of the model that get none.
+    """
     peft = imported_peft("train.lora_rank")
     if has_adapters(model):
         raise ArgumentError(
             f"train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. Leave it "
             "out to go on with them, or merge them first: tracegrad merge CHECKPOINT --out DIR."
         )
-    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    kept = {id(module) for part in without for module in part.modules()}
+    names = [name for name, module in model.named_modules() if id(module) in kept and isinstance(module, nn.Linear)]
+    how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    lora = peft.LoraConfig(**how, **({"exclude_modules": names} if names else {}))
     adapted = peft.get_peft_model(model, lora)
     name_base(adapted)
     return adapted

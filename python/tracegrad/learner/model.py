@@ -25,14 +25,19 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 
 
 def load_whole(path: Path) -> Any:
-    """A transformers causal language model from a folder of whole weights, in float32, its weights all found."""
-    from transformers import AutoModelForCausalLM
+    """A transformers causal language model from a folder of whole weights, in float32, its weights all found.
 
+    A folder whose config.json names a model that takes pictures gives that, with its tower.
+    """
     config = _model_config(path)
+    named = config.get("architectures") or []
     if not any((path / name).is_file() for name in WEIGHTS):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ReadError(
@@ -41,7 +46,7 @@ def load_whole(path: Path) -> Any:
         )
     try:
         with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _kind(named).from_pretrained(
                 path, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -50,11 +55,24 @@ def load_whole(path: Path) -> Any:
             "to train. Give --model a causal model whose config.json and weights belong together."
         ) from error
     model, info = loaded
-    named = config.get("architectures") or [type(model).__name__]
+    named = named or [type(model).__name__]
     odd = ("missing_keys", "unexpected_keys", "mismatched_keys")
     if type(model).__name__ not in named or any(info.get(kind) for kind in odd):
         _refuse_architecture(path, type(model).__name__, named, info)
     return model
+
+
+def _kind(named: list[str]) -> Any:
+    """The class of transformers that loads a named architecture."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    seeing = {name for each in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() for name in _names(each)}
+    return AutoModelForImageTextToText if seeing.intersection(named) else AutoModelForCausalLM
+
+
+def _names(told: Any) -> tuple[str, ...]:
+    return (told,) if isinstance(told, str) else tuple(told)
 
 
 @contextmanager

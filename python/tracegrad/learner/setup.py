@@ -26,7 +26,7 @@ from tracegrad.learner.rates import share
 from tracegrad.learner.reward_kl import needs_of
 from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.policy.masks import BLOCK
-from tracegrad.policy.model import media_ids
+from tracegrad.policy.model import media_ids, tower_of
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
@@ -190,10 +190,13 @@ class Prepared:
 
 def prepared(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, Prepared]:
     """The model with the adapters the config asks for, and the policy it has become."""
+    frozen = tower_of(model) if config.images.tower == "frozen" else []
+    for part in frozen:
+        part.requires_grad_(False)
     if config.train.lora_rank:
         with torch.random.fork_rng(devices=[]):  # the same adapters on every rank
             torch.manual_seed(config.train.seed)
-            model = with_adapters(model, config.train.lora_rank)
+            model = with_adapters(model, config.train.lora_rank, without=frozen)
     by_name = ParametersByName(given, model) if isinstance(given, torch.optim.Optimizer) else None
     if given is not None:
         check_optimizer(config)

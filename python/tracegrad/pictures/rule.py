@@ -60,6 +60,14 @@ class Rule:
         """The same for the same ids and options."""
         return hashlib.sha256(json.dumps([self.pad, self.options], sort_keys=True).encode()).hexdigest()
 
+    def difference(self, other: Rule) -> str:
+        """In what another is not the same: the first few options by name."""
+        names = {name for name in {*self.options, *other.options} if self.options.get(name) != other.options.get(name)}
+        found = [
+            f"{name} ({self.options.get(name)!r:.40} and {other.options.get(name)!r:.40})" for name in sorted(names)
+        ]
+        return ", ".join(found[:3]) or f"the id of pictures ({self.pad} and {other.pad})"
+
     @cached_property
     def processor(self) -> Processor:
         """The image processor of the folder.

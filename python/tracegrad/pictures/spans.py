@@ -6,6 +6,7 @@ columns that some families write) is text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,21 @@ class Images:
 
     def __repr__(self) -> str:
         return f"Images({len(self)} spans of {len(self.pictures)} pictures)"
+
+    def of_model(self, folder: Path) -> "Images":
+        """The same with the image processor of a folder, which must be as that which they were aligned with.
+
+        Raises:
+            ArgumentError: if it is another, or the folder has none.
+        """
+        rule = Rule.of(folder)
+        if rule is None or rule.digest != self.rule.digest:
+            other = "has no image processor" if rule is None else f"differs in {self.rule.difference(rule)}"
+            raise ArgumentError(
+                f"{folder} {other}, and these traces were aligned with one. Pictures would have other features than "
+                "ids. Prepare the traces with this model."
+            )
+        return replace(self, rule=rule)
 
     @property
     def features(self) -> NDArray[np.int64]:

@@ -113,6 +113,15 @@ def body_of(model: nn.Module) -> nn.Module:
     raise ArgumentError(f"{type(model).__name__} has no decoder below its head. Pass a causal LM of transformers.")
 
 
+def tower_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that only pictures, sound or video go through: what stands beside its decoder."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(inner.base_model, "get_image_features"):
+        return []
+    decoder = body_of(inner)
+    return [part for part in inner.base_model.children() if decoder not in set(part.modules())]
+
+
 def attention_of(model: nn.Module) -> str:
     return getattr(config_of(model), "_attn_implementation", None) or "eager"
 
