@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import blake3
@@ -66,9 +67,7 @@ def processor_folder(path: Path, merge: int = 2, patch: int = 14) -> Path:
     size = {"shortest_edge": (patch * merge) ** 2, "longest_edge": 512 * 512}
     own = qwen.Qwen2VLImageProcessor(patch_size=patch, merge_size=merge, size=size)
     own.save_pretrained(path)
-    (path / "config.json").write_text(
-        '{"image_token_id": %d, "vision_start_token_id": %d, "vision_end_token_id": %d}' % (PAD, START, END)
-    )
+    (path / "config.json").write_text(json.dumps(IDS))
     AutoImageProcessor.from_pretrained(path)
     return path
 

@@ -70,7 +70,7 @@ def align(
     arrays.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
     _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
     core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
-    table = getattr(Traces(core), "pictures", None) or ()  # until read gives them
+    table = Pictures.of_records(core)
     rule = (pictures or _rule(tokenizer)) if len(table) else None
     found = _core.align_traces(
         core,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tracegrad import _core, arrays, flat, notebook
 from tracegrad.errors import FormatError
+from tracegrad.pictures import Pictures
 from tracegrad.read_report import ReadReport
 from tracegrad.strip import without_numbers
 
@@ -261,6 +262,11 @@ class Traces(Sequence[Trace]):
     def reward(self) -> NDArray[np.float32]:
         """[R] float32, NaN where a trace has none."""
         return self.core.reward_column()
+
+    @property
+    def pictures(self) -> Pictures:
+        """The distinct pictures that the records hold, in the order in which they appear. Nothing is decoded."""
+        return Pictures.of_records(self.core)
 
     @property
     def groups(self) -> list[str | None]:

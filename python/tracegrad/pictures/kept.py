@@ -66,7 +66,7 @@ class MediaFile:
             raise ReadError(
                 f"{self.path}: {error.strerror}. The pictures of these traces are in it. Copy the folder again."
             ) from error
-        if _core.blake3(found) != digest:
+        if _core.picture_digest(found) != digest:
             raise ReadError(
                 f"{self.path}: the bytes of picture {digest.hex()} are not those that were written. A policy would see "
                 "another picture. Copy the folder again, or prepare the records again."

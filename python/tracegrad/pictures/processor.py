@@ -56,27 +56,31 @@ class Processor:
         """
         digest = pictures.digest[row].tobytes()
         if (found := self._kept.pop(digest, None)) is None:
-            found = self._processed(pictures, row, features)
+            found = self._processed(pictures, row)
             self._room -= _bytes(found)
         self._kept[digest] = found
         while self._room < 0 and len(self._kept) > 1:
             self._room += _bytes(self._kept.popitem(last=False)[1])
+        grid, merge = found.get("image_grid_thw"), getattr(self.own, "merge_size", 1)
+        if grid is not None and (made := int(grid.prod()) // merge**2) != features:
+            size = f"{pictures.width[row]} x {pictures.height[row]}"
+            raise ArgumentError(
+                f"{_name(digest)} of {size} pixels has {features} ids in its prompt, and {self.folder} makes {made} "
+                "features of it. The server had other options of the image processor. Align the traces with the "
+                "folder that served them."
+            )
         return found
 
-    def _processed(self, pictures: Pictures, row: int, features: int) -> Mapping[str, Any]:
-        name = f"picture {pictures.digest[row].tobytes().hex()[:16]}"
+    def _processed(self, pictures: Pictures, row: int) -> Mapping[str, Any]:
+        name = _name(pictures.digest[row].tobytes())
         size = int(pictures.width[row]), int(pictures.height[row])
         image = pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, self.most_pixels)
         made = self.own(images=[image], return_tensors="pt", input_data_format="channels_last")
-        found = {key: value.float() if value.is_floating_point() else value for key, value in made.items()}
-        grid, merge = found.get("image_grid_thw"), getattr(self.own, "merge_size", 1)
-        if grid is not None and int(grid.prod()) // merge**2 != features:
-            raise ArgumentError(
-                f"{name} of {size[0]} x {size[1]} pixels has {features} ids in its prompt, and {self.folder} makes "
-                f"{int(grid.prod()) // merge**2} features of it. The server had other options of the image processor. "
-                "Align the traces with the folder that served them."
-            )
-        return found
+        return {key: value.float() if value.is_floating_point() else value for key, value in made.items()}
+
+
+def _name(digest: bytes) -> str:
+    return f"picture {digest.hex()[:16]}"
 
 
 def image_processor(folder: Path) -> Any:

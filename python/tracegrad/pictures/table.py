@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import _core
 from tracegrad.errors import ReadError
 
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
@@ -32,6 +33,19 @@ class Source(Protocol):
         ...
 
 
+class _Records:
+    """The records of traces, of which pictures are read again."""
+
+    def __init__(self, traces: _core.Traces, digest: NDArray[np.uint8]) -> None:
+        self._traces, self._has = traces, {row.tobytes() for row in digest}
+
+    def has_picture(self, digest: bytes) -> bool:
+        return digest in self._has
+
+    def picture_bytes(self, digest: bytes) -> bytes:
+        return _core.picture_bytes(self._traces, digest)
+
+
 @dataclass(frozen=True, repr=False)
 class Pictures:
     """P distinct files of pictures, no two with the same digest.
@@ -48,6 +62,14 @@ class Pictures:
     height: NDArray[np.int32]
     media_type: tuple[str, ...]
     sources: Sequence[Source] = ()
+
+    @classmethod
+    def of_records(cls, traces: _core.Traces) -> "Pictures":
+        """Those of traces, which the records hold."""
+        digests, widths, heights, kinds = _core.pictures_of(traces)
+        digest = np.frombuffer(digests, np.uint8).reshape(-1, 32)
+        sizes = np.array([widths, heights], np.int32).reshape(2, -1)
+        return cls(digest, sizes[0], sizes[1], tuple(kinds), (_Records(traces, digest),))
 
     def __len__(self) -> int:
         return len(self.digest)

@@ -13,6 +13,7 @@ pub mod format;
 mod generations;
 mod media;
 pub mod pack;
+pub mod pictures;
 pub mod ratio;
 pub mod raw;
 pub mod read;

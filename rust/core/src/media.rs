@@ -4,6 +4,7 @@
 //! A reader of another producer's records takes the text that it knows. What it leaves out is found here in the record
 //! itself, so that no form can drop a picture without a word.
 
+use crate::pictures::{digests, is_handle};
 use crate::trace::Message;
 use aho_corasick::AhoCorasick;
 use serde_json::{Map, Value};
@@ -36,18 +37,6 @@ pub fn part_of(message: &Value) -> Option<&str> {
     })
 }
 
-/// The digests of the pictures of a message that the record holds, in order.
-pub fn handles(message: &Value) -> Vec<[u8; 32]> {
-    let parts = message.get("content").and_then(Value::as_array);
-    parts.into_iter().flatten().filter_map(handle).collect()
-}
-
-/// The digest of a part `{"type": "image", "image": "blake3:<64 hexadecimal digits>"}`.
-fn handle(part: &Value) -> Option<[u8; 32]> {
-    let hex = part.get("image")?.as_str()?.strip_prefix("blake3:")?;
-    blake3::Hash::from_hex(hex).ok().map(|hash| *hash.as_bytes())
-}
-
 /// The first of a record's own columns that holds what is no text.
 pub fn column_of(fields: &Map<String, Value>) -> Option<&str> {
     fields.iter().find(|(key, value)| is_key(key) && holds_something(value)).map(|(key, _)| key.as_str())
@@ -69,13 +58,18 @@ pub fn left_out(record: &str, messages: &[Message]) -> Option<String> {
         shown(&message.value, &mut placed);
     }
     let placed: HashSet<_> = placed.into_iter().collect();
-    there.into_iter().find(|found| !placed.contains(found)).map(|(name, _)| name)
+    let pictures: HashSet<_> = messages.iter().flat_map(|message| &message.pictures).map(|each| each.digest).collect();
+    let seen = |value: &Value| {
+        let found = if pictures.is_empty() { Vec::new() } else { digests(value) };
+        !found.is_empty() && found.iter().all(|digest| pictures.contains(digest))
+    };
+    there.into_iter().find(|found| !placed.contains(found) && !seen(&found.1)).map(|(name, _)| name)
 }
 
 /// What a part calls itself where it is no text, or holds a part that is none.
 fn no_text(part: &Value, deepest: usize) -> Option<&str> {
     let fields = match part {
-        _ if handle(part).is_some() => return None,
+        _ if is_handle(part) => return None,
         Value::String(_) | Value::Null => return None,
         Value::Object(fields) if deepest > 0 => fields,
         _ => return Some("unknown"),

@@ -5,6 +5,7 @@
 
 use crate::drift::Reason;
 use crate::error::{Location, Result};
+use crate::pictures::{self, Picture};
 use crate::raw::Raw;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -74,17 +75,6 @@ impl Trace {
     }
 }
 
-/// A file of a picture that a record holds.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Picture {
-    /// Its blake3.
-    pub digest: [u8; 32],
-    /// Pixels from left to right, by its header.
-    pub width: u32,
-    /// Pixels from top to bottom.
-    pub height: u32,
-}
-
 /// Where a server says that a picture stands in a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placeholder {
@@ -113,9 +103,17 @@ pub struct Message {
     pub value: Value,
     /// Reward of this message, where the record gives process rewards.
     pub reward: Option<f32>,
+    /// The pictures of its content that the record holds, in order.
+    pub pictures: Vec<Picture>,
 }
 
 impl Message {
+    /// A message whose pictures, where the record holds them, become their digests.
+    pub fn new(mut value: Value, reward: Option<f32>) -> Self {
+        let pictures = pictures::take(&mut value);
+        Self { value, reward, pictures }
+    }
+
     /// The role, or "" where there is none.
     pub fn role(&self) -> &str {
         self.value.get("role").and_then(Value::as_str).unwrap_or("")

@@ -16,6 +16,7 @@ mod flags;
 mod json;
 mod memory;
 mod pack;
+mod pictures;
 mod ratio;
 mod reader;
 mod template;
@@ -40,6 +41,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     conversation::register(module)?;
     ratio::register(module)?;
     pack::register(module)?;
+    pictures::register(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 

@@ -7,7 +7,8 @@
 use super::source;
 use super::weave::{Loom, Part};
 use crate::drift::Reason;
-use crate::media::{handles, part_of};
+use crate::media::part_of;
+use crate::pictures::{handles, why_not};
 use crate::trace::{Generation, Trace};
 use serde_json::Value;
 
@@ -57,7 +58,9 @@ impl Loom<'_, '_> {
         let concerns = |index: u32| index == generation.message || generation.context.contains(&index);
         let stands = |(index, kind): &&Part<'_>| concerns(*index) && !(keyed && *kind == PICTURE);
         let (index, kind) = parts.iter().find(stands)?;
-        Some(format!("a part of message {index} of kind {:?}", short(kind)))
+        let content = self.trace.messages.get(*index as usize)?.value.get("content").and_then(Value::as_array);
+        let why = content.into_iter().flatten().find_map(why_not).map(|why| format!(" {why},")).unwrap_or_default();
+        Some(format!("a part of message {index} of kind {:?}{why}", short(kind)))
     }
 
     /// Says that what a turn sampled is held and not trained.

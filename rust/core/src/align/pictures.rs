@@ -8,7 +8,8 @@ use super::branch::Branch;
 use super::prompt::Text;
 use crate::error::{Error, Kind, Result};
 use crate::media;
-use crate::trace::{Generation, Picture, Placeholder, Prompt, Trace};
+use crate::pictures::{Picture, handles};
+use crate::trace::{Generation, Placeholder, Prompt, Trace};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -216,7 +217,7 @@ impl<'r> Keyed<'r> {
             if media::part_of(message).is_some() {
                 return None;
             }
-            for digest in media::handles(message) {
+            for digest in handles(message) {
                 found.push(self.trace.pictures.iter().position(|picture| picture.digest == digest)?);
             }
         }

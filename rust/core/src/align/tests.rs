@@ -14,7 +14,7 @@ fn sampled(ids: &[u32], prompt: Prompt) -> Generation {
 
 /// A trace of these generations over one assistant message.
 fn trace(generations: Vec<Generation>) -> Vec<Arc<Trace>> {
-    let messages = vec![Message { value: json!({"role": "assistant"}), reward: None }];
+    let messages = vec![Message::new(json!({"role": "assistant"}), None)];
     vec![Arc::new(Trace { messages, generations, conversation: vec![0], ..Trace::default() })]
 }
 

@@ -25,6 +25,7 @@ mod tests;
 use crate::error::Location;
 use crate::media;
 use crate::raw::Raw;
+use crate::pictures::Picture;
 use crate::trace::Trace;
 use detect::Foreign;
 pub(crate) use detect::is_recorders;
@@ -34,6 +35,7 @@ use json::fields::{Header, get, not_finite};
 use json::object::Object;
 use normal::body::Body;
 use normal::calls;
+use normal::images::fill;
 pub(crate) use rejection::reject;
 pub use rejection::{Decoded, Reason, Rejection};
 use serde_json::Value;
@@ -65,7 +67,14 @@ pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -
         }
         Ok(Parsed::Shaped(object)) => {
             media_left_out = media::column_of(&object.fields).map(str::to_owned);
-            decode_shaped(*object, record, wanted, &mut place)
+            let images = media_left_out.as_ref().and_then(|_| object.fields.get("images").cloned());
+            let read = decode_shaped(*object, record, wanted, &mut place);
+            read.map(|(form, header, mut body)| {
+                if images.is_some_and(|images| fill(&mut body.messages, &images)) {
+                    media_left_out = None;
+                }
+                (form, header, body)
+            })
         }
         Err(rejection) => Err(rejection),
     }
@@ -194,6 +203,12 @@ fn assemble(header: Header, body: Body, raw: Raw, place: Location) -> Trace {
     template_kwargs.extend(header.template_kwargs);
     let id = header.id.unwrap_or_else(|| place.to_string());
     let location = Location { trace: Some(id.clone()), ..place };
+    let mut pictures: Vec<Picture> = Vec::new();
+    for picture in body.messages.iter().flat_map(|message| &message.pictures) {
+        if !pictures.iter().any(|known| known.digest == picture.digest) {
+            pictures.push(picture.clone());
+        }
+    }
     Trace {
         id,
         location,
@@ -206,7 +221,7 @@ fn assemble(header: Header, body: Body, raw: Raw, place: Location) -> Trace {
         tools: header.tools.or(body.tools),
         template_kwargs,
         model: header.model.or(body.model),
-        pictures: Vec::new(),
+        pictures,
         media_left_out: None,
         raw,
     }

@@ -2,7 +2,8 @@
 
 use crate::align::{Aligned, Options, PictureRule, Reason, align};
 use crate::tokenizer::example;
-use crate::trace::{Generation, LogprobKind, Message, Picture, Placeholder, Prompt, Tokens, Trace};
+use crate::pictures::{Picture, handles};
+use crate::trace::{Generation, LogprobKind, Message, Placeholder, Prompt, Tokens, Trace};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -45,9 +46,9 @@ fn call(context: &[u32], message: u32, prompt: &[u32], sampled: &[u32]) -> Gener
 }
 
 fn trace(messages: Vec<Value>, generations: Vec<Generation>) -> Vec<Arc<Trace>> {
-    let messages: Vec<_> = messages.into_iter().map(|value| Message { value, reward: None }).collect();
+    let messages: Vec<_> = messages.into_iter().map(|value| Message::new(value, None)).collect();
     let mut pictures = Vec::new();
-    for digest in messages.iter().flat_map(|message| crate::media::handles(&message.value)) {
+    for digest in messages.iter().flat_map(|message| handles(&message.value)) {
         if !pictures.iter().any(|picture: &Picture| picture.digest == digest) {
             pictures.push(picture(digest[0]));
         }

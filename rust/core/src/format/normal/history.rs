@@ -179,7 +179,7 @@ mod tests {
     use serde_json::json;
 
     fn written(value: &Value) -> Vec<u8> {
-        identity(&Message { value: value.clone(), reward: None })
+        identity(&Message::new(value.clone(), None))
     }
 
     #[test]

@@ -153,7 +153,7 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
 pub fn plain(role: &str, content: impl Into<Value>) -> Message {
     let mut value = json!({"role": role, "content": null});
     value["content"] = content.into();
-    Message { value, reward: None }
+    Message::new(value, None)
 }
 
 /// The message as a template gets it.
@@ -172,7 +172,7 @@ pub fn message_of(mut fields: Fields) -> Decoded<Message> {
         say_refusal(&mut fields);
         fields.retain(|key, value| key == "content" || !(value.is_null() || (key == "tool_calls" && is_empty(value))));
     }
-    Ok(Message { value: Value::Object(fields), reward })
+    Ok(Message::new(Value::Object(fields), reward))
 }
 
 /// A refusal is what the policy said, and templates know of `content` alone: it becomes that where there is no other.

@@ -88,7 +88,7 @@ fn spoken(step: &Outline<'_>, output: &Outline<'_>) -> Decoded<Message> {
     if let Some(thought) = output.text("reasoning")? {
         value["reasoning_content"] = thought.into();
     }
-    Ok(Message { value, reward: None })
+    Ok(Message::new(value, None))
 }
 
 fn several(count: usize) -> Rejection {

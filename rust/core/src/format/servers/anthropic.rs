@@ -35,7 +35,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let content = response.value("content")?.unwrap_or_default();
     let message =
         messages_of("assistant", &content)?.pop().unwrap_or_else(|| said::message("assistant", "", "", vec![], vec![]));
-    Ok(Entry::sampled(Message { value: message, reward: None }, generation, 0))
+    Ok(Entry::sampled(Message::new(message, None), generation, 0))
 }
 
 /// The messages that one message's content stands for.
@@ -97,7 +97,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     }
     let tools = request.value("tools")?;
     let tools = said::tool_schemas(tools.iter().filter_map(Value::as_array).flatten(), |tool| tool.get("input_schema"));
-    let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
+    let messages = values.into_iter().map(|value| Message::new(value, None)).collect();
     let sampling = sampling_of(request, "top_p")?;
     let model = request.text("model")?;
     Ok(Request { messages, tools, model, sampling, ..Request::default() })

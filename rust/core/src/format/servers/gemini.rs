@@ -65,7 +65,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let messages = messages_of(&content, "model");
     let message = messages.into_iter().find(|message| message["role"] == "assistant");
     let message = message.unwrap_or_else(|| json!({"role": "assistant", "content": ""}));
-    Ok(Entry::sampled(Message { value: message, reward: None }, generation, unused))
+    Ok(Entry::sampled(Message::new(message, None), generation, unused))
 }
 
 fn tokens(candidate: &Outline<'_>) -> Decoded<Tokens> {
@@ -126,7 +126,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         content => values.extend(messages_of(&content, "user")),
     }
     let tools = either(request.value("tools")?, || config.value("tools"))?;
-    let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
+    let messages = values.into_iter().map(|value| Message::new(value, None)).collect();
     let template_kwargs = Fields::new();
     let model = request.text("model")?;
     Ok(Request { messages, tools: declared(tools), template_kwargs, model, sampling, ..Request::default() })

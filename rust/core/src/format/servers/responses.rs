@@ -51,7 +51,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let own = sampling_of(response, "top_p")?;
     generation.temperature = own.temperature.or(generation.temperature);
     generation.top_p = own.top_p.or(generation.top_p);
-    Ok(Entry::sampled(Message { value: turn.message(), reward: None }, generation, 0))
+    Ok(Entry::sampled(Message::new(turn.message(), None), generation, 0))
 }
 
 /// Adds the tokens of an item's text parts; false where it has none.
@@ -166,7 +166,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     let tools = request.value("tools")?;
     let functions = tools.iter().filter_map(Value::as_array).flatten().filter(|tool| tool["type"] == "function");
     let tools = said::tool_schemas(functions, |tool| tool.get("parameters"));
-    let messages = values.into_iter().map(|value| Message { value, reward: None }).collect();
+    let messages = values.into_iter().map(|value| Message::new(value, None)).collect();
     let sampling = sampling_of(request, "top_p")?;
     Ok(Request { messages, tools, model: request.text("model")?, prompt, sampling, ..Request::default() })
 }

@@ -8,7 +8,8 @@
 use super::contract::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of};
 use super::offline::described;
 use crate::format::json::object::Numbers;
-use crate::trace::{LogprobKind, Prompt};
+use crate::format::normal::message::plain;
+use crate::trace::{LogprobKind, Placeholder, Prompt};
 
 pub(super) const SERVER: Server = Server {
     form: Form { name: "vllm_generate", sign: "its `choices` have `token_ids` and it has `request_id`" },
@@ -28,6 +29,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     let mut generation = asked.generation(LogprobKind::Unknown);
     generation.tokens = Numbers::listed(choice.logprobs("logprobs")?, choice.ids("token_ids")?).into_tokens()?;
     generation.prompt = response.ids("prompt_token_ids")?.map_or(Prompt::Rendered, Prompt::Ids);
+    generation.placeholders = placeholders(response)?;
     let mut entry = described(&choice, generation, unused)?;
     if let Some(generation) = entry.generation.as_mut().filter(|generation| generation.policy_version < 0) {
         generation.policy_version = generation.versions.last().map_or(-1, |last| last.version);
@@ -39,5 +41,21 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
     let parameters = request.object("sampling_params")?.unwrap_or_default();
     let prompt = request.ids("token_ids")?.map_or(Prompt::Unknown, Prompt::Ids);
     let sampling = sampling_of(&parameters, "top_p")?;
-    Ok(Request { model: request.text("model")?, prompt, sampling, ..Request::default() })
+    let parts = request.value("content_parts")?.filter(|parts| parts.as_array().is_some_and(|parts| !parts.is_empty()));
+    let messages = parts.map(|parts| plain("user", parts)).into_iter().collect();
+    Ok(Request { messages, model: request.text("model")?, prompt, sampling, ..Request::default() })
+}
+
+/// Where the server put the pictures: `{"image": [{"offset", "length"}]}`.
+fn placeholders(response: &Outline<'_>) -> Decoded<Option<Vec<Placeholder>>> {
+    let Some(places) = response.object("mm_placeholders")? else { return Ok(None) };
+    let of = |place: &Outline<'_>| {
+        let count = |key: &str| Ok(place.count(key)?.and_then(|count| u32::try_from(count).ok()));
+        Ok(count("offset")?.zip(count("length")?).map(|(offset, length)| Placeholder { offset, length }))
+    };
+    if !places.has("image") {
+        return Ok(None);
+    }
+    let places: Vec<Option<Placeholder>> = places.objects("image")?.iter().map(of).collect::<Decoded<_>>()?;
+    Ok(places.into_iter().collect())
 }

@@ -1,0 +1,62 @@
+//! `tracegrad_core::pictures` for Python: the pictures of traces, and their files by digest.
+
+use crate::border::detached;
+use crate::traces::PyTraces;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use std::collections::HashSet;
+use tracegrad_core::pictures::{MEDIA_TYPES, digest, find};
+use tracegrad_core::trace::Trace;
+use tracegrad_core::{Error, Kind};
+
+/// Digests end to end, widths, heights and media types of the distinct pictures of traces, in order.
+type Columns<'py> = (Bound<'py, PyBytes>, Vec<u32>, Vec<u32>, Vec<&'static str>);
+
+/// The distinct pictures of traces.
+#[pyfunction]
+fn pictures_of<'py>(py: Python<'py>, traces: &PyTraces) -> Columns<'py> {
+    let mut seen = HashSet::new();
+    let all = traces.inner.iter().flat_map(|trace| &trace.pictures);
+    let found: Vec<_> = all.filter(|picture| seen.insert(picture.digest)).collect();
+    let digests: Vec<u8> = found.iter().flat_map(|picture| picture.digest).collect();
+    let kind = |kind: u8| MEDIA_TYPES.get(usize::from(kind)).copied().unwrap_or_default();
+    (
+        PyBytes::new(py, &digests),
+        found.iter().map(|picture| picture.width).collect(),
+        found.iter().map(|picture| picture.height).collect(),
+        found.iter().map(|picture| kind(picture.kind)).collect(),
+    )
+}
+
+/// The file with this digest, from the record that holds it.
+#[pyfunction]
+fn picture_bytes<'py>(py: Python<'py>, traces: &PyTraces, digest: [u8; 32]) -> PyResult<Bound<'py, PyBytes>> {
+    let found = detached(py, Kind::Fault, "reading a picture", || {
+        let trace = traces.inner.iter().find(|trace| holds(trace, &digest)).ok_or_else(|| lost(&digest))?;
+        find(&trace.record()?, &digest).ok_or_else(|| lost(&digest).at(&trace.location))
+    })?;
+    Ok(PyBytes::new(py, &found))
+}
+
+fn holds(trace: &Trace, digest: &[u8; 32]) -> bool {
+    trace.pictures.iter().any(|picture| picture.digest == *digest)
+}
+
+fn lost(digest: &[u8; 32]) -> Error {
+    let name: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+    Error::new(Kind::Io, format!("no record has the picture {name}..."))
+        .why("The policy cannot see it again")
+        .cure("Read the records that hold it")
+}
+
+/// The name of a picture: the blake3 of its file.
+#[pyfunction]
+fn picture_digest<'py>(py: Python<'py>, file: &[u8]) -> Bound<'py, PyBytes> {
+    PyBytes::new(py, &digest(file))
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(pictures_of, module)?)?;
+    module.add_function(wrap_pyfunction!(picture_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(picture_digest, module)?)
+}
