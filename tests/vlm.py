@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+import vocabulary
 from tracegrad.batch import Batch
 from tracegrad.pictures import Pictures, RowImages, Rule
 
@@ -23,7 +24,7 @@ TEXT = {
 IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO}
 
 
-def qwen3_vl(**more):
+def qwen3_vl(*, ids=IDS, dtype=torch.float64, **text):
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -32,11 +33,11 @@ def qwen3_vl(**more):
         "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1], "initializer_range": 0.2,
     }  # fmt: skip
-    config = Qwen3VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **IDS)
-    return made(Qwen3VLForConditionalGeneration, config, **more)
+    config = Qwen3VLConfig(text_config={**TEXT, "rope_parameters": rope, **text}, vision_config=vision, **ids)
+    return made(Qwen3VLForConditionalGeneration, config, dtype)
 
 
-def qwen2_5_vl(**more):
+def qwen2_5_vl(dtype=torch.float64):
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
@@ -46,10 +47,10 @@ def qwen2_5_vl(**more):
         "fullatt_block_indexes": [1], "initializer_range": 0.2,
     }  # fmt: skip
     config = Qwen2_5_VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **IDS)
-    return made(Qwen2_5_VLForConditionalGeneration, config, **more)
+    return made(Qwen2_5_VLForConditionalGeneration, config, dtype)
 
 
-def made(kind, config, dtype=torch.float64):
+def made(kind, config, dtype):
     torch.manual_seed(5)
     model = kind(config).to(dtype).eval()
     with torch.no_grad():
@@ -69,6 +70,26 @@ def processor_folder(path: Path, merge: int = 2, patch: int = 14) -> Path:
     own.save_pretrained(path)
     (path / "config.json").write_text(json.dumps(IDS))
     AutoImageProcessor.from_pretrained(path)
+    return path
+
+
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}\
+{% if p.type == 'image' or 'image' in p or 'image_url' in p %}<|vision_start|><|image_pad|><|vision_end|>\
+{% elif 'text' in p %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def folder(path: Path) -> Path:
+    """A whole model: random Qwen3-VL in float32, the example's tokenizer with marks of pictures, image processor."""
+    vocabulary.model(path, TEMPLATE, SPECIAL, tokenizer_class="PreTrainedTokenizerFast")
+    start, end, pad, video = range(640, 644)
+    ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": pad, "video_token_id": video}
+    processor_folder(path)
+    stop = json.loads((vocabulary.EXAMPLE / "config.json").read_text())["eos_token_id"]
+    qwen3_vl(dtype=torch.float32, ids=ids, vocab_size=656, eos_token_id=stop).save_pretrained(path)
     return path
 
 

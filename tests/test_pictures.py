@@ -1,0 +1,225 @@
+"""Records with pictures from the file to the gradient: each picture at its place, or the turn held with the reason."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import tracegrad as tg
+import vlm
+from tracegrad.alignment import align
+from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.learner.model import load_whole
+from tracegrad.policy import logprobs
+from tracegrad.sequence import Sequences
+
+START, END, PAD = 640, 641, 642
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return tg.Tokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return load_whole(folder)
+
+
+PICTURES = [vlm.picture(56, 56, 1), vlm.picture(84, 56, 2, kind="JPEG"), vlm.picture(56, 56, 3, kind="WEBP")]
+FEATURES = [4, 6, 4]
+
+
+def url(number):
+    return "data:image/png;base64," + base64.b64encode(PICTURES[number]).decode()
+
+
+def shown(*parts):
+    """A user's message of texts and numbers of pictures."""
+
+    def part(each):
+        if isinstance(each, str):
+            return {"type": "text", "text": each}
+        return {"type": "image_url", "image_url": {"url": url(each)}}
+
+    return {"role": "user", "content": [part(each) for each in parts]}
+
+
+def prompt(tokenizer, *messages):
+    """The ids of a prompt as servers give them: each pad as often as its picture has features."""
+    rendered = tokenizer.render_ids(list(messages), add_generation_prompt=True).tolist()
+    numbers = [
+        PICTURES.index(base64.b64decode(part["image_url"]["url"].partition(",")[2]))
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if "image_url" in part
+    ]
+    out = []
+    for each in rendered:
+        out += [PAD] * FEATURES[numbers.pop(0)] if each == PAD and numbers else [each]
+    return out
+
+
+def call(tokenizer, *messages, sampled=(10, 11, 12), **more):
+    choice = {"index": 0, "message": {"role": "assistant", "content": tokenizer.decode(list(sampled))}}
+    choice |= {"token_ids": list(sampled), "finish_reason": "length"}
+    choice["logprobs"] = {"content": [{"token": f"token_id:{each}", "logprob": -0.5} for each in sampled]}
+    ids = more.pop("ids", None) or prompt(tokenizer, *messages)
+    response = {"object": "chat.completion", "choices": [choice], "prompt_token_ids": ids}
+    return {"request": {"messages": list(messages), "temperature": 1.0}, "response": response, **more}
+
+
+def read(*records):
+    return tg.Traces.from_records(list(records))
+
+
+def places(found: Sequences):
+    """Of each branch its pictures: which of PICTURES, and where in the branch."""
+    images, out = found.images, []
+    for first, last in zip(images.cu_images[:-1], images.cu_images[1:], strict=True):
+        row = []
+        for span in range(first, last):
+            number = PICTURES.index(images.pictures.bytes_of(int(images.picture[span])))
+            row.append((number, images.at[images.cu_features[span] : images.cu_features[span + 1]].tolist()))
+        out.append(row)
+    return out
+
+
+def test_pictures_of_a_record_stand_where_the_server_put_them(tokenizer, folder, policy, tmp_path):
+    record = call(tokenizer, shown("look", 0, "and", 1, 0, 2), reward=1.0)
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    traces = tg.read(path)
+    assert traces.pictures.width.tolist() == [56, 84, 56]
+    assert traces.pictures.media_type == ("image/png", "image/jpeg", "image/webp")
+    assert [traces.pictures.bytes_of(row) for row in range(3)] == PICTURES
+    assert "base64" not in json.dumps(traces[0].messages)
+    found = align(traces, tokenizer)
+    assert found.drift.rate == 0
+    assert not found.holds_media.any()
+    assert found.ids.tolist() == record["response"]["prompt_token_ids"] + [10, 11, 12]
+    at = np.flatnonzero(found.ids == PAD).tolist()
+    assert places(found) == [[(0, at[:4]), (1, at[4:10]), (0, at[10:14]), (2, at[14:])]]
+    [batch] = tg.pack(found, [1.0], token_budget=64)[0].batches
+    assert batch.ids.tolist() == found.ids[: len(batch.ids)].tolist()
+    with torch.no_grad():
+        logps = logprobs(policy, batch)
+        pixels = {}
+        sent = batch.to("cpu").images
+        for name in ("pixel_values", "image_grid_thw"):
+            pixels[name] = torch.cat([sent.inputs[n][name] for n in np.unique(sent.picture, return_inverse=True)[1]])
+        ids = torch.from_numpy(found.ids).long()[None]
+        theirs = policy(input_ids=ids, mm_token_type_ids=(ids == PAD).long(), **pixels).logits[0].log_softmax(-1)
+    wanted = [theirs[t - 1, found.ids[t]].item() for t in found.terms]
+    assert logps.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_two_pictures_of_one_size_are_never_one_prefix(tokenizer, policy):
+    records = [
+        call(tokenizer, shown(number, "?"), sampled=(10, 11), reward=float(number), id=f"t{number}", group="g")
+        for number in (0, 2, 0)
+    ]
+    records[2]["id"] = "again"
+    found = align(read(*records), tokenizer)
+    parts = found.ids.reshape(3, -1)
+    assert (parts == parts[0]).all()
+    [step] = tg.pack(found, [1.0, -1.0, 0.5], token_budget=64, share_prefixes=True)
+    [batch] = step.batches
+    assert len(batch.images) == 2
+    assert sorted(batch.images.picture.tolist()) == [0, 1]
+    with torch.no_grad():
+        shared = logprobs(policy, batch)
+        alone = []
+        for row in range(3):
+            one = align(read(records[row]), tokenizer)
+            alone.append(logprobs(policy, tg.pack(one, [1.0], token_budget=64)[0].batches[0]))
+    found = {}
+    for value, term in zip(shared.tolist(), batch.term.tolist(), strict=True):
+        found.setdefault(int(step.trace[term]), []).append(value)
+    for row in range(3):
+        assert found[row] == pytest.approx(alone[row].tolist(), abs=1e-5)
+    assert (alone[0] - alone[1]).abs().max() > 0.05
+
+
+def test_saved_pictures_come_back_with_their_files(tokenizer, folder, policy, tmp_path):
+    records = [
+        call(tokenizer, shown(*numbers), reward=1.0, id=str(n)) for n, numbers in enumerate([(0, 1), (2,), (0,)])
+    ]
+    found = align(read(*records, {**call(tokenizer, {"role": "user", "content": "x"}), "id": "text"}), tokenizer)
+    found.save(tmp_path / "kept")
+    again = Sequences.load(tmp_path / "kept", verify=True)
+    assert places(again) == places(found) == [
+        [(0, [4, 5, 6, 7]), (1, [10, 11, 12, 13, 14, 15])],
+        [(2, [4, 5, 6, 7])],
+        [(0, [4, 5, 6, 7])],
+        [],
+    ] or places(again) == places(found)
+    assert (tmp_path / "kept" / "media.bin").stat().st_size == sum(map(len, PICTURES))
+    with pytest.raises(ArgumentError, match="which image processor"):
+        tg.pack(again, np.ones(4), token_budget=64)[0].batches[0].to("cpu")
+    ready = again.of_model(folder)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.cat([logprobs(policy, batch) for batch in tg.pack(each, np.ones(4), token_budget=64)[0].batches])
+            for each in (ready, found)
+        )
+    assert torch.equal(ours, theirs)
+
+
+def test_a_changed_file_of_pictures_is_refused(tokenizer, folder, tmp_path):
+    found = align(read(call(tokenizer, shown(0, 1))), tokenizer)
+    found.save(tmp_path / "kept")
+    path = tmp_path / "kept" / "media.bin"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(FormatError):
+        Sequences.load(tmp_path / "kept", verify=True)
+    with pytest.raises(ReadError, match="not those that were written"):
+        Sequences.load(tmp_path / "kept").images.pictures.bytes_of(0)
+
+
+def test_another_models_processor_is_refused(tokenizer, folder, tmp_path):
+    found = align(read(call(tokenizer, shown(0))), tokenizer)
+    other = vlm.processor_folder(tmp_path / "other", patch=16)
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ArgumentError, match="patch_size"):
+        found.of_model(other)
+    with pytest.raises(ArgumentError, match="no image processor"):
+        found.of_model(tmp_path)
+
+
+def test_traces_selected_joined_and_subset_keep_their_pictures(tokenizer):
+    from tracegrad.catalog.select import selected
+    from tracegrad.terms import subset
+
+    records = [call(tokenizer, shown(*numbers), id=str(n)) for n, numbers in enumerate([(0, 1), (2,), (1, 0)])]
+    found = align(read(*records), tokenizer)
+    wanted = [places(found)[row] for row in (0, 2)]
+    assert places(selected(found, np.array([0, 2]))) == wanted
+    assert places(subset(found, np.array([0, 2]))[0]) == wanted
+
+
+def test_a_picture_without_a_place_holds_the_turn(tokenizer):
+    short = call(tokenizer, shown(0))
+    short["response"]["prompt_token_ids"].remove(PAD)
+    found = align(read(short), tokenizer)
+    assert not found.trainable.any()
+    assert found.holds_media.all()
+    assert found.images is None
+    assert "R34 picture_unplaced" in found.drift.table()
+    [detail] = [each for each, reason in zip(found.drift.detail, found.drift.reason, strict=True) if reason == 34]
+    assert "56 x 56 has 4 ids" in detail
+    absent = shown(0)
+    absent["content"][0]["image_url"]["url"] = "https://example.org/a.png"
+    found = align(read(call(tokenizer, absent, ids=prompt(tokenizer, shown(0)))), tokenizer)
+    assert "R32 media_in_prompt" in found.drift.table()
+    assert any("at an address (https:), whose bytes are not in the record" in each for each in found.drift.detail)
