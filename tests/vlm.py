@@ -24,16 +24,17 @@ TEXT = {
 IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO}
 
 
-def qwen3_vl(*, ids=IDS, dtype=torch.float64, **text):
+def qwen3_vl(*, ids=IDS, dtype=torch.float64, sections=(2, 1, 1), hidden=32, **text):
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), "mrope_interleaved": True}
     vision = {
         "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "in_channels": 3, "patch_size": 14,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 64,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden, "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1], "initializer_range": 0.2,
     }  # fmt: skip
-    config = Qwen3VLConfig(text_config={**TEXT, "rope_parameters": rope, **text}, vision_config=vision, **ids)
+    told = {**TEXT, "hidden_size": hidden, "head_dim": 2 * sum(sections), "rope_parameters": rope, **text}
+    config = Qwen3VLConfig(text_config=told, vision_config=vision, **ids)
     return made(Qwen3VLForConditionalGeneration, config, dtype)
 
 
@@ -89,7 +90,12 @@ def folder(path: Path) -> Path:
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": pad, "video_token_id": video}
     processor_folder(path)
     stop = json.loads((vocabulary.EXAMPLE / "config.json").read_text())["eos_token_id"]
-    qwen3_vl(dtype=torch.float32, ids=ids, vocab_size=656, eos_token_id=stop).save_pretrained(path)
+    # vLLM's attention on a CPU takes heads of 32 and more.
+    sizes = {"hidden": 64, "sections": (8, 4, 4), "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = qwen3_vl(dtype=torch.float32, ids=ids, vocab_size=656, eos_token_id=stop, **sizes)
+    model.save_pretrained(path)
+    options = json.loads((path / "preprocessor_config.json").read_text())
+    (path / "video_preprocessor_config.json").write_text(json.dumps(options))
     return path
 
 
