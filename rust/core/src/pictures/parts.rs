@@ -69,7 +69,11 @@ pub fn why_not(part: &Value) -> Option<String> {
     }
     let place = places(fields).find_map(|value| value.as_str())?;
     let kind = place.split(':').next().unwrap_or_default();
-    let said = if kind.len() < place.len() && kind.len() <= 8 { format!("at an address ({kind}:)") } else { "at a path".into() };
+    let said = if kind.len() < place.len() && kind.len() <= 8 {
+        format!("at an address ({kind}:)")
+    } else {
+        "at a path".into()
+    };
     Some(format!("with a picture {said}, whose bytes are not in the record"))
 }
 

@@ -1,8 +1,8 @@
 //! Prompts with pictures through `align`: which ids are theirs, and what is refused.
 
 use crate::align::{Aligned, Options, PictureRule, Reason, align};
-use crate::tokenizer::example;
 use crate::pictures::{Picture, handles};
+use crate::tokenizer::example;
 use crate::trace::{Generation, LogprobKind, Message, Placeholder, Prompt, Tokens, Trace};
 use serde_json::{Value, json};
 use std::collections::HashMap;

@@ -31,7 +31,8 @@ pub fn fill(messages: &mut [Message], images: &Value) -> bool {
         return false;
     }
     for message in messages.iter_mut().filter(|message| parts(message).iter().any(empty)) {
-        let filled = parts(message).into_iter().map(|part| if empty(&part) { next.next().unwrap_or(part) } else { part });
+        let filled =
+            parts(message).into_iter().map(|part| if empty(&part) { next.next().unwrap_or(part) } else { part });
         message.value["content"] = filled.collect();
         *message = Message::new(message.value.take(), message.reward);
     }
@@ -66,7 +67,8 @@ mod tests {
     fn pictures_go_to_their_places_or_before_the_first_question() {
         let (two, digests) = images(&[5, 6]);
         let place = json!({"type": "image"});
-        let mut placed = vec![plain("user", json!([place, {"type": "text", "text": "x"}])), plain("user", json!([place]))];
+        let mut placed =
+            vec![plain("user", json!([place, {"type": "text", "text": "x"}])), plain("user", json!([place]))];
         assert!(fill(&mut placed, &two));
         let found: Vec<_> = placed.iter().map(|message| handles(&message.value)).collect();
         assert_eq!(found, [vec![digests[0]], vec![digests[1]]]);
