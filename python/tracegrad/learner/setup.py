@@ -300,6 +300,11 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
             f"video or sound. {type(model).__name__} would not see it, as its decoder runs without a tower: logprobs "
             "would be nats off. Leave these traces out."
         )
+    if not tower_of(model) and any(part.images is not None for part in source.parts()):
+        raise ArgumentError(
+            f"the traces hold pictures, and {type(model).__name__} takes none. It would not see what the policy saw. "
+            "Give --model the image-text model that sampled them."
+        )
     count = int(source.catalog.media.sum())
     return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
 
@@ -307,6 +312,8 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
 def _behind(s: Sequences, media: tuple[int, ...]) -> list[str]:
     """Names of the traces with a term behind one of these ids."""
     seen = np.isin(s.ids, media)
+    if s.images is not None:  # there a model is told what is a picture, and what is a word
+        seen &= np.repeat(np.diff(s.images.cu_images) == 0, np.diff(s.cu_seqlens))
     if not seen.any():
         return []
     place, starts = np.arange(s.tokens), s.cu_seqlens[:-1]
