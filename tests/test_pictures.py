@@ -1,11 +1,13 @@
 """Records with pictures from the file to the gradient: each picture at its place, or the turn held with the reason."""
 
 import base64
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import tracegrad as tg
 import vlm
@@ -223,3 +225,46 @@ def test_a_picture_without_a_place_holds_the_turn(tokenizer):
     found = align(read(call(tokenizer, absent, ids=prompt(tokenizer, shown(0)))), tokenizer)
     assert "R32 media_in_prompt" in found.drift.table()
     assert any("at an address (https:), whose bytes are not in the record" in each for each in found.drift.detail)
+
+
+def test_a_family_that_writes_marks_of_rows_between_parts_of_a_picture(tmp_path):
+    """As its own processor writes it; positions are those of text."""
+    from transformers import AutoProcessor
+
+    folder = vlm.split_folder(tmp_path / "model")
+    tokenizer, policy = tg.Tokenizer.from_pretrained(folder), load_whole(folder)
+    whole, pad = AutoProcessor.from_pretrained(folder), 641
+    messages = [shown("look", 0, "and", 1)]
+    rendered = tokenizer.render(messages, add_generation_prompt=True).text
+    images = [Image.open(io.BytesIO(PICTURES[number])).convert("RGB") for number in (0, 1)]
+    made = whole(text=[rendered], images=[images], return_tensors="pt")
+    record = call(tokenizer, *messages, ids=made["input_ids"][0].tolist())
+    found = align(read(record), tokenizer)
+    assert found.drift.rate == 0
+    assert not found.holds_media.any()
+    assert len(found.drift) == 0
+    at = np.flatnonzero(found.ids == pad)
+    assert found.images.at.tolist() == at.tolist()
+    assert np.diff(found.images.cu_features).tolist() == [20, 20]  # four parts and the whole, four features each
+    assert (found.source[at] == 0).all()
+    [batch] = tg.pack(found, [1.0], token_budget=256)[0].batches
+    ids = torch.from_numpy(found.ids).long()[None]
+    with torch.no_grad():
+        pixels = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
+        theirs = policy(input_ids=ids, **pixels).logits[0].log_softmax(-1)
+        wanted = [theirs[t - 1, found.ids[t]].item() for t in found.terms]
+        assert logprobs(policy, batch).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_family_whose_pictures_see_one_another_is_refused(tmp_path):
+    """Gemma 3: its own forward opens the mask within a picture, and no causal row does."""
+    from dataclasses import replace
+
+    from tracegrad.pictures import RowImages, Rule
+
+    batch = replace(vlm.row([[3, 4, *[vlm.PAD] * 4, 5, 6, 7]], vlm.Files([]), None), images=None)
+    inputs = ({"pixel_values": torch.randn(1, 3, 56, 56, generator=torch.Generator().manual_seed(0))},)
+    places = np.arange(2, 6), np.array([0, 4]), np.array([0], np.int32)
+    batch = replace(batch.to("cpu"), images=RowImages(*places, Rule(vlm.PAD, ()), None, inputs))
+    with pytest.raises(ArgumentError, match="other numbers on pictures than its own forward"):
+        logprobs(vlm.gemma3(), batch)

@@ -51,6 +51,34 @@ def qwen2_5_vl(dtype=torch.float64):
     return made(Qwen2_5_VLForConditionalGeneration, config, dtype)
 
 
+def smolvlm(*, ids=None, dtype=torch.float64, **text):
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 56, "patch_size": 14, "initializer_range": 0.2}
+    told = {**TEXT, "model_type": "llama", **text}
+    how = {
+        "text_config": told,
+        "vision_config": vision,
+        "scale_factor": 2,
+        "image_token_id": PAD if ids is None else ids,
+    }
+    config = SmolVLMConfig(**how, tie_word_embeddings=False)
+    return made(SmolVLMForConditionalGeneration, config, dtype)
+
+
+def gemma3(dtype=torch.float64):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 56, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={**TEXT, "sliding_window": 64, "layer_types": ["full_attention"] * 3}, vision_config=vision,
+        mm_tokens_per_image=4, image_token_index=PAD, boi_token_index=START, eoi_token_index=END,
+    )  # fmt: skip
+    return made(Gemma3ForConditionalGeneration, config, dtype)
+
+
 def made(kind, config, dtype, spread=0.2):
     """The same weights wherever and whenever it is made: recordings of a server are of them."""
     model, draws = kind(config).to(dtype).eval(), np.random.default_rng(5)
@@ -99,6 +127,26 @@ def folder(path: Path) -> Path:
     return path
 
 
+MARKS = ["<fake_token_around_image>", "<image>", "<global-img>"]
+MARKS += [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
+
+
+def split_folder(path: Path) -> Path:
+    """A whole model that cuts pictures into parts, with marks of rows and columns between them: random SmolVLM."""
+    from transformers import Idefics3ImageProcessor, Idefics3Processor, PreTrainedTokenizerFast
+
+    template = TEMPLATE.replace(
+        "".join(f"<|{name}|>" for name in ("vision_start", "image_pad", "vision_end")), "<image>"
+    )
+    vocabulary.model(path, template, MARKS, tokenizer_class="PreTrainedTokenizerFast")
+    sizes = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+    own = Idefics3ImageProcessor(**sizes, do_image_splitting=True)
+    # SmolVLM's own processor needs a package to spell numbers in videos; they write pictures alike.
+    Idefics3Processor(own, PreTrainedTokenizerFast.from_pretrained(path), image_seq_len=4).save_pretrained(path)
+    smolvlm(ids=641, dtype=torch.float32, vocab_size=656, eos_token_id=2).save_pretrained(path)
+    return path
+
+
 def picture(width: int, height: int, seed: int, mode: str = "RGB", kind: str = "PNG") -> bytes:
     """A file of soft noise: colours that run into one another, as in photographs."""
     channels = {"RGB": 3, "RGBA": 4, "L": 1}[mode]
@@ -134,7 +182,7 @@ class Files:
 def row(branches: list[list], files: Files, rule: Rule, *, shared: int = 0) -> Batch:
     """A row of branches, each a list of ids and of pictures ("p", number); the first `shared` items of all once."""
     pictures = files.pictures()
-    expansions = rule.expansions(pictures.width, pictures.height)
+    expansions = rule.expansions(pictures.width, pictures.height) if rule else {}
     sizes = list(zip(pictures.width.tolist(), pictures.height.tolist(), strict=True))
     ids, positions, ends, at, cu, rows = [], [], [], [], [0], []
 

@@ -83,7 +83,7 @@ def align(
         strict=strict,
         logprob_kind=logprob_kind,
         skip_errors=on_error == "skip",
-        rule=rule and (rule.pad, list(rule.frames), rule.expansions(table.width, table.height)),
+        rule=rule and _told(rule, table),
     )
     placed = found.pop("images")
     columns = {name[6:]: found.pop(name) for name in list(found) if name.startswith("drift_")}
@@ -102,6 +102,13 @@ def align(
     extras = {name: of.reshape(-1, *shape) if shape else Ragged(at, of) for name, (shape, at, of) in parts}
     images = _images(placed, rule, table) if rule and placed else None
     return Sequences(**found, **names, drift=drift, extras=extras, images=images)
+
+
+def _told(rule: Rule, table: Pictures) -> tuple[int, list[int], dict[tuple[int, int], list[int]]]:
+    """What the core is told of pictures: their id, ids that stand around it, and what stands for each size."""
+    expansions = rule.expansions(table.width, table.height)
+    around = {*rule.frames, *(each for ids in expansions.values() for each in ids)}
+    return rule.pad, sorted(around), expansions
 
 
 def _rule(tokenizer: Tokenizer) -> Rule | None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.pictures.decoding import MOST_PIXELS, pixels
 from tracegrad.pictures.table import Pictures
@@ -37,11 +39,38 @@ class Processor:
         self.folder, self.most_pixels = folder, most_pixels
         self._kept: OrderedDict[bytes, Mapping[str, Any]] = OrderedDict()
         self._room = kept
+        self._whole: Any = None
 
     @property
     def backend(self) -> str:
         """Which code resizes: "torchvision", as servers do, or "pil", whose pixels differ by a level here and there."""
         return "torchvision" if any("Torchvision" in base.__name__ for base in type(self.own).__mro__) else "pil"
+
+    def features(self, width: int, height: int) -> int | None:
+        """How many features a picture of this size has, by the size alone; None where the family does not say.
+
+        Raises:
+            ValueError: for a size that the family refuses.
+        """
+        merge, ask = getattr(self.own, "merge_size", None), getattr(self.own, "get_number_of_image_patches", None)
+        return None if merge is None or ask is None else ask(height, width, {}) // merge**2
+
+    def written(self, width: int, height: int) -> list[int]:
+        """What the folder's whole processor writes for a picture of this size: it is shown a black one.
+
+        Raises:
+            ReadError: if transformers makes no processor of the folder.
+            ValueError: for a size that the family refuses.
+        """
+        if width * height > self.most_pixels:
+            raise ValueError(f"{width} x {height} pixels are more than {self.most_pixels}")
+        if self._whole is None:
+            self._whole = whole_processor(self.folder)
+        told = getattr(self._whole, "boi_token", None) or self._whole.image_token
+        black = np.zeros((height, width, 3), np.uint8)
+        made = self._whole(text=[told], images=[[black]], add_special_tokens=False, input_data_format="channels_last")
+        [ids] = made["input_ids"]
+        return [int(each) for each in ids]
 
     def inputs(self, pictures: Pictures, row: int, features: int) -> Mapping[str, Any]:
         """What the tower takes of one picture, as torch tensors on the CPU.
@@ -76,7 +105,8 @@ class Processor:
         size = int(pictures.width[row]), int(pictures.height[row])
         image = pixels(pictures.bytes_of(row), name, pictures.media_type[row], size, self.most_pixels)
         made = self.own(images=[image], return_tensors="pt", input_data_format="channels_last")
-        return {key: value.float() if value.is_floating_point() else value for key, value in made.items()}
+        tensors = {key: value for key, value in made.items() if hasattr(value, "is_floating_point")}
+        return {key: value.float() if value.is_floating_point() else value for key, value in tensors.items()}
 
 
 def _name(digest: bytes) -> str:
@@ -90,19 +120,33 @@ def image_processor(folder: Path) -> Any:
         ReadError: if transformers finds none there.
         ArgumentError: if it is not installed.
     """
+    return _made("AutoImageProcessor", folder)
+
+
+def whole_processor(folder: Path) -> Any:
+    """The processor of a folder, which writes what stands for a picture in a text.
+
+    Raises:
+        ReadError: if transformers finds none there.
+        ArgumentError: if it is not installed.
+    """
+    return _made("AutoProcessor", folder)
+
+
+def _made(name: str, folder: Path) -> Any:
     try:
-        from transformers import AutoImageProcessor
+        import transformers
     except ImportError:
         raise ArgumentError(
-            "pictures are made ready by transformers, which is not installed: pip install 'tracegrad[train]'."
+            "pictures are made ready by transformers, which is not installed: pip install 'tracegrad[images]'."
         ) from None
     try:
-        return AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        return getattr(transformers, name).from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
         first = (str(error).strip().splitlines() or [""])[0][:200]
         raise ReadError(
-            f"{folder}: transformers finds no image processor there ({first}). What the policy sees of a picture is "
-            "not known. Give a model folder with its preprocessor_config.json."
+            f"{folder}: transformers makes no {name} of it ({first}). What the policy sees of a picture is not known. "
+            "Give a model folder with its preprocessor_config.json, and install 'tracegrad[images]'."
         ) from error
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.pictures.processor import Processor
 
-_FILE = "preprocessor_config.json"
+_FILE, _WHOLE = "preprocessor_config.json", "processor_config.json"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rule:
     Args:
         pad: the id that is repeated, once for each feature.
         frames: ids that templates write around pictures.
-        options: of the image processor, as preprocessor_config.json has them.
+        options: of the image processor, as preprocessor_config.json or processor_config.json has them.
         folder: of the model; None where it is not known on this machine.
     """
 
@@ -45,9 +45,15 @@ class Rule:
         Raises:
             ReadError: if its files are no JSON objects.
         """
-        if not (folder / _FILE).is_file():
+        if (folder / _FILE).is_file():
+            options = _read(folder / _FILE)
+        elif (folder / _WHOLE).is_file():  # as transformers 5 saves it
+            options = _read(folder / _WHOLE).get("image_processor")
+        else:
+            options = None
+        if not isinstance(options, dict) or not (folder / "config.json").is_file():
             return None
-        config, options = (_read(folder / name) for name in ("config.json", _FILE))
+        config = _read(folder / "config.json")
         pad = next((config[name] for name in ("image_token_id", "image_token_index") if name in config), None)
         if type(pad) is not int:
             return None
@@ -83,21 +89,23 @@ class Rule:
         return Processor(self.folder)
 
     def expansions(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> dict[tuple[int, int], list[int]]:
-        """The ids that stand for a picture of each (width, height), without those that the template writes.
+        """The ids that stand for a picture of each (width, height), in place of what the template writes for one.
 
-        Sizes that the processor cannot answer for are left out.
+        Sizes that the processor refuses, such as a ratio of sides, are left out.
+
+        Raises:
+            ReadError: if the folder's processor cannot be made, or does not expand what the template writes.
         """
-        own = self.processor.own
-        merge = getattr(own, "merge_size", None)
-        ask = getattr(own, "get_number_of_image_patches", None)
-        found = {}
-        for width, height in sorted(set(zip(widths.tolist(), heights.tolist(), strict=True))):
-            if ask is not None and merge is not None:
-                try:
-                    found[width, height] = [self.pad] * (ask(height, width, {}) // merge**2)
-                except ValueError:  # such as a ratio of sides that the family refuses
-                    continue
-        return found
+        sizes = sorted(set(zip(widths.tolist(), heights.tolist(), strict=True)))
+        found = {size: self._expansion(*size) for size in sizes}
+        return {size: ids for size, ids in found.items() if ids is not None}
+
+    def _expansion(self, width: int, height: int) -> list[int] | None:
+        try:
+            count = self.processor.features(width, height)
+            return self.processor.written(width, height) if count is None else [self.pad] * count
+        except ValueError:
+            return None
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""

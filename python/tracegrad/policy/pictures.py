@@ -204,14 +204,11 @@ def _placing(body: Any, batch: Batch) -> Iterator[None]:
         yield
         return
 
-    def placed(input_ids: Any, inputs_embeds: Tensor, **_: Any) -> Any:
-        found = mask[None, :, None]
-        none = torch.zeros_like(found)
-        return (found, none) if isinstance(theirs, tuple) else found
+    shown = batch.ids.masked_fill(~mask, 0 if batch.images.rule.pad else 1)[None]
 
-    elsewhere = batch.ids.masked_fill(~mask, 0 if batch.images.rule.pad else 1)[None]
-    embeds = body.get_input_embeddings()(elsewhere)
-    theirs = own(elsewhere, inputs_embeds=embeds)
+    def placed(input_ids: Any = None, *others: Any, **more: Any) -> Any:
+        return own(shown, *others, **more)
+
     body.get_placeholder_mask = placed
     try:
         yield

@@ -6,6 +6,7 @@
 
 use super::branch::Branch;
 use super::prompt::Text;
+use super::source;
 use crate::error::{Error, Kind, Result};
 use crate::media;
 use crate::pictures::{Picture, handles};
@@ -156,12 +157,13 @@ impl<'r> Keyed<'r> {
         short
     }
 
-    /// Takes the keys out of a branch: pads again, and where each picture stands.
+    /// Takes the keys out of a branch: pads again, which are given, and where each picture stands.
     pub fn unkey(&self, branch: &mut Branch<'_>) -> Vec<Span> {
         let mut spans: Vec<Span> = Vec::new();
         for (token, id) in branch.ids.iter_mut().enumerate() {
             let Some(key) = id.checked_sub(FIRST_KEY) else { continue };
             *id = self.rule.pad;
+            branch.source[token] = source::GIVEN;
             let picture = self.picture_of(key);
             match spans.last_mut() {
                 Some(span) if key != self.firsts[picture] => span.at.push(token),

@@ -26,7 +26,9 @@ impl Loom<'_, '_> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
                 let rendered = self.render(&generation.context, true).ok();
-                let Some(rendered) = rendered.filter(|_| !generation.context.is_empty()) else {
+                // The parts beside a prompt of ids are its pictures alone, and no template wrote it.
+                let written = !generation.context.is_empty() && generation.placeholders.is_none();
+                let Some(rendered) = rendered.filter(|_| written) else {
                     return Ok((self.place_ids(turn, Text::given(ids).view()), None));
                 };
                 let encoded = self.memory.prompts.encode(self.scaffold, &rendered)?;

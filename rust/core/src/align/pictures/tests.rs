@@ -94,6 +94,7 @@ fn pictures_stand_where_the_rule_of_servers_puts_them() {
     let ids: Vec<i32> = prompt.iter().chain(&[10, 11]).map(|&id| id as i32).collect();
     assert_eq!(found.ids, ids);
     assert_eq!(trained(&found), [10, 11]);
+    assert!(found.images.at.iter().all(|&at| found.source[at as usize] == 0), "a picture is given");
     assert!(!has(&found, Reason::MediaInPrompt) && !has(&found, Reason::PictureUnplaced));
 
     let literal = [PAD, PAD, PAD, 20, OPEN, PAD, CLOSE, 21];
