@@ -5,14 +5,15 @@ Pillow decodes. Its errors become ours, which name the picture by its digest.
 
 import io
 import warnings
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.errors import ArgumentError, ReadError
 
-MOST_PIXELS = 89_478_485
-"""Pixels of the largest picture that is decoded: what Pillow takes without a warning."""
+MOST_PIXELS = 178_956_970
+"""Pixels of the largest picture that is decoded: what Pillow and vLLM take."""
 KINDS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 
 
@@ -21,8 +22,8 @@ def pixels(
 ) -> NDArray[np.uint8]:
     """[height, width, 3] uint8, red, green and blue; of an animation the first frame.
 
-    Alpha is laid on white where a picture has red, green, blue and alpha; other kinds are converted by Pillow, as vLLM
-    does (`vllm.multimodal.image.convert_image_mode`).
+    Turned as EXIF says, and what is transparent shows white, as vLLM does (vllm.multimodal.image, `normalize_image` and
+    `convert_image_mode`); a picture of red, green and blue stays, whatever colour it marks as transparent.
 
     Args:
         file: as it was recorded.
@@ -36,7 +37,7 @@ def pixels(
         ArgumentError: if Pillow is not installed.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps
     except ImportError:
         raise ArgumentError("pictures are decoded by Pillow, which is not installed: pip install pillow.") from None
     width, height = size
@@ -48,34 +49,26 @@ def pixels(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image = Image.open(io.BytesIO(file), formats=[KINDS[media_type]])
+            image: Any = Image.open(io.BytesIO(file), formats=[KINDS[media_type]])
+            stored = image.size
+            image = ImageOps.exif_transpose(image)
             if image.size != size:
                 raise ReadError(
-                    f"{name}: decodes to {image.size[0]} x {image.size[1]} pixels, and its header says {width} x "
-                    f"{height}. Its ids would be another picture's. Leave its trace out."
+                    f"{name}: decodes to {image.size[0]} x {image.size[1]} pixels (stored as {stored[0]} x "
+                    f"{stored[1]}), and its header was read as {width} x {height}. Its ids would be another "
+                    "picture's. Leave its trace out."
                 )
             image.load()
-            if image.mode == "RGBA":
-                white = Image.new("RGB", image.size, (255, 255, 255))
-                white.paste(image, mask=image.split()[3])
-                image = white
+            if image.mode != "RGB" and (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
+                clear = image.convert("RGBA")
+                image = Image.new("RGB", clear.size, (255, 255, 255))
+                image.paste(clear, mask=clear.split()[3])
             elif image.mode != "RGB":
                 image = image.convert("RGB")
             return np.array(image)
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        EOFError,
-        IndexError,
-        MemoryError,
-        OverflowError,
-        UnidentifiedImageError,
-        Image.DecompressionBombError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except ReadError:
+        raise
+    except Exception as error:  # a decoder may raise anything for a stranger's file
         raise ReadError(
             f"{name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy saw it whole, or the "
             "server refused it. Leave its trace out."

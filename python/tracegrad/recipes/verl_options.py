@@ -104,7 +104,7 @@ WITHOUT: Mapping[str, Without] = {
     f"{A}optim.min_lr_ratio": Without((0.0, None), "it is schedule.floor", "--schedule.floor"),
     f"{A}optim.num_cycles": Without((0.5,), "a cosine falls once", "leave it out"),
     f"{A}optim.optimizer": Without(("AdamW", "adam"), "the optimizer is AdamW", "leave it out"),
-    f"{A}freeze_vision_tower": Without((False,), "pictures are not trained on", "leave it out"),
+    f"{A}freeze_vision_tower": Without((False,), "it is images.tower here", "--images.tower frozen, the default"),
     "reward_model.overlong_buffer.enable": _OVERLONG,
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
     "reward.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,

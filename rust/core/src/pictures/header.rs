@@ -43,7 +43,59 @@ pub fn read(file: &[u8]) -> Result<Header, String> {
     if width > LONGEST || height > LONGEST || u64::from(width) * u64::from(height) > MOST_PIXELS {
         return Err(format!("of {width} x {height} pixels, which is more than any decoder takes"));
     }
+    let (width, height) = if lies_down(file) { (height, width) } else { (width, height) };
     Ok(Header { kind, width, height })
+}
+
+/// Whether EXIF says that the picture is turned by a quarter: whoever decodes it turns it before it is shown.
+fn lies_down(file: &[u8]) -> bool {
+    exif(file).and_then(orientation).is_some_and(|turn| (5..=8).contains(&turn))
+}
+
+/// The EXIF data of a file: a segment of JPEG, a chunk of PNG or WebP.
+fn exif(file: &[u8]) -> Option<&[u8]> {
+    let strip = |data: &'_ [u8]| data.strip_prefix(b"Exif\0\0").unwrap_or(data).len();
+    let found = match file {
+        [0xff, ..] => segments(file).find_map(|(marker, data)| (marker == 0xe1).then_some(data)?.strip_prefix(b"Exif\0\0"))?,
+        [0x89, ..] => chunks(file, 8, 4, |at| Some((big(file, at)? as usize, at + 4, at + 8)), b"eXIf")?,
+        [b'R', ..] => chunks(file, 12, 0, |at| Some((little(file, at + 4)? as usize, at, at + 8)), b"EXIF")?,
+        _ => return None,
+    };
+    Some(&found[found.len() - strip(found)..])
+}
+
+/// The data of the first chunk with a name; `read` gives length, place of the name and place of the data, and each chunk
+/// has `behind` bytes behind its data, or one to make its length even where there are none.
+fn chunks<'f>(
+    file: &'f [u8],
+    first: usize,
+    behind: usize,
+    read: impl Fn(usize) -> Option<(usize, usize, usize)>,
+    name: &[u8; 4],
+) -> Option<&'f [u8]> {
+    let mut at = first;
+    loop {
+        let (length, named, data) = read(at)?;
+        let end = data.checked_add(length)?;
+        if file.get(named..named + 4)? == name {
+            return file.get(data..end);
+        }
+        at = end.checked_add(if behind == 0 { length % 2 } else { behind })?;
+    }
+}
+
+/// The tag of orientation in the first directory of EXIF data.
+fn orientation(data: &[u8]) -> Option<u32> {
+    let large = match data.get(..4)? {
+        [b'M', b'M', 0, 42] => true,
+        [b'I', b'I', 42, 0] => false,
+        _ => return None,
+    };
+    let short = |at: usize| if large { big16(data, at) } else { little16(data, at) };
+    let directory = (if large { big(data, 4) } else { little(data, 4) })? as usize;
+    let entries = short(directory)? as usize;
+    let at = (0..entries).map(|entry| directory + 2 + 12 * entry).find(|&at| short(at) == Some(0x0112))?;
+    short(at + 8)
 }
 
 fn png(file: &[u8]) -> Option<(u32, u32)> {
@@ -55,24 +107,34 @@ fn gif(file: &[u8]) -> Option<(u32, u32)> {
     Some((little16(file, 6)?, little16(file, 8)?))
 }
 
-/// The size in the frame header, behind segments that say how long they are.
+/// The size in the frame header.
 fn jpeg(file: &[u8]) -> Option<(u32, u32)> {
+    let frame = |marker: u8| matches!(marker, 0xc0..=0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf);
+    let (_, data) = segments(file).find(|(marker, _)| frame(*marker))?;
+    Some((big16(data, 3)?, big16(data, 1)?))
+}
+
+/// The segments of a JPEG before its data begins: their markers, and what is in them as far as the file goes.
+fn segments(file: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
     let mut at = 2;
-    loop {
-        (*file.get(at)? == 0xff).then_some(())?;
-        let marker = *file.get(at + 1)?;
-        match marker {
-            // Fill bytes before a marker, and markers without a length.
-            0xff => at += 1,
-            0x01 | 0xd0..=0xd7 => at += 2,
-            0xc0..=0xc3 | 0xc5..=0xc7 | 0xc9..=0xcb | 0xcd..=0xcf => {
-                return Some((big16(file, at + 7)?, big16(file, at + 5)?));
+    std::iter::from_fn(move || {
+        loop {
+            (*file.get(at)? == 0xff).then_some(())?;
+            match *file.get(at + 1)? {
+                // Fill bytes before a marker, and markers without a length.
+                0xff => at += 1,
+                0x01 | 0xd0..=0xd7 => at += 2,
+                // The data begins, or the file ends.
+                0xd8..=0xda => return None,
+                marker => {
+                    let length = big16(file, at + 2).filter(|&length| length >= 2)? as usize;
+                    let data = &file[at + 4..file.len().min(at + 2 + length)];
+                    at += 2 + length;
+                    return Some((marker, data));
+                }
             }
-            // The data begins, or the file ends, before a size was said.
-            0xd8..=0xda => return None,
-            _ => at += 2 + big16(file, at + 2).filter(|&length| length >= 2)? as usize,
         }
-    }
+    })
 }
 
 fn webp(file: &[u8]) -> Option<(u32, u32)> {
@@ -107,15 +169,19 @@ fn other(file: &[u8]) -> &'static str {
 }
 
 fn big(file: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_be_bytes(file.get(at..at + 4)?.try_into().ok()?))
+    Some(u32::from_be_bytes(file.get(at..at.checked_add(4)?)?.try_into().ok()?))
+}
+
+fn little(file: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_le_bytes(file.get(at..at.checked_add(4)?)?.try_into().ok()?))
 }
 
 fn big16(file: &[u8], at: usize) -> Option<u32> {
-    Some(u16::from_be_bytes(file.get(at..at + 2)?.try_into().ok()?).into())
+    Some(u16::from_be_bytes(file.get(at..at.checked_add(2)?)?.try_into().ok()?).into())
 }
 
 fn little16(file: &[u8], at: usize) -> Option<u32> {
-    Some(u16::from_le_bytes(file.get(at..at + 2)?.try_into().ok()?).into())
+    Some(u16::from_le_bytes(file.get(at..at.checked_add(2)?)?.try_into().ok()?).into())
 }
 
 fn little24(file: &[u8], at: usize) -> Option<u32> {
@@ -133,7 +199,7 @@ mod tests {
     const GIF: &[u8] = b"GIF89a\x05\0\x07\0";
     const LOSSY: &[u8] = b"RIFF\0\0\0\0WEBPVP8 \0\0\0\0abc\x9d\x01\x2a\x05\0\x07\0";
     const LOSSLESS: &[u8] = b"RIFF\0\0\0\0WEBPVP8L\0\0\0\0\x2f\x04\x80\x01\0";
-    const EXTENDED: &[u8] = b"RIFF\0\0\0\0WEBPVP8X\0\0\0\0\0\0\0\0\x04\0\0\x06\0\0";
+    const EXTENDED: &[u8] = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\x04\0\0\x06\0\0";
 
     #[test]
     fn each_kind_says_its_size() {
@@ -142,6 +208,31 @@ mod tests {
             assert_eq!(read(file), Ok(Header { kind, width: 5, height: 7 }), "{file:?}");
             for end in 8..file.len() {
                 assert!(read(&file[..end]).is_err(), "{file:?} cut at {end}");
+            }
+        }
+    }
+
+    /// Data that says that a picture is turned by a quarter, in either order of bytes.
+    const TURNED: [&[u8]; 2] = [
+        b"MM\0\x2a\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0",
+        b"II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0",
+    ];
+
+    #[test]
+    fn a_picture_that_lies_on_its_side_is_as_wide_as_it_is_shown() {
+        for data in TURNED {
+            let length = |extra: usize| (data.len() + extra) as u16;
+            let jpeg =
+                [&JPEG[..2], b"\xff\xe1", &length(8).to_be_bytes(), b"Exif\0\0", data, &JPEG[2..]].concat();
+            let size = (length(0) as u32).to_be_bytes();
+            let png = [PNG, b"\x08\x02\0\0\0crc.", &size, b"eXIf", data, b"crc."].concat();
+            let webp = [EXTENDED, b"EXIF", &(length(0) as u32).to_le_bytes(), data].concat();
+            for file in [&jpeg, &png, &webp] {
+                let found = read(file).unwrap();
+                assert_eq!((found.width, found.height), (7, 5), "{file:?}");
+            }
+            for end in 0..data.len() {
+                assert!(orientation(&data[..end]).is_none_or(|turn| turn == 6), "cut at {end}");
             }
         }
     }
