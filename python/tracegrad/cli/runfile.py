@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config
+from tracegrad.addresses import place_here
 from tracegrad.cli.key import read_key
 from tracegrad.dotted import changed
 from tracegrad.errors import ArgumentError
@@ -102,6 +103,7 @@ def read(
     told = config.read_toml(path)
     named = {key: _checked(key, value, path) for key, value in told.items() if not isinstance(value, Mapping)}
     here = Path.cwd()
+    place_here(flags.get("out", named.get("out", "")))
     for key, value in flags.items():
         near = key not in ("servers", "python") or (isinstance(value, str) and "/" in value)
         named[key] = str(here / value) if near else value
