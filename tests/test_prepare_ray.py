@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +56,60 @@ def test_without_ray_the_flag_names_the_extra(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ArgumentError, match=r"--ray needs it\. pip install 'tracegrad\[ray\]'"):
         make("o", ray="")
+
+
+def closed_port():
+    """A port of loopback at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(make, tmp_path, scheme):
+    address, began = f"{scheme}127.0.0.1:{closed_port()}", time.monotonic()
+    with pytest.raises(
+        ArgumentError, match=rf"--ray {address}: nobody answers there \(Connection refused\)\. .*ray start"
+    ):
+        make("o", ray=address)
+    assert time.monotonic() - began < 5
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
+    with pytest.raises(ArgumentError, match=r"RAY_ADDRESS is 127\.0\.0\.1:\d+: nobody answers there"):
+        make("o", ray="")
+    with pytest.raises(ArgumentError, match=r"--ray \[::1\]:1: nobody answers there"):
+        make("o", ray="[::1]:1")
+
+
+def test_who_listens_and_is_no_cluster_is_refused_within_the_time_it_has(make, monkeypatch):
+    """Who is asked is a process, as the one that asks could not be interrupted within Ray."""
+    monkeypatch.setattr(on_ray, "ANSWER_S", 2.0)
+    monkeypatch.setattr(on_ray, "_JOIN", "import time; time.sleep(60)")
+    monkeypatch.setattr(on_ray.importlib, "import_module", lambda name: SimpleNamespace(is_initialized=lambda: False))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address, began = f"127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
+        with pytest.raises(ArgumentError, match=rf"--ray {address}: no answer as a cluster gives it within 2 s"):
+            on_ray.check(address)
+        monkeypatch.setattr(on_ray, "_JOIN", "raise ConnectionError('no cluster of this version')")
+        with pytest.raises(ArgumentError, match=rf"--ray {address}: ConnectionError: no cluster of this version\. "):
+            on_ray.check(address)
+        on_ray.check("")  # none was told and none was found: one is started
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.nightly
+def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, monkeypatch):
+    monkeypatch.setattr(on_ray, "ANSWER_S", 10.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(ArgumentError, match="no answer as a cluster gives it within 10 s"):
+            make("o", ray=f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, example, tmp_path):
