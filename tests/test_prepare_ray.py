@@ -5,6 +5,7 @@ Nightly: a local cluster takes some 20 s to start. Ray is no part of the test ex
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ import tracegrad as tg
 from doc_blocks import blocks
 from tracegrad import manifest, prepare
 from tracegrad.config import Data, Map
-from tracegrad.errors import ArgumentError, FormatError
+from tracegrad.errors import ArgumentError, FormatError, TracegradError
 from tracegrad.prepare import on_ray
 from tracegrad.prepare.part import Job
 
@@ -118,7 +119,7 @@ def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, ex
     parts, _ = prepare.cut(str(tmp_path / "t.jsonl"), 40_000)
     (tmp_path / "two").mkdir()
     told = ("t.jsonl", str(example / "model"), str(tmp_path / "two"), Data(), Map(), 8)
-    rows = [on_ray._closed((Job(*told), part)) for part in parts]
+    rows = [on_ray._closed((Job(*told), part, str(tmp_path))) for part in parts]
     actor = on_ray.Preparer()
     found = [on_ray._opened(outcome) for outcome in actor({"part": rows})["outcome"]]
     assert [part for part, _ in found] == parts
@@ -127,6 +128,22 @@ def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, ex
     (tmp_path / "t.jsonl").write_bytes(b"{}\n" * (1 << 17))
     [(part, error)] = map(on_ray._opened, actor({"part": rows[:1]})["outcome"])
     assert (part, type(error), error.line) == (parts[0], FormatError, 1)
+
+
+def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, example, tmp_path, monkeypatch):
+    """Actors of a cluster that was started elsewhere stand in another folder."""
+    (tmp_path / "model").symlink_to(example / "model")
+    monkeypatch.chdir(tmp_path)
+    prepare.prepare("t.jsonl", Path("model"), Data(), "one", shard_traces=8, part_bytes=40_000)
+    [part, *_], _ = prepare.cut("t.jsonl", 40_000)
+    row = on_ray._closed((Job("t.jsonl", "model", "two", Data(), Map(), 8), part, str(tmp_path)))
+    (tmp_path / "two").mkdir()
+    monkeypatch.chdir("/")
+    [(_, record)] = map(on_ray._opened, on_ray.Preparer()({"part": [row]})["outcome"])
+    assert record == json.loads((tmp_path / "one" / "part-00000.json").read_text())
+    wanted, found = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert found == {name: wanted[name] for name in found}
+    assert "shard-00000-00000/manifest.json" in found
 
 
 @pytest.mark.nightly
@@ -140,6 +157,19 @@ def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
     with pytest.raises(FormatError, match=r"bad\.jsonl:65: ") as found:
         make("bad", tmp_path / "bad.jsonl", ray="")
     assert found.value.line == 65
+
+
+class Unknown(on_ray.Preparer):
+    """Which no actor can import."""
+
+
+@pytest.mark.nightly
+def test_what_the_cluster_lacks_is_said_in_a_line(ray, make, monkeypatch):
+    monkeypatch.setattr(on_ray, "Preparer", Unknown)
+    with pytest.raises(
+        TracegradError, match=r"Ray: ModuleNotFoundError: No module named 'test_prepare_ray'\. .*Install"
+    ):
+        make("o", ray="")
 
 
 def actors():

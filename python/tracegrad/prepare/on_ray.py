@@ -5,6 +5,7 @@ Ray is imported on use (extra `ray`). Shards go to a folder that all nodes see, 
 
 import base64
 import importlib
+import logging
 import os
 import pickle
 import re
@@ -12,10 +13,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tracegrad.errors import ArgumentError
+from tracegrad import _core
+from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.prepare.part import Job, Record, done
 from tracegrad.prepare.parts import Part
 from tracegrad.prepare.worker import sendable
@@ -41,7 +44,9 @@ class Preparer:
         """The records of parts, or their errors."""
         return {"outcome": [_closed(self._outcome(*_opened(row))) for row in rows["part"]]}
 
-    def _outcome(self, job: Job, part: Part) -> tuple[Part, Record | Exception]:
+    def _outcome(self, job: Job, part: Part, where: str) -> tuple[Part, Record | Exception]:
+        with suppress(OSError):  # a node that has no such folder may do parts whose paths are whole
+            os.chdir(where)
         try:
             self._tokenizer = self._tokenizer or Tokenizer.from_pretrained(Path(job.model))
             return part, done(job, part, self._tokenizer)
@@ -60,7 +65,7 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
 
     Raises:
         ArgumentError: if there is no cluster at the address.
-        TracegradError: the error of the first of the parts that has one.
+        TracegradError: the error of the first of the parts that has one; if the cluster cannot do parts at all.
     """
     import ray
     import ray.data
@@ -78,7 +83,11 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
         most = workers or int(ray.cluster_resources().get("CPU", 1))
         actors = ray.data.ActorPoolStrategy(min_size=1, max_size=max(min(most, len(parts)), 1))
         ray.data.DataContext.get_current().enable_progress_bars = False
-        rows = ray.data.from_items([{"part": _closed((job, part))} for part in parts], override_num_blocks=len(parts))
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # of a cluster without room, not of each step
+        logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+        rows = ray.data.from_items(
+            [{"part": _closed((job, part, os.getcwd()))} for part in parts], override_num_blocks=len(parts)
+        )
         made = rows.map_batches(Preparer, batch_size=1, compute=actors, num_cpus=1)
         failed: dict[int, Exception] = {}
         for row in made.iter_rows():
@@ -89,6 +98,11 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
                 yield outcome
         if failed:
             raise failed[min(failed)]
+    except ray.exceptions.RayError as error:
+        raise TracegradError(
+            f"Ray: {_last(str(error))}. Its parts are not done; those that were are kept. Install tracegrad "
+            f"{_core.__version__} on every node, mend what is named, and go on with --resume."
+        ) from error
     finally:
         if is_own:
             ray.shutdown()
@@ -124,8 +138,7 @@ def check(address: str) -> None:
             f"{what}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
         ) from error
     if joined.returncode and told:  # where none is told and none is found, one of this machine is started
-        why = (joined.stderr.strip().splitlines() or ["it ended"])[-1][:200]
-        raise ArgumentError(f"{what}: {why}. {_CURE}")
+        raise ArgumentError(f"{what}: {_last(joined.stderr)}. {_CURE}")
 
 
 _CURE = (
@@ -144,6 +157,11 @@ def _deaf(address: str) -> str:
     except (OSError, OverflowError, UnicodeError) as error:
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     return ""
+
+
+def _last(told: str) -> str:
+    """What a trace of calls ends with."""
+    return (told.strip().splitlines() or ["it ended without a word"])[-1].strip().rstrip(".")[:200]
 
 
 def _closed(value: Any) -> str:
