@@ -148,10 +148,15 @@ def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, examp
 
 @pytest.mark.nightly
 def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
-    make("one")
-    account = make("ray", ray="", workers=2)
+    lines = (tmp_path / "t.jsonl").read_bytes().splitlines(keepends=True)
+    dealt = tmp_path / "dealt.jsonl"
+    dealt.write_bytes(b"".join(lines[0::2] + lines[1::2]))  # so that groups stand in several parts
+    one = make("one", dealt)
+    account = make("ray", dealt, ray="", workers=2)
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
     assert account.parts > 2
+    assert account.lines() == one.lines()
+    assert account.cut_groups == one.cut_groups > 0
     assert not ray.is_initialized()  # the cluster was started for this, and is gone with it
     (tmp_path / "bad.jsonl").write_bytes((tmp_path / "t.jsonl").read_bytes() + b"{\n" * 10)
     with pytest.raises(FormatError, match=r"bad\.jsonl:65: ") as found:
