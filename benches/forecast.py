@@ -72,8 +72,9 @@ def compared(setting: str, tiny: bool) -> dict[str, Any]:
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         given = {"objective": objective, "config": told, "sinks": (), "say": lambda _: None}
         timed = train(traces, model, out=folder / "timed", **given).rows[1:]
+        again = model_of(tiny)
         with Allocated() as counted:
-            train(traces, model_of(tiny), out=folder / "counted", **given)
+            train(traces, again, out=folder / "counted", **given)
     return {
         "setting": setting,
         "planned": planned,

@@ -97,7 +97,7 @@ def test_compiled_layers_take_the_same_steps(tmp_path):
     compiled_runs(tmp_path, "speed")
 
 
-def test_a_dry_run_predicts_the_tokens_exactly_and_the_peak_within_a_factor_of_three(monkeypatch):
+def test_a_dry_run_predicts_the_tokens_exactly_and_the_peak_nearly(monkeypatch):
     root = Path(__file__).parent.parent / "benches"
     monkeypatch.syspath_prepend(str(root / "gpu"))
     monkeypatch.syspath_prepend(str(root))
@@ -106,5 +106,5 @@ def test_a_dry_run_predicts_the_tokens_exactly_and_the_peak_within_a_factor_of_t
     found = compared("balanced", tiny=True)
     assert found["planned"] == found["taken"]
     assert len(found["planned"]) == 2
-    assert 1 / 3 < found["bytes"] / found["peak"] < 3
+    assert 0.88 < found["bytes"] / found["peak"] < 1.1  # so small that what is not of tensors' sizes shows
     assert found["least"] < found["seconds"]
