@@ -32,14 +32,15 @@ MODEL = EXAMPLE / "model"
 def write(path: Path, size: int) -> int:
     """A file of about so many bytes; how many records it has."""
     records = [json.loads(trace.record) for trace in tg.read(EXAMPLE / "traces.jsonl.zst")]
-    count = rounds = 0
+    named = [{**each, "id": f"@round-{each['id']}", "group": f"@round-{each['group']}"} for each in records]
+    lines = [json.dumps(each, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for each in named]
+    count = rounds = done = 0
     with path.open("wb") as file:
-        while file.tell() < size:
-            for record in records:
-                told = {**record, "id": f"{rounds}-{record['id']}", "group": f"{rounds}-{record['group']}"}
-                file.write(json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+        while done < size:
+            for line in lines:
+                done += file.write(line.replace(b'"@round-', f'"{rounds}-'.encode()))
                 count += 1
-                if file.tell() >= size:
+                if done >= size:
                     break
             rounds += 1
     return count

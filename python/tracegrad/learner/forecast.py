@@ -101,13 +101,10 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     layers, hidden = len(layers_of(empty)), int(empty.config.get_text_config().hidden_size)
     inputs = layers * hidden * (2 if low else 4)
     kept, again = (inputs, saved / layers) if memory.recompute else (saved, 0.0)
-    longest = most = 0
-    imbalance = 0.0
-    rows: set[tuple[bool, int, int]] = set()  # whether others were before it in its step, tokens, tokens scored
-    for step in feed.each_step(0):
-        rows |= {(number > 0, len(batch.ids), len(batch.read)) for number, batch in enumerate(step.batches)}
-        longest, most = max(longest, sum(len(batch.ids) for batch in step.batches)), max(most, len(step.batches))
-        imbalance = max(imbalance, step.imbalance)
+    steps = feed.sizes
+    longest = max(sum(tokens for tokens, _ in step.rows) for step in steps)
+    most = max(len(step.rows) for step in steps)
+    rows = {(number > 0, *row) for step in steps for number, row in enumerate(step.rows)}
     needs = needs_of(feed.objective, config)
     other = int(bool(needs.ref and config.train.ref_model))
     between = {"rows": most, "memory": memory, "gathered_in": 2 if low else 4}
@@ -128,7 +125,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
         flops=passes * flops * longest,
         rate=_matrix_rate(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if low else torch.float32),
         ranks=ranks,
-        imbalance=imbalance,
+        imbalance=max(step.imbalance for step in steps),
         traffic=traffic(groups, ranks=ranks, **between) if ranks > 1 else None,
     )
 
