@@ -4,6 +4,7 @@
 
 import re
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,7 @@ def test_an_address_is_refused_where_out_is_read_again_while_it_is_written(folde
 def test_an_address_in_the_file_or_from_python_is_refused_too(folder, capsys):
     code, _, err = dry(capsys, written(folder, out="s3://bucket/run"))
     assert (code, "out is s3://bucket/run, an address" in err) == (1, True)
+    assert runfile.read(folder / "run.toml", {"out": "file:///data/run"}, [], False).place("out") == Path("/data/run")
     for begin in (
         lambda out: online.train(MODEL, ["hi"], out=out),
         lambda out: online.replay(folder, MODEL, out=out),
