@@ -99,7 +99,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     trained = sum(group.bytes(1, 1, trained_only=True) for group in groups)
     saved, flops = _counted(empty.to(torch.bfloat16 if low else torch.float32))
     layers, hidden = len(layers_of(empty)), int(empty.config.get_text_config().hidden_size)
-    inputs = layers * hidden * (2 if low else 4)
+    inputs = layers * hidden * (2 if low and shards > 1 else 4)  # autocast leaves what layers add up in float32
     kept, again = (inputs, saved / layers) if memory.recompute else (saved, 0.0)
     steps = feed.sizes
     longest = max(sum(tokens for tokens, _ in step.rows) for step in steps)
@@ -113,8 +113,9 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     text, head = empty.config.get_text_config(), empty.get_output_embeddings().weight.numel()
     held = _Held.of(groups, shards, other, memory, copies=ranks > 1 and shards == 1, low=low)
     taken = [held.after(foreach=cuda and memory.foreach is None)]
+    copies = 4 * head if low and shards == 1 else 0  # of its weight in bfloat16, for the loss and for its gradient
     for is_next, width, scored in rows:
-        tables = _logits_bytes(int(text.vocab_size), scored, memory, cuda, low) + (0 if rank else 4 * head)
+        tables = _logits_bytes(int(text.vocab_size), scored, memory, cuda, low) + copies + (0 if rank else 4 * head)
         taken.append((held.during(is_next), width * kept + max(tables, width * again)))
     state_bytes, row_bytes = max(taken, key=sum)
     return Forecast(
