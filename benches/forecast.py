@@ -56,11 +56,12 @@ def traces_of(vocabulary: int, unit: int) -> Sequences:
     )
 
 
-def compared(setting: str, tiny: bool) -> dict[str, Any]:
+def compared(setting: str, tiny: bool, dtype: str = "fp32") -> dict[str, Any]:
     """One run, predicted and taken."""
     unit = 16 if tiny else 96
     changes = {"train.memory": setting, "pack.step_groups": 2, "pack.token_budget": 16 * unit, "data.holdout": 0}
-    told = config.load(overrides=[*changes.items(), ("train.epochs", 2), ("train.device", "cpu")])
+    changes |= {"train.epochs": 2, "train.device": "cpu", "train.dtype": dtype}
+    told = config.load(overrides=[*changes.items()])
     model, objective = model_of(tiny), presets.DAPO_DIRECT
     traces = traces_of(model.config.vocab_size, unit)
     with tempfile.TemporaryDirectory() as name:
@@ -72,8 +73,9 @@ def compared(setting: str, tiny: bool) -> dict[str, Any]:
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
         given = {"objective": objective, "config": told, "sinks": (), "say": lambda _: None}
         timed = train(traces, model, out=folder / "timed", **given).rows[1:]
+        again = model_of(tiny)
         with Allocated() as counted:
-            train(traces, model_of(tiny), out=folder / "counted", **given)
+            train(traces, again, out=folder / "counted", **given)
     return {
         "setting": setting,
         "planned": planned,

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,14 +32,15 @@ MODEL = EXAMPLE / "model"
 def write(path: Path, size: int) -> int:
     """A file of about so many bytes; how many records it has."""
     records = [json.loads(trace.record) for trace in tg.read(EXAMPLE / "traces.jsonl.zst")]
-    count = rounds = 0
+    named = [{**each, "id": f"@round-{each['id']}", "group": f"@round-{each['group']}"} for each in records]
+    lines = [json.dumps(each, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for each in named]
+    count = rounds = done = 0
     with path.open("wb") as file:
-        while file.tell() < size:
-            for record in records:
-                told = {**record, "id": f"{rounds}-{record['id']}", "group": f"{rounds}-{record['group']}"}
-                file.write(json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+        while done < size:
+            for line in lines:
+                done += file.write(line.replace(b'"@round-', f'"{rounds}-'.encode()))
                 count += 1
-                if file.tell() >= size:
+                if done >= size:
                     break
             rounds += 1
     return count
@@ -110,32 +112,48 @@ def apart(*told: object) -> dict[str, Any]:
 
 def main(told: argparse.Namespace) -> None:
     size = int(told.gigabytes * 1e9)
+    rows: list[dict[str, Any]] = []
+
+    def keep(**row: Any) -> None:
+        rows.append({key: round(each, 4) if isinstance(each, float) else each for key, each in row.items()})
+        if told.out:
+            Path(told.out).write_text(json.dumps(rows, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(dir=told.folder) as folder:
         path = Path(folder) / "traces.jsonl"
         count = write(path, size)
         size = path.stat().st_size
+        keep(arm="input", bytes=size, records=count, cores=os.cpu_count(), part_bytes=told.part_bytes)
         print(
-            f"input    {size / 1e9:.2f} GB, {count:,} records; {os.cpu_count()} cores; parts of {told.part_bytes:,} B"
+            f"input    {size / 1e9:.2f} GB, {count:,} records; {os.cpu_count()} cores; parts of {told.part_bytes:,} B",
+            flush=True,
+        )
+        load = os.getloadavg()[0]
+        found = apart("least", path, int(told.least_megabytes * 1e6))
+        rate = found["bytes"] / 1e9 / found["seconds"]
+        keep(arm="least", load=load, gb_per_s=rate, **found)
+        print(
+            f"least    orjson + transformers, 1 process: {rate:.4f} GB/s over {found['bytes'] / 1e6:.0f} MB, "
+            f"{found['tokens'] / found['seconds']:,.0f} tokens/s, {found['cpu_s'] / found['seconds']:.2f} cores; load "
+            f"before {load:.1f} (computed: 100 GB in {100 / rate / 60:.0f} min)",
+            flush=True,
         )
         for workers in told.workers:
             out = Path(folder) / f"out{workers}"
+            load = os.getloadavg()[0]
             found = apart("ours", path, out, workers, told.part_bytes)
             rate, cores = size / 1e9 / found["seconds"], found["cpu_s"] / found["seconds"]
             tokens = found["tokens"] / found["seconds"]
             memory = found["worker_mb"] if workers > 1 else found["own_mb"]
             kept = sum(each.stat().st_size for each in out.rglob("*") if each.is_file())
+            shutil.rmtree(out)
+            keep(arm="ours", workers=workers, load=load, gb_per_s=rate, shards_bytes=kept, **found)
             print(
                 f"workers  {workers}: {found['seconds']:.1f} s, {rate:.3f} GB/s, {tokens:,.0f} tokens/s, {cores:.2f} "
                 f"cores, {memory:,.0f} MB in the largest process, {kept / 1e9:.2f} GB of shards in {found['parts']} "
-                f"parts (computed: 100 GB in {100 / rate / 60:.1f} min)"
+                f"parts; load before {load:.1f} (computed: 100 GB in {100 / rate / 60:.1f} min)",
+                flush=True,
             )
-        found = apart("least", path, int(told.least_megabytes * 1e6))
-        rate = found["bytes"] / 1e9 / found["seconds"]
-        print(
-            f"least    orjson + transformers, 1 process: {rate:.4f} GB/s over {found['bytes'] / 1e6:.0f} MB, "
-            f"{found['tokens'] / found['seconds']:,.0f} tokens/s, {found['cpu_s'] / found['seconds']:.2f} cores "
-            f"(computed: 100 GB in {100 / rate / 60:.0f} min)"
-        )
 
 
 if __name__ == "__main__":
@@ -144,6 +162,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--part-bytes", type=int, default=256 << 20)
     parser.add_argument("--least-megabytes", type=float, default=20.0)
+    parser.add_argument("--out", metavar="FILE", help="the same as JSON")
     parser.add_argument("--folder", help="where input and shards stand meanwhile (default: the system's)")
     parser.add_argument("--arm", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -4,11 +4,16 @@
 
 import re
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 
+from policy_server import MODEL
 from shop_files import dry, folder, written  # noqa: F401
-from tracegrad.cli import runfile
+from tracegrad import online
+from tracegrad.cli import main, runfile
+from tracegrad.errors import ArgumentError
+from tracegrad.learner import merge_adapters
 
 
 def other(value):
@@ -96,6 +101,45 @@ def test_options_that_would_have_no_effect_are_refused(folder, capsys, section):
     code, _, err = dry(capsys, written(folder, section, out="o", servers=["http://127.0.0.1:9"]))
     assert code == 1
     assert re.search(SECTIONS[section], err), err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["online", "FILE", "--out", "s3://bucket/run"],
+        ["online", "FILE", "--collect", "0/1", "--out", "s3://bucket/run"],
+        ["replay", "run", "--model", "m", "--out", "s3://bucket/run"],
+        ["record", "a.py:b", "--tasks", "t.jsonl", "--server", "http://127.0.0.1:9", "--out", "s3://bucket/run"],
+        ["proxy", "--server", "http://127.0.0.1:9", "--out", "s3://bucket/run"],
+        ["merge", "adapters", "--out", "s3://bucket/run"],
+        ["score", "t.jsonl", "--reward", "a.py:b", "--out", "s3://bucket/run"],
+    ],
+)
+def test_an_address_is_refused_where_out_is_read_again_while_it_is_written(folder, capsys, monkeypatch, words):
+    monkeypatch.chdir(folder)
+    path = written(folder, out="o", servers=["http://127.0.0.1:9"])
+    try:
+        code = main([path if word == "FILE" else word for word in words])
+    except SystemExit as ended:
+        code = ended.code
+    assert code in (1, 2)
+    assert re.search(r"s3://bucket/run, an address\. .*Give a path", capsys.readouterr().err)
+    assert not {path.name for path in folder.iterdir()} & {"o", "s3:"}
+
+
+def test_an_address_in_the_file_or_from_python_is_refused_too(folder, capsys):
+    code, _, err = dry(capsys, written(folder, out="s3://bucket/run"))
+    assert (code, "out is s3://bucket/run, an address" in err) == (1, True)
+    assert runfile.read(folder / "run.toml", {"out": "file:///data/run"}, [], False).place("out") == Path("/data/run")
+    for begin in (
+        lambda out: online.train(MODEL, ["hi"], out=out),
+        lambda out: online.replay(folder, MODEL, out=out),
+        lambda out: online.collect(out, ["hi"], wait_s=0.1),
+        lambda out: online.record(["hi"], servers=["http://127.0.0.1:9"], out=out),
+        lambda out: merge_adapters(folder, out),
+    ):
+        with pytest.raises(ArgumentError, match="s3://bucket/run, an address"):
+            begin("s3://bucket/run")
 
 
 @pytest.mark.parametrize("name", runfile.OF_FILES)

@@ -93,6 +93,21 @@ def test_parameters_and_rows_are_those_of_training_from_memory(folder, tmp_path,
     assert not list((tmp_path / "shards").glob(".logprobs*"))
 
 
+def test_groups_of_which_every_one_stands_in_both_shards_are_trained_as_in_memory(tmp_path):
+    found = sampled(tiny_model())
+    apart = np.r_[0 : found.traces : 2, 1 : found.traces : 2]  # as two files have them that samples were dealt to
+    both = selected(found, apart)
+    place = prepared(both, tmp_path / "prepared", [found.traces // 2])
+    opened = Shards.open(place)
+    first, last = opened.catalog.group[: found.traces // 2], opened.catalog.group[found.traces // 2 :]
+    assert set(first.tolist()) == set(last.tolist())
+    changes = {"data__holdout": 0.25, "train__epochs": 1}
+    held, inside = run(both, tmp_path / "memory", **changes)
+    ours, parameters = run(opened, tmp_path / "shards", **changes)
+    assert_same(parameters, inside)
+    assert without_times(ours.rows) == without_times(held.rows)
+
+
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop, monkeypatch):
     monkeypatch.setattr(shown, "MOST", 1)  # the pull of the others is in the checkpoint

@@ -13,6 +13,7 @@ from itertools import pairwise
 from multiprocessing import Pipe
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,8 +215,29 @@ def test_a_group_is_in_two_parts_only_where_it_is_longer_than_one(make, tmp_path
     assert account.groups == 3
     said = json.loads((tmp_path / "o" / "drift.json").read_text())
     assert said["groups_in_several_shards"] == account.cut_groups
-    assert f"groups   {account.cut_groups} stand in several shards" in "\n".join(account.lines())
+    assert f"groups   {account.cut_groups} of 3 have traces in several shards" in "\n".join(account.lines())
     assert len(tg.Sequences.load(tmp_path / "o").group_names) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_groups_that_stand_in_several_files_are_counted_said_and_one_again(make, tmp_path, example, workers):
+    lines = [json.loads(line) for line in lines_of(example, 24)]  # three groups of eight
+    names = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+    for number, name in enumerate(names):  # g0000 is in a and b, g0001 in all three, g0002 in c alone
+        has = [[lines[:4], lines[8:10]], [lines[4:8], lines[10:12]], [lines[12:16], lines[16:]]][number]
+        Path(name).write_text("".join(json.dumps(line) + "\n" for part in has for line in part))
+    account = make(tmp_path / "o", names, shard_traces=64, part_bytes=1000, workers=workers)
+    assert account.parts > 3
+    folders = [tg.Sequences.load(tmp_path / "o" / name) for name in manifest.read(tmp_path / "o").shards]
+    stands = {name: sum(name in each.group_names for each in folders) for name in ("g0000", "g0001", "g0002")}
+    cut = sum(count > 1 for count in stands.values())
+    assert stands["g0000"] > 1 < stands["g0001"]
+    assert (account.cut_groups, account.groups) == (cut, 3)
+    assert f"groups   {cut} of 3 have traces in several shards, by one name: `train` on the" in str(account.lines())
+    whole = tg.Shards.open(tmp_path / "o")
+    assert sorted(np.bincount(whole.catalog.group).tolist()) == [8, 8, 8]
+    memory = tg.align(tg.read(names), tg.Tokenizer.from_pretrained(example / "model"))
+    assert np.array_equal(whole.catalog.group, np.unique(memory.group, return_index=True)[1].argsort()[memory.group])
 
 
 def events(number):

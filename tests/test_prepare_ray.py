@@ -5,11 +5,15 @@ Nightly: a local cluster takes some 20 s to start. Ray is no part of the test ex
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +21,7 @@ import tracegrad as tg
 from doc_blocks import blocks
 from tracegrad import manifest, prepare
 from tracegrad.config import Data, Map
-from tracegrad.errors import ArgumentError, FormatError
+from tracegrad.errors import ArgumentError, FormatError, TracegradError
 from tracegrad.prepare import on_ray
 from tracegrad.prepare.part import Job
 
@@ -55,13 +59,67 @@ def test_without_ray_the_flag_names_the_extra(make, monkeypatch):
         make("o", ray="")
 
 
+def closed_port():
+    """A port of loopback at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(make, tmp_path, scheme):
+    address, began = f"{scheme}127.0.0.1:{closed_port()}", time.monotonic()
+    with pytest.raises(
+        ArgumentError, match=rf"--ray {address}: nobody answers there \(Connection refused\)\. .*ray start"
+    ):
+        make("o", ray=address)
+    assert time.monotonic() - began < 5
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
+    with pytest.raises(ArgumentError, match=r"RAY_ADDRESS is 127\.0\.0\.1:\d+: nobody answers there"):
+        make("o", ray="")
+    with pytest.raises(ArgumentError, match=r"--ray \[::1\]:1: nobody answers there"):
+        make("o", ray="[::1]:1")
+
+
+def test_who_listens_and_is_no_cluster_is_refused_within_the_time_it_has(make, monkeypatch):
+    """Who is asked is a process, as the one that asks could not be interrupted within Ray."""
+    monkeypatch.setattr(on_ray, "ANSWER_S", 2.0)
+    monkeypatch.setattr(on_ray, "_JOIN", "import time; time.sleep(60)")
+    monkeypatch.setattr(on_ray.importlib, "import_module", lambda name: SimpleNamespace(is_initialized=lambda: False))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address, began = f"127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
+        with pytest.raises(ArgumentError, match=rf"--ray {address}: no answer as a cluster gives it within 2 s"):
+            on_ray.check(address)
+        monkeypatch.setattr(on_ray, "_JOIN", "raise ConnectionError('no cluster of this version')")
+        with pytest.raises(ArgumentError, match=rf"--ray {address}: ConnectionError: no cluster of this version\. "):
+            on_ray.check(address)
+        on_ray.check("")  # none was told and none was found: one is started
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.nightly
+def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, monkeypatch):
+    monkeypatch.setattr(on_ray, "ANSWER_S", 10.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(ArgumentError, match="no answer as a cluster gives it within 10 s"):
+            make("o", ray=f"127.0.0.1:{silent.getsockname()[1]}")
+
+
 def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, example, tmp_path):
     """What an actor does, without a cluster."""
     make("one")
     parts, _ = prepare.cut(str(tmp_path / "t.jsonl"), 40_000)
     (tmp_path / "two").mkdir()
     told = ("t.jsonl", str(example / "model"), str(tmp_path / "two"), Data(), Map(), 8)
-    rows = [on_ray._closed((Job(*told), part)) for part in parts]
+    rows = [on_ray._closed((Job(*told), part, str(tmp_path))) for part in parts]
     actor = on_ray.Preparer()
     found = [on_ray._opened(outcome) for outcome in actor({"part": rows})["outcome"]]
     assert [part for part, _ in found] == parts
@@ -72,17 +130,51 @@ def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, ex
     assert (part, type(error), error.line) == (parts[0], FormatError, 1)
 
 
+def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, example, tmp_path, monkeypatch):
+    """Actors of a cluster that was started elsewhere stand in another folder."""
+    (tmp_path / "model").symlink_to(example / "model")
+    monkeypatch.chdir(tmp_path)
+    prepare.prepare("t.jsonl", Path("model"), Data(), "one", shard_traces=8, part_bytes=40_000)
+    [part, *_], _ = prepare.cut("t.jsonl", 40_000)
+    row = on_ray._closed((Job("t.jsonl", "model", "two", Data(), Map(), 8), part, str(tmp_path)))
+    (tmp_path / "two").mkdir()
+    monkeypatch.chdir("/")
+    [(_, record)] = map(on_ray._opened, on_ray.Preparer()({"part": [row]})["outcome"])
+    assert record == json.loads((tmp_path / "one" / "part-00000.json").read_text())
+    wanted, found = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert found == {name: wanted[name] for name in found}
+    assert "shard-00000-00000/manifest.json" in found
+
+
 @pytest.mark.nightly
 def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
-    make("one")
-    account = make("ray", ray="", workers=2)
+    lines = (tmp_path / "t.jsonl").read_bytes().splitlines(keepends=True)
+    dealt = tmp_path / "dealt.jsonl"
+    dealt.write_bytes(b"".join(lines[0::2] + lines[1::2]))  # so that groups stand in several parts
+    one = make("one", dealt)
+    account = make("ray", dealt, ray="", workers=2)
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
     assert account.parts > 2
+    assert account.lines() == one.lines()
+    assert account.cut_groups == one.cut_groups > 0
     assert not ray.is_initialized()  # the cluster was started for this, and is gone with it
     (tmp_path / "bad.jsonl").write_bytes((tmp_path / "t.jsonl").read_bytes() + b"{\n" * 10)
     with pytest.raises(FormatError, match=r"bad\.jsonl:65: ") as found:
         make("bad", tmp_path / "bad.jsonl", ray="")
     assert found.value.line == 65
+
+
+class Unknown(on_ray.Preparer):
+    """Which no actor can import."""
+
+
+@pytest.mark.nightly
+def test_what_the_cluster_lacks_is_said_in_a_line(ray, make, monkeypatch):
+    monkeypatch.setattr(on_ray, "Preparer", Unknown)
+    with pytest.raises(
+        TracegradError, match=r"Ray: ModuleNotFoundError: No module named 'test_prepare_ray'\. .*Install"
+    ):
+        make("o", ray="")
 
 
 def actors():

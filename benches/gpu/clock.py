@@ -6,19 +6,21 @@ import statistics
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
 class Allocated(TorchDispatchMode):
     """Counts what torch allocates on the CPU while entered: storages that operations make, until they are freed.
 
-    What an operation takes and gives back within itself is not seen.
+    Of a tensor that stands for others, such as a shard of FSDP, those are counted; a storage that is emptied and
+    filled again, as FSDP's whole parameters are, has the size that it has. What an operation takes and gives back
+    within itself is not seen.
     """
 
     supports_higher_order_operators = True  # flex_attention is one
@@ -27,26 +29,52 @@ class Allocated(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._seen: dict[int, int] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Any:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            out = self._resize(storage, size)
+            if storage._cdata in self._seen:
+                self._grow(storage._cdata, size)
+            return out
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._seen:
-                    self._take(storage)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            if storage._cdata not in given and storage._cdata not in self._seen:
+                self._take(storage)
         return out
 
     def _take(self, storage: torch.UntypedStorage) -> None:
-        place = storage._cdata
-        self._seen[place] = storage.nbytes()
-        self.now += self._seen[place]
+        self._seen[storage._cdata] = 0
+        self._grow(storage._cdata, storage.nbytes())
+        weakref.finalize(storage, self._free, storage._cdata)
+
+    def _grow(self, place: int, size: int) -> None:
+        self.now += size - self._seen[place]
+        self._seen[place] = size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, place)
 
     def _free(self, place: int) -> None:
         self.now -= self._seen.pop(place)
+
+
+def _storages(found: Any) -> Iterator[torch.UntypedStorage]:
+    """Of all tensors in it; of one that stands for others, of these."""
+    for tensor in tree_leaves(found):
+        if isinstance(tensor, torch.Tensor):
+            if is_traceable_wrapper_subclass(tensor):
+                yield from _storages([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+            else:
+                yield tensor.untyped_storage()
 
 
 class Clock:

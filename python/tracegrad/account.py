@@ -172,7 +172,10 @@ class Account:
         out = [f"parts    {self.parts:,}"] if self.parts > 1 else []
         out += [f"parts    1: {self.whole}"] if self.whole else []
         if cut := self.cut_groups:
-            out.append(f"groups   {cut:,} stand in several shards, by one name: loaded together they are one")
+            out.append(
+                f"groups   {cut:,} of {self.groups:,} have traces in several shards, by one name: `train` on the "
+                "folder brings them together, a shard read alone has some of their traces"
+            )
         return out
 
     def _guessed(self) -> list[str]:

@@ -44,6 +44,23 @@ def joined(address: str, *names: str) -> str:
     return "/".join([address.rstrip("/"), *names])
 
 
+def place_here(name: Any) -> Path:
+    """The path of what is read again while it is written, or written piece by piece, and so cannot be at an address.
+
+    Raises:
+        ArgumentError: for an address.
+
+    >>> place_here("out/run")
+    PosixPath('out/run')
+    """
+    if is_address(name):
+        raise ArgumentError(
+            f"out is {name}, an address. What is written there is read and added to meanwhile, which buckets do not "
+            "do. Give a path, on a disk that all processes see, and copy it to the bucket afterwards."
+        )
+    return path_of(name)
+
+
 @contextmanager
 def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
     """The file system of an address and the path there; what goes wrong with them within is told as of the address.

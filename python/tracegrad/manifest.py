@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +65,9 @@ def write(folder: Path, counts: Mapping[str, int], files: Mapping[str, Written])
 def seal(folder: Path) -> Folder:
     """Says that a folder of shards is whole. Whoever wrote the shards, each has its own manifest."""
     found = sorted((path.name for path in folder.glob("shard-*")), key=_place)
+    _check_links(folder, found)
     shards = {name: read(folder / name) for name in found}
-    _check_names(folder, shards)
+    _check_names(folder, shards, found)
     whole = of_shards(shards)
     put(folder, whole)
     return whole
@@ -95,13 +96,13 @@ def read(folder: Path | str) -> Folder:
         shards = sum(1 for _ in folder.glob("shard-*"))
         raise ReadError(_unsealed(folder, shards, any(folder.glob("sequences.*"))))
     found = parsed(str(path), read_text(path, _LIMIT))
-    _check_names(folder, found.shards)
-    for place, name, told in _files(folder, found):
-        with open_file(place / name) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size != told.bytes:
-            raise FormatError(f"{place / name}: {size:,} bytes, and the manifest says {told.bytes:,}. {_CHANGED}")
-    return found
+
+    def size(name: str) -> int:
+        with open_file(folder / name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    _check_links(folder, found.shards)
+    return _checked(folder, found, {path.name for path in folder.glob("shard-*")}, size)
 
 
 def parsed(name: str, told: bytes) -> Folder:
@@ -119,32 +120,34 @@ def parsed(name: str, told: bytes) -> Folder:
 def _at(address: str) -> Folder:
     """As `read`, of an address."""
     there = addresses.sizes(address)
+    shards = {name.partition("/")[0] for name in there if name.startswith("shard-")}
     if NAME not in there:
-        names = {name.partition("/")[0] for name in there}
-        raise ReadError(_unsealed(address, sum(name.startswith("shard-") for name in names), "sequences.json" in names))
+        raise ReadError(_unsealed(address, len(shards), "sequences.json" in there))
     found = parsed(addresses.joined(address, NAME), addresses.read(addresses.joined(address, NAME), _LIMIT))
-    _check_order(address, found.shards)
-    wanted = dict(found.files)
-    wanted |= {f"{shard}/{name}": told for shard, inner in found.shards.items() for name, told in inner.files.items()}
-    for name, told in wanted.items():
+
+    def size(name: str) -> int:
         if name not in there:
             raise ReadError(f"{address}: {name} is missing, and the manifest names it. {_CHANGED}")
-        if there[name] != told.bytes:
-            raise FormatError(
-                f"{addresses.joined(address, name)}: {there[name]:,} bytes, and the manifest says {told.bytes:,}. "
-                f"{_CHANGED}"
-            )
-    more = {name.partition("/")[0] for name in there if name.startswith("shard-")} - found.shards.keys()
-    if more and found.shards:
-        raise FormatError(f"{address}: holds {min(more)[:40]!r}, which the manifest does not name. {_CHANGED}")
+        return there[name]
+
+    return _checked(address, found, shards, size)
+
+
+def _checked(folder: Path | str, found: Folder, there: Collection[str], size: Callable[[str], int]) -> Folder:
+    """A manifest, where its shards are those that are there, and its files have their lengths."""
+    _check_names(folder, found.shards, there)
+    for name, told in _files(found):
+        if (has := size(name)) != told.bytes:
+            where = addresses.joined(str(folder), name)
+            raise FormatError(f"{where}: {has:,} bytes, and the manifest says {told.bytes:,}. {_CHANGED}")
     return found
 
 
 def verify(folder: Path, found: Folder) -> None:
     """Compares the checksum of every file with the manifest's; reads all of them once."""
-    for place, name, told in _files(folder, found):
-        if measure(place / name) != told:
-            raise FormatError(f"{place / name}: not the bytes that were written, by their checksum. {_CHANGED}")
+    for name, told in _files(found):
+        if measure(folder / name) != told:
+            raise FormatError(f"{folder / name}: not the bytes that were written, by their checksum. {_CHANGED}")
 
 
 @contextmanager
@@ -294,21 +297,24 @@ def _check_order(folder: Path | str, shards: Mapping[str, Folder]) -> None:
         index += 1
 
 
-def _check_names(folder: Path, shards: Mapping[str, Folder]) -> None:
-    """Shards are in order, and folders of their own."""
-    there = {path.name for path in folder.glob("shard-*")}
-    _check_order(folder, shards)
+def _check_links(folder: Path, shards: Iterable[str]) -> None:
+    """Shards are folders of their own."""
     for name in shards:
         if (folder / name).is_symlink():
             raise ReadError(f"{folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
-        if name not in there:
-            raise ReadError(f"{folder}: {name} is missing, and the manifest names it. {_CHANGED}")
-    if shards and len(there) > len(shards):
-        more = min(there - shards.keys())
-        raise FormatError(f"{folder}: holds {more[:40]!r}, which the manifest does not name. {_CHANGED}")
 
 
-def _files(folder: Path, found: Folder) -> Iterator[tuple[Path, str, Written]]:
-    yield from ((folder, name, told) for name, told in found.files.items())
+def _check_names(folder: Path | str, shards: Mapping[str, Folder], there: Collection[str]) -> None:
+    """Shards are in order, and those that are there."""
+    _check_order(folder, shards)
+    if missing := next((name for name in shards if name not in there), None):
+        raise ReadError(f"{folder}: {missing} is missing, and the manifest names it. {_CHANGED}")
+    if shards and (more := set(there) - shards.keys()):
+        raise FormatError(f"{folder}: holds {min(more)[:40]!r}, which the manifest does not name. {_CHANGED}")
+
+
+def _files(found: Folder) -> Iterator[tuple[str, Written]]:
+    """The files of a folder and of its shards, by their names from there on."""
+    yield from found.files.items()
     for shard, inner in found.shards.items():
-        yield from ((folder / shard, name, told) for name, told in inner.files.items())
+        yield from ((f"{shard}/{name}", told) for name, told in inner.files.items())

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tracegrad.cli.words import for_machines, say, tell, verb
+from tracegrad.cli.words import for_machines, place, say, tell, verb
 from tracegrad.errors import ArgumentError
 
 
@@ -12,7 +12,7 @@ def add_to(commands: Any) -> None:
     """Adds the verb."""
     parser = verb(commands, "merge", "make whole weights of a checkpoint that holds LoRA adapters", _merge)
     parser.add_argument("checkpoint", type=Path, help="folder of adapters, such as out/checkpoint")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the model goes; not there yet")
+    parser.add_argument("--out", type=place, required=True, metavar="DIR", help="where the model goes; not there yet")
     parser.add_argument(
         "--base", type=Path, metavar="DIR", help="the model that the adapters are of (default: the one they name)"
     )

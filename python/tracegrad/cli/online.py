@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracegrad import config
 from tracegrad.cli import recipe
-from tracegrad.cli.words import aside, for_machines, go_on, say, speaker, tell, verb
+from tracegrad.cli.words import aside, for_machines, go_on, place, say, speaker, tell, verb
 from tracegrad.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _replay_command(commands: Any) -> None:
     parser = verb(commands, "replay", "take the steps of an online run again, from its folder alone", _replay)
     parser.add_argument("folder", type=Path, help="folder of the run")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder that the run began with")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where checkpoint and metrics go")
+    parser.add_argument("--out", type=place, required=True, metavar="DIR", help="where checkpoint and metrics go")
     parser.add_argument("--objective", metavar="NAME", help="that of the run (default DAPO)")
     for_machines(parser)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tracegrad.cli.key import read_key
 from tracegrad.cli.online import WARNING, needs, served
-from tracegrad.cli.words import Parser, for_machines, say, speaker, tell, verb
+from tracegrad.cli.words import Parser, for_machines, place, say, speaker, tell, verb
 from tracegrad.dotted import changed
 from tracegrad.errors import ArgumentError, TracegradError
 
@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
 
 def _common(parser: Parser) -> None:
     parser.add_argument("--server", action="append", required=True, metavar="URL", help="an OpenAI-compatible server")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of what is recorded")
+    parser.add_argument("--out", type=place, required=True, metavar="DIR", help="folder of what is recorded")
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the server's token")
     parser.add_argument(
         "--logprob-kind",

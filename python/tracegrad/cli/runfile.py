@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config
+from tracegrad.addresses import path_of, place_here
 from tracegrad.cli.key import read_key
 from tracegrad.dotted import changed
 from tracegrad.errors import ArgumentError
@@ -61,7 +62,7 @@ class RunFile:
                 f'{self.path}: {key} is missing. The run cannot begin without it. Write {key} = "..." above the '
                 f"first [section], or --{key}."
             )
-        return self.base / self.named[key]
+        return self.base / path_of(self.named[key])
 
     @property
     def python(self) -> str | None:
@@ -102,9 +103,10 @@ def read(
     told = config.read_toml(path)
     named = {key: _checked(key, value, path) for key, value in told.items() if not isinstance(value, Mapping)}
     here = Path.cwd()
+    place_here(flags.get("out", named.get("out", "")))
     for key, value in flags.items():
         near = key not in ("servers", "python") or (isinstance(value, str) and "/" in value)
-        named[key] = str(here / value) if near else value
+        named[key] = str(here / path_of(value)) if near else value
     tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
     engine = {**tables.pop("engine", {}), **_section(overrides, "engine", config.scalar)}
     playing = {name: tables.pop(name, {}) for name in PLAYING}

@@ -11,7 +11,7 @@ from typing import Any
 from tracegrad import config, doctor, inputs
 from tracegrad.cli import named
 from tracegrad.cli.key import read_key
-from tracegrad.cli.words import folder_of, inputs_of, say, tell, verb
+from tracegrad.cli.words import folder_of, inputs_of, place, say, tell, verb
 from tracegrad.errors import ArgumentError
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import write
@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
     parser = verb(commands, "score", "score recorded traces by functions or by a judge", _score)
     inputs_of(parser)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="traces with rewards; .gz, .zst compress"
+        "--out", type=place, required=True, metavar="FILE", help="traces with rewards; .gz, .zst compress"
     )
     parser.add_argument(
         "--reward", action="append", metavar="file.py:name", help="function of whole groups; repeatable"

@@ -81,12 +81,9 @@ def _dry_run(data: Any, objective: Any, chosen: config.Config, model: Path, acco
     from tracegrad.learner.feed import Feed
 
     feed = Feed.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
-    steps = terms = 0
-    rows: list[int] = []
-    for step in feed.each_step(0):
-        steps, terms = steps + 1, terms + len(step)
-        rows += [len(batch.ids) for batch in step.batches]
-    plan = feed.plan(steps)
+    terms = sum(step.terms for step in feed.sizes)
+    rows = [tokens for step in feed.sizes for tokens, _ in step.rows]
+    plan = feed.plan(len(feed.sizes))
     fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
     if account is not None:
         told = {

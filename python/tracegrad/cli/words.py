@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tracegrad import config
+from tracegrad.addresses import place_here
 from tracegrad.cli import output
 from tracegrad.errors import ArgumentError, shown
 from tracegrad.training import first
@@ -110,6 +111,14 @@ def inputs_of(parser: argparse.ArgumentParser) -> None:
         help="files, folders, patterns or addresses (s3://...) of JSONL, JSON, Parquet or Arrow, plain, .gz or .zst; "
         "- for standard input. Where the records hold reward, group or session: --map.reward PATH and so on",
     )
+
+
+def place(name: str) -> Path:
+    """An `--out` that must be a path, for argparse."""
+    try:
+        return place_here(name)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def joined(arguments: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from tracegrad.addresses import place_here
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.learner.adapters import imported_peft, name_base
 from tracegrad.learner.model import TOKENIZER_FILES, first_line, load_whole, quiet
@@ -146,7 +147,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         ReadError: if they cannot be read.
         TracegradError: if they are not finite, or the folder cannot be written.
     """
-    checkpoint, out = Path(checkpoint), Path(out)
+    checkpoint, out = Path(checkpoint), place_here(out)
     adapted = Adapted.read(checkpoint, Path(base) if base is not None else None)
     if adapted is None:
         raise ArgumentError(

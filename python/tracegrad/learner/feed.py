@@ -32,6 +32,21 @@ class NothingToLearn(ArgumentError):
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Of a step.
+
+    Args:
+        rows: of each row, its tokens and how many of them are scored.
+        terms: of all rows.
+        imbalance: as of the step.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    terms: int
+    imbalance: float
+
+
+@dataclass(frozen=True)
 class Feed:
     """The traces of a run, as the loop takes them.
 
@@ -184,6 +199,14 @@ class Feed:
         """The steps of an epoch, one after the other."""
         cut = self.cut(plan_seed)
         yield from (self.planned(cut.of(number)).step for number in range(len(cut)))
+
+    @cached_property
+    def sizes(self) -> list[Sizes]:
+        """Of the steps of an epoch, each of which is packed once: for what is said before a run."""
+        return [
+            Sizes(tuple((len(batch.ids), len(batch.read)) for batch in step.batches), len(step), step.imbalance)
+            for step in self.each_step(0)
+        ]
 
     @property
     def shares(self) -> bool:

@@ -34,9 +34,10 @@ class Forecast:
 
     Args:
         parameters, trained: of the whole model.
-        state_bytes: float32 parameters, their gradient and AdamW's two moments, as this rank holds them; under FSDP
-            what is gathered, too, and a reference model of its own.
-        row_bytes: activations kept for one row of the token budget, and the logits' chunk.
+        state_bytes: what this rank holds at its peak beside a row: float32 parameters, AdamW's two moments, the
+            gradient of the rows before; under FSDP what is gathered, under DDP its buckets, and a reference model of
+            its own.
+        row_bytes: what the row of the peak takes: its activations, the logits' chunk, and the head's gradient.
         flops: of the longest step on this rank: forward and backward, recomputation included, attention aside.
         rate: FLOP/s of a matrix product, measured here.
         ranks: how many share a step.
@@ -98,56 +99,91 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     trained = sum(group.bytes(1, 1, trained_only=True) for group in groups)
     saved, flops = _counted(empty.to(torch.bfloat16 if low else torch.float32))
     layers, hidden = len(layers_of(empty)), int(empty.config.get_text_config().hidden_size)
-    inputs = layers * hidden * (2 if low else 4)
-    kept = inputs + saved / layers if memory.recompute else saved
-    longest = widest = scored = most = 0
-    imbalance = 0.0
-    for step in feed.each_step(0):
-        rows = [len(batch.ids) for batch in step.batches]
-        longest, widest, most = max(longest, sum(rows)), max(widest, *rows), max(most, len(rows))
-        scored = max(scored, *(len(batch.read) for batch in step.batches))
-        imbalance = max(imbalance, step.imbalance)
+    inputs = layers * hidden * (2 if low and shards > 1 else 4)  # autocast leaves what layers add up in float32
+    kept, again = (inputs, saved / layers) if memory.recompute else (saved, 0.0)
+    steps = feed.sizes
+    longest = max(sum(tokens for tokens, _ in step.rows) for step in steps)
+    most = max(len(step.rows) for step in steps)
+    rows = {(number > 0, *row) for step in steps for number, row in enumerate(step.rows)}
     needs = needs_of(feed.objective, config)
     other = int(bool(needs.ref and config.train.ref_model))
     between = {"rows": most, "memory": memory, "gathered_in": 2 if low else 4}
     between |= {"measured": int(needs.old) + int(needs.ref) - other, "frozen": other, "fsdp": mode == "fsdp"}
     passes = (3 if not rank else 2) + int(memory.recompute)
-    logits = _logits_bytes(int(empty.config.get_text_config().vocab_size), scored, memory, cuda, low)
-    gathered = _gathered(groups, ranks, memory, 2 if low else 4, between["rows"]) if shards > 1 else 0
+    text, head = empty.config.get_text_config(), empty.get_output_embeddings().weight.numel()
+    held = _Held.of(groups, shards, other, memory, copies=ranks > 1 and shards == 1, low=low)
+    taken = [held.after(foreach=cuda and memory.foreach is None)]
+    copies = 4 * head if low and shards == 1 else 0  # of its weight in bfloat16, for the loss and for its gradient
+    for is_next, width, scored in rows:
+        tables = _logits_bytes(int(text.vocab_size), scored, memory, cuda, low) + copies + (0 if rank else 4 * head)
+        taken.append((held.during(is_next), width * kept + max(tables, width * again)))
+    state_bytes, row_bytes = max(taken, key=sum)
     return Forecast(
         parameters=parameters,
         trained=trained,
-        state_bytes=_held(groups, shards, other) + gathered,
-        row_bytes=kept * widest + logits,
+        state_bytes=state_bytes,
+        row_bytes=row_bytes,
         flops=passes * flops * longest,
         rate=_matrix_rate(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if low else torch.float32),
         ranks=ranks,
-        imbalance=imbalance,
+        imbalance=max(step.imbalance for step in steps),
         traffic=traffic(groups, ranks=ranks, **between) if ranks > 1 else None,
     )
 
 
-def _held(groups: Sequence[Group], shards: int, other: int) -> float:
-    """Parameters, of another model too, gradient and moments, in float32."""
-    parameters = sum(group.bytes(shards, 4) for group in groups)
-    trained = sum(group.bytes(shards, 4, trained_only=True) for group in groups)
-    return ((1 + other) * parameters + 3 * trained) / shards
+@dataclass(frozen=True)
+class _Held:
+    """Bytes that a rank holds whatever row it works on.
 
+    Args:
+        always: parameters, of another model too, and moments.
+        buckets: of DDP, in which gradients are summed.
+        gathered: parameters that are whole while a row is worked on: FSDP's, or their copies in bfloat16 of autocast.
+        before: gradients of the rows before.
+        reduced: gradients as the optimizer reads them.
+    """
 
-def _gathered(groups: Sequence[Group], ranks: int, memory: Memory, size: int, rows: int) -> int:
-    """What FSDP holds whole: parameters of a layer and of the next, or of all, and gradients until they are reduced."""
-    *layers, rest = [group.bytes(ranks, size) for group in groups]
-    gradients = [group.bytes(ranks, 4, trained_only=True) for group in groups]
-    kept = 2 * max(layers) if memory.reshard else sum(layers)
-    waits = max(gradients) if memory.reduce_each or rows == 1 else sum(gradients)
-    return rest + kept + waits
+    always: float
+    buckets: float
+    gathered: float
+    before: float
+    reduced: float
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Group], shards: int, other: int, memory: Memory, *, copies: bool, low: bool
+    ) -> "_Held":
+        parameters = sum(group.bytes(shards, 4) for group in groups)
+        trained = sum(group.bytes(shards, 4, trained_only=True) for group in groups)
+        *layers, rest = [group.bytes(shards, 2 if low else 4) for group in groups]
+        gathered = float(sum(layers) if low else 0)
+        if shards > 1:
+            gathered = rest + (2 * max(layers) if memory.reshard else sum(layers))
+        return cls(
+            always=((1 + other) * parameters + 2 * trained) / shards,
+            buckets=trained if copies else 0,
+            gathered=gathered,
+            before=trained / shards if memory.reduce_each else trained,
+            reduced=trained / shards,
+        )
+
+    def during(self, is_next: bool) -> float:
+        """While a row is worked on, which is not the first of its step, or is."""
+        return self.always + self.buckets + self.gathered + (self.before if is_next else 0)
+
+    def after(self, *, foreach: bool) -> tuple[float, float]:
+        """While the optimizer steps; and the copy that it makes if it takes all parameters together."""
+        return self.always + self.buckets + self.reduced, self.reduced if foreach else 0.0
 
 
 def _logits_bytes(vocabulary: int, scored: int, memory: Memory, cuda: bool, low: bool) -> int:
     """Tables of one chunk of the head's rows: as many as fit the chunk, at most all that are scored."""
-    row = vocabulary * ((2 if low else 4) if cuda else 8)  # one table in the logits' dtype, or two of float32
-    chunk = memory.chunk_bytes or ((1 << 30) if cuda else max(4 << 20, 64 * row))
-    return min(scored * row, max(chunk, row))
+    if cuda:  # one table in the logits' dtype
+        row = vocabulary * (2 if low else 4)
+        return min(scored * row, max(memory.chunk_bytes or 1 << 30, row))
+    row = vocabulary * 8  # the chunk is counted as two tables of float32, and entropy takes a third
+    chunk = memory.chunk_bytes or max(4 << 20, 64 * row)
+    return min(scored, max(chunk // row, 1)) * vocabulary * 12
 
 
 def _empty(model: Path) -> Any:
@@ -176,13 +212,29 @@ def _counted(model: Any) -> tuple[float, float]:
             held.append(tensor)
         return tensor
 
+    class Attention(torch.autograd.Function):
+        """What attention that holds no scores keeps; on the meta device torch would take the one that does."""
+
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+            ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+            return out
+
     held: list[Tensor] = []
+    real = torch.nn.functional.scaled_dot_product_attention
     ids = torch.zeros(1, _SAMPLE, dtype=torch.long, device="meta")
     mask = torch.ones(1, 1, _SAMPLE, _SAMPLE, dtype=torch.bool, device="meta")
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     masks = mask if len(kinds) < 2 else dict.fromkeys(kinds, mask)
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        model.get_decoder()(input_ids=ids, attention_mask=masks, use_cache=False)
+    torch.nn.functional.scaled_dot_product_attention = lambda query, key, value, *_, **__: Attention.apply(
+        query, key, value
+    )
+    try:
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model.get_decoder()(input_ids=ids, attention_mask=masks, use_cache=False)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = real
     head = 2 * model.get_output_embeddings().weight.numel()
     return sum(seen.values()) / _SAMPLE, counter.get_total_flops() / _SAMPLE + head
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tracegrad.addresses import place_here
 from tracegrad.config import load as load_config
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.interrupt import Interrupt
@@ -78,7 +79,7 @@ def collect(
         ArgumentError: if arguments do not fit together.
         TracegradError: if no trainer begins, or what plays fails for good.
     """
-    run, (mine, of) = Path(run), share
+    run, (mine, of) = place_here(run), share
     if not 0 <= mine < of:
         raise ArgumentError(f"share is {share}. Collectors count from 0. Give (i, n) with i below n.")
     contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)

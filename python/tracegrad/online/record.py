@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tracegrad.addresses import place_here
 from tracegrad.errors import ArgumentError
 from tracegrad.online import frames
 from tracegrad.online.collector import Collector, Counts, counted
@@ -97,7 +98,7 @@ def record(
         ArgumentError: if arguments do not fit together, or `out` holds groups and `resume` is False.
         TracegradError: if a server, the folder or what plays fails for good.
     """
-    out = Path(out)
+    out = place_here(out)
     for name, value in (("groups", 1 if groups is None else groups), ("parallel", parallel)):
         if value < 1:
             raise ArgumentError(f"{name} is {value}. Nothing would be played. It must be at least 1.")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import metrics, presets
+from tracegrad.addresses import place_here
 from tracegrad.algebra import Objective
 from tracegrad.config import Config, as_dict
 from tracegrad.config import load as load_config
@@ -98,7 +99,7 @@ def train(
         key: token of the servers.
         python: interpreter of an environment that has vLLM, for the server that is started; default this one.
         engine: vLLM's engine arguments by name, for the server that is started.
-        out: folder of the run.
+        out: folder of the run, by its path.
         resume: go on with the run in `out`.
         sinks: where rows go beside metrics.jsonl; default a line each step, and the dashboards of `train.log_to`.
         say: takes the sentences that a user should read.
@@ -108,7 +109,7 @@ def train(
         SyncFault: if the servers do not sample from the policy that is trained.
         TracegradError: if a server, the folder or what plays fails for good.
     """
-    told, play, out, model = online or Online(), play or Play(), Path(out), Path(model)
+    told, play, out, model = online or Online(), play or Play(), place_here(out), Path(model)
     if tasks is None and told.sync == "lora":
         raise ArgumentError(
             "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
@@ -176,7 +177,7 @@ def replay(
         ReadError: if the folder holds no run.
         FormatError: if it does not say what the run was told.
     """
-    run, out, model = Path(run), Path(out), Path(model)
+    run, out, model = Path(run), place_here(out), Path(model)
     if run.resolve() == out.resolve():
         raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
     before = Brief.read(run)

@@ -4,17 +4,30 @@ Ray is imported on use (extra `ray`). Shards go to a folder that all nodes see, 
 """
 
 import base64
+import importlib
+import logging
 import os
 import pickle
+import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tracegrad.errors import ArgumentError
+from tracegrad import _core
+from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.prepare.part import Job, Record, done
 from tracegrad.prepare.parts import Part
 from tracegrad.prepare.worker import sendable
 from tracegrad.tokenizer import Tokenizer
+
+ANSWER_S = 60.0
+"""How long a cluster that listens may take to let a process in."""
+_LISTEN_S = 5.0
+_JOIN = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error')"
 
 
 class Preparer:
@@ -31,7 +44,9 @@ class Preparer:
         """The records of parts, or their errors."""
         return {"outcome": [_closed(self._outcome(*_opened(row))) for row in rows["part"]]}
 
-    def _outcome(self, job: Job, part: Part) -> tuple[Part, Record | Exception]:
+    def _outcome(self, job: Job, part: Part, where: str) -> tuple[Part, Record | Exception]:
+        with suppress(OSError):  # a node that has no such folder may do parts whose paths are whole
+            os.chdir(where)
         try:
             self._tokenizer = self._tokenizer or Tokenizer.from_pretrained(Path(job.model))
             return part, done(job, part, self._tokenizer)
@@ -49,14 +64,12 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
         workers: actors at most; 0 for as many as the cluster has CPUs.
 
     Raises:
-        ArgumentError: if Ray is not installed, or there is no cluster at the address.
-        TracegradError: the error of the first of the parts that has one.
+        ArgumentError: if there is no cluster at the address.
+        TracegradError: the error of the first of the parts that has one; if the cluster cannot do parts at all.
     """
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise ArgumentError(f"{error}. --ray needs it. pip install 'tracegrad[ray]'") from error
+    import ray
+    import ray.data
+
     is_own = not ray.is_initialized()
     if is_own:
         try:
@@ -70,7 +83,11 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
         most = workers or int(ray.cluster_resources().get("CPU", 1))
         actors = ray.data.ActorPoolStrategy(min_size=1, max_size=max(min(most, len(parts)), 1))
         ray.data.DataContext.get_current().enable_progress_bars = False
-        rows = ray.data.from_items([{"part": _closed((job, part))} for part in parts], override_num_blocks=len(parts))
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # of a cluster without room, not of each step
+        logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+        rows = ray.data.from_items(
+            [{"part": _closed((job, part, os.getcwd()))} for part in parts], override_num_blocks=len(parts)
+        )
         made = rows.map_batches(Preparer, batch_size=1, compute=actors, num_cpus=1)
         failed: dict[int, Exception] = {}
         for row in made.iter_rows():
@@ -81,9 +98,70 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
                 yield outcome
         if failed:
             raise failed[min(failed)]
+    except ray.exceptions.RayError as error:
+        raise TracegradError(
+            f"Ray: {_last(str(error))}. Its parts are not done; those that were are kept. Install tracegrad "
+            f"{_core.__version__} on every node, mend what is named, and go on with --resume."
+        ) from error
     finally:
         if is_own:
             ray.shutdown()
+
+
+def check(address: str) -> None:
+    """Looks whether there is a cluster, before anything is written or counted: Ray itself would try for 8 minutes.
+
+    Args:
+        address: as for `records`.
+
+    Raises:
+        ArgumentError: if Ray is not installed, nobody listens at the address, or who listens does not answer as Ray.
+    """
+    told = address or os.environ.get("RAY_ADDRESS", "")
+    what = f"--ray {address}" if address else f"RAY_ADDRESS is {told}" if told else "--ray"
+    if why := _deaf(told):
+        raise ArgumentError(f"{what}: nobody answers there ({why}). {_CURE}")
+    try:
+        ray = importlib.import_module("ray")
+        importlib.import_module("ray.data")
+    except ImportError as error:
+        raise ArgumentError(f"{error}. --ray needs it. pip install 'tracegrad[ray]'") from error
+    if told == "local" or ray.is_initialized():
+        return
+    try:
+        joined = subprocess.run(
+            [sys.executable, "-c", _JOIN, told or "auto"], capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        where = "" if told else " a cluster that was started here, and is gone without `ray stop`, or is busy:"
+        raise ArgumentError(
+            f"{what}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
+        ) from error
+    if joined.returncode and told:  # where none is told and none is found, one of this machine is started
+        raise ArgumentError(f"{what}: {_last(joined.stderr)}. {_CURE}")
+
+
+_CURE = (
+    "No part can be done there. Start it (ray start --head), correct the address, or leave address and RAY_ADDRESS out "
+    "for a cluster of this machine; `ray stop` forgets one that is gone."
+)
+
+
+def _deaf(address: str) -> str:
+    """Why nobody can be reached at HOST:PORT; "" where somebody listens, or only Ray knows what the address means."""
+    found = re.fullmatch(r"(ray://)?\[?([^/\[\]]*[^/\[\]:])\]?:(\d{1,5})", address)
+    if found is None:
+        return ""
+    try:
+        socket.create_connection((found[2], int(found[3])), _LISTEN_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return ""
+
+
+def _last(told: str) -> str:
+    """What a trace of calls ends with."""
+    return (told.strip().splitlines() or ["it ended without a word"])[-1].strip().rstrip(".")[:200]
 
 
 def _closed(value: Any) -> str:

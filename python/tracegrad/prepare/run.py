@@ -76,6 +76,8 @@ def prepare(
     plan = _plan(named, model, data, told, shard_traces, part_bytes)
     place = place_of(os.fspath(out))
     _check(place, workers, ray)
+    if ray is not None and named != ["-"]:
+        on_ray.check(ray)
     place.make()
     with place.lock() as lock:
         _begin(place, plan, resume)
