@@ -2,6 +2,8 @@
 
 import filecmp
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
@@ -10,8 +12,10 @@ import tracegrad as tg
 import vlm
 from test_pictures_recorded import GOLDEN
 from tracegrad import prepare
-from tracegrad.config import Data
+from tracegrad.config import Config, Data
+from tracegrad.config.options import Images
 from tracegrad.errors import ArgumentError
+from tracegrad.learner.setup import check_ranks_see
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +79,24 @@ def test_a_model_without_a_tower_is_refused(traces, folder, example, tmp_path):
     sequences = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(folder))
     with pytest.raises(ArgumentError, match=r"no image processor|takes none"):
         tg.train(example / "model", sequences, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("mode", "alone", "tower", "refused"),
+    [
+        ("fsdp", False, "frozen", "parallel.mode is fsdp"),
+        ("ddp", False, "trained", "images.tower is trained on several ranks"),
+        ("ddp", False, "frozen", None),
+        ("none", True, "trained", None),
+    ],
+)
+def test_ranks_that_would_run_the_tower_unlike_often_are_refused(traces, folder, mode, alone, tower, refused):
+    sequences = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(folder))
+    target = SimpleNamespace(mode=mode, ranks=SimpleNamespace(alone=alone))
+    config = replace(Config(), images=Images(tower))
+    if refused is None:
+        check_ranks_see(sequences, target, config)
+        return
+    check_ranks_see(replace(sequences, images=None), target, config)
+    with pytest.raises(ArgumentError, match=refused):
+        check_ranks_see(sequences, target, config)
