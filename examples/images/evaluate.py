@@ -30,12 +30,9 @@ def load(folder: Path) -> tuple[Any, Any, Any]:
 def inputs(tokenizer: Any, processor: Any, asked: list[shapes.Scene]) -> dict[str, torch.Tensor]:
     """What the model takes for these scenes: prompts of one length, pixels, and which tokens are pictures."""
     pictures = processor([scene.picture() for scene in asked], return_tensors="pt")
-    texts = []
-    for scene in asked:
-        content = [{"type": "image"}, {"type": "text", "text": scene.question}]
-        message = {"role": "user", "content": content}
-        text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        texts.append(text.replace("<|image_pad|>", "<|image_pad|>" * 4))
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": shapes.QUESTION}]}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    texts = [text.replace("<|image_pad|>", "<|image_pad|>" * 4)] * len(asked)
     ids = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
     return {"input_ids": ids, "pixel_values": pictures["pixel_values"], "image_grid_thw": pictures["image_grid_thw"]}
 

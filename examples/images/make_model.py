@@ -1,4 +1,4 @@
-"""Makes `model/`: a byte-level BPE tokenizer, a ChatML template with pictures and a small Qwen3-VL pretrained from scratch.
+"""Makes `model/`: a byte-level BPE tokenizer, a ChatML template with pictures and a small Qwen3-VL, pretrained here.
 
 The task is in shapes.py. Run it as a script; traces come from record.py.
 """
@@ -47,7 +47,7 @@ CHAT_TEMPLATE = """\
 
 def make_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """Train the byte-level BPE on questions and answers, and save it with the template."""
-    lines = [f"{shapes.question(colour)}\nassistant\nuser\n" for colour in shapes.COLOURS] + list(shapes.NUMBERS)
+    lines = [f"{shapes.QUESTION}\nassistant\nuser\n", *shapes.NUMBERS]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -120,24 +120,15 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGen
     return Qwen3VLForConditionalGeneration(config)
 
 
-Demonstration = tuple[shapes.Scene, list[tuple[str, str]]]
+Demonstration = tuple[shapes.Scene, str]
 
 
-def clean(seed: int) -> Iterator[Demonstration]:
-    """Endless scenes of the split `pretrain`; all colours are asked for, one turn each, and answered rightly."""
-    generator = random.Random(f"clean/{seed}")
-    for scene in shapes.scenes("pretrain", seed):
-        others = [colour for colour in shapes.COLOURS if colour != scene.asked]
-        order = [scene.asked, *generator.sample(others, len(others))]
-        yield scene, [(shapes.question(colour), shapes.NUMBERS[scene.count(colour)]) for colour in order]
-
-
-def spoiled(seed: int, share: float) -> Iterator[Demonstration]:
-    """Endless scenes with one question each, a share of the answers wrong."""
-    generator = random.Random(f"spoiled/{seed}")
+def demonstrations(seed: int, share: float) -> Iterator[Demonstration]:
+    """Endless scenes of the split `pretrain` with answers, a share of them wrong."""
+    generator = random.Random(f"demonstrations/{seed}")
     for scene in shapes.scenes("pretrain", seed):
         fails = generator.random() < share
-        yield scene, [(scene.question, shapes.wrong(scene, generator) if fails else scene.answer)]
+        yield scene, shapes.wrong(scene, generator) if fails else scene.answer
 
 
 class Trainer:
@@ -150,21 +141,11 @@ class Trainer:
     def loss(self, batch: list[Demonstration]) -> torch.Tensor:
         """Mean loss of the answers with their end tokens; each is one token to the tokenizer, so no row is padded."""
         given = evaluate.inputs(self.tokenizer, self.processor, [scene for scene, _ in batch])
-        end, texts = self.tokenizer.eos_token, []
-        for _, turns in batch:
-            (_, first), *more = turns
-            texts.append(first + end)
-            for asked, answer in more:
-                texts[-1] += f"\n<|im_start|>user\n{asked}{end}\n<|im_start|>assistant\n{answer}{end}"
+        texts = [answer + self.tokenizer.eos_token for _, answer in batch]
         said = torch.tensor(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
-        ends = (said == self.tokenizer.eos_token_id).nonzero()
-        answers = ends.view(len(batch), -1, 2)[:, ::2, 1]  # the other end tokens are the user's
-        start = given["input_ids"].shape[1]
         ids = torch.cat([given["input_ids"], said], 1)
-        logits = evaluate.forward(self.network, given, ids)
-        places = start + torch.cat([answers - 1, answers], 1)
-        rows = torch.arange(len(batch))[:, None]
-        return torch.nn.functional.cross_entropy(logits[rows, places - 1].flatten(0, 1), ids[rows, places].flatten())
+        logits = evaluate.forward(self.network, given, ids)[:, -said.shape[1] - 1 : -1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), said.flatten())
 
     def step(self, loss: torch.Tensor, rate: float) -> float:
         """One optimiser step at learning rate `rate`."""
@@ -180,7 +161,7 @@ class Trainer:
 def pretrain(trainer: Trainer, steps: tuple[int, int], share: float, seed: int) -> None:
     """Right answers with a cosine fall of the rate, then a share of wrong ones: the model learns to fail at times."""
     first, second = steps
-    good, mixed = clean(seed), spoiled(seed + 1, share)
+    good, mixed = demonstrations(seed, 0.0), demonstrations(seed + 1, share)
     started = time.monotonic()
     for number in range(first + second):
         batch = list(itertools.islice(good if number < first else mixed, BATCH))
@@ -199,7 +180,7 @@ def main() -> None:
     """Make tokenizer and processor, pretrain the network, save all and print the success rates."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    parser.add_argument("--steps", type=int, nargs=2, default=(700, 100), metavar=("CLEAN", "CORRUPTED"))
+    parser.add_argument("--steps", type=int, nargs=2, default=(600, 100), metavar=("CLEAN", "CORRUPTED"))
     parser.add_argument("--corrupted", type=float, default=0.55, help="share of wrong answers at the end")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -67,7 +67,7 @@ def trace(base_url: str, scene: shapes.Scene, group: str, sample: int) -> dict:
         "policy_version": 0,
         "logprob_kind": "processed",
         "temperature": 1.0,
-        "metadata": {"answer": scene.answer, "asked": scene.asked},
+        "metadata": {"answer": scene.answer},
         "calls": [{"request": body, "response": response}],
     }
 

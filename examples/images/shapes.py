@@ -1,6 +1,6 @@
-"""The task: pictures of coloured shapes, a question about one colour, and the check of an answer.
+"""The task: pictures of coloured shapes, the question how many are red, and the check of an answer.
 
-Needs Pillow alone. What is drawn here is pretrained on by make_model.py, recorded by record.py and asked by evaluate.py.
+Needs Pillow alone. make_model.py pretrains on what is drawn here, record.py records it, evaluate.py asks about it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from PIL import Image, ImageDraw
 
 SIDE = 56
 CELL = 14
-COLOURS = {"red": (214, 40, 40), "green": (44, 160, 60), "blue": (40, 80, 210)}
+TOTAL = 8
+ASKED = "red"
+QUESTION = f"How many {ASKED} shapes?"
+COLOURS = {"red": (240, 20, 20), "green": (20, 220, 20), "blue": (30, 30, 250)}
 KINDS = ("circle", "square", "triangle")
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven")
 SPLITS = ("pretrain", "traces", "evaluation")
 
 
@@ -36,10 +39,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and the colour that is asked for; `paper` is the grey of what is behind the shapes."""
+    """A picture; `paper` is the dark grey of what is behind the shapes."""
 
     shapes: tuple[Shape, ...]
-    asked: str
     paper: int
 
     @property
@@ -53,11 +55,7 @@ class Scene:
 
     @property
     def answer(self) -> str:
-        return NUMBERS[self.count(self.asked)]
-
-    @property
-    def question(self) -> str:
-        return question(self.asked)
+        return NUMBERS[self.count(ASKED)]
 
     def picture(self) -> Image.Image:
         image = Image.new("RGB", (SIDE, SIDE), (self.paper,) * 3)
@@ -81,15 +79,11 @@ class Scene:
 
     def messages(self) -> list[dict]:
         url = {"type": "image_url", "image_url": {"url": self.data_url()}}
-        return [{"role": "user", "content": [url, {"type": "text", "text": self.question}]}]
-
-
-def question(colour: str) -> str:
-    return f"How many {colour} shapes?"
+        return [{"role": "user", "content": [url, {"type": "text", "text": QUESTION}]}]
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """Endless scenes of one split; one to five shapes have the colour that is asked for, each number as often."""
+    """Endless scenes of one split: eight shapes, one to four of them red, each number as often."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is none of {', '.join(SPLITS)}")
     generator = random.Random(f"{split}/{seed}")
@@ -100,20 +94,19 @@ def scenes(split: str, seed: int) -> Iterator[Scene]:
 
 
 def _draw(generator: random.Random) -> Scene:
-    asked = generator.choice(list(COLOURS))
-    others = [colour for colour in COLOURS if colour != asked]
-    colours = [asked] * generator.randint(1, 5) + generator.choices(others, k=generator.randint(0, 6))
+    count = generator.randint(1, 4)
+    colours = [ASKED] * count + generator.choices([colour for colour in COLOURS if colour != ASKED], k=TOTAL - count)
     shapes = []
     for cell, colour in zip(generator.sample(range(16), len(colours)), colours, strict=True):
         size = generator.randint(8, 11)
         left, top = generator.randint(1, 12 - size), generator.randint(1, 12 - size)
         shapes.append(Shape(cell, generator.choice(KINDS), colour, left, top, size))
-    return Scene(tuple(sorted(shapes, key=lambda shape: shape.cell)), asked, generator.randint(225, 255))
+    return Scene(tuple(sorted(shapes, key=lambda shape: shape.cell)), generator.randint(0, 30))
 
 
 def wrong(scene: Scene, generator: random.Random) -> str:
     """An answer that is not right: as many as another colour has, or one more or fewer."""
-    right = scene.count(scene.asked)
+    right = scene.count(ASKED)
     counts = [scene.count(colour) for colour in COLOURS] + [right - 1, right + 1]
     return NUMBERS[generator.choice([count for count in counts if count != right])]
 
