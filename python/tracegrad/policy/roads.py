@@ -129,7 +129,7 @@ class _Probe:
 
     def __init__(self, model: nn.Module, length: int) -> None:
         self.model, self.device = model, next(model.parameters()).device
-        tokens = _ordinary_ids(model)
+        tokens = ordinary_ids(model)
         self.prefix = SHARED_FROM
         ends = (self.prefix + 8, self.prefix + 10, length)
         self.branches = []
@@ -200,7 +200,7 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return found_ if np.isfinite(found_) else float("inf")
 
 
-def _ordinary_ids(model: nn.Module) -> Any:
+def ordinary_ids(model: nn.Module) -> Any:
     """Ids that stand for text: none that the configuration names as special, of a picture or for padding."""
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
     special: set[int] = set()
