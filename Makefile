@@ -31,7 +31,7 @@ online: $(VENV)/online .venv-vllm/ready  ## play against vLLM on this CPU, train
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/online.py \
 		--vllm-python .venv-vllm/bin/python --out out/online
 
-images: $(VENV)/train  ## train on recorded answers about pictures: success before, after, and with pictures shuffled
+images: $(VENV)/images  ## train on recorded answers about pictures: success before, after, and with pictures shuffled
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/images/demo.py --out out/images
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
@@ -142,13 +142,17 @@ $(VENV)/train: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[train]"
 	touch $@
 
+$(VENV)/images: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet ".[images]"
+	touch $@ $(VENV)/train
+
 $(VENV)/online: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[online]"
 	touch $@ $(VENV)/train
 
 $(VENV)/dev: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[dev]"
-	touch $@ $(VENV)/online $(VENV)/train
+	touch $@ $(VENV)/online $(VENV)/images $(VENV)/train
 
 $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[bench]"

@@ -8,15 +8,13 @@ Uses the library as `tracegrad train` does, and evaluate.py for the success rate
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import random
 import sys
 from pathlib import Path
 
-import zstandard
-
 import evaluate
+import tracegrad as tg
 from tracegrad.cli import main as tracegrad
 
 HERE = Path(__file__).parent
@@ -31,9 +29,8 @@ def measure(label: str, folder: Path, count: int, seed: int) -> dict:
 
 def shuffled(traces: Path, path: Path, seed: int) -> Path:
     """The same traces, each with the picture of another trace: what is learnt from them was not learnt from pixels."""
-    with traces.open("rb") as file:
-        lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), "utf-8")
-        records = [json.loads(line) for line in lines]
+    tg.write(tg.read(traces), path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
     pictures = [record["calls"][0]["request"]["messages"][0]["content"][0] for record in records]
     urls = [picture["image_url"]["url"] for picture in pictures]
     random.Random(seed).shuffle(urls)
