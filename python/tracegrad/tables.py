@@ -4,6 +4,7 @@ A row is a record in any form of docs/trace-format.md, most often with TRL's col
 from Arrow's buffers to Rust without a Python object per token; the other columns are small and go as JSON.
 """
 
+import base64
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -272,12 +273,16 @@ def _row(head: dict[str, Any], lists: dict[str, tuple[Any, Any, Any, Any]], row:
 
 
 def to_json(record: Any) -> bytes:
-    """A record as JSON; what JSON has no form for is written as Python's `str` says it."""
-    text = json.dumps(record, ensure_ascii=False, default=str)
+    """A record as JSON; bytes are base64, and what else JSON has no form for is written as Python's `str` says it."""
+    text = json.dumps(record, ensure_ascii=False, default=_formless)
     try:
         return text.encode()
     except UnicodeEncodeError:
-        return json.dumps(record, default=str).encode()
+        return json.dumps(record, default=_formless).encode()
+
+
+def _formless(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, (bytes, bytearray, memoryview)) else str(value)
 
 
 def _without_none(head: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 In comes a `Batch`; out go logprobs, or a loss with its gradient. Unmodified causal LMs of transformers; `learner`
 calls this, any trainer may call `token_logprobs`. Its files, each using those before it alone: `masks` (who sees
 whom), `model` (what a model is made of); `run`, `roads` (ways through a row, tried before trusted); `blocks`,
-`forward`; `loss` (the fused road from hidden states to a gradient).
+`pictures` (rows that hold some), `forward`; `loss` (the fused road from hidden states to a gradient).
 """
 
 from tracegrad.kernels.head import token_logprobs

@@ -49,6 +49,19 @@ pub fn may_show(record: &[u8]) -> bool {
     FOUND.as_ref().is_none_or(|words| words.is_match(record))
 }
 
+/// A record's own list of pictures: its column `images`, or the one picture of its column `image`.
+pub fn list_in(fields: &Map<String, Value>) -> Option<Value> {
+    let one =
+        || fields.get("image").filter(|image| holds_something(image)).map(|image| Value::from(vec![image.clone()]));
+    fields.get("images").filter(|images| holds_something(images)).cloned().or_else(one)
+}
+
+/// The same of a record as it was read.
+pub fn list_of(record: &str) -> Option<Value> {
+    let whole: Map<String, Value> = serde_json::from_str(record).ok()?;
+    list_in(&whole)
+}
+
 /// What a record holds that is no text and that none of its messages has, by what it calls itself.
 pub fn left_out(record: &str, messages: &[Message]) -> Option<String> {
     let whole: Value = serde_json::from_str(record).ok()?;

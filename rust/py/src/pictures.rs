@@ -1,11 +1,12 @@
 //! `tracegrad_core::pictures` for Python: the pictures of traces, and their files by digest.
 
-use crate::border::detached;
+use crate::border::{attached, detached};
 use crate::traces::PyTraces;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use std::collections::HashSet;
-use tracegrad_core::pictures::{MEDIA_TYPES, digest, find};
+use tracegrad_core::pictures::{MEDIA_TYPES, Picture, digest, find};
 use tracegrad_core::trace::Trace;
 use tracegrad_core::{Error, Kind};
 
@@ -14,7 +15,11 @@ type Columns<'py> = (Bound<'py, PyBytes>, Vec<u32>, Vec<u32>, Vec<&'static str>)
 
 /// The distinct pictures of traces.
 #[pyfunction]
-fn pictures_of<'py>(py: Python<'py>, traces: &PyTraces) -> Columns<'py> {
+fn pictures_of<'py>(py: Python<'py>, traces: &PyTraces) -> PyResult<Columns<'py>> {
+    attached(py, Kind::Fault, "listing pictures", || Ok(columns(py, traces)))
+}
+
+fn columns<'py>(py: Python<'py>, traces: &PyTraces) -> Columns<'py> {
     let mut seen = HashSet::new();
     let all = traces.inner.iter().flat_map(|trace| &trace.pictures);
     let found: Vec<_> = all.filter(|picture| seen.insert(picture.digest)).collect();
@@ -32,14 +37,15 @@ fn pictures_of<'py>(py: Python<'py>, traces: &PyTraces) -> Columns<'py> {
 #[pyfunction]
 fn picture_bytes<'py>(py: Python<'py>, traces: &PyTraces, digest: [u8; 32]) -> PyResult<Bound<'py, PyBytes>> {
     let found = detached(py, Kind::Fault, "reading a picture", || {
-        let trace = traces.inner.iter().find(|trace| holds(trace, &digest)).ok_or_else(|| lost(&digest))?;
-        find(&trace.record()?, &digest).ok_or_else(|| lost(&digest).at(&trace.location))
+        let held = traces.inner.iter().find_map(|trace| Some((trace, picture(trace, &digest)?)));
+        let (trace, picture) = held.ok_or_else(|| lost(&digest))?;
+        find(&trace.record()?, picture).ok_or_else(|| lost(&digest).at(&trace.location))
     })?;
     Ok(PyBytes::new(py, &found))
 }
 
-fn holds(trace: &Trace, digest: &[u8; 32]) -> bool {
-    trace.pictures.iter().any(|picture| picture.digest == *digest)
+fn picture<'t>(trace: &'t Trace, digest: &[u8; 32]) -> Option<&'t Picture> {
+    trace.pictures.iter().find(|picture| picture.digest == *digest)
 }
 
 fn lost(digest: &[u8; 32]) -> Error {
@@ -52,8 +58,9 @@ fn lost(digest: &[u8; 32]) -> Error {
 
 /// The name of a picture: the blake3 of its file.
 #[pyfunction]
-fn picture_digest<'py>(py: Python<'py>, file: &[u8]) -> Bound<'py, PyBytes> {
-    PyBytes::new(py, &digest(file))
+fn picture_digest<'py>(py: Python<'py>, file: PyBackedBytes) -> PyResult<Bound<'py, PyBytes>> {
+    let found = detached(py, Kind::Fault, "hashing a picture", || Ok(digest(&file)))?;
+    Ok(PyBytes::new(py, &found))
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -60,14 +60,19 @@ pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -
     let mut media_left_out = None;
     let (form, header, body) = match parse(record, wanted) {
         Ok(Parsed::Foreign(foreign)) => {
+            let mut body = foreign.body;
             if media::may_show(record) {
-                media_left_out = media::left_out(&diagnose::text(record)?, &foreign.body.messages);
+                let text = diagnose::text(record)?;
+                if let Some(images) = media::list_of(&text) {
+                    fill(&mut body.messages, &images);
+                }
+                media_left_out = media::left_out(&text, &body.messages);
             }
-            Ok((foreign.form, foreign.header, foreign.body))
+            Ok((foreign.form, foreign.header, body))
         }
         Ok(Parsed::Shaped(object)) => {
             media_left_out = media::column_of(&object.fields).map(str::to_owned);
-            let images = media_left_out.as_ref().and_then(|_| object.fields.get("images").cloned());
+            let images = media_left_out.as_ref().and_then(|_| media::list_in(&object.fields));
             let read = decode_shaped(*object, record, wanted, &mut place);
             read.map(|(form, header, mut body)| {
                 if images.is_some_and(|images| fill(&mut body.messages, &images)) {

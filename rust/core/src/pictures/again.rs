@@ -1,49 +1,79 @@
 //! The file of a picture, found again in the bytes of the record that held it.
+//!
+//! Records are read by more than one parser, and some are not JSON to any but theirs; so what is looked through here are
+//! the strings of the bytes, whatever stands between them.
 
-use super::parts::{data_url, decoded};
+use super::parts::{Picture, data_url, decoded, digest};
+use memchr::{memchr, memchr2};
 use serde_json::Value;
+use std::borrow::Cow;
 
-/// The name of a file: its blake3.
-pub fn digest(file: &[u8]) -> [u8; 32] {
-    *blake3::hash(file).as_bytes()
-}
-
-/// The file with this digest, wherever in a record its base64 stands.
-pub fn find(record: &[u8], wanted: &[u8; 32]) -> Option<Vec<u8>> {
-    let whole: Value = serde_json::from_slice(record).ok()?;
-    each(&whole, &mut |file| (digest(&file) == *wanted).then_some(file))
+/// The file of a picture, wherever in a record its base64 stands.
+pub fn find(record: &[u8], wanted: &Picture) -> Option<Vec<u8>> {
+    let shortest = wanted.length / 3 * 4;
+    strings(record).filter(|text| text.len() >= shortest).find_map(|text| {
+        let text = unescaped(text)?;
+        let data = data_of(&text)?;
+        // Blanks make it longer, and nothing shorter.
+        decoded(data).filter(|file| file.len() == wanted.length && digest(file) == wanted.digest)
+    })
 }
 
 /// The digests of all files of pictures below a value.
 pub fn digests(value: &Value) -> Vec<[u8; 32]> {
     let mut found = Vec::new();
-    each(value, &mut |file| {
-        found.push(digest(&file));
-        None::<()>
-    });
+    each(value, &mut |file| found.push(digest(&file)));
     found
 }
 
-/// Calls `found` with each file whose base64 stands below a value, until it gives something.
-fn each<T>(value: &Value, found: &mut impl FnMut(Vec<u8>) -> Option<T>) -> Option<T> {
+/// Calls `found` with each file whose base64 stands below a value.
+fn each(value: &Value, found: &mut impl FnMut(Vec<u8>)) {
     match value {
-        Value::Array(items) => items.iter().find_map(|item| each(item, found)),
-        Value::Object(fields) => fields.values().find_map(|field| each(field, found)),
+        Value::Array(items) => items.iter().for_each(|item| each(item, found)),
+        Value::Object(fields) => fields.values().for_each(|field| each(field, found)),
         Value::String(text) => {
-            let data = if text.starts_with("data:") { data_url(text)?.1 } else { may_be_file(text)? };
-            decoded(data).and_then(found)
+            if let Some(file) = data_of(text).and_then(decoded) {
+                found(file);
+            }
         }
-        _ => None,
+        _ => {}
     }
 }
 
-/// A text that begins as the base64 of a picture does.
-fn may_be_file(text: &str) -> Option<&str> {
-    // The first bytes of PNG, JPEG, WebP and GIF.
-    ["iVBOR", "/9j/", "UklGR", "R0lGOD", "_9j_"]
-        .iter()
-        .any(|start| text.trim_start().starts_with(start))
-        .then_some(text)
+/// What stands between the quotes of each string.
+fn strings(record: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = record;
+    std::iter::from_fn(move || {
+        let start = memchr(b'"', rest)? + 1;
+        let mut end = start;
+        loop {
+            end += memchr2(b'"', b'\\', rest.get(end..)?)?;
+            if rest[end] == b'"' {
+                break;
+            }
+            end += 2;
+        }
+        let text = &rest[start..end];
+        rest = &rest[end + 1..];
+        Some(text)
+    })
+}
+
+fn unescaped(text: &[u8]) -> Option<Cow<'_, str>> {
+    if memchr(b'\\', text).is_none() {
+        return std::str::from_utf8(text).ok().map(Cow::Borrowed);
+    }
+    let quoted = [b"\"", text, b"\""].concat();
+    serde_json::from_slice::<String>(&quoted).ok().map(Cow::Owned)
+}
+
+/// The base64 of a string that is a data URL, or begins as the base64 of a PNG, JPEG, WebP or GIF does.
+fn data_of(text: &str) -> Option<&str> {
+    const STARTS: [&str; 5] = ["iVBOR", "/9j/", "_9j_", "UklGR", "R0lGOD"];
+    if text.get(..5).is_some_and(|scheme| scheme.eq_ignore_ascii_case("data:")) {
+        return Some(data_url(text)?.1);
+    }
+    STARTS.iter().any(|start| text.trim_start().starts_with(start)).then_some(text)
 }
 
 #[cfg(test)]
@@ -54,15 +84,23 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_file_is_found_by_its_digest_alone() {
-        let (one, two) = (b"GIF89a\x05\0\x07\0", b"GIF89a\x06\0\x07\0");
+    fn a_file_is_found_by_its_digest_alone_whatever_the_record_is() {
+        let (one, two) = (b"GIF89a\x05\0\x07\0\xff\xfe\xfb", b"GIF89a\x06\0\x07\0\xff\xfe\xfb");
         let data = |file: &[u8]| STANDARD.encode(file);
-        let record = json!({"a": [{"url": format!("data:image/gif;base64,{}", data(one))}, {"data": data(two)}]});
-        let bytes = serde_json::to_vec(&record).unwrap();
-        for file in [&one[..], two] {
-            assert_eq!(find(&bytes, &digest(file)).as_deref(), Some(file));
+        let record = json!({"q\"": [{"url": format!("data:image/gif;base64,{}", data(one))}, {"data": data(two)}]});
+        let text = serde_json::to_string(&record).unwrap();
+        // Numbers that JSON does not have, and strings with escapes.
+        let loose = format!("{{\"reward\": NaN, \"x\": \"\\\\\", \"rest\": {text}}}");
+        for text in [text.clone(), loose, text.replace('/', "\\/")] {
+            for file in [&one[..], two] {
+                let wanted = Picture { digest: digest(file), length: file.len(), ..Picture::default() };
+                assert_eq!(find(text.as_bytes(), &wanted).as_deref(), Some(file), "{text}");
+            }
         }
-        assert_eq!(find(&bytes, &digest(b"three")), None);
-        assert_eq!(find(b"no JSON", &digest(one)), None);
+        let other = Picture { digest: digest(b"three"), length: one.len(), ..Picture::default() };
+        assert_eq!(find(text.as_bytes(), &other), None);
+        for broken in [&b"\""[..], b"\"\\", b"no JSON"] {
+            assert_eq!(find(broken, &other), None);
+        }
     }
 }

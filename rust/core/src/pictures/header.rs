@@ -56,7 +56,9 @@ fn lies_down(file: &[u8]) -> bool {
 fn exif(file: &[u8]) -> Option<&[u8]> {
     let strip = |data: &'_ [u8]| data.strip_prefix(b"Exif\0\0").unwrap_or(data).len();
     let found = match file {
-        [0xff, ..] => segments(file).find_map(|(marker, data)| (marker == 0xe1).then_some(data)?.strip_prefix(b"Exif\0\0"))?,
+        [0xff, ..] => {
+            segments(file).find_map(|(marker, data)| (marker == 0xe1).then_some(data)?.strip_prefix(b"Exif\0\0"))?
+        }
         [0x89, ..] => chunks(file, 8, 4, |at| Some((big(file, at)? as usize, at + 4, at + 8)), b"eXIf")?,
         [b'R', ..] => chunks(file, 12, 0, |at| Some((little(file, at + 4)? as usize, at, at + 8)), b"EXIF")?,
         _ => return None,
@@ -95,7 +97,8 @@ fn orientation(data: &[u8]) -> Option<u32> {
     let directory = (if large { big(data, 4) } else { little(data, 4) })? as usize;
     let entries = short(directory)? as usize;
     let at = (0..entries).map(|entry| directory + 2 + 12 * entry).find(|&at| short(at) == Some(0x0112))?;
-    short(at + 8)
+    // A short number, or a long one of which its low half counts.
+    if large && short(at + 2) == Some(4) { short(at + 10) } else { short(at + 8) }
 }
 
 fn png(file: &[u8]) -> Option<(u32, u32)> {
@@ -222,8 +225,7 @@ mod tests {
     fn a_picture_that_lies_on_its_side_is_as_wide_as_it_is_shown() {
         for data in TURNED {
             let length = |extra: usize| (data.len() + extra) as u16;
-            let jpeg =
-                [&JPEG[..2], b"\xff\xe1", &length(8).to_be_bytes(), b"Exif\0\0", data, &JPEG[2..]].concat();
+            let jpeg = [&JPEG[..2], b"\xff\xe1", &length(8).to_be_bytes(), b"Exif\0\0", data, &JPEG[2..]].concat();
             let size = (length(0) as u32).to_be_bytes();
             let png = [PNG, b"\x08\x02\0\0\0crc.", &size, b"eXIf", data, b"crc."].concat();
             let webp = [EXTENDED, b"EXIF", &(length(0) as u32).to_le_bytes(), data].concat();

@@ -8,6 +8,6 @@ mod again;
 mod header;
 mod parts;
 
-pub use again::{digest, digests, find};
+pub use again::{digests, find};
 pub use header::MEDIA_TYPES;
-pub use parts::{Picture, handles, holds, is_handle, take, why_not};
+pub use parts::{Picture, digest, handles, holds, is_handle, take, why_not};

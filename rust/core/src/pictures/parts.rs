@@ -1,6 +1,6 @@
 //! The parts of a message that hold a picture's bytes: taken out, and a digest put in their place.
 
-use super::header;
+use super::header::{self, Header};
 use base64::Engine;
 use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD, URL_SAFE, URL_SAFE_NO_PAD};
 use serde_json::{Map, Value, json};
@@ -20,6 +20,8 @@ pub struct Picture {
     pub height: u32,
     /// Index into [`super::MEDIA_TYPES`], by its first bytes.
     pub kind: u8,
+    /// Bytes of the file.
+    pub length: usize,
 }
 
 /// Takes the pictures out of the content of a message, and puts digests in their places.
@@ -69,6 +71,10 @@ pub fn why_not(part: &Value) -> Option<String> {
     }
     let place = places(fields).find_map(|value| value.as_str())?;
     let kind = place.split(':').next().unwrap_or_default();
+    if kind.eq_ignore_ascii_case("data") {
+        let said: String = place.chars().skip(5).take_while(|&sign| sign != ',').take(40).collect();
+        return Some(format!("whose data URL says {said:?}, which is no picture in base64"));
+    }
     let said = if kind.len() < place.len() && kind.len() <= 8 {
         format!("at an address ({kind}:)")
     } else {
@@ -85,11 +91,14 @@ fn held(part: &Value) -> Option<(Cow<'_, [u8]>, Option<&str>)> {
     }
     // Anthropic: {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}.
     let source = fields.get("source").and_then(Value::as_object).filter(|_| kind(fields) == "image");
+    // The Model Context Protocol: {"type": "image", "data": ..., "mimeType": ...}.
+    let bare =
+        Some(fields).filter(|fields| kind(fields) == "image" && fields.get("data").is_some_and(Value::is_string));
     // Gemini: {"inlineData": {"mimeType": ..., "data": ...}}.
     let inline = fields.get("inlineData").or_else(|| fields.get("inline_data")).and_then(Value::as_object);
-    if let Some(inner) = source.or(inline) {
+    if let Some(inner) = source.or(inline).or(bare) {
         let said = ["media_type", "mimeType", "mime_type"].into_iter().find_map(|key| inner.get(key)?.as_str());
-        if said.is_some_and(|said| !said.starts_with("image/")) {
+        if said.is_some_and(|said| !may_be_image(said)) {
             return None;
         }
         return Some((decoded(inner.get("data")?.as_str()?)?.into(), said));
@@ -114,10 +123,17 @@ fn places(fields: &Map<String, Value>) -> impl Iterator<Item = &Value> {
 
 /// Media type and data of `data:image/png;base64,...`.
 pub(super) fn data_url(url: &str) -> Option<(Option<&str>, &str)> {
-    let (before, data) = url.strip_prefix("data:")?.split_once(',')?;
+    let (scheme, rest) = url.split_at_checked(5)?;
+    let (before, data) = rest.split_once(',').filter(|_| scheme.eq_ignore_ascii_case("data:"))?;
     let said = before.strip_suffix(";base64")?;
     let said = said.split(';').next().filter(|said| !said.is_empty());
-    said.is_none_or(|said| said.starts_with("image/")).then_some((said, data))
+    said.is_none_or(may_be_image).then_some((said, data))
+}
+
+/// Whether a media type may be said of a picture; its first bytes decide what it is.
+fn may_be_image(said: &str) -> bool {
+    let said = said.to_ascii_lowercase();
+    said.starts_with("image/") || said == "application/octet-stream"
 }
 
 /// Base64 in either alphabet, padded or not, line breaks and blanks left out.
@@ -130,7 +146,13 @@ pub(super) fn decoded(data: &str) -> Option<Vec<u8>> {
 /// What the header of a file says.
 fn picture_of(file: &[u8]) -> Result<Picture, String> {
     let found = header::read(file)?;
-    Ok(Picture { digest: super::digest(file), width: found.width, height: found.height, kind: found.kind })
+    let Header { width, height, kind } = found;
+    Ok(Picture { digest: digest(file), width, height, kind, length: file.len() })
+}
+
+/// The name of a file: its blake3.
+pub fn digest(file: &[u8]) -> [u8; 32] {
+    *blake3::hash(file).as_bytes()
 }
 
 #[cfg(test)]
@@ -155,12 +177,15 @@ mod tests {
             json!({"type": "image", "image": url}),
             json!({"type": "image", "url": url}),
             json!({"type": "image_url", "image_url": {"url": broken}}),
+            json!({"type": "image_url", "image_url": url.replace("data:image/gif", "DATA:IMAGE/GIF")}),
+            json!({"type": "image_url", "image_url": url.replace("image/gif", "application/octet-stream")}),
+            json!({"type": "image", "data": plain, "mimeType": "image/gif"}),
         ];
         for part in parts {
             let mut message = json!({"role": "user", "content": ["before", part, {"type": "text", "text": "behind"}]});
             let found = take(&mut message);
             let digest = *blake3::hash(GIF).as_bytes();
-            assert_eq!(found, [Picture { digest, width: 5, height: 7, kind: 3 }], "{part}");
+            assert_eq!(found, [Picture { digest, width: 5, height: 7, kind: 3, length: GIF.len() }], "{part}");
             assert_eq!(handles(&message), [digest]);
             let content = message["content"].as_array().unwrap();
             assert_eq!(content[1], json!({"type": "image", "image": format!("blake3:{}", blake3::hash(GIF).to_hex())}));
@@ -178,6 +203,7 @@ mod tests {
             (json!({"type": "image_url", "image_url": {"url": url}, "uuid": "x"}), "uuid"),
             (json!({"type": "image", "image": "/tmp/a.png"}), "path"),
             (json!({"type": "image_url", "image_url": {"url": pdf}}), "PDF"),
+            (json!({"type": "image_url", "image_url": {"url": "data:text/html;base64,AAAA"}}), "text/html"),
         ];
         for (part, word) in cases {
             let mut message = json!({"role": "user", "content": [part]});

@@ -24,7 +24,7 @@ pub fn fill(messages: &mut [Message], images: &Value) -> bool {
             _ => Vec::new(),
         };
         first.value["content"] = next.chain(text).collect();
-        *first = Message::new(first.value.take(), first.reward);
+        renew(first);
         return true;
     }
     if places != next.len() {
@@ -34,9 +34,16 @@ pub fn fill(messages: &mut [Message], images: &Value) -> bool {
         let filled =
             parts(message).into_iter().map(|part| if empty(&part) { next.next().unwrap_or(part) } else { part });
         message.value["content"] = filled.collect();
-        *message = Message::new(message.value.take(), message.reward);
+        renew(message);
     }
     true
+}
+
+/// Takes the pictures that were put into a message, beside those that it had.
+fn renew(message: &mut Message) {
+    let before = std::mem::take(&mut message.pictures);
+    *message = Message::new(message.value.take(), message.reward);
+    message.pictures.extend(before);
 }
 
 /// An entry of a list of pictures as a part: a data URL, base64, or `{"bytes": base64}` as Arrow's images are written.

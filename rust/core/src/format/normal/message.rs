@@ -151,9 +151,14 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
 
 /// A message that says this and nothing else.
 pub fn plain(role: &str, content: impl Into<Value>) -> Message {
+    Message::new(plain_value(role, content), None)
+}
+
+/// The same as a template gets it, of which a message is still to be made.
+pub fn plain_value(role: &str, content: impl Into<Value>) -> Value {
     let mut value = json!({"role": role, "content": null});
     value["content"] = content.into();
-    Message::new(value, None)
+    value
 }
 
 /// The message as a template gets it.

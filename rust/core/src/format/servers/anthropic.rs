@@ -10,6 +10,7 @@ use super::contract::{
 };
 use super::said;
 use crate::drift;
+use crate::pictures::holds;
 use crate::trace::{LogprobKind, Message, Note};
 use serde_json::{Value, json};
 
@@ -34,7 +35,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     generation.notes.push(Note { reason: drift::Reason::MissingLogprob, count, detail });
     let content = response.value("content")?.unwrap_or_default();
     let message =
-        messages_of("assistant", &content)?.pop().unwrap_or_else(|| said::message("assistant", "", "", vec![], vec![]));
+        messages_of("assistant", &content)?.pop().unwrap_or_else(|| said::message("assistant", "", "", vec![]));
     Ok(Entry::sampled(Message::new(message, None), generation, 0))
 }
 
@@ -42,45 +43,46 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
     let blocks = match content {
         Value::Array(blocks) => blocks,
-        Value::String(text) => return Ok(vec![said::message(role, text, "", vec![], vec![])]),
-        Value::Null => return Ok(vec![said::message(role, "", "", vec![], vec![])]),
+        Value::String(text) => return Ok(vec![said::message(role, text.as_str(), "", vec![])]),
+        Value::Null => return Ok(vec![said::message(role, "", "", vec![])]),
         _ => {
             return Err(reject(Reason::WrongType, "`content` is neither a string nor a list of blocks")
                 .why("The text of the message is not known")
                 .cure("Store the message as the API has it"));
         }
     };
-    let (mut text, mut thinking) = (String::new(), String::new());
-    let (mut calls, mut media, mut messages) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut said, mut thinking) = (said::Content::default(), String::new());
+    let (mut calls, mut messages) = (Vec::new(), Vec::new());
     for block in blocks {
         let string = |key: &str| block.get(key).and_then(Value::as_str).unwrap_or_default();
         match string("type") {
-            "text" => text.push_str(string("text")),
+            "text" => said.text(string("text")),
             "thinking" => thinking.push_str(string("thinking")),
             "redacted_thinking" => {}
             "tool_use" => calls.push(said::tool_call(block.get("id"), block.get("name"), block.get("input"))),
             "tool_result" => {
-                messages.push(said::tool_result(block.get("tool_use_id"), None, &result_text(block.get("content"))));
+                messages.push(said::tool_result(block.get("tool_use_id"), None, result_of(block.get("content"))));
             }
-            _ => media.push(block.clone()),
+            _ => said.part(block.clone()),
         }
     }
-    let speaks = !(text.is_empty() && thinking.is_empty() && calls.is_empty() && media.is_empty());
+    let speaks = !(said.is_empty() && thinking.is_empty() && calls.is_empty());
     if speaks || messages.is_empty() {
-        messages.push(said::message(role, &text, &thinking, calls, media));
+        messages.push(said::message(role, said, &thinking, calls));
     }
     Ok(messages)
 }
 
-/// The text of a tool's result: a string, or text blocks.
-fn result_text(content: Option<&Value>) -> String {
+/// A tool's result: a string, text blocks as one, or blocks with pictures among them.
+fn result_of(content: Option<&Value>) -> Value {
     match content {
-        None | Some(Value::Null) => String::new(),
-        Some(Value::String(text)) => text.clone(),
+        None | Some(Value::Null) => "".into(),
         Some(Value::Array(blocks)) if blocks.iter().all(|block| block.get("text").is_some_and(Value::is_string)) => {
-            blocks.iter().filter_map(|block| block["text"].as_str()).collect()
+            blocks.iter().filter_map(|block| block["text"].as_str()).collect::<String>().into()
         }
-        Some(other) => other.to_string(),
+        Some(Value::Array(blocks)) if blocks.iter().any(holds) => Value::Array(blocks.clone()),
+        Some(Value::String(text)) => text.as_str().into(),
+        Some(other) => other.to_string().into(),
     }
 }
 

@@ -86,25 +86,28 @@ fn messages_of(content: &Value, default_role: &str) -> Vec<Value> {
         _ => content.get("parts").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default(),
     };
     let role = content.get("role").and_then(Value::as_str).unwrap_or(default_role);
-    let (mut text, mut thought, mut calls, mut messages) = (String::new(), String::new(), Vec::new(), Vec::new());
-    let mut media = Vec::new();
+    let (mut said, mut thought) = (said::Content::default(), String::new());
+    let (mut calls, mut messages) = (Vec::new(), Vec::new());
     for part in parts {
         if let Some(found) = part.get("text").and_then(Value::as_str) {
-            let hidden = part.get("thought") == Some(&Value::Bool(true));
-            if hidden { &mut thought } else { &mut text }.push_str(found);
+            if part.get("thought") == Some(&Value::Bool(true)) {
+                thought.push_str(found);
+            } else {
+                said.text(found);
+            }
         } else if let Some(call) = get(part, "functionCall") {
             calls.push(said::tool_call(call.get("id"), call.get("name"), call.get("args")));
         } else if let Some(answer) = get(part, "functionResponse") {
             let content = answer.get("response").map(Value::to_string).unwrap_or_default();
-            messages.push(said::tool_result(answer.get("id").or(answer.get("name")), answer.get("name"), &content));
+            messages.push(said::tool_result(answer.get("id").or(answer.get("name")), answer.get("name"), content));
         } else if get(part, "inlineData").or(get(part, "fileData")).is_some() {
-            media.push(part.clone());
+            said.part(part.clone());
         }
     }
-    let speaks = !text.is_empty() || !calls.is_empty() || !thought.is_empty() || !media.is_empty();
+    let speaks = !said.is_empty() || !calls.is_empty() || !thought.is_empty();
     if speaks || messages.is_empty() {
         let role = if role == "model" { "assistant" } else { role };
-        messages.push(said::message(role, &text, &thought, calls, media));
+        messages.push(said::message(role, said, &thought, calls));
     }
     messages
 }

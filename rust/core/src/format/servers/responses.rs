@@ -11,6 +11,7 @@ use super::contract::{
 use super::said;
 use crate::drift;
 use crate::format::normal::finish;
+use crate::pictures::holds;
 use crate::trace::{Generation, LogprobKind, Message, Note, Prompt};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -132,7 +133,7 @@ impl Turn {
     }
 
     fn message(self) -> Value {
-        let mut message = said::message("assistant", &self.text, &self.reasoning, self.calls, Vec::new());
+        let mut message = said::message("assistant", self.text.as_str(), &self.reasoning, self.calls);
         if !self.refusal.is_empty() {
             message["refusal"] = Value::String(self.refusal);
         }
@@ -187,8 +188,9 @@ fn history(items: &[Value], messages: &mut Vec<Value>) {
         };
         if let Some("function_call_output" | "custom_tool_call_output") = item.get("type").and_then(Value::as_str) {
             let output = text(item.get("output"));
-            let output = output.as_str().map_or_else(|| output.to_string(), str::to_owned);
-            messages.push(said::tool_result(item.get("call_id"), None, &output));
+            let shows = output.as_array().is_some_and(|parts| parts.iter().any(holds));
+            let output = if shows || output.is_string() { output } else { output.to_string().into() };
+            messages.push(said::tool_result(item.get("call_id"), None, output));
         } else {
             let role = item.get("role").and_then(Value::as_str).unwrap_or("user");
             messages.push(json!({"role": role, "content": text(item.get("content"))}));

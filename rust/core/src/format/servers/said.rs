@@ -1,19 +1,59 @@
 //! Messages in the shape of the chat completions API, from the parts that other APIs have.
 
 use crate::format::json::fields::schemas;
-use crate::format::normal::message::plain;
+use crate::format::normal::message::plain_value;
 use crate::trace::Schemas;
 use serde_json::{Map, Value, json};
 
-/// A message; reasoning and tool calls are left out where there are none, and parts that are no text stand beside the text.
-pub fn message(role: &str, text: &str, reasoning: &str, calls: Vec<Value>, media: Vec<Value>) -> Value {
-    let content = if media.is_empty() {
-        Value::String(text.to_owned())
-    } else {
-        let text = (!text.is_empty()).then(|| json!({"type": "text", "text": text}));
-        Value::Array(text.into_iter().chain(media).collect())
-    };
-    let mut message = plain(role, content).value;
+/// What a message says: its text, or, where some of it is no text, its parts in order.
+#[derive(Default)]
+pub struct Content {
+    parts: Vec<Value>,
+    any: bool,
+}
+
+impl Content {
+    /// Adds text behind what is there.
+    pub fn text(&mut self, text: &str) {
+        match self.parts.last_mut().and_then(|part| part.get_mut("text")) {
+            Some(Value::String(before)) => before.push_str(text),
+            _ if text.is_empty() => {}
+            _ => self.parts.push(json!({"type": "text", "text": text})),
+        }
+    }
+
+    /// Adds a part that is no text.
+    pub fn part(&mut self, part: Value) {
+        self.parts.push(part);
+        self.any = true;
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.parts.is_empty()
+    }
+}
+
+impl From<&str> for Content {
+    fn from(text: &str) -> Self {
+        let mut content = Self::default();
+        content.text(text);
+        content
+    }
+}
+
+impl From<Content> for Value {
+    fn from(content: Content) -> Self {
+        if content.any {
+            return Self::Array(content.parts);
+        }
+        let text = content.parts.into_iter().next().and_then(|mut part| part.get_mut("text").map(Self::take));
+        text.unwrap_or_else(|| Self::String(String::new()))
+    }
+}
+
+/// A message; reasoning and tool calls are left out where there are none.
+pub fn message(role: &str, content: impl Into<Content>, reasoning: &str, calls: Vec<Value>) -> Value {
+    let mut message = plain_value(role, content.into());
     if !reasoning.is_empty() {
         message["reasoning_content"] = reasoning.into();
     }
@@ -39,8 +79,8 @@ pub fn tool_call(id: Option<&Value>, name: Option<&Value>, arguments: Option<&Va
 }
 
 /// The message that answers a tool call.
-pub fn tool_result(id: Option<&Value>, name: Option<&Value>, content: &str) -> Value {
-    let mut message = json!({"role": "tool", "content": content});
+pub fn tool_result(id: Option<&Value>, name: Option<&Value>, content: impl Into<Value>) -> Value {
+    let mut message = plain_value("tool", content);
     for (key, value) in [("tool_call_id", id), ("name", name)] {
         if let Some(value) = value.filter(|value| value.is_string()) {
             message[key] = value.clone();
