@@ -1,0 +1,216 @@
+"""Pictures as they are shown: on the page of a run, in the viewer, by the doctor, in the account of what was read."""
+
+import base64
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+import tracegrad as tg
+import vlm
+from test_pictures import PICTURES, call, read, shown
+from tracegrad.pictures.kept import MediaFile
+from tracegrad.report import thumbnails, write_report
+from tracegrad.report.thumbnails import Thumbnails, small
+
+GOLDEN = Path(__file__).parent / "golden" / "pictures.jsonl.zst"
+SECRET = b"a stranger's words"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return tg.Tokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def recorded(tokenizer):
+    return tg.align(tg.read(GOLDEN), tokenizer)
+
+
+def steps(sequences):
+    """A step in which every term pulls alike."""
+    at = sequences.terms
+    one = np.ones(len(at), np.float32)
+    floats = dict.fromkeys(("ratio", "weight", "advantages", "logprobs", "gradient"), one)
+    return [SimpleNamespace(origin=at, keep=one > 0, clipped=one < 0, **floats)]
+
+
+def page(sequences, tokenizer, path, **more):
+    write_report(path, rows=[], sequences=sequences, tokenizer=tokenizer, terms=steps(sequences), **more)
+    return path.read_text("utf-8")
+
+
+def drawn(html):
+    """(alt, file) of each picture that is drawn, in order."""
+    found = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,([^"]*)">', html)
+    return [(alt, base64.b64decode(data)) for alt, data in found]
+
+
+def tables_of(files):
+    return vlm.Files(files).pictures()
+
+
+def opened(png):
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+
+
+# --- report ---
+
+
+def test_a_picture_stands_once_among_the_tokens_where_its_pads_are(tokenizer, tmp_path):
+    found = tg.align(read(call(tokenizer, shown("look", 0, "and", 1, 0), reward=1.0)), tokenizer)
+    html = page(found, tokenizer, tmp_path / "report.html")
+    assert [alt.split(", ")[0] for alt, _ in drawn(html)] == ["picture 56 x 56", "picture 84 x 56", "picture 56 x 56"]
+    assert "image_pad" not in html  # pads are not listed
+    names = [found.images.pictures.digest[row].tobytes().hex() for row in found.images.picture]
+    assert [alt.split("blake3 ")[1] for alt, _ in drawn(html)] == names
+    order = [html.index("look"), *(hit.start() for hit in re.finditer("<img ", html))]
+    order.insert(2, html.index("and", order[1]))
+    assert order == sorted(order)
+    assert html.count("4 tokens, not trained") == 2
+    for (_, png), number in zip(drawn(html), (0, 1, 0), strict=True):
+        assert np.abs(opened(png) - opened(PICTURES[number])).mean() < 12  # 256 colours of those that noise has
+    assert np.abs(opened(drawn(html)[0][1]) - opened(PICTURES[2])).mean() > 40
+
+
+def test_nothing_of_the_file_gets_into_the_page(tokenizer, tmp_path):
+    """Text chunks, EXIF, bytes behind the end: a picture is drawn anew."""
+    info, exif = PngImagePlugin.PngInfo(), Image.Exif()
+    info.add_text("Comment", SECRET.decode())
+    exif[0x010E] = SECRET.decode()
+    image = Image.open(io.BytesIO(PICTURES[0]))
+    files = []
+    for kind, more in (("PNG", {"pnginfo": info}), ("JPEG", {"exif": exif}), ("PNG", {"exif": exif})):
+        out = io.BytesIO()
+        image.save(out, kind, **more)
+        files.append(out.getvalue() + SECRET)
+    assert all(file.count(SECRET) == 2 for file in files)
+    for row, file in enumerate(files):
+        png = small(tables_of(files), row)
+        assert SECRET not in png
+        assert png not in file
+        assert set(re.findall(rb"(?s)....(IHDR|PLTE|IDAT|IEND|tEXt|eXIf|iTXt|zTXt|iCCP)", png)) == {
+            b"IHDR", b"PLTE", b"IDAT", b"IEND"
+        }  # fmt: skip
+
+
+def test_a_large_picture_is_made_small():
+    png = small(tables_of([vlm.picture(640, 480, 1)]), 0)
+    assert opened(png).shape == (72, 96, 3)
+    assert len(png) < 12_000
+    assert opened(small(tables_of([vlm.picture(40, 1000, 1)]), 0)).shape == (96, 4, 3)
+
+
+def test_a_page_draws_so_many_distinct_pictures_and_says_of_the_others_their_size(tmp_path):
+    files = [vlm.picture(16, 8 * n, n) for n in range(1, 6)]
+    table, own = tables_of(files), Thumbnails(most=3)
+    found = [own.html(table, row) for row in (0, 1, 0, 2, 3, 4, 0)]
+    assert [len(drawn(each)) for each in found] == [1, 1, 1, 1, 0, 0, 1]
+    assert ">picture 16 x 32</span>" in found[4]
+    own.room = 0  # as after 2 MB of them
+    assert not drawn(own.html(table, 0))
+
+
+class Gone:
+    def has_picture(self, digest):
+        return False
+
+
+def test_a_picture_that_is_broken_or_gone_is_a_box_with_the_reason(tokenizer, tmp_path, monkeypatch):
+    found = tg.align(read(call(tokenizer, shown(0, "and", 1), reward=1.0)), tokenizer)
+    images = found.images
+    gone = replace(found, images=replace(images, pictures=replace(images.pictures, sources=(Gone(),))))
+    html = page(gone, tokenizer, tmp_path / "gone.html")
+    assert not drawn(html)
+    assert html.count(": only its digest is known") == 2
+    assert "picture 84 x 56: the picture" in html
+    whole = vlm.picture(56, 56, 9)
+    cut = vlm.Files([whole[: len(whole) // 2] + whole[-12:]])
+    table = replace(tables_of([whole]), digest=cut_digest(cut), sources=(cut,))
+    box = Thumbnails().html(table, 0)
+    assert not drawn(box)
+    assert "cannot be decoded" in box
+    monkeypatch.setattr(thumbnails, "MOST_PIXELS", 100)
+    assert "at most 100 are decoded" in Thumbnails().html(tables_of([PICTURES[0]]), 0)
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    html = page(found, tokenizer, tmp_path / "bare.html")
+    assert not drawn(html)
+    assert html.count("decoded by Pillow, which is not installed") == 2
+
+
+def cut_digest(files):
+    return np.array([list(digest) for digest in files.files], np.uint8)
+
+
+def test_what_an_error_says_of_a_strangers_file_is_text():
+    class Hostile(Gone):
+        def has_picture(self, digest):
+            return True
+
+        def picture_bytes(self, digest):
+            raise tg.errors.ReadError('"><script>alert(1)</script><img src=https://evil.example/x onerror=alert(1)>')
+
+    table = replace(tables_of([PICTURES[0]]), sources=(Hostile(),), media_type=('image/"><script>',))
+    box = Thumbnails().html(table, 0)
+    assert re.findall("<[^>]*>", box)[1:] == ["</span>"]
+    for needle in ("<script", "<img", "https://", "src=", "onerror="):
+        assert needle not in box
+
+
+def test_marks_between_parts_of_a_picture_stay_tokens(tmp_path):
+    split = vlm.split_folder(tmp_path / "model")
+    tokenizer = tg.Tokenizer.from_pretrained(split)
+    from transformers import AutoProcessor
+
+    messages = [shown("look", 0)]
+    whole = AutoProcessor.from_pretrained(split)
+    text = tokenizer.render(messages, add_generation_prompt=True).text
+    ids = whole(text=[text], images=[[Image.open(io.BytesIO(PICTURES[0])).convert("RGB")]])["input_ids"][0]
+    found = tg.align(read(call(tokenizer, *messages, ids=[int(each) for each in ids], reward=1.0)), tokenizer)
+    html = page(found, tokenizer, tmp_path / "report.html")
+    assert len(drawn(html)) == 1
+    assert html.count("row_2_col_1") == 1
+    assert "20 tokens, not trained" in html
+
+
+def test_the_page_loads_nothing(recorded, tokenizer, tmp_path):
+    html = page(recorded, tokenizer, tmp_path / "report.html")
+    assert len(drawn(html)) > 10
+    assert "img-src data:" in html
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+    sources = re.findall(r'\b(?:src|href)="([^"]*)"', html)
+    assert sources
+    assert all(re.fullmatch(r"data:image/png;base64,[A-Za-z0-9+/]+=*", source) for source in sources)
+
+
+def test_text_alone_gives_the_page_that_it_gave(tokenizer, tmp_path):
+    text = tg.align(read(call(tokenizer, {"role": "user", "content": "x"}, reward=1.0)), tokenizer)
+    html = page(text, tokenizer, tmp_path / "report.html")
+    assert "<img" not in html
+    assert "img-src" not in html
+    assert 'class="picture' not in html
+
+
+def test_pictures_of_a_saved_folder_are_drawn_from_it(recorded, tokenizer, tmp_path):
+    recorded.save(tmp_path / "kept")
+    again = tg.Sequences.load(tmp_path / "kept")
+    assert isinstance(again.images.pictures.sources[0], MediaFile)
+    one, two = (page(each, tokenizer, tmp_path / "report.html") for each in (recorded, again))
+    assert drawn(one) == drawn(two)
+    media = tmp_path / "kept" / "media.bin"
+    media.write_bytes(bytes(len(media.read_bytes())))
+    html = page(tg.Sequences.load(tmp_path / "kept"), tokenizer, tmp_path / "report.html")
+    assert not drawn(html)
+    assert "are not those that were written" in html
