@@ -14,9 +14,11 @@ from PIL import Image, PngImagePlugin
 import tracegrad as tg
 import vlm
 from test_pictures import PICTURES, call, read, shown
+from test_view import whole, written
 from tracegrad.pictures.kept import MediaFile
 from tracegrad.report import thumbnails, write_report
 from tracegrad.report.thumbnails import Thumbnails, small
+from tracegrad.view import Session, app, detail, export, pieces
 
 GOLDEN = Path(__file__).parent / "golden" / "pictures.jsonl.zst"
 SECRET = b"a stranger's words"
@@ -214,3 +216,76 @@ def test_pictures_of_a_saved_folder_are_drawn_from_it(recorded, tokenizer, tmp_p
     html = page(tg.Sequences.load(tmp_path / "kept"), tokenizer, tmp_path / "report.html")
     assert not drawn(html)
     assert "are not those that were written" in html
+
+
+# --- view ---
+
+
+def opened_at(records, tmp_path, model=None):
+    return Session([written(tmp_path / "t.jsonl", records)], tmp_path / "index", model)
+
+
+def test_a_message_shows_its_picture_and_not_its_handle(tokenizer, folder, tmp_path):
+    record = call(tokenizer, shown("look", 0, "and", 1, 2), reward=1.0)
+    with opened_at([record], tmp_path, folder) as session:
+        found = pieces.trace(whole(session), 0)
+        said = found["messages"]
+        assert [alt.split(",")[0] for alt, _ in drawn(said)] == [
+            "picture 56 x 56", "picture 84 x 56", "picture 56 x 56"
+        ]  # fmt: skip
+        assert "blake3:" not in said
+        assert "[image]" not in said
+        assert said.index("look") < said.index("<img") < said.index("and\n") < said.rindex("<img")
+        assert drawn(found["tokens"]) == drawn(said)
+        assert "image_pad" not in found["tokens"]
+        assert "[image]" in session.text(0)  # as a search reads it
+        policy = app.POLICY
+        assert "img-src 'self' data:" in policy
+
+
+def test_parts_of_a_long_message_show_each_picture_once(tokenizer, tmp_path):
+    record = call(tokenizer, shown("x" * 3994, 0, "y" * 10_000, 1, "z"), reward=1.0)
+    with opened_at([record], tmp_path) as session:
+        first = pieces.trace(whole(session), 0)["messages"]
+        # "[image]" begins at 3995 and ends behind the 4,000 characters that are shown at once.
+        assert len(drawn(first)) == 1
+        rest = pieces.message(session, 0, 0, detail.FOLD)
+        assert [alt.split(",")[0] for alt, _ in drawn(rest)] == ["picture 84 x 56"]
+        assert re.sub("<[^>]*>", "", first).count("x" * 3994) == 1
+        assert re.sub("<[^>]*>", "", rest).replace("\n", "") == "y" * 10_000 + "z"
+
+
+@pytest.mark.parametrize("cut", range(1, 20))
+def test_a_message_in_parts_is_the_message(cut):
+    said = [("ab\n", ""), ("[image]", "d"), ("[image]", "e"), ("cd\n", "")]
+    parts, start = [], 0
+    while start is not None:
+        html = detail.folded(said, 0, start, cut, lambda digest: f"({digest})")
+        more = re.search(r'<button.*data-start="(\d+)".*', html)
+        parts.append(html[: more.start()] if more else html)
+        start = int(more[1]) if more else None
+    assert "".join(parts) == "ab\n\n(d)\n(e)\ncd\n"
+
+
+def test_a_handle_that_a_stranger_wrote_is_a_box(tmp_path):
+    handle = "blake3:" + "ab" * 32
+    told = [{"type": "image", "image": handle}, {"type": "image", "image": "blake3:<script>"}]
+    record = {"messages": [{"role": "user", "content": told}, {"role": "assistant", "content": "x"}], "id": "t"}
+    with opened_at([record], tmp_path) as session:
+        said = pieces.trace(whole(session), 0)["messages"]
+        assert not drawn(said)
+        assert said.count("it is not in the record") == 1
+        assert "<script" not in said
+
+
+def test_an_exported_page_draws_so_many_pictures_in_all(tokenizer, folder, tmp_path, monkeypatch):
+    records = [call(tokenizer, shown("look", n), reward=1.0, id=str(n)) for n in range(3)]
+    records.append({**call(tokenizer, {"role": "user", "content": "x"}), "id": "text"})
+    with opened_at(records, tmp_path, folder) as session:
+        html = export.page_of(whole(session), [0, 1, 2, 3]).replace("\\u003c", "<").replace("\\u003e", ">")
+        assert len(re.findall(r'<img alt=\\"picture', html)) == 6  # in messages and among tokens
+        assert "; img-src data:" in html
+        monkeypatch.setattr(export, "Thumbnails", lambda **told: Thumbnails(1, **told))
+        html = export.page_of(session, [0, 1, 2, 3]).replace("\\u003c", "<").replace("\\u003e", ">")
+        assert len(re.findall(r'<img alt=\\"picture', html)) == 2
+        assert "img-src data:" not in export.page_of(session, [3])

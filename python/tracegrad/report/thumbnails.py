@@ -40,6 +40,11 @@ class Thumbnails:
         self.drawn = {} if drawn is None else drawn
         self._here: set[bytes] = set()
 
+    @property
+    def any(self) -> bool:
+        """Whether the page has a picture that was drawn."""
+        return self.room < MOST_HTML
+
     def html(self, pictures: Pictures, row: int, more: str = "") -> str:
         """One picture.
 
