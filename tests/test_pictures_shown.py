@@ -18,12 +18,15 @@ import tracegrad as tg
 import vlm
 from test_pictures import PAD, PICTURES, call, read, shown
 from test_view import whole, written
+from tracegrad.account import Account
+from tracegrad.cli import main
 from tracegrad.doctor import examine
 from tracegrad.learner.model import load_whole
 from tracegrad.pictures.kept import MediaFile
 from tracegrad.policy import logprobs
 from tracegrad.report import thumbnails, write_report
 from tracegrad.report.thumbnails import Thumbnails, small
+from tracegrad.terms import subset
 from tracegrad.view import Session, app, detail, export, pieces
 
 GOLDEN = Path(__file__).parent / "golden" / "pictures.jsonl.zst"
@@ -456,3 +459,39 @@ def test_text_that_is_off_as_far_as_pictures_is_another_finding(folder, tmp_path
     found = found_in(diagnosed(swapped(golden("one"), as_jpeg) + off, tmp_path, folder, rescored=32))
     assert "other_model" in found
     assert "other_pictures" not in found
+
+
+# --- account ---
+
+
+def test_the_account_says_how_many_pictures_stand_in_how_many_traces(tokenizer):
+    records = [call(tokenizer, shown(*numbers), id=str(n)) for n, numbers in enumerate([(0, 1, 0), (2,), (0,)])]
+    records.append({**call(tokenizer, {"role": "user", "content": "x"}), "id": "text"})
+    found = tg.align(read(*records), tokenizer)
+    whole_of, parts = Account("x"), Account("x")
+    whole_of.add(found)
+    assert "pictures 5 places of 3 pictures in 3 traces" in whole_of.lines()
+    assert whole_of.as_dict()["pictures"] == {"places": 5, "pictures": 3, "traces": 3}
+    for row in range(4):  # a picture of several parts counts once
+        part = Account("x")
+        part.add(subset(found, [row])[0])
+        parts.join(json.loads(json.dumps(part.counts())))
+    assert parts.pictures == whole_of.pictures
+    text = Account("x")
+    text.add(subset(found, [3])[0])
+    assert not any(line.startswith("pictures") for line in text.lines())
+    assert "pictures" not in text.as_dict()
+
+
+def test_one_picture_is_one(tokenizer):
+    one = Account("x")
+    one.add(tg.align(read(call(tokenizer, shown(0))), tokenizer))
+    assert "pictures 1 place of 1 picture in 1 trace" in one.lines()
+
+
+def test_prepare_says_what_it_wrote(folder, tokenizer, tmp_path, capsys):
+    path = written(tmp_path / "t.jsonl", golden("one", "two", "twice"))
+    assert main(["prepare", str(path), "--model", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "pictures 5 places of 2 pictures in 3 traces" in capsys.readouterr().out
+    told = json.loads((tmp_path / "out" / "drift.json").read_text())
+    assert told["pictures"] == {"places": 5, "pictures": 2, "traces": 3}
