@@ -495,3 +495,23 @@ def test_prepare_says_what_it_wrote(folder, tokenizer, tmp_path, capsys):
     assert "pictures 5 places of 2 pictures in 3 traces" in capsys.readouterr().out
     told = json.loads((tmp_path / "out" / "drift.json").read_text())
     assert told["pictures"] == {"places": 5, "pictures": 2, "traces": 3}
+
+
+def test_what_a_run_has_kept_is_shown_with_its_pictures(folder, tokenizer, tmp_path, capsys):
+    """From records over a step to report.html, summary.json, and the viewer on the run alone."""
+    rows = [{**row, "reward": float(n % 2), "group": "g"} for n, row in enumerate(golden("one", "two", "four", "tool"))]
+    path = written(tmp_path / "t.jsonl", rows)
+    told = ["--model", str(folder), "--out", str(tmp_path / "run"), "--terms.keep", "all", "--data.holdout", "0"]
+    assert main(["train", str(path), *told]) == 0
+    assert "pictures 9 places of 4 pictures in 4 traces" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["pictures"] == {"places": 9, "pictures": 4, "traces": 4}
+    assert len(drawn((tmp_path / "run" / "report.html").read_text())) == 9
+    path.unlink()
+    with Session([tmp_path / "run"], tmp_path / "index") as session:
+        whole(session)
+        named = {session.where(n)[0]: n for n in range(session.rows)}
+        found = pieces.trace(session, named["four"])
+        assert len(drawn(found["tokens"])) == 4
+        assert found["messages"] == ""
+        assert found["steps"] == 1
