@@ -72,7 +72,7 @@ OF_FILES: tuple[Check, ...] = (
     file.stale_versions,
     file.drift,
 )
-OF_MODELS: tuple[Check, ...] = (rescore.other_model, rescore.other_pictures)
+OF_MODELS: tuple[Check, ...] = (rescore.other_model, rescore.other_pictures, rescore.broken_pictures)
 CHECKS: tuple[Check, ...] = (OF_BATCHES[0], OF_FILES[0], *OF_BATCHES[1:], *OF_FILES[1:], *OF_MODELS)
 
 

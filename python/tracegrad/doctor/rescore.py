@@ -1,6 +1,7 @@
 """Recorded logprobs beside the model's own, on a sample of traces. The one room of the doctor that needs torch."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ from tracegrad.batch import pack
 from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.lags import LagTest, lag_test
 from tracegrad.doctor.look import Array
-from tracegrad.errors import ArgumentError
-from tracegrad.pictures.decoding import is_transparent
+from tracegrad.errors import ArgumentError, ReadError
+from tracegrad.pictures.decoding import is_transparent, pixels
 from tracegrad.recipes import Advice, for_data
 from tracegrad.sequence import Sequences
+from tracegrad.terms import subset
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 
@@ -32,6 +34,7 @@ class Rescored:
         first: where each turn stands, N places.
         advice: the recipe for these traces, by what was measured.
         seen: which of the tokens stand behind pictures; None where there is no picture.
+        broken: pictures that cannot be decoded, whose traces are left out here.
     """
 
     recorded: Array
@@ -40,6 +43,7 @@ class Rescored:
     first: list[Place]
     advice: Advice
     seen: "Seen | None" = None
+    broken: Hits = field(default_factory=Hits)
 
     def lags(self) -> LagTest:
         """Recorded beside recomputed, at lags -1, 0 and 1."""
@@ -144,6 +148,23 @@ def other_pictures(found: Rescored) -> Hits:
     return Hits(len(further), int(behind.sum()), _place(found, int(further[0])), _of_pictures(found).removeprefix("; "))
 
 
+@check(
+    "pictures that cannot be decoded",
+    "pictures",
+    wrong=0.0,
+    hurts="A picture is decoded when its batch is sent: a run stops there, at whatever step that is.",
+    cure="Leave their traces out, or record the files whole. Where a server answered after such a file, it was read "
+    "by more forgiving code than Pillow's, and what the policy saw is not known.",
+)
+def broken_pictures(found: Rescored) -> Hits:
+    """Sees pictures of the rescored traces whose header is read and whose pixels are not: cut off, of another size than
+    the header says, with a broken stream; only with --rescore, which leaves their traces out.
+
+    Threshold: any picture.
+    """
+    return found.broken
+
+
 def _of_pictures(found: Rescored) -> str:
     return "" if found.seen is None else f"; {found.seen.words(np.abs(found.recorded - found.recomputed))}"
 
@@ -158,18 +179,19 @@ def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str
 
     Where none has a recorded logprob there is nothing to compare, and the advice alone is given.
     """
-    sequences = align(traces, tokenizer, logprob_kind=logprob_kind, on_error="skip")
-    if not len(sequences.terms):
+    every = align(traces, tokenizer, logprob_kind=logprob_kind, on_error="skip")
+    located = {trace.id: at for at, trace in enumerate(traces)}
+    sequences, broken = _decodable(every, lambda row: Place.of(traces, located[every.trace_ids[row]]))
+    if not len(sequences.terms) and not broken.count:
         return None
     terms = sequences.terms[~np.isnan(sequences.rollout_logprobs[sequences.terms])]
     if not len(terms):
-        return Rescored(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(sequences))
+        return Rescored(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(every), broken=broken)
     recomputed = _recomputed(sequences, model)
     advice, recomputed = for_data(sequences, recomputed), recomputed[terms]
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms]
     turn = sequences.cu_turns[owner] + sequences.turn[terms]
     start = np.flatnonzero(np.concatenate([[True], turn[1:] != turn[:-1]]))
-    located = {trace.id: at for at, trace in enumerate(traces)}
     first = [
         Place.of(traces, located[name], int(sequences.turn[terms[at]]))
         for at in start
@@ -177,7 +199,31 @@ def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str
     ]
     cu = np.concatenate([start, [len(terms)]])
     seen = Seen.of(sequences, terms)
-    return Rescored(sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice, seen)
+    return Rescored(sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice, seen, broken)
+
+
+def _decodable(sequences: Sequences, place: Callable[[int], Place]) -> tuple[Sequences, Hits]:
+    """Without the traces that show a picture which cannot be decoded, and what was found; `place` is that of a trace."""
+    if (images := sequences.images) is None:
+        return sequences, Hits()
+    table, why = images.pictures, dict[int, str]()
+    rows = np.unique(images.picture).tolist()
+    for row in rows:
+        size, name = (
+            (int(table.width[row]), int(table.height[row])),
+            f"picture {table.digest[row].tobytes().hex()[:16]}",
+        )
+        try:
+            pixels(table.bytes_of(row), name, table.media_type[row], size)
+        except ReadError as error:
+            why[row] = str(error)
+    if not why:
+        return sequences, Hits(0, len(rows))
+    spans = np.flatnonzero(np.isin(images.picture, list(why)))
+    lost = sequences.trace[np.searchsorted(images.cu_images, spans, side="right") - 1]
+    kept = np.setdiff1d(np.arange(sequences.traces), lost)
+    hits = Hits(len(why), len(rows), place(int(lost[0])), why[int(images.picture[spans[0]])])
+    return subset(sequences, kept)[0], hits
 
 
 def _recomputed(sequences: Sequences, model: Path) -> Array:
