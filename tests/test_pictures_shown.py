@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 
 import tracegrad as tg
 import vlm
-from test_pictures import PICTURES, call, read, shown
+from test_pictures import PAD, PICTURES, call, read, shown
 from test_view import whole, written
 from tracegrad.account import Account
 from tracegrad.cli import main
@@ -131,6 +131,27 @@ def test_a_page_draws_so_many_distinct_pictures_and_says_of_the_others_their_siz
     assert ">picture 16 x 32</span>" in found[4]
     own.room = 0  # as after 2 MB of them
     assert not drawn(own.html(table, 0))
+
+
+def test_boxes_of_many_places_leave_the_page_small(tokenizer, tmp_path):
+    found = tg.align(read(call(tokenizer, shown("look", 0), reward=1.0)), tokenizer)
+    many, images = 5000, found.images
+    pads = np.flatnonzero(found.ids == PAD)
+    more = np.arange(pads[-1] + 1, pads[-1] + 1 + many)
+    ids = np.insert(found.ids, pads[-1] + 1, [PAD] * many)
+    columns = {
+        name: np.insert(getattr(found, name), pads[-1] + 1, [getattr(found, name)[pads[-1]]] * many)
+        for name in ("source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
+    }
+    at = np.concatenate([images.at, more]).astype(np.int32)
+    cu = np.concatenate([images.cu_features, 4 + np.arange(1, many + 1)])
+    every = {"cu_images": np.array([0, 1 + many]), "cu_features": cu, "picture": np.zeros(1 + many, np.int32)}
+    every |= {"at": at, "pictures": replace(images.pictures, sources=(Gone(),))}
+    found = replace(found, ids=ids, cu_seqlens=np.array([0, len(ids)]), images=replace(images, **every), **columns)
+    html = page(found, tokenizer, tmp_path / "report.html")
+    assert 500 < html.count('class="picture box"') < 2000
+    assert "more tokens are not shown" in html
+    assert len(html) < 400_000
 
 
 class Gone:

@@ -203,7 +203,7 @@ def rescore(traces: Traces, model: Path, tokenizer: Tokenizer, logprob_kind: str
 
 
 def _decodable(sequences: Sequences, place: Callable[[int], Place]) -> tuple[Sequences, Hits]:
-    """Without the traces that show a picture which cannot be decoded, and what was found; `place` is that of a trace."""
+    """Without the traces that show a picture which cannot be decoded, and what was found; `place` is of a trace."""
     if (images := sequences.images) is None:
         return sequences, Hits()
     table, why = images.pictures, dict[int, str]()

@@ -206,16 +206,16 @@ class Writer:
         out: list[str] = []
         spans = self._spans(span)
         for run in self._runs(span, spans):
-            if (spot := int(spans[run.start - span.start])) >= 0:
-                out.append(self._picture(span, run, spot))
-                continue
-            if not self._single(run.start):
+            spot = int(spans[run.start - span.start])
+            if spot >= 0 or not self._single(run.start):
                 if self.room <= 0:
                     rest = span.stop - run.start
                     out.append(_note(f"{rest:,} more tokens are not shown, so that the page stays small"))
                     break
-                out.append(self._untrained(run))
-                self.room -= len(out[-1])
+                before = self.drawn.room
+                out.append(self._untrained(run) if spot < 0 else self._picture(span, run, spot))
+                # What is drawn has limits of its own: a few pictures shall not cost a trace its words.
+                self.room -= len(out[-1]) * (self.drawn.room == before)
                 continue
             shown = run[:0]
             for place in run[: self.left]:
