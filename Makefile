@@ -22,7 +22,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo online test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs house site clean
+.PHONY: demo images online test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs house site clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -30,6 +30,9 @@ demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 online: $(VENV)/online .venv-vllm/ready  ## play against vLLM on this CPU, train, push, prove: success before and after
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/online.py \
 		--vllm-python .venv-vllm/bin/python --out out/online
+
+images: $(VENV)/images  ## train on recorded answers about pictures: success before, after, and with pictures shuffled
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/images/demo.py --out out/images
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
@@ -139,13 +142,17 @@ $(VENV)/train: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[train]"
 	touch $@
 
+$(VENV)/images: $(VENV)/bin/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet ".[images]"
+	touch $@ $(VENV)/train
+
 $(VENV)/online: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[online]"
 	touch $@ $(VENV)/train
 
 $(VENV)/dev: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[dev]"
-	touch $@ $(VENV)/online $(VENV)/train
+	touch $@ $(VENV)/online $(VENV)/images $(VENV)/train
 
 $(VENV)/bench: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet ".[bench]"

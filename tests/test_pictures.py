@@ -268,3 +268,11 @@ def test_a_family_whose_pictures_see_one_another_is_refused(tmp_path):
     batch = replace(batch.to("cpu"), images=RowImages(*places, Rule(vlm.PAD, ()), None, inputs))
     with pytest.raises(ArgumentError, match="other numbers on pictures than its own forward"):
         logprobs(vlm.gemma3(), batch)
+
+
+def test_rows_for_other_trainers_do_not_drop_pictures(tokenizer):
+    from tracegrad.integrations.padded import Recorded
+
+    found = align(read(call(tokenizer, shown(0))), tokenizer)
+    with pytest.raises(ArgumentError, match="carry none"):
+        Recorded.of(found, [1.0], tg.presets.DAPO, "mask")

@@ -79,9 +79,14 @@ class Recorded:
         """Checks and spreads the advantages, [R] by trace or [M] by term.
 
         Raises:
-            ArgumentError: if a term is the first token of its branch, an advantage is not finite, or the objective
-                refuses `missing`.
+            ArgumentError: if a term is the first token of its branch, an advantage is not finite, the objective
+                refuses `missing`, or a trace holds a picture.
         """
+        if sequences.images is not None:
+            raise ArgumentError(
+                f"the traces hold {len(sequences.images)} pictures, and padded rows of ids carry none. The model would "
+                "not see what the policy saw. Train with tracegrad.train, or leave these traces out."
+            )
         objective.check_missing(missing)
         starts = sequences.cu_seqlens[:-1][np.diff(sequences.cu_seqlens) > 0]
         first = starts[sequences.trainable[starts]]

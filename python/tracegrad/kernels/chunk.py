@@ -71,7 +71,7 @@ def _capped(logits: Tensor, head: Head) -> Tensor:
 
 
 class Chunk:
-    """Scores z = inverse * logits of C rows [C, V], and what is derived from them; at most two such tables at a time.
+    """Scores z = inverse * logits of C rows [C, V], and what is derived from them; at most three such tables at a time.
 
     Args:
         hidden: [C, H].

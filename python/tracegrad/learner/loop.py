@@ -28,7 +28,7 @@ from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.run import Run
 from tracegrad.learner.settle import settle_rows
-from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_vocabulary
+from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_ranks_see, check_vocabulary
 from tracegrad.learner.shown import Records
 from tracegrad.learner.step import Outcome
 from tracegrad.metrics import dashboards
@@ -84,6 +84,7 @@ def train(
     feed = replace(feed, notes=(*feed.notes, *check_media(feed.source, model)))
     given = {"tokenizer": tokenizer, "optimizer": optimizer, "reference": reference}
     driven = Run(model, objective, config, out=out, **given, keep_start=False, ranks=ranks)
+    check_ranks_see(feed.source, driven.target, config)
     if driven.reference is not None:
         check_vocabulary(feed.source, driven.reference.model)
     longest = min(int(feed.catalog.longest.max()), config.pack.token_budget)

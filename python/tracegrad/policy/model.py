@@ -115,11 +115,12 @@ def body_of(model: nn.Module) -> nn.Module:
 
 def tower_of(model: nn.Module) -> list[nn.Module]:
     """The parts of a model that only pictures, sound or video go through: what stands beside its decoder."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wrapped: Any = model
+    inner = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
     if not hasattr(inner.base_model, "get_image_features"):
         return []
-    decoder = body_of(inner)
-    return [part for part in inner.base_model.children() if decoder not in set(part.modules())]
+    decoder, base = body_of(inner), inner.base_model
+    return [part for part in base.children() if decoder not in set(part.modules())]
 
 
 def attention_of(model: nn.Module) -> str:

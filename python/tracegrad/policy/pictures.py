@@ -22,7 +22,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.pictures import RowImages
 from tracegrad.policy.masks import dense_mask
 from tracegrad.policy.model import attention_of
-from tracegrad.policy.roads import apart, at_rest, cannot, rounding
+from tracegrad.policy.roads import apart, at_rest, cannot, ordinary_ids, rounding
 from tracegrad.policy.run import unwrapped
 
 _known: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
@@ -204,7 +204,7 @@ def _placing(body: Any, batch: Batch) -> Iterator[None]:
         yield
         return
 
-    shown = batch.ids.masked_fill(~mask, 0 if batch.images.rule.pad else 1)[None]
+    shown = batch.ids.masked_fill(~mask, int(ordinary_ids(body)[0]))[None]
 
     def placed(input_ids: Any = None, *others: Any, **more: Any) -> Any:
         return own(shown, *others, **more)
@@ -224,11 +224,11 @@ def _why_not(model: nn.Module, batch: Batch) -> Mapping[bool, str]:
     """
     if model not in _known:
         with at_rest(model), torch.no_grad():
-            _known[model] = _compared(model, _probe(batch))
+            _known[model] = _compared(model, _probe(model, batch))
     return _known[model]
 
 
-def _probe(batch: Batch) -> Batch:
+def _probe(model: nn.Module, batch: Batch) -> Batch:
     """The shortest branch of a row that has a picture, with ordinary ids where pads are text."""
     assert batch.images is not None
     found = []
@@ -243,8 +243,10 @@ def _probe(batch: Batch) -> Batch:
     assert shortest.images is not None
     shown = torch.zeros(len(shortest.ids), dtype=torch.bool, device=shortest.ids.device)
     shown[torch.from_numpy(shortest.images.at).to(shown.device)] = True
-    other = torch.where(shortest.ids == shortest.images.rule.pad, 0 if shortest.images.rule.pad else 1, shortest.ids)
-    tail = other.new_tensor([3, 5, 4, 6])  # what stands behind a picture shows its positions
+    words = ordinary_ids(model)
+    other = torch.where(shortest.ids == shortest.images.rule.pad, int(words[0]), shortest.ids)
+    # What stands behind a picture shows its positions.
+    tail = other.new_tensor([int(words[place % len(words)]) for place in (1, 3, 2, 4)])
     ids = torch.cat([torch.where(shown, shortest.ids, other), tail])
     length = len(ids)
     place = torch.arange(length, device=ids.device)

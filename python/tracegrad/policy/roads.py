@@ -93,20 +93,20 @@ def _compared(model: nn.Module, roads: tuple[Road, ...], length: int) -> list[st
 
 
 def _difference(probe: "_Probe", road: Road, wanted: list[Tensor], allowed: float) -> str:
-    apart, model = 0.0, probe.model
+    largest, model = 0.0, probe.model
     try:
         for batch in probe.batches(road):
             found = run(model, batch, road.plan, share_prefix=road.tree)
-            apart = max(apart, *(apart(found[probe.place(n, batch)], alone) for n, alone in enumerate(wanted)))
+            largest = max(largest, *(apart(found[probe.place(n, batch)], alone) for n, alone in enumerate(wanted)))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return cannot(model, error)
-    if apart <= allowed:
+    if largest <= allowed:
         return ""
     return (
         f"hidden states of {type(model).__name__} on branches of {len(probe.branches[-1])} tokens would differ by "
-        f"{apart:.2g} from those of each branch alone, of which rounding explains {allowed:.2g}"
+        f"{largest:.2g} from those of each branch alone, of which rounding explains {allowed:.2g}"
     )
 
 
@@ -129,7 +129,7 @@ class _Probe:
 
     def __init__(self, model: nn.Module, length: int) -> None:
         self.model, self.device = model, next(model.parameters()).device
-        tokens = _ordinary_ids(model)
+        tokens = ordinary_ids(model)
         self.prefix = SHARED_FROM
         ends = (self.prefix + 8, self.prefix + 10, length)
         self.branches = []
@@ -200,7 +200,7 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return found_ if np.isfinite(found_) else float("inf")
 
 
-def _ordinary_ids(model: nn.Module) -> Any:
+def ordinary_ids(model: nn.Module) -> Any:
     """Ids that stand for text: none that the configuration names as special, of a picture or for padding."""
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
     special: set[int] = set()
