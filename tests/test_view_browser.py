@@ -3,6 +3,8 @@
 `apt-get install chromium` or `playwright install chromium`, and `pip install playwright`.
 """
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -13,6 +15,7 @@ import threading
 
 import pytest
 import uvicorn
+from PIL import Image
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -215,6 +218,32 @@ x = "**not strong**"
 ```
 [a link](javascript:alert(1)) ![a picture](http://127.0.0.1:9/x.png) <img src=x onerror=alert(1)>
 2 * 3 * 4 and a lone ` and ** here"""
+
+
+def test_a_picture_stands_in_its_message_with_and_without_markdown(page, tmp_path):
+    out = io.BytesIO()
+    Image.new("RGB", (300, 200), (10, 200, 30)).save(out, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    parts = ["**before**", {"type": "image_url", "image_url": {"url": url}}, "**behind**"]
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    traces = written(tmp_path / "t.jsonl", [record(1, messages=[{"role": "user", "content": content}])])
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    with Session([traces], tmp_path / "index") as session:
+        served = Served(whole(session))
+        page.goto(served.url + "#trace-0")
+        picture = page.locator("article .said img")
+        sync_api.expect(picture).to_be_visible()
+        assert picture.evaluate("one => [one.naturalWidth, one.naturalHeight]") == [96, 64]
+        page.keyboard.press("m")
+        laid = page.locator("article .rendered")
+        assert laid.locator("strong").all_inner_texts() == ["before", "behind"]
+        assert laid.locator("img").evaluate("one => one.naturalWidth") == 96
+        order = laid.evaluate("one => [...one.querySelectorAll('strong, img')].map((each) => each.tagName)")
+        assert order == ["STRONG", "IMG", "STRONG"]
+        page.goto("about:blank")
+        served.close()
+    assert not [address for address in asked if not address.startswith((served.url, "data:image/png;", "about:"))]
 
 
 def test_messages_are_laid_out_as_markdown_where_that_is_asked_for(page, tmp_path):

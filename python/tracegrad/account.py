@@ -17,7 +17,7 @@ from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace_columns import hashes
 
-_COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact")
+_COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact", "places", "seeing")
 
 
 @dataclass
@@ -33,6 +33,8 @@ class Account:
         drift: reason to findings, traces and tokens concerned.
         recorded, exact: tokens recorded as sampled, and of those held with an exact id and a logprob.
         group_keys: [uint64] of each shard, one for each of its groups, by its name.
+        places, seeing: of pictures, how many places they stand at, and in how many traces.
+        picture_keys: [uint64] of each shard, one for each of its pictures, by its digest.
         parts: how many parts the inputs were read in, and `whole`, why there is one alone where there could be more.
         rewards: names of the rewards that some trace has, and `reward`, the one that is told to be trained on.
         errors: one line for each trace that could not be aligned and was left out.
@@ -55,6 +57,9 @@ class Account:
     template: dict[str, Any] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     group_keys: list[NDArray[np.uint64]] = field(default_factory=list)
+    places: int = 0
+    seeing: int = 0
+    picture_keys: list[NDArray[np.uint64]] = field(default_factory=list)
     parts: int = 1
     whole: str = ""
     rewards: list[str] = field(default_factory=list)
@@ -64,6 +69,14 @@ class Account:
     def groups(self) -> int:
         """Distinct groups."""
         return len(np.unique(self._keys))
+
+    @property
+    def pictures(self) -> dict[str, int]:
+        """Places of pictures, distinct pictures, and traces that show one; empty where there is none."""
+        if not self.places:
+            return {}
+        distinct = len(np.unique(np.concatenate(self.picture_keys)))
+        return {"places": self.places, "pictures": distinct, "traces": self.seeing}
 
     @property
     def cut_groups(self) -> int:
@@ -89,6 +102,11 @@ class Account:
         self.exact += sequences.drift.exact
         self.errors += sequences.drift.errors
         self.group_keys.append(np.unique(hashes(sequences.group_names)[:, 0]))
+        if (images := sequences.images) is not None and len(images):
+            self.places += len(images)
+            self.seeing += len(np.unique(sequences.trace[np.diff(images.cu_images) > 0]))
+            shown = np.ascontiguousarray(images.pictures.digest[np.unique(images.picture), :8])
+            self.picture_keys.append(shown.view("<u8").reshape(-1).astype(np.uint64))
         known = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
         self.rewards += [name for name, is_known in known if is_known and name not in self.rewards]
         _add(self.tiers, sequences.tiers())
@@ -97,8 +115,8 @@ class Account:
     def counts(self) -> dict[str, Any]:
         """What `join` adds to another account, as JSON has it."""
         told = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift")}
-        keys = base64.b64encode(np.concatenate([np.zeros(0, "<u8"), *self.group_keys]).astype("<u8").tobytes())
-        return {**told, "group_keys": keys.decode(), "read": asdict(self.read)}
+        told |= {name: _encoded(getattr(self, name)) for name in ("group_keys", "picture_keys")}
+        return {**told, "read": asdict(self.read)}
 
     def join(self, told: Mapping[str, Any]) -> None:
         """Adds what `counts` gave of a part.
@@ -109,7 +127,9 @@ class Account:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + int(told[name]))
         self.errors += told["errors"]
-        self.group_keys.append(np.frombuffer(base64.b64decode(told["group_keys"]), "<u8").astype(np.uint64))
+        for name in ("group_keys", "picture_keys"):
+            keys = np.frombuffer(base64.b64decode(told[name]), "<u8").astype(np.uint64)
+            getattr(self, name).append(keys)
         self.rewards += [name for name in told["rewards"] if name not in self.rewards]
         _add(self.tiers, told["tiers"])
         _add(self.drift, told["drift"])
@@ -135,6 +155,7 @@ class Account:
         return {
             **counts,
             **found,
+            **({"pictures": self.pictures} if self.pictures else {}),
             "errors": self.errors,
             "template": self.template,
             "read": asdict(self.read),
@@ -155,6 +176,7 @@ class Account:
             *self.found,
             *which_reward(self.rewards, self.reward),
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
+            *self._pictured(),
         ]
         if self.errors:
             out.append(f"         {len(self.errors):,} traces could not be aligned, the first: {self.errors[0]}")
@@ -178,6 +200,13 @@ class Account:
             )
         return out
 
+    def _pictured(self) -> list[str]:
+        """How many pictures stand in how many traces."""
+        if not (told := self.pictures):
+            return []
+        places, pictures, traces = (f"{told[name]:,} {name[:-1]}{'s' * (told[name] != 1)}" for name in told)
+        return [f"pictures {places} of {pictures} in {traces}"]
+
     def _guessed(self) -> list[str]:
         """What became of generations whose ids are guessed from their text and the number of logprobs."""
         guessed = [self.tiers[name] for name in GUESSED if name in self.tiers]
@@ -191,6 +220,10 @@ class Account:
             f"guessed  {generations:,} turns ({tokens:,} tokens) list logprobs and no tokens: their ids are guessed,",
             f"         {fate}. Record token ids (return_token_ids on vLLM and SGLang)",
         ]
+
+
+def _encoded(keys: list[NDArray[np.uint64]]) -> str:
+    return base64.b64encode(np.concatenate([np.zeros(0, "<u8"), *keys]).astype("<u8").tobytes()).decode()
 
 
 def _add(into: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:

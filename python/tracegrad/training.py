@@ -262,7 +262,7 @@ def _told(chosen: Config, objective: Objective, model: str | Path, source: str, 
 
 
 def _summary(chosen: Config, account: Account, done: Any, seconds: dict[str, float]) -> dict[str, Any]:
-    kept = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
+    kept = ("traces", "groups", "tokens", "terms", "pictures", "tiers", "drift", "recorded", "exact")
     value = next((row for row in reversed(done.rows) if "off_policy_value" in row), {})
     return {
         **{name: value for name, value in account.as_dict().items() if name in kept},

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tracegrad import notebook
 from tracegrad.alignment import align
 from tracegrad.config import Map
-from tracegrad.doctor import file, follow, history, numbers, rescore, shift, tokens
+from tracegrad.doctor import file, follow, history, numbers, pictures, rescore, shift, tokens
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
 from tracegrad.doctor.history import prompt_hashes
 from tracegrad.doctor.look import Look
@@ -29,7 +29,9 @@ SHOWN = 10
 
 OF_BATCHES: tuple[Check, ...] = (
     tokens.wrong_tokenizer,
-    tokens.media,
+    pictures.media,
+    pictures.picture_unplaced,
+    pictures.doubled_pictures,
     numbers.count_mismatch,
     tokens.lost_chunks,
     tokens.broken_turns,
@@ -56,6 +58,7 @@ OF_BATCHES: tuple[Check, ...] = (
     history.overlong,
     numbers.missing_logprobs,
     tokens.other_prompt,
+    pictures.pictures_as_sent,
 )
 OF_FILES: tuple[Check, ...] = (
     shift.shifted_logprobs,
@@ -69,7 +72,8 @@ OF_FILES: tuple[Check, ...] = (
     file.stale_versions,
     file.drift,
 )
-CHECKS: tuple[Check, ...] = (OF_BATCHES[0], OF_FILES[0], *OF_BATCHES[1:], *OF_FILES[1:], rescore.other_model)
+OF_MODELS: tuple[Check, ...] = (rescore.other_model, rescore.other_pictures, rescore.broken_pictures)
+CHECKS: tuple[Check, ...] = (OF_BATCHES[0], OF_FILES[0], *OF_BATCHES[1:], *OF_FILES[1:], *OF_MODELS)
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ def examine(
     hits |= {check.name: check.run(whole) for check in OF_FILES}
     again = rescore.rescore(sample.traces(), model, tokenizer, logprob_kind) if sample.kept else None
     if again is not None:
-        hits["other_model"] = rescore.other_model.run(again)
+        hits |= {check.name: check.run(again) for check in OF_MODELS}
         told = shift.against_model(again)
         hits["shifted_logprobs"] = hits["shifted_logprobs"] if told is None else told
     found = [check.finding(hits.get(check.name, Hits())) for check in CHECKS]

@@ -33,22 +33,6 @@ def wrong_tokenizer(look: Look) -> Hits:
 
 
 @check(
-    "pictures, sound or video before a turn",
-    wrong=0.0,
-    hurts="Ids do not say what a picture shows: a forward pass without it gives logprobs that are nats away, and two "
-    "pictures of one size have the same ids. Nothing behind one is trained.",
-    cure="Train on the traces of text alone. Images have no road yet.",
-    hides=("drift", "other_prompt"),
-)
-def media(look: Look) -> Hits:
-    """Sees parts of messages that are no text, placeholder tokens of pictures, sound or video in prompts, and R32.
-
-    Threshold: any turn, as nothing of such a turn can be trained.
-    """
-    return look.drift_hits(32)
-
-
-@check(
     "turns whose ids are guessed",
     costs=0.0,
     hurts="There are logprobs and no tokens: the ids are the canonical ones of the text, because their number fits. A "

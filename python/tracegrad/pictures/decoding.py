@@ -73,3 +73,15 @@ def pixels(
             f"{name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy saw it whole, or the "
             "server refused it. Leave its trace out."
         ) from error
+
+
+def is_transparent(file: bytes, media_type: str) -> bool:
+    """Whether a picture that `pixels` has decoded has pixels that show what it is laid on."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image: Any = Image.open(io.BytesIO(file), formats=[KINDS[media_type]])
+        if image.mode == "RGB" or not (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
+            return False
+        return image.convert("RGBA").getextrema()[3][0] < 255

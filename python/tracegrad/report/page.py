@@ -18,6 +18,7 @@ from tracegrad.codes import TIER_TEXT
 from tracegrad.errors import ReadError
 from tracegrad.report.curves import Rows, curves, interval, step_of
 from tracegrad.report.text import escape, number, percent
+from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.report.tokens import PerToken, TermArrays, examples, trace_html
 from tracegrad.sequence import Sequences
 
@@ -27,6 +28,7 @@ _MARKS = ("<!--success-->", "<!--/success-->")  # where `add_success` writes; no
 _FIND = files("tracegrad.report").joinpath("find.js").read_text("utf-8")
 _HASH = base64.b64encode(hashlib.sha256(_FIND.encode()).digest()).decode()
 _POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
+_DRAWN = "; img-src data:"
 _MOST_TEXT = 200  # characters of a name
 _MODES = (
     ("pull", "pull", "how hard, and which way, the token moves the policy"),
@@ -105,7 +107,8 @@ def write_report(
         links: names of files that stand beside the page.
         most_traces: how many traces: those with the largest share of the gradient, good and bad ones, of many groups.
         most_bytes: of the traces; those that do not fit are left out, and the page says so. One trace takes about
-            300 kB at most, one token 256 bytes: what a longer message loses is said where it would stand.
+            300 kB at most, one token 256 bytes: what a longer message loses is said where it would stand. Pictures
+            stand at their places, small, 64 distinct ones and 2 MB of them at most; the others are boxes.
 
     Raises:
         ReadError: if the file cannot be written.
@@ -113,13 +116,14 @@ def write_report(
     values = PerToken.of(sequences.tokens, terms)
     summary, counts = summary or {}, counts or Counts.of(sequences)
     style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + colours(_PAIRS)
+    traces = _traces(sequences, values, tokenizer, most_traces, most_bytes, pull)
+    policy = _POLICY + _DRAWN * ("<img " in traces)  # strangers' text has no such sign left
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title[:_MOST_TEXT])}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width&#61;device-width"><style>{style}</style></head><body>'
         f"{_opening(title, rows, counts, summary)}{_about(about, links)}{_curves(rows)}{_tables(counts)}"
-        f"{_traces(sequences, values, tokenizer, most_traces, most_bytes, pull)}"
-        f"<script>{_FIND}</script></body></html>\n"
+        f"{traces}<script>{_FIND}</script></body></html>\n"
     )
     write_page(Path(path), page.encode())
 
@@ -227,9 +231,9 @@ def _traces(
         return known[token]
 
     shown: list[str] = []
-    size = 0
+    size, drawn = 0, Thumbnails()
     for rank, (trace, share) in enumerate(chosen, 1):
-        part = trace_html(sequences, values, token_bytes, trace, share, rank, chosen[0][1])
+        part = trace_html(sequences, values, token_bytes, trace, share, rank, chosen[0][1], drawn)
         size += len(part.encode())
         if size > most_bytes and shown:
             break

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tracegrad.codes import GIVEN, SAMPLED, TIERS
 from tracegrad.report.text import escape, number, percent, visible
+from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.sequence import Sequences
 
 _NEUTRAL = 8  # colour classes run from 0, far below, over 8, neutral, to 16, far above
@@ -127,13 +128,14 @@ def trace_html(
     share: float,
     rank: int,
     largest: float,
+    drawn: Thumbnails | None = None,
 ) -> str:
     """One trace, folded but for the first; its bar is as long as its share of the `largest`."""
     branches = np.flatnonzero(np.asarray(sequences.trace) == trace)
     spans = [range(int(sequences.cu_seqlens[n]), int(sequences.cu_seqlens[n + 1])) for n in branches]
     places = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     own = places[np.isfinite(values.gradient[places])]
-    writer = Writer(sequences, values, token_bytes, own)
+    writer = Writer(sequences, values, token_bytes, own, drawn=drawn)
     parts = []
     for count, span in enumerate(spans, 1):
         if writer.room <= 0:
@@ -179,6 +181,7 @@ class Writer:
         token_bytes: what an id spells.
         own: [m] tokens of the trace that are terms.
         numbered: give each sampled token its place as `data-t`, so that it can be pointed at, be it a term or not.
+        drawn: what stands for pictures on the page.
     """
 
     def __init__(
@@ -189,9 +192,10 @@ class Writer:
         own: NDArray[np.int64],
         *,
         numbered: bool = False,
+        drawn: Thumbnails | None = None,
     ) -> None:
         self.sequences, self.values, self.token_bytes = sequences, values, token_bytes
-        self.numbered = numbered
+        self.numbered, self.drawn = numbered, drawn or Thumbnails()
         self.left, self.room = _MOST_TERMS * (1 + 3 * numbered), _MOST_HTML * (1 + 9 * numbered)
         self.pull = float(np.abs(values.gradient[own]).sum()) or 1.0
         self.largest = float(np.abs(values.gradient[own]).max(initial=0.0)) or 1.0
@@ -200,14 +204,18 @@ class Writer:
     def branch(self, span: range) -> str:
         """The HTML of the tokens of a branch."""
         out: list[str] = []
-        for run in self._runs(span):
-            if not self._single(run.start):
+        spans = self._spans(span)
+        for run in self._runs(span, spans):
+            spot = int(spans[run.start - span.start])
+            if spot >= 0 or not self._single(run.start):
                 if self.room <= 0:
                     rest = span.stop - run.start
                     out.append(_note(f"{rest:,} more tokens are not shown, so that the page stays small"))
                     break
-                out.append(self._untrained(run))
-                self.room -= len(out[-1])
+                before = self.drawn.room
+                out.append(self._untrained(run) if spot < 0 else self._picture(span, run, spot))
+                # What is drawn has limits of its own: a few pictures shall not cost a trace its words.
+                self.room -= len(out[-1]) * (self.drawn.room == before)
                 continue
             shown = run[:0]
             for place in run[: self.left]:
@@ -232,11 +240,31 @@ class Writer:
         sampled = self.numbered and self.sequences.source[place] == SAMPLED
         return bool(sampled or np.isfinite(self.values.gradient[place]))
 
-    def _runs(self, span: range) -> list[range]:
-        """Neighbours of one kind: trained, or untrained of one source."""
+    def _spans(self, span: range) -> NDArray[np.int64]:
+        """[tokens of the branch] the place of a picture that each token is of, as `Images` counts them; -1 for text."""
+        out = np.full(len(span), -1)
+        if (images := self.sequences.images) is not None and len(span):
+            branch = int(np.searchsorted(self.sequences.cu_seqlens, span.start, side="right")) - 1
+            places = np.arange(*images.cu_images[branch : branch + 2].tolist())
+            counts = np.diff(images.cu_features)[places]
+            start = int(images.cu_features[images.cu_images[branch]])
+            out[images.at[start : start + int(counts.sum())]] = np.repeat(places, counts)
+        return out
+
+    def _picture(self, span: range, run: range, spot: int) -> str:
+        """A picture where its first token is; nothing where another part of it is, behind marks of rows."""
+        images = self.sequences.images
+        assert images is not None, "a picture without a place"
+        first, last = images.cu_features[spot : spot + 2].tolist()
+        if span.start + int(images.at[first]) != run.start:
+            return ""
+        return self.drawn.html(images.pictures, int(images.picture[spot]), f"{last - first:,} tokens, not trained")
+
+    def _runs(self, span: range, spans: NDArray[np.int64]) -> list[range]:
+        """Neighbours of one kind: trained, untrained of one source, or of one picture."""
         source = np.asarray(self.sequences.source[span.start : span.stop]).astype(np.int16)
         single = np.isfinite(self.values.gradient[span.start : span.stop]) | (self.numbered & (source == SAMPLED))
-        kind = np.where(single, -1, source)
+        kind = np.where(spans >= 0, -2 - spans, np.where(single, -1, source))
         bounds = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(span)] if len(span) else [0]
         return [span[start:stop] for start, stop in pairwise(bounds)]
 

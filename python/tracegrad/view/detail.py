@@ -14,13 +14,15 @@ import numpy as np
 
 from tracegrad.alignment import align
 from tracegrad.errors import TracegradError
+from tracegrad.pictures import Pictures
 from tracegrad.report.text import escape, number, percent
+from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.report.tokens import PerToken, Writer
 from tracegrad.sequence import Sequences
 from tracegrad.terms import CLIPPED, StepTerms
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Trace
-from tracegrad.view.features import message_text, tool_calls
+from tracegrad.view.features import message_parts, tool_calls
 from tracegrad.view.tokens import Shown
 
 FOLD = 4_000
@@ -61,41 +63,70 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
     ]
 
 
-def messages(trace: Trace, whole: int = FOLD) -> str:
+def messages(trace: Trace, whole: int = FOLD, drawn: Thumbnails | None = None) -> str:
     """The conversation, a fold for each turn: what was given since the last answer, and the answer."""
+    show = pictures(trace, drawn or Thumbnails())
     rewards, sampled = trace.message_rewards, {generation.message for generation in trace.generations}
     order = trace.core.conversation(trace.index)
     out, turn, count = [], [], 0
     for place, message in enumerate(order):
-        turn.append(_message(trace.pool[message], message, rewards[place], message in sampled, whole))
+        turn.append(_message(trace.pool[message], message, rewards[place], message in sampled, whole, show))
         if message in sampled or place == len(order) - 1:
             count += 1
             name = f"turn {count}" if message in sampled else "after the last turn"
             out.append(f'<details class="turn" open><summary>{name}</summary>{"".join(turn)}</details>')
             turn = []
     if gone := [message for message in range(len(trace.pool)) if message not in set(order)]:
-        inner = "".join(_message(trace.pool[message], message, None, message in sampled, whole) for message in gone)
+        inner = "".join(
+            _message(trace.pool[message], message, None, message in sampled, whole, show) for message in gone
+        )
         text = f"{len(gone)} messages that the policy saw or said and that are no longer in the conversation"
         out.append(f'<details class="turn"><summary>{text}</summary>{inner}</details>')
     return "".join(out)
 
 
-def _message(message: dict[str, Any], index: int, reward: float | None, sampled: bool, whole: int) -> str:
+def pictures(trace: Trace, drawn: Thumbnails) -> Callable[[str], str]:
+    """What stands for the picture of a digest in the messages of a trace."""
+    table = Pictures.of_records(trace.core)
+    rows = {digest.tobytes().hex(): row for row, digest in enumerate(table.digest)}
+    return lambda digest: drawn.html(table, rows[digest]) if digest in rows else drawn.absent(digest)
+
+
+def _message(
+    message: dict[str, Any],
+    index: int,
+    reward: float | None,
+    sampled: bool,
+    whole: int,
+    show: Callable[[str], str],
+) -> str:
     role = str(message.get("role", "?"))[:40]
     kind = role if role in ("system", "user", "assistant", "tool") else "other"
     marks = [role, *([f"reward {number(reward)}"] if reward is not None else []), *(["sampled"] if sampled else [])]
     name = message.get("name") or message.get("tool_call_id")
     marks += [str(name)[:80]] if name else []
-    text = message_text(message)
+    said = message_parts(message)
     calls = "".join(_call(name, arguments, whole) for name, arguments in tool_calls(message))
-    body = f'<div class="said">{folded(text, index, 0, whole)}</div>' if text else ""
+    body = f'<div class="said">{folded(said, index, 0, whole, show)}</div>' if said else ""
     return f'<article class="{kind}"><h4>{escape(" · ".join(marks))}</h4>{body}{calls}</article>'
 
 
-def folded(text: str, index: int, start: int, whole: int) -> str:
-    """Text from `start` on, at most `whole` characters, and a button that asks for more."""
-    left = len(text) - start - whole
-    shown = escape(text[start : start + whole])
+def folded(said: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
+    """What is said from character `start` on, at most `whole` of them, and a button that asks for more.
+
+    Args:
+        said: texts and pictures, as `message_parts` gives them.
+        show: what stands for the picture of a digest.
+    """
+    total = sum(len(text) + 1 for text, _ in said) - 1
+    out, at, end = [], 0, min(start + whole, total)
+    for text, digest in said:
+        if not digest:
+            out.append(escape(f"{text}\n"[max(start - at, 0) : max(end - at, 0)]))
+        elif start <= at < end:
+            out.append(show(digest) + "\n" * (at + len(text) < total))
+        at += len(text) + 1
+    shown, left = "".join(out), total - end
     if left <= 0:
         return shown
     return (
@@ -126,11 +157,11 @@ def aligned(trace: Trace, tokenizer: Tokenizer) -> tuple[Shown | None, str]:
         return None, str(error)
 
 
-def tokens(shown: Shown, token_bytes: Callable[[int], bytes], at: int) -> str:
+def tokens(shown: Shown, token_bytes: Callable[[int], bytes], at: int, drawn: Thumbnails | None = None) -> str:
     """The tokens of a trace, laid over by its step number `at` (an index into `shown.steps`)."""
     sequences = shown.sequences
     values = _values(sequences, shown.steps[at] if shown.steps else None)
-    writer = Writer(sequences, values, token_bytes, np.flatnonzero(values.term), numbered=True)
+    writer = Writer(sequences, values, token_bytes, np.flatnonzero(values.term), numbered=True, drawn=drawn)
     parts = []
     for branch in range(sequences.branches):
         span = range(int(sequences.cu_seqlens[branch]), int(sequences.cu_seqlens[branch + 1]))

@@ -15,6 +15,7 @@ import numpy as np
 
 from tracegrad.errors import ArgumentError
 from tracegrad.report.page import write_page
+from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.view import pieces, runs
 from tracegrad.view.page import SCRIPTS, page, style
 from tracegrad.view.session import NAMES, Session
@@ -36,12 +37,15 @@ def page_of(session: Session, rows: Sequence[int]) -> str:
             "Narrow them: --where, --search, --limit."
         )
     blocks = [_block("data", _data(session, rows, {row: number for number, row in enumerate(rows)}))]
+    drawn = Thumbnails(drawn=session.drawn)
     for number, row in enumerate(rows):
-        blocks.append(_block(f"trace-data-{number}", {**pieces.trace(session, row, whole=_WHOLE), "n": number}))
+        told = pieces.trace(session, row, whole=_WHOLE, drawn=drawn)
+        blocks.append(_block(f"trace-data-{number}", {**told, "n": number}))
     scripts = [pieces.read(name) for name in SCRIPTS]
     allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
     look = style()
     policy = f"default-src 'none'; script-src {allowed}; style-src '{_hash(look)}'; base-uri 'none'; form-action 'none'"
+    policy += "; img-src data:" * drawn.any
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{look}</style>'
     return page("".join([*blocks, *(f"<script>{script}</script>" for script in scripts)]), head) + "\n"
 

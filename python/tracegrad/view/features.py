@@ -6,6 +6,7 @@ by `indexer`.
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
 from tracegrad.view.database import Row
 
+_HANDLE = re.compile("blake3:([0-9a-f]{64})")  # what reading puts in the place of a picture
 _HEAD = 160  # characters of the line in the list
 _MOST_TEXT = 4 << 20  # characters of one trace that are searched
 
@@ -137,19 +139,25 @@ def _said(messages: list[dict[str, Any]]) -> tuple[str, str, set[str], int]:
 
 def message_text(message: Mapping[str, Any]) -> str:
     """Reasoning and content of a message as text; parts that are no text by their kind."""
+    return "\n".join(text for text, _ in message_parts(message))
+
+
+def message_parts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The texts of `message_text`, each with the digest (64 hexadecimal digits) of the picture that it stands for."""
     said = [message.get(name) for name in ("reasoning_content", "reasoning")]
-    parts = [next((text for text in said if isinstance(text, str) and text), "")]
+    parts = [(next((text for text in said if isinstance(text, str) and text), ""), "")]
     content = message.get("content")
     if isinstance(content, str):
-        parts.append(content)
+        parts.append((content, ""))
     elif isinstance(content, list):
         for part in content:
-            text = part.get("text") if isinstance(part, Mapping) else part
-            kind = part.get("type", "a part") if isinstance(part, Mapping) else "a part"
-            parts.append(text if isinstance(text, str) else f"[{kind}]")
+            fields = part if isinstance(part, Mapping) else {"text": part}
+            text, handle = fields.get("text"), _HANDLE.fullmatch(str(fields.get("image")))
+            kind = fields.get("type", "a part")
+            parts.append((text, "") if isinstance(text, str) else (f"[{kind}]", handle[1] if handle else ""))
     elif content is not None:
-        parts.append(json.dumps(content, ensure_ascii=False))
-    return "\n".join(part for part in parts if part)
+        parts.append((json.dumps(content, ensure_ascii=False), ""))
+    return [part for part in parts if part[0]]
 
 
 def tool_calls(message: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from tracegrad.errors import ArgumentError
 from tracegrad.report.text import escape, number
+from tracegrad.report.thumbnails import Thumbnails
 from tracegrad.trace import Trace
 from tracegrad.view import detail
-from tracegrad.view.features import message_text, tool_calls
+from tracegrad.view.features import message_parts, message_text, tool_calls
 from tracegrad.view.session import Session
 from tracegrad.view.tokens import Shown
 
@@ -19,7 +20,15 @@ MOST = 16
 _MOST_WORDS = 1200
 
 
-def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int = detail.FOLD) -> dict[str, Any]:
+def trace(
+    session: Session,
+    n: int,
+    *,
+    run: str = "",
+    step: int = -1,
+    whole: int = detail.FOLD,
+    drawn: Thumbnails | None = None,
+) -> dict[str, Any]:
     """All of one trace: pieces of HTML, and the lines of Python that give the same.
 
     Args:
@@ -27,7 +36,9 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
         run: name of the run whose steps are shown; the newest one by default.
         step: which of the steps that had it, the last by default.
         whole: characters of a message that are given at once.
+        drawn: what stands for pictures, of the page that the pieces are put into; default one for this trace.
     """
+    drawn = drawn or Thumbnails(drawn=session.drawn)
     name, group_name, source, place = session.where(n)
     found = session.trace(n)
     sets = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
@@ -52,8 +63,8 @@ def trace(session: Session, n: int, *, run: str = "", step: int = -1, whole: int
         "group": group_name,
         "source": source.name,
         "facts": detail.facts([("source", source.name), *told]),
-        "messages": detail.messages(found, whole) if found is not None else "",
-        "tokens": detail.tokens(shown, session.token_bytes, at) if shown else "",
+        "messages": detail.messages(found, whole, drawn) if found is not None else "",
+        "tokens": detail.tokens(shown, session.token_bytes, at, drawn) if shown else "",
         "drift": detail.findings(shown.sequences) if shown else "",
         "why": escape(why),
         "history": detail.history(shown) if shown and shown.steps else "",
@@ -74,7 +85,8 @@ def message(session: Session, n: int, index: int, start: int) -> str:
     found = session.trace(n)
     if found is None or not 0 <= index < len(found.pool) or start < 0:
         raise ArgumentError(f"row {n} has no message {index}. There is nothing more to show.")
-    return detail.folded(message_text(found.pool[index]), index, start, detail.PART)
+    show = detail.pictures(found, Thumbnails(drawn=session.drawn))
+    return detail.folded(message_parts(found.pool[index]), index, start, detail.PART, show)
 
 
 def beside(session: Session, n: int) -> str:

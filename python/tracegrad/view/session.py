@@ -26,6 +26,7 @@ from tracegrad.view.tokens import OF_STEPS, TokenSets
 
 NAMES = (*(name for name in database.COLUMNS if name != "version"), "advantage", "lag", *OF_STEPS)
 """Columns of the page, in the order in which they are sent."""
+_MOST_DRAWN = 1000
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Session:
         self._columns = _Columns(-1, -1, {})
         self._names: dict[str, int] = {}
         self._bytes: dict[int, bytes] = {}
+        self._drawn: dict[bytes, tuple[str, str]] = {}
 
     def __enter__(self) -> "Session":
         self.indexer.start()
@@ -140,6 +142,13 @@ class Session:
         """Rows of the group of a row, itself first."""
         code = self.columns()["group"]
         return [n, *(int(row) for row in np.flatnonzero(code == code[n]) if row != n)][:most]
+
+    @property
+    def drawn(self) -> dict[bytes, tuple[str, str]]:
+        """Pictures that were drawn, by digest, as `report.thumbnails` keeps them; forgotten when they are many."""
+        if len(self._drawn) > _MOST_DRAWN:
+            self._drawn = {}
+        return self._drawn
 
     def token_bytes(self, token: int) -> bytes:
         """What an id spells; the number itself where nobody knows."""

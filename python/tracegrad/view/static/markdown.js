@@ -67,13 +67,24 @@
     return out;
   }
 
-  function textOf(said) {
-    return [...said.childNodes].map((node) => (node.nodeName === "BUTTON" ? "" : node.nodeName === "SPAN" ? textOf(node) : node.textContent)).join("");
+  // What was sent, in order: text, and pictures between.
+  function sent(said) {
+    const out = [];
+    for (const node of said.childNodes) {
+      const span = node.nodeName === "SPAN", picture = span && node.classList.contains("picture");
+      const own = node.nodeName === "BUTTON" ? [] : picture ? [node] : span ? sent(node) : [node.textContent];
+      for (const each of own) out.push(typeof each === "string" && typeof out.at(-1) === "string" ? out.pop() + each : each);
+    }
+    return out;
   }
 
   // A message laid out, with its button for the rest of it.
-  function laid(said, text) {
-    const shown = blocks(text), more = said.querySelector("button.more");
+  function laid(said, parts) {
+    const shown = document.createElement("div"), more = said.querySelector("button.more");
+    for (const part of parts) {
+      if (typeof part === "string") for (const block of [...blocks(part).childNodes]) shown.append(block);
+      else shown.append(part.cloneNode(true));
+    }
     shown.className = "rendered";
     if (more) {
       const button = made("button", [more.textContent]);
@@ -90,10 +101,10 @@
     for (const old of document.querySelectorAll("#words .rendered")) old.remove();
     for (const said of document.querySelectorAll("#words .said")) {
       said.hidden = false;
-      const text = on ? textOf(said) : "";
-      if (!on || text.length > MOST) continue;
+      const parts = on ? sent(said) : [];
+      if (!on || parts.reduce((sum, part) => sum + (part.length || 0), 0) > MOST) continue;
       try {
-        said.after(laid(said, text));
+        said.after(laid(said, parts));
         said.hidden = true;
       } catch (error) {
         console.warn("a message is shown as it was sent:", error);
