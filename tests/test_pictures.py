@@ -276,3 +276,28 @@ def test_rows_for_other_trainers_do_not_drop_pictures(tokenizer):
     found = align(read(call(tokenizer, shown(0))), tokenizer)
     with pytest.raises(ArgumentError, match="carry none"):
         Recorded.of(found, [1.0], tg.presets.DAPO, "mask")
+
+
+def test_what_a_tower_costs_is_balanced_over_ranks(tokenizer, policy):
+    """One trace with a picture and three of text alone: its rank gets less of them where its tower is counted."""
+    from dataclasses import replace
+
+    from tracegrad.batch import ModelShape
+
+    shape = ModelShape.of(policy.config)
+    assert (shape.tower_layers, shape.tower_hidden, shape.tower_intermediate, shape.tower_patches) == (3, 32, 48, 4)
+    assert shape.feature_flop == 2 * 4 * 3 * (4 * 32 * 32 + 2 * 32 * 48)
+    words = {"role": "user", "content": "one two three four five six seven"}
+    records = [call(tokenizer, shown(1)), *(call(tokenizer, words) for _ in range(3))]
+    found = align(read(*({**record, "id": str(n)} for n, record in enumerate(records))), tokenizer)
+    many = {"token_budget": 64, "ranks": 2}
+    plain = tg.pack(found, np.ones(4), shape=replace(shape, tower_layers=0), **many)[0].load
+    heavy = replace(shape, tower_layers=3000)
+    seen = tg.pack(found, np.ones(4), shape=heavy, **many)[0].load
+    extra = 6 * heavy.feature_flop
+    assert seen.sum() - plain.sum() == pytest.approx(extra, abs=shape.term_flop)
+    assert seen.max() > extra
+    ranks = [
+        {int(each) for each in tg.pack(found, np.ones(4), shape=heavy, rank=rank, **many)[0].trace} for rank in (0, 1)
+    ]
+    assert {0} in ranks

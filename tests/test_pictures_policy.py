@@ -169,8 +169,9 @@ def test_text_and_pads_without_pictures(model, files, rule):
         hidden_states(model, pads.to("cpu"))
 
 
-def test_a_picture_that_is_lost_or_another_size_is_named(files, rule):
-    row = vlm.row([ONE], files, Rule.of(rule.folder))
+def test_a_picture_that_is_lost_or_another_size_is_named(files, rule, tmp_path):
+    assert Rule.of(rule.folder).processor is rule.processor  # which keeps what it made for the next step
+    row = vlm.row([ONE], files, Rule.of(vlm.processor_folder(tmp_path)))
     name = row.images.pictures.digest[0].tobytes()
     gone = replace(row, images=replace(row.images, pictures=replace(row.images.pictures, sources=())))
     with pytest.raises(ReadError, match=name.hex()[:16]):

@@ -26,6 +26,8 @@ class ModelShape:
         intermediate: width of the gated MLP; with experts, those that one token passes together.
         heads, kv_heads, head_dim: of attention.
         vocab: V.
+        tower_layers, tower_hidden, tower_intermediate, tower_patches: of what turns pictures into features; patches a
+            feature. 0 where there is none.
 
     Source: matrix products count 2 FLOP forward and 4 backward for each weight (Kaplan et al. 2020, arXiv 2001.08361,
     section 2.1); attention 4 * heads * head_dim a pair forward and 2.5 times that backward, where scores are computed
@@ -43,12 +45,16 @@ class ModelShape:
     kv_heads: int = 8
     head_dim: int = 128
     vocab: int = 151936
+    tower_layers: int = 0
+    tower_hidden: int = 0
+    tower_intermediate: int = 0
+    tower_patches: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"ModelShape.{field.name} is {value!r}. It must be an integer of at least 1.")
+            value, least = getattr(self, field.name), 0 if field.name.startswith("tower_") else 1
+            if not isinstance(value, int) or value < least:
+                raise ArgumentError(f"ModelShape.{field.name} is {value!r}. It must be an integer of at least {least}.")
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -57,6 +63,7 @@ class ModelShape:
         Raises:
             ArgumentError: if the config does not say one of the sizes.
         """
+        tower = _tower(getattr(config, "vision_config", None), config)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         heads = _said(config, "num_attention_heads")
         hidden = _said(config, "hidden_size")
@@ -70,6 +77,7 @@ class ModelShape:
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or hidden // heads,
             vocab=_said(config, "vocab_size"),
+            **tower,
         )
 
     @classmethod
@@ -95,6 +103,26 @@ class ModelShape:
     def term_flop(self) -> float:
         """Of one term in the head, forward and backward."""
         return 6.0 * self.hidden * self.vocab
+
+    @property
+    def feature_flop(self) -> float:
+        """Of one feature of a picture in the tower, forward alone, as it is frozen unless it is asked for.
+
+        Linear layers alone: 4 h h of attention and 2 h i of an MLP, 2 FLOP a weight and patch.
+        """
+        weights = self.tower_hidden * (4 * self.tower_hidden + 2 * self.tower_intermediate)
+        return 2.0 * self.tower_patches * self.tower_layers * weights
+
+
+def _tower(vision: Any, config: Any) -> dict[str, int]:
+    """The sizes of a tower, where a config has one and says them."""
+    layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
+    hidden, width = getattr(vision, "hidden_size", None), getattr(vision, "intermediate_size", None)
+    if not (layers and hidden):
+        return {}
+    side = getattr(vision, "spatial_merge_size", None) or getattr(config, "scale_factor", None) or 1
+    sizes = {"layers": layers, "hidden": hidden, "intermediate": width or 4 * hidden, "patches": int(side) ** 2}
+    return {f"tower_{name}": int(size) for name, size in sizes.items()}
 
 
 def _said(config: Any, name: str) -> int:

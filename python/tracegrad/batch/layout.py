@@ -1,6 +1,7 @@
 """The rows of a plan as the core lays them out, and as the batches that are made of them.
 
-Here are `Layout`, and `compared_ids`, by which rows are laid out: two pictures of one size are never the same text.
+Here are `Layout`, `compared_ids`, by which rows are laid out (two pictures of one size are never the same text), and
+`towers_as_terms`, what pictures cost beside tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.batch.cost import ModelShape
 from tracegrad.batch.step import Batch, Counts, Floats, Ints
 from tracegrad.pictures import Images, RowImages
 from tracegrad.pictures.spans import Keys
@@ -20,6 +22,22 @@ def compared_ids(sequences: Sequences) -> tuple[Ints, Keys | None]:
     """[T] int32: the ids by which branches are compared: those of pictures are numbers that no other picture has."""
     ids = np.require(sequences.ids, np.int32, ["C", "A"])
     return (ids, None) if sequences.images is None else sequences.images.keyed(ids, sequences.cu_seqlens)
+
+
+def towers_as_terms(sequences: Sequences, length: Ints, shape: ModelShape) -> Ints:
+    """[N] int32: what the pictures of each branch cost in the tower, as so many terms of the head.
+
+    Args:
+        length: [N] tokens of each branch that are laid out.
+        shape: of the model.
+    """
+    out = np.zeros(len(length), np.int32)
+    if (images := sequences.images) is not None and shape.feature_flop:
+        branch = np.repeat(np.arange(len(length)), np.diff(images.cu_images))
+        owner = np.repeat(branch, np.diff(images.cu_features))
+        shown = np.bincount(owner[images.at < length[owner]], minlength=len(length))
+        out += np.rint(shown * (shape.feature_flop / shape.term_flop)).astype(np.int32)
+    return out
 
 
 class Layout(NamedTuple):

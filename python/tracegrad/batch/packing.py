@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _core, arrays
 from tracegrad.batch.cost import LEAST_GAIN, ModelShape
 from tracegrad.batch.grouping import Groups, group_into_steps, losses, skipped, without_advantage
-from tracegrad.batch.layout import Layout, compared_ids
+from tracegrad.batch.layout import Layout, compared_ids, towers_as_terms
 from tracegrad.batch.step import Counts, Floats, Ints, Sharing, Skipped, Step, TooLong
 from tracegrad.errors import ArgumentError
 from tracegrad.sequence import Sequences
@@ -103,7 +103,8 @@ def pack(
     costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
     least = LEAST_GAIN if share_prefixes else None
     step = _contiguous(groups.step[present], groups.step.dtype)
-    placed = _Placed(*_core.pack_place(ids, cu, length, terms, place, step, int(ranks), *fit, costs, least))
+    weighed = terms + towers_as_terms(sequences, length, shape)
+    placed = _Placed(*_core.pack_place(ids, cu, length, weighed, place, step, int(ranks), *fit, costs, least))
     # Every rank holds as many rows; a step that nothing is left of still has one, of padding, as an optimizer may move.
     rows = np.maximum(placed.rows.reshape(-1, ranks).max(1), 1)
     mine = np.where(placed.rank == rank, groups.step[trace], -1).astype(np.int32)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,9 @@ class Rule:
         ]
         return ", ".join(found[:3]) or f"the id of pictures ({self.pad} and {other.pad})"
 
-    @cached_property
+    @property
     def processor(self) -> Processor:
-        """The image processor of the folder.
+        """The image processor of the folder; one for a folder, so that what it made is made once.
 
         Raises:
             ArgumentError: if it is not known which folder that is.
@@ -86,7 +86,7 @@ class Rule:
                 "it is not known which image processor makes these pictures ready. The tower takes what it makes. Pass "
                 "sequences.of_model(folder)."
             )
-        return Processor(self.folder)
+        return _processor(self.folder)
 
     def expansions(self, widths: NDArray[np.integer], heights: NDArray[np.integer]) -> dict[tuple[int, int], list[int]]:
         """The ids that stand for a picture of each (width, height), in place of what the template writes for one.
@@ -125,6 +125,11 @@ class Rule:
         ):
             raise ValueError("ids of pictures are none")
         return cls(pad, frames, options)
+
+
+@lru_cache(maxsize=4)
+def _processor(folder: Path) -> Processor:
+    return Processor(folder)
 
 
 def _read(path: Path) -> dict[str, Any]:
