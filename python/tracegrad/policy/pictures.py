@@ -38,7 +38,7 @@ def states(model: nn.Module, batch: Batch) -> Tensor:
         ArgumentError: if the model gives other numbers than its own forward either way, or shares no prefix.
     """
     branches = list(_branches(batch))
-    plain = branches is not None and all(_is_alone(batch, *each) for each in branches)
+    plain = all(_is_alone(batch, *each) for each in branches)
     why = _why_not(model, batch)
     if not why[True]:
         return _row(model, batch)
