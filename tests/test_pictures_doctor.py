@@ -197,3 +197,15 @@ def test_a_picture_that_cannot_be_decoded_is_found_and_the_others_are_rescored(f
     alone = found_in(diagnosed(rows[2:], tmp_path, folder, rescored=32))
     assert alone["broken_pictures"].hits.count == 1
     assert "broken_pictures" not in found_in(diagnosed(golden("adjacent") + text, tmp_path, folder, rescored=32))
+
+
+def test_pads_that_a_user_wrote_are_words_and_no_second_expansion(tokenizer, folder, tmp_path):
+    two = call(tokenizer, shown(0, "a <|image_pad|> b <|image_pad|> c"), reward=1.0)  # 4 features: twice would leave 3
+    one = call(
+        tokenizer, shown(0), ids=tokenizer.render_ids([shown(0)], add_generation_prompt=True).tolist(), reward=0.0
+    )
+    small = base64.b64encode(vlm.picture(28, 28, 7)).decode()  # of one feature: expanded twice it would leave none
+    one["request"]["messages"][0]["content"][0]["image_url"]["url"] = f"data:image/png;base64,{small}"
+    found = tg.align(read(two, one), tokenizer)
+    assert found.images.features.tolist() == [4, 1]
+    assert "doubled_pictures" not in found_in(diagnosed([two, one], tmp_path, folder))
