@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from tracegrad import _core
+from tracegrad.alignment import align
 from tracegrad.batch import pack
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.inputs import read
-from tracegrad.alignment import align
 from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from peak import PEAK
 from test_trace import line, save
 from tracegrad import errors
+from tracegrad.alignment import align
 from tracegrad.arrow_files import ParquetStream
 from tracegrad.cli import main
 from tracegrad.config import Data
 from tracegrad.errors import FormatError, ReadError, TracegradError, shown
 from tracegrad.inputs import read, stream
 from tracegrad.prepare import prepare
-from tracegrad.alignment import align
 from tracegrad.tables import from_arrow
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces, write

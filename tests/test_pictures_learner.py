@@ -15,6 +15,7 @@ from tracegrad import prepare
 from tracegrad.config import Config, Data
 from tracegrad.config.options import Images
 from tracegrad.errors import ArgumentError
+from tracegrad.learner.model import loaded_by
 from tracegrad.learner.setup import check_ranks_see
 
 
@@ -58,6 +59,7 @@ def test_shards_train_as_records_do_and_any_number_of_workers_prepares_them(trac
 def test_the_tower_is_trained_on_request(traces, folder, tmp_path, tower):
     before = load_file(folder / "model.safetensors")
     done, after = trained(traces, folder, tmp_path / "run", **{"images.tower": tower})
+    assert loaded_by(done.checkpoint) == "AutoModelForImageTextToText"
     moved = {name for name in before if not before[name].equal(after[name])}
     assert any("language_model" in name for name in moved)
     assert any("visual" in name for name in moved) == (tower == "trained")

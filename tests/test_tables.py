@@ -6,12 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tracegrad.alignment import align
 from tracegrad.arrow_files import ParquetStream
 from tracegrad.config import Data
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.inputs import read
 from tracegrad.prepare import prepare
-from tracegrad.alignment import align
 from tracegrad.sequence import Sequences
 from tracegrad.tables import from_arrow
 from tracegrad.tokenizer import Tokenizer

@@ -153,6 +153,8 @@ def _learn(
 
 
 def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[str]:
+    from tracegrad.learner.model import loaded_by
+
     reasons = {
         "done": f"trained  {done.step:,} steps",
         "ess": f"stopped  after step {done.step:,} of {done.total:,}: the off-policy value rests on too few traces",
@@ -169,7 +171,7 @@ def _ending(told: argparse.Namespace, arguments: list[str], done: Any) -> list[s
             if done.idle is None
             else f"{done.idle:.1%} of its time idle"
         ),
-        f"         {places['checkpoint']}  loads with AutoModelForCausalLM.from_pretrained",
+        f"         {places['checkpoint']}  loads with {loaded_by(done.checkpoint)}.from_pretrained",
         f"         {places['report.html']}  shows the run and its tokens",
         f"         {places['metrics.jsonl']}, {places['summary.json']}",
         *go_on(done.stopped, arguments),

@@ -62,6 +62,15 @@ def load_whole(path: Path) -> Any:
     return model
 
 
+def loaded_by(path: Path) -> str:
+    """The class of transformers that loads a folder, by the architecture that its config.json names."""
+    try:
+        named = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    except (OSError, ValueError, AttributeError):  # as a folder of adapters has none
+        named = []
+    return _kind(named).__name__
+
+
 def _kind(named: list[str]) -> Any:
     """The class of transformers that loads a named architecture."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
