@@ -49,8 +49,7 @@ fn picture<'t>(trace: &'t Trace, digest: &[u8; 32]) -> Option<&'t Picture> {
 }
 
 fn lost(digest: &[u8; 32]) -> Error {
-    let [a, b, c, d, e, f, g, h, ..] = *digest;
-    let name = u64::from_be_bytes([a, b, c, d, e, f, g, h]);
+    let name = digest.iter().take(8).fold(0_u64, |name, &byte| name << 8 | u64::from(byte));
     Error::new(Kind::Io, format!("no record has the picture {name:016x}..."))
         .why("The policy cannot see it again")
         .cure("Read the records that hold it")
@@ -58,7 +57,7 @@ fn lost(digest: &[u8; 32]) -> Error {
 
 /// The name of a picture: the blake3 of its file.
 #[pyfunction]
-fn picture_digest<'py>(py: Python<'py>, file: PyBackedBytes) -> PyResult<Bound<'py, PyBytes>> {
+fn picture_digest(py: Python<'_>, file: PyBackedBytes) -> PyResult<Bound<'_, PyBytes>> {
     let found = detached(py, Kind::Fault, "hashing a picture", || Ok(digest(&file)))?;
     Ok(PyBytes::new(py, &found))
 }

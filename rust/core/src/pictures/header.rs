@@ -59,8 +59,8 @@ fn exif(file: &[u8]) -> Option<&[u8]> {
         [0xff, ..] => {
             segments(file).find_map(|(marker, data)| (marker == 0xe1).then_some(data)?.strip_prefix(b"Exif\0\0"))?
         }
-        [0x89, ..] => chunks(file, 8, 4, |at| Some((big(file, at)? as usize, at + 4, at + 8)), b"eXIf")?,
-        [b'R', ..] => chunks(file, 12, 0, |at| Some((little(file, at + 4)? as usize, at, at + 8)), b"EXIF")?,
+        [0x89, ..] => chunks(file, 8, 4, |at| Some((big(file, at)? as usize, at + 4, at + 8)), *b"eXIf")?,
+        [b'R', ..] => chunks(file, 12, 0, |at| Some((little(file, at + 4)? as usize, at, at + 8)), *b"EXIF")?,
         _ => return None,
     };
     Some(&found[found.len() - strip(found)..])
@@ -68,13 +68,13 @@ fn exif(file: &[u8]) -> Option<&[u8]> {
 
 /// The data of the first chunk with a name; `read` gives length, place of the name and place of the data, and each chunk
 /// has `behind` bytes behind its data, or one to make its length even where there are none.
-fn chunks<'f>(
-    file: &'f [u8],
+fn chunks(
+    file: &[u8],
     first: usize,
     behind: usize,
     read: impl Fn(usize) -> Option<(usize, usize, usize)>,
-    name: &[u8; 4],
-) -> Option<&'f [u8]> {
+    name: [u8; 4],
+) -> Option<&[u8]> {
     let mut at = first;
     loop {
         let (length, named, data) = read(at)?;
