@@ -25,6 +25,7 @@ import test_loop_options as loops  # noqa: E402
 import tracegrad as tg  # noqa: E402
 from test_every_field import ignored  # noqa: E402
 from test_from_shards import weights  # noqa: E402
+from test_pictures_learner import images_tower  # noqa: E402
 from test_reward_kl import reward_kl  # noqa: E402
 from test_terms import terms_kept, terms_megabytes  # noqa: E402
 from tiny import PROMPT, sampled, spoilt, tiny_model  # noqa: E402
@@ -466,6 +467,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "parallel.mode": (None, mode),
     "checkpoint.every": ("cadence", checkpoint_every),
     "checkpoint.keep": ("cadence", checkpoint_keep),
+    "images.tower": (None, images_tower),
     "terms.keep": (None, terms_kept),
     "terms.megabytes": (None, terms_megabytes),
     "objective.preset": (None, preset),

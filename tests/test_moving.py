@@ -27,7 +27,7 @@ def test_prefetched_batches_are_the_batches_in_order(device, ahead):
     for one, other in zip(found, batches(), strict=True):
         assert one.longest == 6
         for field in fields(other):
-            if field.name == "longest":
+            if field.name in ("longest", "images"):
                 continue
             moved, given = getattr(one, field.name), getattr(other, field.name)
             if field.name == "term":

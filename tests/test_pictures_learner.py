@@ -3,8 +3,10 @@
 import filecmp
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -102,3 +104,15 @@ def test_ranks_that_would_run_the_tower_unlike_often_are_refused(traces, folder,
     check_ranks_see(replace(sequences, images=None), target, config)
     with pytest.raises(ArgumentError, match=refused):
         check_ranks_see(sequences, target, config)
+
+
+def images_tower(folder: Path) -> None:
+    """A run on a recording with pictures moves the weights of what sees them."""
+    model, records = vlm.folder(folder / "vlm"), tg.read(GOLDEN)
+    sequences = tg.align(records, tg.Tokenizer.from_pretrained(model))
+    rewards = np.arange(sequences.traces, dtype=np.float32)[:, None] % 3
+    sequences = replace(sequences, rewards=rewards, group=np.zeros(sequences.traces, np.int32), group_names=("g",))
+    options = {"images.tower": "trained", "data.holdout": 0.0, "optimizer.lr": 1e-3}
+    done = tg.train(model, sequences, out=folder / "out", options=options)
+    before, after = (load_file(each / "model.safetensors") for each in (model, done.checkpoint))
+    assert any("visual" in name and not before[name].equal(after[name]) for name in before)

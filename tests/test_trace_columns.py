@@ -34,7 +34,7 @@ def example():
         ending=[1, 2],
     )
     found = Drift(
-        reason=np.array([MEDIA], np.uint8),
+        reason=np.array(MEDIA[:1], np.uint8),
         trace=np.array([1], np.int32),
         turn=np.array([0], np.int32),
         token=np.array([0], np.int32),

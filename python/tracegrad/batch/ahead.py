@@ -60,8 +60,10 @@ def _with_pictures(batches: Iterable[Batch], ahead: int) -> Iterator[Batch]:
     waiting: deque[tuple[Batch, Future[RowImages] | None]] = deque()
     with ThreadPoolExecutor(1, "pictures") as thread:
         for batch in batches:
-            waiting.append((batch, thread.submit(batch.images.to, "cpu") if batch.images is not None else None))
-            if len(waiting) > ahead:
+            made = thread.submit(batch.images.to, "cpu") if batch.images is not None else None
+            waiting.append((batch, made))
+            # Without pictures there is nothing to begin before it is asked for.
+            if len(waiting) > ahead or (made is None and len(waiting) == 1):
                 yield _ready(*waiting.popleft())
         while waiting:
             yield _ready(*waiting.popleft())

@@ -79,7 +79,7 @@ class Thumbnails:
             try:
                 self.drawn[digest] = "data:image/png;base64," + base64.b64encode(small(pictures, row)).decode(), ""
             except TracegradError as error:
-                self.drawn[digest] = "", str(error)[:200]
+                self.drawn[digest] = "", str(error)[:400]
         return self.drawn[digest]
 
 
