@@ -491,8 +491,8 @@ def test_an_option_does_what_it_says(name, done, tmp_path):
 def test_an_option_that_is_ignored_fails_its_row(name, tmp_path):
     run, holds = ROWS[name]
     section, option = name.split(".")
-    [each] = [each for each in fields(cls := type(getattr(config.Config(), section))) if each.name == option]
-    with ignored(cls, option, each.default):
+    cls = type(getattr(config.Config(), section))
+    with ignored(cls, option, next(each.default for each in fields(cls) if each.name == option)):
         try:
             holds(tmp_path if run is None else RUNS[run](tmp_path))
         except (AssertionError, TracegradError, ArgumentError, pytest.fail.Exception):
