@@ -116,3 +116,11 @@ def images_tower(folder: Path) -> None:
     done = tg.train(model, sequences, out=folder / "out", options=options)
     before, after = (load_file(each / "model.safetensors") for each in (model, done.checkpoint))
     assert any("visual" in name and not before[name].equal(after[name]) for name in before)
+
+
+def test_whether_shards_show_pictures_is_known_without_a_token(traces, folder, example, tmp_path):
+    for name, model, source in (("seen", folder, traces), ("text", example / "model", example / "traces.jsonl.zst")):
+        prepare.prepare([str(source)], model, Data(), tmp_path / name)
+        shards = tg.Shards.open(tmp_path / name)
+        assert shards.shows_pictures == (name == "seen")
+        assert not shards._mapped  # a run on text alone would otherwise read all of it before its first step

@@ -116,7 +116,7 @@ def test_each_silent_fault_would_show(model, files, rule, spoil, monkeypatch):
     batch = vlm.row([ONE, TWO], files, rule).to("cpu")
     right = hidden_states(model, batch)
     if spoil == "positions":
-        monkeypatch.setattr(pictures, "_positions", lambda body, row: row.positions[None])
+        monkeypatch.setattr(pictures, "_positions", lambda body, row, seen: row.positions[None])
         wrong = hidden_states(model, batch)
     elif spoil == "picture":
         swapped = replace(batch.images, picture=np.array([2, 1, 0], np.int32))
@@ -145,8 +145,8 @@ def test_each_silent_fault_would_show(model, files, rule, spoil, monkeypatch):
 def test_a_model_that_is_not_its_own_forward_is_refused(files, rule, monkeypatch):
     model = vlm.qwen3_vl()
     batch = vlm.row([ONE, TWO], files, rule).to("cpu")
-    monkeypatch.setattr(pictures, "_positions", lambda body, row: row.positions[None])
-    with pytest.raises(ArgumentError, match="other numbers on pictures than its own forward"):
+    monkeypatch.setattr(pictures, "_positions", lambda body, row, seen: row.positions[None])
+    with pytest.raises(ArgumentError, match="than its own forward: hidden states would differ"):
         hidden_states(model, batch)
 
 

@@ -165,8 +165,8 @@ class Tokenizer:
             )
         return cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None), directory)
 
-    def __reduce__(self) -> tuple[Any, tuple[bytes, bytes]]:
-        return _from_source, self._core.source()
+    def __reduce__(self) -> tuple[Any, tuple[bytes, bytes, Path | None]]:
+        return _from_source, (*self._core.source(), self.folder)
 
     def __copy__(self) -> "Tokenizer":
         return self
@@ -276,9 +276,9 @@ class Tokenizer:
         )
 
 
-def _from_source(json: bytes, config: bytes) -> Tokenizer:
-    """The tokenizer that was pickled."""
-    return Tokenizer(_core.Tokenizer.from_source(json, config))
+def _from_source(json: bytes, config: bytes, folder: Path | None) -> Tokenizer:
+    """The tokenizer that was pickled; its folder, where it is there too, has the image processor."""
+    return Tokenizer(_core.Tokenizer.from_source(json, config), folder)
 
 
 def _given(

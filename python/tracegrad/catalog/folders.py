@@ -21,6 +21,7 @@ from tracegrad.catalog.select import joined, selected
 from tracegrad.catalog.source import lots_of
 from tracegrad.catalog.table import Catalog, numbered
 from tracegrad.errors import ArgumentError, FormatError, ReadError
+from tracegrad.pictures.kept import MEDIA
 from tracegrad.sequence import Sequences
 from tracegrad.terms import subset
 
@@ -89,6 +90,11 @@ class Shards:
     def in_memory(self) -> bool:
         """False."""
         return False
+
+    @property
+    def shows_pictures(self) -> bool:
+        """As `Source.shows_pictures`, by the manifests."""
+        return any(MEDIA in shard.told.files for shard in self.shards)
 
     @property
     def inputs(self) -> int:

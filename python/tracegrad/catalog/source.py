@@ -32,6 +32,11 @@ class Source(Protocol):
         ...
 
     @property
+    def shows_pictures(self) -> bool:
+        """Whether a trace has a picture at a place among its tokens; no token is read to know it."""
+        ...
+
+    @property
     def inputs(self) -> int:
         """How many inputs there are; `catalog.source` has their numbers."""
         ...
@@ -90,6 +95,11 @@ class InMemory:
     def in_memory(self) -> bool:
         """True."""
         return True
+
+    @property
+    def shows_pictures(self) -> bool:
+        """As `Source.shows_pictures`."""
+        return self.sequences.images is not None
 
     @property
     def inputs(self) -> int:

@@ -300,7 +300,7 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
             f"video or sound. {type(model).__name__} would not see it, as its decoder runs without a tower: logprobs "
             "would be nats off. Leave these traces out."
         )
-    if not tower_of(model) and holds_pictures(source):
+    if not tower_of(model) and source.shows_pictures:
         raise ArgumentError(
             f"the traces hold pictures, and {type(model).__name__} takes none. It would not see what the policy saw. "
             "Give --model the image-text model that sampled them."
@@ -309,16 +309,11 @@ def check_media(data: Sequences | Source, model: Any) -> list[str]:
     return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
 
 
-def holds_pictures(source: Source) -> bool:
-    """Whether a trace has a picture at a place among its tokens."""
-    return any(part.images is not None for part in source.parts())
-
-
 def check_ranks_see(data: Sequences | Source, target: Placed, config: Config) -> None:
     """Refuses pictures where ranks would have to run a tower equally often: rows have unlike many pictures."""
     if target.mode != "fsdp" and (target.ranks.alone or config.images.tower == "frozen"):
         return
-    if holds_pictures(source_of(data)):
+    if source_of(data).shows_pictures:
         mode = target.mode == "fsdp"
         what = "parallel.mode is fsdp" if mode else "images.tower is trained on several ranks"
         cure = "Set parallel.mode ddp or none" if mode else "Leave images.tower frozen, or train on one rank"

@@ -70,21 +70,13 @@ def _host(values: Any) -> Any:
 
 
 def _alone(model: nn.Module, batch: Batch, branches: list[tuple[int, int]]) -> Tensor:
-    read = np.unique(np.searchsorted([end for _, end in branches], _host(batch.read), side="right"))
-    found: list[Tensor] = []
-    used = set(read.tolist()) or {0}
-    for number, (start, end) in enumerate(branches):
-        if number in used:
-            found.append(_row(model, cut(batch, start, end), masked=False))
-        else:
-            found.append(torch.zeros(0))
-    width = next(part.shape[-1] for part in found if len(part))
-    first = next(part for part in found if len(part))
-    whole = [
-        part if len(part) else first.new_zeros(end - start, width)
-        for part, (start, end) in zip(found, branches, strict=True)
-    ]
-    return torch.cat(whole)
+    ends = [end for _, end in branches]
+    read = np.unique(np.searchsorted(ends, _host(batch.read), side="right")).tolist() or [0]
+    found = {number: _row(model, cut(batch, *branches[number]), masked=False) for number in read}
+    first = found[read[0]]
+    lengths = [end - start for start, end in branches]
+    unread = (first.new_zeros(length, first.shape[-1]) for length in lengths)
+    return torch.cat([found.get(number, zeros) for number, zeros in enumerate(unread)])
 
 
 def cut(batch: Batch, start: int, end: int) -> Batch:
@@ -112,15 +104,13 @@ def cut(batch: Batch, start: int, end: int) -> Batch:
 
 def _row(model: nn.Module, batch: Batch, *, masked: bool = True) -> Tensor:
     """A row in one pass of the body."""
-    body = _body(model)
-    how: dict[str, Any] = {"position_ids": _positions(body, batch), "use_cache": False}
+    body, seen = _body(model), _inputs(batch.images)
+    how: dict[str, Any] = {"position_ids": _positions(body, batch, seen), "use_cache": False}
     if masked:
         additive = None if attention_of(model) == "sdpa" else next(model.parameters()).dtype
         how["attention_mask"] = dense_mask(batch, dtype=additive)
-    if batch.images is None:
-        return body(input_ids=batch.ids[None], **how).last_hidden_state[0]
     with _placing(body, batch):
-        return body(input_ids=batch.ids[None], **_inputs(batch.images), **how).last_hidden_state[0]
+        return body(input_ids=batch.ids[None], **seen, **how).last_hidden_state[0]
 
 
 def _body(model: nn.Module) -> Any:
@@ -135,27 +125,32 @@ def _body(model: nn.Module) -> Any:
     return body
 
 
-def _inputs(images: RowImages) -> dict[str, Tensor]:
-    """What the tower takes, for each place of the row, in order."""
+def _inputs(images: RowImages | None) -> dict[str, Tensor]:
+    """What the tower takes, for each place of the row, in order; nothing for a row of text alone."""
+    if images is None:
+        return {}
     if images.inputs is None:
         raise ArgumentError("the pictures of a batch are not processed. Move the batch with to() first.")
     place = np.searchsorted(np.unique(images.picture), images.picture)
     each = [images.inputs[number] for number in place.tolist()]
-    # Families that cut a picture into several have (batch, pieces, channels, height, width).
-    along = 1 if each[0]["pixel_values"].ndim == 5 else 0
-    return {name: torch.cat([one[name] for one in each], along if one_dim(each[0][name]) else 0) for name in each[0]}
+    # Families that cut a picture into several have (batch of one, pieces, channels, height, width).
+    pieces = each[0]["pixel_values"].ndim == 5
+
+    def joined(name: str) -> Tensor:
+        parts = [one[name] for one in each]
+        return torch.cat(parts, 1 if pieces and parts[0].ndim > 1 and parts[0].shape[0] == 1 else 0)
+
+    return {name: joined(name) for name in each[0]}
 
 
-def one_dim(values: Tensor) -> bool:
-    """Whether an input has a batch of one before its pieces."""
-    return values.ndim > 1 and values.shape[0] == 1
-
-
-def _positions(body: Any, batch: Batch) -> Tensor:
+def _positions(body: Any, batch: Batch, seen: Mapping[str, Tensor]) -> Tensor:
     """[1, T], or [3, 1, T] where the model gives pictures rows and columns: (time, row, column) of each token.
 
     A picture with h rows and w columns takes max(h, w) positions and not h * w, so what stands behind it in the tree is
     that much nearer.
+
+    Args:
+        seen: what `_inputs` gave for the row.
     """
     depth = batch.positions
     if not hasattr(body, "get_rope_index"):
@@ -164,7 +159,7 @@ def _positions(body: Any, batch: Batch) -> Tensor:
     images = batch.images
     if images is None:
         return depth[None, None].expand(3, 1, -1)
-    sizes = _inputs(images)["image_grid_thw"].tolist()
+    sizes = seen["image_grid_thw"].tolist()
     merge = body.config.vision_config.spatial_merge_size
     inside: list[tuple[Any, Tensor]] = []
     for number, (_, high, wide) in enumerate(sizes):
@@ -187,12 +182,21 @@ def _positions(body: Any, batch: Batch) -> Tensor:
     return positions[:, None]
 
 
+def _shown(batch: Batch) -> Tensor:
+    """[T] bool: the tokens that stand for a picture."""
+    out = torch.zeros(len(batch.ids), dtype=torch.bool, device=batch.ids.device)
+    if batch.images is not None:
+        out[torch.from_numpy(batch.images.at).to(out.device)] = True
+    return out
+
+
 @contextmanager
 def _placing(body: Any, batch: Batch) -> Iterator[None]:
     """The body puts features where pictures are recorded, while entered; elsewhere a pad is text."""
-    assert batch.images is not None
-    mask = torch.zeros(len(batch.ids), dtype=torch.bool, device=batch.ids.device)
-    mask[torch.from_numpy(batch.images.at).to(mask.device)] = True
+    if batch.images is None:
+        yield
+        return
+    mask = _shown(batch)
     pads = batch.ids == batch.images.rule.pad
     own = getattr(body, "get_placeholder_mask", None)
     if own is None:
@@ -229,28 +233,20 @@ def _why_not(model: nn.Module, batch: Batch) -> Mapping[bool, str]:
 
 
 def _probe(model: nn.Module, batch: Batch) -> Batch:
-    """The shortest branch of a row that has a picture, with ordinary ids where pads are text."""
-    assert batch.images is not None
-    found = []
-    for start, end in _branches(batch):
-        part = cut(batch, start, end)
-        if part.images is not None:
-            behind = int(part.images.at[-1]) + 1
-            # The first child of every fork: its tokens follow their parents.
-            path = [*range(behind), *(t for t in range(behind, end - start) if int(part.positions[t]) == t)]
-            found.append(cut(part, 0, max(len(path), behind)))
-    shortest = min(found, key=lambda part: len(part.ids))
+    """The shortest branch of a row that has a picture, with ordinary ids where pads are text.
+
+    A tree is taken as one branch: any ids in a row are a prompt to a model.
+    """
+    parts = (cut(batch, start, end) for start, end in _branches(batch))
+    shortest = min((part for part in parts if part.images is not None), key=lambda part: len(part.ids))
     assert shortest.images is not None
-    shown = torch.zeros(len(shortest.ids), dtype=torch.bool, device=shortest.ids.device)
-    shown[torch.from_numpy(shortest.images.at).to(shown.device)] = True
     words = ordinary_ids(model)
-    other = torch.where(shortest.ids == shortest.images.rule.pad, int(words[0]), shortest.ids)
+    text = torch.where(shortest.ids == shortest.images.rule.pad, int(words[0]), shortest.ids)
     # What stands behind a picture shows its positions.
-    tail = other.new_tensor([int(words[place % len(words)]) for place in (1, 3, 2, 4)])
-    ids = torch.cat([torch.where(shown, shortest.ids, other), tail])
-    length = len(ids)
-    place = torch.arange(length, device=ids.device)
-    return replace(shortest, ids=ids, positions=place, tree_end=torch.full_like(place, length))
+    tail = text.new_tensor([int(words[place % len(words)]) for place in (1, 3, 2, 4)])
+    ids = torch.cat([torch.where(_shown(shortest), shortest.ids, text), tail])
+    place = torch.arange(len(ids), device=ids.device)
+    return replace(shortest, ids=ids, positions=place, tree_end=torch.full_like(place, len(ids)))
 
 
 def _compared(model: nn.Module, probe: Batch) -> dict[bool, str]:
@@ -268,11 +264,11 @@ def _compared(model: nn.Module, probe: Batch) -> dict[bool, str]:
         both = _row(model, twice)
         length = len(probe.ids)
         why[True] = _difference(both[:length], wanted, allowed) or _difference(both[length:], wanted, allowed)
-        tree, second = _tree(probe)
+        tree, fork, sibling = _tree(probe)
         whole = _row(model, tree)
         why[True] = why[True] or _difference(whole[:length], wanted, allowed)
-        branch = torch.cat([whole[: second[0]], whole[length:]])
-        why[True] = why[True] or _difference(branch, _own(model, second[1]), allowed)
+        branch = torch.cat([whole[:fork], whole[length:]])
+        why[True] = why[True] or _difference(branch, _own(model, sibling), allowed)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -281,24 +277,22 @@ def _compared(model: nn.Module, probe: Batch) -> dict[bool, str]:
 
 
 def _difference(found: Tensor, wanted: Tensor, allowed: float) -> str:
-    gap = apart(found, wanted)
-    return (
-        "" if gap <= allowed else f"hidden states would differ by {gap:.2g}, of which rounding explains {allowed:.2g}"
-    )
+    if (gap := apart(found, wanted)) <= allowed:
+        return ""
+    return f"hidden states would differ by {gap:.2g}, of which rounding explains {allowed:.2g}"
 
 
 def _own(model: nn.Module, batch: Batch) -> Tensor:
     """One branch by the model's own forward: its own positions, masks and places."""
-    assert batch.images is not None
     body = _body(model)
     takes = inspect.signature(body.forward).parameters
-    shown = torch.zeros_like(batch.ids)
-    shown[torch.from_numpy(batch.images.at).to(shown.device)] = 1
-    types = {name: shown[None] for name in _TYPES if name in takes}
-    if hasattr(body, "rope_deltas"):
+    types = {name: _shown(batch).long()[None] for name in _TYPES if name in takes}
+    # What an earlier forward left there would move the positions of this one, and this one's those of the next.
+    keeps = hasattr(body, "rope_deltas")
+    if keeps:
         body.rope_deltas = None
     out = body(input_ids=batch.ids[None], **_inputs(batch.images), **types, use_cache=False).last_hidden_state[0]
-    if hasattr(body, "rope_deltas"):
+    if keeps:
         body.rope_deltas = None
     return out
 
@@ -312,8 +306,8 @@ def _twice(probe: Batch) -> Batch:
     return replace(probe, ids=probe.ids.repeat(2), positions=place.repeat(2), tree_end=end, images=images)
 
 
-def _tree(probe: Batch) -> tuple[Batch, tuple[int, Batch]]:
-    """The probe, and a branch of its own from behind the picture on; where that begins, and that branch by itself."""
+def _tree(probe: Batch) -> tuple[Batch, int, Batch]:
+    """The probe with a sibling from behind the picture on; where they part; and the sibling by itself."""
     assert probe.images is not None
     behind, length = int(probe.images.at[-1]) + 1, len(probe.ids)
     own = probe.ids[behind:].flip(0)
@@ -324,4 +318,4 @@ def _tree(probe: Batch) -> tuple[Batch, tuple[int, Batch]]:
     end = torch.cat([end, torch.full_like(own, total)])
     tree = replace(probe, ids=torch.cat([probe.ids, own]), positions=positions, tree_end=end)
     alone = replace(probe, ids=torch.cat([probe.ids[:behind], own]))
-    return tree, (behind, alone)
+    return tree, behind, alone

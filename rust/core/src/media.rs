@@ -56,17 +56,15 @@ pub fn list_in(fields: &Map<String, Value>) -> Option<Value> {
     fields.get("images").filter(|images| holds_something(images)).cloned().or_else(one)
 }
 
-/// The same of a record as it was read.
-pub fn list_of(record: &str) -> Option<Value> {
-    let whole: Map<String, Value> = serde_json::from_str(record).ok()?;
-    list_in(&whole)
+/// The same of a whole record.
+pub fn list_of(record: &Value) -> Option<Value> {
+    list_in(record.as_object()?)
 }
 
 /// What a record holds that is no text and that none of its messages has, by what it calls itself.
-pub fn left_out(record: &str, messages: &[Message]) -> Option<String> {
-    let whole: Value = serde_json::from_str(record).ok()?;
+pub fn left_out(record: &Value, messages: &[Message]) -> Option<String> {
     let (mut there, mut placed) = (Vec::new(), Vec::new());
-    shown(&whole, &mut there);
+    shown(record, &mut there);
     for message in messages {
         shown(&message.value, &mut placed);
     }

@@ -2,7 +2,7 @@
 //!
 //! Ids do not tell two pictures of one size apart, and a pad id may be sampled or written by a user. So before a trace is
 //! woven the pads of each picture are replaced by numbers above every id, one for each (picture, place in it); whatever
-//! compares ids then compares pictures. `aligned` puts the pads back and says where they stand.
+//! compares ids then compares pictures. `images` has the pads put back and says where they stand.
 
 use super::branch::Branch;
 use super::prompt::Text;

@@ -62,11 +62,11 @@ pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -
         Ok(Parsed::Foreign(foreign)) => {
             let mut body = foreign.body;
             if media::may_show(record) {
-                let text = diagnose::text(record)?;
-                if let Some(images) = media::list_of(&text) {
+                let whole = serde_json::from_str(&diagnose::text(record)?).unwrap_or_default();
+                if let Some(images) = media::list_of(&whole) {
                     fill(&mut body.messages, &images);
                 }
-                media_left_out = media::left_out(&text, &body.messages);
+                media_left_out = media::left_out(&whole, &body.messages);
             }
             Ok((foreign.form, foreign.header, body))
         }
