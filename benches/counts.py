@@ -4,9 +4,9 @@
     python benches/counts.py --write           # renews the file
     python benches/counts.py --only align      # stages whose name holds this
 
-Counts do not depend on what else a machine does: instructions are valgrind's (callgrind), of a process that runs the
-stage less those of one that only prepares it; allocations and peak bytes are counted by the bench's own allocator. One
-thread. Which instructions a library chooses is a matter of the processor, so the file says where it was written, and on
+Counts do not depend on what else a machine does: instructions are valgrind's (callgrind, on x86-64), which the bench
+switches on for the stage alone; allocations and peak bytes are counted by the bench's own allocator. One thread a stage,
+as many stages at once as there are processors. Which instructions a library chooses is a matter of the processor, so the file says where it was written, and on
 another kind of machine growth is printed and fails nothing.
 """
 
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,14 @@ def built() -> str:
     return binary
 
 
-def instructions(command: list[str]) -> int:
-    """Of a whole process, all its threads."""
-    valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *command]
+def row_of(command: list[str]) -> Row:
+    """Run one stage under valgrind; what the bench printed, and the instructions of all its threads."""
+    valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--callgrind-out-file=/dev/null", *command]
     done = subprocess.run(valgrind, env=alone(), capture_output=True, text=True, check=False)
     collected = re.search(r"Collected : (\d+)", done.stderr)
-    if done.returncode or collected is None:
+    if done.returncode or collected is None or not int(collected[1]):
         sys.exit(f"{' '.join(valgrind)} failed:\n{done.stderr}")
-    return int(collected[1])
+    return {**json.loads(done.stdout), "instructions": int(collected[1])}
 
 
 def alone() -> dict[str, str]:
@@ -73,12 +74,14 @@ def measured(only: str) -> dict[str, Row]:
     binary = built()
     with tempfile.TemporaryDirectory() as folder:
         names = subprocess.run([binary, "make", folder], env=alone(), capture_output=True, text=True, check=True)
+        chosen = [name for name in names.stdout.splitlines() if only in name]
         rows = {}
-        for name in [name for name in names.stdout.splitlines() if only in name]:
-            run = [binary, "run", folder, name]
-            found = json.loads(subprocess.run([*run, "1"], env=alone(), capture_output=True, check=True).stdout)
-            rows[name] = {**found, "instructions": instructions([*run, "1"]) - instructions([*run, "0"])}
-            print(line(name, rows[name]), flush=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for name, row in zip(
+                chosen, pool.map(lambda name: row_of([binary, "run", folder, name]), chosen), strict=True
+            ):
+                rows[name] = row
+                print(line(name, row), flush=True)
     return rows
 
 

@@ -1,8 +1,8 @@
 """Processes that share a step, and what they find: run by test_ranks.py as a script, which forks them.
 
-`python ranks.py OUT` writes JSON objects; each entry is a case by name and what was measured of it. Where OUT holds the
-file `every`, four ranks take every case that two take. Where OUT holds the pipes `asked` and `answers`, three processes
-answer drawn cases, a line of JSON each.
+`python ranks.py OUT` writes JSON objects of what one process and two ranks do; each entry is a case by name and what was
+measured of it. If OUT holds the file `four`, four ranks do the same. If OUT holds the pipes `asked` and `answers`, three
+processes answer drawn cases, a line of JSON each.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ OBJECTIVES = {
 """One of every class: what they sum over, at which level, with which denominators."""
 FLOATS = ("token", "trace", "batch budget")
 """Those that are taken in float32 too."""
-AT_FOUR = ("token", "trace", "group denominators", "batch budget")
-"""Those that four ranks shard: how many ranks there are shows in what is summed over, and these sum over each kind."""
 
 
 def hostile(
@@ -145,19 +143,15 @@ def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int, **ca
     return optimizer.seen, [(each.loss, each.grad_norm) for each in outcomes], {"work": work, "gated": max(gated)}
 
 
-def law(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
-    """The gradient of the ranks beside that of this process alone, for every class of objective.
-
-    Four ranks shard only some classes and take none in float32, where OUT has no file `every`.
-    """
-    every = ranks == 2 or (out / "every").exists()
-    for dtype, names in ((torch.float64, tuple(OBJECTIVES)), (torch.float32, FLOATS if every else ())):
+def law(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
+    """The gradient of the ranks and that of this process alone, for every class of objective."""
+    for dtype, names in ((torch.float64, tuple(OBJECTIVES)), (torch.float32, FLOATS)):
         seed = 0 if dtype == torch.float64 else 1
         alone = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(dtype))
         wanted = {name: gradients(alone, seed, OBJECTIVES[name], 1, 0) for name in names}
-        for mode in ("fsdp", "ddp") if names else ():
+        for mode in ("fsdp", "ddp"):
             shared = prepare(tiny_model(4, attn_implementation="sdpa").to(dtype), mode)
-            for name in names if every or mode == "ddp" else AT_FOUR:
+            for name in names:
                 found, said, more = gradients(shared, seed, OBJECTIVES[name], ranks, rank)
                 before, told, _ = wanted[name]
                 apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, before, strict=True)]
@@ -314,7 +308,7 @@ def after_main(out: Path) -> None:
 def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
     """One process of a group: every case, written by the first."""
     joined(port, ranks, rank)
-    found = {**dict(law(ranks, rank, out)), **dict(runs(ranks, rank, out))}
+    found = {**dict(law(ranks, rank)), **dict(runs(ranks, rank, out))}
     work = [None] * ranks
     dist.all_gather_object(work, {name: entry["work"] for name, entry in found.items() if "work" in entry})
     for name in work[0] or {}:
@@ -478,7 +472,7 @@ def main(out: Path) -> int:
     for children in (
         lambda: forked(1, lambda *_: alone_main(out)),
         lambda: forked(2, rank_main, out),
-        lambda: forked(4, rank_main, out),
+        lambda: forked(4, rank_main, out) if (out / "four").exists() else [],
         lambda: forked(1, lambda *_: after_main(out)),
         lambda: [child for each in (failing_main, raising_main) for child in forked(2, each, out)],
     ):

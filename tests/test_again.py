@@ -1,5 +1,6 @@
 """What fails beside others is run once more, alone, and named."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 AGAIN = Path(__file__).parent / "again.py"
 
+# Plugins of other packages take seconds of every start.
+BARE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
 RACES = """
 import pathlib, pytest
 
@@ -32,6 +35,7 @@ def test_what_fails_is_run_once_more_and_named(tmp_path, tests, passes, code, sa
     (tmp_path / "test_races.py").write_text(RACES.format(tests=tests, passes=passes))
     done = subprocess.run(
         [sys.executable, str(AGAIN), *(("-n", "2") if code == 0 else ()), str(tmp_path)],
+        env=BARE,
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -43,7 +47,7 @@ def test_what_fails_is_run_once_more_and_named(tmp_path, tests, passes, code, sa
 
 
 def test_nothing_is_run_again_where_all_pass_or_nothing_could_be_collected(tmp_path):
-    told = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    told = {"env": BARE, "cwd": tmp_path, "capture_output": True, "text": True, "check": False}
     (tmp_path / "test_fine.py").write_text("def test_it(): pass")
     fine = subprocess.run([sys.executable, str(AGAIN), str(tmp_path)], **told)
     (tmp_path / "test_wrong.py").write_text("import gone")

@@ -248,7 +248,7 @@ def test_a_loss_of_ones_own_takes_the_built_in_ones_step_in_trl_in_transformers_
     assert_same_step(run(Trainer, args, branched.model, **told), expected, branched, rtol=1e-6, atol=1e-6)
 
 
-CUTS = [1, pytest.param(2, marks=pytest.mark.nightly), 4]
+CUTS = [*(pytest.param(parts, marks=pytest.mark.nightly) for parts in (1, 2)), 4]
 """In how many parts a step is taken."""
 
 

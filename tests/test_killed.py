@@ -28,6 +28,7 @@ def killed(out: Path, kills: int) -> list[dict]:
     return json.loads((out / "killed.json").read_text())
 
 
+@pytest.mark.nightly
 def test_killed_runs_come_to_the_same_parameters(tmp_path):
     found = killed(tmp_path, 3)
     assert len(found) == 3

@@ -150,11 +150,11 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
 @pytest.mark.parametrize(
     ("stop", "changes", "objective"),
     [
-        (6, {}, presets.DAPO),
+        pytest.param(6, {}, presets.DAPO, marks=pytest.mark.nightly),
         (4, {}, presets.DAPO),  # the end of an epoch: old is due
         (3, {"train__updates_per_old": 5, "checkpoint__every": 2}, presets.GRPO),
         (1, {"schedule__warmup_steps": 5, "optimizer__weight_decay": 0.1}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
-        (0, {}, presets.DAPO),
+        pytest.param(0, {}, presets.DAPO, marks=pytest.mark.nightly),
     ],
     ids=["within an epoch", "between epochs", "old across epochs", "with a reference", "before the first step"],
 )

@@ -41,7 +41,7 @@ def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
 @pytest.mark.parametrize(
     ("mistake", "at", "why"), [("before", 3, "adapter of the step before"), ("bare", 2, "step before, or with none")]
 )
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake, at, why, max_lag):
     with PolicyServer(mistake) as server, pytest.raises(SyncFault, match=why) as raised:
         run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", max_lag=max_lag)
@@ -88,6 +88,7 @@ class Tired(PolicyServer):
         return await super()._control(request)
 
 
+@pytest.mark.nightly
 def test_the_version_of_a_call_is_that_of_the_adapter_that_it_named(tmp_path):
     async def often(task_, policy):
         for _ in range(4):

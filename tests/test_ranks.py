@@ -18,7 +18,7 @@ import tracegrad
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import AT_FOUR, CRASHED, OBJECTIVES  # noqa: E402
+from ranks import CRASHED, OBJECTIVES  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.learner.ranks import Ranks  # noqa: E402
 
@@ -31,8 +31,10 @@ def told():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def shared(out):
-    """What groups of 2 and of 4 processes found."""
+def shared(out, groups):
+    """What groups of so many processes found."""
+    if 4 in groups:
+        (out / "four").touch()
     done = subprocess.run(
         [sys.executable, HERE / "ranks.py", out], capture_output=True, text=True, check=False, timeout=600, env=told()
     )
@@ -40,57 +42,68 @@ def shared(out):
     read = lambda name: json.loads((out / f"{name}.json").read_text())  # noqa: E731
     failing = [read(f"failing-{rank}") | read(f"raising-{rank}") for rank in range(2)]
     alone = {name: read(name) for name in ("alone", "after", "charged", "given")}
-    return {ranks: read(f"ranks-{ranks}") for ranks in (2, 4)} | alone | {"failing": failing}
+    return {ranks: read(f"ranks-{ranks}") for ranks in groups} | alone | {"failing": failing}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The same, started once for all cases."""
-    return shared(tmp_path_factory.mktemp("ranks"))
+    """What one process and two ranks found, started once for all cases."""
+    return shared(tmp_path_factory.mktemp("ranks"), (2,))
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    """The same with four ranks."""
+    return shared(tmp_path_factory.mktemp("ranks"), (2, 4))
 
 
 def law(found, ranks):
     return {name: entry for name, entry in found[ranks].items() if "work" in entry}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["fsdp", "ddp"])
-def test_the_gradient_of_many_ranks_is_that_of_one_process_for_every_class_of_objective(found, ranks, mode):
-    # Two ranks: ten classes in float64, three of them in float32 too. Four: the ten, or those that they shard.
-    classes = 13 if ranks == 2 else 10 if mode == "ddp" else len(AT_FOUR)
-    held(found, ranks, mode, classes)
+def test_the_gradient_of_many_ranks_is_that_of_one_process_for_every_class_of_objective(found, mode):
+    gradients_are_equal(found, 2, mode)
 
 
-def held(found, ranks, mode, classes):
+def gradients_are_equal(found, ranks, mode):
     here = {name: entry for name, entry in law(found, ranks).items() if f"| {mode} |" in name}
-    assert len(here) == classes
+    assert len(here) == 13  # ten classes in float64, three of them in float32 too
     for name, entry in here.items():
         assert len(entry["apart"]) == 3  # steps in a row, the parameters updated in between
         assert max(entry["apart"]) <= BOUND[name.split(" | ")[-1]], (name, entry)
 
 
-@pytest.mark.nightly
-def test_four_ranks_take_every_case_that_two_take(tmp_path):
-    (tmp_path / "every").touch()
-    found = shared(tmp_path)
-    for mode in ("fsdp", "ddp"):
-        held(found, 4, mode, 13)
+def test_loss_and_norm_are_of_the_whole_step(found):
+    numbers_are_equal(found, 2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_loss_and_norm_are_of_the_whole_step(found, ranks):
+def numbers_are_equal(found, ranks):
     for name, entry in law(found, ranks).items():
         assert entry["numbers"] <= 10 * BOUND[name.split(" | ")[-1]], (name, entry)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_steps_compared_had_unequal_work_and_ranks_without_any(found, ranks):
+def test_the_steps_compared_had_unequal_work_and_ranks_without_any(found):
+    work_is_unequal(found, 2)
+
+
+def work_is_unequal(found, ranks):
     unequal = [
         len(set(by_rank)) > 1 for entry in law(found, ranks).values() for by_rank in zip(*entry["work"], strict=True)
     ]
     assert sum(unequal) > len(unequal) / 2
     for entry in law(found, ranks).values():
         assert sorted(by_rank[2] > 0 for by_rank in entry["work"]) == [False] * (ranks - 1) + [True]
+
+
+@pytest.mark.nightly
+def test_four_ranks_do_what_two_do_and_continue_what_two_had_stopped(of_four):
+    for mode in ("fsdp", "ddp"):
+        gradients_are_equal(of_four, 4, mode)
+    numbers_are_equal(of_four, 4)
+    work_is_unequal(of_four, 4)
+    assert of_four[4]["resumed from two ranks"]["step"] == len(of_four["alone"]["rows"]) - 1
+    assert of_four[4]["resumed from two ranks"]["apart"] < 1e-5
 
 
 def test_the_gates_over_the_step_had_something_to_drop(found):
@@ -149,11 +162,6 @@ def test_bf16_under_fsdp_keeps_float32_parameters_and_gradients(found):
 def test_a_reference_model_from_a_folder_is_the_one_given_and_is_sharded_like_the_policy(found):
     assert found["given"]
     assert found[2]["reference"]["apart"] < 1e-5
-
-
-def test_four_ranks_go_on_with_what_two_had_stopped(found):
-    assert found[4]["resumed from two ranks"]["step"] == len(found["alone"]["rows"]) - 1
-    assert found[4]["resumed from two ranks"]["apart"] < 1e-5
 
 
 # --- what a rank says when it cannot go on ---
@@ -278,7 +286,8 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=5)
+@pytest.mark.nightly
+@settings(max_examples=20)
 @given(case=CASES)
 def test_the_gradient_of_three_ranks_is_that_of_one_process_for_a_drawn_case(three, case):
     found = three(case)

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from test_ranks import told
 
+pytestmark = pytest.mark.nightly  # a process group of its own; test_ranks.py has the one of every run
 HERE = Path(__file__).parent
 TIMES = {"seconds", "tokens_per_s"}
 CASES = [(mode, adapters) for mode in ("fsdp", "ddp") for adapters in (0, 2)]

@@ -32,6 +32,7 @@ def documented() -> list[str]:
     return shlex.split(line)[1:]
 
 
+@pytest.mark.nightly  # torchrun; test_ranks.py has the process group of every run
 def test_the_documented_command_trains_two_sharded_ranks_to_a_model_that_loads(example, tmp_path):
     from transformers import AutoModelForCausalLM
 

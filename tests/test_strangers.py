@@ -110,7 +110,19 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", RECORDED)
+OFTEN = {
+    *("openai_calls.jsonl.gz", "openai_streams", "langsmith.jsonl.gz", "inspect.eval"),
+    *("openai_agents.jsonl.gz", "pydantic_ai.jsonl.gz", "minisweagent", "third/camel_sharegpt.json.gz"),
+    *("distilabel_dpo.json.gz", "mlflow.jsonl.gz", "fourth/chat_sessions.json.gz"),
+}
+"""The walks of every run of the tests, one for each kind of record; the others are nightly."""
+
+
+def walks(names, folder=""):
+    return [each if folder + each in OFTEN else pytest.param(each, marks=pytest.mark.nightly) for each in names]
+
+
+@pytest.mark.parametrize("name", walks(RECORDED))
 def test_what_producers_wrote_goes_to_a_report_by_the_printed_commands(name, here, capsys):
     source = FILES / name
     (shutil.copytree if source.is_dir() else shutil.copy)(source, here / name)
@@ -120,12 +132,7 @@ def test_what_producers_wrote_goes_to_a_report_by_the_printed_commands(name, her
     assert [row for row in rows if row.get("loss") is not None]
 
 
-LIKE_OTHERS = ("distilabel_dpo.json.gz", "dspy_history.jsonl.gz", "harbor_atif.jsonl.gz", "inspect_two_marks.eval")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.nightly) if each in LIKE_OTHERS else each for each in SECOND]
-)
+@pytest.mark.parametrize("name", walks(SECOND))
 def test_a_second_set_of_producers_goes_to_a_report_too(name, here, capsys):
     source = FILES / name
     (shutil.copytree if source.is_dir() else shutil.copy)(source, here / name)
@@ -134,12 +141,7 @@ def test_a_second_set_of_producers_goes_to_a_report_too(name, here, capsys):
         assert sign in out
 
 
-OFTEN = ("openai_calls.jsonl.gz", "litellm.jsonl.gz", "langsmith_runs.jsonl.gz", "camel_sharegpt.json.gz", "facts.eval")
-
-
-@pytest.mark.parametrize(
-    "name", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.nightly) for each in THIRD]
-)
+@pytest.mark.parametrize("name", walks(THIRD, "third/"))
 def test_a_third_set_of_producers_goes_to_a_report_too(name, here, capsys):
     shutil.copy(FILES / "third" / name, here)
     out = walk(name, capsys)
@@ -147,7 +149,7 @@ def test_a_third_set_of_producers_goes_to_a_report_too(name, here, capsys):
         assert sign in out
 
 
-@pytest.mark.parametrize("name", FOURTH)
+@pytest.mark.parametrize("name", walks(FOURTH, "fourth/"))
 def test_a_fourth_set_of_producers_goes_to_a_report_too(name, here, capsys):
     shutil.copy(FILES / "fourth" / name, here)
     out = walk(name, capsys)
