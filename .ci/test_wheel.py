@@ -1,6 +1,7 @@
 """Installs the built wheel where there is no Rust, on Python 3.10 and the newest here, and runs `prepare` with it.
 
-Called by `make test-wheel` with the folder of the wheel. The environment holds the wheel and numpy, nothing else; torch is not there.
+Called by `make test-wheel` with the folder of the wheel. The environment holds the wheel and numpy, nothing else; torch
+is not there.
 """
 
 import json

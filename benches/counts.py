@@ -4,10 +4,10 @@
     python benches/counts.py --write           # renews the file
     python benches/counts.py --only align      # stages whose name holds this
 
-Counts do not depend on what else a machine does: instructions are valgrind's (callgrind, on x86-64), which the bench
-switches on for the stage alone; allocations and peak bytes are counted by the bench's own allocator. One thread a stage,
-as many stages at once as there are processors. Which instructions a library chooses is a matter of the processor, so the file says where it was written, and on
-another kind of machine growth is printed and fails nothing.
+Counts do not depend on what else a machine does. Instructions are valgrind's (callgrind, on x86-64), which the bench
+switches on for the stage alone; allocations and peak bytes are counted by the bench's own allocator. A stage has one
+thread, and as many stages run at once as there are processors. Which instructions a library chooses depends on the
+processor, so the file says where it was written, and on another kind of machine growth is printed and fails nothing.
 """
 
 from __future__ import annotations

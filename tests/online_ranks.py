@@ -1,6 +1,7 @@
 """Two processes that train online together, and how each of them ends: run by test_online_ranks.py, which has servers.
 
-`python online_ranks.py OUT CASE=URL...` runs cases below, each against the server at its URL, and writes `rank-N.json` into OUT.
+`python online_ranks.py OUT CASE=URL...` runs cases below, each against the server at its URL, and writes `rank-N.json`
+into OUT.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Processes that share a step, and what they find: run by test_ranks.py as a script, which forks them.
 
-`python ranks.py OUT` writes JSON objects of what one process and two ranks do; each entry is a case by name and what was
-measured of it. If OUT holds the file `four`, four ranks do the same. If OUT holds the pipes `asked` and `answers`, three
-processes answer drawn cases, a line of JSON each.
+`python ranks.py OUT` writes JSON objects of what one process and two ranks do; each entry is a case by name and what
+was measured of it. If OUT holds the file `four`, four ranks do the same. If OUT holds the pipes `asked` and `answers`,
+three processes answer drawn cases, a line of JSON each.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def test_an_hour_of_each_fuzzer_is_nightly(fuzz: ModuleType) -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = next(line for line in makefile.splitlines() if line.startswith("FUZZERS"))
     assert set(named.split()[2:]) == {*fuzz.IN_RUST, *fuzz.IN_PYTHON}
-    assert "fuzz/run.py $$target --seconds 3600" in makefile
+    assert "$(addprefix fuzz-,$(FUZZERS))" in makefile
+    assert "fuzz/run.py $* --seconds $(or $(SECONDS),3600)" in makefile
 
 
 @pytest.mark.parametrize("target", ["records", "events", "templates", "tokenizers"])
