@@ -14,7 +14,6 @@ triton = pytest.importorskip("triton")
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.policy import token_logprobs  # noqa: E402
 
-
 THREADS = 4 * 32  # Triton's default of four warps; the launch asks for no other number
 VOCABULARY = 151_936  # Qwen3's. Rows of a multiple of 16 numbers begin at a multiple of 16 bytes.
 
