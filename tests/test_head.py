@@ -1,5 +1,7 @@
 """The head without logits: exact gradients, the roundings that are asked for, and no table of all logits."""
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,13 @@ from largest import Largest  # noqa: E402
 from tracegrad.algebra import Clip, Objective, Ratio  # noqa: E402
 from tracegrad.batch import Batch  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
+from tracegrad.kernels import head as kernels_head  # noqa: E402
+from tracegrad.kernels.chunk import Chunk, Rows  # noqa: E402
 from tracegrad.kernels.fused import _scaled  # noqa: E402
+from tracegrad.kernels.head import Problem, Setting  # noqa: E402
 from tracegrad.kernels.plan import Size, Wants, device_chunk_bytes  # noqa: E402
 from tracegrad.objective import Terms  # noqa: E402
+from tracegrad.policy import loss as policy_loss_module  # noqa: E402
 from tracegrad.policy import policy_loss, token_logprobs  # noqa: E402
 
 
@@ -158,29 +164,65 @@ def test_a_float64_gradient_is_scaled_in_float64():
         assert torch.equal(_scaled(value, factor, in_place=in_place), expected)
 
 
+def run_both_passes(path, head, hidden, weight, bias, target):
+    """Forward and backward over nine rows in three chunks of four rows at most, by a path to a gradient."""
+    variables = [each.requires_grad_(head == "trained") for each in (weight, bias)]
+    how = {"bias": bias, "chunk_bytes": 4 * 8 * len(weight)}
+    hidden.requires_grad_()
+    if path == "any loss":
+        logp, entropy = token_logprobs(hidden, weight, target, **how)
+        (logp.sum() - entropy.sum() if head == "trained" else logp.sum()).backward()
+    else:
+        row, nothing = torch.arange(9), torch.zeros(1, dtype=torch.int32)
+        batch = Batch(nothing, nothing, nothing + 1, nothing, target, torch.ones(9), row, np.arange(9))
+        terms = Terms(old=torch.full((9,), -2.0), advantages=torch.ones(9), scale=torch.full((9,), 1 / 9))
+        objective, plan = Objective(Clip(), Ratio("theta", "old")), None if head == "frozen" else path
+        policy_loss(hidden, weight, batch, terms, objective, plan=plan, **how).loss.backward()
+    assert all((each.grad is not None) == (head == "trained") for each in variables)
+
+
 @pytest.mark.parametrize("head", ["trained", "frozen"])
 @pytest.mark.parametrize("path", ["any loss", "one-pass", "recompute"])
 def test_a_float32_weight_is_cast_to_bfloat16_once_for_forward_and_backward(path, head):
     hidden, weight, bias, target, _ = inputs(rows=9, hidden=6, vocab=13, dtype=torch.float32)
-    hidden = hidden.bfloat16().requires_grad_()
-    weight, bias = weight.requires_grad_(head == "trained"), bias.requires_grad_(head == "trained")
-    how = {"bias": bias, "chunk_bytes": 4 * 8 * 13}  # three chunks of four rows
     with Operations(weight.shape) as seen:
-        if path == "any loss":
-            logp, entropy = token_logprobs(hidden, weight, target, **how)
-            (logp.sum() - entropy.sum()).backward()
-        else:
-            row, nothing = torch.arange(9), torch.zeros(1, dtype=torch.int32)
-            batch = Batch(nothing, nothing, nothing + 1, nothing, target, torch.ones(9), row, np.arange(9))
-            terms = Terms(old=torch.full((9,), -2.0), advantages=torch.ones(9), scale=torch.full((9,), 1 / 9))
-            plan = None if head == "frozen" else path
-            objective = Objective(Clip(), Ratio("theta", "old"))
-            policy_loss(hidden, weight, batch, terms, objective, plan=plan, **how).loss.backward()
+        run_both_passes(path, head, hidden.bfloat16(), weight, bias, target)
     assert [name for name in seen.names if "cast" in name] == ["cast to torch.bfloat16"]
-    assert (weight.grad is not None) == (head == "trained")
 
 
-# --- the size of a chunk ---
+# --- the memory of chunks ---
+
+
+class Counted(Chunk):
+    """The reference, which counts in `alive` how many chunks hold their tables whenever one is made."""
+
+    chunks = weakref.WeakSet()
+    alive = []
+
+    def __init__(self, *how):
+        self.alive.append(len(self.chunks))
+        super().__init__(*how)
+        self.chunks.add(self)
+
+
+@pytest.mark.parametrize("head", ["trained", "frozen"])
+@pytest.mark.parametrize("path", ["any loss", "one-pass", "recompute"])
+def test_the_tables_of_a_chunk_are_gone_before_the_next_one_is_made(path, head, monkeypatch):
+    monkeypatch.setattr(Counted, "alive", [])
+    monkeypatch.setattr(kernels_head if path == "any loss" else policy_loss_module, "chunk_kind", lambda *_: Counted)
+    run_both_passes(path, head, *inputs(rows=9, hidden=6, vocab=13, dtype=torch.float32)[:4])
+    assert len(Counted.alive) == (3 if head == "frozen" or path == "one-pass" else 6)
+    assert not any(Counted.alive)
+
+
+def test_on_a_device_whose_memory_is_not_asked_for_a_chunk_has_a_gibibyte():
+    weight, setting = torch.empty(151_936, 8, device="meta"), Setting(None, 1.0, None, Chunk)
+    for rows, expected in ((32_768, 768), (100, 220)):
+        hidden, target = torch.empty(rows, 8, device="meta"), torch.empty(rows, dtype=torch.long, device="meta")
+        problem = Problem.of(hidden, weight, None, Rows(target, None), setting)
+        # A row of two float32 tables has 1,215,488 bytes: 883 fit 1 GiB, 220 fit the 256 MiB that are always taken.
+        assert problem.chunk_rows(None, Wants()) == expected
+
 
 QWEN3 = Size(rows=32768, hidden=4096, vocabulary=151_936, item=2, row_bytes=2)
 

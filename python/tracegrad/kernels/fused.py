@@ -47,6 +47,7 @@ def _one_pass(problem: Problem, sums: Sums, cuts: Sequence[slice], evaluate: Eva
         loss, d_logp, d_entropy = evaluate(here, known.logp, known.entropy)
         total = total + loss
         sums.add(here, chunk.gradient(known, _or_zero(d_logp, known.logp), d_entropy))
+        del chunk  # its table: the next one is made before the name is bound again
     return total
 
 

@@ -139,6 +139,7 @@ class Problem:
             for total, value in zip(found, part, strict=True):
                 total[here] = value
             sums.add(here, chunk.gradient(part, one[: here.stop - here.start], None))
+            del chunk  # its table: the next one is made before the name is bound again
         assert sums.hidden is not None
         return found, sums.hidden
 
