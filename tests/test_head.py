@@ -1,6 +1,7 @@
 """The head without logits: exact gradients, the roundings that are asked for, and no table of all logits."""
 
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -196,8 +197,8 @@ def test_a_float32_weight_is_cast_to_bfloat16_once_for_forward_and_backward(path
 class Counted(Chunk):
     """The reference, which counts in `alive` how many chunks hold their tables whenever one is made."""
 
-    chunks = weakref.WeakSet()
-    alive = []
+    chunks: ClassVar = weakref.WeakSet()
+    alive: ClassVar = []
 
     def __init__(self, *how):
         self.alive.append(len(self.chunks))
