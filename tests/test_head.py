@@ -242,6 +242,12 @@ def test_a_chunk_has_a_multiple_of_256_rows_where_it_can(chunk_bytes, rows):
     assert QWEN3.chunk(chunk_bytes) == rows
 
 
+def test_rows_that_all_fit_are_one_chunk_however_many_they_are():
+    size = Size(rows=1000, hidden=6, vocabulary=300)
+    assert size.chunk(1000 * 300 * 8) == 1000
+    assert size.chunk(999 * 300 * 8) == 768
+
+
 @pytest.mark.parametrize(
     ("free_gib", "wants", "chunk_mib"),
     [

@@ -73,9 +73,12 @@ class Size:
     wide: int = 4
 
     def chunk(self, chunk_bytes: int) -> int:
-        """Return the rows of a chunk: those that fit `chunk_bytes`, in multiples of 256 from 256 on, at least one."""
+        """Return the rows of a chunk: those that fit `chunk_bytes`, at least one.
+
+        If there are more rows than fit, it is a multiple of 256 from 256 on.
+        """
         rows = chunk_bytes // (self.row_bytes * self.vocabulary)
-        return max(1, rows - rows % _ROWS if rows > _ROWS else rows)
+        return max(1, rows if rows < _ROWS or rows >= self.rows else rows - rows % _ROWS)
 
     def gradient_bytes(self, wants: Wants) -> int:
         """Return the bytes of the gradients of hidden states and weight while they are summed."""
