@@ -17,8 +17,8 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 BENCHES = Path(__file__).parent.parent / "benches" / "gpu"
-CUDA_ALONE = {"TRL tries, varlen", "verl Triton"}
-OFTEN_ABSENT = {"Liger GRPO", "CCE", "prime-rl", "verl Triton"}
+CUDA_ALONE = {"TRL tries, varlen", "verl Triton", "CCE"}
+OFTEN_ABSENT = {"Liger GRPO", "Liger NLL and entropy", "CCE", "prime-rl", "verl Triton"}
 
 
 def bench(out, *options, script="run.py"):
@@ -54,6 +54,7 @@ def test_an_arm_is_left_out_for_its_device_or_because_it_is_not_installed_and_sa
             if "skipped" in arm:
                 assert name in CUDA_ALONE | OFTEN_ABSENT, (record["what"], name, arm)
                 assert name in CUDA_ALONE or "ModuleNotFoundError" in arm["skipped"], arm
+                assert "NotImplementedError" not in arm["skipped"], arm  # an option that the peer does not have
 
 
 def test_the_arms_take_the_same_gradient(records):
@@ -63,10 +64,25 @@ def test_the_arms_take_the_same_gradient(records):
     ours, theirs = (trainers["arms"][name]["grad_norm"] for name in ("tracegrad", "TRL GRPOTrainer"))
     assert ours == pytest.approx(theirs, rel=1e-5)
     [heads, *_] = [record["arms"] for record in records if record["row"] == "head"]
+    if "ms" in (scaled := heads["Liger NLL and entropy"]):
+        assert scaled["implementation"] == "_FusedLinearPPOFallbackFunction"  # its kernels are for Hopper
     liger = "Liger GRPO"  # takes one advantage for eight rows
     gaps = [arm["d_weight_error"] for name, arm in heads.items() if "d_weight_error" in arm and name != liger]
     assert len(gaps) >= 5
     assert max(gaps) < 0.05  # bfloat16 beside float32
+
+
+def test_ligers_head_runs_without_cutlass_where_it_would_take_its_kernels_for_hopper(monkeypatch):
+    liger_module = pytest.importorskip("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from arms import Problem, full_logits, liger_implementation, liger_scaled
+
+    # What Liger does on a device of capability 9.0; without nvidia-cutlass-dsl it raises ImportError.
+    monkeypatch.setattr(liger_module, "_resolve_implementation", lambda device: liger_module._load_sm90_function())
+    problem = Problem.of(16, 8, 50, "cpu", False)
+    assert liger_implementation(problem) == "_FusedLinearPPOFallbackFunction"
+    torch.testing.assert_close(liger_scaled(problem), full_logits(problem), rtol=0.01, atol=0.01)
 
 
 ROWS_OF_MODELS = ["small", "full", "trainer", "async", "shared", "longest"]

@@ -14,7 +14,6 @@ from tiny import sampled, tiny_model  # noqa: E402
 from tracegrad import config, policy, presets  # noqa: E402
 from tracegrad.batch import pack  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.kernels.fused import _scaled  # noqa: E402
 from tracegrad.learner import train  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
 from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary, device_of  # noqa: E402
@@ -136,15 +135,3 @@ def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, 
     assert len(plans) == 2  # one for each epoch
     assert len(packed) >= 2 * 2 * 6 - 1  # two epochs of six steps, each packed to measure old and to be trained on
     assert max(alive) <= 3  # the one that is taken, the one ahead, and the one before while it is made
-
-
-# --- the gradient of a head ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_is_scaled_in_its_own_memory_with_the_precision_of_the_loss(dtype):
-    value = torch.randn(70, 30, dtype=dtype)
-    wanted = (value.float() * (1 / 3)).to(dtype)
-    found = _scaled(value, torch.tensor(1 / 3), in_place=True)
-    assert found.data_ptr() == value.data_ptr()
-    assert torch.equal(found, wanted)

@@ -112,6 +112,30 @@ def liger(problem: Problem) -> Tensor:
     return loss(*given, old_per_token_logps=shaped(problem.old), num_items_in_batch=mask.sum())[0]
 
 
+def liger_scaled(problem: Problem) -> Tensor:
+    """LigerFusedLinearScaledCrossEntropyFunction: as ours, NLL and entropy of each row for any loss."""
+    nll, entropy = _liger_nll_and_entropy(problem)
+    return problem.loss(-nll, entropy)
+
+
+def liger_implementation(problem: Problem) -> str:
+    """Return the class in Liger that computes `liger_scaled` here, as autograd names it."""
+    nll, _ = _liger_nll_and_entropy(problem)
+    return nll.grad_fn.name().removesuffix("Backward")
+
+
+def _liger_nll_and_entropy(problem: Problem) -> tuple[Tensor, Tensor]:
+    """By Hopper kernels where nvidia-cutlass-dsl is installed, else by Liger's portable form in chunks of 512 rows."""
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as liger_module
+
+    tensors = problem.hidden, problem.weight, problem.target
+    try:
+        return liger_module.LigerFusedLinearScaledCrossEntropyFunction.apply(*tensors, return_entropy=True)
+    except ImportError:  # on Hopper, without cutlass: Liger falls back on other devices alone
+        temperature, ignore_index, return_entropy = 1.0, -100, True
+        return liger_module._FusedLinearPPOFallbackFunction.apply(*tensors, temperature, ignore_index, return_entropy)
+
+
 def verl(problem: Problem) -> Tensor:
     """verl's Triton linear_cross_entropy."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
@@ -121,10 +145,11 @@ def verl(problem: Problem) -> Tensor:
 
 
 def cut_cross_entropy(problem: Problem) -> Tensor:
-    """Apple's CCE without its gradient filter; logprobs alone, as it has no entropy."""
+    """Apple's CCE 25.1.1 without its gradient filter; logprobs alone, as it has no entropy."""
     from cut_cross_entropy import linear_cross_entropy
 
-    nll = linear_cross_entropy(problem.hidden, problem.weight, problem.target, reduction="none", impl="cce_exact")
+    exact = {"impl": "cce", "filter_eps": None}
+    nll = linear_cross_entropy(problem.hidden, problem.weight, problem.target, reduction="none", **exact)
     return problem.loss(-nll)
 
 
@@ -151,8 +176,11 @@ OURS: dict[str, Arm] = {
 PEERS: dict[str, Arm] = {
     "TRL chunked": trl_chunked,
     "Liger GRPO": liger,
+    "Liger NLL and entropy": liger_scaled,
     "verl Triton": verl,
     "CCE": cut_cross_entropy,
     "prime-rl": prime_rl,
     "full logits": full_logits,
 }
+IMPLEMENTATIONS: dict[str, Callable[[Problem], str]] = {"Liger NLL and entropy": liger_implementation}
+"""Of arms that choose between several: which one runs here."""

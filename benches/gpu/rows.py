@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 import trl_arms
-from arms import OURS, PEERS, Problem, fused
+from arms import IMPLEMENTATIONS, OURS, PEERS, Problem, fused
 from clock import Clock, skipped
 from longest import longest_row
 from models import Place, Traces, adamw, gradient, lognormal, model_of, passes, updates
 from tracegrad import policy
 from tracegrad.batch import pack
+from tracegrad.kernels.plan import MOST_CHUNK_BYTES, Size
 from tracegrad.learner.memory import compile_layers
 
 Found = dict[str, dict[str, Any]]
@@ -73,6 +74,9 @@ def best(found: Found, names: Any, key: str, less: bool = True) -> tuple[str, fl
 
 # --- heads ---
 
+ANY_LOSS = ["TRL chunked", "Liger NLL and entropy"]
+"""The peers whose head gives logprobs and entropies with a gradient, so that they take any loss as ours does."""
+
 
 def head(bench: Bench, width: int, limit: float, must: float, generic: float | None) -> Iterator[dict[str, Any]]:
     """Forward and backward of every head on the same rows; errors against float32."""
@@ -86,8 +90,9 @@ def head(bench: Bench, width: int, limit: float, must: float, generic: float | N
     for name, told in found.items():
         if "ms" in told and name in runs:
             told |= errors(runs[name], problem)
+    name_implementations(found, problem)
     what = f"head forward and backward, M={rows} H={width} V={len(problem.weight)}"
-    peer = best(found, ["TRL chunked"], "ms")
+    peer = best(found, ANY_LOSS, "ms")
     own = [name for name in found if name.startswith("tracegrad one-pass")]
     told = {"limit": limit, "better": "less", "arms": found}
     yield bench.record(f"{what}: loss known to the head", "ms", best(found, own, "ms"), peer, must=must, **told)
@@ -102,7 +107,8 @@ def head_peaked(bench: Bench) -> Iterator[dict[str, Any]]:
     problem = Problem.of(rows, width, bench.place.vocabulary, bench.place.device, True)
     arms = {"tracegrad one-pass": OURS["one-pass"], **PEERS}
     found = bench.clock.compare({name: backward_of(arm, problem) for name, arm in arms.items()})
-    mine, peer = best(found, ["tracegrad one-pass"], "ms"), best(found, ["TRL chunked"], "ms")
+    name_implementations(found, problem)
+    mine, peer = best(found, ["tracegrad one-pass"], "ms"), best(found, ANY_LOSS, "ms")
     what = f"head forward and backward, M={rows} H={width}, peaked"
     yield bench.record(what, "ms", mine, peer, limit=38.7, must=None, better="less", arms=found)
 
@@ -132,13 +138,20 @@ def head_memory(bench: Bench) -> Iterator[dict[str, Any]]:
     for told in found.values():
         if told.get("peak_bytes") is not None:
             told["peak_gb"] = told["peak_bytes"] / 1e9
-    chunk = (1 << 30) / 1e9
     peer = best(found, ["full logits"], "peak_gb")
-    for name, must in (("tracegrad one-pass", 1.5), ("tracegrad one-pass, 32 MiB", 0.3)):
-        mode = "low memory" if "MiB" in name else "default"
-        told = {"limit": chunk, "must": must, "better": "less", "arms": found}
+    by_hidden = 2 * rows * width  # the gradient of the hidden states, bfloat16
+    defaults = ("tracegrad one-pass", "default", MOST_CHUNK_BYTES, 4.7)
+    for name, mode, chunk, must in (defaults, ("tracegrad one-pass, 32 MiB", "low memory", 32 << 20, 0.32)):
+        told = {"limit": (chunk + by_hidden) / 1e9, "must": must, "better": "less", "arms": found}
         what = f"head extra memory without dW, M={rows} H={width}, {mode}"
         yield bench.record(what, "GB", best(found, [name], "peak_gb"), peer, **told)
+
+
+def name_implementations(found: Found, problem: Problem) -> None:
+    """Note which implementation ran, for the arms that choose between several."""
+    for name, implementation in IMPLEMENTATIONS.items():
+        if "ms" in found[name]:
+            found[name]["implementation"] = implementation(problem)
 
 
 def backward_of(arm: Callable[[Problem], torch.Tensor], problem: Problem) -> Callable[[], None]:
@@ -152,7 +165,7 @@ def backward_of(arm: Callable[[Problem], torch.Tensor], problem: Problem) -> Cal
 def products(problem: Problem) -> Callable[[], None]:
     """Logits, d_hidden and d_weight of chunks as the one pass has them, and nothing else."""
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
-    rows = max(1, (1 << 30) // (2 * len(weight)))
+    rows = Size(*hidden.shape, len(weight), row_bytes=2).chunk(MOST_CHUNK_BYTES)
 
     def run() -> None:
         for start in range(0, len(hidden), rows):

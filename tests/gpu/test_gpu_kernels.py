@@ -10,6 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tracegrad.kernels.chunk import Chunk, Head, Rows  # noqa: E402
+from tracegrad.kernels.fused import _scaled  # noqa: E402
+from tracegrad.kernels.head import Problem, Setting, free_bytes  # noqa: E402
+from tracegrad.kernels.plan import MOST_CHUNK_BYTES, Wants  # noqa: E402
 from tracegrad.policy import token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -123,3 +126,39 @@ def test_a_vocabulary_of_a_real_size(kernels, device, rehearsal, rows):
     expected = Chunk(hidden[last], Head(weight), Rows(target[last], None), None).statistics()
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a[last], b, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("row_major", [True, False])
+def test_a_gradient_is_scaled_in_float32_and_without_a_copy(device, row_major):
+    """A CUDA kernel rounds a factor without dimensions to the dtype of what it multiplies; on a CPU torch does not."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
+    plain = every[every.isfinite()].repeat(64).reshape(64, -1).to(device)
+    value = plain.clone() if row_major else plain.T.contiguous().T
+    factor = torch.tensor(1 / 3, device=device)
+    expected = (plain.float() * factor).bfloat16()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    found = _scaled(value, factor, in_place=True)
+    if cuda:
+        assert torch.cuda.max_memory_allocated(device) == before
+    assert (found.data_ptr(), found.stride()) == (value.data_ptr(), value.stride())
+    assert torch.equal(found, expected)
+
+
+def test_a_default_chunk_fits_the_memory_that_is_free_and_asking_waits_for_nothing(device):
+    hidden, weight, rows = inputs(device)
+    hidden, target = hidden.repeat(8000, 1), rows.target.repeat(8000)
+    problem = Problem.of(hidden, weight, None, Rows(target, None), Setting(None, 1.0, None, Chunk))
+    if device.type != "cuda":
+        assert problem.chunk_rows(None, Wants()) >= 64
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chunk, free = problem.chunk_rows(None, Wants()), free_bytes(device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 0 < free <= torch.cuda.get_device_properties(device).total_memory
+    assert chunk % 256 == 0
+    assert chunk * problem.size().row_bytes * len(weight) <= min(MOST_CHUNK_BYTES, free)

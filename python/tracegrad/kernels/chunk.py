@@ -177,10 +177,12 @@ class Sums:
         if self.bias is not None:
             self.bias += d_raw.sum(0, dtype=self.bias.dtype)
 
-    def found(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The three in the dtypes of the parameters; None where not wanted."""
-        d_weight = None if self.weight is None else self.weight.to(weight.dtype)
-        d_bias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
+    def found(
+        self, weight: torch.dtype, bias: torch.dtype | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The three in the dtypes of the parameters, `weight` and `bias`; None where not wanted."""
+        d_weight = None if self.weight is None else self.weight.to(weight)
+        d_bias = None if self.bias is None or bias is None else self.bias.to(bias)
         return self.hidden, d_weight, d_bias
 
 

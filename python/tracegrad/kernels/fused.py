@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracegrad.kernels.chunk import Rows, Sums
-from tracegrad.kernels.head import Problem, Setting
+from tracegrad.kernels.chunk import Sums
+from tracegrad.kernels.head import Problem
 from tracegrad.kernels.plan import HeadPlan, Wants
 
-_PART = 1 << 20  # numbers that are widened at a time
 Evaluate = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
 """(rows, logp, entropy) -> the loss of these rows, and its gradient by each of their logprobs and entropies."""
 
@@ -22,8 +21,7 @@ def head_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: Rows,
-    setting: Setting,
+    problem: Problem,
     plan: HeadPlan,
     cuts: Sequence[slice],
     evaluate: Evaluate,
@@ -31,15 +29,14 @@ def head_loss(
     """The loss of all rows, a scalar whose backward only scales gradients that are computed here.
 
     Args:
-        hidden, weight, bias: [U, H], [V, H], [V].
-        rows: target and inverse temperature of all rows.
-        setting: of the head.
+        hidden, weight, bias: [U, H], [V, H], [V]; they get the gradients.
+        problem: the same three without a gradient, the parameters in the dtype of `hidden`.
         plan: how; see `plan.choose`.
         cuts: the chunks, in order; read by "one-pass", and each at most `plan.chunk_rows` long.
         evaluate: called with all rows at once, or by "one-pass" with each chunk.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        return _HeadLoss.apply(hidden, weight, bias, (rows, setting, plan, tuple(cuts), evaluate))
+        return _HeadLoss.apply(hidden, weight, bias, (problem, plan, tuple(cuts), evaluate))
 
 
 def _one_pass(problem: Problem, sums: Sums, cuts: Sequence[slice], evaluate: Evaluate) -> Tensor:
@@ -50,6 +47,7 @@ def _one_pass(problem: Problem, sums: Sums, cuts: Sequence[slice], evaluate: Eva
         loss, d_logp, d_entropy = evaluate(here, known.logp, known.entropy)
         total = total + loss
         sums.add(here, chunk.gradient(known, _or_zero(d_logp, known.logp), d_entropy))
+        del chunk  # its table: the next one is made before the name is bound again
     return total
 
 
@@ -83,14 +81,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
-        rows, setting, plan, cuts, evaluate = how
-        problem = Problem.of(hidden, weight, bias, rows, setting)
+        problem, plan, cuts, evaluate = how
         frozen = plan.name == "frozen"
         wanted = (False, False, False) if frozen or plan.name == "no-grad" else ctx.needs_input_grad[:3]
-        sums = Sums(hidden, problem.head, wanted)
+        sums = Sums(problem.hidden, problem.head, wanted)
         one = plan.name == "one-pass"
         loss = _one_pass(problem, sums, cuts, evaluate) if one else _whole(problem, sums, plan, evaluate)
-        ctx.save_for_backward(*sums.found(weight, bias))
+        ctx.save_for_backward(*sums.found(weight.dtype, None if bias is None else bias.dtype))
         return loss
 
     @staticmethod
@@ -101,15 +98,19 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _scaled(value: Tensor | None, upstream: Tensor, *, in_place: bool = False) -> Tensor | None:
-    """value * upstream; where asked, in the memory of `value`, which may be the gradient of a whole head.
+    """Return value * upstream, multiplied in the dtype of `upstream` and rounded once; [...] in the dtype of `value`.
 
-    A factor of 1 is only seen where looking waits for nothing. In place a narrower dtype is multiplied in that of the
-    loss, a part at a time.
+    Args:
+        value: [...] of any strides; None stays None.
+        upstream: 0-dimensional. On CPU a factor of 1 returns `value`; on CUDA reading it would wait for the device.
+        in_place: write into the memory of `value`, which may be the gradient of a whole head. On CUDA that is one
+            kernel without a temporary (two for tensors over 2 GiB).
     """
     if value is None or (upstream.device.type == "cpu" and upstream.item() == 1.0):
         return value
-    if not in_place:
-        return (value.to(upstream.dtype) * upstream).to(value.dtype)
-    for part in value.view(-1).split(_PART):
-        part.copy_(part.to(upstream.dtype) * upstream)
-    return value
+    # torch takes a 0-dimensional tensor for a number and computes in the dtype of `value`; a CUDA kernel then rounds
+    # the factor to bfloat16 before it multiplies. One dimension more, and both are promoted to the wider dtype.
+    factor = upstream.reshape((1,) * value.ndim)
+    if in_place:
+        return torch.mul(value, factor, out=value)
+    return (value * factor).to(value.dtype)

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.chunk import Chunk, Head, Rows, Statistics, Sums, logits_of, slices, wide_dtype
-from tracegrad.kernels.plan import Size, Wants, choose
+from tracegrad.kernels.plan import (
+    FIXED_CHUNK_BYTES,
+    LEAST_CHUNK_BYTES,
+    Size,
+    Wants,
+    choose,
+    device_chunk_bytes,
+)
 
 __all__ = ["Head", "Problem", "chunk_kind", "logits_of", "token_logprobs"]
 
@@ -21,7 +28,6 @@ Epilogue = Literal["torch", "compile", "triton"]
 
 _CPU_CHUNK = 4 << 20  # fits a cache, and
 _CPU_ROWS = 64  # below this many rows the gradient of the weight costs more to add up than to compute
-_CHUNK = 1 << 30
 
 
 def token_logprobs(
@@ -48,14 +54,16 @@ def token_logprobs(
 
     Args:
         hidden: [U, H].
-        weight: [V, H]; used in the dtype of `hidden`.
+        weight: [V, H]; used in the dtype of `hidden`. A copy in that dtype is kept for backward.
         target: [U] int64.
         inv_temperature: [U] or one number. Takes no gradient.
         bias: [V].
         softcap: of the logits, as in Gemma 2.
         logit_scale: as in Cohere.
         logits_dtype: what the logits are rounded to before the sums; None: the dtype of `hidden`. Use the sampler's.
-        chunk_bytes: memory for the tables of one chunk of logits; default 1 GiB, on CPU 4 MiB or 64 rows.
+        chunk_bytes: memory for the tables of one chunk of logits. The default on CUDA is 256 MiB to 4 GiB, by the
+            memory that is free (1 GiB under `torch.use_deterministic_algorithms`); on CPU 4 MiB or 64 rows. Results
+            depend on it only by the order in which float32 sums are taken.
         epilogue: what reads the logits: "triton" (the default on CUDA where it is installed), "compile"
             (torch.compile) or "torch" (the default elsewhere).
 
@@ -131,6 +139,7 @@ class Problem:
             for total, value in zip(found, part, strict=True):
                 total[here] = value
             sums.add(here, chunk.gradient(part, one[: here.stop - here.start], None))
+            del chunk  # its table: the next one is made before the name is bound again
         assert sums.hidden is not None
         return found, sums.hidden
 
@@ -152,12 +161,18 @@ class Problem:
         item = self.hidden.element_size()
         return Size(rows, width, len(self.head.weight), item=item, row_bytes=row_bytes, wide=wide.itemsize)
 
-    def chunk_rows(self, chunk_bytes: int | None) -> int:
-        """Rows whose tables fit `chunk_bytes`."""
+    def chunk_rows(self, chunk_bytes: int | None, wants: Wants) -> int:
+        """Return the rows whose tables fit `chunk_bytes`; None takes the default of the device."""
         size = self.size()
         if chunk_bytes is not None:
             return size.chunk(chunk_bytes)
-        return max(size.chunk(_CPU_CHUNK), _CPU_ROWS) if self.hidden.device.type == "cpu" else size.chunk(_CHUNK)
+        if self.hidden.device.type == "cpu":
+            return max(size.chunk(_CPU_CHUNK), _CPU_ROWS)
+        if size.rows <= size.chunk(LEAST_CHUNK_BYTES):
+            return size.chunk(LEAST_CHUNK_BYTES)
+        if not self.hidden.is_cuda or torch.are_deterministic_algorithms_enabled():
+            return size.chunk(FIXED_CHUNK_BYTES)
+        return size.chunk(device_chunk_bytes(size, wants, free_bytes(self.hidden.device)))
 
     def _empty(self) -> Statistics:
         lse, logp, entropy = (self.hidden.new_empty(len(self.hidden), dtype=self.wide) for _ in range(3))
@@ -167,6 +182,17 @@ class Problem:
     def wide(self) -> torch.dtype:
         """What sums are taken in."""
         return wide_dtype(self.hidden.dtype)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that torch can still allocate on a CUDA device: unused, or reserved and not allocated.
+
+    Does not wait for the device's work.
+    """
+    unused, _ = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    reserved, allocated = (stats.get(f"{kind}_bytes.all.current", 0) for kind in ("reserved", "allocated"))
+    return unused + reserved - allocated
 
 
 def chunk_kind(hidden: Tensor, dtype: torch.dtype | None, epilogue: Epilogue | None) -> type[Chunk]:
@@ -236,16 +262,17 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
         problem = Problem.of(hidden, weight, bias, Rows(target, inverse), setting)
-        ctx.chunk_rows = problem.chunk_rows(chunk_bytes)
+        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is not known: never in one pass
+        ctx.chunk_rows = problem.chunk_rows(chunk_bytes, wants)
         ctx.set_materialize_grads(False)
         slopes = None
-        wants = Wants(*ctx.needs_input_grad[:3], entropy=False)  # the loss is not known: never in one pass
         if choose(problem.size(), wants, ctx.chunk_rows).name == "frozen":
             known, slopes = problem.slopes(ctx.chunk_rows)
         else:
             known = problem.statistics(ctx.chunk_rows)
-        ctx.save_for_backward(hidden, weight, bias, target, inverse, *known, slopes)
-        ctx.setting = setting
+        # The parameters as they were cast: backward would cast the weight of a float32 model again.
+        ctx.save_for_backward(hidden, problem.head.weight, problem.head.bias, target, inverse, *known, slopes)
+        ctx.setting, ctx.dtypes = setting, (weight.dtype, None if bias is None else bias.dtype)
         return known.logp, known.entropy
 
     @staticmethod
@@ -261,4 +288,4 @@ class _TokenLogprobs(torch.autograd.Function):
         problem = Problem.of(hidden, weight, bias, Rows(target, inverse), ctx.setting)
         sums = Sums(hidden, problem.head, ctx.needs_input_grad[:3])
         problem.gradient(Statistics(lse, logp, entropy), d_logp, d_entropy, sums, ctx.chunk_rows)
-        return *sums.found(weight, bias), *(None,) * 4
+        return *sums.found(*ctx.dtypes), *(None,) * 4

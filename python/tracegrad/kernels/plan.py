@@ -10,6 +10,11 @@ from tracegrad.errors import ArgumentError
 
 Name = Literal["no-grad", "recompute", "one-pass", "frozen"]
 
+MOST_CHUNK_BYTES = 4 << 30  # beyond it the products with the weight of a real vocabulary get no faster
+LEAST_CHUNK_BYTES = 256 << 20  # below it they get slower quickly
+FIXED_CHUNK_BYTES = 1 << 30  # where the size must not depend on the memory that happens to be free
+_ROWS = 256  # a multiple of the tiles of a matrix product: no tile of a chunk is computed for a few rows
+
 
 @dataclass(frozen=True)
 class Wants:
@@ -68,8 +73,31 @@ class Size:
     wide: int = 4
 
     def chunk(self, chunk_bytes: int) -> int:
-        """Rows that fit `chunk_bytes`, at least one."""
-        return max(1, chunk_bytes // (self.row_bytes * self.vocabulary))
+        """Return the rows of a chunk: those that fit `chunk_bytes`, at least one.
+
+        If there are more rows than fit, it is a multiple of 256 from 256 on.
+        """
+        rows = chunk_bytes // (self.row_bytes * self.vocabulary)
+        return max(1, rows if rows < _ROWS or rows >= self.rows else rows - rows % _ROWS)
+
+    def gradient_bytes(self, wants: Wants) -> int:
+        """Return the bytes of the gradients of hidden states and weight while they are summed."""
+        by_hidden = wants.hidden * self.rows * self.hidden * self.item
+        return by_hidden + wants.weight * self.vocabulary * self.hidden * self.wide
+
+
+def device_chunk_bytes(size: Size, wants: Wants, free_bytes: int) -> int:
+    """Return the bytes of one chunk's tables on a device with `free_bytes` left: 256 MiB to 4 GiB, a power of two.
+
+    At most half of what is left after the gradients: memory that torch has reserved may be in pieces. Powers of two,
+    so that a run that starts again with slightly more or less free memory sums in the same order.
+
+    >>> size, gib = Size(rows=32768, hidden=4096, vocabulary=151936, item=2, row_bytes=2), 1 << 30
+    >>> [device_chunk_bytes(size, Wants(), free * gib) >> 20 for free in (1, 4, 6, 10, 70)]
+    [256, 512, 1024, 2048, 4096]
+    """
+    half = max(1, (free_bytes - size.gradient_bytes(wants)) // 2)
+    return min(max(1 << (half.bit_length() - 1), LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
 
 
 def choose(
@@ -114,6 +142,5 @@ def _costed(size: Size, wants: Wants, chunk_rows: int, name: Name, why: str) -> 
     chunk_rows = max(1, min(chunk_rows, size.rows))
     peak = chunk_rows * size.vocabulary * size.row_bytes
     if name != "no-grad":
-        peak += wants.hidden * size.rows * size.hidden * size.item
-        peak += wants.weight * size.vocabulary * size.hidden * size.wide
+        peak += size.gradient_bytes(wants)
     return HeadPlan(name, why, chunk_rows, peak, 2 * products * size.rows * size.hidden * size.vocabulary)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tracegrad.config import Config
 from tracegrad.errors import ReadError
+from tracegrad.kernels.plan import MOST_CHUNK_BYTES, Size
 from tracegrad.learner.adapted import Adapted
 from tracegrad.learner.feed import Feed
 from tracegrad.learner.memory import Memory, layers_of
@@ -113,7 +114,7 @@ def forecast(model: Path, config: Config, feed: Feed, ranks: int) -> Forecast:
     text, head = empty.config.get_text_config(), empty.get_output_embeddings().weight.numel()
     held = _Held.of(groups, shards, other, memory, copies=ranks > 1 and shards == 1, low=low)
     taken = [held.after(foreach=cuda and memory.foreach is None)]
-    copies = 4 * head if low and shards == 1 else 0  # of its weight in bfloat16, for the loss and for its gradient
+    copies = 2 * head if low and shards == 1 else 0  # its weight in bfloat16
     for is_next, width, scored in rows:
         tables = _logits_bytes(int(text.vocab_size), scored, memory, cuda, low) + copies + (0 if rank else 4 * head)
         taken.append((held.during(is_next), width * kept + max(tables, width * again)))
@@ -177,13 +178,16 @@ class _Held:
 
 
 def _logits_bytes(vocabulary: int, scored: int, memory: Memory, cuda: bool, low: bool) -> int:
-    """Tables of one chunk of the head's rows: as many as fit the chunk, at most all that are scored."""
+    """Tables of one chunk of the head's rows: as many as fit the chunk, at most all that are scored.
+
+    On CUDA the largest default chunk is counted; a device with less free memory gets a smaller one.
+    """
     if cuda:  # one table in the logits' dtype
-        row = vocabulary * (2 if low else 4)
-        return min(scored * row, max(memory.chunk_bytes or 1 << 30, row))
-    row = vocabulary * 8  # the chunk is counted as two tables of float32, and entropy takes a third
-    chunk = memory.chunk_bytes or max(4 << 20, 64 * row)
-    return min(scored, max(chunk // row, 1)) * vocabulary * 12
+        size = Size(scored, 0, vocabulary, row_bytes=2 if low else 4)
+        return min(scored, size.chunk(memory.chunk_bytes or MOST_CHUNK_BYTES)) * vocabulary * size.row_bytes
+    size = Size(scored, 0, vocabulary)  # the chunk is counted as two tables of float32, and entropy takes a third
+    rows = size.chunk(memory.chunk_bytes) if memory.chunk_bytes else max(size.chunk(4 << 20), 64)
+    return min(scored, rows) * vocabulary * 12
 
 
 def _empty(model: Path) -> Any:

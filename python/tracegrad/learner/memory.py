@@ -17,6 +17,7 @@ from tracegrad.config import Config
 from tracegrad.errors import ArgumentError
 
 Setting = Literal["speed", "balanced", "low"]
+_RATES = ("drop", "jitter", "noise")  # how transformers' layers call theirs: attention_dropout, router_jitter_noise
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Memory:
             backward.
         reduce_each: under FSDP, gradients are reduced after each batch, so that no rank holds a whole one; else once
             a step.
-        chunk_bytes: for logits, at most; None takes the head's own default.
+        chunk_bytes: for logits, at most; None takes the head's own default, on CUDA up to 4 GiB.
         foreach: AdamW updates parameters together, with a copy of them in between, or one by one.
     """
 
@@ -100,7 +101,7 @@ def recompute_layers(model: nn.Module) -> None:
     """
     for layer in layers_of(model):
         layer.gradient_checkpointing = True  # type: ignore[assignment]  # what policy asks before it shares a prefix
-        layer.forward = _recomputed(layer.forward)
+        layer.forward = _recomputed(layer, layer.forward)
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -109,11 +110,31 @@ def compile_layers(model: nn.Module) -> None:
         layer.forward = torch.compile(layer.forward)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def again(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        return checkpoint(forward, *arguments, use_reentrant=False, **named)
+        # Keeping the state of the random generators costs host time in each layer, on CUDA for each device.
+        drawing = draws_random_numbers(layer)
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=drawing, **named)
 
     return again
+
+
+def draws_random_numbers(layer: nn.Module) -> bool:
+    """Return whether a module of a layer is in training mode and has a rate of dropout, jitter or noise above 0.
+
+    >>> draws_random_numbers(nn.Sequential(nn.Dropout(0.0))), draws_random_numbers(nn.Sequential(nn.Dropout(0.1)))
+    (False, True)
+    """
+    for module in layer.modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        options = {**getattr(getattr(module, "config", None), "__dict__", {}), **vars(module)}
+        rates = (value for name, value in options.items() if any(word in name for word in _RATES))
+        if any(isinstance(value, float) and value > 0 for value in rates):
+            return True
+    return False

@@ -106,13 +106,13 @@ def policy_loss(
     setting = Setting(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
     rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden))
     problem = Problem.of(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), rows, setting)
-    chunk_rows = problem.chunk_rows(chunk_bytes)
     wants = wants_of(hidden, weight, bias, objective.entropy_gradient)
+    chunk_rows = problem.chunk_rows(chunk_bytes, wants)
     cuts = cuts_of(objective, batch.row, terms, len(hidden), chunk_rows)
     unfit = f"one {objective.locality} of the objective spans more than the {chunk_rows:,} rows of a chunk"
     chosen = choose(problem.size(), wants, chunk_rows, fits=cuts is not None, unfit=unfit, asked=plan)
     evaluation = _Evaluation(objective, terms, batch.row, len(hidden), wants.any)
-    loss = head_loss(hidden, weight, bias, rows, setting, chosen, cuts or (), evaluation)
+    loss = head_loss(hidden, weight, bias, problem, chosen, cuts or (), evaluation)
     return PolicyLoss(loss=loss, **evaluation.told(), plan=chosen)
 
 
