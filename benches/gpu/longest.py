@@ -32,6 +32,7 @@ def longest_row(bench: Any) -> Iterator[dict[str, Any]]:
             found[name] = search(step, bench.clock, place, bench.budget_s / 2)
         except Exception as error:
             found[name] = skipped(error)
+        bench.clock.report(found)
         step = None
         if place.cuda:
             torch.cuda.empty_cache()

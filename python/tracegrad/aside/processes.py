@@ -26,7 +26,7 @@ STAND = signal.SIGUSR1
 STAND_S = 1.0
 """In which it answers."""
 CUDA_AFTER_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
-"""Texts of the errors that torch raises in a forked process: on its first use of CUDA, and on a tensor of the parent's."""
+"""Texts of torch's errors in a forked process: on its first use of CUDA, and on a tensor of the parent process."""
 
 
 class Processes:
