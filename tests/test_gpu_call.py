@@ -26,27 +26,27 @@ import contextlib, json, sys, pytest
 class Items:
     def pytest_collection_finish(self, session):
         self.ids = [item.nodeid for item in session.items]
-found = []
+collected = []
 for arguments in json.loads(sys.argv[1]):
     items = Items()
     with contextlib.redirect_stdout(sys.stderr):
         pytest.main([*arguments, "--collect-only"], plugins=[items])
-    found.append(items.ids)
-print(json.dumps(found))
+    collected.append(items.ids)
+print(json.dumps(collected))
 """
 
 
 def call(number, tmp_path, **environment):
     """Run a call; returns the process and the lines of its diary."""
-    told = {
+    settings = {
         **os.environ,
         "P": sys.executable,
         "PYTHONPATH": PYTHON,
         "OUT": str(tmp_path / "out"),
         "OMP_NUM_THREADS": "1",
     }
-    told |= {"SCRATCH": str(tmp_path / "scratch"), "WHEELS": str(tmp_path / "wheels"), **environment}
-    done = subprocess.run([CALL, number], cwd=tmp_path, env=told, capture_output=True, text=True, check=False)
+    settings |= {"SCRATCH": str(tmp_path / "scratch"), "WHEELS": str(tmp_path / "wheels"), **environment}
+    done = subprocess.run([CALL, number], cwd=tmp_path, env=settings, capture_output=True, text=True, check=False)
     diary = tmp_path / "out" / "day.txt"
     return done, [line for line in diary.read_text().splitlines() if line.startswith("==")] if diary.exists() else []
 
@@ -80,16 +80,16 @@ def test_every_test_that_a_call_names_is_collected(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("triton")
     commands = {name: command for name, command in plan("1", tmp_path).items() if name.startswith("check")}
-    told = {name: command[command.index("pytest") + 1 :] for name, command in commands.items()}
+    selections = [command[command.index("pytest") + 1 :] for command in commands.values()]
     done = subprocess.run(
-        [sys.executable, "-c", COLLECT, json.dumps(list(told.values()))],
+        [sys.executable, "-c", COLLECT, json.dumps(selections)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": PYTHON},
         capture_output=True,
         text=True,
         check=True,
     )
-    for arguments, ids in zip(told.values(), json.loads(done.stdout), strict=True):
+    for arguments, ids in zip(selections, json.loads(done.stdout), strict=True):
         wanted = [each for each in arguments if each.endswith(".py")]
         if "-k" in arguments:
             wanted += arguments[arguments.index("-k") + 1].split(" or ")
@@ -122,7 +122,7 @@ def test_every_row_flag_and_kernel_that_a_call_names_exists(number, tmp_path, mo
 
 @pytest.mark.parametrize("number", ["1", "2"])
 def test_a_part_that_hangs_is_ended_and_the_next_begins(number, tmp_path):
-    done, diary = call(number, tmp_path, P=stub(tmp_path, "exec sleep 600"), MOST="1")
+    done, diary = call(number, tmp_path, P=stub(tmp_path, "exec sleep 600"), MOST="1", REHEARSE="1")
     assert done.returncode == 1
     if number == "2":
         assert [line.split(",")[0] for line in diary] == [f"== {name}: exit status 124" for name in PARTS["2"]]
@@ -158,12 +158,12 @@ def test_wheels_and_caches_are_unpacked_outside_the_results(tmp_path):
     with zipfile.ZipFile(tmp_path / "wheels" / "peer-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("peer.py", "")
         wheel.writestr("peer-1.data/purelib/beside.py", "")
-    found = tmp_path / "found"
-    script = f'if [ "$2" = zipfile ]; then exec {sys.executable} "$@"; fi; echo "$PYTHONPATH" >{found}'
+    seen = tmp_path / "seen"
+    script = f'if [ "$2" = zipfile ]; then exec {sys.executable} "$@"; fi; echo "$PYTHONPATH" >{seen}'
     script += '; mkdir -p "$TRITON_CACHE_DIR"; touch "$TRITON_CACHE_DIR/kernel"'
     done, _ = call("1", tmp_path, P=stub(tmp_path, script))
     assert done.returncode == 0, done.stdout + done.stderr
-    site = Path(found.read_text().split(os.pathsep)[0])
+    site = Path(seen.read_text().split(os.pathsep)[0])
     assert {path.name for path in site.iterdir()} == {"peer.py", "beside.py", "peer-1.data"}
     logs = [f"check_{name}.log" for name in ("gemma3", "kernels", "qwen3", "rest", "step")]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cache.tgz", *logs, "day.txt"]

@@ -132,6 +132,12 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def clock_of(options: argparse.Namespace, place: Place) -> Clock:
+    """Return the clock that times 10 runs after 3, 4 after 1 with `--quick`, and one run at tiny sizes."""
+    warm, repeat = (0, 1) if place.tiny else (1, 4) if options.quick else (3, 10)
+    return Clock(place.device, warm, repeat)
+
+
 def main() -> None:
     options = parser().parse_args()
     small = options.tiny or options.rehearse
@@ -139,8 +145,7 @@ def main() -> None:
     if not small and not cuda and options.rows != ["mask"]:
         sys.exit("there is no CUDA device here. --tiny runs tiny sizes on a CPU; --rows mask runs there in full.")
     place = Place("cuda" if cuda else "cpu", small, options.rehearse)
-    warm, repeat = (0, 1) if small else (1, 4) if options.quick else (3, 10)
-    clock = Clock(place.device, warm, repeat)
+    clock = clock_of(options, place)
     size = ", rehearsal" if options.rehearse else ", tiny" if small else ""
     device = torch.cuda.get_device_name() if cuda else f"cpu{size}"
     path = options.out / f"gpu_{re.sub(r'[^a-z0-9]+', '-', device.lower())}.json"

@@ -119,21 +119,21 @@ def write_parts(place: Place, out: Path) -> None:
     device = torch.cuda.get_device_name() if place.cuda else "cpu rehearsal"
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"where_{re.sub(r'[^a-z0-9]+', '-', device.lower())}.json"
-    found: dict[str, Any] = {"device": device, "torch": torch.__version__}
+    results: dict[str, Any] = {"device": device, "torch": torch.__version__}
     for name, measure in PARTS.items():
         try:
-            found[name] = measure(place)
+            results[name] = measure(place)
         except Exception as error:
-            found[name] = skipped(error)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        print(name, json.dumps({key: value for key, value in found[name].items() if key != "kernels"}), flush=True)
-    step = found["step"]
+            results[name] = skipped(error)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(name, json.dumps({key: value for key, value in results[name].items() if key != "kernels"}), flush=True)
+    step = results["step"]
     if "kernels" in step:
         print(f"the device idles {step['idle_us'] / (step['busy_us'] + step['idle_us']):.1%} of a step")
     for each in step.get("kernels", []):
         print(f"{each['us'] / 1000:10.3f} ms  {each['name']}")
     print(path)
-    if missing := [name for name in PARTS if "skipped" in found[name]]:
+    if missing := [name for name in PARTS if "skipped" in results[name]]:
         sys.exit("did not run: " + ", ".join(missing))
 
 
