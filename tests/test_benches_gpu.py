@@ -128,7 +128,14 @@ def test_prefixes_are_shared_with_the_largest_model_that_fits(monkeypatch):
         row_tokens("Qwen3-4B", 32 * GIB, 8)
 
 
-@pytest.mark.parametrize(("name", "autocast"), [("Qwen3-0.6B", True), ("Qwen3-1.7B", True), ("Qwen3-4B", False)])
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        ("Qwen3-0.6B", True),
+        pytest.param("Qwen3-1.7B", True, marks=pytest.mark.nightly),
+        pytest.param("Qwen3-4B", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_token_keeps_the_memory_that_rows_are_sized_by(name, autocast, monkeypatch):
     """Measured on the second of two layers, less the bfloat16 copies of weights that autocast keeps."""
     monkeypatch.syspath_prepend(str(BENCHES))

@@ -155,3 +155,10 @@ def skipped(error: Exception) -> dict[str, str]:
     lines = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in where]
     first = (str(error).strip().splitlines() or [""])[0]
     return {"skipped": f"{type(error).__name__}: {first[:200]}", "raised_at": " ".join(lines)}
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one piece: a process that is ended while it writes leaves what was there before."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)

@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from clock import Clock, skipped
+from clock import Clock, replace_text, skipped
 from models import Place
 from rehearsal import flex_attention_on_the_cpu
 from rows import ROWS, Bench
@@ -105,7 +105,7 @@ def write(records: list[dict[str, Any]], path: Path) -> None:
     before = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [record for record in before if record["row"] not in now]
-    path.write_text(json.dumps([*kept, *records], indent=1) + "\n")
+    replace_text(path, json.dumps([*kept, *records], indent=1) + "\n")
 
 
 def failed(records: list[dict[str, Any]]) -> list[str]:

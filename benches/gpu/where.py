@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from arms import Problem, fused
-from clock import skipped
+from clock import replace_text, skipped
 from models import OBJECTIVE, Place, adamw, model_of, passes, recorded_groups
 from rehearsal import flex_attention_on_the_cpu
 from tracegrad.learner.step import optimizer_step
@@ -125,7 +125,7 @@ def write_parts(place: Place, out: Path) -> None:
             results[name] = measure(place)
         except Exception as error:
             results[name] = skipped(error)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        replace_text(path, json.dumps(results, indent=1) + "\n")
         print(name, json.dumps({key: value for key, value in results[name].items() if key != "kernels"}), flush=True)
     step = results["step"]
     if "kernels" in step:
