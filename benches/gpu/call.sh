@@ -140,7 +140,7 @@ call_2() { # the rest, and where time goes
 
 screen() { # failures and the diary last; 12,000 characters of the screen come back
   if [ "$CALL" = 1 ]; then
-    grep -hE "^(FAILED|ERROR|E  )|(passed|failed|error).* in " "$OUT"/check_*.log | cut -c 1-200 | head -c 5000
+    grep -hE "^(FAILED|ERROR|E  )|^=+ .*(passed|failed|error).* in " "$OUT"/check_*.log | cut -c 1-200 | head -c 5000
   else
     tail -n 30 "$OUT/where.log" | cut -c 1-110
     grep -E "Duration|Throughput|==ERROR==" "$OUT/ncu.log" | cut -c 1-110
