@@ -123,7 +123,7 @@ def test_every_row_flag_and_kernel_that_a_call_names_exists(number, tmp_path, mo
 @pytest.mark.parametrize("number", ["1", "2"])
 def test_a_part_that_hangs_is_ended_and_the_next_begins(number, tmp_path):
     rehearse = "1" if number == "2" else ""  # without ncu, which this machine may not have
-    done, diary = call(number, tmp_path, P=stub(tmp_path, "exec sleep 600"), MOST="1", REHEARSE=rehearse)
+    done, diary = call(number, tmp_path, P=stub(tmp_path, "exec sleep 30"), MOST="1", REHEARSE=rehearse)
     assert done.returncode == 1
     if number == "2":
         assert [line.split(",")[0] for line in diary] == [f"== {name}: exit status 124" for name in PARTS["2"]]
