@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 BENCHES = Path(__file__).parent.parent / "benches" / "gpu"
-CUDA_ALONE = {"TRL tries, varlen", "verl Triton"}
+CUDA_ALONE = {"TRL tries, varlen", "verl Triton", "CCE"}
 OFTEN_ABSENT = {"Liger GRPO", "CCE", "prime-rl", "verl Triton"}
 ROWS_OF_MODELS = ["small", "full", "trainer", "async", "shared", "longest"]
 ROWS_OF_HEADS = ["head", "head-narrow", "head-peaked", "head-frozen", "head-memory"]
