@@ -119,14 +119,12 @@ nightly-strings: $(VENV)/dev  ## a million strings for each tokenizer
 fuzz-%: $(VENV)/dev  ## an hour of a fuzzer
 	$(BIN)/python fuzz/run.py $* --seconds $(or $(SECONDS),3600)
 
-gpu-test:  ## tests/gpu on a CUDA device, with the Python that has torch; `PYTHON=... make gpu-test`
-	$(PYTHON) benches/gpu/day.py check
+gpu-test:  ## tests/gpu and two rows on a CUDA device, with the Python that has torch: PYTHON=... make gpu-test
+	rm -rf out/gpu/1 && P=$(PYTHON) OUT=out/gpu/1 benches/gpu/call.sh 1
 
-gpu-rehearsal: $(VENV)/dev  ## all that is run on a GPU, on this CPU by the same code
-	$(BIN)/python benches/gpu/day.py check --rehearse --installed
-	$(BIN)/python benches/gpu/day.py fast --rehearse --installed
-	$(BIN)/python benches/gpu/day.py where --rehearse --installed
-	$(BIN)/python benches/gpu/day.py ncu --rehearse --installed
+gpu-rehearsal: $(VENV)/dev  ## both calls that are run on a GPU, on this CPU by the same code
+	rm -rf out/gpu/rehearsal
+	for call in 1 2; do P=$(CURDIR)/$(BIN)/python REHEARSE=1 OUT=out/gpu/rehearsal/$$call benches/gpu/call.sh $$call || exit 1; done
 
 test-oldest: .venv-oldest/ready  ## the tests of what uses torch, under the oldest torch that is supported (Python 3.12)
 	$(TWO) .venv-oldest/bin/python -m pytest $(SPREAD) -m "not vllm and not gpu and not nightly" $(USES_TORCH)

@@ -260,6 +260,43 @@ def read(path):
         return b""
 
 
+def on_the_gpu(completions, **columns):
+    return torch.zeros(len(completions), device="cuda").tolist()
+
+
+def on_the_gpu_with_words_of_its_own(completions, **columns):
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        raise ValueError("the reward model cannot be loaded") from error
+
+
+@pytest.mark.parametrize("function", [on_the_gpu, on_the_gpu_with_words_of_its_own])
+def test_a_function_that_uses_cuda_in_a_forked_process_is_told_what_to_do(function):
+    """Asking whether there is a device is enough for torch to refuse CUDA in processes that are forked afterwards."""
+    if not hasattr(torch._C, "_cuda_isInBadFork"):
+        pytest.skip("this build of torch has no CUDA")
+    torch.cuda.is_available()
+
+    async def main():
+        held = Rewards([function])
+        try:
+            return await held.score(CHAT, ANSWERS, COLUMNS), held
+        finally:
+            held.close()
+
+    scored, held = asyncio.run(main())
+    name = function.__name__
+    assert np.isnan(scored.total).all()
+    assert held.counts == {f"{name}: raised": 1}
+    assert held.failures[name].where.endswith(f"in {name}")
+    words = held.failures[name].words
+    assert words.startswith(f"{name} uses CUDA, but it runs in a process forked from one that has initialized CUDA")
+    assert f"write {name} as `async def`" in words
+    first = "RuntimeError: Cannot re-initialize CUDA" if function is on_the_gpu else "ValueError: the reward model"
+    assert f"It raised {first}" in words
+
+
 def test_what_cannot_be_sent_to_a_process_is_said():
     async def main():
         held = Rewards([only_a])

@@ -89,7 +89,8 @@ class Clock:
     def __init__(self, device: str, warm: int = 3, repeat: int = 10) -> None:
         self.device, self.warm, self.repeat = device, warm, repeat
         self.cuda = device.startswith("cuda")
-        self.until = float("inf")  # no round is started after this time of `time.perf_counter`
+        self.until = float("inf")  # no arm and no round is started after this time of `time.perf_counter`
+        self.report: Callable[[dict[str, dict[str, Any]]], None] = lambda _: None  # called with what is measured so far
 
     def ms(self, run: Callable[[], Any]) -> float:
         """One run."""
@@ -122,16 +123,18 @@ class Clock:
         """Each arm's median, spread and peak; runs are interleaved. An arm that cannot run is told with its reason."""
         found: dict[str, dict[str, Any]] = {}
         for name, run in arms.items():
-            found[name] = self._first(run)
+            late = found and time.perf_counter() > self.until
+            found[name] = {"skipped": "not started: the time of this row is over"} if late else self._first(run)
+            self.report(found)
         runs: dict[str, list[float]] = {name: [] for name, told in found.items() if "skipped" not in told}
         for number in range(self.repeat):
             if number and time.perf_counter() > self.until:
                 break
             for name, taken in runs.items():
                 taken.append(self.ms(arms[name]))
-        for name, taken in runs.items():
-            spread = max(taken) - min(taken)
-            found[name] |= {"ms": statistics.median(taken), "spread_ms": spread, "runs": len(taken)}
+                spread = max(taken) - min(taken)
+                found[name] |= {"ms": statistics.median(taken), "spread_ms": spread, "runs": len(taken)}
+            self.report(found)
         return found
 
     def _first(self, run: Callable[[], Any]) -> dict[str, Any]:
@@ -152,3 +155,10 @@ def skipped(error: Exception) -> dict[str, str]:
     lines = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in where]
     first = (str(error).strip().splitlines() or [""])[0]
     return {"skipped": f"{type(error).__name__}: {first[:200]}", "raised_at": " ".join(lines)}
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one piece: a process that is ended while it writes leaves what was there before."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)

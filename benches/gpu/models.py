@@ -11,7 +11,7 @@ import torch
 
 from tracegrad import policy
 from tracegrad.algebra import Clip, Objective, Ratio
-from tracegrad.batch import Step, pack
+from tracegrad.batch import ModelShape, Step, pack
 from tracegrad.learner.step import detached, optimizer_step
 from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.sequence import Sequences
@@ -20,8 +20,15 @@ OBJECTIVE = Objective(Clip(), Ratio("theta", "rollout"))
 VOCABULARY = 151936
 MODELS = {
     "Qwen3-0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "Qwen3-1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "Qwen3-4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+MIB_PER_TOKEN = {"Qwen3-0.6B": 2.19, "Qwen3-1.7B": 3.56, "Qwen3-4B": 5.85}
+"""What the layers keep for the backward pass of each token if nothing is recomputed, measured in bfloat16, the first
+two under autocast, which keeps more. tests/test_benches_gpu.py measures it again."""
+SPARE_BYTES = 8 << 30
+"""Of a device's memory, for the head's chunk, the CUDA context and fragmentation."""
+LONGEST_ROW = 16384
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -42,6 +49,11 @@ class Place:
     def as_cuda(self) -> bool:
         """Whether models attend in blocks and in bfloat16, as on a GPU."""
         return self.cuda or self.rehearsal
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the GPU; of one with 80 GiB where everything is tiny."""
+        return torch.cuda.get_device_properties(0).total_memory if self.cuda else 80 << 30
 
     @property
     def vocabulary(self) -> int:
@@ -68,6 +80,42 @@ def model_of(name: str, place: Place, dtype: torch.dtype, attention: str | None 
     if attention is None and place.as_cuda:
         attend_in_blocks(model)  # as the learner does: queries, keys and values in one dtype under autocast
     return model
+
+
+def shape_of(name: str) -> ModelShape:
+    """Return the sizes of a model of `MODELS`, for counts of FLOP and parameters."""
+    sizes = MODELS[name]
+    return ModelShape(
+        hidden=sizes["hidden_size"],
+        intermediate=sizes["intermediate_size"],
+        layers=sizes["num_hidden_layers"],
+        heads=sizes["num_attention_heads"],
+        vocab=VOCABULARY,
+    )
+
+
+def row_tokens(name: str, memory: int, bytes_per_parameter: int) -> int:
+    """Return how many tokens a row of a model may have on a device of `memory` bytes: a multiple of 2048.
+
+    Args:
+        bytes_per_parameter: of weights, gradients and the optimizer's state together.
+    """
+    shape = shape_of(name)
+    parameters = shape.token_flop / 6 + shape.vocab * shape.hidden
+    free = memory - SPARE_BYTES - bytes_per_parameter * parameters
+    tokens = min(LONGEST_ROW, int(free / (MIB_PER_TOKEN[name] * 2**20)) // 2048 * 2048)
+    if tokens <= 0:
+        raise ValueError(
+            f"{name} with {bytes_per_parameter} bytes a parameter leaves no memory for a row of 2048 tokens on a "
+            f"device of {memory / 2**30:.0f} GiB. Run this row on a device with more memory."
+        )
+    return tokens
+
+
+def largest_model(memory: int, bytes_per_parameter: int) -> str:
+    """Return the largest model whose longest row fits on a device; the smallest one if none does."""
+    by_size = sorted(MODELS, key=lambda name: -MIB_PER_TOKEN[name])
+    return next((n for n in by_size[:-1] if row_tokens(n, memory, bytes_per_parameter) == LONGEST_ROW), by_size[-1])
 
 
 @dataclass(frozen=True)
@@ -115,10 +163,10 @@ class Traces:
         group = np.repeat(np.arange(len(self.prompts)), self.advantages.shape[1])
         return Sequences.from_arrays(np.concatenate(rows), cu, logprobs, trainable, group=group)
 
-    def step(self, budget: int, share: bool, pad: int = 128) -> Step:
-        """All of them as one optimizer step."""
+    def step(self, budget: int, share: bool, pad: int = 128, shape: ModelShape | None = None) -> Step:
+        """All of them as one optimizer step; `shape` is of the model, for the FLOP ratio of sharing."""
         told = {"token_budget": budget, "share_prefixes": share, "needs": OBJECTIVE.needs, "pad_to_multiple_of": pad}
-        [step] = pack(self.sequences(), self.advantages.reshape(-1), **told)
+        [step] = pack(self.sequences(), self.advantages.reshape(-1), shape=shape, **told)
         return step
 
 
@@ -126,6 +174,15 @@ def lognormal(groups: int, size: int, median: int, longest: int) -> np.ndarray:
     """[groups, G] completion lengths as rollouts have them."""
     drawn = np.random.default_rng(0).lognormal(np.log(median), 0.8, (groups, size))
     return drawn.clip(4, longest).astype(int)
+
+
+def recorded_groups(place: Place, bytes_per_parameter: int) -> tuple[Traces, int]:
+    """Return four groups of eight traces of lognormal lengths for Qwen3-0.6B, and the token budget of their rows."""
+    if place.tiny:
+        return Traces.of(24, lognormal(2, 8, 12, 96), place.vocabulary), 128
+    budget = row_tokens("Qwen3-0.6B", place.memory, bytes_per_parameter)
+    part = budget // 16
+    return Traces.of(part, lognormal(4, 8, part, 8 * part), place.vocabulary), budget
 
 
 def passes(model: Any, step: Step, place: Place) -> Callable[[], None]:

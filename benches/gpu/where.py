@@ -4,7 +4,7 @@
     ncu --clock-control none --set roofline -k regex:"_statistics|_gradient" -c 4 python benches/gpu/where.py --head
     python benches/gpu/where.py --rehearse          # tiny, on a CPU
 
-Writes where_<device>.json beside the other results.
+Writes where_<device>.json next to the other results, again after each part.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from arms import Problem, fused
-from models import OBJECTIVE, Place, Traces, adamw, lognormal, model_of, passes
+from clock import replace_text, skipped
+from models import OBJECTIVE, Place, adamw, model_of, passes, recorded_groups
 from rehearsal import flex_attention_on_the_cpu
 from tracegrad.learner.step import optimizer_step
 from waits import Waits
@@ -32,13 +34,12 @@ PEAK_FLOPS = 989e12  # dense bfloat16 of one H100 or H200, from its data sheet
 
 def step_of(place: Place) -> tuple[Any, Any]:
     """A model and one optimizer step over it, as the row `trainer` has them."""
-    prompt, median, budget, groups = (24, 12, 128, 2) if place.tiny else (1024, 1024, 16384, 4)
-    traces = Traces.of(prompt, lognormal(groups, 8, median, 8 * median), place.vocabulary)
+    traces, budget = recorded_groups(place, 16)
     return model_of("Qwen3-0.6B", place, torch.float32), traces.step(budget, True)
 
 
-def profiled(place: Place, rounds: int) -> dict[str, Any]:
-    """Device time by kernel over `rounds` whole steps after two that compile, and what the device idled between."""
+def profiled(place: Place) -> dict[str, Any]:
+    """Device time by kernel over one whole step after two that compile, and what the device idled between."""
     model, step = step_of(place)
     optimizer = adamw(model, place)
     precision = torch.bfloat16 if place.as_cuda else torch.float32
@@ -50,11 +51,10 @@ def profiled(place: Place, rounds: int) -> dict[str, Any]:
         run()
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if place.cuda else [])]
     with torch.profiler.profile(activities=kinds) as seen:
-        for _ in range(rounds):
-            run()
+        run()
         if place.cuda:
             torch.cuda.synchronize()
-    return {"rounds": rounds, "terms": len(step), **times(seen, place)}
+    return {"terms": len(step), **times(seen, place)}
 
 
 def times(seen: Any, place: Place) -> dict[str, Any]:
@@ -111,12 +111,43 @@ def head_alone(place: Place) -> dict[str, Any]:
     return {"rows": rows, "ms": ms, "share_of_peak": useful / (ms * 1e-3) / PEAK_FLOPS}
 
 
+PARTS: dict[str, Callable[[Place], dict[str, Any]]] = {"head": head_alone, "host_waits": host_waits, "step": profiled}
+
+
+def write_parts(place: Place, out: Path) -> None:
+    """Measure each part, and write the file again after it: a part that fails or is ended leaves those before it."""
+    device = torch.cuda.get_device_name() if place.cuda else "cpu rehearsal"
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"where_{re.sub(r'[^a-z0-9]+', '-', device.lower())}.json"
+    results: dict[str, Any] = {"device": device, "torch": torch.__version__}
+    for name, measure in PARTS.items():
+        try:
+            results[name] = measure(place)
+        except Exception as error:
+            results[name] = skipped(error)
+        replace_text(path, json.dumps(results, indent=1) + "\n")
+        print(name, json.dumps({key: value for key, value in results[name].items() if key != "kernels"}), flush=True)
+    step = results["step"]
+    if "kernels" in step:
+        print(f"the device idles {step['idle_us'] / (step['busy_us'] + step['idle_us']):.1%} of a step")
+    for each in step.get("kernels", []):
+        print(f"{each['us'] / 1000:10.3f} ms  {each['name']}")
+    print(path)
+    if missing := [name for name in PARTS if "skipped" in results[name]]:
+        sys.exit("did not run: " + ", ".join(missing))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
+    options.add_argument("--head", action="store_true", help="the head alone, for ncu")
+    options.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU, by the roads of a GPU")
+    return options
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
-    parser.add_argument("--head", action="store_true", help="the head alone, for ncu")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU, by the roads of a GPU")
-    options = parser.parse_args()
+    options = parser().parse_args()
     cuda = torch.cuda.is_available() and not options.rehearse
     if not cuda and not options.rehearse:
         sys.exit("there is no CUDA device here. --rehearse runs tiny sizes on a CPU.")
@@ -125,16 +156,7 @@ def main() -> None:
         if options.head:
             print(json.dumps(head_alone(place)))
             return
-        found = {"head": head_alone(place), "host_waits": host_waits(place), **profiled(place, 3)}
-    device = torch.cuda.get_device_name() if cuda else "cpu rehearsal"
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"where_{re.sub(r'[^a-z0-9]+', '-', device.lower())}.json"
-    path.write_text(json.dumps({"device": device, "torch": torch.__version__, **found}, indent=1) + "\n")
-    share = found["idle_us"] / (found["busy_us"] + found["idle_us"])
-    print(f"device idle {share:.1%} of a step; host waits {found['host_waits']}; head {found['head']}")
-    for each in found["kernels"]:
-        print(f"{each['us'] / found['rounds'] / 1000:10.3f} ms  {each['name']}")
-    print(path)
+        write_parts(place, options.out)
 
 
 if __name__ == "__main__":

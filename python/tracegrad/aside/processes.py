@@ -10,7 +10,8 @@ import os
 import pickle
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,6 +25,8 @@ STAND = signal.SIGUSR1
 """Asks a process where it stands."""
 STAND_S = 1.0
 """In which it answers."""
+CUDA_AFTER_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
+"""Texts of torch's errors in a forked process: on its first use of CUDA, and on a tensor of the parent process."""
 
 
 class Processes:
@@ -184,10 +187,33 @@ def _work(pipe: Connection, functions: Mapping[str, Callable[..., Any]], trace: 
             try:
                 answer = (functions[name](*args, **kwargs), None)
             except BaseException as error:
-                answer = (None, located(error))
+                answer = (None, _failure(name, error))
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             try:
                 sent = pickle.dumps(answer)
             except Exception as error:
                 sent = pickle.dumps((None, Failure("wrong", f"{name}: a value that cannot be sent: {one_line(error)}")))
             pipe.send_bytes(sent)
+
+
+def _failure(name: str, error: BaseException) -> Failure:
+    """Return the failure of a function in a forked process, with the remedy in its words if the cause is CUDA."""
+    failure = located(error)
+    if not any(text in one_line(each) for each in _causes(error) for text in CUDA_AFTER_FORK):
+        return failure
+    words = (
+        f"{name} uses CUDA, but it runs in a process forked from one that has initialized CUDA, where CUDA does not "
+        f"work. Keep the models and tensors of {name} on the CPU, ask a server for what needs the GPU, or write {name} "
+        f"as `async def`: asynchronous functions run in the main process. It raised {failure.words}"
+    )
+    return replace(failure, words=words)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those it was raised from or during."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        yield each
+        seen.append(each)
+        each = each.__cause__ or each.__context__
