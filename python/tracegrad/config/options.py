@@ -197,6 +197,8 @@ class Train:
     """auto: cuda where there is one, else cpu; or any torch device."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the forward pass. auto: bf16 autocast on cuda, fp32 on cpu. Parameters and optimizer stay fp32."""
+    attention: Literal["auto", "sdpa"] = "auto"
+    """auto: on cuda compiled flex_attention, an error where it cannot run; sdpa: padded batches and dense masks."""
     off_policy_value_per_epoch: int = 4
     """Measurements of the off-policy value in an epoch, its end included; one is always before the first step."""
     log_to: str = ""

@@ -1,0 +1,56 @@
+"""torch.compile with a limit on the graphs of one function, and an error where torch would run it uncompiled.
+
+torch counts graphs for each function of a process, whatever model calls it. Past `recompile_limit`, 8 by default, it
+prints one warning and runs the function uncompiled from then on. `blocks` compiles attention by this, the learner
+whole layers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tracegrad.errors import TracegradError
+
+GRAPHS = 64
+"""Graphs that one function may have in a process. Gemma3 needs 8 of attention for its checks and the first step."""
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function on its first call; within a larger compiled function it becomes part of that one's graph.
+
+    Settings of torch are changed during a call alone.
+
+    Args:
+        options: of `torch.compile`.
+
+    Raises:
+        TracegradError: from a call that needs another graph where there are as many as the limit allows.
+    """
+    run = torch.compile(function, **options)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*arguments, **named)
+        from torch._dynamo import config
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+
+        limit = max(GRAPHS, config.recompile_limit)
+        changes: dict[str, Any] = {"recompile_limit": limit, "fail_on_recompile_limit_hit": True}
+        changes["suppress_errors"] = False  # torch does not take it together with the line above
+        changes["specialize_float"] = True  # a scale that is an input of a graph has no value in flex_attention's kernel
+        try:
+            with config.patch(**changes):
+                return run(*arguments, **named)
+        except FailOnRecompileLimitHit as error:
+            name = getattr(function, "__qualname__", str(function))
+            raise TracegradError(
+                f"torch has compiled {name} {limit} times in this process, and a call needs another graph. torch would "
+                "run it uncompiled from here on, with float32 tables of [heads, T, T] in attention. Call "
+                "torch.compiler.reset() between models that one process trains; TORCH_LOGS=recompiles prints what "
+                "differed, and torch._dynamo.config.recompile_limit raises the limit."
+            ) from error
+
+    return call
