@@ -77,7 +77,7 @@ def _attend(
         )
     if torch.is_autocast_enabled(value.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)
-    attend = _compiled(BACKEND)
+    attend = _flex if torch.compiler.is_compiling() else _compiled(BACKEND)  # part of a compiled layer's graph
     return attend(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2).contiguous(), None
 
 

@@ -18,7 +18,7 @@ GRAPHS = 64
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function on its first call; within a larger compiled function it becomes part of that one's graph.
+    """Compile a function on its first call, and once more for each input that its graphs do not fit.
 
     Settings of torch are changed during a call alone.
 
@@ -32,8 +32,6 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*arguments, **named)
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit
 

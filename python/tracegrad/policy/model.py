@@ -143,9 +143,15 @@ def attending(model: Any, implementation: str) -> Iterator[None]:
         inner.set_attn_implementation(before)
 
 
-def without_blocks(model: nn.Module) -> Any:
-    """Return a context in which a model attends as it would without flex_attention."""
-    return attending(model, dense_attention(model)) if attention_of(model) in BLOCKS else nullcontext()
+@contextmanager
+def without_blocks(model: nn.Module) -> Iterator[None]:
+    """Run a model uncompiled, and with the attention that it would have without flex_attention, while entered.
+
+    Compiled layers would be compiled for that attention too.
+    """
+    changed = attending(model, dense_attention(model)) if attention_of(model) in BLOCKS else nullcontext()
+    with torch.compiler.set_stance("force_eager"), changed:
+        yield
 
 
 def dense_attention(model: Any) -> str:
