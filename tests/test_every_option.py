@@ -38,7 +38,7 @@ from tracegrad.learner.checkpoint import list_checkpoints  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
 from tracegrad.learner.off_policy_value import held_out  # noqa: E402
 from tracegrad.learner.plan import Plan  # noqa: E402
-from tracegrad.learner.setup import device_of  # noqa: E402
+from tracegrad.learner.setup import choose_attention, device_of  # noqa: E402
 from tracegrad.learner.step import measure  # noqa: E402
 from tracegrad.metrics import Stopwatch  # noqa: E402
 from watched import GROUPS, SIZE, told, traces, watched  # noqa: E402
@@ -382,6 +382,15 @@ def compiles(folder: Path) -> None:
     assert compiled.call_count == 2
 
 
+def attention(_: Path) -> None:
+    """Of a model on CUDA."""
+    model = tiny_model()
+    choose_attention(model, told(train__attention="sdpa"))
+    assert model.config._attn_implementation == "sdpa"
+    choose_attention(model, told())
+    assert model.config._attn_implementation == "tracegrad_flex"
+
+
 def device(_: Path) -> None:
     assert device_of(told(train__device="meta")).type == "meta"
 
@@ -454,6 +463,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.missing": ("cadence", missing),
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
+    "train.attention": (None, attention),
     "train.off_policy_value_per_epoch": ("cadence", off_policy_value_per_epoch),
     "stop.below_ess": ("drifting", stop_below_ess),
     "stop.worse": ("spoiling", stop_worse),

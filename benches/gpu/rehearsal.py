@@ -5,12 +5,12 @@ Called by `run.py --rehearse` and by tests/gpu with --rehearse; tests/gpu call `
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from torch._higher_order_ops import flex_attention as operator
 from torch.nn.attention import flex_attention as torchs
 
 from tracegrad.policy import blocks
@@ -41,5 +41,6 @@ def fused_attention_alone() -> Iterator[None]:
     def unfused(*_: Any, **__: Any) -> Any:
         raise AssertionError("flex_attention ran unfused: with a float32 table of [heads, T, T], by math_attention.")
 
+    operator = importlib.import_module("torch._higher_order_ops.flex_attention")  # a name that torch gives a function too
     with mock.patch.object(operator, "math_attention", unfused):
         yield

@@ -25,7 +25,7 @@ def attend_in_blocks(model: Any) -> None:
     A model keeps eager attention that was chosen although it has sdpa. Packed rows then need no dense mask.
     """
     inner, attention = unwrapped(model), attention_of(model)
-    ours = attention in (BLOCKS[0], dense_attention(model))
+    ours = attention in (BLOCKS[0], "sdpa", dense_attention(model))
     if ours and getattr(inner, "_supports_flex_attn", False):
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import flex_attention_mask

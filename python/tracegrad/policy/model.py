@@ -155,8 +155,12 @@ def without_blocks(model: nn.Module) -> Iterator[None]:
 
 
 def dense_attention(model: Any) -> str:
-    """Return the attention of an architecture that takes a dense mask: "sdpa", or "eager" if it has no sdpa."""
-    return "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) else "eager"
+    """Return the attention of an architecture that takes a dense mask: "sdpa", or "eager" if sdpa is not the same.
+
+    transformers' sdpa leaves a cap on the scores out, without a word.
+    """
+    capped = getattr(config_of(model), "attn_logit_softcapping", None)
+    return "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) and not capped else "eager"
 
 
 def unwrapped(model: Any) -> Any:

@@ -115,6 +115,8 @@ def rounding(model: nn.Module) -> float:
 
 def cannot(model: nn.Module, error: Exception) -> str:
     """Any forward of a stranger's may raise anything: it is no road then."""
+    while isinstance(inner := getattr(error, "inner_exception", None), Exception):  # of torch.compile, which wraps it
+        error = inner
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type(model).__name__} cannot be run so ({type(error).__name__}: {first})"
 
