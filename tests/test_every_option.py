@@ -38,7 +38,7 @@ from tracegrad.learner.checkpoint import list_checkpoints  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
 from tracegrad.learner.off_policy_value import held_out  # noqa: E402
 from tracegrad.learner.plan import Plan  # noqa: E402
-from tracegrad.learner.setup import choose_attention, device_of  # noqa: E402
+from tracegrad.learner.setup import device_of  # noqa: E402
 from tracegrad.learner.step import measure  # noqa: E402
 from tracegrad.metrics import Stopwatch  # noqa: E402
 from watched import GROUPS, SIZE, told, traces, watched  # noqa: E402
@@ -376,19 +376,9 @@ def ref_model(folder: Path) -> None:
 
 
 def compiles(folder: Path) -> None:
-    """One call of torch.compile for each of the two layers."""
     with mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as compiled:
         watched(traces(), folder, train__compile=True)
-    assert compiled.call_count == 2
-
-
-def attention(_: Path) -> None:
-    """Of a model on CUDA."""
-    model = tiny_model()
-    choose_attention(model, told(train__attention="sdpa"))
-    assert model.config._attn_implementation == "sdpa"
-    choose_attention(model, told())
-    assert model.config._attn_implementation == "tracegrad_flex"
+    assert compiled.call_count == 2  # one for each layer
 
 
 def device(_: Path) -> None:
@@ -463,7 +453,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.missing": ("cadence", missing),
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
-    "train.attention": (None, attention),
+    "train.attention": (None, loops.attention),
     "train.off_policy_value_per_epoch": ("cadence", off_policy_value_per_epoch),
     "stop.below_ess": ("drifting", stop_below_ess),
     "stop.worse": ("spoiling", stop_worse),

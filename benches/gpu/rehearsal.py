@@ -41,6 +41,7 @@ def fused_attention_alone() -> Iterator[None]:
     def unfused(*_: Any, **__: Any) -> Any:
         raise AssertionError("flex_attention ran unfused: with a float32 table of [heads, T, T], by math_attention.")
 
-    operator = importlib.import_module("torch._higher_order_ops.flex_attention")  # a name that torch gives a function too
+    # torch._higher_order_ops.flex_attention is also a function of that name, which an import statement would find.
+    operator = importlib.import_module("torch._higher_order_ops.flex_attention")
     with mock.patch.object(operator, "math_attention", unfused):
         yield

@@ -38,7 +38,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         limit = max(GRAPHS, config.recompile_limit)
         changes: dict[str, Any] = {"recompile_limit": limit, "fail_on_recompile_limit_hit": True}
         changes["suppress_errors"] = False  # torch does not take it together with the line above
-        changes["specialize_float"] = True  # a scale that is an input of a graph has no value in flex_attention's kernel
+        changes["specialize_float"] = True  # kernels of flex_attention need the value of a scale
         try:
             with config.patch(**changes):
                 return run(*arguments, **named)
