@@ -330,3 +330,24 @@ def test_the_attention_that_was_chosen_is_described(graphs):
     plain = prepare(model_of(), "none")
     settle_rows(plain, 64, trees=False)
     assert describe_attention(plain, trees=False) == "attention is sdpa: branches in padded batches."
+
+
+def test_layers_are_not_compiled_for_the_attention_that_they_are_compared_with(monkeypatch, case):
+    """The head's check and the branches alone run as they are: only rows under block masks become graphs."""
+    seen = []
+    compile_by = torch.compile
+
+    def counting(module, _inputs):
+        seen.append([str(node.target) for node in module.graph.nodes])
+        return module
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_by(function, **{"backend": counting, **how}))
+    model = model_of()
+    attend_in_blocks(model)
+    compile_layers(model)
+    with torch.no_grad(), flex_attention_on_the_cpu(counting):
+        policy.logprobs(model, step_of(case).batches[0])
+    assert seen
+    assert all(any("flex_attention" in target for target in graph) for graph in seen)
+    torch.compiler.reset()

@@ -106,7 +106,7 @@ def _flex(
             "torch.compiler.set_stance, or with TORCHDYNAMO_DISABLE=1. Leave that, or load the model with sdpa."
         )
     blocks = mask if isinstance(mask, BlockMask) else None
-    table = None if blocks is not None else mask
+    table: Tensor | None = mask if blocks is None else None
 
     def changed(score: Tensor, batch: Tensor, _head: Tensor, place: Tensor, other: Tensor) -> Tensor:
         if softcap is not None:
@@ -116,7 +116,7 @@ def _flex(
     queries, heads = query.shape[1], key.shape[1]
     if (shared := queries // heads) & (shared - 1):  # flex_attention's kernels share keys among 1, 2, 4, ... queries
         key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
-    out = flex_attention(
+    result: Any = flex_attention(
         query,
         key,
         value,
@@ -127,8 +127,8 @@ def _flex(
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is None:
-        return out
-    out, aux = out
+        return result
+    out, aux = result
     # A sink is one more score without a value: exp(lse) / (exp(lse) + exp(sink)) of the attention is left.
     left = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
     return out * left[..., None].to(out.dtype)

@@ -88,9 +88,10 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
     if blocks and not _why_not(model, Road("flex", tree=True), batch):
         return "flex"
     if _is_plain(batch.positions, batch.tree_end):
-        if blocks and not (why := _why_not(model, Road("flex"), batch)):
+        why = _why_not(model, Road("flex"), batch) if blocks else ""
+        if blocks and not why:
             return "flex"
-        if blocks and must_be_fused(batch.ids.device):
+        if why and must_be_fused(batch.ids.device):
             raise ArgumentError(
                 f"flex_attention cannot run a packed row: {why}. Other attention is slower and takes tables of [T, T]. "
                 "To accept that, load the model with attn_implementation='sdpa'; in a run, set train.attention sdpa."
