@@ -126,12 +126,12 @@ def test_gemma3_is_checked_and_takes_its_first_steps_with_eight_graphs(graphs, c
     target = prepare(model, "none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     assert settle_rows(target, 64, trees=True) == ""
-    first = step_of(case)
+    first = step_of(case, 256)
     measure(target, first.batches, torch.bfloat16)
     optimizer_step(target, first, presets.DAPO, optimizer, grad_clip=1.0, precision=torch.bfloat16)
     assert 0 < len(graphs) <= 8
     before = len(graphs)
-    for budget, share in ((512, True), (256, False)):
+    for budget, share in ((1024, False), (512, True)):
         step = step_of(case, budget, share)
         measure(target, step.batches, torch.bfloat16)
         optimizer_step(target, step, presets.DAPO, optimizer, grad_clip=1.0, precision=torch.bfloat16)

@@ -106,7 +106,7 @@ def _flex(
             "torch.compiler.set_stance, or with TORCHDYNAMO_DISABLE=1. Leave that, or load the model with sdpa."
         )
     blocks = mask if isinstance(mask, BlockMask) else None
-    table: Tensor | None = mask if blocks is None else None
+    table: Any = mask if blocks is None else None
 
     def changed(score: Tensor, batch: Tensor, _head: Tensor, place: Tensor, other: Tensor) -> Tensor:
         if softcap is not None:

@@ -6,7 +6,9 @@ whole layers.
 """
 
 import functools
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         TracegradError: from a call that needs another graph where there are as many as the limit allows.
     """
     run = torch.compile(function, **options)
+    here = (
+        threading.local()
+    )  # a context of torch's settings cannot be entered twice; making one takes longer than a call
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -36,11 +41,10 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         from torch._dynamo.exc import FailOnRecompileLimitHit
 
         limit = max(GRAPHS, config.recompile_limit)
-        changes: dict[str, Any] = {"recompile_limit": limit, "fail_on_recompile_limit_hit": True}
-        changes["suppress_errors"] = False  # torch does not take it together with the line above
-        changes["specialize_float"] = True  # kernels of flex_attention need the value of a scale
+        if getattr(here, "limit", 0) != limit:
+            here.limit, here.settings = limit, _settings(limit, options.get("fullgraph", False))
         try:
-            with config.patch(**changes):
+            with here.settings:
                 return run(*arguments, **named)
         except FailOnRecompileLimitHit as error:
             name = getattr(function, "__qualname__", str(function))
@@ -52,3 +56,15 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
             ) from error
 
     return call
+
+
+def _settings(limit: int, fullgraph: bool) -> AbstractContextManager[None]:
+    """Settings of torch during a call. A function that must be one graph raises an error at the limit by itself."""
+    from torch._dynamo import config
+
+    changes: dict[str, Any] = {"recompile_limit": limit}
+    changes["specialize_float"] = True  # kernels of flex_attention need the value of a scale
+    if not fullgraph:
+        changes["fail_on_recompile_limit_hit"] = True
+        changes["suppress_errors"] = False  # torch does not take it together with the line above
+    return config.patch(**changes)
