@@ -143,6 +143,17 @@ def test_gemma3_is_checked_and_takes_its_first_steps_with_eight_graphs(graphs, c
     assert lengths & set(numbers)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_each_table_of_a_block_mask_has_memory_of_its_own(case, window):
+    """Inductor copies what does not begin at a multiple of 16 bytes, at each call, and has graphs for what is shared."""
+    mask = policy.block_mask(step_of(case).batches[0].to("cpu"), window=window)
+    names = [f"{whole}{side}" for whole in ("", "full_") for side in ("q", "kv")]
+    tables = [getattr(mask, f"{name}_{what}") for name in names for what in ("num_blocks", "indices")]
+    assert len({table.untyped_storage().data_ptr() for table in tables}) == 8
+    assert not any(table.data_ptr() % 16 for table in tables)
+    assert all(table.is_contiguous() for table in tables)
+
+
 def test_torchs_own_limit_of_graphs_does_not_make_attention_unfused(graphs, case):
     """Each head size is a graph. torch's limit is 8 for all models of a process; 2 here, as that is quicker."""
     mask = policy.block_mask(step_of(case).batches[0].to("cpu"))

@@ -31,9 +31,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         TracegradError: from a call that needs another graph where there are as many as the limit allows.
     """
     run = torch.compile(function, **options)
-    here = (
-        threading.local()
-    )  # a context of torch's settings cannot be entered twice; making one takes longer than a call
+    here = threading.local()  # settings are slow to make, and cannot be entered twice at a time
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
