@@ -145,7 +145,7 @@ def test_gemma3_is_checked_and_takes_its_first_steps_with_eight_graphs(graphs, c
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_each_table_of_a_block_mask_has_memory_of_its_own(case, window):
-    """Inductor copies what does not begin at a multiple of 16 bytes, at each call, and has graphs for what is shared."""
+    """Inductor copies a table that does not begin at a multiple of 16 bytes, at each call."""
     mask = policy.block_mask(step_of(case).batches[0].to("cpu"), window=window)
     names = [f"{whole}{side}" for whole in ("", "full_") for side in ("q", "kv")]
     tables = [getattr(mask, f"{name}_{what}") for name in names for what in ("num_blocks", "indices")]
