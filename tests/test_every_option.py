@@ -453,7 +453,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.missing": ("cadence", missing),
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
-    "train.attention": (None, loops.attention),
+    "attention.implementation": (None, loops.attention),
     "train.off_policy_value_per_epoch": ("cadence", off_policy_value_per_epoch),
     "stop.below_ess": ("drifting", stop_below_ess),
     "stop.worse": ("spoiling", stop_worse),

@@ -125,18 +125,19 @@ def test_gemma3_is_checked_and_takes_its_first_steps_with_eight_graphs(graphs, c
     attend_in_blocks(model)
     target = prepare(model, "none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert settle_rows(target, 64, trees=True) == ""
+    assert settle_rows(target, 100, trees=True) == ""
     first = step_of(case, 256)
     measure(target, first.batches, torch.bfloat16)
     optimizer_step(target, first, presets.DAPO, optimizer, grad_clip=1.0, precision=torch.bfloat16)
-    assert 0 < len(graphs) <= 8
+    assert 0 < len(graphs) <= 8, len(graphs)
     before = len(graphs)
     for budget, share in ((1024, False), (512, True)):
         step = step_of(case, budget, share)
         measure(target, step.batches, torch.bfloat16)
         optimizer_step(target, step, presets.DAPO, optimizer, grad_clip=1.0, precision=torch.bfloat16)
     assert len(graphs) == before
-    assert not [each for inputs in graphs for each in inputs if isinstance(each, (float, torch.SymFloat))]
+    tensors = [each for inputs in graphs for each in inputs if isinstance(each, torch.Tensor)]
+    assert all(each.ndim for each in tensors)  # torch passes a scale that is an input as a tensor of no dimension
     lengths = {batch.ids.shape[0] for batch in first.batches}
     numbers = [int(each) for inputs in graphs for each in inputs if isinstance(each, (int, torch.SymInt))]
     assert 9 not in numbers  # the window
@@ -287,7 +288,7 @@ def test_a_kernel_that_does_not_fit_stops_a_run_on_cuda(too_large, monkeypatch):
     model = model_of()
     attend_in_blocks(model)
     as_cuda(monkeypatch)
-    with pytest.raises(ArgumentError, match=r"shared memory.*Set train\.attention sdpa"):
+    with pytest.raises(ArgumentError, match=r"shared memory.*set attention\.implementation sdpa"):
         settle_rows(prepare(model, "none"), 64, trees=True)
 
 
@@ -328,7 +329,7 @@ def test_the_check_for_cuda_looks_at_the_device():
 )
 def test_the_attention_on_cuda_is_what_the_option_asks_for(name, loaded, asked, expected):
     model = model_of(name, attn_implementation=loaded)
-    setup.choose_attention(model, load(overrides=[("train.attention", asked)]))
+    setup.choose_attention(model, load(overrides=[("attention.implementation", asked)]))
     assert model.config._attn_implementation == expected
 
 

@@ -335,7 +335,7 @@ OF_FILTER = (even_groups, mask_even, tolerance, truncated, zero_truncated)
 def attention(_):
     """A row of test_every_option.py: the attention of a model on CUDA."""
     model = tiny_model()
-    choose_attention(model, told(train__attention="sdpa"))
+    choose_attention(model, told(attention__implementation="sdpa"))
     assert model.config._attn_implementation == "sdpa"
     choose_attention(model, told())
     assert model.config._attn_implementation == "tracegrad_flex"

@@ -37,7 +37,8 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
     if why and must_be_fused(target.device):
         raise ArgumentError(
             f"flex_attention cannot run packed rows of this model on {target.device.type}: {why}. Other attention is "
-            "slower, and takes a table of [T, T] for rows that share prefixes. Set train.attention sdpa to accept that."
+            "slower, and takes a table of [T, T] for rows that share prefixes. To accept that, set "
+            "attention.implementation sdpa."
         )
     if why:
         unwrapped(target.model).set_attn_implementation(dense_attention(target.model))

@@ -156,8 +156,8 @@ def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype
 
 
 def choose_attention(model: Any, config: Config) -> None:
-    """Switch a model on CUDA to the attention of `train.attention`, where its architecture has it."""
-    if config.train.attention == "auto":
+    """Switch a model on CUDA to the attention of `attention.implementation`, where its architecture has it."""
+    if config.attention.implementation == "auto":
         attend_in_blocks(model)
     elif attention_of(model) in BLOCKS:
         unwrapped(model).set_attn_implementation(dense_attention(model))

@@ -94,7 +94,8 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
         if why and must_be_fused(batch.ids.device):
             raise ArgumentError(
                 f"flex_attention cannot run a packed row: {why}. Other attention is slower and takes tables of [T, T]. "
-                "To accept that, load the model with attn_implementation='sdpa'; in a run, set train.attention sdpa."
+                "To accept that, load the model with attn_implementation='sdpa'; in a run, set "
+                "attention.implementation sdpa."
             )
         return "alone" if _why_not(model, Road("stack"), batch) else "stack"
     _check(model, "flex" if blocks else "mask", batch, tree=True)
