@@ -376,10 +376,9 @@ def ref_model(folder: Path) -> None:
 
 
 def compiles(folder: Path) -> None:
-    """One call of torch.compile for each of the two layers."""
     with mock.patch.object(torch, "compile", side_effect=lambda forward: forward) as compiled:
         watched(traces(), folder, train__compile=True)
-    assert compiled.call_count == 2
+    assert compiled.call_count == 2  # one for each layer
 
 
 def device(_: Path) -> None:
@@ -454,6 +453,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.missing": ("cadence", missing),
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
+    "attention.implementation": (None, loops.attention),
     "train.off_policy_value_per_epoch": ("cadence", off_policy_value_per_epoch),
     "stop.below_ess": ("drifting", stop_below_ess),
     "stop.worse": ("spoiling", stop_worse),

@@ -18,6 +18,7 @@ from tracegrad.algebra import Gate, Level, Ratio, with_entropy  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.learner.feed import Feed  # noqa: E402
 from tracegrad.learner.ranks import Ranks  # noqa: E402
+from tracegrad.learner.setup import choose_attention  # noqa: E402
 from tracegrad.learner.step import measure, optimizer_step  # noqa: E402
 
 GATED = replace(presets.GRPO, gates=(Gate(Ratio("old", "rollout"), level=Level("trace", "mean"), low=0.99, high=1.01),))
@@ -329,3 +330,12 @@ def test_a_filter_that_cannot_work_is_refused(how, said):
 
 # What `test_every_option` gives these options of [filter] to.
 OF_FILTER = (even_groups, mask_even, tolerance, truncated, zero_truncated)
+
+
+def attention(_):
+    """A row of test_every_option.py: the attention of a model on CUDA."""
+    model = tiny_model()
+    choose_attention(model, told(attention__implementation="sdpa"))
+    assert model.config._attn_implementation == "sdpa"
+    choose_attention(model, told())
+    assert model.config._attn_implementation == "tracegrad_flex"

@@ -10,7 +10,7 @@ import forked as cases  # noqa: E402
 from tracegrad import policy  # noqa: E402
 from tracegrad.batch import Batch, pack  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
-from tracegrad.policy import token_logprobs  # noqa: E402
+from tracegrad.policy import blocks, token_logprobs  # noqa: E402
 from tracegrad.policy.blocks import attend_in_blocks  # noqa: E402
 from tracegrad.sequence import Sequences  # noqa: E402
 
@@ -384,10 +384,9 @@ def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_mask():
 
 
 @pytest.mark.nightly  # half a minute of compiling
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("window", [None, 40])
 def test_compiled_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_mask(window):
-    from torch.nn.attention.flex_attention import flex_attention
-
     s = sequences(4, traces=30)
     [step] = pack(s, np.zeros(s.traces), token_budget=1000, pad_to_multiple_of=128)
     batch = step.batches[0].to("cpu")
@@ -395,23 +394,29 @@ def test_compiled_flex_attention_under_the_block_mask_equals_sdpa_under_the_dens
     q, k, v = torch.randn(3, 1, 2, len(batch.ids), 16)
     dense = policy.dense_mask(batch, window=window)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
-    found = torch.compile(flex_attention)(q, k, v, block_mask=policy.block_mask(batch, window=window))
-    assert torch.allclose(found, theirs, atol=1e-5)
+    ours, _ = blocks._attend(torch.nn.Module(), q, k, v, policy.block_mask(batch, window=window))
+    assert torch.allclose(ours.transpose(1, 2), theirs, atol=1e-5)
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """Masks and dtypes that our compiled flex_attention was called with; it is traced, and not compiled to kernels."""
+    calls = []
+    compiled = blocks._compiled("aot_eager")
+
+    def call(query, key, value, mask, *others):
+        calls.append((mask, query.dtype, key.dtype, value.dtype))
+        return compiled(query, key, value, mask, *others)
+
+    monkeypatch.setattr(blocks, "_compiled", lambda _backend: call)
+    return calls
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen2", "Mistral"])
-def test_a_model_with_flex_attention_is_given_the_block_mask(name, monkeypatch):
-    import transformers.integrations.flex_attention as theirs
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+def test_a_model_with_flex_attention_is_given_the_block_mask(name, attended):
+    from torch.nn.attention.flex_attention import BlockMask
 
-    seen = []
-
-    def uncompiled(query, key, value, training=False, **kwargs):
-        seen.append(kwargs["block_mask"])
-        return flex_attention(query, key, value, **kwargs)
-
-    monkeypatch.setattr(theirs, "compile_friendly_flex_attention", uncompiled)
     s = sequences()
     model = model_of(name, torch.float32)
     with torch.no_grad():
@@ -420,21 +425,12 @@ def test_a_model_with_flex_attention_is_given_the_block_mask(name, monkeypatch):
         [step, *_] = pack(s, np.zeros(s.traces), token_budget=100, step_groups=2)
         assert policy.forward_plan(model, step.batches[0].to("cpu")) == "flex"
         ours = packed(model, s, budget=100)
-    assert all(isinstance(mask, BlockMask) for mask in seen)
+    assert attended
+    assert all(isinstance(mask, BlockMask) for mask, *_ in attended)
     assert relative(ours, expected) < 1e-5
 
 
-def test_attention_by_blocks_is_chosen_where_the_architecture_has_it_and_takes_one_dtype(monkeypatch):
-    from torch.nn.attention.flex_attention import flex_attention
-    from transformers.integrations import flex_attention as theirs
-
-    seen = set()
-
-    def uncompiled(query, key, value, training=False, **kwargs):
-        seen.add((query.dtype, key.dtype, value.dtype))
-        return flex_attention(query, key, value, **kwargs)
-
-    monkeypatch.setattr(theirs, "compile_friendly_flex_attention", uncompiled)
+def test_attention_by_blocks_is_chosen_where_the_architecture_has_it_and_takes_one_dtype(attended):
     s = sequences()
     model, eager = model_of("Qwen3", torch.float32), model_of("Qwen3", torch.float32)
     eager.set_attn_implementation("eager")
@@ -444,11 +440,11 @@ def test_attention_by_blocks_is_chosen_where_the_architecture_has_it_and_takes_o
         expected = packed(model, s, budget=100)
         attend_in_blocks(model)
         assert relative(packed(model, s, budget=100), expected) < 1e-5
-        assert seen == {(torch.float32,) * 3}
-        seen.clear()
+        assert {tuple(dtypes) for _, *dtypes in attended} == {(torch.float32,) * 3}
+        attended.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             packed(model, s, budget=100)
-    assert seen == {(torch.bfloat16,) * 3}
+    assert {tuple(dtypes) for _, *dtypes in attended} == {(torch.bfloat16,) * 3}
 
 
 # --- layers that pass a state along the row ---

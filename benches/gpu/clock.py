@@ -45,6 +45,11 @@ class Allocated(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize
         return super().__exit__(*error)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile while this counts; it would run flex_attention unfused otherwise."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}

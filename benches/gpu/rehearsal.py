@@ -1,37 +1,47 @@
 """What lets the code for CUDA run on a CPU, so that its mistakes are found before a device is at hand.
 
-Called by `run.py --rehearse` and by tests/gpu with --rehearse.
+Called by `run.py --rehearse` and by tests/gpu with --rehearse; tests/gpu call `fused_attention_alone` on a device.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-import torch
+from torch.nn.attention import flex_attention as torchs
+
+from tracegrad.policy import blocks
+
+
+def _anywhere(*_: Any) -> None:
+    """Take any device and gradient, in the place of a check of torch's. Dynamo traces it."""
 
 
 @contextmanager
-def flex_attention_on_the_cpu() -> Iterator[None]:
-    """flex_attention uncompiled and with a gradient, for transformers models.
+def flex_attention_on_the_cpu(backend: Any = "aot_eager") -> Iterator[None]:
+    """Run tracegrad's compiled flex_attention on a CPU, with a gradient.
 
-    torch refuses gradients of flex_attention on a CPU because its compiled form has none there. The eager form has, and
-    refuses what the compiled one refuses on CUDA, such as queries and values of two dtypes.
+    Dynamo traces it, AOTAutograd differentiates it and both check it as on CUDA; graphs are counted and limited alike.
+    Only Inductor is left out, whose kernels for a CPU have no gradient. torch refuses gradients there for that reason.
+
+    Args:
+        backend: of torch.compile; one that ends in aot_eager.
     """
-    from torch.nn.attention import flex_attention as torchs
-    from torch.utils._python_dispatch import _disable_current_modes
-    from transformers.integrations import flex_attention as theirs
-
-    def uncompiled(query: Any, key: Any, value: Any, training: bool = False, **how: Any) -> Any:
-        # What counts operations or memory cannot look into it, and a compiled kernel is given the dtypes as they are.
-        with _disable_current_modes(), torch.autocast("cpu", enabled=False):
-            return torchs.flex_attention(query, key, value, **how)
-
-    kept = theirs.compile_friendly_flex_attention, torchs._validate_device
-    theirs.compile_friendly_flex_attention = uncompiled
-    torchs._validate_device = lambda *_: None
-    try:
+    with mock.patch.object(blocks, "BACKEND", backend), mock.patch.object(torchs, "_validate_device", _anywhere):
         yield
-    finally:
-        theirs.compile_friendly_flex_attention, torchs._validate_device = kept
+
+
+@contextmanager
+def fused_attention_alone() -> Iterator[None]:
+    """Raise an error where flex_attention runs in its unfused form, which holds tables of [heads, T, T]."""
+
+    def unfused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("flex_attention ran unfused: with a float32 table of [heads, T, T], by math_attention.")
+
+    # torch._higher_order_ops.flex_attention is also a function of that name, which an import statement would find.
+    operator = importlib.import_module("torch._higher_order_ops.flex_attention")
+    with mock.patch.object(operator, "math_attention", unfused):
+        yield

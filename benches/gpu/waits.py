@@ -25,6 +25,11 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile while this counts; it would run flex_attention unfused otherwise."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "overloadpacket", func).__name__
         if name in WAITING:

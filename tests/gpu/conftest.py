@@ -37,12 +37,9 @@ def device(rehearsal):
 
 
 @pytest.fixture(autouse=True)
-def uncompiled_on_the_cpu(rehearsal):
-    """flex_attention with a gradient runs on a CPU in torch's own eager form, which has the same checks of dtypes."""
-    if not rehearsal:
-        yield
-        return
-    from rehearsal import flex_attention_on_the_cpu
+def attention(rehearsal):
+    """On a device flex_attention that is not fused is an error; on a CPU it is compiled without kernels."""
+    from rehearsal import flex_attention_on_the_cpu, fused_attention_alone
 
-    with flex_attention_on_the_cpu():
+    with flex_attention_on_the_cpu() if rehearsal else fused_attention_alone():
         yield

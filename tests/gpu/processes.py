@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import forked
-from rehearsal import flex_attention_on_the_cpu
+from rehearsal import flex_attention_on_the_cpu, fused_attention_alone
 from tiny import tiny_model
 from tracegrad import presets
 from tracegrad.batch import Step, pack
@@ -115,12 +115,9 @@ def main() -> None:
 
 
 def entered(rank: int, *told: Any) -> None:
-    """In the rehearsal flex_attention runs in its eager form."""
-    if told[1] == "cuda":
+    """One rank; unfused attention is an error on a device, and the rehearsal compiles without kernels."""
+    with fused_attention_alone() if told[1] == "cuda" else flex_attention_on_the_cpu():
         run(rank, *told)
-    else:
-        with flex_attention_on_the_cpu():
-            run(rank, *told)
 
 
 if __name__ == "__main__":

@@ -48,13 +48,9 @@ def model_of(name, device):
 
 
 def by_blocks(model):
-    """As the learner has it on CUDA; an architecture without sdpa (attention sinks) by transformers' flex_attention.
-
-    transformers refuses sinks under flex_attention on a CPU: there such a model keeps its dense mask.
-    """
+    """As the learner has it on CUDA, architectures with attention sinks too, which have no sdpa."""
     attend_in_blocks(model)
-    if model.config._attn_implementation == "eager" and model.device.type == "cuda":
-        model.set_attn_implementation("flex_attention")
+    assert model.config._attn_implementation == "tracegrad_flex"
     return model
 
 
@@ -115,8 +111,7 @@ def test_rows_under_flex_attention_are_each_branch_alone_in_float32(device, case
     expected = one_by_one(model_of(name, device), case, device, torch.float32)
     model = by_blocks(model_of(name, device))
     [step] = pack(case.sequences, case.advantages, token_budget=512, share_prefixes=share)
-    if device.type == "cuda" or name != "GptOss":
-        assert policy.forward_plan(model, step.batches[0].to(device)) == "flex"
+    assert policy.forward_plan(model, step.batches[0].to(device)) == "flex"
     found = apart(measured(model, case, device, torch.float32, share=share), expected)
     assert found[0] < 1e-5
     assert found[1] < 1e-4

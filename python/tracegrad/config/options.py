@@ -289,6 +289,18 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """How a model attends."""
+
+    implementation: Literal["auto", "sdpa"] = "auto"
+    """auto: on cuda compiled flex_attention, an error where it cannot run; sdpa: padded batches and dense masks."""
+
+    def __post_init__(self) -> None:
+        name = "attention.implementation"
+        _require(self.implementation in ("auto", "sdpa"), name, self.implementation, "it is auto or sdpa")
+
+
+@dataclass(frozen=True)
 class Choice:
     """Which objective: a preset's name and what is changed in it."""
 
@@ -321,11 +333,12 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     terms: Kept = field(default_factory=Kept)
     images: Images = field(default_factory=Images)
+    attention: Attention = field(default_factory=Attention)
     objective: Choice = field(default_factory=Choice)
 
 
 SECTIONS = tuple(f.name for f in fields(Config))
-FEATURES = ("map", "mixture", "filter", "reward_kl", "schedule", "stop", "terms", "images")
+FEATURES = ("map", "mixture", "filter", "reward_kl", "schedule", "stop", "terms", "images", "attention")
 """Sections of one feature each, which may be left out whole: their defaults change no gradient."""
 
 

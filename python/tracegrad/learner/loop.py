@@ -27,7 +27,7 @@ from tracegrad.learner.off_policy_value import MIN_ESS
 from tracegrad.learner.ranks import Ranks
 from tracegrad.learner.record import TermRecord, Trained
 from tracegrad.learner.run import Run
-from tracegrad.learner.settle import settle_rows
+from tracegrad.learner.settle import describe_attention, settle_rows
 from tracegrad.learner.setup import Optimizers, bucket_of, check_media, check_ranks_see, check_vocabulary
 from tracegrad.learner.shown import Records
 from tracegrad.learner.step import Outcome
@@ -193,6 +193,7 @@ class _Loop:
         config, taken = self.driven.config, self.driven.taken
         said = [f"resumed after step {taken} of {self.plan.total}."] if taken else []
         said.append(self.driven.policy.sentence(config))
+        said.append(describe_attention(self.driven.target, trees=self.feed.shares))
         if has_adapters(self.driven.model) and not config.train.lora_rank:
             said.append("the model's LoRA adapters are trained further; the model without them is the reference.")
         if self.feed.shares and taken < self.plan.total:

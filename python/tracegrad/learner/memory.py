@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tracegrad.config import Config
 from tracegrad.errors import ArgumentError
+from tracegrad.policy.compilation import compiled
 
 Setting = Literal["speed", "balanced", "low"]
 _RATES = ("drop", "jitter", "noise")  # how transformers' layers call theirs: attention_dropout, router_jitter_noise
@@ -107,7 +108,7 @@ def recompute_layers(model: nn.Module) -> None:
 def compile_layers(model: nn.Module) -> None:
     """Compiles each layer's forward by itself, so that equal layers share one compilation and hooks stay outside."""
     for layer in layers_of(model):
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = compiled(layer.forward)
 
 
 def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

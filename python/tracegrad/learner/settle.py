@@ -10,14 +10,15 @@ import torch
 from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.learner.parallel import Placed
+from tracegrad.policy.blocks import must_be_fused
+from tracegrad.policy.model import attention_of, dense_attention, unwrapped
 from tracegrad.policy.roads import ALWAYS, Road, reached, settle, whole_row, why_not
-from tracegrad.policy.run import unwrapped
 
 
 def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
     """Compares every road that a run may take, for all of its branches at once.
 
-    A model whose numbers flex_attention does not give goes back to sdpa.
+    A model whose numbers flex_attention does not give goes back to its attention without blocks, except on CUDA.
 
     Args:
         target: a model in its place; every rank calls alike.
@@ -28,12 +29,19 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
         why prefixes cannot be shared; "" where they can or shall not be.
 
     Raises:
-        ArgumentError: for a model that is not causal, or, under FSDP, one that no whole row can pass through.
+        ArgumentError: for a model that is not causal, or, under FSDP, one that no whole row can pass through; on CUDA
+            for a model that flex_attention cannot run.
     """
     fsdp = target.mode == "fsdp"
     why = _asked(target, Road("flex"), longest, ALWAYS) if whole_row(target.model) == "flex" else ""
+    if why and must_be_fused(target.device):
+        raise ArgumentError(
+            f"flex_attention cannot run packed rows of this model on {target.device.type}: {why}. Other attention is "
+            "slower, and takes a table of [T, T] for rows that share prefixes. To accept that, set "
+            "attention.implementation sdpa."
+        )
     if why:
-        unwrapped(target.model).set_attn_implementation("sdpa")
+        unwrapped(target.model).set_attn_implementation(dense_attention(target.model))
     row = whole_row(target.model)
     if not fsdp and row == "mask":
         _asked(target, Road("stack"), longest, ALWAYS)
@@ -41,6 +49,23 @@ def settle_rows(target: Placed, longest: int, *, trees: bool) -> str:
     if fsdp and row == "mask" and (why := _asked(target, Road("mask"), longest, ALWAYS)):
         raise _unfit(why)
     return _asked(target, Road(row, tree=True), longest, ALWAYS) if fsdp or trees else ""
+
+
+def describe_attention(target: Placed, *, trees: bool) -> str:
+    """Return the attention that `settle_rows` has chosen, for the one who reads the run.
+
+    Args:
+        trees: whether rows share prefixes.
+    """
+    model = target.model
+    if whole_row(model) == "flex":
+        return "attention is flex_attention, compiled, under block masks."
+    if target.mode == "fsdp":
+        ways = ["rows under a dense [T, T] mask"]
+    else:
+        ways = ["branches one by one" if why_not(model, Road("stack")) else "branches in padded batches"]
+        ways += ["rows that share prefixes under a dense [T, T] mask"] * trees
+    return f"attention is {attention_of(model)}: {', '.join(ways)}."
 
 
 def settle_batches(target: Placed, batches: Sequence[Batch]) -> None:

@@ -26,7 +26,7 @@ from tracegrad.learner.rates import share
 from tracegrad.learner.reward_kl import needs_of
 from tracegrad.policy.blocks import attend_in_blocks
 from tracegrad.policy.masks import BLOCK
-from tracegrad.policy.model import media_ids, tower_of
+from tracegrad.policy.model import BLOCKS, attention_of, dense_attention, media_ids, tower_of, unwrapped
 from tracegrad.sequence import Sequences
 
 MAY_CHANGE = (
@@ -147,12 +147,20 @@ def place(model: Any, config: Config, ranks: Ranks) -> tuple[Placed, torch.dtype
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else precision)
     if device.type == "cuda":
-        attend_in_blocks(model)
+        choose_attention(model, config)
     if memory.recompute:
         recompute_layers(model)
     if config.train.compile:
         compile_layers(model)
     return prepare(model, mode, ranks=ranks, device=device, precision=precision, memory=memory), precision
+
+
+def choose_attention(model: Any, config: Config) -> None:
+    """Switch a model on CUDA to the attention of `attention.implementation`, where its architecture has it."""
+    if config.attention.implementation == "auto":
+        attend_in_blocks(model)
+    elif attention_of(model) in BLOCKS:
+        unwrapped(model).set_attn_implementation(dense_attention(model))
 
 
 @dataclass(frozen=True)
@@ -226,7 +234,7 @@ def other_model(reference: Any, objective: Objective, config: Config, policy: Pr
     model.to(dtype=torch.float32).eval().requires_grad_(False)
     target = policy.target
     if target.device.type == "cuda":
-        attend_in_blocks(model)
+        choose_attention(model, config)
     mode = target.mode if target.mode == "fsdp" else "none"
     ranks = target.ranks if mode == "fsdp" else Ranks()
     return prepare(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)

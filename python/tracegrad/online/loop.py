@@ -20,7 +20,7 @@ from tracegrad.learner import Run
 from tracegrad.learner.feed import Feed, NothingToLearn
 from tracegrad.learner.keeper import Keeper
 from tracegrad.learner.record import TermRecord
-from tracegrad.learner.settle import settle_rows
+from tracegrad.learner.settle import describe_attention, settle_rows
 from tracegrad.learner.setup import bucket_of, check_media, check_vocabulary
 from tracegrad.metrics.dashboards import log_traces
 from tracegrad.online import frames
@@ -263,6 +263,7 @@ class Loop:
             longest = min(int(np.diff(sequences.cu_seqlens).max()), config.pack.token_budget)
             why = settle_rows(self.driven.target, longest, trees=feed.shares)
             self._trees, self._settled = not why, True
+            self.say(f"note     {describe_attention(self.driven.target, trees=feed.shares and self._trees)}")
         [step] = replace(feed, trees=self._trees).steps(0)
         return step, feed.rewards
 

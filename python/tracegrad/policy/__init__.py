@@ -2,8 +2,9 @@
 
 In comes a `Batch`; out go logprobs, or a loss with its gradient. Unmodified causal LMs of transformers; `learner`
 calls this, any trainer may call `token_logprobs`. Its files, each using those before it alone: `masks` (who sees
-whom), `model` (what a model is made of); `run`, `roads` (ways through a row, tried before trusted); `blocks`,
-`pictures` (rows that hold some), `forward`; `loss` (the fused road from hidden states to a gradient).
+whom), `model` (what a model is made of); `compilation`, `blocks` (compiled flex_attention); `run`, `roads` (ways
+through a row, tried before trusted); `pictures` (rows that hold some), `forward`; `loss` (the fused road from hidden
+states to a gradient).
 """
 
 from tracegrad.kernels.head import token_logprobs

@@ -10,8 +10,9 @@ from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import token_logprobs
 from tracegrad.policy import pictures
-from tracegrad.policy.model import attention_of, config_of, head_of, media_ids, recomputes
-from tracegrad.policy.roads import BLOCKS, Road, reached, why_not
+from tracegrad.policy.blocks import must_be_fused, own_blocks
+from tracegrad.policy.model import BLOCKS, attention_of, config_of, head_of, media_ids, recomputes
+from tracegrad.policy.roads import Road, reached, why_not
 from tracegrad.policy.run import Plan, run
 
 
@@ -68,7 +69,8 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
     """How `hidden_states` runs this batch through this model: the first of these that gives the model's own numbers.
 
     "flex": one row, flex_attention with a block mask built from `tree_end`; for models loaded with
-    `attn_implementation="flex_attention"`, or changed by `blocks.attend_in_blocks`.
+    `attn_implementation="flex_attention"`, which this switches to a compiled function of its own, or changed by
+    `blocks.attend_in_blocks`. On CUDA such a model takes no other plan.
     "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention, a prefix
     that all of them share computed once. Exact, as padding stands after what is read; the fastest on CPU, where a
     dense mask costs T * T.
@@ -78,14 +80,23 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
     Each is compared with the branches alone before it is taken, once for a model: see `roads`.
 
     Raises:
-        ArgumentError: for a shared prefix in a model that no mask lets share it, or one that is not causal.
+        ArgumentError: for a shared prefix in a model that no mask lets share it, or one that is not causal; on CUDA for
+            a model with flex_attention that does not give the model's own numbers.
     """
+    own_blocks(model)
     blocks = attention_of(model) in BLOCKS
     if blocks and not _why_not(model, Road("flex", tree=True), batch):
         return "flex"
     if _is_plain(batch.positions, batch.tree_end):
-        if blocks and not _why_not(model, Road("flex"), batch):
+        why = _why_not(model, Road("flex"), batch) if blocks else ""
+        if blocks and not why:
             return "flex"
+        if why and must_be_fused(batch.ids.device):
+            raise ArgumentError(
+                f"flex_attention cannot run a packed row: {why}. Other attention is slower and takes tables of [T, T]. "
+                "To accept that, load the model with attn_implementation='sdpa'; in a run, set "
+                "attention.implementation sdpa."
+            )
         return "alone" if _why_not(model, Road("stack"), batch) else "stack"
     _check(model, "flex" if blocks else "mask", batch, tree=True)
     return "mask"

@@ -56,16 +56,19 @@ def block_mask(batch: Batch, *, window: int | None = None, block: int = BLOCK) -
         deepest = nn.functional.pad(positions, (0, blocks * block - total)).view(blocks, block).amax(1)
         shallowest = nn.functional.pad(positions, (0, blocks * block - total), value=total).view(blocks, block).amin(1)
         some &= shallowest[:, None] - deepest[None, :] < window
+    before = None if window is None else positions - window  # the deepest place that a query no longer sees
 
     def seen(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # Tensors alone: a number here would be an input of the compiled kernel, which one of its backends refuses.
         inside = (key <= query) & (query < tree_end[key])
-        return inside if window is None else inside & (positions[query] - positions[key] < window)
+        return inside if before is None else inside & (positions[key] > before[query])
 
     partial = some & ~whole
     counts, indices = _as_indices(torch.stack([partial, whole, partial.T, whole.T]))
     names = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks")
-    tables: dict[str, Any] = {name: counts[n][None, None] for n, name in enumerate(names)}
-    tables |= {name.replace("num_blocks", "indices"): indices[n][None, None] for n, name in enumerate(names)}
+    # Each a tensor of its own: compiled code has other graphs for inputs that share memory.
+    tables: dict[str, Any] = {name: counts[n][None, None].clone() for n, name in enumerate(names)}
+    tables |= {name.replace("num_blocks", "indices"): indices[n][None, None].clone() for n, name in enumerate(names)}
     return BlockMask(seq_lengths=(total, total), BLOCK_SIZE=(block, block), mask_mod=seen, **tables)
 
 

@@ -1,10 +1,12 @@
 """What a transformers model is made of: its body, its head, the kinds of its layers.
 
-Reads configurations and modules, changes none. `forward` and `loss` call it.
+Reads configurations and modules; `attending` alone changes one, for a while. `forward` and `loss` call it.
 """
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.head import Head, logits_of
 
+BLOCKS = ("flex_attention", "tracegrad_flex")
+"""Implementations of attention that take a `BlockMask`: transformers' own, and that of `blocks`."""
 _IDS, _LOUD = 8, 100.0  # a head is compared on so many tokens, then with logits so large
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 _checked: WeakSet[nn.Module] = WeakSet()  # models whose head was found to be what `head_of` says
@@ -72,14 +76,15 @@ def _check_head(model: nn.Module, head: Head) -> None:
     training, name = model.training, type(model).__name__
     model.eval()
     try:
-        theirs = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-        factor = _LOUD / logits_of(hidden, head._replace(softcap=None), None).abs().max().clamp(min=1e-6).item()
-        gaps = [_gap(theirs, logits_of(hidden, head, None))]
-        linear = model.get_output_embeddings()  # type: ignore[operator]
-        with linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:])):
-            loud = model(input_ids=ids, use_cache=False).logits.float()
-        gaps.append(_gap(loud, logits_of(hidden * factor, head, None)))
+        with without_blocks(model):  # so few ids need no blocks, and each length would be a compilation of its own
+            theirs = model(input_ids=ids, use_cache=False).logits.float()
+            hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+            factor = _LOUD / logits_of(hidden, head._replace(softcap=None), None).abs().max().clamp(min=1e-6).item()
+            gaps = [_gap(theirs, logits_of(hidden, head, None))]
+            linear = model.get_output_embeddings()  # type: ignore[operator]
+            with linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:])):
+                loud = model(input_ids=ids, use_cache=False).logits.float()
+            gaps.append(_gap(loud, logits_of(hidden * factor, head, None)))
     except (ArgumentError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a forward of a stranger's may raise anything
@@ -125,6 +130,42 @@ def tower_of(model: nn.Module) -> list[nn.Module]:
 
 def attention_of(model: nn.Module) -> str:
     return getattr(config_of(model), "_attn_implementation", None) or "eager"
+
+
+@contextmanager
+def attending(model: Any, implementation: str) -> Iterator[None]:
+    """The model with another implementation of attention while entered."""
+    inner, before = unwrapped(model), attention_of(model)
+    inner.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
+
+
+@contextmanager
+def without_blocks(model: nn.Module) -> Iterator[None]:
+    """Run a model uncompiled, and with the attention that it would have without flex_attention, while entered.
+
+    Compiled layers would be compiled for that attention too.
+    """
+    changed = attending(model, dense_attention(model)) if attention_of(model) in BLOCKS else nullcontext()
+    with torch.compiler.set_stance("force_eager"), changed:
+        yield
+
+
+def dense_attention(model: Any) -> str:
+    """Return the attention of an architecture that takes a dense mask: "sdpa", or "eager" if sdpa is not the same.
+
+    transformers' sdpa leaves a cap on the scores out, without a word.
+    """
+    capped = getattr(config_of(model), "attn_logit_softcapping", None)
+    return "sdpa" if getattr(unwrapped(model), "_supports_sdpa", False) and not capped else "eager"
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model itself, without peft's adapters around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def recomputes(model: nn.Module) -> bool:

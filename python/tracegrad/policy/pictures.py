@@ -21,9 +21,8 @@ from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.pictures import RowImages
 from tracegrad.policy.masks import dense_mask
-from tracegrad.policy.model import attention_of
+from tracegrad.policy.model import attention_of, unwrapped
 from tracegrad.policy.roads import apart, at_rest, cannot, ordinary_ids, rounding
-from tracegrad.policy.run import unwrapped
 
 _known: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
 _TYPES = ("mm_token_type_ids", "token_type_ids")

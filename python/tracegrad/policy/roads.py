@@ -5,7 +5,7 @@ raises is not taken, with the reason. Called by `forward` and, for all ranks tog
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from tracegrad.batch import Batch
 from tracegrad.errors import ArgumentError
 from tracegrad.kernels.stack import SHARED_FROM
-from tracegrad.policy.model import attention_of, body_of, config_of
-from tracegrad.policy.run import Plan, attending, run
+from tracegrad.policy.model import BLOCKS, attention_of, body_of, config_of, without_blocks
+from tracegrad.policy.run import Plan, run
 
 ALWAYS = 1 << 62
 """A reach that no branch has."""
 SHORT = 40
 """Tokens of the longest branch of the first comparison; a later one is as long as the branches that are to be run."""
-BLOCKS = ("flex_attention", "tracegrad_flex")
-"""Implementations of attention that take a `BlockMask`: transformers' own, and that of `blocks`."""
 _PART = 8  # tokens whose difference is taken together: one expert chosen otherwise by rounding is no other road
 _ROUNDING = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 _NOISE = 8.0  # a road may differ by so many times what a batch of two differs from a batch of one
@@ -83,7 +81,7 @@ def _compared(model: nn.Module, roads: tuple[Road, ...], length: int) -> list[st
     with at_rest(model):
         try:
             probe = _Probe(model, length)
-            with _plainly(model):
+            with without_blocks(model):
                 wanted, allowed = probe.alone()
         except (ArgumentError, torch.OutOfMemoryError):
             raise
@@ -117,6 +115,8 @@ def rounding(model: nn.Module) -> float:
 
 def cannot(model: nn.Module, error: Exception) -> str:
     """Any forward of a stranger's may raise anything: it is no road then."""
+    while isinstance(inner := getattr(error, "inner_exception", None), Exception):  # of torch.compile, which wraps it
+        error = inner
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type(model).__name__} cannot be run so ({type(error).__name__}: {first})"
 
@@ -221,10 +221,3 @@ def at_rest(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-def _plainly(model: nn.Module) -> Any:
-    """Attention as a model has it without a packed row, where it takes blocks."""
-    if attention_of(model) not in BLOCKS:
-        return nullcontext()
-    return attending(model, "sdpa" if getattr(model, "_supports_sdpa", False) else "eager")

@@ -3,14 +3,13 @@
 Which of them gives a model's own numbers is the business of `roads`, which and `forward` call this.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from tracegrad.batch import Batch
 from tracegrad.kernels.stack import stacked
+from tracegrad.policy.blocks import own_blocks
 from tracegrad.policy.masks import block_mask, dense_mask
 from tracegrad.policy.model import attention_of, body_of, config_of
 
@@ -22,6 +21,9 @@ def run(model: nn.Module, batch: Batch, plan: Plan, *, share_prefix: bool = Fals
     if plan in ("stack", "alone"):
         how = {"share_prefix": share_prefix, "padded": plan == "stack"}
         return stacked(body_of(model), batch.ids, batch.positions, batch.read, **how)
+
+    if plan == "flex":
+        own_blocks(model)
 
     def build(window: int | None) -> Any:
         return block_mask(batch, window=window) if plan == "flex" else dense_mask(batch, window=window, dtype=additive)
@@ -52,19 +54,3 @@ class _Masks(dict[str, Any]):
 
     def __missing__(self, kind: str) -> Any:
         raise LookupError(f"no mask keeps branches apart in layers of {kind}")
-
-
-@contextmanager
-def attending(model: Any, implementation: str) -> Iterator[None]:
-    """The model with another implementation of attention while entered."""
-    inner, before = unwrapped(model), attention_of(model)
-    inner.set_attn_implementation(implementation)
-    try:
-        yield
-    finally:
-        inner.set_attn_implementation(before)
-
-
-def unwrapped(model: Any) -> Any:
-    """The transformers model itself, without peft's adapters around it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
