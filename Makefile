@@ -27,7 +27,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo images online build test test-debug check fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
+.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -46,9 +46,13 @@ test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	$(TWO) $(BIN)/python tests/again.py $(SPREAD) -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
 	$(BIN)/python -m pytest --doctest-modules --ignore-glob "*/sync/worker.py" --pyargs tracegrad
 
-check: $(VENV)/dev  ## formats, lints, types
+check: check-rust check-python  ## formats, lints, types
+
+check-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+
+check-python: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

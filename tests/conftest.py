@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart")
 
 LONGEST = ("ranks", "online", "gpu_rehearsal", "integrations", "view_browser", "strangers", "trl_live", "benches_gpu")
 LONGEST += ("example_notebook", "online_collect", "loop", "online_kills", "online_ranks", "online_ways", "killed")
-LONGEST += ("every_objective", "run_ranks", "scaling", "run", "doctor")
+LONGEST += ("every_objective", "gpu_call", "flex_attention", "scaling", "run", "doctor")
 """Files that take long, whatever the number of their tests: they are begun first, so that no worker ends long after
 the other with one of them. It needs --no-loadscope-reorder."""
 

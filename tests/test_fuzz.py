@@ -25,7 +25,9 @@ def fuzz() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("target", ["shards", "checkpoints", "tables"])
+@pytest.mark.parametrize(
+    "target", ["shards", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("checkpoints", "tables"))]
+)
 def test_a_changed_folder_loads_as_it_was_or_is_an_error_of_ours(target: str, tmp_path: Path) -> None:
     pytest.importorskip({"checkpoints": "torch", "tables": "pyarrow"}.get(target, "json"))
     command = [
