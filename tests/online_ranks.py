@@ -1,7 +1,6 @@
 """Two processes that train online together, and how each of them ends: run by test_online_ranks.py, which has servers.
 
-`python online_ranks.py OUT CASE=URL...` runs cases below, each against the server at its URL, and writes `rank-N.json`
-into OUT.
+`python online_ranks.py OUT URL...` takes a URL for each of the cases below and writes `rank-N.json` into OUT.
 """
 
 from __future__ import annotations
@@ -56,20 +55,19 @@ def case(name: str, url: str, out: Path) -> dict[str, Any]:
     return {"rows": rows, "stopped": found.stopped, "steps": found.steps}
 
 
-def rank_main(port: int, ranks: int, rank: int, out: Path, urls: dict[str, str]) -> None:
+def rank_main(port: int, ranks: int, rank: int, out: Path, urls: list[str]) -> None:
     joined(port, ranks, rank)
     found = {}
-    for name, url in urls.items():
+    for name, url in zip(CASES, urls, strict=True):
         found[name] = case(name, url, out / name)
         (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def main(out: Path, *cases: str) -> int:
+def main(out: Path, *urls: str) -> int:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (once, before the fork)
 
     torch.set_num_threads(1)
-    urls = dict(each.split("=", 1) for each in cases)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in forked(2, rank_main, out, urls)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in forked(2, rank_main, out, list(urls))]
     return max(map(abs, codes))
 
 

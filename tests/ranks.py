@@ -1,8 +1,8 @@
 """Processes that share a step, and what they find: run by test_ranks.py as a script, which forks them.
 
 `python ranks.py OUT` writes JSON objects of what one process and two ranks do; each entry is a case by name and what
-was measured of it. If OUT holds the file `four`, four ranks do the same. If OUT holds the pipes `asked` and `answers`,
-three processes answer drawn cases, a line of JSON each.
+was measured of it. If OUT holds the file `every`, they do every case, and four ranks do them too. If OUT holds the
+pipes `asked` and `answers`, three processes answer drawn cases, a line of JSON each.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ OBJECTIVES = {
 """One of every class: what they sum over, at which level, with which denominators."""
 FLOATS = ("token", "trace", "batch budget")
 """Those that are taken in float32 too."""
+QUICK = ("token", "trace", "group denominators", "batch budget")
+"""Those of a quick run, in float64: they sum over each kind of thing."""
 
 
 def hostile(
@@ -143,9 +145,10 @@ def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int, **ca
     return optimizer.seen, [(each.loss, each.grad_norm) for each in outcomes], {"work": work, "gated": max(gated)}
 
 
-def law(ranks: int, rank: int) -> Iterator[tuple[str, Any]]:
-    """The gradient of the ranks and that of this process alone, for every class of objective."""
-    for dtype, names in ((torch.float64, tuple(OBJECTIVES)), (torch.float32, FLOATS)):
+def law(ranks: int, rank: int, every: bool) -> Iterator[tuple[str, Any]]:
+    """The gradient of the ranks and that of this process alone, for every class of objective or the quick ones."""
+    floats = ((torch.float64, tuple(OBJECTIVES)), (torch.float32, FLOATS))
+    for dtype, names in floats if every else ((torch.float64, QUICK),):
         seed = 0 if dtype == torch.float64 else 1
         alone = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(dtype))
         wanted = {name: gradients(alone, seed, OBJECTIVES[name], 1, 0) for name in names}
@@ -204,8 +207,8 @@ RUNS = {
 CHARGED = {"reward_kl__coef": 0.5, "reward_kl__target": 1e-4, "reward_kl__horizon": 50.0, "train__updates_per_old": 2}
 
 
-def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
-    """Whole runs beside those of one process, which the parent left in `out`."""
+def runs(ranks: int, rank: int, out: Path, every: bool) -> Iterator[tuple[str, Any]]:
+    """Whole runs beside those of one process, which the parent left in `out`; a quick one under FSDP is stopped."""
     if ranks == 4:
         if rank == 0:
             shutil.copytree(out / "stopped", out / "stopped, by four", symlinks=True)
@@ -213,13 +216,15 @@ def runs(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
         done, found = trained(out / "stopped, by four", changes=RUNS["fsdp"], resume=True)
         yield "resumed from two ranks", {"apart": beside(found, out / "alone.pt"), "step": done.step}
         return
-    for name, changes in RUNS.items():
+    for name, changes in RUNS.items() if every else ():
         done, found = trained(out / f"run {name}", changes=changes)
         yield name, {"rows": done.rows, "apart": beside(found, out / "alone.pt")}
-    done, found = trained(out / "from shards", data=Shards.open(out / "saved"), changes=RUNS["ddp"])
-    yield "from shards", {"rows": done.rows, "apart": beside(found, out / "alone.pt")}
     stopped, _ = trained(out / "stopped", changes=RUNS["fsdp"], sinks=[StopAfter()])
     yield "stopped", {"step": stopped.step, "code": stopped.exit_code}
+    if not every:
+        return
+    done, found = trained(out / "from shards", data=Shards.open(out / "saved"), changes=RUNS["ddp"])
+    yield "from shards", {"rows": done.rows, "apart": beside(found, out / "alone.pt")}
     done, found = trained(out / "half", changes=RUNS["fsdp"], resume=True)
     yield "resumed from one process", {"apart": beside(found, out / "alone.pt"), "step": done.step}
     done, found = trained(out / "adapters", adapters=True, changes=RUNS["fsdp"])
@@ -286,6 +291,8 @@ def alone_main(out: Path) -> None:
     done, found = trained(out / "alone")
     torch.save(found, out / "alone.pt")
     (out / "alone.json").write_text(json.dumps({"rows": done.rows}))
+    if not (out / "every").exists():
+        return
     trained(out / "half", sinks=[StopAfter()])
     _, found = trained(out / "adapters alone", adapters=True)
     torch.save(found, out / "adapters.pt")
@@ -308,7 +315,8 @@ def after_main(out: Path) -> None:
 def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
     """One process of a group: every case, written by the first."""
     joined(port, ranks, rank)
-    found = {**dict(law(ranks, rank)), **dict(runs(ranks, rank, out))}
+    every = (out / "every").exists()
+    found = {**dict(law(ranks, rank, every)), **dict(runs(ranks, rank, out, every))}
     work = [None] * ranks
     dist.all_gather_object(work, {name: entry["work"] for name, entry in found.items() if "work" in entry})
     for name in work[0] or {}:
@@ -472,7 +480,7 @@ def main(out: Path) -> int:
     for children in (
         lambda: forked(1, lambda *_: alone_main(out)),
         lambda: forked(2, rank_main, out),
-        lambda: forked(4, rank_main, out) if (out / "four").exists() else [],
+        lambda: forked(4, rank_main, out) if (out / "every").exists() else [],
         lambda: forked(1, lambda *_: after_main(out)),
         lambda: [child for each in (failing_main, raising_main) for child in forked(2, each, out)],
     ):

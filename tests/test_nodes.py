@@ -19,7 +19,7 @@ from nodes import FAULTS
 from test_ranks import told
 
 HERE = Path(__file__).parent
-DEFAULT = ("killed while sending", "hangs")
+pytestmark = pytest.mark.nightly  # process groups that are killed; test_ranks.py has the one of every run
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,12 @@ def bucket():
     server.stop()
 
 
-def found_by(bucket, out, cases):
+@pytest.fixture(scope="module")
+def found(bucket, tmp_path_factory):
+    """What two machines found, started once for all cases."""
     environment, system = bucket
-    command = [sys.executable, HERE / "nodes.py", out, *cases]
+    out = tmp_path_factory.mktemp("nodes")
+    command = [sys.executable, HERE / "nodes.py", out, *FAULTS]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=600, env={**told(), **environment}
     )
@@ -51,27 +54,12 @@ def found_by(bucket, out, cases):
     return json.loads((out / "nodes.json").read_text()) | {"files": system.find("runs/whole")}
 
 
-@pytest.fixture(scope="module")
-def few(bucket, tmp_path_factory):
-    """What two machines found of the cases that are always run."""
-    return found_by(bucket, tmp_path_factory.mktemp("nodes"), DEFAULT)
-
-
-@pytest.fixture(scope="module")
-def every(bucket, tmp_path_factory):
-    """What they found of all."""
-    environment, system = bucket
-    for name in system.find("runs"):
-        system.rm_file(name)
-    return found_by((environment, system), tmp_path_factory.mktemp("every"), FAULTS)
-
-
-def test_two_machines_leave_whole_checkpoints_metrics_and_terms_of_both_at_the_address(few):
+def test_two_machines_leave_whole_checkpoints_metrics_and_terms_of_both_at_the_address(found):
     steps = [0, 1, 2, 3, 4]
-    assert [each["step"] for each in few["whole"]] == [4, 4]
-    assert few["whole"][0]["rows"] == steps
-    assert {each["address"] for each in few["whole"]} == {"s3://runs/whole/checkpoints/step-00000004"}
-    files = {name.removeprefix("runs/whole/") for name in few["files"]}
+    assert [each["step"] for each in found["whole"]] == [4, 4]
+    assert found["whole"][0]["rows"] == steps
+    assert {each["address"] for each in found["whole"]} == {"s3://runs/whole/checkpoints/step-00000004"}
+    files = {name.removeprefix("runs/whole/") for name in found["files"]}
     for step in (3, 4):  # the newest two stay
         here = {name for name in files if name.startswith(f"checkpoints/step-0000000{step}/resume/")}
         names = {name.rpartition("/")[2] for name in here}
@@ -95,12 +83,8 @@ def killed(found, case):
     assert found[case]["same"]
 
 
-def test_a_rank_killed_while_it_sends_leaves_no_half_checkpoint_and_the_run_goes_on_bit_for_bit(few):
-    killed(few, "killed while sending")
-
-
-def test_a_rank_that_hangs_is_named_with_where_it_was(few):
-    first, second = few["hangs"]["first"]
+def test_a_rank_that_hangs_is_named_with_where_it_was(found):
+    first, second = found["hangs"]["first"]
     assert first["said"].startswith(
         "TracegradError: step 2: rank 1 did not come within train.timeout; it was last seen at step 2 (train), "
     )
@@ -108,28 +92,25 @@ def test_a_rank_that_hangs_is_named_with_where_it_was(few):
     assert second == {"code": -9}  # by the test, as torchrun does
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["killed in a step", "killed while sending", "first killed while sending"])
-def test_a_rank_killed_anywhere_goes_on_bit_for_bit(every, case):
-    killed(every, case)
+def test_a_rank_killed_anywhere_goes_on_bit_for_bit(found, case):
+    killed(found, case)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["ddp", "adapters"])
-def test_so_it_does_under_ddp_and_with_adapters(every, name):
-    entry = every[name]
+def test_so_it_does_under_ddp_and_with_adapters(found, name):
+    entry = found[name]
     assert [each["step"] for each in (*entry["whole"], *entry["again"])] == [4, 4, 4, 4]
     assert "has ended" in entry["first"][0]["said"]
     assert entry["same"]
 
 
-@pytest.mark.nightly
-def test_an_error_of_one_rank_is_said_by_all(every):
-    first, second = (each["said"] for each in every["raises"]["first"])
+def test_an_error_of_one_rank_is_said_by_all(found):
+    first, second = (each["said"] for each in found["raises"]["first"])
     assert second == "ZeroDivisionError: of somebody's own"
     assert first == "TracegradError: rank 1, step 2: ZeroDivisionError: of somebody's own This rank stops with it."
-    first, second = (each["said"] for each in every["cannot send"]["first"])
+    first, second = (each["said"] for each in found["cannot send"]["first"])
     assert "rank 1, of somebody's own" in first
     assert "This checkpoint is not written" in first
     assert "of somebody's own" in second
-    assert all(every[case]["same"] for case in ("raises", "cannot send"))
+    assert all(found[case]["same"] for case in ("raises", "cannot send"))

@@ -66,6 +66,7 @@ def test_a_trainer_that_is_killed_goes_on_to_the_parameters_of_its_replay(tmp_pa
     killed(tmp_path, 6, trainer=1)
 
 
+@pytest.mark.nightly  # test_killed.py kills a trainer in every run, test_online_collect.py a collector
 def test_one_of_each_process_is_killed(tmp_path):
     killed(tmp_path, 10, collectors=1, trainer=1, collector=1, server=1)
 

@@ -15,34 +15,21 @@ from policy_server import MODEL, PolicyServer
 from test_online import CONFIG
 from test_ranks import told
 
+pytestmark = pytest.mark.nightly  # a process group of its own; test_ranks.py has the one of every run
 HERE = Path(__file__).parent
 MISTAKES = {"deaf": "deaf", "deaf, canary": "deaf", "stale, canary": "stale", "before": "before"}
 
 
-QUICK = ("quiet", "deaf")
-"""Cases of every run of the tests; the others are nightly."""
-
-
-def started(out, cases):
-    """What each of two ranks found, and the folder."""
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two ranks found, and the folder; started once for all cases."""
+    out = tmp_path_factory.mktemp("ranks")
     with ExitStack() as stack:
-        urls = [f"{name}={stack.enter_context(PolicyServer(MISTAKES.get(name))).url}" for name in cases]
+        urls = [stack.enter_context(PolicyServer(MISTAKES.get(name))).url for name in CASES]
         command = [sys.executable, HERE / "online_ranks.py", out, *urls]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=told())
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in (0, 1)], out
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """The quick cases, started once."""
-    return started(tmp_path_factory.mktemp("ranks"), QUICK)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    """The other cases, started once."""
-    return started(tmp_path_factory.mktemp("ranks"), [name for name in CASES if name not in QUICK])
 
 
 def test_a_quiet_run_is_proven_on_both_and_is_the_run_of_one(found, tmp_path):
@@ -62,40 +49,30 @@ def test_a_quiet_run_is_proven_on_both_and_is_the_run_of_one(found, tmp_path):
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 2e-3
 
 
-def test_a_fault_ends_both_ranks_with_the_same_words(found):
-    fault_ends_both(found, "deaf", "still run the weights of the version before")
-
-
-def fault_ends_both(found, case, why):
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("deaf", "still run the weights of the version before"),
+        ("deaf, canary", "still run the weights of the version before"),
+        ("stale, canary", "prompt that they have never seen they agree"),
+        ("before", "adapter of the step before"),
+    ],
+)
+def test_a_fault_ends_both_ranks_with_the_same_words(found, case, why):
     (first, second), _ = found
     assert first[case]["said"].startswith("SyncFault: step ")
     assert why in first[case]["said"]
     assert first[case]["said"] == second[case]["said"]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("case", "why"),
-    [
-        ("deaf, canary", "still run the weights of the version before"),
-        ("stale, canary", "prompt that they have never seen they agree"),
-        ("before", "adapter of the step before"),
-    ],
-)
-def test_other_faults_end_both_ranks_too(others, case, why):
-    fault_ends_both(others, case, why)
-
-
-@pytest.mark.nightly
-def test_tasks_that_end_end_both(others):
-    (first, second), _ = others
+def test_tasks_that_end_end_both(found):
+    (first, second), _ = found
     assert first["tasks"] == second["tasks"]
     assert (first["tasks"]["stopped"], first["tasks"]["steps"]) == ("tasks", 2)
 
 
-@pytest.mark.nightly
-def test_what_ends_the_first_alone_ends_the_other_by_its_words(others):
-    (first, second), _ = others
+def test_what_ends_the_first_alone_ends_the_other_by_its_words(found):
+    (first, second), _ = found
     assert "in a row have failed" in first["gone"]["said"]
     assert "the world is gone" in second["gone"]["said"]
     assert "This rank stops with it" in second["gone"]["said"]

@@ -18,7 +18,7 @@ import tracegrad
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import CRASHED, OBJECTIVES  # noqa: E402
+from ranks import CRASHED, OBJECTIVES, QUICK  # noqa: E402
 from tracegrad.errors import ArgumentError  # noqa: E402
 from tracegrad.learner.ranks import Ranks  # noqa: E402
 
@@ -31,30 +31,31 @@ def told():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def shared(out, groups):
-    """What groups of so many processes found."""
-    if 4 in groups:
-        (out / "four").touch()
+def started(out):
+    """What one process and a group of two found, and of four where `out` asks for every case."""
     done = subprocess.run(
         [sys.executable, HERE / "ranks.py", out], capture_output=True, text=True, check=False, timeout=600, env=told()
     )
     assert done.returncode == 0, done.stderr[-4000:]
     read = lambda name: json.loads((out / f"{name}.json").read_text())  # noqa: E731
     failing = [read(f"failing-{rank}") | read(f"raising-{rank}") for rank in range(2)]
-    alone = {name: read(name) for name in ("alone", "after", "charged", "given")}
-    return {ranks: read(f"ranks-{ranks}") for ranks in groups} | alone | {"failing": failing}
+    every = (out / "every").exists()
+    alone = {name: read(name) for name in ("alone", "after", *(("charged", "given") if every else ()))}
+    return {ranks: read(f"ranks-{ranks}") for ranks in ((2, 4) if every else (2,))} | alone | {"failing": failing}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What one process and two ranks found, started once for all cases."""
-    return shared(tmp_path_factory.mktemp("ranks"), (2,))
+    """The quick cases of one process and two ranks, started once."""
+    return started(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def of_four(tmp_path_factory):
-    """The same with four ranks."""
-    return shared(tmp_path_factory.mktemp("ranks"), (2, 4))
+def every(tmp_path_factory):
+    """Every case, on four ranks too."""
+    out = tmp_path_factory.mktemp("ranks")
+    (out / "every").touch()
+    return started(out)
 
 
 def law(found, ranks):
@@ -62,13 +63,13 @@ def law(found, ranks):
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "ddp"])
-def test_the_gradient_of_many_ranks_is_that_of_one_process_for_every_class_of_objective(found, mode):
-    gradients_are_equal(found, 2, mode)
+def test_the_gradient_of_two_ranks_is_that_of_one_process(found, mode):
+    gradients_are_equal(found, 2, mode, len(QUICK))
 
 
-def gradients_are_equal(found, ranks, mode):
+def gradients_are_equal(found, ranks, mode, classes):
     here = {name: entry for name, entry in law(found, ranks).items() if f"| {mode} |" in name}
-    assert len(here) == 13  # ten classes in float64, three of them in float32 too
+    assert len(here) == classes
     for name, entry in here.items():
         assert len(entry["apart"]) == 3  # steps in a row, the parameters updated in between
         assert max(entry["apart"]) <= BOUND[name.split(" | ")[-1]], (name, entry)
@@ -97,29 +98,35 @@ def work_is_unequal(found, ranks):
 
 
 @pytest.mark.nightly
-def test_four_ranks_do_what_two_do_and_continue_what_two_had_stopped(of_four):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_so_it_is_for_every_class_of_objective_on_two_and_four_ranks(every, ranks):
     for mode in ("fsdp", "ddp"):
-        gradients_are_equal(of_four, 4, mode)
-    numbers_are_equal(of_four, 4)
-    work_is_unequal(of_four, 4)
-    assert of_four[4]["resumed from two ranks"]["step"] == len(of_four["alone"]["rows"]) - 1
-    assert of_four[4]["resumed from two ranks"]["apart"] < 1e-5
+        gradients_are_equal(every, ranks, mode, 13)  # ten classes in float64, three of them in float32 too
+    numbers_are_equal(every, ranks)
+    work_is_unequal(every, ranks)
+
+
+@pytest.mark.nightly
+def test_four_ranks_continue_what_two_had_stopped(every):
+    assert every[4]["resumed from two ranks"]["step"] == len(every["alone"]["rows"]) - 1
+    assert every[4]["resumed from two ranks"]["apart"] < 1e-5
 
 
 def test_the_gates_over_the_step_had_something_to_drop(found):
     for name, entry in law(found, 2).items():
-        if name.startswith(("token, kept", "batch budget")):
+        if name.startswith("batch budget"):
             assert 0.1 < entry["gated"] < 0.9, name
 
 
 TIMES = {"seconds", "tokens_per_s"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["fsdp", "ddp", "fsdp, low memory", "from shards"])
-def test_a_run_on_two_ranks_comes_to_the_parameters_and_says_the_numbers_of_one_process(found, name):
-    run = found[2][name]
+def test_a_run_on_two_ranks_comes_to_the_parameters_and_says_the_numbers_of_one_process(every, name):
+    run = every[2][name]
     assert run["apart"] < 1e-5  # AdamW takes the sign of small gradients: rounding moves a parameter by up to lr
-    for row, alone in zip(run["rows"], found["alone"]["rows"], strict=True):
+    for row, alone in zip(run["rows"], every["alone"]["rows"], strict=True):
         assert row.keys() - {"imbalance"} == alone.keys()
         assert ("imbalance" in row) == (row["step"] > 0)
         for key in alone.keys() - TIMES:
@@ -131,27 +138,35 @@ def test_a_signal_to_one_rank_stops_all_and_another_number_of_ranks_goes_on(foun
     assert found[2]["stopped"] == {"step": 3, "code": 143}
     assert found["after"]["step"] == len(found["alone"]["rows"]) - 1
     assert found["after"]["apart"] < 1e-5
-    assert found[2]["resumed from one process"]["apart"] < 1e-5
 
 
-def test_sharded_adapters_with_the_model_without_them_as_reference_are_those_of_one_process(found):
-    assert found[2]["adapters"]["apart"] < 1e-5
+@pytest.mark.nightly
+def test_ranks_continue_what_one_process_had_stopped(every):
+    assert every[2]["resumed from one process"]["apart"] < 1e-5
 
 
-def test_what_a_batch_pays_for_leaving_the_reference_is_of_all_ranks(found):
-    run = found[2]["charged"]
+@pytest.mark.nightly
+def test_sharded_adapters_with_the_model_without_them_as_reference_are_those_of_one_process(every):
+    assert every[2]["adapters"]["apart"] < 1e-5
+
+
+@pytest.mark.nightly
+def test_what_a_batch_pays_for_leaving_the_reference_is_of_all_ranks(every):
+    run = every[2]["charged"]
     assert run["apart"] < 1e-5
-    assert run["said"] == [pytest.approx(each, rel=2e-3, abs=1e-7) for each in found["charged"]]
+    assert run["said"] == [pytest.approx(each, rel=2e-3, abs=1e-7) for each in every["charged"]]
     assert len({coef for _, coef in run["said"]}) > 1
 
 
-def test_a_policy_that_accelerate_prepared_has_the_same_gradient(found):
-    assert found[2]["accelerate"]["wrapper"] == "DistributedDataParallel"
-    assert found[2]["accelerate"]["apart"] < 1e-6
+@pytest.mark.nightly
+def test_a_policy_that_accelerate_prepared_has_the_same_gradient(every):
+    assert every[2]["accelerate"]["wrapper"] == "DistributedDataParallel"
+    assert every[2]["accelerate"]["apart"] < 1e-6
 
 
-def test_bf16_under_fsdp_keeps_float32_parameters_and_gradients(found):
-    entry = found[2]["bf16"]
+@pytest.mark.nightly
+def test_bf16_under_fsdp_keeps_float32_parameters_and_gradients(every):
+    entry = every[2]["bf16"]
     assert entry["cosine"] > 0.999
     assert not entry["exact"]  # it did compute in bfloat16
     assert entry["loss"] < 0.01
@@ -159,9 +174,10 @@ def test_bf16_under_fsdp_keeps_float32_parameters_and_gradients(found):
     assert entry["finer"] > 0.9  # of the updated parameters, no bfloat16 number is what they are
 
 
-def test_a_reference_model_from_a_folder_is_the_one_given_and_is_sharded_like_the_policy(found):
-    assert found["given"]
-    assert found[2]["reference"]["apart"] < 1e-5
+@pytest.mark.nightly
+def test_a_reference_model_from_a_folder_is_the_one_given_and_is_sharded_like_the_policy(every):
+    assert every["given"]
+    assert every[2]["reference"]["apart"] < 1e-5
 
 
 # --- what a rank says when it cannot go on ---

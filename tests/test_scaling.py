@@ -86,7 +86,8 @@ def compiled_runs(tmp_path, memory):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("memory", ["speed", pytest.param("low", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # test_flex_attention.py compiles layers in every run
+@pytest.mark.parametrize("memory", ["speed", "low"])
 def test_layers_that_are_traced_for_compilation_take_the_same_steps(tmp_path, monkeypatch, memory):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     compiled_runs(tmp_path, memory)

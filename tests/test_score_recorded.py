@@ -212,6 +212,7 @@ def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):
         assert (done.unscored, done.cached, done.counts["judge: unusable"]) == (2, 0, 1)
 
 
+@pytest.mark.nightly
 def test_traces_of_a_group_may_stand_anywhere_and_the_file_is_not_held(tmp_path, functions):
     # Two files of 40 MB; the two traces of a group stand in one each.
     for name, half in (("a", 0), ("b", 1)):

@@ -23,6 +23,7 @@ def grown(folder, shards, what):
     return json.loads(done.stdout)
 
 
+@pytest.mark.nightly
 def test_packing_every_step_takes_the_memory_of_one_shard_and_of_a_step(tmp_path):
     found = grown(tmp_path, 3, "pack")
     assert found["bytes"] > 105 * MEGA

@@ -210,9 +210,9 @@ def holds(renderer: Renderer, seed: int) -> str:
 
 
 def test_any_template_ends_within_a_second_and_256_mib(renderer: Renderer) -> None:
-    says = [holds(renderer, seed) for seed in range(100)]
+    says = [holds(renderer, seed) for seed in range(40)]
     # Most mean something: else nothing but the first error of each would be tried.
-    assert sum("rendered" in said or "does not end" in said or "made more text" in said for said in says) > 30
+    assert sum("rendered" in said or "does not end" in said or "made more text" in said for said in says) > 12
 
 
 @pytest.mark.nightly

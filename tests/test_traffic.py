@@ -16,28 +16,20 @@ from test_ranks import told
 from tiny import tiny_model
 from tracegrad.learner.memory import Memory
 from tracegrad.learner.traffic import Traffic, groups_of, traffic
-from traffic_run import MORE, RUNS
+from traffic_run import RUNS
 
 HERE = Path(__file__).parent
 
 
-def found_by(out, *every):
-    command = [sys.executable, HERE / "traffic_run.py", out, *every]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What was counted of runs in every mode, started once."""
+    out = tmp_path_factory.mktemp("traffic")
+    command = [sys.executable, HERE / "traffic_run.py", out]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=told())
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (out / "found.jsonl").read_text().splitlines()]
     return {(row["ranks"], row["mode"], row["memory"], row["adapters"]): row for row in rows}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What was counted of a run under DDP and one under FSDP."""
-    return found_by(tmp_path_factory.mktemp("traffic"))
-
-
-@pytest.fixture(scope="module")
-def every(tmp_path_factory):
-    return found_by(tmp_path_factory.mktemp("traffic"), "every")
 
 
 def total(counted, name):
@@ -67,15 +59,10 @@ def is_as_forecast(row):
     assert [2 * number for number in each] == [between["measure_gathers"], between["measure_bytes"]]  # old and ref
 
 
+@pytest.mark.nightly  # process groups; test_ranks.py has the one of every run
 @pytest.mark.parametrize("case", RUNS)
-def test_memory_calls_and_bytes_are_as_forecast(found, case):
+def test_memory_calls_and_bytes_are_as_forecast_in_every_mode_on_1_2_and_4_ranks(found, case):
     is_as_forecast(found[case])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", RUNS + MORE)
-def test_they_are_so_in_every_mode_on_1_2_and_4_ranks(every, case):
-    is_as_forecast(every[case])
 
 
 def test_a_step_by_hand():

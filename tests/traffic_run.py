@@ -1,6 +1,6 @@
 """What ranks say to one another and hold, beside what is forecast: run by test_traffic.py as a script that forks them.
 
-`python traffic_run.py OUT [every]` writes one JSON list; each entry is a run: its forecast, and what was counted of it.
+`python traffic_run.py OUT` writes one JSON list; each entry is a run: its forecast, and what was counted of it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from tracegrad.learner.forecast import forecast
 
 VOCABULARY, UNIT = 4096, 16
 OBJECTIVE = with_kl(presets.DAPO, 0.05)
-RUNS = [(2, "ddp", "speed", 0), (4, "fsdp", "balanced", 0)]
-MORE = [(1, "none", memory, 0) for memory in ("speed", "balanced", "low")]
-MORE += [(2, "fsdp", memory, 0) for memory in ("speed", "balanced", "low")]
-MORE += [(4, "ddp", "speed", 0), (4, "fsdp", "speed", 0), (4, "fsdp", "low", 0)]
-MORE += [(2, "ddp", "speed", 4), (2, "fsdp", "speed", 4), (4, "fsdp", "low", 4)]
+RUNS = [(1, "none", memory, 0) for memory in ("speed", "balanced", "low")]
+RUNS += [(ranks, "fsdp", memory, 0) for ranks in (2, 4) for memory in ("speed", "balanced", "low")]
+RUNS += [(2, "ddp", "speed", 0), (4, "ddp", "speed", 0)]
+RUNS += [(2, "ddp", "speed", 4), (2, "fsdp", "speed", 4), (4, "fsdp", "low", 4)]
 """Ranks, parallel.mode, train.memory, train.lora_rank."""
 
 
@@ -104,16 +103,16 @@ def rank_main(port: int, ranks: int, rank: int, out: Path, mode: str, memory: st
         dist.destroy_process_group()
 
 
-def main(out: Path, every: bool) -> int:
+def main(out: Path) -> int:
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (once, before the fork)
 
     torch.set_num_threads(1)
     model_of().save_pretrained(out / "model")
-    for ranks, *case in RUNS + (MORE if every else []):
+    for ranks, *case in RUNS:
         if code := code_of(forked(ranks, rank_main, out, *case)):
             return code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] == ["every"]))
+    sys.exit(main(Path(sys.argv[1])))
