@@ -27,7 +27,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
+.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -97,7 +97,7 @@ test-debug: $(VENV)/dev  ## the tests without torch on a core with debug asserti
 
 parity: .venv-peers/ready  ## the same numbers from the code of TRL, verl, SkyRL and ART (Python 3.12)
 	.venv-peers/bin/python -c "import $(PEERS)"
-	$(TWO) .venv-peers/bin/python tests/again.py -n 2 --dist loadfile tests/parity
+	$(TWO) .venv-peers/bin/python tests/again.py -n 2 --dist loadfile -m "not nightly" tests/parity
 
 parity-templates: $(VENV)/dev  ## every chat template beside transformers, into PARITY.md
 	$(BIN)/python tests/parity_templates.py PARITY.md
@@ -110,12 +110,15 @@ mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no t
 	$(BIN)/python fuzz/mutants.py $(or $(ROOM),correction) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),0)
 
 nightly:  ## what takes long, each part by itself; the last lines are the seconds of each: make nightly SECONDS=600
-	.ci/stages --all nightly-tests nightly-strings test-debug test-oldest wheel $(addprefix fuzz-,$(FUZZERS))
+	.ci/stages --all nightly-tests nightly-parity nightly-strings test-debug test-oldest wheel $(addprefix fuzz-,$(FUZZERS))
 
 nightly-tests: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## the tests that are marked nightly
 	$(INSTALL) $(PINNED) "ray[data]>=2.40"
 	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --verifiers-python .venv-verifiers/bin/python \
 		--ignore tests/parity --durations 40 tests
+
+nightly-parity: .venv-peers/ready  ## the tests that are marked nightly, of the peers
+	$(TWO) .venv-peers/bin/python -m pytest -m nightly tests/parity
 
 nightly-strings: $(VENV)/dev  ## a million strings for each tokenizer
 	$(BIN)/python -m pytest --hypothesis-profile drawn --strings 1000000 tests/test_tokenizer.py tests/test_tokenizer_kinds.py

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly  # minutes
 RUN = Path(__file__).parent.parent.parent / "benches" / "peers" / "run.py"
 COLUMNS = {"stage", "peer", "peer_rate", "rate", "unit", "ratio", "limit", "cores", "machine", "command"}
 
