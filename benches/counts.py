@@ -36,19 +36,9 @@ Row = dict[str, Any]
 
 def built() -> str:
     """The bench's binary."""
-    # With both crates features are those of the release build, whose dependencies are then taken as they are.
-    command = [
-        "cargo",
-        "bench",
-        "--quiet",
-        "-p",
-        "tracegrad-core",
-        "-p",
-        "tracegrad-py",
-        "--bench",
-        "counts",
-        "--no-run",
-    ]
+    # With both crates, features are those of the release build, so its dependencies are not built again.
+    crates = ["-p", "tracegrad-core", "-p", "tracegrad-py"]
+    command = ["cargo", "bench", "--quiet", *crates, "--bench", "counts", "--no-run"]
     told = subprocess.run([*command, "--message-format", "json"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     found = [json.loads(line) for line in told.stdout.splitlines() if line.startswith(b"{")]
     [binary] = [each["executable"] for each in found if each.get("executable")]
