@@ -82,7 +82,7 @@ def test_a_loss_of_ones_own(traces, example, tmp_path):
 
 def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, example, tmp_path, capsys):
     model = str(example / "model")
-    assert main(["prepare", str(traces), "--model", model, "--out", str(tmp_path / "p"), "--shard-traces", "20"]) == 0
+    assert main(["prepare", str(traces), "--model", model, "--out", str(tmp_path / "p"), "--shard-traces", "10"]) == 0
     assert len(list((tmp_path / "p").glob("shard-*"))) > 2
     told = {"options": OPTIONS, "sinks": (), "recipe": "DR_GRPO"}
     said = []
