@@ -101,6 +101,7 @@ def read(folder: Path | str) -> Folder:
         with open_file(folder / name) as file:
             return os.fstat(file.fileno()).st_size
 
+    _check_order(folder, found.shards)  # a name that no shard has may be no name of a file either
     _check_links(folder, found.shards)
     return _checked(folder, found, {path.name for path in folder.glob("shard-*")}, size)
 
