@@ -79,9 +79,8 @@ def measured(only: str) -> dict[str, Row]:
         chosen = [name for name in names.stdout.splitlines() if only in name]
         rows = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for name, row in zip(
-                chosen, pool.map(lambda name: row_of([binary, "run", folder, name]), chosen), strict=True
-            ):
+            counted = pool.map(lambda name: row_of([binary, "run", folder, name]), chosen)
+            for name, row in zip(chosen, counted, strict=True):
                 rows[name] = row
                 print(line(name, row), flush=True)
     return rows

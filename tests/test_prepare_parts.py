@@ -466,6 +466,19 @@ def test_shards_of_parts_are_in_order_without_a_gap(make, tmp_path):
         manifest.read(tmp_path / "o")
 
 
+@pytest.mark.parametrize("name", ["shard-" + "x" * 300, "shard-" + "0" * 300, "a\0b"])
+def test_a_shard_by_a_name_that_no_file_can_have_is_refused(make, tmp_path, name):
+    make(tmp_path / "o")
+    path = tmp_path / "o" / "manifest.json"
+    written = json.loads(path.read_text())
+    shards = written["shards"]
+    first = next(iter(shards))
+    written["shards"] = {name if each == first else each: entry for each, entry in shards.items()}
+    path.write_text(json.dumps(written))
+    with pytest.raises(FormatError):
+        manifest.read(tmp_path / "o")
+
+
 # --- for other engines ---
 
 

@@ -104,6 +104,7 @@ def test_so_it_is_for_every_class_of_objective_on_two_and_four_ranks(every, rank
         gradients_are_equal(every, ranks, mode, 13)  # ten classes in float64, three of them in float32 too
     numbers_are_equal(every, ranks)
     work_is_unequal(every, ranks)
+    gates_drop_some(every, 2)
 
 
 @pytest.mark.nightly
@@ -113,9 +114,14 @@ def test_four_ranks_continue_what_two_had_stopped(every):
 
 
 def test_the_gates_over_the_step_had_something_to_drop(found):
-    for name, entry in law(found, 2).items():
-        if name.startswith("batch budget"):
-            assert 0.1 < entry["gated"] < 0.9, name
+    gates_drop_some(found, 1)
+
+
+def gates_drop_some(found, classes):
+    gated = {name for name in law(found, 2) if name.startswith(("token, kept", "batch budget"))}
+    assert len({name.split(" | ")[0] for name in gated}) == classes
+    for name in gated:
+        assert 0.1 < found[2][name]["gated"] < 0.9, name
 
 
 TIMES = {"seconds", "tokens_per_s"}

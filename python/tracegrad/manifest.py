@@ -101,9 +101,9 @@ def read(folder: Path | str) -> Folder:
         with open_file(folder / name) as file:
             return os.fstat(file.fileno()).st_size
 
-    _check_order(folder, found.shards)  # a name that no shard has may be no name of a file either
-    _check_links(folder, found.shards)
-    return _checked(folder, found, {path.name for path in folder.glob("shard-*")}, size)
+    there = {path.name for path in folder.glob("shard-*")}
+    _check_links(folder, there)  # of what is there: a name in the manifest may be none that a file can have
+    return _checked(folder, found, there, size)
 
 
 def parsed(name: str, told: bytes) -> Folder:
