@@ -194,22 +194,6 @@ def test_the_array_rooms_take_arrays_alone():
             assert not imported_rooms(path) & {"trace", "sequence", "batch"}, path
 
 
-def test_no_module_is_longer_than_400_lines_and_no_other_file_than_500():
-    modules = [*SOURCES, *(ROOT / "rust").rglob("*.rs")]
-    others = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
-    for files, most in ((modules, 400), (others, 500)):
-        assert not [(path.name, lines) for path in files if (lines := len(path.read_text().splitlines())) > most]
-
-
-def test_no_function_is_longer_than_60_lines():
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                body = node.body[1:] if ast.get_docstring(node) else node.body
-                length = body[-1].end_lineno - body[0].lineno + 1 if body else 0
-                assert length <= 60, f"{path.name}:{node.name} has {length} lines"
-
-
 def test_no_room_of_losses_asks_a_part_of_which_class_it_is():
     """A part answers for itself: what asks for its class is a second place that has to know it."""
     trees = {path: ast.parse(path.read_text()) for path in SOURCES}
