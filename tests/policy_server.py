@@ -31,11 +31,15 @@ class PolicyServer:
 
     `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
     says logprobs of that), "stale" (keys and values outlive the weights that they were made by), "before" (under a new
-    name stands the adapter before), "bare" (no adapter does anything), "deaf to AGAIN" (it does not see a last message
-    AGAIN). Where `key` is set it asks for it.
+    name stands the adapter before), "bare" (no adapter does anything), "scaled" (adapters are added twice), "layer"
+    (one layer keeps its weights), "restarted" (after the second push it has the weights that it began with), "half"
+    (every other request is answered by weights that nobody pushes to), "cached" (an answer is given again for the same
+    request), "raw" (logprobs are of temperature 1), "bf16", "template", "tokenizer" (it has another), "deaf to AGAIN"
+    (it does not see a last message AGAIN). Where `key` is set it asks for it. `sampling` is how it samples, whatever a
+    request says: top_k, top_p, min_p and penalties.
     """
 
-    def __init__(self, mistake=None, fail=(), port=0):
+    def __init__(self, mistake=None, fail=(), port=0, sampling=None):
         torch.manual_seed(0)
         self.port, self.half = port, False
         self.version, self.versions = "default", []
@@ -43,6 +47,11 @@ class PolicyServer:
         self.going.set()
         self.mistake, self.fail = mistake, list(fail)
         self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+        if mistake == "bf16":
+            self.model = self.model.bfloat16()
+        self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.bare = copy.deepcopy(self.model)
+        self.sampling, self.answered, self.sampled = sampling or {}, {}, 0
         self.cached = {}
         self.adapted, self.known = {"clerk": self.model}, []
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -57,11 +66,16 @@ class PolicyServer:
         if body["model"] not in self.adapted:
             return web.json_response({"error": {"message": f"no model {body['model']}"}}, status=404)
         self.calls += 1
+        number = self.calls
         if self.fail and self.calls in self.fail:
             return web.json_response({"error": {"message": "told to fail"}}, status=400)
         await asyncio.sleep(self.delay)
         await self.going.wait()
-        return web.json_response(self._answer(body))
+        same = json.dumps({name: value for name, value in body.items() if name != "cache_salt"}, sort_keys=True)
+        if self.mistake == "cached" and same in self.answered:
+            return web.json_response(self.answered[same])
+        self.answered[same] = {**self._answer(body), "id": f"chat-{self.port}-{number}"}
+        return web.json_response(self.answered[same])
 
     @web.middleware
     async def _keyed(self, request, handler):
@@ -106,7 +120,11 @@ class PolicyServer:
     def _answer(self, body):
         told = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
         text = self.tokenizer.apply_chat_template(body["messages"], **told)
+        if self.mistake == "template":
+            text = "Be brief.\n" + text
         prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.mistake == "tokenizer":  # letters alone
+            prompt = [each for letter in text for each in self.tokenizer(letter, add_special_tokens=False)["input_ids"]]
         seen = prompt
         if self.mistake == "deaf to AGAIN" and body["messages"][-1]["content"] == AGAIN:
             text = self.tokenizer.apply_chat_template(body["messages"][:-1], **told)
@@ -123,7 +141,6 @@ class PolicyServer:
         ]
         choice = {"index": 0, "message": message, "logprobs": {"content": listed}, "token_ids": sampled}
         return {
-            "id": f"chat-{self.calls}",
             "object": "chat.completion",
             "model": body["model"],
             "choices": [{**choice, "finish_reason": reason}],
@@ -134,20 +151,50 @@ class PolicyServer:
     @torch.no_grad()
     def _sampled(self, prompt, body):
         model = self.adapted[body["model"]]
+        self.sampled += 1
+        if self.mistake == "half" and self.sampled % 2:
+            model = self.bare
         heat = body.get("temperature", 1.0) * (1.5 if self.mistake == "hot" else 1.0)
         cache, ids = self._prompted(torch.tensor([prompt]), body.get("cache_salt"))
         sampled, logprobs, reason = [], [], "length"
         while len(sampled) < body.get("max_tokens", 16):
             scores = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
-            known = (scores / heat).log_softmax(-1)
+            known = (self._reshaped(scores.float(), prompt, sampled) / heat).log_softmax(-1)
+            known = self._truncated(known)
             drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
             sampled.append(drawn)
+            known = scores.log_softmax(-1) if self.mistake == "raw" else known
             logprobs.append(float(known[drawn]))
             ids = torch.tensor([[drawn]])
             if drawn == self.tokenizer.eos_token_id:
                 reason = "stop"
                 break
         return sampled, logprobs, reason
+
+    def _reshaped(self, scores, prompt, sampled):
+        """Logits under the penalties of vLLM."""
+        for penalty, seen in (("repetition_penalty", [*prompt, *sampled]), ("presence_penalty", sampled)):
+            ids = torch.tensor(sorted(set(seen)), dtype=torch.long)
+            if ids.numel() and (value := self.sampling.get(penalty)):
+                own = scores[ids]
+                divided = torch.where(own > 0, own / value, own * value)
+                scores = scores.index_copy(0, ids, divided if penalty == "repetition_penalty" else own - value)
+        for id in sampled:
+            scores[id] -= self.sampling.get("frequency_penalty", 0.0)
+        return scores
+
+    def _truncated(self, known):
+        """Logprobs of what top_k, top_p and min_p leave."""
+        order = known.argsort(descending=True)
+        mass = known[order].exp().cumsum(-1)
+        dropped = torch.zeros(len(known), dtype=torch.bool)
+        if "top_k" in self.sampling:
+            dropped[order[self.sampling["top_k"] :]] = True
+        if "top_p" in self.sampling:
+            dropped[order[1:][mass[:-1] >= self.sampling["top_p"]]] = True
+        if "min_p" in self.sampling:
+            dropped |= known.exp() < self.sampling["min_p"] * known.exp().max()
+        return known.masked_fill(dropped, -torch.inf).log_softmax(-1) if dropped.any() else known
 
     async def _control(self, request):
         raw = await request.read()
@@ -183,6 +230,12 @@ class PolicyServer:
         """Each adapter is merged into a model of its own."""
         self.known.append(PeftModel.from_pretrained(copy.deepcopy(self.model), lora_path).merge_and_unload().eval())
         late = self.mistake == "before" and len(self.known) > 1
+        if self.mistake == "scaled":
+            tuned = PeftModel.from_pretrained(copy.deepcopy(self.model), lora_path)
+            for module in tuned.modules():
+                if isinstance(getattr(module, "scaling", None), dict):
+                    module.scaling.update({name: 2 * scale for name, scale in module.scaling.items()})
+            self.known[-1] = tuned.merge_and_unload().eval()
         self.adapted[lora_name] = self.model if self.mistake == "bare" else self.known[-2 if late else -1]
 
     @torch.no_grad()
@@ -191,7 +244,11 @@ class PolicyServer:
         if self.mistake == "head" and head.weight is self.model.get_input_embeddings().weight:
             head.weight = nn.Parameter(head.weight.clone())
         own = dict(self.model.named_parameters())
+        if self.mistake == "restarted" and self.pushes == 2:
+            weights = self.first
         for name, value in weights.items():
+            if self.mistake == "layer" and ".layers.1." in name:
+                continue
             if name in own and not (self.mistake == "head" and own[name] is head.weight):
                 own[name].copy_(value)
 

@@ -25,6 +25,7 @@ from tracegrad.online import Online, Play, SyncFault
 from tracegrad.online.frames import Writer
 from tracegrad.online.ledger import Ledger
 from tracegrad.online.signal import Signal
+from tracegrad.sync import canary
 
 torch.set_num_threads(1)
 PLAY = {"steps": 2, "samples": 4, "max_lag": 0, "refill": 1, "max_tokens": 12, "turns": 1}
@@ -33,6 +34,15 @@ CONFIG = tg.config.Config(
     optimizer=tg.config.Optimizer(lr=2e-3),
     advantage=tg.config.Advantage(baseline="none"),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few():
+    """Fewer tokens of each server at each check: this one samples one request after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canary, "TOKENS", 16)
+        patch.setattr(canary, "AT_ONCE", 2)
+        yield
 
 
 def split(**told):
@@ -47,15 +57,15 @@ def short(prompts, completions, **columns):
     return [-float(len(completion[-1]["content"])) / 10 for completion in completions]
 
 
-def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, **online):
+def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, servers=(), say=None, **online):
     async def answers(task_, policy):
         message = await policy.chat(task_["prompt"])
         return -float(len(message["content"] or "")) / 10
 
     told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
     tasks = questions(count=8) if tasks is None else tasks
-    servers = {"servers": [server.url], "out": out, "resume": resume}
-    return tg.online.train(MODEL, tasks, **told, **servers, **split(**online), sinks=(), say=lambda _: None)
+    where = {"servers": servers or [server.url], "out": out, "resume": resume, "say": say or (lambda _: None)}
+    return tg.online.train(MODEL, tasks, **told, **where, **split(**online), sinks=())
 
 
 def weights(folder: Path):
@@ -206,7 +216,7 @@ def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_
             return
         with pytest.raises(SyncFault) as raised:
             run(server, tmp_path, steps=6, max_lag=1)
-    assert "Of 8 tokens" in str(raised.value) or "do not sample" in str(raised.value)
+    assert "do not sample" in str(raised.value)
 
 
 def test_an_agent_that_only_has_an_address_is_recorded_and_proven(tmp_path):

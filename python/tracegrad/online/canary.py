@@ -1,98 +1,354 @@
-"""A few tokens asked of every server, on a prompt whose keys and values may be cached and on one that is new.
+"""Tokens that servers sample for a check of their weights, beside what the trainer says of them.
 
-They prove a push where a step holds nothing that the trained version sampled, and tell a stale cache from other
-mistakes where a proof has failed. The asking is `sync.canary`'s; here is what the trainer says of the answers.
+`Canary` asks every server requests that the run has just played, and once, at the start, a plain one that shows what
+its logprobs are of and whether it reads text as the model's tokenizer does. `Sample` holds tokens with the logprobs of
+both sides; the causes in `suspects` are tried on it. The asking is `sync.canary`'s.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.batch import Step, pack
-from tracegrad.errors import TracegradError
+from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.learner import Run
 from tracegrad.online.link import Link
 from tracegrad.online.options import Play
-from tracegrad.online.proof import Floats
+from tracegrad.online.proof import Floats, Gap, SyncFault, cached_response
+from tracegrad.rollout.tokens import sampling_params
 from tracegrad.sequence import Sequences
 from tracegrad.sync import SyncError, canary
+from tracegrad.sync.canary import Probe, Said
+from tracegrad.tokenizer import Tokenizer
 
-LENGTH = 192
-"""Ids of a prompt: more than a block of vLLM's cache (128 on CPU)."""
-TOKENS = 8
+LENGTH = 16
+"""Sampled tokens of one request at most."""
+PROBES = 64
+"""Requests that are taken from one step at most."""
+ROWS = 32
+"""Branches of a step that are looked at again at most."""
+PLAIN = [{"role": "user", "content": "Please say a few words about the weather, and then stop."}]
+PLAIN_TEMPERATURE = 0.5
+_CONSTRAINED = (
+    "response_format",
+    "structured_outputs",
+    "grammar",
+    "bad_words",
+    "logits_processors",
+    "allowed_token_ids",
+)
+_UNSENT = ("stream", "stream_options", "n", "best_of", "model", "seed", "cache_salt", "max_tokens", "min_tokens")
+_UNSENT += ("max_completion_tokens", "use_beam_search", "echo", "prompt_logprobs", "ignore_eos", "user", "metadata")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What servers said and what the trainer says of it.
+class Row:
+    """Token ids with the logprobs that a server gave: NaN for tokens that are not compared.
 
     Args:
-        step: the tokens that were sampled, as terms of this rank.
-        logprobs, rollout: [M] of all ranks, the trainer's and the servers'.
-        cached: [M] bool, terms behind the prompt that may be cached.
+        ids: [n].
+        rollout: [n] float32, nats.
+        inv_temperature: [n] float32: 1 for raw logprobs, 1/temperature for processed ones.
+        server: which server sampled it, by its place in `Sample.urls`.
     """
 
+    ids: NDArray[np.int64]
+    rollout: Floats
+    inv_temperature: Floats
+    server: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tokens that servers sampled, whole on every rank, with what both sides say of them.
+
+    Args:
+        rows: as the servers sampled them.
+        step: the same, ready for a forward pass; its terms are the tokens that are compared.
+        logprobs: [M] float32, the trainer's, nats.
+        urls: of the servers.
+        said: the answers, where the servers were asked for them.
+    """
+
+    rows: Sequence[Row]
     step: Step
     logprobs: Floats
-    rollout: Floats
-    cached: NDArray[np.bool_]
+    urls: tuple[str, ...] = ()
+    said: Sequence[Said] = ()
+
+    @classmethod
+    def of(cls, driven: Run, rows: Sequence[Row], **more: Any) -> "Sample":
+        """Measure rows with the policy as it is. Every rank calls this with the same rows."""
+        ends = np.cumsum([0, *(len(row.ids) for row in rows)])
+        flat = [np.concatenate([getattr(row, name) for row in rows]) for name in ("ids", "rollout", "inv_temperature")]
+        there = ~np.isnan(flat[1])
+        kind = {"inv_temperature": flat[2], "logprob_kind": "processed"}
+        sequences = Sequences.from_arrays(flat[0], ends, flat[1], there, **kind)
+        budget = max(driven.config.pack.token_budget, max(len(row.ids) for row in rows))
+        [step] = pack(sequences, np.zeros(len(rows)), token_budget=budget, per="trace")
+        return cls(rows, step, driven.measure(step), **more)
+
+    @property
+    def rollout(self) -> Floats:
+        """[M] float32, the servers', nats."""
+        return self.step.rollout_logprobs
+
+    @property
+    def server(self) -> NDArray[np.int64]:
+        """[M]: the place in `urls` of the server that sampled each token."""
+        return np.array([row.server for row in self.rows], np.int64)[self.step.trace]
+
+    def gap(self, logprobs: Floats | None = None, server: int | None = None) -> Gap:
+        """How far the servers are from the policy, or from other logprobs [M]; of one server or of all."""
+        here = np.ones(len(self.step), bool) if server is None else self.server == server
+        return Gap.of(self.logprobs if logprobs is None else logprobs, self.rollout, here)
+
+    def gap_of_row(self, row: int) -> Gap:
+        """How far the servers are from the policy in one row."""
+        return Gap.of(self.logprobs, self.rollout, self.step.trace == row)
+
+    def of_rows(self, rows: Sequence[int], driven: Run) -> "Sample":
+        """Some of the rows alone. Every rank calls this."""
+        return Sample.of(driven, [self.rows[row] for row in rows], urls=self.urls)
+
+    def again(self, driven: Run) -> "Sample":
+        """The same tokens, measured with the policy as it is now. Every rank calls this."""
+        return replace(self, logprobs=driven.measure(self.step))
 
 
 @dataclass
 class Canary:
-    """What asks the servers, and compares. Over ranks the first one asks, and all run the forward pass.
+    """What asks the servers of a run. Over ranks the first one asks, and all run the forward pass.
 
     Args:
         driven: the policy.
-        link: to the servers that are asked; None on the ranks that follow.
-        play: of the run: its sampling is the canary's.
-        ids: token ids that prompts are drawn from.
+        link: to the servers; None on the ranks that follow.
+        play: of the run.
+        tokenizer: of the policy.
+        processed: the servers' logprobs are of the distribution that was sampled from, temperature included.
     """
 
     driven: Run
     link: Link | None
     play: Play
-    ids: Sequence[int]
+    tokenizer: Tokenizer
+    processed: bool = True
+    probes: list[Probe] = field(default_factory=list)
 
-    def ask(self, version: int, salt: str | None = None) -> Asked:
-        """What the servers say behind a prompt that is the same each time, and behind a new one.
+    def prepare(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take the requests that are asked from what has been played: the first of each trajectory, as it was sent."""
+        found = [probe for record in records if (probe := probe_of(record, self.play)) is not None]
+        self.probes = found[:PROBES] or self.probes or [self._plain(self.play.temperature, LENGTH)]
+
+    def ask(self, salt: str | None = None) -> Sample:
+        """Ask every server for at least `sync.canary.TOKENS` tokens, and measure them.
 
         Args:
-            version: that they should run.
             salt: of the requests' caches; a new one finds nothing cached.
+
+        Raises:
+            SyncError: if a server does not answer as it should.
+            SyncFault: if two answers have one id.
         """
-        ranks = self.driven.ranks
-        said, error = (None, None) if self.link is None else self._said(self.link, version, salt)
-        said, told = ranks.shared((said, error and str(error)))
-        if told:
-            raise error or SyncError(told)
-        return self._compared(said)
 
-    def _said(
-        self, link: Link, version: int, salt: str | None
-    ) -> tuple[list[canary.Said] | None, TracegradError | None]:
-        same, new = canary.drawn(self.ids, 0, LENGTH), canary.drawn(self.ids, version + 1, LENGTH)
-        heat = {"temperature": self.play.temperature}
+        async def asked(servers: Any, _: Any) -> list[Said]:
+            return await canary.ask(servers, self.probes, salt=salt)
 
-        async def asked(servers: Any, _: Any) -> list[canary.Said]:
-            return await canary.ask(servers, same, new, tokens=TOKENS, sampling=heat, salt=salt)
+        said = self._shared(asked)
+        if (twice := canary.repeated(said)) is not None:
+            raise SyncFault(cached_response(twice.id, twice.url))
+        return self._measured(said, [self.probes[one.number].temperature for one in said] if self.probes else [])
+
+    def look(self) -> list[str]:
+        """Ask every server one plain request at temperature 0.5, and say what a user should know of the answers.
+
+        Sets `processed`: whether logprobs are those of the temperature that was asked.
+
+        Raises:
+            SyncFault: for a server with another tokenizer.
+            ArgumentError: where servers give raw logprobs, and the run samples at another temperature than 1.
+        """
+        probe = self._plain(PLAIN_TEMPERATURE, LENGTH)
+
+        async def asked(servers: Any, _: Any) -> list[Said]:
+            urls = servers.ready
+            return [one for url in urls if (one := await canary.ask_one(servers, url, probe)) is not None]
 
         try:
-            return link.run(asked), None
-        except TracegradError as error:
-            return None, error
+            said = self._shared(asked)
+        except SyncError as error:
+            return [f"a plain request was refused, so what the logprobs are of is not known: {error}"]
+        said = [one for one in said if one.ids]
+        lines = [line for one in said if (line := self._template_differs(one))]
+        if not said:
+            return lines
+        warm = self._measured(said, [PLAIN_TEMPERATURE] * len(said), processed=True)
+        plain = Sample.of(self.driven, [replace(row, inv_temperature=np.ones_like(row.rollout)) for row in warm.rows])
+        places = range(len(warm.urls))
+        raw = [warm.urls[at] for at in places if plain.gap(server=at).mean < warm.gap(server=at).mean]
+        self.processed = not raw
+        return lines + self._raw_lines(raw, warm.urls)
 
-    def _compared(self, said: Sequence[canary.Said]) -> Asked:
-        rows = [(*one.prompt_ids, *one.ids) for one in said]
-        flat = np.concatenate([np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs] for one in said])
-        ends = np.cumsum([0, *map(len, rows)])
-        heat = np.full(ends[-1], 1 / self.play.temperature, np.float32)
-        sequences = Sequences.from_arrays(np.concatenate(rows), ends, flat, ~np.isnan(flat), inv_temperature=heat)
-        budget, ranks = max(self.driven.config.pack.token_budget, max(map(len, rows))), self.driven.ranks
-        cut: dict[str, Any] = {"token_budget": budget, "per": "trace", "ranks": ranks.world, "rank": ranks.rank}
-        [step] = pack(sequences, np.zeros(len(said)), **cut)
-        cached = np.array([one.cached for one in said])[step.trace]
-        return Asked(step, *map(ranks.joined, (self.driven.measure(step), step.rollout_logprobs, cached)))
+    def _raw_lines(self, raw: Sequence[str], urls: Sequence[str]) -> list[str]:
+        if not raw:
+            return []
+        cure = "Start vLLM with --logprobs-mode processed_logprobs."
+        if self.play.temperature != 1.0 or len(raw) < len(urls):
+            why = (
+                f"play.temperature is {self.play.temperature:g}"
+                if self.play.temperature != 1.0
+                else "other servers of the run give processed ones"
+            )
+            raise ArgumentError(
+                f"{', '.join(raw)} gives raw logprobs, of temperature 1, and {why}. Ratios would be of another "
+                f"distribution than the one sampled from. {cure}"
+            )
+        return [
+            f"{', '.join(raw)} gives raw logprobs. The check sees other weights, and cannot see a temperature, top_p, "
+            f"top_k, min_p or penalty that something between the run and the server sets. {cure}"
+        ]
+
+    def _template_differs(self, one: Said) -> str:
+        """What a user should know of how a server writes a conversation; raises for another tokenizer."""
+        if self.play.ids == "tokens":
+            return ""
+        text = self.tokenizer.render(PLAIN, add_generation_prompt=True).text
+        own = self.tokenizer.encode(text).tolist()
+        if one.prompt_ids == own:
+            return ""
+        try:
+            theirs = self.tokenizer.decode(np.asarray(one.prompt_ids, np.int32))
+        except TracegradError:
+            theirs = text
+        if theirs == text or self._reads_otherwise(one.url, text, own):
+            raise SyncFault(
+                f"{one.url} has another tokenizer than the policy: the same conversation is the ids "
+                f"{one.prompt_ids[:12]}... there and {own[:12]}... here. Every logprob would be of another token. "
+                "Start the server with the policy's own folder, or its --tokenizer."
+            )
+        return (
+            f"{one.url} has another chat template than the policy's folder: for a plain conversation it reads "
+            f"{theirs[:120]!r}, and the folder's gives {text[:120]!r}. The run trains on what the server reads."
+        )
+
+    def _reads_otherwise(self, url: str, text: str, own: list[int]) -> bool:
+        """Whether the server makes other ids of a text, where it can be asked."""
+
+        async def asked(servers: Any, _: Any) -> list[int] | None:
+            told = {"model": servers.model, "prompt": text, "add_special_tokens": False}
+            answer = await servers.ask(url, "/tokenize", told)
+            return answer.body.get("tokens") if answer.ok and isinstance(answer.body, dict) else None
+
+        found = self._shared(asked)
+        return found is not None and found != own
+
+    def _plain(self, temperature: float, tokens: int) -> Probe:
+        told: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "max_tokens": tokens}
+        if self.play.ids == "tokens":
+            ids = self.tokenizer.render_ids(PLAIN, add_generation_prompt=True).tolist()
+            return Probe(canary.GENERATE, {"token_ids": ids, "sampling_params": {**told, "logprobs": 0}}, temperature)
+        return Probe(canary.CHAT, {"messages": PLAIN, **told}, temperature)
+
+    def _shared(self, work: Any) -> Any:
+        """What the first rank hears from the servers, on every rank."""
+        said, error = None, None
+        if self.link is not None:
+            try:
+                said = self.link.run(work)
+            except TracegradError as raised:
+                error = raised
+        said, told = self.driven.ranks.shared((said, error and str(error)))
+        if told:
+            raise error or SyncError(told)
+        return said
+
+    def _measured(self, said: Sequence[Said], temperatures: Sequence[float], processed: bool | None = None) -> Sample:
+        processed = self.processed if processed is None else processed
+        urls = tuple(dict.fromkeys(one.url for one in said))
+        rows = []
+        for one, temperature in zip(said, temperatures, strict=True):
+            ids = np.array([*one.prompt_ids, *one.ids], np.int64)
+            rollout = np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs].astype(np.float32)
+            warmth = np.full(len(ids), 1 / temperature if processed else 1.0, np.float32)
+            if one.ids:
+                rows.append(Row(ids, rollout, warmth, urls.index(one.url)))
+        if not rows:
+            raise SyncError(
+                f"{', '.join(urls)} sampled no token for {len(said)} requests of the run. What they serve cannot be "
+                "compared with the trainer. Look at their logs."
+            )
+        return Sample.of(self.driven, rows, urls=urls, said=said)
+
+
+def probe_of(record: Mapping[str, Any], play: Play) -> Probe | None:
+    """The first request of a trajectory, as it is asked again: short, alone, and at the path that it was played at.
+
+    None for one that cannot be compared: with pictures, with constrained or greedy sampling.
+
+    >>> request = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 0.5, "stream": True}
+    >>> probe_of({"calls": [{"request": request, "response": {}}]}, Play()).body["max_tokens"]
+    16
+    """
+    try:
+        call = record["calls"][0]
+        request = {name: value for name, value in call["request"].items() if name not in _UNSENT and value is not None}
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return None
+    temperature = request.get("temperature", 1.0)
+    if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+        return None
+    if any(request.get(name) for name in _CONSTRAINED) or request.get("tool_choice", "auto") not in ("auto", "none"):
+        return None
+    if any(name.startswith("guided_") for name in request) or not _text_alone(request.get("messages")):
+        return None
+    request["max_tokens"] = LENGTH
+    if play.ids == "tokens":
+        response = call.get("response")
+        prompt = response.get("prompt_token_ids") if isinstance(response, Mapping) else None
+        told = {"token_ids": prompt, "sampling_params": {**sampling_params(request), "logprobs": 0}}
+        return Probe(canary.GENERATE, told, float(temperature)) if prompt else None
+    if "messages" in request:
+        return Probe(canary.CHAT, request, float(temperature))
+    return Probe(canary.COMPLETIONS, request, float(temperature)) if isinstance(request.get("prompt"), str) else None
+
+
+def _text_alone(messages: Any) -> bool:
+    """Whether messages hold no picture, sound or video."""
+    parts = [
+        part
+        for message in messages or []
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+
+
+def sample_of(driven: Run, sequences: Sequences, here: NDArray[np.bool_], without: NDArray[np.bool_]) -> Sample | None:
+    """Tokens of a step once more, from at most `ROWS` of its branches; None where there are none.
+
+    Args:
+        sequences: of the step, the same on every rank.
+        here: [T] bool, tokens that are compared.
+        without: [R] bool, traces that are left out.
+    """
+    if sequences.images is not None:
+        return None
+    here = here & sequences.trainable & ~np.isnan(sequences.rollout_logprobs)
+    cu = sequences.cu_seqlens
+    here &= ~np.repeat(without[sequences.trace], np.diff(cu))
+    counts = np.add.reduceat(here, cu[:-1]) if len(here) else np.zeros(0, np.int64)
+    chosen = np.flatnonzero(counts)
+    chosen = (
+        chosen[np.unique(np.linspace(0, len(chosen) - 1, ROWS).round().astype(np.int64))] if len(chosen) else chosen
+    )
+    rows = []
+    for branch in chosen:
+        part = slice(cu[branch], cu[branch + 1])
+        rollout = np.where(here[part], sequences.rollout_logprobs[part], np.float32(np.nan))
+        last = int(np.flatnonzero(here[part])[-1]) + 1
+        told = sequences.ids[part], rollout, sequences.inv_temperature[part]
+        rows.append(Row(*(each[:last] for each in told)))
+    return Sample.of(driven, rows) if rows else None

@@ -1,21 +1,30 @@
-"""The proof at work: what a step shows of the last push, what a canary shows where it shows nothing, and the fault.
+"""The check at work: what a step shows of the last push, what the servers say where it shows little, and the fault.
 
 Over ranks every one of them sees the same numbers and comes to the same end. Called by `loop` before each update.
 """
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.batch import Step
 from tracegrad.learner import Run
-from tracegrad.online.canary import Canary
+from tracegrad.online.canary import Canary, Sample, sample_of
 from tracegrad.online.options import Online
-from tracegrad.online.proof import Floats, Gap, Proof, explain, fault
-from tracegrad.online.suspects import suspects
+from tracegrad.online.proof import Floats, Gap, Proof, SyncFault, fault
+from tracegrad.online.suspects import UNKNOWN, explain, previous, previous_weights
 from tracegrad.sequence import Sequences
+from tracegrad.sync import canary as probes
 
+BESIDE = 0.01
+"""The share of a run's time that comparing with the version before may take."""
+STALE = (
+    "On a prompt that they have never seen they agree with the trainer: keys and values of older weights are left in "
+    "their caches. Pause with clear_cache, which is the default, or give each version its own cache_salt."
+)
 OF_PROMPTS = (7, *range(10, 22), 29, 31, 32)
 """Reasons of drift, by number, that concern what stands before sampled tokens."""
 NAMED = 3
@@ -79,43 +88,149 @@ class Check:
         options: of the run.
         proof: what a clean sync looks like; None where there are no servers to be wrong.
         canary: asks them; None where nobody can.
+        first: folder of the model that the run began with.
     """
 
     driven: Run
     options: Online
     proof: Proof | None
     canary: Canary | None = None
+    first: Path | None = None
 
-    def gap(self, number: int, step: Step, logprobs: Floats, here: NDArray[np.bool_], forks: Forks) -> Gap:
+    def __post_init__(self) -> None:
+        self._began, self._spent = time.perf_counter(), 0.0
+
+    def gap(
+        self,
+        number: int,
+        step: Step,
+        logprobs: Floats,
+        here: NDArray[np.bool_],
+        forks: Forks,
+        sequences: Sequences,
+        mixed: NDArray[np.bool_],
+    ) -> Gap:
         """How far the servers are from the version that is trained. Every rank calls this.
+
+        Where the step holds fewer than `sync.canary.TOKENS` tokens of that version for each server, and always in bf16,
+        the servers are asked for as many. In bf16 these are also measured with the version before, and where the step
+        holds tokens of that, they are compared with it, as often as takes one hundredth of the run's time.
 
         Args:
             number: of the step, from 1.
             logprobs: [M] of the policy before the update, as this rank knows them.
             here: [M] bool, the terms that the trained version sampled.
             forks: the terms whose prompts the servers may not have seen.
+            sequences: of the step, whole on every rank.
+            mixed: [R] bool, traces whose tokens may be of two versions.
 
         Raises:
             SyncFault: if they sample from something else, with the cause as far as it is known.
-            SyncError: if a server does not answer the canary.
+            SyncError: if a server does not answer.
         """
         ranks, version = self.driven.ranks, self.driven.taken
         # A rank holds its own terms; from here on all of them are looked at everywhere.
         theta, rollout, here, odd = map(ranks.joined, (logprobs, step.rollout_logprobs, here, forks.terms & here))
-        gap = Gap.of(theta, rollout, here)
-        if not gap.terms and self.canary is not None:
-            asked = self.canary.ask(version)
-            step, rollout, here = asked.step, asked.rollout, np.ones(len(asked.rollout), bool)
-            theta, odd = asked.logprobs, ~here
-            gap = Gap.of(theta, rollout, here)
-        if self.proof is None or self.proof.holds(gap):
-            return gap
-        others = Gap.of(theta, rollout, here & ~odd)
-        if others.terms and self.proof.within(others):
-            raise fault(number, version, gap, self.proof.bound, forks.words(int(odd.sum()), others.terms))
-        fresh = None
-        if self.canary is not None:
-            asked = self.canary.ask(version, salt=f"proof-{version}")
-            fresh = Gap.of(asked.logprobs, asked.rollout, ~asked.cached)
-        told = suspects(self.driven, step, self.options)
-        raise fault(number, version, gap, self.proof.bound, explain(gap, rollout, here, told, self.proof.bound, fresh))
+        own = Gap.of(theta, rollout, here)
+        if self.proof is None:
+            return own
+        asked = None
+        if self.canary is not None and (self.proof.bf16 or own.terms < probes.TOKENS * self._servers()):
+            asked = self.canary.ask()
+        held = self.proof.holds(own)
+        if not held:
+            others = Gap.of(theta, rollout, here & ~odd)
+            if others.terms and self.proof.holds(others):
+                raise self._fault(number, version, own, forks.words(int(odd.sum()), others.terms))
+        if asked is not None and not self.proof.holds(asked.gap()):
+            raise self._fault(number, version, asked.gap(), self._why_asked(asked))
+        if not held:
+            raise self._fault(number, version, own, self._why_played(sequences, sequences.version == version, mixed))
+        if asked is not None:
+            self._compare_before(number, asked, sequences, mixed)
+            self.proof.note(asked.gap())
+        if not own.terms and asked is not None:
+            return asked.gap()
+        return own
+
+    def _servers(self) -> int:
+        """How many servers there are, as the first rank knows them."""
+        link = None if self.canary is None else self.canary.link
+        return int(self.driven.ranks.shared(1 if link is None else len(link.servers.urls)))
+
+    def _fault(self, number: int, version: int, gap: Gap, why: str) -> SyncFault:
+        assert self.proof is not None
+        return fault(number, version, gap, self.proof.words, why)
+
+    def _why_asked(self, asked: Sample) -> str:
+        """Why what the servers say when they are asked is not the policy's."""
+        assert self.proof is not None
+        assert self.canary is not None
+        off = [at for at in range(len(asked.urls)) if not self.proof.holds(asked.gap(server=at))]
+        where = ""
+        if off and len(off) < len(asked.urls):
+            where = f"Of {len(asked.urls)} servers it is {', '.join(asked.urls[at] for at in off)} alone. "
+            asked = asked.of_rows([row for row, each in enumerate(asked.rows) if each.server in off], self.driven)
+        part, asked = self._part(asked)
+        where += part
+        fresh = self.canary.ask(salt=f"check-{self.driven.taken}").gap()
+        if fresh.terms and self.proof.holds(fresh):
+            return where + STALE
+        return where + explain(self.driven, asked, self.options, self.proof, self.first)
+
+    def _part(self, asked: Sample) -> tuple[str, Sample]:
+        """What is to be said where some answers agree and others do not, and those that do not."""
+        assert self.proof is not None
+        off = [row for row in range(len(asked.rows)) if not self.proof.holds(asked.gap_of_row(row))]
+        if not off or len(off) == len(asked.rows):
+            return "", asked
+        more = (
+            f"{len(asked.rows) - len(off)} of {len(asked.rows)} answers agree: more than one server may stand behind "
+            "one address. Name each by its own, so that each gets the weights. "
+        )
+        return more, asked.of_rows(off, self.driven)
+
+    def _why_played(self, sequences: Sequences, here: NDArray[np.bool_], mixed: NDArray[np.bool_]) -> str:
+        """Why what was played is not the policy's, while what the servers say when they are asked is."""
+        assert self.proof is not None
+        sample = sample_of(self.driven, sequences, here, mixed)
+        if sample is None:
+            return "Why is not known: the step holds pictures."
+        fresh = None if self.canary is None else self.canary.ask(salt=f"check-{self.driven.taken}").gap()
+        part, sample = self._part(sample)
+        why = part + explain(self.driven, sample, self.options, self.proof, self.first)
+        if fresh is not None and fresh.terms and self.proof.holds(fresh) and UNKNOWN in why:
+            return STALE
+        return why
+
+    def _why_then(self, claimed: Sample, before: Floats) -> str:
+        """Why tokens that claim the version before are not of it."""
+        assert self.proof is not None
+        part, off = self._part(replace(claimed, logprobs=before))
+        with previous_weights(self.driven, self.options):
+            return part + explain(self.driven, off.again(self.driven), self.options, self.proof, self.first)
+
+    def _compare_before(self, number: int, asked: Sample, sequences: Sequences, mixed: NDArray[np.bool_]) -> None:
+        """Compares with the version before: where the servers' logprobs lean to it, and what claims to be of it."""
+        assert self.proof is not None
+        began, version = time.perf_counter(), self.driven.taken
+        if self.driven.ranks.shared(self._spent > BESIDE * (began - self._began)) or not version:
+            return
+        if self.proof.bf16 and (before := previous(self.driven, self.options, asked)) is not None:
+            slope = self.proof.leans(asked.logprobs, before, asked.rollout)
+            if slope:
+                why = explain(self.driven, asked, self.options, self.proof, self.first)
+                share = f"They stand {slope:.0%} of the way to the version before, which rounding does not explain. "
+                raise self._fault(number, version, asked.gap(), share + why)
+        claimed = sample_of(self.driven, sequences, sequences.version == version - 1, mixed)
+        if claimed is not None and (before := previous(self.driven, self.options, claimed)) is not None:
+            gap = claimed.gap(before)
+            if not self.proof.holds(gap):
+                raise self._fault(
+                    number,
+                    version - 1,
+                    gap,
+                    "These were played a version ago, and are compared with the weights of then. "
+                    + self._why_then(claimed, before),
+                )
+        self._spent += time.perf_counter() - began

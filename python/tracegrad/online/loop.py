@@ -7,6 +7,7 @@ Called as `tracegrad.online.train` and by `replay`.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ class Loop:
         say: takes the sentences that a user should read.
         proof: what stops the run; None where there are no servers to be wrong.
         apart: others play, in processes that go by the newest version that they were told.
-        play: of the run, for canaries.
+        play: of the run.
+        first: folder of the model that the run began with, where that is the one that servers start with.
     """
 
     driven: Run
@@ -73,13 +75,14 @@ class Loop:
     evaluate: Callable[[int], dict[str, Any]] | None = None
     apart: bool = False
     play: Play = field(default_factory=Play)
+    first: Path | None = None
 
     def __post_init__(self) -> None:
         self.folder = self.driven.out / frames.FOLDER
         self.follower = Follower(self.folder)
         self.queue: list[tuple[Place, Traces, bool]] = []
         self.ranks = self.driven.ranks
-        self.check = Check(self.driven, self.options, self.proof)
+        self.check = Check(self.driven, self.options, self.proof, first=self.first)
         self._settled = False
         self._shown: tuple[Sequences, TermRecord] | None = None
         told = {"rank": self.ranks.rank, "world": self.ranks.world, "taken": self.driven.taken}
@@ -127,11 +130,22 @@ class Loop:
         """Gives the servers the weights that they are to have first, and lets groups begin."""
         if self.proof is not None:
             self._push()
+            self._look()
             with self.bond.first():
                 self._evaluated(at)
         if self.player is not None:
             self.player.step_taken(len(self.ledger.steps))
             self.player.begin()
+
+    def _look(self) -> None:
+        """Looks at what the servers answer before anything is played."""
+        link = None if self.player is None else self.player.link
+        canary = self.check.canary = Canary(self.driven, link, self.play, self.tokenizer)
+        with self.bond.first():
+            for line in canary.look():
+                self.say(f"server   {line}")
+        if self.player is not None and not self.apart:
+            self.player.logprob_kind = "processed" if canary.processed else "raw"
 
     def _beginning(self) -> int:
         """The first step of the ledger that the policy has not taken."""
@@ -189,18 +203,18 @@ class Loop:
             self.say(f"step {taken.step + 1}: no update; {nothing}")
             return
         served = self.proof is not None and taken.step >= self._again
-        if self.check.canary is None and served:
-            ids = np.unique(sequences.ids[sequences.trainable]).tolist()
-            link = None if self.player is None else self.player.link
-            self.check.canary = Canary(self.driven, link, self.play, ids)
+        if self.check.canary is not None and self.ranks.first:
+            groups = dict(zip(traces.groups, range(len(traces)), strict=True))
+            self.check.canary.prepare(traces[index].to_dict() for index in groups.values())
         here = own_terms(step, version)
-        if self.options.sync != "lora":  # a call keeps the adapter that it began with
-            here &= ~_mixed(traces, sequences)[step.trace]
+        mixed = _mixed(traces, sequences)
+        mixed &= self.options.sync != "lora"  # a call keeps the adapter that it began with
+        here &= ~mixed[step.trace]
         gap = Gap(0)
 
         def check(logprobs: Any) -> None:
             nonlocal gap
-            gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences))
+            gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences), sequences, mixed)
 
         prepared = time.perf_counter()
         outcome = self.driven.step(step, version, rewards=rewards, check=check)

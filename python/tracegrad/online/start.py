@@ -145,7 +145,7 @@ def train(
         for sink in lines:
             stack.callback(sink.close)
         proof = Proof(bf16=str(driven.precision) == "torch.bfloat16")
-        more = {"evaluate": evaluate, "apart": tasks is None, "play": play}
+        more = {"evaluate": evaluate, "apart": tasks is None, "play": play, "first": model}
         loop = Loop(driven, tokenizer, told, ledger, player, lines, say, proof, **more)
         with Interrupt() as interrupt, driven.together(ends=True):
             stopped = loop.run(interrupt)

@@ -60,7 +60,7 @@ def before(driven: Run, told: Online) -> tuple[Path, Callable[[str], str]] | Non
         found = list((driven.out / FOLDER).glob(f"{NAME}-*-v{version}/adapter_model.safetensors"))
         return (found[0], _of_adapter) if found else None
     path = driven.out / FOLDER / f"weights-{version:08d}.safetensors"
-    return (path, _of_whole) if path.is_file() else None
+    return (path, of_whole) if path.is_file() else None
 
 
 def _of_adapter(name: str) -> str:
@@ -69,7 +69,7 @@ def _of_adapter(name: str) -> str:
     return ".".join(part for at, part in enumerate(parts) if at < 1 or not parts[at - 1].startswith("lora_"))
 
 
-def _of_whole(name: str) -> str:
+def of_whole(name: str) -> str:
     """As the model without adapters has it, into which they are merged."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 

@@ -1,7 +1,7 @@
-"""A few tokens asked of every server right after a push, so that the trainer can compare them with its own.
+"""Requests that are asked of every server right after a push, so that the trainer can compare the answers with its own.
 
-What is asked: one prompt whose keys and values may be cached from before the push, and one that is new. What the
-answers prove is `online`'s to say.
+A request is one that the run itself plays, at the path that it is played through. What the answers prove is `online`'s
+to say.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,20 +21,52 @@ from tracegrad.sync.push import SyncError
 if TYPE_CHECKING:
     from tracegrad.rollout.server import Servers
 
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+TOKENS = 256
+"""Sampled tokens that every server is asked for."""
+AT_ONCE = 16
+"""Requests of one round to one server."""
+ROUNDS = 8
+"""After which no more is asked of a server whose answers are short."""
+_ALWAYS = {
+    CHAT: {"logprobs": True, "top_logprobs": 0, "return_token_ids": True},
+    COMPLETIONS: {"logprobs": 0, "return_token_ids": True},
+    GENERATE: {},
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One request, without the model's name.
+
+    Args:
+        path: of the server: `CHAT`, `COMPLETIONS` or `GENERATE`.
+        body: as it is sent.
+        temperature: of the sampling that it asks for.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    temperature: float = 1.0
+
 
 @dataclass(frozen=True)
 class Said:
-    """What a server sampled after `prompt_ids`: ids and their logprobs; `cached` where the prompt was asked before."""
+    """What a server sampled after `prompt_ids`: [n] ids and their logprobs, nats, for the request of that number.
+
+    `id` is what the server calls its answer; None where it gives none.
+    """
 
     url: str
-    cached: bool
+    number: int
     prompt_ids: list[int]
     ids: list[int]
     logprobs: list[float]
+    id: str | None = None
 
 
 def drawn(ids: Sequence[int], version: int, length: int = 192) -> list[int]:
-    """A prompt that no server has seen: ids out of `ids`, others for each version.
+    """Draw a prompt that no server has seen: ids out of `ids`, others for each version.
 
     >>> drawn([5, 6, 7], 1, 4) == drawn([5, 6, 7], 1, 4), len(drawn([5, 6, 7], 2))
     (True, 192)
@@ -45,72 +78,111 @@ def drawn(ids: Sequence[int], version: int, length: int = 192) -> list[int]:
 
 async def ask(
     servers: Servers,
-    cached: Sequence[int],
-    new: Sequence[int],
+    probes: Sequence[Probe],
     *,
-    tokens: int = 8,
-    sampling: Mapping[str, Any] | None = None,
+    tokens: int | None = None,
     salt: str | None = None,
     timeout_s: float = 60.0,
     wait_s: float = 600.0,
 ) -> list[Said]:
-    """Ask every server both prompts at once, but for those that are gone: they get the weights when they are back.
+    """Ask every server for at least so many tokens; those that are gone get the weights when they are back.
+
+    In the end the first request is sent once more: a server samples another answer, a cache gives the same one.
 
     Args:
-        cached: the ids of a prompt that is the same at each push; longer than a block of the cache (16 on GPU, 128 on
-            CPU), or nothing of it is cached.
-        new: the ids of one that differs at each, see `drawn`.
-        sampling: what the run's own requests say, such as {"temperature": 0.7}: a canary that says something else
-            proves something else.
-        salt: as the run's requests have it.
-        wait_s: how long to wait for a server where none is there.
+        probes: requests in turn, `AT_ONCE` of them in a round.
+        tokens: sampled tokens of each server, default `TOKENS`; fewer where `ROUNDS` rounds give fewer.
+        salt: sent as `cache_salt`: a new one finds no keys and values in a cache.
+        wait_s: how long to wait for a server where none is there, s.
 
-    Raises: SyncError for a server that does not answer as it should, or where none is back in time.
+    Raises:
+        SyncError: for a server that does not answer as it should, or where none is back in time.
     """
-    told = {**(sampling or {}), "model": servers.model, "max_tokens": tokens, "logprobs": 0, "return_token_ids": True}
-    if salt is not None:
-        told["cache_salt"] = salt
-    prompts = [(True, list(cached)), (False, list(new))]
+    if not probes:
+        raise ArgumentError("There is no request to ask the servers. What they serve cannot be compared. Pass some.")
     deadline = time.monotonic() + wait_s
     while True:
-        asked = [_one(servers, url, known, ids, told, timeout_s) for url in servers.ready for known, ids in prompts]
-        answers = await asyncio.gather(*asked)
-        gone = {one for one in answers if isinstance(one, str)}
-        said = [one for one in answers if not isinstance(one, str) and one.url not in gone]
+        wanted = TOKENS if tokens is None else tokens
+        asked = await asyncio.gather(*(_rounds(servers, url, probes, wanted, salt, timeout_s) for url in servers.ready))
+        said = [one for answers in asked for one in answers]
         if said:
             return said
         if not await servers.usable(deadline - time.monotonic()):
             raise SyncError(
-                f"No server was there for the canary after a push, within {wait_s:g} s: {', '.join(servers.urls)}. "
+                f"No server was there to be asked after a push, within {wait_s:g} s: {', '.join(servers.urls)}. "
                 "Nobody knows what they serve. Start them again, and the run from its folder."
             )
 
 
-async def _one(
-    servers: Servers, url: str, known: bool, prompt: list[int], told: Mapping[str, Any], timeout_s: float
-) -> Said | str:
-    """What a server says, or the URL of one that is gone, which is left out."""
-    answer = await servers.ask(url, "/v1/completions", {**told, "prompt": prompt}, timeout_s=timeout_s)
+async def _rounds(
+    servers: Servers, url: str, probes: Sequence[Probe], tokens: int, salt: str | None, timeout_s: float
+) -> list[Said]:
+    """What one server says; nothing where it is gone."""
+    said: list[Said] = []
+    for turn in range(ROUNDS):
+        numbers = range(turn * AT_ONCE, (turn + 1) * AT_ONCE)
+        told = [(number % len(probes), probes[number % len(probes)]) for number in numbers]
+        answers = await asyncio.gather(*(ask_one(servers, url, probe, n, salt, timeout_s) for n, probe in told))
+        if None in answers:
+            return []
+        said += [one for one in answers if one is not None]
+        if sum(len(one.ids) for one in said) >= tokens:
+            break
+    again = await ask_one(servers, url, probes[0], 0, salt, timeout_s)
+    return [] if again is None else [*said, again]
+
+
+async def ask_one(
+    servers: Servers, url: str, probe: Probe, number: int = 0, salt: str | None = None, timeout_s: float = 60.0
+) -> Said | None:
+    """Ask one server one request; None for a server that is gone, which is left out.
+
+    Raises:
+        SyncError: for an answer that cannot be compared.
+    """
+    body: dict[str, Any] = {**probe.body, **_ALWAYS[probe.path], "model": servers.model}
+    if salt is not None:
+        body["cache_salt"] = salt
+    answer = await servers.ask(url, probe.path, body, timeout_s=timeout_s)
     if answer.status == 0 and not answer.silent:
-        servers.leave_out(url, f"gone when the canary was asked: {answer.words}")
-        return url
+        servers.leave_out(url, f"gone when it was asked after a push: {answer.words}")
+        return None
     if not answer.ok:
         raise SyncError(
-            f"{url} did not answer the canary after a push: {answer.words}. Nobody knows what it serves. Look into its "
-            "log."
+            f"{url}{probe.path} did not answer a request of the run after a push: {answer.words}. Nobody knows what "
+            "it serves. Look into its log."
         )
     try:
         choice = answer.body["choices"][0]
-        ids, logprobs = list(choice["token_ids"]), [float(each) for each in choice["logprobs"]["token_logprobs"]]
-        seen = choice.get("prompt_token_ids") or prompt
+        ids, logprobs = list(choice["token_ids"]), _logprobs(choice["logprobs"])
+        prompt = body.get("token_ids") or choice.get("prompt_token_ids") or answer.body["prompt_token_ids"]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise SyncError(
-            f"{url} answered the canary without token ids or logprobs ({type(error).__name__}: {error}). What it "
-            "serves cannot be compared with the trainer. Serve with vLLM from 0.10.2 on, or turn the canary off."
+            f"{url}{probe.path} answered without token ids or logprobs ({type(error).__name__}: {error}). What it "
+            "serves cannot be compared with the trainer. Serve with vLLM from 0.10.2 on."
         ) from error
-    if seen != prompt or len(ids) != len(logprobs) or not ids or not all(map(math.isfinite, logprobs)):
+    if len(ids) != len(logprobs) or not prompt or not all(map(math.isfinite, logprobs)):
         raise SyncError(
-            f"{url} answered the canary with {len(ids)} ids and {len(logprobs)} logprobs after {len(seen)} ids of "
-            f"{len(prompt)} that were sent. What it serves cannot be compared with the trainer. Look at its log."
+            f"{url}{probe.path} answered with {len(ids)} ids and {len(logprobs)} logprobs after {len(prompt)} ids of a "
+            "prompt. What it serves cannot be compared with the trainer. Look at its log."
         )
-    return Said(url, known, prompt, ids, logprobs)
+    name = answer.body.get("id")
+    return Said(url, number, list(prompt), ids, logprobs, name if isinstance(name, str) else None)
+
+
+def repeated(said: Sequence[Said]) -> Said | None:
+    """Return an answer whose id another one has too, None where there is none: a server gives each its own.
+
+    >>> one, two = (Said("http://a", 0, [1], [2], [-0.5], name) for name in ("chat-1", "chat-2"))
+    >>> repeated([one, two]), repeated([one, two, one]) is one
+    (None, True)
+    """
+    counts = Counter((one.url, one.id) for one in said if one.id is not None)
+    return next((one for one in said if counts[one.url, one.id] > 1), None)
+
+
+def _logprobs(told: Mapping[str, Any]) -> list[float]:
+    """As completions, or as chat completions and /generate list them."""
+    if "token_logprobs" in told:
+        return [float(each) for each in told["token_logprobs"]]
+    return [float(each["logprob"]) for each in told["content"]]

@@ -1,0 +1,227 @@
+"""The check of the servers' weights: each mistake that a server can make is found before the next update, and named."""
+
+import re
+
+import numpy as np
+import pytest
+
+import tracegrad as tg
+from policy_server import MODEL, PolicyServer
+from test_online import CONFIG, run
+from tracegrad.errors import ArgumentError
+from tracegrad.online import Play, SyncFault
+from tracegrad.online.canary import Row, Sample, probe_of
+from tracegrad.online.causes import distributions
+from tracegrad.online.proof import BF16_MEDIAN, BF16_P99, Gap, Proof
+from tracegrad.sync import canary
+
+BF16 = tg.config.update(CONFIG, [("train.dtype", "bf16")])
+ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 2e-2)])
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Fewer tokens of each server: the stand-in samples one request after the other."""
+    monkeypatch.setattr(canary, "TOKENS", 64)
+    monkeypatch.setattr(canary, "AT_ONCE", 6)
+
+
+def fault(server, out, **told):
+    with server, pytest.raises(SyncFault) as raised:
+        run(server, out, **told)
+    print(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"top_p": 0.8}, r"with top_p 0\.8"),
+        ({"top_k": 3}, "with top_k 3,"),
+        ({"min_p": 0.2}, r"with min_p 0\.(1[5-9]|2)"),
+        ({"frequency_penalty": 1.5}, r"with frequency_penalty 1\.5,"),
+        ({"presence_penalty": 0.7}, r"with presence_penalty 0\.7,"),
+        ({"repetition_penalty": 1.3}, r"with repetition_penalty 1\.3,"),
+        ({"top_k": 5, "top_p": 0.9}, "likeliest tokens alone"),
+    ],
+)
+def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampling, named):
+    said = fault(PolicyServer(sampling=sampling), tmp_path)
+    assert said.startswith("step 1:")
+    assert re.search(named, said), said
+
+
+@pytest.mark.parametrize(
+    ("mistake", "step", "named"),
+    [
+        ("layer", 2, "weights of layer 1 are those of the version before"),
+        ("cached", 1, "cache of responses"),
+        ("bf16", 1, "most likely compute in bfloat16"),
+        ("tokenizer", 0, "another tokenizer than the policy"),
+    ],
+)
+def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypatch):
+    monkeypatch.setattr(canary, "TOKENS", 256 if mistake == "cached" else 64)
+    said = fault(PolicyServer(mistake), tmp_path)
+    assert said.startswith(f"step {step}:") or not step
+    assert named in said
+
+
+def test_weights_older_than_the_version_before_are_named(tmp_path):
+    """At version 2 the server has those that the run began with."""
+    server = PolicyServer("restarted")
+    assert "weights that the run began with" in fault(server, tmp_path, steps=4)
+
+
+def test_an_adapter_with_another_factor_is_named(tmp_path):
+    said = fault(PolicyServer("scaled"), tmp_path, config=ADAPTERS, sync="lora", steps=4)
+    assert "add the adapter with the factor 4, and the trainer with 2" in said
+
+
+def test_one_of_several_servers_is_named(tmp_path):
+    with PolicyServer() as good, PolicyServer("deaf") as bad, pytest.raises(SyncFault) as raised:
+        run(good, tmp_path, servers=[good.url, bad.url], steps=4)
+    assert f"Of 2 servers it is {bad.url} alone. They still run the weights of the version before" in str(raised.value)
+
+
+def test_a_second_server_behind_one_address_is_said(tmp_path):
+    said = fault(PolicyServer("half"), tmp_path, steps=4)
+    assert re.search(r"\d+ of \d+ answers agree: more than one server may stand behind one address", said)
+
+
+@pytest.mark.parametrize("mistake", ["deaf", "layer", "half"])
+def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path, mistake, monkeypatch):
+    """Every push but the first is missed, the second among them: nothing is learnt from it what clean is."""
+    monkeypatch.setattr(canary, "TOKENS", 256)
+    monkeypatch.setattr(canary, "AT_ONCE", 16)
+    said = fault(PolicyServer(mistake), tmp_path, config=BF16, steps=6)
+    assert said.startswith("step 2:")
+    if mistake == "deaf":
+        assert "still run the weights of the version before" in said
+
+
+def test_a_clean_bf16_run_is_no_alarm(tmp_path):
+    with PolicyServer() as server:
+        found = run(server, tmp_path, config=BF16, steps=4)
+    assert [row["step"] for row in found.rows] == [1, 2, 3, 4]
+    assert all(0 < row["sync_p50"] <= BF16_MEDIAN and row["sync_p99"] <= BF16_P99 for row in found.rows)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_raw_logprobs_are_said_and_refused_where_they_would_be_wrong(tmp_path, temperature):
+    said = []
+    with PolicyServer("raw") as server:
+        if temperature == 1.0:
+            run(server, tmp_path, steps=1, say=said.append)
+            assert any("gives raw logprobs. The check sees other weights, and cannot see" in line for line in said)
+            return
+        with pytest.raises(ArgumentError, match=r"raw logprobs, of temperature 1, and play\.temperature is 0\.7"):
+            run(server, tmp_path, steps=1, temperature=temperature)
+
+
+def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
+    said = []
+    with PolicyServer("template") as server:
+        run(server, tmp_path, steps=1, say=said.append)
+    assert any("another chat template" in line and "Be brief." in line for line in said)
+
+
+def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch):
+    """All that the step trains says that it is of version 0, and comes from elsewhere."""
+    from tracegrad.online import check
+
+    monkeypatch.setattr(check, "BESIDE", 1.0)
+    with PolicyServer() as server:
+        answer = server._answer
+
+        def hotter(body):
+            server.mistake = "hot" if server.pushes == 1 and body["max_tokens"] == 12 and body.get("played") else None
+            return answer(body)
+
+        server._answer = hotter
+
+        async def agent(task_, policy):
+            told = {"played": True} if server.pushes == 1 and policy.session.name.startswith(("2-", "3-")) else {}
+            message = await policy.chat(task_["prompt"], **told)
+            return -float(len(message["content"] or "")) / 10
+
+        with pytest.raises(SyncFault) as raised:
+            run(server, tmp_path, agent=agent, steps=4, max_lag=1)
+    assert "played a version ago, and are compared with the weights of then" in str(raised.value)
+    assert "temperature 1.5" in str(raised.value)
+
+
+def test_a_short_gap_in_float32_is_clean_to_a_ten_thousandth():
+    at = np.float32([-1.0, -2.0])
+    assert Proof().holds(Gap.of(at, at + np.float32(9e-5)))
+    assert not Proof().holds(Gap.of(at, at + np.float32(2e-4)))
+    assert Proof().holds(Gap(0))
+
+
+def test_the_bounds_of_bf16_are_the_same_in_every_run():
+    """After a first step whose gap is that of a missed push no other one holds."""
+    proof = Proof(bf16=True)
+    for nats in (15.0, 9.0, 9.0):
+        gap = Gap.of(np.zeros(9, np.float32), np.full(9, nats, np.float32))
+        assert not proof.holds(gap)
+    few_off = np.r_[np.zeros(250), np.full(6, 0.4)].astype(np.float32)
+    assert not proof.holds(Gap.of(few_off, np.zeros(256, np.float32)))
+    assert proof.holds(Gap.of(few_off[:-4], np.zeros(252, np.float32)))
+
+
+def test_leaning_towards_the_version_before_is_certain_or_nothing():
+    drawn = np.random.default_rng(0)
+    now = drawn.normal(-1, 0.5, 400).astype(np.float32)
+    before = (now + drawn.normal(0, 0.02, 400)).astype(np.float32)
+    noise = drawn.normal(0, 0.01, 400).astype(np.float32)
+    proof = Proof(bf16=True, square=1e-4)
+    assert proof.leans(now, before, now + noise) == 0
+    assert 0.8 < proof.leans(now, before, before + noise) < 1.2
+    assert 0.3 < proof.leans(now, before, (now + before) / 2 + noise) < 0.7
+    # What rounding of `now` gives by itself, where the update is as small as rounding.
+    rounded = now + drawn.normal(0, 0.01, 400).astype(np.float32)
+    still = now + drawn.normal(0, 0.01, 400).astype(np.float32)
+    assert Proof(bf16=True, square=2e-4).leans(rounded, still, now + noise) == 0
+
+
+def test_a_request_is_asked_again_as_it_was_sent_but_for_its_length():
+    messages = [{"role": "user", "content": "?"}]
+    request = {"messages": messages, "temperature": 0.5, "stream": True, "n": 2, "max_tokens": 900, "tools": [{}]}
+    probe = probe_of({"calls": [{"request": request, "response": {}}]}, Play())
+    assert probe.path == canary.CHAT
+    assert probe.body == {"messages": messages, "temperature": 0.5, "max_tokens": 16, "tools": [{}]}
+    assert probe.temperature == 0.5
+    text = probe_of({"calls": [{"request": {"prompt": "2+2="}, "response": {}}]}, Play())
+    assert (text.path, text.temperature) == (canary.COMPLETIONS, 1.0)
+    told = {"calls": [{"request": {"messages": messages}, "response": {"prompt_token_ids": [1, 2]}}]}
+    ids = probe_of(told, Play(ids="tokens"))
+    assert (ids.path, ids.body["token_ids"]) == (canary.GENERATE, [1, 2])
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    for other in ({"temperature": 0}, {"response_format": {"type": "json_object"}}, {"messages": [picture]}):
+        assert probe_of({"calls": [{"request": {**request, **other}, "response": {}}]}, Play()) is None
+    assert probe_of({"messages": messages}, Play()) is None
+
+
+def test_the_distributions_of_a_sample_are_the_models_own(tmp_path):
+    """Their logprobs are those of the packed forward, and the ids before each token are told apart."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tracegrad.learner import Run
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    driven = Run(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, steps=1)
+    driven.begin()
+    ids = np.arange(20, 32)
+    rollout = np.full(12, np.nan, np.float32)
+    rollout[[5, 6, 7, 10, 11]] = -1.0
+    warmth = np.full(12, 2.0, np.float32)
+    sample = Sample.of(driven, [Row(ids[:4], np.float32([np.nan, -1, -1, -1]), warmth[:4]), Row(ids, rollout, warmth)])
+    found = distributions(driven, sample)
+    assert np.allclose(found.logprobs, sample.logprobs, atol=1e-5)
+    assert found.target.tolist() == [21, 22, 23, 25, 26, 27, 30, 31]
+    assert [each.tolist() for each in found.output] == [[], [21], [21, 22], [], [25], [25, 26], [], [30]]
+    assert [len(each) for each in found.prompt] == [1, 1, 1, 5, 5, 5, 10, 10]
+    with torch.no_grad():
+        logits = model(torch.tensor(ids)[None]).logits[0, 10]
+    assert np.allclose(found.logits[-1], logits.numpy(), atol=1e-4)
