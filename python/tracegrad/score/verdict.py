@@ -78,7 +78,6 @@ class Judged:
         scores: [n] float64 within [0, 1], the mean over votes; NaN where no vote counts.
         disagreement: [n] float64, the standard deviation over votes; NaN below two.
         verdicts: the votes.
-        errors: of each vote that gave no score, what was wrong with its last answer.
     """
 
     scores: NDArray[np.float64]
@@ -86,7 +85,8 @@ class Judged:
     verdicts: list[Verdict]
 
     @property
-    def errors(self) -> list[str]:  # noqa: D102  told above
+    def errors(self) -> list[str]:
+        """What was wrong with the last answer of each vote that gave no score."""
         return [verdict.errors[-1] for verdict in self.verdicts if verdict.scores is None and verdict.errors]
 
     @classmethod
