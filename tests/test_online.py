@@ -21,7 +21,7 @@ from policy_server import AGAIN, MODEL, PolicyServer
 from stand_in import until
 from tracegrad.cli import main
 from tracegrad.learner import checkpoint
-from tracegrad.online import Online, Play, SyncFault
+from tracegrad.online import Online, Play, SyncFault, frames
 from tracegrad.online.frames import Writer
 from tracegrad.online.ledger import Ledger
 from tracegrad.online.signal import Signal
@@ -47,7 +47,7 @@ def short(prompts, completions, **columns):
     return [-float(len(completion[-1]["content"])) / 10 for completion in completions]
 
 
-def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, **online):
+def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, say=lambda _: None, **online):
     async def answers(task_, policy):
         message = await policy.chat(task_["prompt"])
         return -float(len(message["content"] or "")) / 10
@@ -55,7 +55,7 @@ def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how
     told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
     tasks = questions(count=8) if tasks is None else tasks
     servers = {"servers": [server.url], "out": out, "resume": resume}
-    return tg.online.train(MODEL, tasks, **told, **servers, **split(**online), sinks=(), say=lambda _: None)
+    return tg.online.train(MODEL, tasks, **told, **servers, **split(**online), sinks=(), say=say)
 
 
 def weights(folder: Path):
@@ -422,17 +422,39 @@ async def halves(prompts, completions, **columns):
 
 
 def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_path):
-    tasks = [{"prompt": f"Hello, I am {name}.", "answer": value} for name, value in (("Ben", 0.5), ("Anna", 2.0))]
+    """For one task the first of them raises: its group has no reward, and the run takes another one."""
+    tasks = [
+        {"prompt": f"I am {name}.", "answer": value} for name, value in (("Ben", 0.5), ("Anna", 2.0), ("Jo", None))
+    ]
+    how, said = {"rewards": [loud, halves], "weights": [1.0, 10.0]}, []
     with PolicyServer() as server:
-        found = run(server, tmp_path, how={"rewards": [loud, halves], "weights": [1.0, 10.0]}, tasks=tasks, steps=1)
-    traces = tg.read(next((tmp_path / "played").iterdir()))
-    for trace in traces:
+        found = run(server, tmp_path, how=how, tasks=tasks, steps=1, refill=2, say=said.append)
+    [step] = Ledger(tmp_path).steps
+    assert (len(step.groups), len(step.trained)) == (3, 2)
+    groups = [frames.read(tmp_path / "played", place) for place in step.trained]
+    rewards = []
+    for trace in (trace for traces in groups for trace in traces):
         text, value = trace.messages[-1]["content"] or "", trace.metadata["task"]["answer"]
         second = None if len(text) % 2 else 1.0
         expected = {"loud": len(text) + value, "halves": math.nan if second is None else 1.0}
         assert trace.rewards == pytest.approx(expected, nan_ok=True)
         assert trace.reward == pytest.approx(len(text) + value + 10 * (second or 0))
-    assert found.rows[0]["reward"] == pytest.approx(float(traces.reward.mean()))
+        rewards.append(trace.reward)
+    row = found.rows[0]
+    assert row["reward"] == pytest.approx(np.mean(rewards))
+    assert (row["groups_dull"], row["trajectories_failed"], row["trajectories_without_reward"]) == (1, 4, 0)
+    [place] = set(step.groups) - set(step.trained)
+    failed = frames.read(tmp_path / "played", place)
+    assert {trace.metadata["task"]["answer"] for trace in failed} == {None}
+    assert np.isnan(failed.reward).all()
+    group = failed[0].group
+    first, second, *_ = [line for line in said if line.startswith(("failed", "         "))]
+    assert first.startswith(
+        f"failed   task {group}, trajectory {group}-0: reward function loud: TypeError: unsupported"
+    )
+    assert first.endswith(" in loud)") or " in <listcomp>)" in first
+    assert second == "         Traceback (most recent call last):"
+    assert not list((tmp_path / "unscored").iterdir())
 
 
 def price(item: str) -> int:

@@ -317,7 +317,8 @@ class Collector:
             return
         traceback = "" if failure is None else failure.traceback
         self.counts.failures[what] = Failures(1, line, traceback)
-        self.link.say("\n         ".join(["failed   " + line, *traceback.splitlines()]))
+        for said in (f"failed   {line}", *(f"         {each}" for each in traceback.splitlines())):
+            self.link.say(said)
 
     async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> Played:
         told = self.play
