@@ -137,7 +137,10 @@ def test_a_group_has_as_many_trajectories_as_it_is_told(record, folder):
 def test_a_folder_is_added_to_where_that_is_told(record, folder, capsys):
     assert record("shop_clerk.py:agent", "--groups", "2") == 0
     assert record("shop_clerk.py:agent") == 1
-    assert "holds 2 groups" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "holds 2 groups. Others of the same names would be added" in err
+    assert "Go on with --resume, or give another --out." in err
+    assert "resume=" not in err
     assert record("shop_clerk.py:agent", "--resume") == 0
     assert "2 trajectories in 1 groups, beside 2 that were there" in capsys.readouterr().out
     assert sorted(played(folder / "o").groups) == ["0", "0", "1", "1", "2", "2"]

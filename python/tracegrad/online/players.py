@@ -124,8 +124,8 @@ class Contract:
             return cls(environment, rewards, weights)
         if not rewards:
             raise ArgumentError(
-                "neither an agent, an environment nor rewards are given. What is good would not be known. Pass "
-                "rewards=."
+                "neither an agent, an environment nor rewards are given. What is good would not be known. Give one of "
+                "them."
             )
         return cls(with_tools(tools) if tools else one_turn(), rewards, weights)
 

@@ -114,7 +114,7 @@ def record(
         unscored = f" and {kept:,} that are not scored" if kept else ""
         raise ArgumentError(
             f"{out} holds {len(done):,} groups{unscored}. Others of the same names would be added to them. Go on with "
-            "resume=True (--resume), or give another out."
+            "resume=True, or give another out."
         )
     entries = ((number, task) for number, task in enumerate(islice(tasks, groups)) if number not in done)
     counts = Counts()
