@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 
 import numpy as np
 import pytest
@@ -342,6 +343,18 @@ def test_verdicts_come_back_from_a_file_and_a_prompt_can_be_judged_again():
     assert told.prompt == verdicts[0].prompt == model.bodies[0]["messages"]
     assert verdicts[0].model == "wise"
     assert verdicts[0].explanations == ["because"] * 4
+
+
+def test_the_example_of_a_judge_writes_nothing_here_and_says_that_its_judge_is_gone(example, tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
+    monkeypatch.syspath_prepend(example.parent / "online")
+    relative = runpy.run_path(str(example.parent / "online" / "judge.py"))["relative"]
+    said = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
+    with pytest.raises(ConnectionError, match=r"the judge does not answer: .*127\.0\.0\.1:9"):
+        asyncio.run(relative([START] * 2, said))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_judge_that_hangs_is_ended():
