@@ -409,6 +409,8 @@ def test_of_rewards_by_name_the_one_that_is_named_is_trained_on(tmp_path):
             tg.errors.ArgumentError, match=r"the rewards are brevity, other, and data\.reward names none"
         ):
             run(server, tmp_path / "none", agent=agent, steps=1)
+    [path] = (tmp_path / "none" / "played").iterdir()
+    assert set(tg.read(path)[0].rewards) == {"brevity", "other"}  # it is on the disk all the same
     assert found.rows[0]["groups_dull"] == 0
     assert found.rows[0]["reward"] < 0
 

@@ -255,7 +255,7 @@ class Collector:
 
     async def _group(self, number: int, task: Any) -> None:
         """Plays one group, keeps it, scores it and writes it."""
-        played = await asyncio.to_thread(self._kept, number, task)
+        played = None if self.unscored is None else await asyncio.to_thread(self._kept, number, task, self.unscored)
         if played is None:
             names = [f"{number}-{sample}" for sample in range(self.play.samples)]
             plays = (self._play(self.contract, task, name, str(number)) for name in names)
@@ -265,10 +265,13 @@ class Collector:
                 await asyncio.to_thread(self.unscored.keep, number, [each.record for each in played])
         played = await self._scored(played)
         records = [each.record for each in played]
-        self.signal.check(records)
         rewards = self.signal.of_records(records)
         self.counts.add(rewards, self.signal.is_dull(rewards), sum(each.error is not None for each in played))
         self._note_failures(played)
+        try:
+            self.signal.check(records)
+        except ArgumentError as error:  # what was played is written first
+            self.failing = error
         await asyncio.to_thread(self._write, number, records)
         self.counts.finished += 1
         self.finished_at = time.monotonic()
@@ -276,14 +279,14 @@ class Collector:
         if self.failing is not None:
             raise self.failing
 
-    def _kept(self, number: int, task: Any) -> list[Played] | None:
+    def _kept(self, number: int, task: Any, unscored: Unscored) -> list[Played] | None:
         """A group that was played before and not scored; None where it is to be played."""
-        if self.unscored is None or (records := self.unscored.read(number)) is None:
+        if (records := unscored.read(number)) is None:
             return None
         try:
             return [restored(record, task) for record in records]
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise unusable(self.unscored.path(number), error) from error
+            raise unusable(unscored.path(number), error) from error
 
     def _write(self, number: int, records: list[dict[str, Any]]) -> None:
         assert self.writer is not None
