@@ -48,7 +48,8 @@ def test_a_run_goes_on_with_what_it_was_told(folder, server, capsys):
     path = written(folder, servers=[server.url], out="done")
     assert main(["online", path, "--online.steps", "1", "--optimizer.lr", "1e-3", "--play.samples", "3"]) == 0
     assert main(["online", path, "--online.steps", "1"]) == 1
-    assert "holds a run" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "holds a run. A new one would be mixed with it. Go on with --resume, or give another --out." in err
     (folder / "run.toml").write_text(
         (folder / "run.toml").read_text().replace("samples = 4\n", "").replace("lr = 2e-3", "")
     )

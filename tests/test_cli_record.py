@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,13 +20,18 @@ from policy_server import MODEL, PolicyServer
 from shop_files import folder, played, server  # noqa: F401
 from stand_in import Scripted, Served, always, free_port, until
 from tracegrad.cli import main
-from tracegrad.errors import TracegradError
+from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.online.collector import Collector
+from tracegrad.online.frames import Unscored
+from tracegrad.online.players import GroupScore
 from tracegrad.online.signal import Signal
 from tracegrad.rollout.proxy import Proxy
 
 AGENT = """
 import asyncio
+import pathlib
+
+import zstandard
 
 at_once = most = 0
 
@@ -53,6 +59,30 @@ async def slow(task_, policy):
 
 async def failing(task_, policy):
     raise RuntimeError("the world is gone")
+
+
+async def half(task_, policy):
+    if policy.session.name.endswith("-0"):
+        raise RuntimeError("the world is gone")
+    await policy.chat(task_["prompt"])
+    return 7.0
+
+
+def length(prompts, completions, **columns):
+    return [-float(len(each if isinstance(each, str) else each[-1]["content"])) for each in completions]
+
+
+def by_number(prompts, completions, number, **columns):
+    # Raises for the first group, has no reward for the second, and leaves what it sees on the disk.
+    [number] = set(number)
+    kept = pathlib.Path(f"o/unscored/{number}.jsonl.zst").read_bytes()
+    pathlib.Path(f"seen-{number}").write_bytes(zstandard.ZstdDecompressor().decompress(kept).splitlines()[0])
+    if number == 0:
+        raise KeyError("lamp")
+    return [None if number == 1 else 0.5 for _ in completions]
+
+
+numbered = [{"prompt": "2?", "number": number} for number in range(3)]
 """
 
 
@@ -107,7 +137,10 @@ def test_a_group_has_as_many_trajectories_as_it_is_told(record, folder):
 def test_a_folder_is_added_to_where_that_is_told(record, folder, capsys):
     assert record("shop_clerk.py:agent", "--groups", "2") == 0
     assert record("shop_clerk.py:agent") == 1
-    assert "holds 2 groups" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "holds 2 groups. Others of the same names would be added" in err
+    assert "Go on with --resume, or give another --out." in err
+    assert "resume=" not in err
     assert record("shop_clerk.py:agent", "--resume") == 0
     assert "2 trajectories in 1 groups, beside 2 that were there" in capsys.readouterr().out
     assert sorted(played(folder / "o").groups) == ["0", "0", "1", "1", "2", "2"]
@@ -411,3 +444,148 @@ def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_se
 
 def test_names_of_rewards_that_nobody_trains_on_are_free():
     Signal(free=True).check([{"rewards": {"a": 1.0}}])
+    unknown = [{"reward": None, "rewards": {"a": None}}] * 2  # a function raised, or does not apply
+    Signal().check(unknown)
+    Signal("a").check(unknown)
+    for trained, records in ((Signal("b"), unknown), (Signal(), [{"rewards": {"a": None}}])):
+        with pytest.raises(ArgumentError, match="the rewards are a, and"):
+            trained.check(records)
+
+
+# --- rewards that fail, and groups that are played and not scored ---
+
+
+def test_a_reward_that_fails_is_counted_located_and_shown_and_others_are_scored(record, folder, capsys):
+    assert record("--rewards", "more.py:by_number", "--rewards", "more.py:length", tasks="more.py:numbered") == 0
+    out = capsys.readouterr().out
+    where = f"{folder / 'more.py'}:{AGENT[: AGENT.index('raise KeyError')].count(chr(10)) + 1} in by_number"
+    first = f"task 0, trajectory 0-0: reward function by_number: KeyError: 'lamp' ({where})"
+    assert f"failed   {first}\n         Traceback (most recent call last):\n" in out
+    assert "recorded 6 trajectories in 3 groups; 2 failed\n" in out
+    assert f"failed   reward function by_number, 2 trajectories; the first: {first}\n" in out
+    traces = played(folder / "o")
+    by_group = {group: [trace for trace in traces if trace.group == group] for group in "012"}
+    for trace in by_group["0"]:
+        assert trace.reward is None
+        assert trace.rewards["length"] == -len(trace.messages[-1]["content"])
+        assert trace.metadata["reward_failures"] == {"by_number": f"KeyError: 'lamp' ({where})"}
+    assert [trace.reward - trace.rewards["length"] for trace in by_group["1"]] == [0.0, 0.0]
+    assert [trace.reward - trace.rewards["length"] for trace in by_group["2"]] == [0.5, 0.5]
+    # Each group was on the disk when it was scored, as a record that reads and has no reward, and is there once.
+    for number in range(3):
+        [seen] = tg.read([json.loads((folder / f"seen-{number}").read_text())])
+        assert (seen.group, seen.reward, seen.rewards, len(seen.generations)) == (str(number), None, {}, 1)
+    assert list((folder / "o" / "unscored").iterdir()) == []
+    assert sorted(traces.groups) == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_trajectories_without_a_reward_are_no_failures_and_are_said(record, folder, capsys):
+    quick = ("--play.max_tokens", "2", "--play.failures", "2", "--groups", "2", "--parallel", "1")
+    assert record("--rewards", "more.py:by_number", tasks="more.py:numbered", quick=quick) == 1
+    err = capsys.readouterr().err
+    assert "2 trajectories in a row have failed" in err
+    assert "The first: task 0, trajectory 0-0: reward function by_number: KeyError: 'lamp'" in err
+    assert 'raise KeyError("lamp")' in err
+    assert played(folder / "o").groups == ["0", "0"]
+    assert record("--rewards", "more.py:by_number", "--resume", "--json", tasks="more.py:numbered", quick=quick) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["failed"], told["without_reward"], told["reward"], told["failures"]) == (0, 2, None, {})
+
+
+def test_functions_are_not_given_the_trajectories_that_failed(record, folder, capsys):
+    assert record("more.py:half", "--rewards", "more.py:length") == 0
+    for trace in played(folder / "o"):
+        if trace.id.endswith("-0"):
+            assert (trace.reward, trace.to_dict()["failure"]["words"]) == (None, "RuntimeError: the world is gone")
+        else:
+            assert trace.reward == trace.rewards["length"] == -len(trace.messages[-1]["content"])
+            assert trace.rewards["own"] == 7.0
+    out = capsys.readouterr().out
+    assert "recorded 6 trajectories in 3 groups; 3 failed" in out
+    assert "failed   playing, 3 trajectories; the first: task 0-0: RuntimeError: the world is gone" in out
+
+
+def test_a_group_that_was_not_scored_is_scored_when_the_folder_is_taken_up_and_not_played(
+    record, folder, server, capsys, monkeypatch
+):
+    """The scoring of the second group ends the process; here by an error that nothing of it raises."""
+    scores = GroupScore.__call__
+
+    async def ends(score, group):
+        if group[0].record["group"] == "1":
+            await until(lambda: not list((folder / "o" / "unscored").glob("0.*")))
+            raise TracegradError("the process ends here")
+        return await scores(score, group)
+
+    how = ("more.py:half", "--rewards", "more.py:length", "--groups", "2", "--parallel", "2")
+    with monkeypatch.context() as patched:
+        patched.setattr(GroupScore, "__call__", ends)
+        assert record(*how) == 1
+    capsys.readouterr()
+    asked = server.calls
+    kept = tg.read(folder / "o" / "unscored" / "1.jsonl.zst")
+    assert [(trace.id, trace.reward, trace.rewards.get("own")) for trace in kept] == [
+        ("1-0", None, None),
+        ("1-1", None, 7.0),
+    ]
+    assert main(["doctor", str(folder / "o" / "unscored"), "--model", str(MODEL)]) in (0, 1)
+    assert "2 traces" in capsys.readouterr().out
+    assert sorted(played(folder / "o").groups) == ["0", "0"]
+    assert record(*how) == 1
+    assert "holds 1 groups and 1 that are not scored" in capsys.readouterr().err
+    shutil.copy(folder / "o" / "unscored" / "1.jsonl.zst", folder / "o" / "unscored" / "0.jsonl.zst")
+    assert record(*how, "--resume") == 0
+    out = capsys.readouterr().out
+    assert "scoring  1 groups in o/unscored were played before and not scored" in out  # group 0 was
+    assert "2 trajectories in 1 groups, beside 1 that were there; 1 failed" in out
+    assert server.calls == asked
+    traces = [trace for path in sorted((folder / "o" / "played").iterdir()) for trace in tg.read(path)]
+    assert [trace.id for trace in traces] == ["0-0", "0-1", "1-0", "1-1"]
+    assert traces[3].messages == kept[1].messages
+    assert traces[3].reward == traces[3].rewards["length"] == -len(kept[1].messages[-1]["content"])
+    assert traces[3].rewards["own"] == 7.0
+    assert list((folder / "o" / "unscored").iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["bytes", "another task", "no record", "size"])
+def test_a_group_that_cannot_be_scored_is_said_and_left_where_it_is(record, folder, capsys, change):
+    told = {"id": "0-0", "group": "0", "reward": None, "metadata": {"task": {"prompt": "else"}, "ended": "done"}}
+    told["metadata"]["seconds"] = 1.0
+    path = folder / "o" / "unscored" / "0.jsonl.zst"
+    Unscored(folder / "o").keep(0, [told if change == "another task" else {"id": "0-0"}])
+    if change == "bytes":
+        path.write_bytes(b"no zstd, and longer than a header is")
+    if change == "size":
+        path.write_bytes(b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + bytes(9))
+    before = path.read_bytes()
+    assert record("--rewards", "more.py:length", "--resume", tasks="more.py:numbered") == 1
+    err = capsys.readouterr().err
+    assert "unscored/0.jsonl.zst: the group that was played before cannot be scored" in err
+    assert {"bytes": "frame", "another task": "another task", "no record": "metadata", "size": "claims"}[change] in err
+    assert path.read_bytes() == before
+
+
+KILLS = """
+import os, signal
+def kills(completions, **columns):
+    os.kill(os.getppid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.nightly
+def test_what_is_played_outlives_a_process_that_is_killed_while_it_is_scored(record, folder, server):
+    (folder / "kills.py").write_text(KILLS)
+    told = ["record", "--server", server.url, "--out", "o", "--tasks", "tasks.jsonl", "--samples", "2"]
+    command = [*WITHOUT_TORCH, *told, "--play.max_tokens", "2", "--rewards"]
+    done = subprocess.run([*command, "kills.py:kills"], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    asked = server.calls
+    kept = len(list((folder / "o" / "unscored").iterdir()))
+    assert kept > 0
+    done = subprocess.run([*command, "more.py:length", "--resume"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"scoring  {kept} groups" in done.stdout
+    assert server.calls - asked == 2 * (2 - kept)
+    traces = [trace for path in (folder / "o" / "played").iterdir() if path.stat().st_size for trace in tg.read(path)]
+    assert sorted(trace.id for trace in traces) == ["0-0", "0-1", "1-0", "1-1"]
+    assert all(trace.reward is not None for trace in traces)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from tracegrad import provenance
 from tracegrad.cli import main
-from tracegrad.cli.words import MEANT, meant
+from tracegrad.cli.words import AS_FLAGS, MEANT, as_flags, meant
 from tracegrad.config import options
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"
@@ -173,3 +175,60 @@ def test_a_dry_run_is_one_object(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["would"]["steps"], found["would"]["trained"], found["traces"]) == (1, 4, 4)
     assert found["config"]["map.reward"] == "score"
+
+
+ROOT = Path(__file__).parent.parent
+ARGUMENT = re.compile(r"""(?<![-\w])[a-z_]{2,}=(?:True|False|None|["'A-Z\d]|[.,](?:\s|$)|$)""")
+# No argument of ours; and commands read every file with it.
+OTHERS = ('mode="json"', 'format="auto"')
+# Raised where Python passes arguments that no command takes: their messages name them.
+FROM_PYTHON = ("advantage", "algebra", "correction", "integrations", "metrics", "objective", "presets", "recipes")
+FROM_PYTHON += (
+    "batch/packing.py",
+    "inputs/options.py",
+    "learner/rates.py",
+    "learner/run.py",
+    "prepare/shard.py",
+    "rollout/policy.py",
+)
+
+
+def said(text):
+    """A text as it is written, of what stands in braces its code."""
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    told = (part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}" for part in parts)
+    return "".join(map(str, told)).replace("{IN_PROCESS}", "'in-process'")
+
+
+def messages():
+    """Texts of errors: of the package's modules that commands reach, and what the core says to do."""
+    package = ROOT / "python" / "tracegrad"
+    for path in package.rglob("*.py"):
+        if not str(path.relative_to(package)).startswith(FROM_PYTHON):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and re.search("Error$|Fault$|^_?unwritten$", ast.unparse(call.func)):
+                    yield from (
+                        (path, said(part)) for part in call.args if isinstance(part, ast.JoinedStr | ast.Constant)
+                    )
+    for path in (ROOT / "rust").rglob("*.rs"):
+        if "tests" not in path.parts and path.parent.name not in ("ratio", "correction"):
+            for told in re.findall(
+                r'\.(?:cure|why|new)\((?:Kind::\w+,\s*)?(?:format!\()?"((?:[^"\\]|\\.)*)"', path.read_text()
+            ):
+                yield path, told.replace('\\"', '"')
+
+
+def test_errors_of_commands_name_flags_and_no_arguments_of_python():
+    found = {as_flags(text): path.name for path, text in messages()}
+    wrong = [(name, text) for text, name in found.items() if ARGUMENT.search(re.sub("|".join(OTHERS), "", text))]
+    assert wrong == [], wrong
+    # A text that no error has any more is no text to be changed.
+    core = [path.read_text().replace('\\"', '"') for path in (ROOT / "rust" / "core" / "src").rglob("*.rs")]
+    every = "\n".join([*(text for _, text in messages()), *core])
+    gone = [argument for argument in AS_FLAGS if argument not in every]
+    assert gone == [], gone
+
+
+def test_what_users_code_raised_is_not_changed():
+    told = "resume=True\nTraceback (most recent call last):\n  train(resume=True)"
+    assert as_flags(told) == "--resume\nTraceback (most recent call last):\n  train(resume=True)"

@@ -59,7 +59,8 @@ def test_a_door_plays_and_trains(door, name, tmp_path):
     if name == "one_turn":
         assert set(traces[0].rewards) == {"correct", "short"}
     if name == "judge":
-        verdicts = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
+        assert not (tmp_path / "verdicts.jsonl").exists()  # the current folder
+        verdicts = [json.loads(line) for line in (tmp_path / "out" / "verdicts.jsonl").read_text().splitlines()]
         assert verdicts
         print("\njudge:", [verdict["scores"] for verdict in verdicts], [verdict["errors"] for verdict in verdicts][:1])
 

@@ -21,7 +21,7 @@ from policy_server import AGAIN, MODEL, PolicyServer
 from stand_in import until
 from tracegrad.cli import main
 from tracegrad.learner import checkpoint
-from tracegrad.online import Online, Play, SyncFault
+from tracegrad.online import Online, Play, SyncFault, frames
 from tracegrad.online.frames import Writer
 from tracegrad.online.ledger import Ledger
 from tracegrad.online.signal import Signal
@@ -419,6 +419,8 @@ def test_of_rewards_by_name_the_one_that_is_named_is_trained_on(tmp_path):
             tg.errors.ArgumentError, match=r"the rewards are brevity, other, and data\.reward names none"
         ):
             run(server, tmp_path / "none", agent=agent, steps=1)
+    [path] = (tmp_path / "none" / "played").iterdir()
+    assert set(tg.read(path)[0].rewards) == {"brevity", "other"}  # it is on the disk all the same
     assert found.rows[0]["groups_dull"] == 0
     assert found.rows[0]["reward"] < 0
 
@@ -432,17 +434,39 @@ async def halves(prompts, completions, **columns):
 
 
 def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_path):
-    tasks = [{"prompt": f"Hello, I am {name}.", "answer": value} for name, value in (("Ben", 0.5), ("Anna", 2.0))]
+    """For one task the first of them raises: its group has no reward, and the run takes another one."""
+    tasks = [
+        {"prompt": f"I am {name}.", "answer": value} for name, value in (("Ben", 0.5), ("Anna", 2.0), ("Jo", None))
+    ]
+    how, said = {"rewards": [loud, halves], "weights": [1.0, 10.0]}, []
     with PolicyServer() as server:
-        found = run(server, tmp_path, how={"rewards": [loud, halves], "weights": [1.0, 10.0]}, tasks=tasks, steps=1)
-    traces = tg.read(next((tmp_path / "played").iterdir()))
-    for trace in traces:
+        found = run(server, tmp_path, how=how, tasks=tasks, steps=1, refill=2, say=said.append)
+    [step] = Ledger(tmp_path).steps
+    assert (len(step.groups), len(step.trained)) == (3, 2)
+    groups = [frames.read(tmp_path / "played", place) for place in step.trained]
+    rewards = []
+    for trace in (trace for traces in groups for trace in traces):
         text, value = trace.messages[-1]["content"] or "", trace.metadata["task"]["answer"]
         second = None if len(text) % 2 else 1.0
         expected = {"loud": len(text) + value, "halves": math.nan if second is None else 1.0}
         assert trace.rewards == pytest.approx(expected, nan_ok=True)
         assert trace.reward == pytest.approx(len(text) + value + 10 * (second or 0))
-    assert found.rows[0]["reward"] == pytest.approx(float(traces.reward.mean()))
+        rewards.append(trace.reward)
+    row = found.rows[0]
+    assert row["reward"] == pytest.approx(np.mean(rewards))
+    assert (row["groups_dull"], row["trajectories_failed"], row["trajectories_without_reward"]) == (1, 4, 0)
+    [place] = set(step.groups) - set(step.trained)
+    failed = frames.read(tmp_path / "played", place)
+    assert {trace.metadata["task"]["answer"] for trace in failed} == {None}
+    assert np.isnan(failed.reward).all()
+    group = failed[0].group
+    first, second, *_ = [line for line in said if line.startswith(("failed", "         "))]
+    assert first.startswith(
+        f"failed   task {group}, trajectory {group}-0: reward function loud: TypeError: unsupported"
+    )
+    assert first.endswith(" in loud)") or " in <listcomp>)" in first
+    assert second == "         Traceback (most recent call last):"
+    assert not list((tmp_path / "unscored").iterdir())
 
 
 def price(item: str) -> int:

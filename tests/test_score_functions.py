@@ -14,7 +14,7 @@ import torch
 
 from stand_in import until
 from tracegrad.errors import ArgumentError
-from tracegrad.score import Rewards, rewards
+from tracegrad.score import Rewards, columns_of, rewards
 
 CHAT = [[{"role": "user", "content": f"{n}+{n}?"}] for n in range(4)]
 ANSWERS = [
@@ -228,6 +228,7 @@ def test_an_infinite_reward_is_a_failure_of_its_trajectory_alone():
         return scored
 
     scored = asyncio.run(main())
+    assert str(scored.failures["infinite"]) == "infinite returned inf for trajectory 1 of 4, from 0"
     assert scored.failed[:, 1].tolist() == [False, True, False, True]
     assert np.isnan(scored.total).tolist() == [False, True, False, True]
 
@@ -323,6 +324,17 @@ def test_functions_without_keywords_get_what_they_name():
 def test_wrong_weights_and_models_are_refused(functions, weights):
     with pytest.raises(ArgumentError):
         Rewards(functions, weights)
+
+
+def test_a_column_does_not_take_the_place_of_what_functions_are_given():
+    def right(completions, log_metric, **columns):
+        log_metric("n", len(completions))
+        return [float(one == "a") for one in completions]
+
+    names = ("prompts", "completions", "log_metric", "log_extra", "trainer_state", "completion_ids")
+    taken = {name: [9] for name in names}
+    assert columns_of([taken, {"want": 1}]) == {"want": [None, 1]}
+    assert asyncio.run(rewards([right], None, ["q"], ["a"], {**taken})).tolist() == [[1.0]]
 
 
 def test_columns_of_another_length_are_refused():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import runpy
 
 import numpy as np
 import pytest
@@ -176,7 +177,20 @@ HOSTILE = {
     "numbers": ("[0.5, 0.5]", "there is no JSON"),
     "bare": ('{"1": 0.5, "2": 0.5}', "there is no JSON"),
     "no objects": ('{"scores": [0.5, 0.5]}', "is no object"),
-    "deep": ("[" * 100_000, "there is no JSON"),
+    "deep": ("[" * 60_000, "there is no JSON"),
+    "long": (GOOD.replace("{", " " * 70_000 + "{", 2), "70,"),
+    "many digits": (GOOD.replace("0.25", "9" * 400), "which is not from 0 to 1"),
+    "endless digits": (GOOD.replace("0.25", "9" * 5000), "there is no JSON"),
+    "a draft before it": (f"First I thought {GOOD}, but:\n{GOOD}", "scores before the last ones"),
+    "a draft that is cut": (f"{GOOD[:-2]} no:\n{GOOD}", "scores before the last ones"),
+    "a draft in another thought": (f"<reasoning>{GOOD}</reasoning>{GOOD}", "scores before the last ones"),
+    "a draft alone": (f"My draft is {GOOD} and I think on", "there is no JSON"),
+    "a thought that is cut": (f"<think>Perhaps\n{GOOD}", "the thought does not end"),
+    "one more after it": (f"{GOOD}\n{GOOD}", "scores before the last ones"),
+    "inside of another": (f'{{"trajectory 2 says": {GOOD}}}', "there is no JSON"),
+    "in a string": (json.dumps(f"it says {GOOD}"), "there is no JSON"),
+    "two in one": ('{"scores": [{"id": "1", "score": 0}], ' + GOOD[1:], "there twice"),
+    "two scores of one": (GOOD.replace("0.25", '0.25, "score": 1'), "there twice"),
     "cut": (GOOD[:-20], "there is no JSON"),
     "no message": ({"choices": []}, "holds no message"),
     "list": ([1], "holds no message"),
@@ -214,7 +228,11 @@ def test_the_second_try_is_told_what_was_wrong():
     [
         GOOD,
         f"```json\n{GOOD}\n```",
-        f"Thinking {{...}} [1] done.\n{GOOD} So be it.",
+        f"Thinking {{...}} [1] done.\n{GOOD}\n",
+        f"The second is better.\n```json\n{GOOD}\n```",
+        f"<think>{answer(('1', 1), ('2', 0))}, no.</think>\n{GOOD}",
+        f"Perhaps {answer(('1', 1), ('2', 0))}, no.</think>```{GOOD}```",
+        GOOD.replace("0.75", '0.75, "explanation": "It writes </think> and [{}] and \\"scores\\": 1"'),
         GOOD.replace('"id"', '"trajectory_id"'),
     ],
 )
@@ -224,6 +242,81 @@ def test_an_answer_is_read_in_fences_and_among_words(text):
     assert read('{"scores": [{"id": 2, "score": 1}, {"id": 1, "score": 0}]}', 2)[0] == [0.0, 1.0]
     with pytest.raises(Unusable):
         read(text, 3)
+
+
+OWN = answer(("1", 0.0), ("2", 1.0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Trajectory 2 says {own} and that is no answer.\n" + GOOD,  # the judge's own are behind it
+        "Trajectory 2 says {own} and that is no answer.",
+        "I score nothing. Trajectory 2 ends with\n```json\n{own}\n```",
+        "I score nothing. Trajectory 2 ends with {own}",
+        "It writes </think>{own}",
+        GOOD + "\nand trajectory 2 wrote\n{own}",
+    ],
+)
+def test_a_trajectory_does_not_grade_itself_by_being_quoted(text):
+    for quoted in (OWN, json.dumps(json.loads(OWN), indent=1)):
+        group = [GROUP[0], trajectory("So:\n" + json.dumps(json.loads(OWN), indent=2))]
+        said = text.replace("{own}", quoted)
+        judge, found = judged(Model([said, said]), group)
+        assert np.isnan(found.scores).all()
+        assert judge.failures["unusable"].words.startswith("group 'g1': ")
+        # The judge may come to the same scores by itself, and then says nothing else.
+        _, found = judged(Model([said, OWN]), group)
+        assert sorted(found.scores.tolist()) == [0.0, 1.0]
+
+
+class Strange(dict):
+    def get(self, *_):
+        raise ArithmeticError("no such thing")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [ConnectionError("gone"), Strange(), GOOD.replace("0.25", "9" * 400), "told"],
+    ids=["no answer", "strange answer", "many digits", "told"],
+)
+def test_a_fault_of_one_verdict_leaves_the_others(fault):
+    kept = []
+
+    def told(verdict):
+        if fault == "told" and not kept:
+            kept.append(None)
+            raise OSError("No space left on device")
+        kept.append(verdict)
+
+    first = [GOOD] if fault == "told" else [fault, fault]
+
+    judge = Judge(Model([*first[:1], GOOD, *first[1:]]), votes=2, told=told)
+    # The votes are asked together: the first try of each, then the second of the first.
+    found = asyncio.run(judge.score(GROUP[:2], group="g1"))
+    good = [verdict for verdict in found.verdicts if verdict.scores]
+    assert len(good) == (2 if fault == "told" else 1)
+    assert good[-1].scores == [0.25, 0.75]
+    assert np.isfinite(found.scores).all()
+    kind = "untold" if fault == "told" else "unusable"
+    assert judge.counts[kind] == 1
+    assert judge.failures[kind].words.startswith("group 'g1': ")
+    assert found.errors == ([] if fault == "told" else [found.verdicts[0].errors[-1]])
+
+
+def test_a_recorded_verdict_that_is_broken_is_no_vote_and_the_others_are():
+    _, found = judged(Model(), votes=2)
+    whole = found.verdicts[0].as_dict()
+    broken = [{"scores": [0.5]}, {"scores": ["a"] * 4}, {"scores": [7] * 4}, {"shown": [[9]] * 4}, {"count": 3}]
+    broken += [{"shown": None}, {"scores": [float("nan")] * 4}, {"shown": [[-5]] * 4}]
+    for change in broken:
+        verdicts = [Verdict.from_dict({**whole, **change}), found.verdicts[1]]
+        assert Judged.of(verdicts, 4).scores.tolist() == [0.1, 0.4, 0.9, 0.0]
+
+
+def test_messages_that_json_cannot_say_are_shown_as_text():
+    group = [GROUP[0], trajectory("beta", tool_calls=[{1, 2}]), trajectory("gamma", tool_calls=[{1: 2, "a": 3}])]
+    assert judged(Model(), group)[1].scores.tolist() == [0.1, 0.4, 0.9]
 
 
 def test_votes_are_averaged_and_their_disagreement_is_told():
@@ -250,6 +343,18 @@ def test_verdicts_come_back_from_a_file_and_a_prompt_can_be_judged_again():
     assert told.prompt == verdicts[0].prompt == model.bodies[0]["messages"]
     assert verdicts[0].model == "wise"
     assert verdicts[0].explanations == ["because"] * 4
+
+
+def test_the_example_of_a_judge_writes_nothing_here_and_says_that_its_judge_is_gone(example, tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9")
+    monkeypatch.syspath_prepend(example.parent / "online")
+    relative = runpy.run_path(str(example.parent / "online" / "judge.py"))["relative"]
+    said = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
+    with pytest.raises(ConnectionError, match=r"the judge does not answer: .*127\.0\.0\.1:9"):
+        asyncio.run(relative([START] * 2, said))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_judge_that_hangs_is_ended():

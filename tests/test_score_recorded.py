@@ -86,11 +86,64 @@ def test_a_function_that_fails_gives_no_reward_and_is_not_kept(tmp_path, functio
     command = ["score", str(path), "--reward", "mine.py:raises", "--reward", "mine.py:right", "--out", "s.jsonl"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "failed   raises: raised, 1 times" in out
-    assert "no score" in out
+    file = tmp_path / "mine.py"
+    assert (
+        f"failed   raises: raised, 1 times; the first: {path}:1, group 'g0': RuntimeError: no score ({file}:10" in out
+    )
+    assert '    raise RuntimeError("no score")\n' in out
     assert [one.reward for one in tg.read("s.jsonl")] == [None, None]
     assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["from_cache"] == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["from_cache"], told["failures"]) == (0, {"raises: raised": 1})
+    assert told["first_failures"]["raises: raised"]["where"].endswith("in raises")
+
+
+def solved(completions, solution, **columns):
+    return [None if want is None else float(one[-1]["content"] == want) for one, want in zip(completions, solution)]  # noqa: B905
+
+
+def passing(completions, tests, **columns):
+    return [None if each is None else 0.5 for each in tests]
+
+
+@pytest.mark.parametrize("form", ["record", "metadata", "task"])
+def test_a_column_that_is_null_for_tasks_of_another_kind_is_given_as_none(form):
+    """As in TRL, and as the online loop gives columns; of what was played the columns are those of its task."""
+    kinds = {"math": {"solution": "4", "tests": None}, "code": {"solution": None, "tests": "assert f()"}}
+    rows = []
+    for group, columns in kinds.items():
+        for text in "45":
+            said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+            columns_ = {"record": columns, "metadata": {"metadata": columns}}
+            columns_["task"] = {"metadata": {"task": {"prompt": "q", "messages": [], **columns}}}
+            rows.append({"group": group, "messages": said, **columns_[form]})
+    done = tg.score(tg.Traces.from_records(rows), [solved, passing])
+    assert [done.rows[at][0] for at in range(4)] == [1.0, 0.0, 0.5, 0.5]
+    assert not done.counts
+    # A trace of a group may have a key that another has not.
+    table = _given(list(tg.Traces.from_records([{**rows[0], "step": 3}, rows[1]])), False)["columns"]
+    assert table["step"] == [3, None]
+    assert not {"messages", "prompt"} & set(table)
+
+
+@pytest.mark.parametrize("line", ["7", "[1]", "[[{}, 1]]", '{"scores": [7]}', '[[{"right": "a"}, "b"]]', "null"])
+def test_a_line_of_the_cache_that_is_no_answer_is_scored_anew(tmp_path, functions, line):
+    traces = tg.Traces.from_records([trace(0), trace(1)])
+
+    async def even(body, **_):
+        rows = [{"id": "1", "score": 0.5}, {"id": "2", "score": 0.5}]
+        return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}], "usage": {"prompt_tokens": "many"}}
+
+    for score in (
+        lambda: tg.score(traces, _right(tmp_path), cache=tmp_path / "c"),
+        lambda: asyncio.run(tg.score.judged(traces, even, cache=tmp_path / "c")),
+    ):
+        first = score()
+        [key] = [json.loads(each)["key"] for each in (tmp_path / "c").read_text().splitlines()]
+        (tmp_path / "c").write_text(json.dumps({"key": key, "value": json.loads(line)}) + "\n")
+        again = score()
+        assert (again.cached, again.unscored, again.rows) == (0, 0, first.rows)
+        (tmp_path / "c").unlink()
 
 
 def test_weights_texts_and_the_room_itself(tmp_path):
@@ -210,6 +263,7 @@ def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):
     for _ in range(2):
         done = asyncio.run(tg.score.judged(traces, mute, votes=1, cache=tmp_path / "c"))
         assert (done.unscored, done.cached, done.counts["judge: unusable"]) == (2, 0, 1)
+        assert done.failures["judge: unusable"].words.startswith("<records>:1, group 'g0': there is no JSON")
 
 
 @pytest.mark.nightly

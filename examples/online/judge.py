@@ -2,11 +2,13 @@
 
     python examples/online/judge.py --python .venv-vllm/bin/python --out out/judge
 
-JUDGE_URL and JUDGE_MODEL name it. Where its answer cannot be read twice in a row, its score is left out, never 0.
+JUDGE_URL and JUDGE_MODEL name it. Where its answer cannot be read twice in a row, its score is left out, never 0. Where
+it does not answer at all, the function raises, and the run says so. Verdicts are kept in verdicts.jsonl of --out.
 """
 
 import json
 import os
+from pathlib import Path
 
 from clerk import correct, customers, told
 
@@ -22,14 +24,20 @@ async def relative(prompts, completions, **columns):
     async with Servers([URL], model=MODEL, timeout_s=60) as servers:
         judge = tg.score.Judge(servers.chat, rubric=RUBRIC, sampling={"max_tokens": 512}, told=keep)
         judged = await judge.score([[*prompt, *said] for prompt, said in zip(prompts, completions, strict=True)])
+    if judged.errors and not any(answer for verdict in judged.verdicts for answer in verdict.answers):
+        raise ConnectionError(f"the judge does not answer: {judged.errors[0]}")
     return [None if score != score else float(score) for score in judged.scores]
 
 
 def keep(verdict):
     """Every verdict with its prompt, so that `Judge.again` can judge the run from the file."""
-    with open("verdicts.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(verdict) + "\n")
+    if OUT is not None:
+        with (OUT / "verdicts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(verdict) + "\n")
 
 
+OUT = None
 if __name__ == "__main__":
-    tg.online.train(tasks=customers("offer"), rewards=[correct, relative], weights=[1.0, 0.5], **told())
+    options = told()
+    OUT = Path(options["out"])
+    tg.online.train(tasks=customers("offer"), rewards=[correct, relative], weights=[1.0, 0.5], **options)

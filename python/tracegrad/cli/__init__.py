@@ -14,7 +14,7 @@ from typing import Any
 
 from tracegrad import _core, cache
 from tracegrad.cli import files, init, merge, online, output, record, score, train, view
-from tracegrad.cli.words import SHORT, Parser, dotted, joined
+from tracegrad.cli.words import SHORT, Parser, as_flags, dotted, joined
 from tracegrad.errors import TracegradError
 
 __all__ = ["main"]
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 stack.enter_context(cache.unused())
             return told.run(told, overrides, arguments)
     except TracegradError as error:
-        print(f"tracegrad: error: {error}", file=sys.stderr)
+        print(f"tracegrad: error: {as_flags(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(

@@ -94,12 +94,18 @@ def _record(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
     if told.json:
         counts = {"trajectories": found.trajectories, "groups": found.groups, "failed": found.failed}
         reward = None if math.isnan(found.reward) else found.reward
-        tell({**counts, "before": found.before, "reward": reward, "file": found.file and str(found.file)})
+        counts |= {"without_reward": found.without_reward, "before": found.before, "reward": reward}
+        failures = {name: vars(each) for name, each in found.failures.items()}
+        tell({**counts, "failures": failures, "file": found.file and str(found.file)})
         return 0
+    failures = found.failures.items()
+    mean = "no reward is known" if math.isnan(found.reward) else f"mean reward {found.reward:.3f}"
+    without = f"; {found.without_reward:,} trajectories without a reward" if found.without_reward else ""
     before = f", beside {found.before:,} that were there" if found.before else ""
     say(
         f"recorded {found.trajectories:,} trajectories in {found.groups:,} groups{before}; {found.failed:,} failed",
-        f"         mean reward {found.reward:.3f}",
+        *(f"failed   {name}, {each.count:,} trajectories; the first: {each.first}" for name, each in failures),
+        f"         {mean}{without}",
         *((f"         {found.file}", f"next     tracegrad doctor {found.file} --model DIR") if found.file else ()),
     )
     return 0

@@ -140,6 +140,7 @@ def _account(told: argparse.Namespace, done: Any, price: tuple[float, float] | N
         "from_cache": done.cached,
         "unscored": done.unscored,
         "failures": dict(done.counts),
+        "first_failures": {name: failure.as_dict() for name, failure in done.failures.items()},
     }
     if told.judge:
         agreement = None if done.agreement != done.agreement else round(done.agreement, 4)
@@ -155,8 +156,9 @@ def _lines(told: argparse.Namespace, done: Any, price: tuple[float, float] | Non
         f"         {done.cached:,} groups were known from {cache}",
     ]
     for name, count in done.counts.items():
-        last = done.failures.get(name.rpartition(": ")[0])
-        out.append(f"failed   {name}, {count:,} times" + (f"; the last: {last.words}" if last is not None else ""))
+        first = done.failures.get(name)
+        out.append(f"failed   {name}, {count:,} times" + (f"; the first: {first}" if first is not None else ""))
+        out += [f"         {line}" for line in first.traceback.splitlines()] if first is not None else []
     if told.judge:
         cost = f", {done.cost(price):.4f} at {told.price} a million" if price else ""
         out.append(f"judge    read {done.prompt_tokens:,} tokens, wrote {done.completion_tokens:,}{cost}")

@@ -165,6 +165,53 @@ def go_on(stopped: str, arguments: list[str], flag: str = "--resume") -> list[st
     return [f"go on    tracegrad {shlex.join(again)}"]
 
 
+AS_FLAGS = {
+    "resume=True": "--resume",
+    "tasks is None": "--trainer-only is given",
+    "Start train with tasks=None and this folder as out": "Start tracegrad online with --trainer-only and this --out",
+    "give another out.": "give another --out.",
+    "Give another out.": "Give another --out.",
+    "Pass servers=, or python=, the": "Give --server, or --python, the",
+    "pass python=, the": "give --python, the",
+    "python has no effect": "--python has no effect",
+    "servers='in-process'": 'servers = ["in-process"]',
+    "Look at engine=": "Look at [engine]",
+    'on_error="skip"': "--on-error skip",
+    ", or name another place with quarantine=": ", or leave bad records out with --on-error skip",
+    "Pass quarantine=PREFIX": "Write it to a file and name that, or leave bad records out with --on-error skip",
+    "bounded by max_record_bytes, ": "bounded by ",
+    "Raise max_record_bytes to as much, or decompress it first": "Decompress it first",
+    "Split it, or raise max_record_bytes": "Split it",
+    "but token_budget is": "but --pack.token_budget is",
+    "Raise token_budget to": "Raise --pack.token_budget to",
+    "or pass too_long='drop'": "or give --pack.too_long drop",
+    "too_long is 'truncate' with": "--pack.too_long is truncate with",
+    "Pass too_long='drop' or 'refuse'": "Give --pack.too_long drop or refuse",
+    "Pack with share_prefixes=False; in a run, leave out pack.share_prefixes": "Leave out --pack.share_prefixes",
+    "load the model with attn_implementation='sdpa'; in a run, set attention.implementation sdpa": (
+        "give --attention.implementation sdpa"
+    ),
+    "Record it, or pass missing='mask' or missing='neutral'": (
+        'Record it, or name an objective with missing "mask" or "neutral" (--objective)'
+    ),
+}
+"""Arguments of Python as errors of the package name them, and what they are on the command line."""
+
+
+def as_flags(message: str) -> str:
+    """Return an error's message with the flags of the command line where it names arguments of Python.
+
+    What a message quotes of users' own code, from a traceback on, stays as it is.
+
+    >>> as_flags("out holds a run. Go on with resume=True, or give another out.")
+    'out holds a run. Go on with --resume, or give another --out.'
+    """
+    own, mark, traceback = message.partition("Traceback (most recent call last)")
+    for argument, flag in AS_FLAGS.items():
+        own = own.replace(argument, flag)
+    return own + mark + traceback
+
+
 def say(*lines: str) -> None:
     """Prints lines, where this process is the one that speaks."""
     for line in lines if first() else ():

@@ -94,7 +94,7 @@ def collect(
         before = len([number for number in done if number % of == mine])
         counts = Counts(begun=before, finished=before, dull=there.dull)
         numbered = ((n, task) for n, task in Tasks(tasks, config.train.seed).after(done) if n % of == mine)
-        link = Link(partial(Servers, state.servers, model=state.model, key=key), version=state.version)
+        link = Link(partial(Servers, state.servers, model=state.model, key=key), version=state.version, say=say)
         tokenizer = Tokenizer.from_pretrained(brief.model) if brief.play.ids == "tokens" else None
         pace = pace_of(config, brief.online)
         known = {"signal": signal, "counts": counts, "share": share, "tokenizer": tokenizer}

@@ -8,21 +8,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from tracegrad.aside import Failure
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.frames import Follower, Unscored, Writer, unusable
 from tracegrad.online.link import Link
 from tracegrad.online.options import Play
 from tracegrad.online.pace import Bound
 from tracegrad.online.signal import Floats, Signal
-from tracegrad.rollout.play import Played, play
+from tracegrad.rollout.play import Played, play, restored
 from tracegrad.rollout.policy import Limits
 from tracegrad.rollout.tokens import Tokens
 from tracegrad.tokenizer import Tokenizer
@@ -30,8 +31,32 @@ from tracegrad.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tracegrad.rollout.proxy import Proxy
 
-Score = Callable[[Sequence[Played]], Awaitable[None]]
-"""Scores the trajectories of a group together, in their records."""
+
+class Score(Protocol):
+    """Scores the trajectories of a group together, in their records."""
+
+    def prepare(self, played: Sequence[Played]) -> None:
+        """Makes the records such as they are to be read where they are never scored."""
+        ...
+
+    def __call__(self, played: Sequence[Played]) -> Awaitable[list[dict[str, Failure]]]:
+        """Sets their rewards; gives for each the functions that failed."""
+        ...
+
+
+@dataclass
+class Failures:
+    """Failures of one function.
+
+    Args:
+        count: trajectories without its reward; of playing, those that failed.
+        first: task, trajectory, function, what went wrong, and its line.
+        traceback: of the first, "" where there is none.
+    """
+
+    count: int
+    first: str
+    traceback: str
 
 
 @dataclass
@@ -40,8 +65,10 @@ class Counts:
 
     Args:
         begun, finished, dull: groups, those on the disk already among them; one is finished when it is there.
-        trajectories, failed: of groups that are finished or about to be: who sees one on the disk sees it counted.
+        trajectories, failed: of groups that are finished or about to be: who sees one on the disk sees it counted. What
+            could not be scored has failed too.
         rewarded, rewards: those whose reward is known, and the sum of these.
+        failures: by what failed: "playing", or "reward function NAME".
     """
 
     begun: int = 0
@@ -51,6 +78,12 @@ class Counts:
     failed: int = 0
     rewarded: int = 0
     rewards: float = 0.0
+    failures: dict[str, Failures] = field(default_factory=dict)
+
+    @property
+    def without_reward(self) -> int:
+        """Trajectories that did not fail, and to which no function gave a reward."""
+        return max(self.trajectories - self.failed - self.rewarded, 0)
 
     @property
     def reward(self) -> float:
@@ -77,6 +110,7 @@ class Collector:
         pace: how many may be begun.
         play: how.
         score: of a group, for what scores trajectories together.
+        unscored: where groups are kept until they are scored; those that are there are not played again.
         signal: which groups teach something.
         counts: of the groups that are on the disk.
         taken: steps that are done.
@@ -94,6 +128,7 @@ class Collector:
     pace: Bound
     play: Play
     score: Score | None = None
+    unscored: Unscored | None = None
     signal: Signal = field(default_factory=Signal)
     counts: Counts = field(default_factory=Counts)
     taken: int = 0
@@ -172,9 +207,8 @@ class Collector:
             async def one(number: int, task: Any) -> Played:
                 async with some:
                     found = await self._play(contract, task, f"{name}-{number}", None)
-                if self.score is not None:
-                    await self.score([found])
-                return found
+                [scored] = await self._scored([found])
+                return scored
 
             return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
 
@@ -220,24 +254,74 @@ class Collector:
         return found
 
     async def _group(self, number: int, task: Any) -> None:
-        """Plays, scores and writes one group."""
-        names = [f"{number}-{sample}" for sample in range(self.play.samples)]
-        plays = (self._play(self.contract, task, name, str(number)) for name in names)
-        played = list(await asyncio.gather(*plays))
-        if self.score is not None:
-            await self.score(played)
+        """Plays one group, keeps it, scores it and writes it."""
+        played = None if self.unscored is None else await asyncio.to_thread(self._kept, number, task, self.unscored)
+        if played is None:
+            names = [f"{number}-{sample}" for sample in range(self.play.samples)]
+            plays = (self._play(self.contract, task, name, str(number)) for name in names)
+            played = list(await asyncio.gather(*plays))
+            if self.score is not None and self.unscored is not None:
+                self.score.prepare(played)
+                await asyncio.to_thread(self.unscored.keep, number, [each.record for each in played])
+        played = await self._scored(played)
         records = [each.record for each in played]
-        assert self.writer is not None
-        self.signal.check(records)
         rewards = self.signal.of_records(records)
         self.counts.add(rewards, self.signal.is_dull(rewards), sum(each.error is not None for each in played))
         self._note_failures(played)
-        await asyncio.to_thread(self.writer.write, records)
+        try:
+            self.signal.check(records)
+        except ArgumentError as error:  # what was played is written first
+            self.failing = error
+        await asyncio.to_thread(self._write, number, records)
         self.counts.finished += 1
         self.finished_at = time.monotonic()
         self.link.news.set()
         if self.failing is not None:
             raise self.failing
+
+    def _kept(self, number: int, task: Any, unscored: Unscored) -> list[Played] | None:
+        """A group that was played before and not scored; None where it is to be played."""
+        if (records := unscored.read(number)) is None:
+            return None
+        try:
+            return [restored(record, task) for record in records]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise unusable(unscored.path(number), error) from error
+
+    def _write(self, number: int, records: list[dict[str, Any]]) -> None:
+        assert self.writer is not None
+        self.writer.write(records)
+        if self.unscored is not None:
+            self.unscored.drop([number])
+
+    async def _scored(self, played: list[Played]) -> list[Played]:
+        """The trajectories with their rewards; those that failed, or whose scoring did, are counted and say why."""
+        for each in played:
+            if each.error is not None:
+                self._note("playing", each.error, each.failure)
+        if self.score is None:
+            return played
+        self.score.prepare(played)
+        found = []
+        for each, failures in zip(played, await self.score(played), strict=True):
+            group = each.record.get("group")
+            where = f"{'' if group is None else f'task {group}, '}trajectory {each.record['id']}"
+            lines = {name: f"{where}: reward function {name}: {failure}" for name, failure in failures.items()}
+            for name, line in lines.items():
+                self._note(f"reward function {name}", line, failures[name])
+            first = next(iter(failures), None)
+            found.append(each if first is None else replace(each, error=lines[first], failure=failures[first]))
+        return found
+
+    def _note(self, what: str, line: str, failure: Failure | None) -> None:
+        """Counts a failure; the first of each function is said with its traceback."""
+        if (known := self.counts.failures.get(what)) is not None:
+            known.count += 1
+            return
+        traceback = "" if failure is None else failure.traceback
+        self.counts.failures[what] = Failures(1, line, traceback)
+        for said in (f"failed   {line}", *(f"         {each}" for each in traceback.splitlines())):
+            self.link.say(said)
 
     async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> Played:
         told = self.play
@@ -302,18 +386,26 @@ class Collector:
         if len(self._row) >= self.play.failures:
             first = self._row[0]
             self.failing = TracegradError(
-                f"{len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. The first: "
-                f"{first.error}\n{getattr(first.failure, 'traceback', '') or ''}"
+                f"{len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. They are on the "
+                f"disk; rewards that failed can be scored anew (tracegrad score). The first: {first.error}\n"
+                f"{getattr(first.failure, 'traceback', '') or ''}"
             )
 
 
 def counted(follower: Follower, signal: Signal) -> tuple[set[int], Counts]:
-    """Which groups are on the disk and new to the follower, and their counts."""
+    """Which groups are on the disk and new to the follower, and their counts; they are not kept as unscored ones."""
     done, counts = set(), Counts()
     for _, traces in follower.look():
         group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
         rewards = signal.of_traces(traces)
         counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
-        counts.add(rewards, signal.is_dull(rewards))
+        failed = sum(any(mark in trace.record for mark in _FAILED) for trace in traces)
+        counts.add(rewards, signal.is_dull(rewards), failed)
+    unscored = Unscored(follower.folder.parent)
+    unscored.drop(unscored.groups & done)
     return done, counts
+
+
+_FAILED = (b'"failure":{', b'"reward_failures":{')
+"""What the records say of trajectories that failed, or whose scoring did."""

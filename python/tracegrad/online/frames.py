@@ -1,7 +1,8 @@
 """The folder that is the queue: files that grow by whole groups, each a zstd frame that is there to its last byte.
 
-Here are `Writer`, one for each process that plays, and `Follower`, which finds what is new in the files of all of them.
-`tracegrad.read` reads the same files. Frames are read in Rust; zstandard, which writes them, is imported on use.
+Here are `Writer`, one for each process that plays, and `Follower`, which finds what is new in the files of all of them;
+and `Unscored`, the folder beside it, where a group is kept from when it is played until it is scored. `tracegrad.read`
+reads the files of both. Frames are read in Rust; zstandard, which writes them, is imported on use.
 """
 
 import fcntl
@@ -15,11 +16,12 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
-from tracegrad.rollout.jsons import dumps
-from tracegrad.shards import flush
+from tracegrad.rollout.jsons import dumps, loads
+from tracegrad.shards import flush, write_bytes
 from tracegrad.trace import Traces
 
 FOLDER = "played"
+ENDING = ".jsonl.zst"
 MOST_BYTES = 1 << 30
 """Bytes of the records of one group."""
 
@@ -46,7 +48,7 @@ class Writer:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._compressor = _zstandard().ZstdCompressor(level=1, write_checksum=True, write_content_size=True)
+        self._compressor = _compressor()
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -64,19 +66,7 @@ class Writer:
             ArgumentError: for a record that JSON cannot say, or a group beyond `MOST_BYTES`.
             TracegradError: if it cannot be written.
         """
-        try:
-            lines = [dumps(record) + b"\n" for record in records]
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(
-                f"a record of group {records[0].get('group')!r} is no JSON: {error}. It could not be read again. "
-                "Keep numbers, strings, lists and dicts in metadata and rewards."
-            ) from error
-        text = b"".join(lines)
-        if len(text) > MOST_BYTES:
-            raise ArgumentError(
-                f"group {records[0].get('group')!r} has {len(text):,} bytes of records. A group is read at once. "
-                f"Limit its turns or tokens: at most {MOST_BYTES:,}."
-            )
+        text = _lines(records)
         with self._alone:
             return self._append(text)
 
@@ -106,6 +96,77 @@ class Writer:
         self.close()
 
 
+class Unscored:
+    """Groups that are played and not scored: a file for each, gone once its group is written with its rewards.
+
+    They are outside of the folder that is read while it grows, so that a reader finds a group there once.
+
+    Args:
+        out: folder of the run.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.folder = out / "unscored"
+
+    @property
+    def groups(self) -> set[int]:
+        """The numbers of the groups that are kept."""
+        names = (path.name.removesuffix(ENDING) for path in self.folder.glob(f"*{ENDING}"))
+        return {int(name) for name in names if name.isascii() and name.isdecimal()}
+
+    def keep(self, number: int, records: Sequence[dict[str, Any]]) -> None:
+        """Writes a group; it is on the disk when this returns.
+
+        Raises:
+            ArgumentError: as for `Writer.write`.
+            TracegradError: if it cannot be written.
+        """
+        text = _lines(records)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritten(self.folder, error) from error
+        write_bytes(self.path(number), [_compressor().compress(text)])
+
+    def read(self, number: int) -> list[dict[str, Any]] | None:
+        """The records of a group; None where it is not kept.
+
+        Raises:
+            ReadError: if the file is not what `keep` wrote.
+        """
+        path = self.path(number)
+        if not path.exists():
+            return None
+        zstandard = _zstandard()
+        try:
+            data = path.read_bytes()
+            if zstandard.get_frame_parameters(data).content_size > MOST_BYTES:
+                raise ValueError(f"it claims more than {MOST_BYTES:,} bytes")
+            records = [loads(line) for line in zstandard.ZstdDecompressor().decompress(data).splitlines()]
+            if not records or not all(isinstance(each, dict) for each in records):
+                raise ValueError("it holds no records")
+        except (OSError, ValueError, RecursionError, zstandard.ZstdError) as error:
+            raise unusable(path, error) from error
+        return records
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Takes groups away: they are written with their rewards."""
+        for number in numbers:
+            self.path(number).unlink(missing_ok=True)
+
+    def path(self, number: int) -> Path:
+        """The file of a group."""
+        return self.folder / f"{number}{ENDING}"
+
+
+def unusable(path: Path, error: Exception) -> ReadError:
+    """What is said of a group that was kept and cannot be scored."""
+    return ReadError(
+        f"{path}: the group that was played before cannot be scored ({str(error)[:200]}). Its number would be played "
+        "again and this file be replaced. Copy the file again, or move it out of the folder to have the task played."
+    )
+
+
 class Follower:
     """Finds the groups of a folder in the order in which they came to be whole."""
 
@@ -125,7 +186,7 @@ class Follower:
 
     def each(self) -> Iterator[tuple[Place, Traces]]:
         """As `look`, one at a time."""
-        for path in sorted(self.folder.glob("*.jsonl.zst")):
+        for path in sorted(self.folder.glob(f"*{ENDING}")):
             if path.name == self.without:
                 continue
             start = self._ends.get(path.name, 0)
@@ -157,11 +218,32 @@ def read(folder: Path, place: Place) -> Traces:
     return Traces(frame[0])
 
 
+def _lines(records: Sequence[dict[str, Any]]) -> bytes:
+    """The records of a group as lines."""
+    try:
+        text = b"".join(dumps(record) + b"\n" for record in records)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"a record of group {records[0].get('group')!r} is no JSON: {error}. It could not be read again. "
+            "Keep numbers, strings, lists and dicts in metadata and rewards."
+        ) from error
+    if len(text) > MOST_BYTES:
+        raise ArgumentError(
+            f"group {records[0].get('group')!r} has {len(text):,} bytes of records. A group is read at once. "
+            f"Limit its turns or tokens: at most {MOST_BYTES:,}."
+        )
+    return text
+
+
+def _compressor() -> Any:
+    return _zstandard().ZstdCompressor(level=1, write_checksum=True, write_content_size=True)
+
+
 def _new(folder: Path) -> tuple[str, int]:
     """A file that was not there, and is this process's alone."""
-    number = len(list(folder.glob("*.jsonl.zst")))
+    number = len(list(folder.glob(f"*{ENDING}")))
     while True:
-        name = f"{number:05d}.jsonl.zst"
+        name = f"{number:05d}{ENDING}"
         try:
             file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:

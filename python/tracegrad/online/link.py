@@ -29,7 +29,7 @@ class Link:
         version: of the policy that the servers are given first.
         told: called when `version` or `coming` has changed, with what came of a push or None.
         ended: why the servers cannot come back, where that is known, as for one that was started here; else None.
-        say: takes a line where nothing can be asked and an answer is waited for.
+        say: takes a line where nothing can be asked and an answer is waited for, and from who plays here.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Link:
         self.stack = AsyncExitStack()
         self.error: BaseException | None = None
         self._make_servers, self._make_sync = servers, sync
-        self._ended, self._say = ended, say
+        self._ended, self.say = ended, say
         self._loop = asyncio.new_event_loop()
         self._open = threading.Event()
         self._stopping, self._wanted = asyncio.Event(), asyncio.Event()
@@ -111,7 +111,7 @@ class Link:
         rows = self.servers.state()
         if all(row["out"] or row["evicted"] for row in rows):
             gone = "; ".join(f"{row['url']}: {row['out'] or row['evicted']}" for row in rows)
-            self._say(f"server   none can be asked, and one that comes back is waited for: {gone}")
+            self.say(f"server   none can be asked, and one that comes back is waited for: {gone}")
 
     def push(self, weights: Any, version: int) -> Any:
         """Brings weights to all servers; calls under way are sampled by two versions."""

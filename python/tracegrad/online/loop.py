@@ -306,7 +306,7 @@ class Loop:
         if self.player is not None:
             counts = self.player.counts
             row |= {"trajectories": counts.trajectories, "trajectories_failed": counts.failed}
-            row |= {"calls_retried": self.player.retried}
+            row |= {"trajectories_without_reward": counts.without_reward, "calls_retried": self.player.retried}
         self.rows.append(row)
         metrics.log_all(self.sinks, row)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from tracegrad.aside import Failure
 from tracegrad.config import Config
 from tracegrad.errors import ArgumentError
 from tracegrad.online import frames
 from tracegrad.online.collector import Collector, counted
 from tracegrad.online.elsewhere import Elsewhere
-from tracegrad.online.frames import Follower, Writer
+from tracegrad.online.frames import Follower, Unscored, Writer
 from tracegrad.online.link import Link
 from tracegrad.online.options import Online, Play
 from tracegrad.online.pace import Bound, Pace
@@ -26,7 +27,7 @@ from tracegrad.online.state import State
 from tracegrad.online.tasks import Tasks
 from tracegrad.rollout.adapters import one_turn, with_tools
 from tracegrad.rollout.play import Played
-from tracegrad.score import Rewards
+from tracegrad.score import Rewards, columns_of, text_of
 from tracegrad.tokenizer import Tokenizer
 
 _PROMPTS = ("prompt", "messages")
@@ -35,9 +36,9 @@ _PROMPTS = ("prompt", "messages")
 class GroupScore:
     """Scores the trajectories of a group together; `close` ends the processes of the functions.
 
-    A task that is a text gives them texts, one of messages gives them messages. Keys of a task that is a dict are
-    columns. What a trajectory said of itself is kept as the reward `own`, beside those of the functions, which alone
-    are trained on.
+    As in TRL, a task that is a text gives them texts, one of messages gives them messages. Keys of a task that is a
+    dict are columns. Trajectories that failed are left out. What a trajectory said of itself is kept as the reward
+    `own`, beside those of the functions, which alone are trained on.
 
     Args:
         functions: `(prompts, completions, **columns) -> list[float | None]`.
@@ -47,45 +48,50 @@ class GroupScore:
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
         self.rewards = Rewards(functions, weights)
 
-    async def __call__(self, played: Sequence[Played]) -> None:
-        """Sets `reward`, their weighted sum, and `rewards`, each by its name, of the records that did not fail."""
-        texts = all(isinstance(_prompt(each.task), str) for each in played)
-        prompts = [_prompt(each.task) if texts else each.prompt for each in played]
-        completions = [_text(each.completion) if texts else each.completion for each in played]
-        found = await self.rewards.score(prompts, completions, columns_of([each.task for each in played]))
-        for row, each in enumerate(played):
-            if each.error is not None:
-                continue
-            own = {} if each.record.get("reward") is None else {"own": each.record["reward"]}
-            total = float(found.total[row])
-            each.record["reward"] = None if math.isnan(total) else total
-            each.record["rewards"] = {**(each.record.get("rewards") or {}), **own, **found.row(row)}
+    def prepare(self, played: Sequence[Played]) -> None:
+        """Makes `reward` unknown until it is scored, so that what a trajectory said of itself is not taken for it."""
+        for each in played:
+            if each.error is None:
+                own = {} if each.record.get("reward") is None else {"own": each.record["reward"]}
+                each.record["rewards"] = {**(each.record.get("rewards") or {}), **own}
+                each.record["reward"] = None
+
+    async def __call__(self, played: Sequence[Played]) -> list[dict[str, Failure]]:
+        """Sets `reward`, their weighted sum, and `rewards`, each by its name, of the records that did not fail.
+
+        Returns:
+            for each of `played` the functions that failed, and why; in its record, `metadata.reward_failures` says so.
+        """
+        failures: list[dict[str, Failure]] = [{} for _ in played]
+        rows = [row for row, each in enumerate(played) if each.error is None]
+        if not rows:
+            return failures
+        tasks = [played[row].task for row in rows]
+        prompts, completions = [played[row].prompt for row in rows], [played[row].completion for row in rows]
+        if all(isinstance(_prompt(task), str) for task in tasks):
+            prompts, completions = list(map(_prompt, tasks)), [text_of(each, "assistant") for each in completions]
+        columns = columns_of(tasks, _PROMPTS) if all(isinstance(task, Mapping) for task in tasks) else {}
+        found = await self.rewards.score(prompts, completions, columns)
+        for at, row in enumerate(rows):
+            record, total = played[row].record, float(found.total[at])
+            record["reward"] = None if math.isnan(total) else total
+            record["rewards"] = {**(record.get("rewards") or {}), **found.row(at)}
+            failed = [name for name, here in zip(found.names, found.failed[at].tolist(), strict=True) if here]
+            failures[row] = {name: found.failures[name] for name in failed}
+            if failed:
+                said = {name: str(failure) for name, failure in failures[row].items()}
+                record["metadata"] = {**(record.get("metadata") or {}), "reward_failures": said}
+        return failures
 
     def close(self) -> None:
         """Ends the processes of the functions."""
         self.rewards.close()
 
 
-def columns_of(tasks: Sequence[Any]) -> dict[str, list[Any]]:
-    """The values of each key that all tasks have, but for their prompts.
-
-    >>> columns_of([{"prompt": "2+2?", "answer": "4"}, {"prompt": "1+1?", "answer": "2"}])
-    {'answer': ['4', '2']}
-    """
-    if not all(isinstance(task, Mapping) for task in tasks):
-        return {}
-    names = [name for name in tasks[0] if name not in _PROMPTS and all(name in task for task in tasks)]
-    return {name: [task[name] for task in tasks] for name in names if isinstance(name, str)}
-
-
 def _prompt(task: Any) -> Any:
     if isinstance(task, Mapping):
         return next((task[name] for name in _PROMPTS if task.get(name) is not None), None)
     return task
-
-
-def _text(completion: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(each.get("content") or "" for each in completion if each.get("role") == "assistant")
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,8 @@ class Contract:
             return cls(environment, rewards, weights)
         if not rewards:
             raise ArgumentError(
-                "neither an agent, an environment nor rewards are given. What is good would not be known. Pass "
-                "rewards=."
+                "neither an agent, an environment nor rewards are given. What is good would not be known. Give one of "
+                "them."
             )
         return cls(with_tools(tools) if tools else one_turn(), rewards, weights)
 
@@ -141,7 +147,7 @@ class Contract:
             tasks, link, pace, play, more: of the `Collector`.
             folder: where groups go; None for what evaluates alone.
         """
-        writer = None
+        writer = unscored = None
         if folder is not None:
             writer = Writer(folder)
             stack.callback(_let_go, writer)
@@ -149,7 +155,11 @@ class Contract:
         if self.rewards is not None:
             score = GroupScore(self.rewards, self.weights)
             stack.callback(score.close)
-        more |= {"score": score, "by_address": self.by_address}
+            if folder is not None:
+                unscored = Unscored(folder.parent)
+                if kept := len(unscored.groups):
+                    link.say(f"scoring  {kept:,} groups in {unscored.folder} were played before and not scored")
+        more |= {"score": score, "unscored": unscored, "by_address": self.by_address}
         return Collector(self.plays, tasks, link, writer, pace, play, **more)
 
 

@@ -4,9 +4,9 @@ The folder is that of a run: `tracegrad.read`, `doctor` and `train` take its fil
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from tracegrad.addresses import place_here
 from tracegrad.errors import ArgumentError
 from tracegrad.online import frames
-from tracegrad.online.collector import Collector, Counts, counted
-from tracegrad.online.frames import Follower
+from tracegrad.online.collector import Collector, Counts, Failures, counted
+from tracegrad.online.frames import Follower, Unscored
 from tracegrad.online.link import Link
 from tracegrad.online.options import Play
 from tracegrad.online.players import Contract
@@ -31,9 +31,11 @@ class Recorded:
 
     Args:
         file: the file of this call; None where there was nothing to play.
-        groups, trajectories, failed: of this call, all whole.
+        groups, trajectories, failed: of this call, all whole. What could not be scored has failed too.
+        without_reward: trajectories that did not fail, and to which no function gave a reward.
         before: groups that were there already.
         reward: mean of the known ones; NaN where there is none.
+        failures: by what failed, "playing" or "reward function NAME": how many trajectories, and the first.
     """
 
     file: Path | None
@@ -42,6 +44,8 @@ class Recorded:
     failed: int
     before: int
     reward: float
+    without_reward: int = 0
+    failures: Mapping[str, Failures] = field(default_factory=dict)
 
 
 @dataclass
@@ -91,7 +95,7 @@ def record(
         groups: at most so many; default all tasks.
         parallel: groups that are played at once.
         out: the folder.
-        resume: leave out the groups that are in `out` already.
+        resume: leave out the groups that are in `out` already; those that are played and not scored are scored.
         say: takes a line now and then.
 
     Raises:
@@ -105,22 +109,25 @@ def record(
     contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     folder, signal = out / frames.FOLDER, Signal(free=True)
     done, _ = counted(Follower(folder), signal)
-    if done and not resume:
+    kept = len(Unscored(out).groups)
+    if (done or kept) and not resume:
+        unscored = f" and {kept:,} that are not scored" if kept else ""
         raise ArgumentError(
-            f"{out} holds {len(done):,} groups. Others of the same names would be added to them. Go on with "
-            "resume=True (--resume), or give another out."
+            f"{out} holds {len(done):,} groups{unscored}. Others of the same names would be added to them. Go on with "
+            "resume=True, or give another out."
         )
     entries = ((number, task) for number, task in enumerate(islice(tasks, groups)) if number not in done)
     counts = Counts()
     with ExitStack() as stack:
-        link = Link(lambda: Servers(servers, model="", key=key))
+        link = Link(lambda: Servers(servers, model="", key=key), say=say)
         known = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind}
         collector = contract.collector(stack, entries, link, folder, Open(parallel, counts), play or Play(), **known)
         stack.enter_context(link)
         collector.begin()
         _wait(collector, counts, say)
     file = collector.file if counts.finished else None
-    return Recorded(file, counts.finished, counts.trajectories, counts.failed, len(done), counts.reward)
+    told = counts.finished, counts.trajectories, counts.failed, len(done), counts.reward
+    return Recorded(file, *told, counts.without_reward, counts.failures)
 
 
 def _wait(collector: Collector, counts: Counts, say: Callable[[str], None]) -> None:

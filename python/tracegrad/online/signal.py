@@ -55,8 +55,11 @@ class Signal:
 
     def _of(self, rewards: Mapping[str, Any]) -> Any:
         """The one that is trained on, None where it is not known; of several names the first that there is."""
-        names = [self.name, *split_names(self.name)] if self.name else ["reward"]
-        return next((each for each in map(rewards.get, names) if each is not None and math.isfinite(each)), None)
+        return next((each for each in map(rewards.get, self._names) if each is not None and math.isfinite(each)), None)
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.name, *split_names(self.name)] if self.name else ["reward"]
 
     def of_traces(self, traces: Traces) -> Floats:
         """The same of records that were read."""
@@ -70,17 +73,17 @@ class Signal:
         return found
 
     def check(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses rewards by other names than the one that is trained on: no group would ever teach anything."""
-        names = sorted(
-            {name for record in records for name in record.get("rewards") or {}} - {self.name, *split_names(self.name)}
-        )
+        """Refuses rewards by other names than the one that is trained on: no group would ever teach anything.
+
+        One of that name that is not known, as its function failed or does not apply, is not refused.
+        """
+        names = {name for record in records for name in record.get("rewards") or {}}
+        there = names | ({"reward"} if any("reward" in record for record in records) else set())
         wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
-        if self.free or not names or any("failure" in each for each in records):
-            return
-        if np.isnan(self.of_records(records)).all():
+        if not self.free and names and not there & {*self._names}:
             raise ArgumentError(
-                f"the rewards are {', '.join(names)[:200]}, and {wanted}. Nothing would be trained on. Set data.reward "
-                "to the one that is, or return one number."
+                f"the rewards are {', '.join(sorted(names))[:200]}, and {wanted}. Nothing would be trained on. "
+                "Set data.reward to the one that is, or return one number."
             )
 
     def is_dull(self, rewards: Floats) -> bool:

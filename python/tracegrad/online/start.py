@@ -113,7 +113,7 @@ def train(
     if tasks is None and told.sync == "lora":
         raise ArgumentError(
             "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
-            "for it. Use sync='file', which merges adapters, or pass tasks."
+            "for it. Set online.sync to 'file', which merges adapters, or play the tasks here."
         )
     contract = None
     if tasks is not None or len(evaluation):

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Played:
 
     Args:
         record: what `tracegrad.read` takes; its reward is None where it failed or is scored later.
-        error: which task failed, how and where, in one line; None where none did.
+        error: which trajectory failed, or its scoring, how and where, in one line; None where none did.
         failure: the same in parts, with the traceback.
         seconds: from beginning to end.
         ended: "done", or the limit that ended it: "turns", "tokens", "seconds"; or "failed".
@@ -98,7 +98,7 @@ async def play(
         seconds = time.monotonic() - started
     if rewards is None and failure is None:
         rewards = posted.get("rewards")
-    prompt, completion, finish_reason = conversation(session)
+    prompt, completion, finish_reason = conversation(session.calls)
     about = {"task": _kept(task), "ended": ended, "turns": len(session.calls), "seconds": round(seconds, 3)}
     if policy.counts:
         about["tools"] = dict(policy.counts)
@@ -166,18 +166,37 @@ def as_contract(thing: Any) -> Any:
     return plain
 
 
-def conversation(session: Session) -> tuple[list[Message], list[Message], str | None]:
+def restored(record: dict[str, Any], task: Any) -> Played:
+    """Return a trajectory from its record, as it was played, to be scored again.
+
+    Args:
+        record: what `Played.record` was.
+        task: what was played.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is no record of a trajectory, or one of another task.
+    """
+    metadata, told = record["metadata"], record.get("failure")
+    if _kept(task) != metadata["task"] and not (isinstance(metadata["task"], str) and not isinstance(task, str)):
+        raise ValueError("it is of another task")
+    failure = None if told is None else Failure(**told)
+    error = None if failure is None else f"task {record['id']}: {failure}"
+    said = conversation(record.get("calls") or [])
+    return Played(record, error, failure, metadata["seconds"], metadata["ended"], *said, task)
+
+
+def conversation(calls: Sequence[dict[str, Any]]) -> tuple[list[Message], list[Message], str | None]:
     """What a trajectory began with, what came after, and why its last message ended."""
-    if not session.calls:
+    if not calls:
         return [], [], None
-    first, last = session.calls[0]["request"].get("messages"), session.calls[-1]
+    first, last = calls[0]["request"].get("messages"), calls[-1]
     try:
         message = said(last["response"])
         reason = message.pop("finish_reason")
         messages = [*last["request"]["messages"], message]
     except (NoAnswer, KeyError):
         try:
-            [trace] = Traces.from_records([{"calls": session.calls}])
+            [trace] = Traces.from_records([{"calls": list(calls)}])
         except TracegradError:
             return list(first or ()), [], None
         messages, reason = trace.messages, trace.generations[-1].finish_reason

@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from tracegrad.score.functions import Rewards, Scored, rewards
+from tracegrad.score.functions import RESERVED, Rewards, Scored, columns_of, rewards, text_of
 from tracegrad.score.judge import Judge
 from tracegrad.score.recorded import PART, Judgement, Rescored, judged, recorded
 from tracegrad.score.spool import Spool
@@ -17,6 +17,7 @@ from tracegrad.score.verdict import Judged, Verdict
 
 __all__ = [
     "PART",
+    "RESERVED",
     "Judge",
     "Judged",
     "Judgement",
@@ -25,9 +26,11 @@ __all__ = [
     "Scored",
     "Spool",
     "Verdict",
+    "columns_of",
     "judged",
     "recorded",
     "rewards",
+    "text_of",
 ]
 
 

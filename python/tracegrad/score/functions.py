@@ -1,7 +1,7 @@
 """Reward functions in TRL's convention: `(prompts, completions, **columns) -> list[float | None]`, plain or async.
 
 Plain ones run in processes within a time limit. One that raises, hangs or answers with something else gives NaN, never
-0; it is counted, and its line is told. The online loop calls this with the trajectories of a group.
+0; it is counted, and its line is told. The online loop and `recorded` call this with the trajectories of a group.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.aside import Failed, Failure, Processes, within
+from tracegrad.aside import Failed, Failure, Processes, located, within
 from tracegrad.errors import ArgumentError
 
 LOGGED = 4096
@@ -33,6 +33,7 @@ class Scored:
             the sum of the others would be another reward.
         metrics: what functions said by `log_metric`, by name.
         extra: what they said by `log_extra`, one value for each trajectory, by name.
+        failures: of each function that failed, why; of several trajectories the first.
     """
 
     names: tuple[str, ...]
@@ -41,6 +42,7 @@ class Scored:
     total: NDArray[np.float64]
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
 
     def row(self, number: int) -> dict[str, float | None]:
         """The named rewards of one trajectory as a record has them; None where there is none."""
@@ -61,7 +63,7 @@ class Rewards:
         seconds: time limit of one call.
         processes: at most so many at once, for plain functions.
 
-    `counts` holds the failures by "name: kind", `failures` the last of each function.
+    `counts` holds the failures by "name: kind", `failures` the first of each function.
 
     >>> def short(completions, **columns):
     ...     return [float(len(text) < 3) for text in completions]
@@ -111,12 +113,12 @@ class Rewards:
 
         Args:
             prompts, completions: n texts, or n lists of messages.
-            columns: n values for each name; "prompt", "completion" and "completion_ids" are not given on.
+            columns: n values for each name, as of `columns_of`; those of `RESERVED` names are not given on.
             completion_ids: n lists of ids.
             trainer_state: given on; picklable, for plain functions.
         """
         count = len(prompts)
-        columns = {name: each for name, each in (columns or {}).items() if name not in _KEPT_BACK}
+        columns = {name: each for name, each in (columns or {}).items() if name not in RESERVED}
         for name, each in {"completions": completions, **columns}.items():
             if len(each) != count:
                 raise ArgumentError(f"{name} has {len(each)} values for {count} prompts. Pass one for each.")
@@ -127,21 +129,28 @@ class Rewards:
         failed = np.zeros(values.shape, bool)
         metrics: dict[str, list[float]] = {}
         extra: dict[str, list[Any]] = {}
+        failures: dict[str, Failure] = {}
         answers = await asyncio.gather(*(self._ask(name, told, count) for name in self.names))
         for column, answer in enumerate(answers):
+            name = self.names[column]
             if isinstance(answer, Failure):
-                self._count(self.names[column], answer)
+                self._count(name, answer)
+                failures[name] = answer
                 failed[:, column] = True
                 continue
             for row, value in enumerate(answer.values):
-                values[row, column] = np.nan if value is None or math.isinf(value) else value
-            for row in (row for row, value in enumerate(answer.values) if value is not None and math.isinf(value)):
-                failed[row, column] = True
-                self._count(self.names[column], Failure("wrong", f"{self.names[column]}: trajectory {row} is infinite"))
+                if value is not None and math.isinf(value):
+                    failed[row, column] = True
+                    infinite = Failure("wrong", f"{name} returned {value} for trajectory {row} of {count}, from 0")
+                    failures.setdefault(name, infinite)
+                    self._count(name, infinite)
+                elif value is not None:
+                    values[row, column] = value
             for name, value in answer.metrics:
                 metrics.setdefault(name, []).append(value)
             extra |= dict(answer.extra)
-        return Scored(self.names, values, failed, _total(values, failed, self.weights), metrics, extra)
+        total = _total(values, failed, self.weights)
+        return Scored(self.names, values, failed, total, metrics, extra, failures)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -160,14 +169,14 @@ class Rewards:
         except Failed as failed:
             return failed.failure
         except Exception as error:
-            return Failure("wrong", f"{name}: {type(error).__name__}: {error}")
+            return located(error)
         if len(answer.values) != count:
             return Failure("wrong", f"{name} returned {len(answer.values)} rewards for {count} trajectories")
         return answer
 
     def _count(self, name: str, failure: Failure) -> None:
         self.counts[f"{name}: {failure.kind}"] += 1
-        self.failures[name] = failure
+        self.failures.setdefault(name, failure)
 
 
 async def rewards(
@@ -187,7 +196,32 @@ async def rewards(
         asked.close()
 
 
-_KEPT_BACK = ("prompt", "completion", "completion_ids")
+def columns_of(tasks: Sequence[Mapping[Any, Any]], without: Sequence[str] = ()) -> dict[str, list[Any]]:
+    """Return the columns that reward functions are given of n tasks: for each key that any has, n values.
+
+    A value is None for a task that has it as null or not at all, as in TRL, where a function of several kinds of tasks
+    returns None for those of another kind.
+
+    Args:
+        tasks: n dicts, by whose keys columns are named.
+        without: keys that are no columns, besides those that functions are given otherwise (`RESERVED`).
+
+    >>> columns_of([{"prompt": "2+2?", "answer": "4"}, {"prompt": "f?", "answer": None, "tests": "f()"}])
+    {'answer': ['4', None], 'tests': [None, 'f()']}
+    """
+    names = dict.fromkeys(name for task in tasks for name in task if isinstance(name, str))
+    return {name: [task.get(name) for task in tasks] for name in names if name not in (*RESERVED, *without)}
+
+
+def text_of(messages: Sequence[Mapping[str, Any]], role: str) -> str:
+    """Return what the messages of a role say, as one text: the string form of a prompt or a completion, as in TRL."""
+    said = [each.get("content") for each in messages if each.get("role") == role]
+    return "".join(text for text in said if isinstance(text, str))
+
+
+RESERVED = ("prompts", "completions", "prompt", "completion", "completion_ids")
+RESERVED += ("trainer_state", "log_metric", "log_extra")
+"""Arguments that functions are given otherwise than as columns."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ The records keep their bytes; `reward` and `rewards` stand behind them. Called b
 
 import asyncio
 import math
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,25 +19,15 @@ from tracegrad import _core
 from tracegrad.aside import Failure
 from tracegrad.inputs.mapping import PROMPTS, add, loads
 from tracegrad.score.cache import Cache, key_of, source_of
-from tracegrad.score.functions import Rewards
+from tracegrad.score.functions import Rewards, columns_of, text_of
 from tracegrad.score.judge import Judge
 from tracegrad.score.spool import Spool
 from tracegrad.trace import Trace, Traces
 
 Told = Callable[[int, int], None]
+MOST = sys.float_info.max
 PART = 128
 """Traces that are written at once."""
-_GIVEN = (
-    "prompts",
-    "completions",
-    "prompt",
-    "completion",
-    "completion_ids",
-    "trainer_state",
-    "log_metric",
-    "log_extra",
-)
-"""Names of arguments that functions get otherwise than as columns."""
 _SAMPLED = ("token_ids", "prompt_token_ids", "logprobs", "tokens", "generation", "reward", "rewards")
 _OF_RECORD = ("messages", "calls", "request", "response", "choices", "tools", "metadata", "text", *_SAMPLED)
 """Keys of a record that are no columns: what was said and sampled, and the rewards, which scoring writes itself."""
@@ -52,7 +43,7 @@ class Rescored:
         rows: of each trace its reward, the weighted sum, and the scores by `names`; None for what is not known.
         groups, cached: how many there are, and of them answered from the cache.
         unscored: traces whose reward is not known: what cannot be scored has none, never 0.
-        counts, failures: failures by "name: kind", and the last of each.
+        counts, failures: how many there are by "name: kind", and the first of each, with its group and file.
     """
 
     source: Traces | Spool
@@ -138,21 +129,24 @@ def recorded(
         given = _given([traces[index] for index in members], texts)
         key = key_of("functions", sources, asked.weights.tolist(), given)
         answer = known.get(key)
-        if answer is None:
+        rows = _cached_rows(answer, done.names, len(members))
+        if rows is None:
             found = await asked.score(given["prompts"], given["completions"], given["columns"])
             answer = [[found.row(at), _plain(found.total[at])] for at in range(len(members))]
+            rows = [(total, tuple(values[name] for name in done.names)) for values, total in answer]
+            for name, failure in found.failures.items():
+                _note(done, f"{name}: {failure.kind}", failure, traces[members[0]])
             if not found.failed.any():
                 known.put(key, answer)
         else:
             done.cached += 1
-        for index, (values, total) in zip(members, answer, strict=True):
-            done.rows[index] = (total, tuple(values[name] for name in done.names))
+        done.rows.update(zip(members, rows, strict=True))
 
     try:
         asyncio.run(_all(one, groups, parallel, told))
     finally:
         asked.close()
-    done.counts, done.failures = asked.counts, asked.failures
+    done.counts = asked.counts
     done.unscored = _unscored(done)
     return done
 
@@ -189,8 +183,8 @@ async def judged(
         answer = await chat(body, **more)
         usage = answer.get("usage") if isinstance(answer, Mapping) else None
         if isinstance(usage, Mapping):
-            done.prompt_tokens += int(usage.get("prompt_tokens") or 0)
-            done.completion_tokens += int(usage.get("completion_tokens") or 0)
+            done.prompt_tokens += _whole(usage.get("prompt_tokens"))
+            done.completion_tokens += _whole(usage.get("completion_tokens"))
         return answer
 
     given = {"votes": votes, "sampling": sampling, **({} if rubric is None else {"rubric": rubric}), **options}
@@ -198,12 +192,14 @@ async def judged(
 
     async def one(members: list[int]) -> None:
         said = [[*prompt, *rest] for prompt, rest in (_parted(traces[index]) for index in members)]
-        key = key_of("judge", model, given, said)
-        answer = known.get(key)
+        key = key_of("judge by its last verdict", model, given, said)
+        answer = _cached_votes(known.get(key), len(members))
         if answer is None:
             found = await judge.score(said, group=key[:16])
             by_vote = [verdict.by_member() for verdict in found.verdicts]
             answer = {"scores": [_plain(each) for each in found.scores], "votes": by_vote}
+            for error in found.errors:
+                _note(done, f"{name}: unusable", Failure("wrong", error), traces[members[0]])
             if all(verdict.scores is not None for verdict in found.verdicts):
                 known.put(key, answer)
         else:
@@ -218,6 +214,40 @@ async def judged(
     done.agreement = pairs[0] / pairs[1] if pairs[1] else math.nan
     done.unscored = _unscored(done)
     return done
+
+
+def _note(done: Rescored, kind: str, failure: Failure, trace: Trace) -> None:
+    """Keeps the first failure of a kind, with where its group begins."""
+    file, line = trace.core.location(trace.index)
+    where = f"{file or '<records>'}:{line or 1}" + ("" if trace.group is None else f", group {trace.group!r}")
+    done.failures.setdefault(kind, replace(failure, words=f"{where}: {failure.words}"))
+
+
+def _cached_rows(answer: Any, names: tuple[str, ...], count: int) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """What functions said before; None where that is not known, or no line of this cache."""
+    try:
+        rows = [(total, tuple(values[name] for name in names)) for values, total in answer]
+    except (TypeError, ValueError, LookupError):
+        return None
+    return rows if len(rows) == count and all(_is_score(one) for total, row in rows for one in (total, *row)) else None
+
+
+def _cached_votes(answer: Any, count: int) -> Any:
+    """What a judge said before; None where that is not known, or no line of this cache."""
+    try:
+        rows = [answer["scores"], *answer["votes"]]
+        return answer if all(len(row) == count and all(map(_is_score, row)) for row in rows) else None
+    except (TypeError, LookupError):
+        return None
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST)
+
+
+def _whole(value: Any) -> int:
+    """A count of tokens as a server says it; what is none is 0."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _unscored(done: Rescored) -> int:
@@ -257,20 +287,24 @@ def _given(members: list[Trace], texts: bool) -> dict[str, Any]:
     """What functions are given of the traces of a group."""
     prompts, completions = zip(*(_parted(trace) for trace in members), strict=True)
     if texts:
-        prompts = [_text(each, "user") for each in prompts]
-        completions = [_text(each, "assistant") for each in completions]
-    tables = [_columns(trace) for trace in members]
-    names = [name for name in tables[0] if name not in _GIVEN and all(name in each for each in tables)]
-    columns = {name: [each[name] for each in tables] for name in names}
+        prompts = [text_of(each, "user") for each in prompts]
+        completions = [text_of(each, "assistant") for each in completions]
+    columns = columns_of([_columns(trace) for trace in members])
     return {"prompts": list(prompts), "completions": list(completions), "columns": columns}
 
 
 def _columns(trace: Trace) -> dict[str, Any]:
-    """What a record says beside its messages, and what its `metadata` says, which counts over it."""
+    """What a record says beside its messages, and what its `metadata` says, which counts over it.
+
+    Of what was recorded by playing the keys of the task are columns too, as they were when it was played.
+    """
     record, told = loads(trace.record), trace.metadata
     beside = record if isinstance(record, dict) else {}
-    kept = {name: value for name, value in beside.items() if name not in _OF_RECORD and value is not None}
-    return {**kept, **(told if isinstance(told, dict) else {})}
+    kept = {name: value for name, value in beside.items() if name not in _OF_RECORD}
+    told = told if isinstance(told, dict) else {}
+    task = told.get("task")
+    of_task = {name: value for name, value in task.items() if name != "messages"} if isinstance(task, dict) else {}
+    return {**of_task, **kept, **told}
 
 
 def _parted(trace: Trace) -> tuple[list[Any], list[Any]]:
@@ -289,11 +323,6 @@ def _prompt(trace: Trace) -> str | None:
     record = loads(trace.record)
     told = [record.get(key) for key in PROMPTS] if isinstance(record, dict) else []
     return next((each for each in told if isinstance(each, str) and each), None)
-
-
-def _text(messages: Sequence[Mapping[str, Any]], role: str) -> str:
-    said = [each.get("content") for each in messages if each.get("role") == role]
-    return "".join(text for text in said if isinstance(text, str))
 
 
 def _agreement(votes: Sequence[Sequence[float | None]]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ No model is asked here: from recorded verdicts the same scores come again. Made 
 """
 
 import json
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 ANSWER_CHARACTERS = 65536
+STARTS = 64
+"""Brackets of an answer at which its verdict is looked for."""
+_NAMED = re.compile(r"""["']scores?[\\"']*\s*:""")
+"""What a verdict has and other words have not, also where it is escaped, cut, or no whole JSON."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,16 @@ class Verdict:
     model: str | None = None
 
     def by_member(self) -> list[float | None]:
-        """The score of each trajectory of the group; None where it has none."""
+        """Return the score of each trajectory of the group; None where it has none, or the verdict is a broken one."""
         found: list[float | None] = [None] * self.count
-        for members, score in zip(self.shown, self.scores or (), strict=self.scores is not None):
-            for member in members:
-                found[member] = score
+        if self.scores is None:
+            return found
+        try:
+            for members, score in zip(self.shown, self.scores, strict=True):
+                for member in members:
+                    found[range(self.count)[member]] = _score(score, str(member))
+        except (Unusable, LookupError, TypeError, ValueError):
+            return [None] * self.count
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,10 +84,18 @@ class Judged:
     disagreement: NDArray[np.float64]
     verdicts: list[Verdict]
 
+    @property
+    def errors(self) -> list[str]:
+        """What was wrong with the last answer of each vote that gave no score."""
+        return [verdict.errors[-1] for verdict in self.verdicts if verdict.scores is None and verdict.errors]
+
     @classmethod
     def of(cls, verdicts: Sequence[Verdict], count: int) -> "Judged":
         """The scores of `count` trajectories by votes, as they were made or as they were recorded."""
-        votes = np.array([verdict.by_member() for verdict in verdicts], np.float64).reshape(len(verdicts), count)
+        votes = np.full((len(verdicts), count), np.nan)
+        for row, verdict in enumerate(verdicts):
+            if verdict.count == count:
+                votes[row] = np.array(verdict.by_member(), np.float64)
         known = ~np.isnan(votes)
         seen = known.sum(axis=0)
         mean = np.where(seen > 0, np.where(known, votes, 0.0).sum(axis=0) / np.maximum(seen, 1), np.nan)
@@ -91,18 +108,27 @@ class Unusable(Exception):
     """An answer that gives no scores; its text says why, to the judge as well."""
 
 
-def read(answer: Any, count: int) -> tuple[list[float], list[str]]:
+def read(answer: Any, count: int, shown: str = "") -> tuple[list[float], list[str]]:
     """Scores and explanations of trajectories "1" to "count", in that order, from a judge's text.
 
+    The verdict is the JSON with which the answer ends. A thought in `<think>` tags, other words before it, and a code
+    fence around it are passed over. The judge quotes trajectories and drafts scores: a verdict with words after it, a
+    second one, and one that is also in `shown` are no score.
+
+    Args:
+        answer: of the judge.
+        count: trajectories that it was shown.
+        shown: the prompt that they are part of, as JSON writes their texts.
+
     Raises:
-        Unusable: no JSON; an id that is missing, unknown or there twice; a score that is no number from 0 to 1.
+        Unusable: no JSON at the end; a second verdict; an id that is missing, unknown or there twice; a score that is
+            no number from 0 to 1.
 
     >>> read('{"scores": [{"id": "2", "score": 1}, {"id": "1", "score": 0.5, "explanation": "long"}]}', 2)
     ([0.5, 1.0], ['long', ''])
     """
-    rows = _rows(answer)
     found: dict[str, tuple[float, str]] = {}
-    for row in rows:
+    for row in _rows(answer, shown):
         if not isinstance(row, dict):
             raise Unusable("an entry of `scores` is no object")
         name = row.get("id", row.get("trajectory_id"))
@@ -119,25 +145,56 @@ def read(answer: Any, count: int) -> tuple[list[float], list[str]]:
 
 
 def _score(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    # A whole number may have more digits than a float; nan and the infinities are what JSON calls no number.
+    if not isinstance(value, int | float) or isinstance(value, bool) or value - value != 0:
         raise Unusable(f"the score of trajectory {name} is {value!r:.40}, which is no number")
     if not 0 <= value <= 1:
         raise Unusable(f"the score of trajectory {name} is {value!r:.40}, which is not from 0 to 1")
     return float(value)
 
 
-def _rows(answer: Any) -> list[Any]:
-    """The list under `scores`, or the bare list, of the JSON in a text; words around it are passed over."""
+def _rows(answer: Any, shown: str) -> list[Any]:
+    """The list under `scores`, or the bare list, of the JSON with which a text ends."""
     if not isinstance(answer, str):
         raise Unusable("there is no text")
-    text = answer[:ANSWER_CHARACTERS]
-    decoder = json.JSONDecoder()
-    for start in [position for position, letter in enumerate(text) if letter in "{["][:64]:
+    text, dropped = answer.strip(), False
+    if not text.startswith(("{", "[", "`")):
+        thought, end, rest = text.partition("</think>")
+        if not end and "<think>" in thought:
+            raise Unusable("the thought does not end, so there is no verdict")
+        text, dropped = (rest, True) if end else (text, False)
+    text = text.strip().removesuffix("```").rstrip()
+    if len(text) > ANSWER_CHARACTERS:
+        raise Unusable(f"the answer has {len(text):,} characters. Of at most {ANSWER_CHARACTERS:,} it is read")
+    decoder = json.JSONDecoder(object_pairs_hook=_once)
+    for start in [each.start() for each in re.finditer(r"[{\[]", text)][:STARTS]:
         try:
-            told, _ = decoder.raw_decode(text, start)
+            told, stop = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         rows = told.get("scores") if isinstance(told, dict) else told
-        if isinstance(rows, list) and rows and (isinstance(told, dict) or isinstance(rows[0], dict)):
+        if stop < len(text) or not isinstance(rows, list) or not rows:
+            continue
+        if isinstance(told, dict) or isinstance(rows[0], dict):
+            before = text[:start].rstrip().removesuffix("json").removesuffix("```").strip()
+            if _NAMED.search(before):
+                raise Unusable("there are scores before the last ones. Which ones count is not known")
+            if (before or dropped) and _bare(text[start:]) in _bare(shown):
+                raise Unusable("the scores at the end stand in a trajectory word for word")
             return rows
-    raise Unusable('there is no JSON of the form {"scores": [{"id": "1", "explanation": "...", "score": 0.5}]}')
+    raise Unusable(
+        'there is no JSON of the form {"scores": [{"id": "1", "explanation": "...", "score": 0.5}]} at the end'
+    )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are there once: of two `scores` the second would count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise Unusable("a key of the JSON is there twice, and which one counts is not known")
+    return found
+
+
+def _bare(text: str) -> str:
+    """A text without white space and what escapes it in JSON, however often."""
+    return re.sub(r"\\+[nrt]|[\\\s]", "", text)
