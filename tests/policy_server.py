@@ -32,7 +32,8 @@ class PolicyServer:
     `mistake`: None, "deaf" (it keeps its weights), "head" (the tied head stays as it was), "hot" (it samples at 1.5 and
     says logprobs of that), "stale" (keys and values outlive the weights that they were made by), "before" (under a new
     name stands the adapter before), "bare" (no adapter does anything), "deaf to AGAIN" (it does not see a last message
-    AGAIN). Where `key` is set it asks for it.
+    AGAIN). Where `key` is set it asks for it. Its logprobs are processed
+    ones, after the temperature, or of temperature 1 where `raw` is set.
     """
 
     def __init__(self, mistake=None, fail=(), port=0):
@@ -50,7 +51,7 @@ class PolicyServer:
         self.calls = self.pushes = self.generated = 0
         self.scales_out = self.says_ends = True
         self.delay = 0.0
-        self.key = None
+        self.key, self.raw = None, False
 
     async def _chat(self, request):
         body = await request.json()
@@ -139,10 +140,14 @@ class PolicyServer:
         sampled, logprobs, reason = [], [], "length"
         while len(sampled) < body.get("max_tokens", 16):
             scores = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
-            known = (scores / heat).log_softmax(-1)
-            drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
+            processed = (scores / heat).log_softmax(-1)
+            if (allowed := body.get("allowed_token_ids")) is not None:  # one alone, in `measured_kind`
+                processed = torch.full_like(scores, -torch.inf).index_fill(0, torch.tensor(allowed), 0.0)
+                drawn = allowed[0]
+            else:
+                drawn = int(torch.multinomial(processed.exp(), 1, generator=self.generator))
             sampled.append(drawn)
-            logprobs.append(float(known[drawn]))
+            logprobs.append(float((scores.log_softmax(-1) if self.raw else processed)[drawn]))
             ids = torch.tensor([[drawn]])
             if drawn == self.tokenizer.eos_token_id:
                 reason = "stop"

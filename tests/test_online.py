@@ -10,6 +10,7 @@ import urllib.request
 from dataclasses import fields, replace
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -47,14 +48,14 @@ def short(prompts, completions, **columns):
     return [-float(len(completion[-1]["content"])) / 10 for completion in completions]
 
 
-def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, **online):
+def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, evaluation=(), **online):
     async def answers(task_, policy):
         message = await policy.chat(task_["prompt"])
         return -float(len(message["content"] or "")) / 10
 
     told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
     tasks = questions(count=8) if tasks is None else tasks
-    servers = {"servers": [server.url], "out": out, "resume": resume}
+    servers = {"servers": [server.url], "out": out, "resume": resume, "evaluation": evaluation}
     return tg.online.train(MODEL, tasks, **told, **servers, **split(**online), sinks=(), say=lambda _: None)
 
 
@@ -320,6 +321,67 @@ def test_what_fails_before_its_first_call_is_left_out_of_the_step(tmp_path, base
     with PolicyServer() as server:
         found = run(server, tmp_path, agent=agent, steps=2, config=config)
     assert [(row["traces"], row["trajectories_failed"]) for row in found.rows] == [(6, 2), (6, 4)]
+
+
+def test_a_temperature_of_the_agents_own_is_trained_as_it_was_sampled(tmp_path):
+    heats = itertools.cycle([0.7, 1.3])
+
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"], temperature=next(heats))
+        return -float(len(message["content"] or ""))
+
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=agent, steps=2)
+    assert all(row["sync_max"] < 1e-4 and row["sync_terms"] == row["terms"] > 0 for row in found.rows)
+    diagnosis = tg.doctor.examine(str(tmp_path / "played"), MODEL)
+    assert not {"raw_at_temperature", "reshaped_sampling"} & {finding.name for finding in diagnosis.findings}
+
+
+async def with_client(policy, body):
+    """What an agent's own client gets."""
+    headers, url = {"Authorization": f"Bearer {policy.key}"}, f"{policy.base_url}/chat/completions"
+    async with aiohttp.ClientSession() as client, client.post(url, json=body, headers=headers) as answer:
+        return await answer.text()
+
+
+@pytest.mark.parametrize("door", ["chat", "base_url"])
+@pytest.mark.parametrize(
+    ("raw", "more", "words"),
+    [
+        (False, {"top_p": 0.8}, "sets top_p=0.8"),
+        (False, {"frequency_penalty": 1.5}, "sets frequency_penalty=1.5"),
+        (True, {"temperature": 0.7}, "sets temperature=0.7, and the servers' logprobs are raw"),
+        (False, {"n": 2}, "sets n=2"),
+    ],
+    ids=str,
+)
+def test_a_request_that_the_trainer_cannot_follow_ends_the_run_by_its_name(tmp_path, door, raw, more, words):
+    async def agent(task_, policy):
+        if door == "chat":
+            await policy.chat(task_["prompt"], **more)
+        else:  # a client that takes no for an answer
+            await with_client(policy, {"model": "clerk", "messages": task_["prompt"], **more})
+        return 1.0
+
+    with PolicyServer() as server:
+        server.raw = raw
+        with pytest.raises(tg.TracegradError, match=words):
+            run(server, tmp_path, agent=agent, failures=4, steps=1)
+    assert server.calls == 0
+
+
+def test_an_evaluation_may_decode_greedily_and_a_run_may_not_heat_raw_servers(tmp_path):
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"], **({"top_k": 1} if "greedy" in task_ else {}))
+        return -float(len(message["content"] or ""))
+
+    greedy = [{**task, "greedy": True} for task in questions(count=2)]
+    with PolicyServer() as server:
+        found = run(server, tmp_path / "a", agent=agent, steps=1, evaluation=greedy)
+        assert [row["eval_tasks"] for row in found.rows if "eval_tasks" in row] == [2, 2]
+        server.raw = True
+        with pytest.raises(tg.TracegradError, match=r"play.temperature is 0.7: .* logprobs are raw"):
+            run(server, tmp_path / "b", steps=1, temperature=0.7)
 
 
 def test_a_trainer_that_waits_says_for_what(tmp_path):

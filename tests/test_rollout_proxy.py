@@ -13,7 +13,7 @@ from aiohttp import web
 import task as clerk
 import tracegrad as tg
 from proxied import KEY, QUESTION, driven
-from stand_in import Scripted, always, compact, good_clerk, prompts, until
+from stand_in import compact, good_clerk, prompts, until
 from tracegrad.rollout.proxy import Proxy
 
 
@@ -86,10 +86,29 @@ def test_completions_pass_and_are_recorded(example, stream, more):
     driven(example)(test)
 
 
-def test_a_completion_that_echoes_is_asked_as_it_came(example):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        *[("chat/completions", {"n": 2}), ("completions", {"n": 2}), ("completions", {"best_of": 2})],
+        *[("chat/completions", {"use_beam_search": True, "n": 1}), ("completions", {"echo": True})],
+        ("completions", {"prompt": ["2?", "3?"]}),
+    ],
+    ids=str,
+)
+def test_a_request_for_several_answers_is_refused_by_name_and_leaves_nothing(example, stream, path, more):
     async def test(bench):
-        await bench.ask("/s/e/v1/completions", {"prompt": "2?", "echo": True})
-        assert bench.scripted.seen[0] == {"prompt": "2?", "echo": True}
+        body = {**QUESTION, "prompt": "2?", "stream": stream, **more}
+        status, answer = await bench.ask(f"/s/a/v1/{path}", body)
+        error = json.loads(answer)["error"]
+        assert (status, error["type"], error["code"]) == (400, "invalid_request_error", 400)
+        assert "sets " + next(iter(more)) + "=" in error["message"]
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 404
+        assert (await bench.ask("/s/a/v1/chat/completions", {**QUESTION, "n": 1, "top_p": 0.5}))[0] == 200
+        assert (await bench.ask(f"/s/a/v1/{path}", body))[0] == 400
+        await bench.ask("/s/a/reward", {"reward": 1})
+        [record] = bench.records
+        assert len(record["calls"]) == len(bench.served.seen) == 1  # no other was sent
 
     driven(example)(test)
 
@@ -332,21 +351,3 @@ def test_a_server_that_is_not_there_is_502(example):
                 assert "cannot be asked" in (await answer.json())["error"]["message"]
 
     asyncio.run(main())
-
-
-def test_every_choice_is_a_call(example):
-    def two(path, body, number):
-        response = scripted.respond(body)
-        [choice] = response["choices"]
-        return compact({**response, "choices": [choice, {**choice, "index": 1}]})
-
-    scripted = Scripted(example, always("4"))
-
-    async def test(bench):
-        await bench.ask("/s/a/v1/chat/completions", {**QUESTION, "n": 2})
-        await bench.ask("/s/a/reward", {"reward": 1})
-        traces = tg.Traces.from_records(bench.records)
-        assert len(traces[0].generations) == 2
-        assert traces.read_report.unused_choices == 0
-
-    driven(example, spoil=two)(test)

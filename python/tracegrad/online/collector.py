@@ -24,7 +24,9 @@ from tracegrad.online.pace import Bound
 from tracegrad.online.signal import Floats, Signal
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
+from tracegrad.rollout.server import measured_kind
 from tracegrad.rollout.tokens import Tokens
+from tracegrad.sampling import NEUTRAL, refusal
 from tracegrad.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -82,8 +84,9 @@ class Collector:
         taken: steps that are done.
         share: which of how many collectors this is; together they begin as many groups as one would.
         by_address: give each trajectory an address that records, for agents that exist.
-        logprob_kind: what the servers' logprobs are of; by default as those that a run starts are told, processed
-            where the temperature is not 1.
+        logprob_kind: what the servers' logprobs are of; None asks them (`measured_kind`).
+        for_training: sample what the trainer can follow: what the model's generation_config.json would change is off,
+            and requests with such options are refused, but in evaluations.
         tokenizer: of the policy, for `play.ids` "tokens".
     """
 
@@ -100,6 +103,7 @@ class Collector:
     share: tuple[int, int] = (0, 1)
     by_address: bool = False
     logprob_kind: str | None = None
+    for_training: bool = True
     tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
@@ -203,6 +207,11 @@ class Collector:
     async def _opened(self) -> None:
         if self._chat is None:
             self._chat = await self._road()
+            if self.logprob_kind is None:
+                heated = "raw" if self.play.temperature == 1.0 else "processed"
+                self.logprob_kind = await measured_kind(self.link.servers) or heated
+            if self.for_training and (why := refusal({"temperature": self.play.temperature}, self._kind)) is not None:
+                raise ArgumentError(f"play.temperature is {self.play.temperature}: {why}")
         if self.by_address and self._proxy is None and self.play.ids == "chat":
             self._proxy = await self.link.stack.enter_async_context(self._recorder())
 
@@ -256,6 +265,7 @@ class Collector:
                     group=group,
                     sampling=self._sampling,
                     logprob_kind=self._kind,
+                    for_training=self.for_training and group is not None,
                     proxy=self._proxy,
                 )
         finally:
@@ -289,11 +299,13 @@ class Collector:
 
     @property
     def _sampling(self) -> dict[str, Any]:
-        return {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
+        told = {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
+        return {**NEUTRAL, **told} if self.for_training else told
 
     @property
     def _kind(self) -> str:
-        return self.logprob_kind or ("raw" if self.play.temperature == 1.0 else "processed")
+        assert self.logprob_kind is not None
+        return self.logprob_kind
 
     def _note_failures(self, played: list[Played]) -> None:
         """Sets `failing` where nothing but failures has come for a while: the first says why."""

@@ -32,8 +32,8 @@ def served(
     """
     from tracegrad.rollout.server import Servers
 
-    heat = {} if play.temperature == 1.0 else {"logprobs_mode": "processed_logprobs"}
-    arguments = {"generation_config": "vllm", **heat, **engine}
+    # Processed logprobs are of the temperature of each request, as the trainer's are.
+    arguments = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs", **engine}
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
     if urls == IN_PROCESS or list(urls) == [IN_PROCESS]:
         with _inside(model, arguments, adapters, python, told) as made:
