@@ -117,7 +117,7 @@ def test_the_agent_is_recorded_without_training(served, tmp_path):
 
 
 def test_any_program_is_recorded(served, tmp_path):
-    with Running(tmp_path / "o", served, "--model", "clerk") as proxy:
+    with Running(tmp_path / "o", served) as proxy:
         command = ["sh", str(DOORS / "any_program.sh"), proxy.url, str(tmp_path / "o" / "key")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
         assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,9 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import shutil
+import signal
 import time
 import urllib.request
 from dataclasses import fields, replace
@@ -19,7 +21,7 @@ from safetensors.torch import load_file
 import tracegrad as tg
 from collect_run import questions
 from policy_server import AGAIN, MODEL, PolicyServer
-from stand_in import until
+from stand_in import free_port, until
 from tracegrad.cli import main
 from tracegrad.learner import checkpoint
 from tracegrad.online import Online, Play, SyncFault
@@ -48,15 +50,18 @@ def short(prompts, completions, **columns):
     return [-float(len(completion[-1]["content"])) / 10 for completion in completions]
 
 
-def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, evaluation=(), **online):
+def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, evaluation=(), **more):
+    say, online = more.pop("say", lambda _: None), more
+
     async def answers(task_, policy):
         message = await policy.chat(task_["prompt"])
         return -float(len(message["content"] or "")) / 10
 
     told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
     tasks = questions(count=8) if tasks is None else tasks
-    servers = {"servers": [server.url], "out": out, "resume": resume, "evaluation": evaluation}
-    return tg.online.train(MODEL, tasks, **told, **servers, **split(**online), sinks=(), say=lambda _: None)
+    told.setdefault("evaluation", evaluation)
+    servers = {"servers": [server.url], "out": out, "resume": resume}
+    return tg.online.train(MODEL, tasks, **told, **servers, **split(**online), sinks=(), say=say)
 
 
 def weights(folder: Path):
@@ -125,9 +130,16 @@ def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path, capsys):
     found, out, _ = done
     again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again")
     command = ["replay", str(out), "--model", str(MODEL), "--out", str(tmp_path / "told")]
-    assert main(command) == 1
-    assert "had the objective" in capsys.readouterr().err
-    assert main([*command, "--objective", "DAPO_DIRECT"]) == 0
+    assert main([*command, "--objective", "DAPO", "--objective.surrogate.high", "0.5"]) == 1
+    said = capsys.readouterr().err
+    # DAPO is the ratio theta/old with a weight old/rollout, DAPO_DIRECT the ratio theta/rollout without one.
+    assert "ratio.den: 'rollout', now 'old'; surrogate.high: 0.28, now 0.5; weights.0: none, now Weight" in said
+    assert not (tmp_path / "told").exists()
+    assert main(command) == 0  # with the run's own objective
+    kept = tg.config.load(out / "config.toml").objective
+    assert (kept.preset, json.loads((out / "run.json").read_text())["config"]["objective.preset"]) == (
+        "DAPO_DIRECT",
+    ) * 2
     assert_same(weights(tmp_path / "told" / "checkpoint"), weights(found.checkpoint))
     assert again.steps == 3
     assert_same(weights(again.checkpoint), weights(found.checkpoint))
@@ -390,6 +402,59 @@ def test_a_trainer_that_waits_says_for_what(tmp_path):
 
     with PolicyServer() as server, pytest.raises(tg.TracegradError, match="oldest trajectory under way is 0-0"):
         run(server, tmp_path, agent=stuck, patience=0.5)
+
+
+def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("tracegrad.online.link.PATIENCE_S", 1)
+    played, port, said = itertools.count(1), free_port(), []
+
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"])
+        if next(played) == 8:  # the last of the first step
+            await asyncio.to_thread(server.__exit__)
+        return -float(len(message["content"] or ""))
+
+    def say(line):
+        said.append(line)
+        if "none can be asked" in line:
+            signal.raise_signal(signal.SIGINT)
+
+    with PolicyServer(port=port) as server:
+        found = run(server, tmp_path, agent=agent, steps=2, say=say)
+    assert (found.stopped, found.exit_code) == ("signal", 130)
+    assert "none can be asked" in said[-1]
+    [row] = found.rows
+    assert row["seconds_waited"] > 1  # for the server that was gone, which is no time of the push
+    assert row["seconds_pushed"] < row["seconds_waited"]
+    with PolicyServer(port=port) as server:
+        again = run(server, tmp_path, steps=2, resume=True)
+    assert [row["step"] for row in again.rows] == [2]
+    assert again.rows[0]["sync_max"] < 1e-4
+
+
+def test_evaluations_and_waits_for_groups_are_reported_and_a_signal_ends_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr("tracegrad.rollout.progress.EVERY_S", 0.0)
+    said, signals = [], itertools.count()
+
+    async def agent(task_, policy):
+        if "slow" in task_:
+            await asyncio.sleep(2.5 if next(signals) < 2 else 60)
+        return float(len((await policy.chat(task_["prompt"]))["content"] or ""))
+
+    def say(line):
+        said.append(line)
+        if line.startswith("evaluation-1: 0 of 2"):
+            signal.raise_signal(signal.SIGINT)
+
+    slow = [{**task, "slow": True} for task in questions(count=2)]
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=agent, steps=1, evaluation=slow, say=say)
+    assert found.stopped == "signal"
+    assert [row["eval_tasks"] for row in found.rows if "eval_tasks" in row] == [2]
+    lines = [re.sub(r"\d+ s", "N s", line) for line in said]
+    assert "evaluation-0: 0 of 2 tasks played in N s, none is done yet" in lines
+    assert any(re.fullmatch(r"playing  [01] of 2 groups whose rewards differ, N s; .*", line) for line in lines)
+    assert lines[-1] == "evaluation after step 1: left out, as a signal came"
 
 
 def test_tasks_that_end_end_the_run(tmp_path):

@@ -24,6 +24,7 @@ from tracegrad.online.pace import Bound
 from tracegrad.online.signal import Floats, Signal
 from tracegrad.rollout.play import Played, play
 from tracegrad.rollout.policy import Limits
+from tracegrad.rollout.progress import left
 from tracegrad.rollout.server import measured_kind
 from tracegrad.rollout.tokens import Tokens
 from tracegrad.sampling import NEUTRAL, refusal
@@ -169,20 +170,28 @@ class Collector:
     def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[Played]:
         """Plays each task once, for the record of an evaluation."""
 
+        done = 0
+
+        def progress(seconds: float) -> str:
+            rest = left(seconds, done, len(tasks))
+            return f"{name}: {done:,} of {len(tasks):,} tasks played in {seconds:.0f} s, {rest}"
+
         async def played(*_: Any) -> list[Played]:
             await self._opened()
             some = asyncio.Semaphore(256)
 
             async def one(number: int, task: Any) -> Played:
+                nonlocal done
                 async with some:
                     found = await self._play(contract, task, f"{name}-{number}", None)
                 if self.score is not None:
                     await self.score([found])
+                done += 1
                 return found
 
             return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
 
-        return self.link.run(played)
+        return self.link.run(played, progress)
 
     async def _playing(self) -> None:
         await self._opened()

@@ -12,12 +12,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError, shown
 from tracegrad.rollout.http import ServerError
+from tracegrad.rollout.progress import Progress
 
 GRACE_S = 15.0
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -96,13 +97,20 @@ class Launched:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 600.0) -> str:
-        """Return the URL once /health answers.
+    def wait(self, timeout_s: float = 600.0, say: Callable[[str], None] | None = None) -> str:
+        """Return the URL once /health answers; `say` takes a line every ten seconds until then.
 
         Raises: ServerError where the server ends, or is not healthy within `timeout_s`; with the end of its log.
         """
         deadline = time.monotonic() + timeout_s
+        progress = Progress(say or (lambda _: None))
         while time.monotonic() < deadline:
+            progress.tick(
+                lambda seconds: (
+                    f"server   vLLM starts: {seconds:.0f} s, and is waited for {timeout_s - seconds:.0f} s more; "
+                    f"it said: {self.last_words()[:100]}"
+                )
+            )
             if (why := self.ended()) is not None:
                 raise ServerError(why)
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -139,12 +147,18 @@ class Launched:
 
 @contextlib.contextmanager
 def launch(
-    python: str, model: str | Path, port: int | None = None, *, timeout_s: float = 600.0, **told: Any
+    python: str,
+    model: str | Path,
+    port: int | None = None,
+    *,
+    timeout_s: float = 600.0,
+    say: Callable[[str], None] | None = None,
+    **told: Any,
 ) -> Iterator[Launched]:
     """Start a vLLM server, yield it once it is healthy, and stop it in the end; arguments as `Launched` takes them."""
     launched = Launched(python, model, port, **told)
     try:
-        launched.wait(timeout_s)
+        launched.wait(timeout_s, say)
         yield launched
     finally:
         launched.stop()
