@@ -14,6 +14,7 @@ import task as clerk
 import tracegrad as tg
 from proxied import KEY, QUESTION, driven
 from stand_in import compact, good_clerk, prompts, until
+from tracegrad.rollout import exchange
 from tracegrad.rollout.proxy import Proxy
 
 
@@ -204,8 +205,63 @@ def test_a_body_in_pieces_is_bounded_too(example):
             async with bench.client.post(url, data=pieces(), headers=headers) as answer:
                 assert answer.status == 413
         assert bench.served.paths == []
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 404  # no trajectory has begun
 
     driven(example, request_bytes=65536)(test)
+
+
+HEAD = f"POST /s/a/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n".encode()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first request", "second request"])
+@pytest.mark.parametrize(
+    ("begins", "trickles", "status"),
+    [
+        (b"", False, b""),
+        (HEAD, False, b""),
+        (HEAD, True, b""),
+        (HEAD + b"x: " + b"y" * 70_000, False, b"400"),
+        (HEAD + b"content-length: 100\r\n\r\n{", False, b"408"),
+        (HEAD + b"content-length: 1000000\r\n\r\n{", True, b"408"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", False, b"408"),
+        (HEAD.replace(KEY.encode(), b"wrong") + b"content-length: 1000000\r\n\r\n{", True, b"401"),
+    ],
+    ids=["nothing", "half a head", "a slow head", "a large head", "half a body", "a slow body", "chunks", "no key"],
+)
+def test_a_client_that_is_slow_or_large_is_closed_and_leaves_nothing(
+    example, monkeypatch, begins, trickles, status, again
+):
+    monkeypatch.setattr(exchange, "HEAD_S", 0.3)
+    monkeypatch.setattr(exchange, "BODY_S", 0.3)
+
+    async def test(bench):
+        host, port = bench.proxy.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        if again:
+            writer.write(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
+            await reader.readuntil(b"}]}")
+
+        async def trickle():
+            with contextlib.suppress(ConnectionError):
+                while trickles:
+                    writer.write(b"a")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        writer.write(begins)
+        slow = asyncio.ensure_future(trickle())
+        try:
+            answer = await reader.read()  # until it is closed
+        except ConnectionError:
+            answer = status
+        slow.cancel()
+        writer.close()
+        assert answer[9:12] == status or answer == status
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 404
+        assert bench.records == []
+        assert (await bench.ask("/s/a/v1/chat/completions", QUESTION))[0] == 200  # others are served
+
+    driven(example)(test)
 
 
 @pytest.mark.parametrize("value", [{"reward": "1"}, {"reward": [1]}, {}, {"rewards": {"a": "b"}}, {"rewards": 1e999}])

@@ -21,7 +21,18 @@ import aiohttp
 import uvicorn
 
 from tracegrad.errors import ArgumentError, shown
-from tracegrad.rollout.exchange import Pool, Refusal, Upstream, answer, body_of, disconnected, object_of, whole
+from tracegrad.rollout.exchange import (
+    HEAD_BYTES,
+    Connection,
+    Pool,
+    Refusal,
+    Upstream,
+    answer,
+    body_of,
+    disconnected,
+    object_of,
+    whole,
+)
 from tracegrad.rollout.journal import Entry, Journal
 from tracegrad.rollout.passing import ROADS, Added, Events, Road, dumped, response_of
 from tracegrad.rollout.play import checked
@@ -112,6 +123,7 @@ class Proxy:
         listening = socket.create_server(self._address, backlog=1024)
         self._address = listening.getsockname()[:2]
         options = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
+        options |= {"http": Connection, "ws": "none", "h11_max_incomplete_event_size": HEAD_BYTES}
         options |= {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(self._app, **options))
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
@@ -165,7 +177,7 @@ class Proxy:
             await self._answer(scope, receive, send)
         except Refusal as refused:
             body = {"error": {"message": shown(refused), "type": refused.kind, "param": None, "code": refused.status}}
-            await answer(send, refused.status, dumped(body))
+            await answer(send, refused.status, dumped(body), close=True)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
