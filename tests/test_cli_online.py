@@ -32,7 +32,7 @@ def test_a_run_is_what_its_file_says(folder, server, capsys, monkeypatch):
     assert [row["eval_tasks"] for row in found if "eval_reward" in row] == [3, 3]
     assert all(row["sync_max"] < 1e-4 for row in found if "loss" in row)
     kept = json.loads((out / "run.json").read_text())
-    assert kept["online"] == asdict(Online(steps=2, max_lag=0, refill=1))
+    assert kept["online"] == asdict(Online(steps=2, steps_ahead=0, refill=1))
     assert kept["play"] == asdict(Play(samples=4, max_tokens=12, turns=1))
     assert kept["objective"] == repr(tg.presets.DAPO_DIRECT)
     assert config.load(out / "config.toml").optimizer.lr == 2e-3

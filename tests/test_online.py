@@ -30,7 +30,7 @@ from tracegrad.online.ledger import Ledger
 from tracegrad.online.signal import Signal
 
 torch.set_num_threads(1)
-PLAY = {"steps": 2, "samples": 4, "max_lag": 0, "refill": 1, "max_tokens": 12, "turns": 1}
+PLAY = {"steps": 2, "samples": 4, "steps_ahead": 0, "refill": 1, "max_tokens": 12, "turns": 1}
 CONFIG = tg.config.Config(
     pack=tg.config.Pack(step_groups=2),
     optimizer=tg.config.Optimizer(lr=2e-3),
@@ -213,12 +213,13 @@ def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_
     """The step before its own groups are done: all that it trains was sampled by the version before."""
     with PolicyServer(mistake) as server:
         if mistake is None:
-            found = run(server, tmp_path, steps=4, max_lag=1)
-            assert [row["sync_terms"] for row in found.rows if row["lag_max"] and not row["lag_mean"] % 1] != []
+            found = run(server, tmp_path, steps=4, steps_ahead=1)
+            whole = [row for row in found.rows if row["staleness_max"] and not row["staleness_mean"] % 1]
+            assert whole != []
             assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
             return
         with pytest.raises(SyncFault) as raised:
-            run(server, tmp_path, steps=6, max_lag=1)
+            run(server, tmp_path, steps=6, steps_ahead=1)
     assert "Of 8 tokens" in str(raised.value) or "do not sample" in str(raised.value)
 
 
@@ -258,9 +259,9 @@ def test_the_pace_keeps_the_players_within_the_lag(tmp_path):
         return -float(len(message["content"] or ""))
 
     with Patient() as server:
-        found = run(server, tmp_path, agent=agent, steps=3, max_lag=1)
+        found = run(server, tmp_path, agent=agent, steps=3, steps_ahead=1)
     assert seen == [0] * 16 + [1] * 8
-    assert [row["lag_max"] for row in found.rows] == [0, 1, 1]
+    assert [row["staleness_max"] for row in found.rows] == [0, 1, 1]
 
 
 def test_failures_are_kept_untrained_and_too_many_in_a_row_stop_the_run(tmp_path):

@@ -206,11 +206,11 @@ def test_a_ledger_of_somebody_else_is_refused(tmp_path, change):
 
 
 def test_the_pace_by_hand():
-    pace = Pace(groups=4, max_lag=1, refill=3, steps=3)
+    pace = Pace(groups=4, steps_ahead=1, refill=3, steps=3)
     assert [pace.allowed(taken, 0) for taken in range(4)] == [8, 12, 12, 12]
     assert pace.allowed(0, 5) == 13
     assert pace.allowed(0, 99) == 8 * 3
-    assert Pace(groups=4, max_lag=0, refill=1).allowed(0, 99) == 4
+    assert Pace(groups=4, steps_ahead=0, refill=1).allowed(0, 99) == 4
 
 
 def test_a_list_of_tasks_comes_again_in_another_order_and_goes_on_where_it_was():
