@@ -206,7 +206,8 @@ class Look:
             if RESHAPING.search(raw := self.traces.core.record(index)) and isinstance(record := loads(raw), dict):
                 start, end = self.first_generation[index : index + 2]
                 calls = record.get("calls")
-                apart = isinstance(calls, list) and len(calls) == end - start
+                calls = calls if isinstance(calls, list) else []
+                apart = len(calls) == end - start
                 of_record = {key: value for key, value in record.items() if key not in ("calls", "metadata", "task")}
                 common = _sampling(of_record if apart else {**of_record, "calls": calls})
                 for g in range(start, end):

@@ -40,7 +40,7 @@ TRAINING: tuple[Metric, ...] = (
         "versions",
         "",
         "",
-        "The largest such number; `online.steps_ahead` does not bound it: a slow group is trained when it has finished.",
+        "The largest such number; `online.steps_ahead` does not bound it: a slow group is trained when it ends.",
     ),
     Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
     Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
