@@ -109,7 +109,7 @@ def test_a_start_that_takes_long_is_reported(fake, tmp_path, monkeypatch):
     lines = []
     with launch.launch(model=tmp_path / "pids", timeout_s=60, say=lines.append, **fake):
         pass
-    assert re.fullmatch(r"server   vLLM starts: \d+ s, and is waited for \d+ s more; it said: nothing", lines[0])
+    assert re.fullmatch(r"server   vLLM starts: \d+ s, and is waited for \d+ s more; its log ends: nothing", lines[0])
 
 
 def test_a_launched_server_ends_when_its_parent_is_killed(fake, tmp_path):

@@ -108,7 +108,7 @@ class Launched:
             progress.tick(
                 lambda seconds: (
                     f"server   vLLM starts: {seconds:.0f} s, and is waited for {timeout_s - seconds:.0f} s more; "
-                    f"it said: {self.last_words()[:100]}"
+                    f"its log ends: {shown(self._tail()[-1].strip())[:100]}"
                 )
             )
             if (why := self.ended()) is not None:
@@ -132,11 +132,16 @@ class Launched:
 
     def last_words(self) -> str:
         """The last line of the log that names an error, or its last line."""
+        tail = self._tail()
+        errors = [line for line in tail if "Error" in line or "error:" in line]
+        return shown((errors or tail)[-1].strip())
+
+    def _tail(self) -> list[str]:
+        """The last lines of the log; "nothing" if there is none."""
         with self.log.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - READ_BACK))
             tail = [line for line in lines.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in tail if "Error" in line or "error:" in line]
-        return shown((errors or tail or ["nothing"])[-1].strip())
+        return tail or ["nothing"]
 
     def stop(self) -> None:
         """End the server and all that it started; may be called again."""
