@@ -50,13 +50,13 @@ def main(model, out):
         return made[0]
 
     engine.Engine = once
-    for max_lag, ids in ((0, "chat"), (1, "chat"), (0, "tokens")):
-        rows = run(f"quiet-{max_lag}-{ids}", ids, max_lag=max_lag).rows
-        keys = ("sync_terms", "sync_max", "lag_max", "sync_pause", "tokens_lost", "trajectories_failed", "reward")
-        found[f"quiet {max_lag} {ids}"] = [{key: row[key] for key in keys} for row in rows]
+    for steps_ahead, ids in ((0, "chat"), (1, "chat"), (0, "tokens")):
+        rows = run(f"quiet-{steps_ahead}-{ids}", ids, steps_ahead=steps_ahead).rows
+        keys = ("sync_terms", "sync_max", "sync_pause", "tokens_lost", "trajectories_failed", "reward")
+        found[f"quiet {steps_ahead} {ids}"] = [{key: row[key] for key in keys} for row in rows]
     ways.File = lambda servers, folder: sync.File(servers, folder, clear_cache=False)
     try:
-        found["stale"] = [row["sync_max"] for row in run("stale", max_lag=0, steps=6).rows]
+        found["stale"] = [row["sync_max"] for row in run("stale", steps_ahead=0, steps=6).rows]
     except SyncFault as error:
         found["stale"] = str(error)
 

@@ -60,7 +60,7 @@ class Killed:
     def trainer(self) -> None:
         config = tg.config.update(CONFIG, [("checkpoint.every", 2)])
         steps = self.plan["steps"]
-        options = split(steps=steps, max_lag=1, max_tokens=6)
+        options = split(steps=steps, steps_ahead=1, max_tokens=6)
         told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [self.url], "out": self.out / "run"}
         opened = Link.__enter__
 

@@ -21,13 +21,13 @@ from ranks import forked, joined
 from test_online import CONFIG, questions, split
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "quiet": ("fsdp", {"max_lag": 1, "steps": 3}),
-    "deaf": ("fsdp", {"max_lag": 0, "steps": 4}),
-    "deaf, canary": ("ddp", {"max_lag": 1, "steps": 6}),
-    "stale, canary": ("fsdp", {"max_lag": 1, "steps": 6}),
-    "before": ("fsdp", {"max_lag": 1, "steps": 6, "sync": "lora"}),
-    "tasks": ("ddp", {"max_lag": 0, "steps": 9}),
-    "gone": ("fsdp", {"max_lag": 0, "steps": 9, "failures": 8}),
+    "quiet": ("fsdp", {"steps_ahead": 1, "steps": 3}),
+    "deaf": ("fsdp", {"steps_ahead": 0, "steps": 4}),
+    "deaf, canary": ("ddp", {"steps_ahead": 1, "steps": 6}),
+    "stale, canary": ("fsdp", {"steps_ahead": 1, "steps": 6}),
+    "before": ("fsdp", {"steps_ahead": 1, "steps": 6, "sync": "lora"}),
+    "tasks": ("ddp", {"steps_ahead": 0, "steps": 9}),
+    "gone": ("fsdp", {"steps_ahead": 0, "steps": 9, "failures": 8}),
 }
 """How the parameters are laid over ranks, and options; "gone" last, as it ends the process group."""
 
@@ -51,7 +51,9 @@ def case(name: str, url: str, out: Path) -> dict[str, Any]:
         found = tg.online.train(MODEL, tasks, agent=agent, **options, sinks=(), say=lambda _: None, **told)
     except Exception as error:
         return {"said": f"{type(error).__name__}: {error}"}
-    rows = [{key: row[key] for key in ("step", "sync_terms", "sync_max", "lag_max", "loss")} for row in found.rows]
+    rows = [
+        {key: row[key] for key in ("step", "sync_terms", "sync_max", "staleness_max", "loss")} for row in found.rows
+    ]
     return {"rows": rows, "stopped": found.stopped, "steps": found.steps}
 
 

@@ -34,9 +34,10 @@ class PolicyServer:
     name stands the adapter before), "bare" (no adapter does anything), "scaled" (adapters are added twice), "layer"
     (one layer keeps its weights), "restarted" (after the second push it has the weights that it began with), "half"
     (every other request is answered by weights that nobody pushes to), "cached" (an answer is given again for the same
-    request), "raw" (logprobs are of temperature 1), "bf16", "template", "tokenizer" (it has another), "deaf to AGAIN"
+    request), "bf16", "template", "tokenizer" (it has another), "deaf to AGAIN"
     (it does not see a last message AGAIN). Where `key` is set it asks for it. `sampling` is how it samples, whatever a
-    request says: top_k, top_p, min_p and penalties.
+    request says: top_k, top_p, min_p and penalties. Its
+    logprobs are processed ones, after the temperature, or of temperature 1 where `raw` is set.
     """
 
     def __init__(self, mistake=None, fail=(), port=0, sampling=None):
@@ -59,7 +60,7 @@ class PolicyServer:
         self.calls = self.pushes = self.generated = 0
         self.scales_out = self.says_ends = True
         self.delay = 0.0
-        self.key = None
+        self.key, self.raw = None, False
 
     async def _chat(self, request):
         body = await request.json()
@@ -159,12 +160,12 @@ class PolicyServer:
         sampled, logprobs, reason = [], [], "length"
         while len(sampled) < body.get("max_tokens", 16):
             scores = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
-            known = (self._reshaped(scores.float(), prompt, sampled) / heat).log_softmax(-1)
-            known = self._truncated(known)
+            known = self._truncated((self._reshaped(scores.float(), prompt, sampled) / heat).log_softmax(-1))
+            if (allowed := body.get("allowed_token_ids")) is not None:  # one alone, in `measured_kind`
+                known = torch.full_like(scores, -torch.inf).index_fill(0, torch.tensor(allowed), 0.0)
             drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
             sampled.append(drawn)
-            known = scores.log_softmax(-1) if self.mistake == "raw" else known
-            logprobs.append(float(known[drawn]))
+            logprobs.append(float((scores.log_softmax(-1) if self.raw else known)[drawn]))
             ids = torch.tensor([[drawn]])
             if drawn == self.tokenizer.eos_token_id:
                 reason = "stop"

@@ -103,7 +103,7 @@ def shop(task):
 PLAY = """
 [online]
 steps = 2
-max_lag = 0
+steps_ahead = 0
 refill = 1
 
 [play]

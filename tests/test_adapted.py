@@ -134,7 +134,7 @@ def test_an_online_run_starts_from_adapters(tmp_path):
     plain = config.update(chosen, [("train.lora_rank", 0)])
     options = {"objective": presets.DAPO_DIRECT, "agent": agent, "sinks": (), "say": lambda _: None}
     how = {
-        "online": online.Online(steps=2, max_lag=0, refill=1),
+        "online": online.Online(steps=2, steps_ahead=0, refill=1),
         "play": online.Play(samples=4, max_tokens=12, turns=1),
     }
     first = {**options, "config": chosen, **how, "out": tmp_path / "first"}

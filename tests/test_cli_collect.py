@@ -42,7 +42,7 @@ def test_two_collectors_play_what_the_file_says_and_the_trainer_plays_its_evalua
     groups = {}
     for place, traces in Follower(folder / "o" / "played").look():
         groups.setdefault(place.file, []).append(int(traces.groups[0]))
-    assert sorted(sorted(each) for each in groups.values()) == [[0, 2, 4], [1, 3, 5]]  # max_lag 0: 3 steps of 2
+    assert sorted(sorted(each) for each in groups.values()) == [[0, 2, 4], [1, 3, 5]]  # steps_ahead 0: 3 steps of 2
     for mine, words in enumerate(said):
         assert f"collector {mine} of 2, from 0, plays into {folder / 'o' / 'played'}" in words
         assert "played   12 trajectories in 3 groups; 0 failed; the run is over" in words

@@ -32,7 +32,7 @@ def test_a_run_is_what_its_file_says(folder, server, capsys, monkeypatch):
     assert [row["eval_tasks"] for row in found if "eval_reward" in row] == [3, 3]
     assert all(row["sync_max"] < 1e-4 for row in found if "loss" in row)
     kept = json.loads((out / "run.json").read_text())
-    assert kept["online"] == asdict(Online(steps=2, max_lag=0, refill=1))
+    assert kept["online"] == asdict(Online(steps=2, steps_ahead=0, refill=1))
     assert kept["play"] == asdict(Play(samples=4, max_tokens=12, turns=1))
     assert kept["objective"] == repr(tg.presets.DAPO_DIRECT)
     assert config.load(out / "config.toml").optimizer.lr == 2e-3
@@ -67,14 +67,11 @@ def test_a_dry_run_says_that_vllm_would_run_in_this_process(folder, capsys):
 
 def test_a_dry_run_prints_a_file_that_says_the_same_and_changes_nothing(folder, server, capsys):
     sections = PLAY + "[engine]\nmax_model_len = 99\nhf_overrides = {a = 1, b = [1, 2]}\n"
-    path = written(folder, sections, servers=[server.url], out="done", weights=[1.0], rewards="shop_clerk.py:short")
-    before = server.calls, server.pushes
+    path = written(folder, sections, servers=["in-process"], out="done", weights=[1.0], rewards="shop_clerk.py:short")
     code, out, _ = dry(capsys, path, "--train.seed", "3", "--engine.max_num_seqs", "7")
     assert code == 0
     toml, _, rest = out.partition("would    take")
     assert "2 steps of 2 groups of 4 trajectories, from 8 tasks" in rest
-    assert "which serve 'clerk'" in rest
-    assert (server.calls, server.pushes) == before
     assert not (folder / "done").exists()
     (folder / "again.toml").write_text("\n".join(line for line in toml.splitlines() if not line.startswith("#")))
     ours, theirs = (
@@ -88,6 +85,24 @@ def test_a_dry_run_prints_a_file_that_says_the_same_and_changes_nothing(folder, 
         theirs.engine,
     )
     assert ours.engine == {"max_model_len": 99, "hf_overrides": {"a": 1, "b": [1, 2]}, "max_num_seqs": 7}
+
+
+def test_a_server_of_the_command_line_goes_over_the_one_that_the_file_would_start(folder, server, capsys):
+    path = written(folder, PLAY + "[engine]\nmax_model_len = 99\n", python="/nowhere/python", out="done")
+    before = server.calls, server.pushes
+    code, out, _ = dry(capsys, path, "--server", server.url)
+    assert (code, "which serve 'clerk'" in out, "max_model_len" in out) == (0, True, False)
+    assert (server.calls, server.pushes) == before
+    assert main(["online", path, "--server", server.url, "--online.steps", "1"]) == 0
+    capsys.readouterr()
+    for more in ({"python": "python3"}, {}):  # named in the file itself both are refused, planned or run
+        path = written(folder, PLAY + ("" if more else "[engine]\nseed = 1\n"), servers=[server.url], out="o", **more)
+        for told in ([path, "--dry-run"], [path]):
+            assert main(["online", *told]) == 1
+            idle = "python" if more else "engine.seed"
+            assert f"servers are named, so that none is started, and {idle} has no effect" in capsys.readouterr().err
+    code, _, err = dry(capsys, path, "--server", server.url, "--engine.seed", "2")
+    assert (code, "engine.seed has no effect" in err) == (1, True)
 
 
 def test_the_command_line_goes_over_the_file_and_its_paths_lie_where_it_is_called(folder, server, capsys, monkeypatch):

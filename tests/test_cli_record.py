@@ -12,9 +12,11 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
+import task
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
 from shop_files import folder, played, server  # noqa: F401
@@ -27,6 +29,7 @@ from tracegrad.online.players import GroupScore
 from tracegrad.online.signal import Signal
 from tracegrad.rollout.proxy import Proxy
 
+EXAMPLES = Path(__file__).parent.parent / "examples" / "online"
 AGENT = """
 import asyncio
 import pathlib
@@ -325,6 +328,23 @@ def test_any_program_is_recorded_by_path_or_header_and_its_reward_ends_it(tmp_pa
     sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(MODEL))
     assert sequences.tiers()["T0"]["generations"] == 4
     assert a.to_dict()["logprob_kind"] == "raw"
+
+
+def test_the_example_in_another_language_asks_as_the_clerk_is_asked(tmp_path, server):
+    script = EXAMPLES / "any_program.sh"
+    with Running(tmp_path / "o", server.url) as proxy:
+        told = [script, proxy.url, tmp_path / "o" / "key"]
+        done = subprocess.run(["sh", *told], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        proxy.stop()
+    traces = tg.read(tmp_path / "o" / "played")
+    assert [(trace.id, trace.group, len(trace.generations)) for trace in traces] == [
+        (f"lamp-{sample}", "lamp", 1) for sample in (1, 2, 3, 4)
+    ]
+    for trace in traces:
+        assert [message["role"] for message in trace.messages] == ["system", "user", "assistant"]
+        assert trace.messages[0]["content"] == task.SYSTEM
+    assert f'SYSTEM = "{task.SYSTEM}"' in (EXAMPLES / "verifiers_clerk.py").read_text()
 
 
 def test_options_of_the_proxy(tmp_path):

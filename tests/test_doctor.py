@@ -178,10 +178,38 @@ def test_raw_logprobs_at_another_temperature_are_found_and_processed_ones_are_ri
     assert names(told) == {}
 
 
-def test_a_cut_nucleus_with_raw_logprobs_is_found(tmp_path):
-    found = diagnosed(spoiled(lambda record: record.update(top_p=0.9)), tmp_path)
-    assert names(found) == {"raw_at_temperature": "WRONG"}
-    assert "top_p 0.9" in found.findings[0].hits.found
+@pytest.mark.parametrize("kind", ["raw", "processed"])
+@pytest.mark.parametrize(
+    ("name", "value", "off"),
+    [
+        ("top_p", 0.9, 1.0),
+        ("top_k", 1, -1),
+        ("frequency_penalty", -1.5, 0.0),
+        ("repetition_penalty", 1.05, 1),
+        ("logit_bias", {"5": 1}, {}),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("tool_choice", "required", "auto"),
+    ],
+)
+def test_what_reshapes_the_distribution_is_found_of_either_kind_and_what_is_off_is_not(
+    tmp_path, kind, name, value, off
+):
+    def with_option(value):
+        def spoil(record):
+            record["logprob_kind"] = kind
+            record["metadata"] = {"task": {"prompt": "?", "model": "x", "regex": "a+"}}  # a column, and no request
+            for call in record.get("calls", [record])[-1:]:
+                call["request"] = {**call.get("request", {"messages": []}), "model": "clerk", name: value}
+
+        return spoil
+
+    found = diagnosed(spoiled(with_option(value)), tmp_path)
+    assert names(found) == {"reshaped_sampling": "WRONG"}
+    assert found.findings[0].hits.found == f"{name}={value!r}"
+    # The last call of 180 records, and each of the 100 turns of 60 conversations, whose request is that of all turns.
+    assert found.findings[0].hits.count == 280
+    assert found.following.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
+    assert names(diagnosed(spoiled(with_option(off)), tmp_path)) == {}
 
 
 def test_two_bos_tokens_are_found(tmp_path):

@@ -79,7 +79,7 @@ def test_an_environment_of_verifiers_plays_and_trains(request, served, tmp_path)
         agent=agent,
         objective=tg.presets.DAPO_DIRECT,
         config=tg.config.Config(pack=tg.config.Pack(step_groups=2), optimizer=tg.config.Optimizer(lr=4e-4)),
-        online=tg.online.Online(steps=1, max_lag=0),
+        online=tg.online.Online(steps=1, steps_ahead=0),
         play=tg.online.Play(samples=4, max_tokens=48),
         servers=[served],
         out=tmp_path / "out",
@@ -118,7 +118,7 @@ def test_the_agent_is_recorded_without_training(served, tmp_path):
 
 
 def test_any_program_is_recorded(served, tmp_path):
-    with Running(tmp_path / "o", served, "--model", "clerk") as proxy:
+    with Running(tmp_path / "o", served) as proxy:
         command = ["sh", str(DOORS / "any_program.sh"), proxy.url, str(tmp_path / "o" / "key")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
         assert done.returncode == 0, done.stdout + done.stderr

@@ -48,7 +48,7 @@ def run(request, example, out, kill_after=0):
         environment=Killing,
         objective=tg.presets.DAPO_DIRECT,
         config=CONFIG,
-        online=Online(steps=STEPS, max_lag=1, refill=1),
+        online=Online(steps=STEPS, steps_ahead=1, refill=1),
         play=Play(samples=4, max_tokens=64, turns=4),
         python=request.config.getoption("--vllm-python"),
         engine=online.ENGINE,

@@ -68,9 +68,9 @@ def run_adapters(example, url, out, **told):
     return run(example, url, out, config=CONFIG, key=KEY, sync="lora", **told)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_loop_of_adapters_is_proven_at_each_step(adapted, example, tmp_path, max_lag):
-    found = run_adapters(example, adapted, tmp_path, max_lag=max_lag)
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_loop_of_adapters_is_proven_at_each_step(adapted, example, tmp_path, steps_ahead):
+    found = run_adapters(example, adapted, tmp_path, steps_ahead=steps_ahead)
     for row in found.rows:
         print(
             f"\nstep {row['step']}: {row['sync_terms']} terms, max {row['sync_max']:.1e}, {row['seconds_pushed']:.3f} s"
@@ -79,8 +79,8 @@ def test_a_loop_of_adapters_is_proven_at_each_step(adapted, example, tmp_path, m
         assert row["sync_max"] < 1e-4
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example, tmp_path, monkeypatch, max_lag):
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example, tmp_path, monkeypatch, steps_ahead):
     class Late(Lora):
         async def push(self, weights, version):
             pushed = await super().push(weights, version)
@@ -91,7 +91,7 @@ def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example
     with pytest.raises(
         SyncFault, match=r"version [2-5], .*They answer with the adapter of the step before\."
     ) as raised:
-        run_adapters(example, adapted, tmp_path, steps=6, max_lag=max_lag)
+        run_adapters(example, adapted, tmp_path, steps=6, steps_ahead=steps_ahead)
     print(f"\n{raised.value}")
 
 

@@ -4,12 +4,15 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import shutil
+import signal
 import time
 import urllib.request
 from dataclasses import fields, replace
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -18,7 +21,7 @@ from safetensors.torch import load_file
 import tracegrad as tg
 from collect_run import questions
 from policy_server import AGAIN, MODEL, PolicyServer
-from stand_in import until
+from stand_in import free_port, until
 from tracegrad.cli import main
 from tracegrad.learner import checkpoint
 from tracegrad.online import Online, Play, SyncFault, frames
@@ -28,7 +31,7 @@ from tracegrad.online.signal import Signal
 from tracegrad.sync import canary
 
 torch.set_num_threads(1)
-PLAY = {"steps": 2, "samples": 4, "max_lag": 0, "refill": 1, "max_tokens": 12, "turns": 1}
+PLAY = {"steps": 2, "samples": 4, "steps_ahead": 0, "refill": 1, "max_tokens": 12, "turns": 1}
 CONFIG = tg.config.Config(
     pack=tg.config.Pack(step_groups=2),
     optimizer=tg.config.Optimizer(lr=2e-3),
@@ -57,14 +60,19 @@ def short(prompts, completions, **columns):
     return [-float(len(completion[-1]["content"])) / 10 for completion in completions]
 
 
-def run(server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, servers=(), say=None, **online):
+def run(
+    server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, servers=(), evaluation=(), **more
+):
+    say, online = more.pop("say", lambda _: None), more
+
     async def answers(task_, policy):
         message = await policy.chat(task_["prompt"])
         return -float(len(message["content"] or "")) / 10
 
     told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
     tasks = questions(count=8) if tasks is None else tasks
-    where = {"servers": servers or [server.url], "out": out, "resume": resume, "say": say or (lambda _: None)}
+    told.setdefault("evaluation", evaluation)
+    where = {"servers": servers or [server.url], "out": out, "resume": resume, "say": say}
     return tg.online.train(MODEL, tasks, **told, **where, **split(**online), sinks=())
 
 
@@ -134,9 +142,16 @@ def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path, capsys):
     found, out, _ = done
     again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again")
     command = ["replay", str(out), "--model", str(MODEL), "--out", str(tmp_path / "told")]
-    assert main(command) == 1
-    assert "had the objective" in capsys.readouterr().err
-    assert main([*command, "--objective", "DAPO_DIRECT"]) == 0
+    assert main([*command, "--objective", "DAPO", "--objective.surrogate.high", "0.5"]) == 1
+    said = capsys.readouterr().err
+    # DAPO is the ratio theta/old with a weight old/rollout, DAPO_DIRECT the ratio theta/rollout without one.
+    assert "ratio.den: 'rollout', now 'old'; surrogate.high: 0.28, now 0.5; weights.0: none, now Weight" in said
+    assert not (tmp_path / "told").exists()
+    assert main(command) == 0  # with the run's own objective
+    kept = tg.config.load(out / "config.toml").objective
+    assert (kept.preset, json.loads((out / "run.json").read_text())["config"]["objective.preset"]) == (
+        "DAPO_DIRECT",
+    ) * 2
     assert_same(weights(tmp_path / "told" / "checkpoint"), weights(found.checkpoint))
     assert again.steps == 3
     assert_same(weights(again.checkpoint), weights(found.checkpoint))
@@ -210,12 +225,13 @@ def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_
     """The step before its own groups are done: all that it trains was sampled by the version before."""
     with PolicyServer(mistake) as server:
         if mistake is None:
-            found = run(server, tmp_path, steps=4, max_lag=1)
-            assert [row["sync_terms"] for row in found.rows if row["lag_max"] and not row["lag_mean"] % 1] != []
+            found = run(server, tmp_path, steps=4, steps_ahead=1)
+            whole = [row for row in found.rows if row["staleness_max"] and not row["staleness_mean"] % 1]
+            assert whole != []
             assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
             return
         with pytest.raises(SyncFault) as raised:
-            run(server, tmp_path, steps=6, max_lag=1)
+            run(server, tmp_path, steps=6, steps_ahead=1)
     assert "do not sample" in str(raised.value)
 
 
@@ -255,9 +271,9 @@ def test_the_pace_keeps_the_players_within_the_lag(tmp_path):
         return -float(len(message["content"] or ""))
 
     with Patient() as server:
-        found = run(server, tmp_path, agent=agent, steps=3, max_lag=1)
+        found = run(server, tmp_path, agent=agent, steps=3, steps_ahead=1)
     assert seen == [0] * 16 + [1] * 8
-    assert [row["lag_max"] for row in found.rows] == [0, 1, 1]
+    assert [row["staleness_max"] for row in found.rows] == [0, 1, 1]
 
 
 def test_failures_are_kept_untrained_and_too_many_in_a_row_stop_the_run(tmp_path):
@@ -332,12 +348,126 @@ def test_what_fails_before_its_first_call_is_left_out_of_the_step(tmp_path, base
     assert [(row["traces"], row["trajectories_failed"]) for row in found.rows] == [(6, 2), (6, 4)]
 
 
+def test_a_temperature_of_the_agents_own_is_trained_as_it_was_sampled(tmp_path):
+    heats = itertools.cycle([0.7, 1.3])
+
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"], temperature=next(heats))
+        return -float(len(message["content"] or ""))
+
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=agent, steps=2)
+    assert all(row["sync_max"] < 1e-4 and row["sync_terms"] == row["terms"] > 0 for row in found.rows)
+    diagnosis = tg.doctor.examine(str(tmp_path / "played"), MODEL)
+    assert not {"raw_at_temperature", "reshaped_sampling"} & {finding.name for finding in diagnosis.findings}
+
+
+async def with_client(policy, body):
+    """What an agent's own client gets."""
+    headers, url = {"Authorization": f"Bearer {policy.key}"}, f"{policy.base_url}/chat/completions"
+    async with aiohttp.ClientSession() as client, client.post(url, json=body, headers=headers) as answer:
+        return await answer.text()
+
+
+@pytest.mark.parametrize("door", ["chat", "base_url"])
+@pytest.mark.parametrize(
+    ("raw", "more", "words"),
+    [
+        (False, {"top_p": 0.8}, "sets top_p=0.8"),
+        (False, {"frequency_penalty": 1.5}, "sets frequency_penalty=1.5"),
+        (True, {"temperature": 0.7}, "sets temperature=0.7, and the servers' logprobs are raw"),
+        (False, {"n": 2}, "sets n=2"),
+    ],
+    ids=str,
+)
+def test_a_request_that_the_trainer_cannot_follow_ends_the_run_by_its_name(tmp_path, door, raw, more, words):
+    async def agent(task_, policy):
+        if door == "chat":
+            await policy.chat(task_["prompt"], **more)
+        else:  # a client that takes no for an answer
+            await with_client(policy, {"model": "clerk", "messages": task_["prompt"], **more})
+        return 1.0
+
+    with PolicyServer() as server:
+        server.raw = raw
+        with pytest.raises(tg.TracegradError, match=words):
+            run(server, tmp_path, agent=agent, failures=4, steps=1)
+    assert server.calls == 0
+
+
+def test_an_evaluation_may_decode_greedily_and_a_run_may_not_heat_raw_servers(tmp_path):
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"], **({"top_k": 1} if "greedy" in task_ else {}))
+        return -float(len(message["content"] or ""))
+
+    greedy = [{**task, "greedy": True} for task in questions(count=2)]
+    with PolicyServer() as server:
+        found = run(server, tmp_path / "a", agent=agent, steps=1, evaluation=greedy)
+        assert [row["eval_tasks"] for row in found.rows if "eval_tasks" in row] == [2, 2]
+        server.raw = True
+        with pytest.raises(tg.TracegradError, match=r"play.temperature is 0.7: .* logprobs are raw"):
+            run(server, tmp_path / "b", steps=1, temperature=0.7)
+
+
 def test_a_trainer_that_waits_says_for_what(tmp_path):
     async def stuck(task_, policy):
         await asyncio.sleep(60)
 
     with PolicyServer() as server, pytest.raises(tg.TracegradError, match="oldest trajectory under way is 0-0"):
         run(server, tmp_path, agent=stuck, patience=0.5)
+
+
+def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("tracegrad.online.link.PATIENCE_S", 1)
+    played, port, said = itertools.count(1), free_port(), []
+
+    async def agent(task_, policy):
+        message = await policy.chat(task_["prompt"])
+        if next(played) == 8:  # the last of the first step
+            await asyncio.to_thread(server.__exit__)
+        return -float(len(message["content"] or ""))
+
+    def say(line):
+        said.append(line)
+        if "none can be asked" in line:
+            signal.raise_signal(signal.SIGINT)
+
+    with PolicyServer(port=port) as server:
+        found = run(server, tmp_path, agent=agent, steps=2, say=say)
+    assert (found.stopped, found.exit_code) == ("signal", 130)
+    assert "none can be asked" in said[-1]
+    [row] = found.rows
+    assert row["seconds_waited"] > 1  # for the server that was gone, which is no time of the push
+    assert row["seconds_pushed"] < row["seconds_waited"]
+    with PolicyServer(port=port) as server:
+        again = run(server, tmp_path, steps=2, resume=True)
+    assert [row["step"] for row in again.rows] == [2]
+    assert again.rows[0]["sync_max"] < 1e-4
+
+
+def test_evaluations_and_waits_for_groups_are_reported_and_a_signal_ends_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr("tracegrad.rollout.progress.EVERY_S", 0.0)
+    said, signals = [], itertools.count()
+
+    async def agent(task_, policy):
+        if "slow" in task_:
+            await asyncio.sleep(2.5 if next(signals) < 2 else 60)
+        return float(len((await policy.chat(task_["prompt"]))["content"] or ""))
+
+    def say(line):
+        said.append(line)
+        if line.startswith("evaluation-1: 0 of 2"):
+            signal.raise_signal(signal.SIGINT)
+
+    slow = [{**task, "slow": True} for task in questions(count=2)]
+    with PolicyServer() as server:
+        found = run(server, tmp_path, agent=agent, steps=1, evaluation=slow, say=say)
+    assert found.stopped == "signal"
+    assert [row["eval_tasks"] for row in found.rows if "eval_tasks" in row] == [2]
+    lines = [re.sub(r"\d+ s", "N s", line) for line in said]
+    assert "evaluation-0: 0 of 2 tasks played in N s, none is done yet" in lines
+    assert any(re.fullmatch(r"playing  [01] of 2 groups whose rewards differ, N s; .*", line) for line in lines)
+    assert lines[-1] == "evaluation after step 1: left out, as a signal came"
 
 
 def test_tasks_that_end_end_the_run(tmp_path):

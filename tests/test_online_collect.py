@@ -34,7 +34,7 @@ def collector(out, mine, of, count=50, agent="answers"):
 def trained(server, out, steps, config=CONFIG, resume=False, **options):
     told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [server.url], "out": out}
     told["resume"] = resume
-    told |= split(**{"steps": steps, "max_lag": 1, "max_tokens": 6, **options})
+    told |= split(**{"steps": steps, "steps_ahead": 1, "max_tokens": 6, **options})
     return tg.online.train(MODEL, None, sinks=(), say=lambda _: None, **told)
 
 
@@ -169,7 +169,7 @@ def test_an_answer_that_came_during_a_push_is_of_two_versions(tmp_path, where):
     seen = None if where == "here" else tmp_path / "seen"
     with Overtaken(seen) as server:
         if where == "here":
-            run(server, out, steps=2, max_lag=1)
+            run(server, out, steps=2, steps_ahead=1)
         else:
             process = collector(out, 0, 1, agent="watches")
             trained(server, out, 2)

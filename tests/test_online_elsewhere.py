@@ -15,7 +15,7 @@ from tracegrad.online.brief import Brief
 from tracegrad.online.collector import Collector
 from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower
-from tracegrad.online.link import Link
+from tracegrad.online.link import Interrupted, Link
 from tracegrad.online.pace import Pace
 from tracegrad.online.state import State
 from tracegrad.rollout.http import ServerError
@@ -158,5 +158,9 @@ def test_that_no_server_can_be_asked_is_said_once(monkeypatch):
         assert said == []
         link.run(lambda servers, sync: gone(servers, sync, urls[1]))
         link.run(waited)
+        assert link.asked_s - 2 > link.gone_s > 1  # two waits of 2.5 s; one of them while both were gone
+        link.interrupted = lambda: True
+        with pytest.raises(Interrupted):
+            link.run(waited)
     [line] = said
     assert all(f"{url}: connection refused" in line for url in urls)

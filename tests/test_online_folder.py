@@ -16,7 +16,6 @@ from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.online.frames import Follower, Place, Writer, read
 from tracegrad.online.ledger import Ledger
 from tracegrad.online.pace import Pace
-from tracegrad.online.proof import Gap, Proof
 from tracegrad.online.tasks import Tasks
 
 
@@ -206,11 +205,11 @@ def test_a_ledger_of_somebody_else_is_refused(tmp_path, change):
 
 
 def test_the_pace_by_hand():
-    pace = Pace(groups=4, max_lag=1, refill=3, steps=3)
+    pace = Pace(groups=4, steps_ahead=1, refill=3, steps=3)
     assert [pace.allowed(taken, 0) for taken in range(4)] == [8, 12, 12, 12]
     assert pace.allowed(0, 5) == 13
     assert pace.allowed(0, 99) == 8 * 3
-    assert Pace(groups=4, max_lag=0, refill=1).allowed(0, 99) == 4
+    assert Pace(groups=4, steps_ahead=0, refill=1).allowed(0, 99) == 4
 
 
 def test_a_list_of_tasks_comes_again_in_another_order_and_goes_on_where_it_was():
@@ -225,18 +224,3 @@ def test_a_list_of_tasks_comes_again_in_another_order_and_goes_on_where_it_was()
         Tasks([])
     with pytest.raises(ArgumentError, match="str"):
         Tasks("abc")
-
-
-def test_bf16_learns_what_is_clean_and_alarms_at_ten_times_that():
-    proof = Proof(bf16=True)
-    clean = Gap(100, 0.01, 0.02, 0.03, 0.05)
-    assert proof.bound == float("inf")
-    assert proof.holds(Gap(4, 9.0, 9.0, 9.0, 9.0))  # too few terms to learn from
-    assert proof.holds(clean)
-    assert proof.holds(clean)
-    assert proof.bound == pytest.approx(0.3)
-    assert proof.holds(Gap(100, 0.1, 0.2, 0.29, 2.0))
-    assert not proof.holds(Gap(100, 0.1, 0.2, 0.31, 0.4))
-    assert Proof().holds(Gap(9, 0.0, 0.0, 0.0, 9e-5))
-    assert not Proof().holds(Gap(9, 0.0, 0.0, 0.0, 2e-4))
-    assert Proof().holds(Gap(0))

@@ -35,7 +35,7 @@ def found(tmp_path_factory):
 def test_a_quiet_run_is_proven_on_both_and_is_the_run_of_one(found, tmp_path):
     (first, second), out = found
     assert first["quiet"] == second["quiet"]
-    assert [row["lag_max"] for row in first["quiet"]["rows"]] == [0, 1, 1]
+    assert [row["staleness_max"] for row in first["quiet"]["rows"]] == [0, 1, 1]
     assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in first["quiet"]["rows"])
     again = tg.online.replay(
         out / "quiet", MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again"

@@ -26,7 +26,7 @@ def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
         names = list(server.adapted)
     assert all(row["sync_terms"] == row["terms"] > 0 for row in found.rows)
     assert all(row["sync_max"] < 1e-4 for row in found.rows)
-    # max_lag 0: the newest and one before it; what the run was told to ask for ends with its version
+    # steps_ahead 0: the newest and one before it; what the run was told to ask for ends with its version
     assert [name.rsplit("-", 1)[1] for name in names[1:]] == ["v3", "v4"]
     assert sorted(each.name for each in (tmp_path / "run" / "weights").iterdir()) == names[1:]
     moved = load_file(tmp_path / "run" / "weights" / names[-1] / "adapter_model.safetensors")
@@ -41,12 +41,12 @@ def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
 @pytest.mark.parametrize(
     ("mistake", "at", "why"), [("before", 3, "adapter of the step before"), ("bare", 2, "step before, or with none")]
 )
-@pytest.mark.parametrize("max_lag", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake, at, why, max_lag):
+@pytest.mark.parametrize("steps_ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake, at, why, steps_ahead):
     with PolicyServer(mistake) as server, pytest.raises(SyncFault, match=why) as raised:
-        run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", max_lag=max_lag)
+        run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", steps_ahead=steps_ahead)
     # "before" at version 1 is version 0, whose adapter changes nothing
-    assert str(raised.value).startswith("step 2" if at == 2 or not max_lag else "step ")
+    assert str(raised.value).startswith("step 2" if at == 2 or not steps_ahead else "step ")
 
 
 class Slow(PolicyServer):
@@ -71,10 +71,10 @@ class Slow(PolicyServer):
 
 def test_an_adapter_that_a_call_still_asks_for_stays_loaded(tmp_path):
     with Slow() as server:
-        found = run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", max_lag=1)
+        found = run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", steps_ahead=1)
     assert server.loaded == ["v0", "v1", "v2", "v3", "v4"]
     assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
-    assert max(row["lag_max"] for row in found.rows) >= 4  # the late group, trained by what sampled it
+    assert max(row["staleness_max"] for row in found.rows) >= 4  # the late group, trained by what sampled it
     assert found.rows[-1]["trajectories_failed"] == 0
     assert [name.rsplit("-", 1)[1] for name in server.adapted if name != "clerk"] == ["v4", "v5", "v6"]
 
@@ -97,7 +97,7 @@ def test_the_version_of_a_call_is_that_of_the_adapter_that_it_named(tmp_path):
         return -float(len(message["content"] or "")) / 10
 
     with Tired() as server:
-        run(server, tmp_path, config=ADAPTERS, steps=5, sync="lora", max_lag=1, agent=often, turns=4, max_tokens=4)
+        run(server, tmp_path, config=ADAPTERS, steps=5, sync="lora", steps_ahead=1, agent=often, turns=4, max_tokens=4)
     records = [json.loads(trace.record) for path in (tmp_path / "played").iterdir() for trace in tg.read(path)]
     calls = [call for record in records for call in record["calls"]]
     assert len({call["policy_version"] for call in calls}) >= 4

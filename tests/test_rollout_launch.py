@@ -1,15 +1,18 @@
 """A server that is started here ends with whoever started it, and says why where it does not begin."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.rollout import launch
+from tracegrad.online import Online, Play, serve
+from tracegrad.rollout import launch, progress
 
 # A stand-in for vLLM's module: it starts a child as vLLM does its engine, answers /health, and does not end when told.
 FAKE = """
@@ -68,6 +71,28 @@ def test_a_launched_server_is_stopped_with_its_engine_though_it_will_not_end(fak
     assert gone(running)
 
 
+def test_a_server_of_a_run_asks_for_a_token_that_only_its_environment_holds(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", fake["environment"]["PYTHONPATH"])
+    keys = []
+    for given in (None, None, "the user's own"):
+        out, pids = tmp_path / f"run-{len(keys)}", tmp_path / f"pids-{len(keys)}"
+        told = serve.served(pids, [], given, sys.executable, {}, Online(), Play(), out, print)
+        with told as (pool, _, _):
+            keys.append(pool().key)
+            [server, _] = pids.read_text().split()
+            command, environment = (
+                Path(f"/proc/{server}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
+            )
+            assert f"VLLM_API_KEY={keys[-1]}".encode() in environment
+            assert command[command.index(b"--middleware") + 1] == b"tracegrad.sync.guard.Guard"
+            files = [path for path in out.rglob("*") if path.is_file() and "package" not in path.parts]
+            assert files
+            assert not any(keys[-1].encode() in text for text in [*command, *(path.read_bytes() for path in files)])
+    assert len(set(keys)) == 3
+    assert min(map(len, keys[:2])) >= 40
+    assert keys[2] == "the user's own"
+
+
 PARENT = """
 import sys, time
 from tracegrad.rollout import launch
@@ -77,6 +102,14 @@ launch.Launched(sys.executable, model, name="m", log=log, environment={"PYTHONPA
 print("up", flush=True)
 time.sleep(600)
 """
+
+
+def test_a_start_that_takes_long_is_reported(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    lines = []
+    with launch.launch(model=tmp_path / "pids", timeout_s=60, say=lines.append, **fake):
+        pass
+    assert re.fullmatch(r"server   vLLM starts: \d+ s, and is waited for \d+ s more; its log ends: nothing", lines[0])
 
 
 def test_a_launched_server_ends_when_its_parent_is_killed(fake, tmp_path):

@@ -13,7 +13,8 @@ from aiohttp import web
 import task as clerk
 import tracegrad as tg
 from proxied import KEY, QUESTION, driven
-from stand_in import Scripted, always, compact, good_clerk, prompts, until
+from stand_in import compact, good_clerk, prompts, until
+from tracegrad.rollout import exchange
 from tracegrad.rollout.proxy import Proxy
 
 
@@ -86,10 +87,29 @@ def test_completions_pass_and_are_recorded(example, stream, more):
     driven(example)(test)
 
 
-def test_a_completion_that_echoes_is_asked_as_it_came(example):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        *[("chat/completions", {"n": 2}), ("completions", {"n": 2}), ("completions", {"best_of": 2})],
+        *[("chat/completions", {"use_beam_search": True, "n": 1}), ("completions", {"echo": True})],
+        ("completions", {"prompt": ["2?", "3?"]}),
+    ],
+    ids=str,
+)
+def test_a_request_for_several_answers_is_refused_by_name_and_leaves_nothing(example, stream, path, more):
     async def test(bench):
-        await bench.ask("/s/e/v1/completions", {"prompt": "2?", "echo": True})
-        assert bench.scripted.seen[0] == {"prompt": "2?", "echo": True}
+        body = {**QUESTION, "prompt": "2?", "stream": stream, **more}
+        status, answer = await bench.ask(f"/s/a/v1/{path}", body)
+        error = json.loads(answer)["error"]
+        assert (status, error["type"], error["code"]) == (400, "invalid_request_error", 400)
+        assert "sets " + next(iter(more)) + "=" in error["message"]
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 404
+        assert (await bench.ask("/s/a/v1/chat/completions", {**QUESTION, "n": 1, "top_p": 0.5}))[0] == 200
+        assert (await bench.ask(f"/s/a/v1/{path}", body))[0] == 400
+        await bench.ask("/s/a/reward", {"reward": 1})
+        [record] = bench.records
+        assert len(record["calls"]) == len(bench.served.seen) == 1  # no other was sent
 
     driven(example)(test)
 
@@ -185,8 +205,63 @@ def test_a_body_in_pieces_is_bounded_too(example):
             async with bench.client.post(url, data=pieces(), headers=headers) as answer:
                 assert answer.status == 413
         assert bench.served.paths == []
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 404  # no trajectory has begun
 
     driven(example, request_bytes=65536)(test)
+
+
+HEAD = f"POST /s/a/v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n".encode()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first request", "second request"])
+@pytest.mark.parametrize(
+    ("begins", "trickles", "status"),
+    [
+        (b"", False, b""),
+        (HEAD, False, b""),
+        (HEAD, True, b""),
+        (HEAD + b"x: " + b"y" * 70_000, False, b"400"),
+        (HEAD + b"content-length: 100\r\n\r\n{", False, b"408"),
+        (HEAD + b"content-length: 1000000\r\n\r\n{", True, b"408"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", False, b"408"),
+        (HEAD.replace(KEY.encode(), b"wrong") + b"content-length: 1000000\r\n\r\n{", True, b"401"),
+    ],
+    ids=["nothing", "half a head", "a slow head", "a large head", "half a body", "a slow body", "chunks", "no key"],
+)
+def test_a_client_that_is_slow_or_large_is_closed_and_leaves_nothing(
+    example, monkeypatch, begins, trickles, status, again
+):
+    monkeypatch.setattr(exchange, "HEAD_S", 0.3)
+    monkeypatch.setattr(exchange, "BODY_S", 0.3)
+
+    async def test(bench):
+        host, port = bench.proxy.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        if again:
+            writer.write(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode())
+            await reader.readuntil(b"}]}")
+
+        async def trickle():
+            with contextlib.suppress(ConnectionError):
+                while trickles:
+                    writer.write(b"a")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        writer.write(begins)
+        slow = asyncio.ensure_future(trickle())
+        try:
+            answer = await reader.read()  # until it is closed
+        except ConnectionError:
+            answer = status
+        slow.cancel()
+        writer.close()
+        assert answer[9:12] == status or answer == status
+        assert (await bench.ask("/s/a/reward", {"reward": 1}))[0] == 404
+        assert bench.records == []
+        assert (await bench.ask("/s/a/v1/chat/completions", QUESTION))[0] == 200  # others are served
+
+    driven(example)(test)
 
 
 @pytest.mark.parametrize("value", [{"reward": "1"}, {"reward": [1]}, {}, {"rewards": {"a": "b"}}, {"rewards": 1e999}])
@@ -332,21 +407,3 @@ def test_a_server_that_is_not_there_is_502(example):
                 assert "cannot be asked" in (await answer.json())["error"]["message"]
 
     asyncio.run(main())
-
-
-def test_every_choice_is_a_call(example):
-    def two(path, body, number):
-        response = scripted.respond(body)
-        [choice] = response["choices"]
-        return compact({**response, "choices": [choice, {**choice, "index": 1}]})
-
-    scripted = Scripted(example, always("4"))
-
-    async def test(bench):
-        await bench.ask("/s/a/v1/chat/completions", {**QUESTION, "n": 2})
-        await bench.ask("/s/a/reward", {"reward": 1})
-        traces = tg.Traces.from_records(bench.records)
-        assert len(traces[0].generations) == 2
-        assert traces.read_report.unused_choices == 0
-
-    driven(example, spoil=two)(test)

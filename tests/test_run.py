@@ -95,7 +95,7 @@ def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(t
             rows.append(run.row())
     assert run.taken == done.total == 8
     assert_same(parameters(theirs), parameters(ours))
-    own = {"lag_mean", "lag_max"}
+    own = {"staleness_mean", "staleness_max"}
     for one, other in zip(done.rows[1:], rows, strict=True):
         assert own < other.keys()
         assert own.isdisjoint(one)  # a file does not say which version it trains
@@ -195,7 +195,7 @@ def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
     run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(step, version=6)
     row = run.row()
-    assert (row["lag_mean"], row["lag_max"]) == (pytest.approx((3 + 3 + 1) / 3), 3)
+    assert (row["staleness_mean"], row["staleness_max"]) == (pytest.approx((3 + 3 + 1) / 3), 3)
     assert {k: row[k] for k in row if k.startswith("known_terms/lag")} == {
         "known_terms/lag_1": 1,
         "known_terms/lag_3": 2,
@@ -212,7 +212,7 @@ def test_a_batch_that_is_stale_throughout_is_not_of_lag_0(traces, tmp_path):
     stale = replace(traces, version=np.where(traces.trainable, 3, -1).astype(np.int32))
     run = Run(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(steps_of(stale, run.objective, 0)[0], version=5)
-    assert (run.row()["lag_mean"], run.row()["lag_max"]) == (2, 2)
+    assert (run.row()["staleness_mean"], run.row()["staleness_max"]) == (2, 2)
 
 
 def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkeypatch):

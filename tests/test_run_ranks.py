@@ -49,7 +49,7 @@ def test_each_rank_says_the_numbers_of_the_whole_step(found, mode, adapters):
             assert row.keys() == wanted.keys() | {"imbalance"}
             assert 1 <= row["imbalance"] < 1.5
             assert row["traces"] == 24
-            assert row["lag_mean"] == row["lag_max"] == row["step"]  # versions 4, 5, 6 on terms of 3
+            assert row["staleness_mean"] == row["staleness_max"] == row["step"]  # versions 4, 5, 6 on terms of 3
             for key in wanted.keys() - TIMES:
                 assert row[key] == pytest.approx(wanted[key], rel=2e-3, abs=2e-4, nan_ok=True), key
 

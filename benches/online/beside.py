@@ -165,7 +165,7 @@ def main() -> None:
             environment=online.Shop,
             objective=tg.presets.DAPO_DIRECT,
             config=config,
-            online=Online(steps=options.steps, max_lag=0, refill=1),
+            online=Online(steps=options.steps, steps_ahead=0, refill=1),
             play=Play(max_tokens=64, turns=4),
             servers=[url],
             out=Path(name) / "run",

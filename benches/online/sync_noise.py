@@ -25,9 +25,8 @@ sys.path[:0] = [str(ROOT / "examples" / "quickstart"), str(Path(__file__).parent
 import make_model  # noqa: E402
 import online  # noqa: E402
 import task  # noqa: E402
-from machine import keep, row  # noqa: E402
-
 import tracegrad as tg  # noqa: E402
+from machine import keep, row  # noqa: E402
 from tracegrad.online import Online, Play, proof  # noqa: E402
 from tracegrad.online.canary import Canary, Sample  # noqa: E402
 from tracegrad.online.proof import Proof  # noqa: E402
@@ -115,8 +114,8 @@ def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
 
     with watched(watch):
         tg.online.train(
-            model, online.tasks("traces", 0), agent=agent, objective=tg.presets.DAPO_DIRECT, config=config, servers=[url], out=out,
-            online=Online(steps=count, max_lag=0), play=Play(samples=4, max_tokens=24, turns=1), sinks=(),
+            model, online.tasks("traces", 0), agent=agent, objective=tg.presets.DAPO_DIRECT, config=config,
+            servers=[url], out=out, online=Online(steps=count, steps_ahead=0), play=Play(samples=4, max_tokens=24, turns=1), sinks=(),
         )  # fmt: skip
     return watch
 

@@ -100,7 +100,7 @@ def run(player: Player, out: Path, seed: int, options: argparse.Namespace) -> di
         advantage=tg.config.Advantage(scale="std"),
         pack=tg.config.Pack(token_budget=2048, share_prefixes=True, skip_zero_weight=True),
     )
-    how = Online(steps=options.steps, max_lag=0, refill=1)
+    how = Online(steps=options.steps, steps_ahead=0, refill=1)
     served, cpu, wall = player.seconds(), time.process_time(), time.perf_counter()
     finished = tg.online.train(
         machine.MODEL,

@@ -5,6 +5,8 @@ Played by verifiers_door.py.
 
 import verifiers.v1 as vf
 
+SYSTEM = "You are the clerk of a shop. Look up prices and stock, then answer the customer by name."
+
 
 class Offer(vf.TaskData):
     total: str
@@ -23,7 +25,8 @@ class Offers(vf.Taskset[Clerk, vf.TasksetConfig]):
         for price in range(10, 50):
             for pieces in range(2, 7):
                 prompt = f"Ben: at the offer of {price} €, what is the total for {pieces} × red lamp?"
-                yield Clerk(Offer(prompt=prompt, total=f"{price * pieces} €"), self.config.task)
+                offer = Offer(system_prompt=SYSTEM, prompt=prompt, total=f"{price * pieces} €")
+                yield Clerk(offer, self.config.task)
 
 
 __all__ = ["Offers"]

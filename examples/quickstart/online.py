@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--vllm-python", help="interpreter of an environment that has vLLM; default this one")
     parser.add_argument("--model", type=Path, default=HERE / "model")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--max-lag", type=int, default=1)
+    parser.add_argument("--steps-ahead", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=4e-4)
@@ -88,7 +88,7 @@ def main() -> int:
         advantage=tg.config.Advantage(scale="std"),
         pack=tg.config.Pack(token_budget=2048, step_groups=32, share_prefixes=True, skip_zero_weight=True),
     )
-    online = Online(steps=options.steps, max_lag=options.max_lag, refill=1)
+    online = Online(steps=options.steps, steps_ahead=options.steps_ahead, refill=1)
     began = time.perf_counter()
     found = tg.online.train(
         options.model,

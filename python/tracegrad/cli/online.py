@@ -53,7 +53,7 @@ def _replay_command(commands: Any) -> None:
     parser.add_argument("folder", type=Path, help="folder of the run")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder that the run began with")
     parser.add_argument("--out", type=place, required=True, metavar="DIR", help="where checkpoint and metrics go")
-    parser.add_argument("--objective", metavar="NAME", help="that of the run (default DAPO)")
+    parser.add_argument("--objective", metavar="NAME", help="that of the run (default: as its config.toml says)")
     for_machines(parser)
 
 
@@ -63,7 +63,7 @@ def _replay(told: argparse.Namespace, overrides: list[tuple[str, Any]], argument
     if idle := [name for name, _ in overrides if not name.startswith("objective")]:
         raise ArgumentError(f"{idle[0]} has no effect on replay, which takes what the run was told. Leave it out.")
     chosen = config.load(overrides=overrides).objective
-    objective = algebra.override_all(presets.find(chosen.preset), dict(chosen.overrides))
+    objective = algebra.override_all(presets.find(chosen.preset), dict(chosen.overrides)) if overrides else None
     found = online.replay(told.folder, told.model, objective=objective, out=told.out, say=speaker(told))
     if told.json:
         tell(_account(found))

@@ -16,6 +16,7 @@ from tracegrad.dotted import changed
 from tracegrad.errors import ArgumentError
 from tracegrad.online import Online, Play, brief
 from tracegrad.online.brief import Brief
+from tracegrad.online.options import IN_PROCESS
 from tracegrad.recipes import Recipe
 
 TEXTS = ("model", "out", "tasks", "evaluation", "environment", "agent", "python", "key_file")
@@ -108,7 +109,15 @@ def read(
         near = key not in ("servers", "python") or (isinstance(value, str) and "/" in value)
         named[key] = str(here / path_of(value)) if near else value
     tables = {key: value for key, value in told.items() if isinstance(value, Mapping)}
-    engine = {**tables.pop("engine", {}), **_section(overrides, "engine", config.scalar)}
+    engine = tables.pop("engine", {})
+    if "servers" in flags:  # running servers, over the one that the file would start
+        engine = {}
+        if "python" not in flags:
+            named.pop("python", None)
+    elif "python" in flags:
+        named.pop("servers", None)
+    engine = {**engine, **_section(overrides, "engine", config.scalar)}
+    _check_servers(named, engine, path)
     playing = {name: tables.pop(name, {}) for name in PLAYING}
     values = config.flatten(tables)
     rest = [(name, value) for name, value in overrides if name.partition(".")[0] not in ("engine", *PLAYING)]
@@ -124,6 +133,15 @@ def read(
         played_alone = replace(recipe, config=tuple(each for each in recipe.config if each[0] not in OF_FILES))
         chosen, otherwise = played_alone.settle(overrides=[*values, *rest], start=begun)
     return RunFile(path, named, chosen, **played, engine=engine, otherwise=otherwise)
+
+
+def _check_servers(named: Mapping[str, Any], engine: Mapping[str, Any], path: Path) -> None:
+    servers = named.get("servers", [])
+    if servers and servers != [IN_PROCESS] and (idle := [*(f"engine.{key}" for key in engine), *{"python"} & {*named}]):
+        raise ArgumentError(
+            f"{path}: servers are named, so that none is started, and {idle[0]} has no effect. Leave out one of them; "
+            "--server goes over both [engine] and python of a file, --python over its servers."
+        )
 
 
 def _checked(key: str, value: Any, path: Path) -> Any:

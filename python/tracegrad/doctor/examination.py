@@ -39,6 +39,7 @@ OF_BATCHES: tuple[Check, ...] = (
     tokens.hidden_reasoning,
     numbers.filled_logprobs,
     numbers.raw_at_temperature,
+    numbers.reshaped_sampling,
     numbers.wrong_sum,
     numbers.impossible_logprobs,
     history.contaminated,

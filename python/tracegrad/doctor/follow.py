@@ -19,7 +19,14 @@ from tracegrad.trace import Traces
 SAMPLE = 200
 TOLD = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
 """Findings that a flag of the command mends."""
-NUMBERS = ("raw_at_temperature", "wrong_tokenizer", "filled_logprobs", "wrong_sum", "impossible_logprobs")
+NUMBERS = (
+    "raw_at_temperature",
+    "reshaped_sampling",
+    "wrong_tokenizer",
+    "filled_logprobs",
+    "wrong_sum",
+    "impossible_logprobs",
+)
 """Findings that spoil logprobs and leave the text as it was said: an objective without a ratio takes it."""
 TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
 

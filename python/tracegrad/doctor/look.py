@@ -17,6 +17,7 @@ from tracegrad.doctor.vocabulary import Vocabulary
 from tracegrad.drift import SPELLED, said, without_call
 from tracegrad.inputs.mapping import loads
 from tracegrad.inputs.paths import DEEPEST
+from tracegrad.sampling import MASKS, OFF, mismatch
 from tracegrad.sequence import Sequences
 from tracegrad.trace import Traces
 
@@ -26,6 +27,21 @@ THOUGHT = tuple(re.compile(rb'"%s"\s*:\s*(\d{1,18})' % name) for name in (b"reas
 SEVERAL = re.compile(rb'"n"\s*:\s*(?:[2-9]|[1-9]\d+)\s*[,}]')
 OF_REQUEST = {"messages", "prompt", "model", "temperature", "top_p", "max_tokens", "logprobs", "stream", "seed"}
 """Keys of which one stands beside the `n` of a request."""
+SAMPLED_WITH = {"model", "temperature", "top_p", "max_tokens", "max_completion_tokens"}
+"""Keys of which one stands beside the sampling options of a request."""
+RESHAPING = re.compile(
+    rb'"(?:%s)"\s*:(?!\s*(?:null|1|1\.0)\s*[,}])|"(?:%s)"\s*:(?!\s*(?:null|0|0\.0)\s*[,}])|"top_k"\s*:(?!\s*(?:null|0|-1)\s*[,}])|'
+    rb'"(?:%s)"\s*:(?!\s*(?:null|false|""|\[\]|\{\}|"auto"|"none")\s*[,}])|"strict"\s*:\s*true'
+    % tuple(
+        "|".join(names).encode()
+        for names in (
+            [name for name, off in OFF.items() if off == (1,) and name != "top_p"],  # top_p and temperature are columns
+            [name for name, off in OFF.items() if off == (0,)],
+            [*MASKS, "response_format", "tool_choice"],
+        )
+    )
+)
+"""What a record holds if `sampling.mismatch` may find something in it."""
 TEXT_TIERS = 4  # from this tier on ids are canonical, not recorded
 
 
@@ -48,6 +64,13 @@ def _objects(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
         inside = value if isinstance(value, list) else []
     for each in inside if depth < DEEPEST else ():
         yield from _objects(each, depth + 1)
+
+
+def _sampling(value: Any) -> dict[str, Any]:
+    """The sampling options in a request, or in what holds it."""
+    found = [each for each in _objects(value) if not SAMPLED_WITH.isdisjoint(each)]
+    inner = [each.get(key) for each in found for key in ("extra_body", "sampling_params")]
+    return {key: held for each in (*found, *inner) if isinstance(each, dict) for key, held in each.items()}
 
 
 class Look:
@@ -170,6 +193,27 @@ class Look:
                 if len(told) == end - start:
                     column[start:end] = [min(int(each), 1 << 40) for each in told]
         return used, thought
+
+    @cached_property
+    def mismatch(self) -> dict[int, dict[str, Any]]:
+        """Generations with logprobs and options under which these are of another distribution than the trainer's."""
+        heat, cut, kinds = self["temperature"], self["top_p"], self["logprob_kind"]
+        asked = dict[int, dict[str, Any]]()
+        for g in np.flatnonzero((~np.isnan(heat) & (heat != 1)) | (cut < 1)):
+            told = {"temperature": heat[g], "top_p": cut[g]}
+            asked[int(g)] = {name: round(float(value), 6) for name, value in told.items() if not np.isnan(value)}
+        for index in range(len(self.traces)):
+            if RESHAPING.search(raw := self.traces.core.record(index)) and isinstance(record := loads(raw), dict):
+                start, end = self.first_generation[index : index + 2]
+                calls = record.get("calls")
+                calls = calls if isinstance(calls, list) else []
+                apart = len(calls) == end - start
+                of_record = {key: value for key, value in record.items() if key not in ("calls", "metadata", "task")}
+                common = _sampling(of_record if apart else {**of_record, "calls": calls})
+                for g in range(start, end):
+                    asked[g] = {**common, **(_sampling(calls[g - start]) if apart else {}), **asked.get(g, {})}
+        found = {g: mismatch(told, LOGPROB_KINDS[kinds[g]]) for g, told in asked.items() if self["logprobs"][g] > 0}
+        return {g: wrong for g, wrong in sorted(found.items()) if wrong}
 
     @cached_property
     def cu_logprobs(self) -> Array:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tracegrad.codes import TEXT_TRAINS
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.look import Look
+from tracegrad.sampling import options
 
 FILLED_TURN = 8  # tokens of one value from which a whole turn counts as filled
 FILLED_TAIL = 4  # zeros at the end of a turn that has other values before
@@ -121,29 +122,47 @@ def fillings(look: Look) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[
 
 
 @check(
-    "raw logprobs, or of an unknown kind, where temperature or top_p is not 1",
+    "raw logprobs, or of an unknown kind, at a temperature other than 1; or greedy decoding",
     costs=0.0,
     wrong=0.01,
-    hurts="The tokens were drawn from the tempered or cut distribution, raw logprobs are of the untempered one: the "
-    "ratio corrects for a policy that did not sample them.",
+    hurts="The tokens were drawn from the tempered distribution, raw logprobs are of the untempered one: the ratio "
+    "corrects for a policy that did not sample them. Greedy decoding draws from no distribution.",
     cure="If the numbers are processed already, say --logprob-kind processed. Else serve with --logprobs-mode "
-    "processed_logprobs and record logprob_kind 'processed', or sample at temperature 1 with top_p 1; what is recorded "
-    "trains without a ratio: --objective TOPR_POSITIVE --text-only.",
+    "processed_logprobs and record logprob_kind 'processed', or sample at temperature 1; what is recorded trains "
+    "without a ratio: --objective TOPR_POSITIVE --text-only.",
 )
 def raw_at_temperature(look: Look) -> Hits:
-    """Sees turns at a temperature other than 1 or top_p below 1, whose logprobs are raw or of no known kind.
+    """Sees turns at a temperature other than 1 whose logprobs are raw or of no known kind, or at one below 0.01.
 
     Threshold: any difference from 1; wrong from 1 % of turns.
     """
-    bent = (~np.isnan(look["temperature"]) & (look["temperature"] != 1)) | (look["top_p"] < 1)
-    other = bent & (look["logprob_kind"] != 2) & (look["logprobs"] > 0)
-    kinds = ("of an unknown kind", "raw")
+    kinds = ("of an unknown kind", "raw", "processed")
+    hit = np.array(["temperature" in look.mismatch.get(g, ()) for g in range(look.generations)], bool)
+    return look.hits(
+        hit, None, lambda g: f"temperature {look['temperature'][g]:g}, logprobs {kinds[look['logprob_kind'][g]]}"
+    )
 
-    def found(g: int) -> str:
-        cut = f", top_p {look['top_p'][g]:g}" if look["top_p"][g] < 1 else ""
-        return f"temperature {look['temperature'][g]:g}{cut}, logprobs {kinds[look['logprob_kind'][g]]}"
 
-    return look.hits(other, None, found)
+@check(
+    "tokens cut off, penalised or forced when they were sampled",
+    costs=0.0,
+    wrong=0.01,
+    hurts="top_p, top_k, min_p, penalties, logit_bias, grammars and the like change the distribution that the tokens "
+    "were drawn from. The trainer computes the whole one, so its ratio to any recorded logprob is of two supports.",
+    cure="Sample without them: they are off by default, but for those in the model's generation_config.json, which "
+    "vLLM leaves out with --generation-config vllm. What is recorded trains without a ratio: --objective TOPR_POSITIVE "
+    "--text-only.",
+)
+def reshaped_sampling(look: Look) -> Hits:
+    """Sees turns whose request names an option that cuts off, penalises, favours or forces tokens.
+
+    Threshold: any value other than the one at which the option does nothing; wrong from 1 % of turns.
+    """
+    found = {
+        g: {name: value for name, value in told.items() if name != "temperature"} for g, told in look.mismatch.items()
+    }
+    hit = np.array([bool(found.get(g)) for g in range(look.generations)], bool)
+    return look.hits(hit, None, lambda g: options(found[g]))
 
 
 @check(

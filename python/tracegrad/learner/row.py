@@ -92,8 +92,8 @@ def tally(
             sums.add("clip_fraction_any", ((ratio < low) | (ratio > high)).sum(), computed)
     if version is not None:
         lag = step.lag(version)
-        sums.add("lag_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
-        sums.maximum("lag_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
+        sums.add("staleness_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
+        sums.maximum("staleness_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
     one = np.unique(step.trace, return_index=True)[1]
     skipped = step.skipped.traces if first else 0
     sums.add("frac_zero_advantage", (step.advantages[one] == 0).sum() + skipped, len(one) + skipped)

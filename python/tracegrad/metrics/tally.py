@@ -29,13 +29,19 @@ TRAINING: tuple[Metric, ...] = (
     Metric("imbalance", "1", "", "", "Work of the busiest rank over the mean of all, by plan; several ranks only."),
     Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
     Metric(
-        "lag_mean",
+        "staleness_mean",
         "versions",
         "",
         "terms whose version is known",
         "Versions between the policy that is trained and the one that sampled a term; where the trainer's is told.",
     ),
-    Metric("lag_max", "versions", "", "", "Largest such lag."),
+    Metric(
+        "staleness_max",
+        "versions",
+        "",
+        "",
+        "The largest such number; `online.steps_ahead` does not bound it: a slow group is trained when it ends.",
+    ),
     Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
     Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
     Metric(

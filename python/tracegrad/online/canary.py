@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.batch import Step, pack
-from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.errors import TracegradError
 from tracegrad.learner import Run
 from tracegrad.online.link import Link
 from tracegrad.online.options import Play
 from tracegrad.online.proof import Floats, Gap, SyncFault, cached_response
+from tracegrad.rollout.server import measured_kind
 from tracegrad.rollout.tokens import sampling_params
 from tracegrad.sequence import Sequences
 from tracegrad.sync import SyncError, canary
@@ -31,7 +32,6 @@ PROBES = 64
 ROWS = 32
 """Branches of a step that are looked at again at most."""
 PLAIN = [{"role": "user", "content": "Please say a few words about the weather, and then stop."}]
-PLAIN_TEMPERATURE = 0.5
 _CONSTRAINED = (
     "response_format",
     "structured_outputs",
@@ -163,52 +163,33 @@ class Canary:
         return self._measured(said, [self.probes[one.number].temperature for one in said] if self.probes else [])
 
     def look(self) -> list[str]:
-        """Ask every server one plain request at temperature 0.5, and say what a user should know of the answers.
+        """Ask every server one plain request, and say what a user should know of the answers.
 
-        Sets `processed`: whether logprobs are those of the temperature that was asked.
+        Sets `processed`.
 
         Raises:
             SyncFault: for a server with another tokenizer.
-            ArgumentError: where servers give raw logprobs, and the run samples at another temperature than 1.
+            ArgumentError: where some servers give raw logprobs and others processed ones.
         """
-        probe = self._plain(PLAIN_TEMPERATURE, LENGTH)
+        probe = self._plain(self.play.temperature, LENGTH)
 
-        async def asked(servers: Any, _: Any) -> list[Said]:
-            urls = servers.ready
-            return [one for url in urls if (one := await canary.ask_one(servers, url, probe)) is not None]
+        async def asked(servers: Any, _: Any) -> tuple[str | None, list[Said]]:
+            said = [await canary.ask_one(servers, url, probe) for url in servers.ready]
+            return await measured_kind(servers), [one for one in said if one is not None]
 
         try:
-            said = self._shared(asked)
+            kind, said = self._shared(asked)
         except SyncError as error:
-            return [f"a plain request was refused, so what the logprobs are of is not known: {error}"]
-        said = [one for one in said if one.ids]
+            return [f"a plain request was refused, so it is not known how the server writes a conversation: {error}"]
+        self.processed = (kind or ("raw" if self.play.temperature == 1.0 else "processed")) == "processed"
         lines = [line for one in said if (line := self._template_differs(one))]
-        if not said:
+        if self.processed:
             return lines
-        warm = self._measured(said, [PLAIN_TEMPERATURE] * len(said), processed=True)
-        plain = Sample.of(self.driven, [replace(row, inv_temperature=np.ones_like(row.rollout)) for row in warm.rows])
-        places = range(len(warm.urls))
-        raw = [warm.urls[at] for at in places if plain.gap(server=at).mean < warm.gap(server=at).mean]
-        self.processed = not raw
-        return lines + self._raw_lines(raw, warm.urls)
-
-    def _raw_lines(self, raw: Sequence[str], urls: Sequence[str]) -> list[str]:
-        if not raw:
-            return []
-        cure = "Start vLLM with --logprobs-mode processed_logprobs."
-        if self.play.temperature != 1.0 or len(raw) < len(urls):
-            why = (
-                f"play.temperature is {self.play.temperature:g}"
-                if self.play.temperature != 1.0
-                else "other servers of the run give processed ones"
-            )
-            raise ArgumentError(
-                f"{', '.join(raw)} gives raw logprobs, of temperature 1, and {why}. Ratios would be of another "
-                f"distribution than the one sampled from. {cure}"
-            )
         return [
-            f"{', '.join(raw)} gives raw logprobs. The check sees other weights, and cannot see a temperature, top_p, "
-            f"top_k, min_p or penalty that something between the run and the server sets. {cure}"
+            *lines,
+            "the servers' logprobs are raw. The check sees other weights, and cannot see a temperature, top_p, top_k, "
+            "min_p or penalty that something between the run and a server sets. Start vLLM with --logprobs-mode "
+            "processed_logprobs.",
         ]
 
     def _template_differs(self, one: Said) -> str:
@@ -265,14 +246,13 @@ class Canary:
             raise error or SyncError(told)
         return said
 
-    def _measured(self, said: Sequence[Said], temperatures: Sequence[float], processed: bool | None = None) -> Sample:
-        processed = self.processed if processed is None else processed
+    def _measured(self, said: Sequence[Said], temperatures: Sequence[float]) -> Sample:
         urls = tuple(dict.fromkeys(one.url for one in said))
         rows = []
         for one, temperature in zip(said, temperatures, strict=True):
             ids = np.array([*one.prompt_ids, *one.ids], np.int64)
             rollout = np.r_[np.full(len(one.prompt_ids), np.nan), one.logprobs].astype(np.float32)
-            warmth = np.full(len(ids), 1 / temperature if processed else 1.0, np.float32)
+            warmth = np.full(len(ids), 1 / temperature if self.processed else 1.0, np.float32)
             if one.ids:
                 rows.append(Row(ids, rollout, warmth, urls.index(one.url)))
         if not rows:

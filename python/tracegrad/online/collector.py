@@ -22,10 +22,14 @@ from tracegrad.online.frames import Follower, Unscored, Writer, unusable
 from tracegrad.online.link import Link
 from tracegrad.online.options import Play
 from tracegrad.online.pace import Bound
+from tracegrad.online.proof import SyncFault, cached_response
 from tracegrad.online.signal import Floats, Signal
 from tracegrad.rollout.play import Played, play, restored
 from tracegrad.rollout.policy import Limits
+from tracegrad.rollout.progress import left
+from tracegrad.rollout.server import measured_kind
 from tracegrad.rollout.tokens import Tokens
+from tracegrad.sampling import NEUTRAL, refusal
 from tracegrad.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -57,6 +61,10 @@ class Failures:
     count: int
     first: str
     traceback: str
+
+
+IDS = 65_536
+"""Ids of answers that are remembered."""
 
 
 @dataclass
@@ -116,8 +124,9 @@ class Collector:
         taken: steps that are done.
         share: which of how many collectors this is; together they begin as many groups as one would.
         by_address: give each trajectory an address that records, for agents that exist.
-        logprob_kind: what the servers' logprobs are of; by default as those that a run starts are told, processed
-            where the temperature is not 1.
+        logprob_kind: what the servers' logprobs are of; None asks them (`measured_kind`).
+        for_training: sample what the trainer can follow: what the model's generation_config.json would change is off,
+            and requests with such options are refused, but in evaluations.
         tokenizer: of the policy, for `play.ids` "tokens".
     """
 
@@ -135,6 +144,7 @@ class Collector:
     share: tuple[int, int] = (0, 1)
     by_address: bool = False
     logprob_kind: str | None = None
+    for_training: bool = True
     tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
@@ -143,6 +153,7 @@ class Collector:
         self._chat: Any = None
         self._proxy: Proxy | None = None
         self._row: list[Played] = []
+        self._ids: OrderedDict[str, None] = OrderedDict()
         self.exhausted = False
         self.failing: TracegradError | None = None
         self.finished_at = time.monotonic()
@@ -200,19 +211,27 @@ class Collector:
     def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[Played]:
         """Plays each task once, for the record of an evaluation."""
 
+        done = 0
+
+        def progress(seconds: float) -> str:
+            rest = left(seconds, done, len(tasks))
+            return f"{name}: {done:,} of {len(tasks):,} tasks played in {seconds:.0f} s, {rest}"
+
         async def played(*_: Any) -> list[Played]:
             await self._opened()
             some = asyncio.Semaphore(256)
 
             async def one(number: int, task: Any) -> Played:
+                nonlocal done
                 async with some:
                     found = await self._play(contract, task, f"{name}-{number}", None)
                 [scored] = await self._scored([found])
+                done += 1
                 return scored
 
             return list(await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks))))
 
-        return self.link.run(played)
+        return self.link.run(played, progress)
 
     async def _playing(self) -> None:
         await self._opened()
@@ -237,6 +256,11 @@ class Collector:
     async def _opened(self) -> None:
         if self._chat is None:
             self._chat = await self._road()
+            if self.logprob_kind is None:
+                heated = "raw" if self.play.temperature == 1.0 else "processed"
+                self.logprob_kind = await measured_kind(self.link.servers) or heated
+            if self.for_training and (why := refusal({"temperature": self.play.temperature}, self._kind)) is not None:
+                raise ArgumentError(f"play.temperature is {self.play.temperature}: {why}")
         if self.by_address and self._proxy is None and self.play.ids == "chat":
             self._proxy = await self.link.stack.enter_async_context(self._recorder())
 
@@ -270,7 +294,8 @@ class Collector:
         self._note_failures(played)
         try:
             self.signal.check(records)
-        except ArgumentError as error:  # what was played is written first
+            self._check_ids(records)
+        except (ArgumentError, SyncFault) as error:  # what was played is written first
             self.failing = error
         await asyncio.to_thread(self._write, number, records)
         self.counts.finished += 1
@@ -278,6 +303,19 @@ class Collector:
         self.link.news.set()
         if self.failing is not None:
             raise self.failing
+
+    def _check_ids(self, records: list[dict[str, Any]]) -> None:
+        """Refuses an answer with the id of another one: it was sampled once, and would be trained twice."""
+        for call in (call for record in records for call in record.get("calls") or []):
+            response = call.get("response")
+            name = response.get("id") if isinstance(response, Mapping) else None
+            if not isinstance(name, str) or not name:
+                continue
+            if name in self._ids:
+                raise SyncFault(cached_response(name, "A server"))
+            self._ids[name] = None
+        while len(self._ids) > IDS:
+            self._ids.popitem(last=False)
 
     def _kept(self, number: int, task: Any, unscored: Unscored) -> list[Played] | None:
         """A group that was played before and not scored; None where it is to be played."""
@@ -340,6 +378,7 @@ class Collector:
                     group=group,
                     sampling=self._sampling,
                     logprob_kind=self._kind,
+                    for_training=self.for_training and group is not None,
                     proxy=self._proxy,
                 )
         finally:
@@ -373,11 +412,13 @@ class Collector:
 
     @property
     def _sampling(self) -> dict[str, Any]:
-        return {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
+        told = {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
+        return {**NEUTRAL, **told} if self.for_training else told
 
     @property
     def _kind(self) -> str:
-        return self.logprob_kind or ("raw" if self.play.temperature == 1.0 else "processed")
+        assert self.logprob_kind is not None
+        return self.logprob_kind
 
     def _note_failures(self, played: list[Played]) -> None:
         """Sets `failing` where nothing but failures has come for a while: the first says why."""

@@ -5,13 +5,14 @@ Has the methods of `Collector` that the loop calls. The collectors' side is `apa
 
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tracegrad.errors import TracegradError
 from tracegrad.online.collector import Counts
-from tracegrad.online.link import Link
+from tracegrad.online.link import Interrupted, Link
 from tracegrad.online.pace import Pace
 from tracegrad.online.state import State
 
@@ -65,7 +66,8 @@ class Elsewhere:
         self.link.check()
         if time.monotonic() - self._looked > LOOK_S:
             self._looked = time.monotonic()
-            self.link.run(self._look)
+            with suppress(Interrupted):
+                self.link.run(self._look)
         size = sum(path.stat().st_size for path in self.folder.glob("*.jsonl.zst"))
         if size != self._size:
             self._size, self.finished_at = size, time.monotonic()

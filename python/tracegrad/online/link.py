@@ -5,6 +5,7 @@ Weights are pushed through it, canaries are asked through it, and who plays in t
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent import futures
 from contextlib import AsyncExitStack, suppress
@@ -12,10 +13,15 @@ from typing import Any, TypeVar
 
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.rollout.http import ServerError
+from tracegrad.rollout.progress import Progress
 
 T = TypeVar("T")
 PATIENCE_S = 10
 """Seconds without an answer, and without a server that could give it, after which that is said."""
+
+
+class Interrupted(Exception):
+    """What was asked of the servers was given up, as a signal came."""
 
 
 class Link:
@@ -49,6 +55,10 @@ class Link:
         """Set by who plays here when a group has finished or tasks have ended, and when the thread ends."""
         self.stack = AsyncExitStack()
         self.error: BaseException | None = None
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Whether a signal has come: no server that is gone is waited for then."""
+        self.asked_s = self.gone_s = 0.0
+        """Seconds in which the trainer waited for answers; of these in which no server could be asked."""
         self._make_servers, self._make_sync = servers, sync
         self._ended, self.say = ended, say
         self._loop = asyncio.new_event_loop()
@@ -86,32 +96,55 @@ class Link:
         self._work = work
         self.soon(self._wanted.set)
 
-    def run(self, work: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> T:
-        """Runs `work(servers, sync)` in the loop, and waits for what it gives."""
+    def run(
+        self,
+        work: Callable[[Any, Any], Coroutine[Any, Any, T]],
+        progress: Callable[[float], str] | None = None,
+    ) -> T:
+        """Runs `work(servers, sync)` in the loop, and waits for what it gives.
+
+        Args:
+            progress: gives a line by the seconds, which is said now and then. What has one is given up at a signal,
+                anything else only while no server can be asked.
+
+        Raises:
+            Interrupted: if it was given up.
+        """
         coroutine = work(self.servers, self.sync)
         if not self._thread.is_alive():
             coroutine.close()
             self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        waited = 0
+        began = last = time.monotonic()
+        lines, said = Progress(self.say), False
         try:
             while not futures.wait([future], timeout=1.0).done:
-                waited += 1
-                if waited == PATIENCE_S:
-                    self._say_gone()
+                gone, now = self._gone(), time.monotonic()
+                self.gone_s += now - last if gone else 0.0
+                last = now
+                if gone and not said and now - began >= PATIENCE_S:
+                    said = True
+                    self.say(f"server   none can be asked, and one that comes back is waited for: {gone}")
+                if self.interrupted() and (gone or progress is not None):
+                    raise Interrupted
+                if progress is not None:
+                    lines.tick(progress)
                 self.check()
                 if not self._thread.is_alive():
                     raise TracegradError("what plays has ended. The servers cannot be asked. Start the run again.")
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self.asked_s += time.monotonic() - began
         return future.result()
 
-    def _say_gone(self) -> None:
+    def _gone(self) -> str:
+        """Why none of the servers can be asked; "" where one can."""
         rows = self.servers.state()
-        if all(row["out"] or row["evicted"] for row in rows):
-            gone = "; ".join(f"{row['url']}: {row['out'] or row['evicted']}" for row in rows)
-            self.say(f"server   none can be asked, and one that comes back is waited for: {gone}")
+        if not all(row["out"] or row["evicted"] for row in rows):
+            return ""
+        return "; ".join(f"{row['url']}: {row['out'] or row['evicted']}" for row in rows)
 
     def push(self, weights: Any, version: int) -> Any:
         """Brings weights to all servers; calls under way are sampled by two versions."""

@@ -32,11 +32,13 @@ from tracegrad.online.collector import Collector
 from tracegrad.online.elsewhere import Elsewhere
 from tracegrad.online.frames import Follower, Place
 from tracegrad.online.ledger import Ledger, Taken
+from tracegrad.online.link import Interrupted
 from tracegrad.online.options import Online, Play
 from tracegrad.online.proof import Gap, Proof, own_terms
 from tracegrad.online.signal import Signal
 from tracegrad.online.ways import weights_of
 from tracegrad.report import write_report
+from tracegrad.rollout.progress import Progress, left
 from tracegrad.sequence import Sequences
 from tracegrad.tokenizer import Tokenizer
 from tracegrad.trace import Traces
@@ -98,6 +100,8 @@ class Loop:
 
     def _run(self, interrupt: Interrupt) -> str:
         self.bond = Bond.of(self.ranks, interrupt)
+        if self.player is not None:
+            self.player.link.interrupted = lambda: interrupt.received is not None
         at = self._beginning()
         for taken in self.ledger.steps:
             self.follower.skip(taken.groups)
@@ -112,7 +116,10 @@ class Loop:
             if found is None:
                 self.bond.end()
                 break
-            self._step(*found, waited=time.perf_counter() - began)
+            try:
+                self._step(*found, waited=time.perf_counter() - began)
+            except Interrupted:  # while the weights in the servers were checked: no update was taken
+                break
             at += 1
             if at == self._again:
                 self._begin(at)
@@ -144,8 +151,6 @@ class Loop:
         with self.bond.first():
             for line in canary.look():
                 self.say(f"server   {line}")
-        if self.player is not None and not self.apart:
-            self.player.logprob_kind = "processed" if canary.processed else "raw"
 
     def _beginning(self) -> int:
         """The first step of the ledger that the policy has not taken."""
@@ -172,7 +177,7 @@ class Loop:
     def _chosen(self) -> list[tuple[Place, Traces, bool]] | None:
         """Waits for enough groups whose rewards differ, or as many as a step may have."""
         assert self.player is not None
-        pace = self.player.pace
+        pace, progress = self.player.pace, Progress(self.say)
         while not self.bond.over():
             over = self.player.over
             new, dull = self.follower.look(), self.signal.is_dull
@@ -185,6 +190,13 @@ class Loop:
                 chosen = self.queue[: min(enough, pace.most)]
                 self.queue = self.queue[len(chosen) :]
                 return chosen or None
+            here = int(sharp[-1]) if len(sharp) else 0
+            progress.tick(
+                lambda seconds, here=here: (
+                    f"playing  {here} of {pace.groups} groups whose rewards differ, {seconds:.0f} s; "
+                    + left(seconds, here, pace.groups)
+                )
+            )
             self.player.check()
             self.player.wait(POLL_S)
         return None
@@ -192,7 +204,7 @@ class Loop:
     def _step(self, taken: Taken, traces: Traces, *, waited: float) -> None:
         began = time.perf_counter()
         version = self.driven.taken
-        about = {"groups": len(taken.groups), "groups_dull": len(taken.dull), "seconds_waited": waited}
+        about = {"groups": len(taken.groups), "groups_dull": len(taken.dull)}
         traces, sequences = self._aligned(traces)
         if not len(traces):
             self.say(f"step {taken.step + 1}: no group had unlike rewards; there is nothing to learn, and no update.")
@@ -216,20 +228,22 @@ class Loop:
             nonlocal gap
             gap = self.check.gap(taken.step + 1, step, logprobs, here, Forks.of(step, sequences), sequences, mixed)
 
-        prepared = time.perf_counter()
+        prepared, asked = time.perf_counter(), self._asked_s
         outcome = self.driven.step(step, version, rewards=rewards, check=check)
         self._shown = sequences, TermRecord.of(self.driven.taken, step, outcome)
         self.keeper.step(self.driven.taken, step, outcome, sequences, sets=self.options.steps - taken.step)
-        trained = time.perf_counter()
+        trained, asked, gone = time.perf_counter(), self._asked_s - asked, self._gone_s
         pushed = self._push() if served else None
+        gone = self._gone_s - gone
         drift = sequences.drift
         about |= {
             "version": version,
             "forks": sequences.branches - sequences.traces,
             "tokens_lost": drift.recorded - drift.exact,
             "seconds_prepared": prepared - began,
-            "seconds_trained": trained - prepared,
-            "seconds_pushed": time.perf_counter() - trained,
+            "seconds_waited": waited + asked + gone,
+            "seconds_trained": trained - prepared - asked,
+            "seconds_pushed": time.perf_counter() - trained - gone,
             "sync_pause": 0.0 if pushed is None else pushed.seconds,
             **gap.row(),
         }
@@ -281,12 +295,26 @@ class Loop:
         [step] = replace(feed, trees=self._trees).steps(0)
         return step, feed.rewards
 
+    @property
+    def _asked_s(self) -> float:
+        """Seconds in which servers were waited for, to check or to push."""
+        return 0.0 if self.player is None else self.player.link.asked_s
+
+    @property
+    def _gone_s(self) -> float:
+        """Those of them in which no server could be asked."""
+        return 0.0 if self.player is None else self.player.link.gone_s
+
     def _push(self) -> Any:
+        """What came of a push; None on ranks without servers, and where a signal came while none could be asked."""
         weights = weights_of(self.driven, self.options)
         if self.player is None:
             return None
         with self.bond.first():
-            pushed = self.player.link.push(weights, self.driven.taken)
+            try:
+                pushed = self.player.link.push(weights, self.driven.taken)
+            except Interrupted:
+                return None
         for line in pushed.lines():
             self.say(f"server   {line}")
         return pushed
@@ -296,7 +324,11 @@ class Loop:
         every = self.options.eval_every
         if self.evaluate is not None and (at in (0, self.options.steps) or (every and at % every == 0)):
             began = time.perf_counter()
-            found = self.evaluate(at)
+            try:
+                found = self.evaluate(at)
+            except Interrupted:
+                self.say(f"evaluation after step {at}: left out, as a signal came")
+                return
             row = metrics.finite({"step": at, **found, "seconds_evaluated": time.perf_counter() - began})
             self.rows.append(row)
             metrics.log_all(self.sinks, row)

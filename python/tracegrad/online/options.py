@@ -15,8 +15,10 @@ class Online:
 
     steps: int = 100
     """Optimizer steps."""
-    max_lag: int = 1
-    """Steps that the trainer may be ahead of what is played. 0 plays and trains in turns."""
+    steps_ahead: int = 1
+    """Steps whose groups may be begun before the trainer needs them; 0 plays and trains in turns. It bounds what is
+    begun, and not how old a trained token may be: a group that is slower than others is trained when it has finished,
+    by its recorded logprobs, and `staleness_max` says by how many versions."""
     refill: int = 3
     """A step is given up to so many times its groups, where the rewards of some are equal and teach nothing."""
     eval_every: int = 0
@@ -26,7 +28,7 @@ class Online:
     by NCCL from CUDA to CUDA, which no GPU has run yet."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("refill", 1), ("max_lag", 0), ("eval_every", 0)):
+        for name, least in (("steps", 1), ("refill", 1), ("steps_ahead", 0), ("eval_every", 0)):
             _require(getattr(self, name) >= least, f"online.{name}", getattr(self, name), f"at least {least}")
 
 

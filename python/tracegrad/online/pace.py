@@ -1,4 +1,4 @@
-"""How many groups may be begun: what is begun is bounded by how far it may fall behind, and then never dropped.
+"""How many groups may be begun ahead of the trainer. What is begun is never dropped, however late it finishes.
 
 A function of counts alone. Called by the collector before each group.
 """
@@ -31,24 +31,24 @@ class Bound(Protocol):
 class Pace:
     """The bound on groups.
 
-    >>> pace = Pace(groups=16, max_lag=1, refill=3)
+    >>> pace = Pace(groups=16, steps_ahead=1, refill=3)
     >>> pace.allowed(taken=0, dull=0), pace.allowed(taken=2, dull=0), pace.allowed(taken=0, dull=5)
     (32, 64, 37)
 
     Args:
         groups: whose rewards differ, in one optimizer step.
-        max_lag: steps that the trainer may be ahead of what is played; 0 plays and trains in turns.
+        steps_ahead: steps whose groups may be begun before they are needed; 0 plays and trains in turns.
         refill: a step is given up to `refill` times as many groups, where the rewards of some are equal.
         steps: of the run; for none after them is played.
     """
 
     groups: int
-    max_lag: int = 1
+    steps_ahead: int = 1
     refill: int = 3
     steps: int = 1 << 31
 
     def __post_init__(self) -> None:
-        for name, least in (("groups", 1), ("max_lag", 0), ("refill", 1)):
+        for name, least in (("groups", 1), ("steps_ahead", 0), ("refill", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(
                     f"online.{name} is {getattr(self, name)}. Nothing could be played. It must be at least {least}."
@@ -66,5 +66,5 @@ class Pace:
             taken: steps that are done, their weights pushed.
             dull: finished groups whose rewards are equal or unknown.
         """
-        steps = min(self.max_lag + taken + 1, self.steps)
+        steps = min(self.steps_ahead + taken + 1, self.steps)
         return steps * self.groups + min(dull, steps * (self.most - self.groups))

@@ -236,7 +236,7 @@ def players_of(
 
 def pace_of(config: Config, options: Online) -> Pace:
     """How many groups of a run may be begun."""
-    return Pace(config.pack.step_groups, options.max_lag, options.refill, options.steps)
+    return Pace(config.pack.step_groups, options.steps_ahead, options.refill, options.steps)
 
 
 def _let_go(writer: Writer) -> None:

@@ -120,7 +120,7 @@ def record(
     counts = Counts()
     with ExitStack() as stack:
         link = Link(lambda: Servers(servers, model="", key=key), say=say)
-        known = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind}
+        known = {"signal": signal, "counts": counts, "logprob_kind": logprob_kind, "for_training": False}
         collector = contract.collector(stack, entries, link, folder, Open(parallel, counts), play or Play(), **known)
         stack.enter_context(link)
         collector.begin()

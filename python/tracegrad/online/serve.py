@@ -1,6 +1,7 @@
 """The servers of a run: those that a user names, or one that is started here and stopped in the end."""
 
 import importlib.util
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,12 @@ def served(
     """What makes the pool of servers, their engine arguments as far as they are known, and why they have ended if so.
 
     Args:
+        key: token of the servers; one that is started here asks for it, or for one that is drawn and never written.
         rank: of the adapters that are trained, for a server that is given them.
     """
     from tracegrad.rollout.server import Servers
 
+    # Processed logprobs are of the temperature of each request, as the trainer's are.
     arguments = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs", **engine}
     adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
     if urls == IN_PROCESS or list(urls) == [IN_PROCESS]:
@@ -53,13 +56,14 @@ def served(
             "no server is named, and vLLM is not installed here to start one. Nothing could be played. Pass servers=, "
             "or python=, the interpreter of an environment that has vLLM."
         )
-    flags, environment = vllm_arguments(told.sync, beside=out / "package", **adapters)
+    key = key or secrets.token_urlsafe(32)  # other users of this machine reach its loopback too
+    flags, environment = vllm_arguments(told.sync, beside=out / "package", guard=True, **adapters)
     flags += [FLAG] if play.ids == "tokens" else []
     out.mkdir(parents=True, exist_ok=True)
     say(f"server   vLLM is started; its log is {out / 'server.log'}")
     started = {"arguments": [*flags, *spelt(arguments)], "environment": environment, "log": out / "server.log"}
-    with launch(python or sys.executable, model, name=NAME, **started) as server:
-        yield (lambda: Servers([server.url], model=NAME)), arguments, server.ended
+    with launch(python or sys.executable, model, name=NAME, key=key, say=say, **started) as server:
+        yield (lambda: Servers([server.url], model=NAME, key=key)), arguments, server.ended
 
 
 def _unknown() -> None:

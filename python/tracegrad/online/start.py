@@ -1,15 +1,16 @@
 """`train`: a policy, tasks and what is good, put together into a run; `replay`: the same run from its folder alone."""
 
+import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tracegrad import metrics, presets
+from tracegrad import metrics
 from tracegrad.addresses import place_here
 from tracegrad.algebra import Objective
-from tracegrad.config import Config, as_dict
+from tracegrad.config import Config, as_dict, update
 from tracegrad.config import load as load_config
 from tracegrad.errors import ArgumentError
 from tracegrad.interrupt import Interrupt
@@ -29,8 +30,12 @@ from tracegrad.online.proof import Proof
 from tracegrad.online.serve import served
 from tracegrad.online.state import State
 from tracegrad.online.ways import sync_of
+from tracegrad.recipes.recipe import named
 from tracegrad.report import write_card
 from tracegrad.tokenizer import Tokenizer
+from tracegrad.training import objective_of
+
+SHOWN_OPTIONS = 12
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def train(
     tools: Any = None,
     environment: Any = None,
     agent: Any = None,
-    objective: Objective = presets.DAPO,
+    objective: Objective | None = None,
     config: Config | None = None,
     online: Online | None = None,
     play: Play | None = None,
@@ -89,14 +94,14 @@ def train(
         environment: a class of `rollout.Environment`, or one of TRL's environment_factory.
         agent: `async (task, policy) -> float | dict`, which plays and scores, by `policy.chat` or by a client of its
             own for `policy.base_url` and `policy.key`.
-        objective: a preset or another value of `Objective`.
+        objective: a preset or another value of `Objective`; default that of `config`.
         config: of training; `data.holdout`, `train.epochs` and value are of runs over a file and not read.
         online: what the trainer does.
         play: how a task is played.
         evaluation: tasks that are played before the first step and after the last, and not trained on.
         servers: URLs of vLLM servers, started with the flags of `sync.vllm_arguments`; or "in-process" for `vllm.LLM`
             in this one; default: a server is started.
-        key: token of the servers.
+        key: token of the servers; one that is started asks for it too, or for one that is drawn for the run.
         python: interpreter of an environment that has vLLM, for the server that is started; default this one.
         engine: vLLM's engine arguments by name, for the server that is started.
         out: folder of the run, by its path.
@@ -115,10 +120,19 @@ def train(
             "tasks is None and online.sync is 'lora'. An adapter could be unloaded while a collector elsewhere asks "
             "for it. Set online.sync to 'file', which merges adapters, or play the tasks here."
         )
+    if tasks is None and not servers and key is None:
+        raise ArgumentError(
+            "tasks is None, and no server is named. One that is started asks for a token on every path, which "
+            "collectors in other processes would not have. Pass key= (key_file) here and to them, or name servers."
+        )
     contract = None
     if tasks is not None or len(evaluation):
         contract = Contract.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
     config = _config(config or Config())
+    if objective is None:
+        objective = objective_of(config)
+    elif objective_of(config) != objective:  # what is recorded is what is trained
+        config = update(replace(config, objective=Config().objective), named(objective))
     tokenizer = Tokenizer.from_pretrained(model)
     ranks = Ranks.join()
     driven = Run(load_model(model), objective, config, out=out, tokenizer=model, ranks=ranks, steps=told.steps)
@@ -156,7 +170,7 @@ def replay(
     run: str | Path,
     model: str | Path,
     *,
-    objective: Objective = presets.DAPO,
+    objective: Objective | None = None,
     config: Config | None = None,
     out: str | Path,
     say: Callable[[str], None] = print,
@@ -168,7 +182,8 @@ def replay(
 
     Args:
         run: folder of the run.
-        model, objective: those that it had.
+        model: the one that it had.
+        objective: default that of the run; needed for one that has no name and cannot be written as text.
         config: default that of the run.
         out: folder for checkpoints and metrics; the run's is not changed.
 
@@ -180,9 +195,10 @@ def replay(
     run, out, model = Path(run), place_here(out), Path(model)
     if run.resolve() == out.resolve():
         raise ArgumentError(f"{out} is the run's own folder. The replay would overwrite it. Give another out.")
-    before = Brief.read(run)
-    _check_objective(run, before, objective)
-    config = _config(config or load_config(run / "config.toml"))
+    before, config_before = Brief.read(run), load_config(run / "config.toml")
+    objective = objective_of(config_before) if objective is None else objective
+    _check_objective(run, before.objective, repr(objective))
+    config = _config(config or config_before)
     driven = Run(load_model(model), objective, config, out=out, tokenizer=model, steps=before.online.steps)
     driven.begin()
     ledger = Ledger(run)
@@ -206,12 +222,49 @@ def _finished(loop: Loop, model: Path, stopped: str, interrupt: Interrupt) -> Fi
     return Finished(len(loop.ledger.steps), stopped, last, loop.rows, interrupt.code(stopped))
 
 
-def _check_objective(run: Path, before: Brief, objective: Objective) -> None:
-    if before.objective != repr(objective):
-        raise ArgumentError(
-            f"{run}: the run had the objective {before.objective[:200]}, and the replay has {objective!r:.200}. Its "
-            "parameters would be others. Give the objective of the run."
-        )
+def _check_objective(run: Path, before: str, now: str) -> None:
+    """Refuse another objective than the run's, by the options that differ.
+
+    Args:
+        before, now: `repr` of the two objectives.
+    """
+    if before == now:
+        return
+    old, new = _options(before), _options(now)
+    differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    said = [f"{name}: {old.get(name, 'none')}, now {new.get(name, 'none')}" for name in differ[:SHOWN_OPTIONS]]
+    more = f"; and {len(differ) - SHOWN_OPTIONS} more" if len(differ) > SHOWN_OPTIONS else ""
+    raise ArgumentError(
+        f"{run}: the run had another objective: {'; '.join(said)}{more}. The replay's parameters would be others. "
+        "Leave --objective out, or give that of the run."
+    )
+
+
+def _options(objective: str) -> dict[str, str]:
+    """The fields of an objective by their dotted names, from its `repr`; one with a function in it is one text.
+
+    >>> _options("Objective(ratio=Ratio(num='theta'), weights=(Weight(), 2))")
+    {'': 'Objective', 'ratio': 'Ratio', 'ratio.num': "'theta'", 'weights.0': 'Weight', 'weights.1': '2'}
+    """
+    found = dict[str, str]()
+
+    def add(node: ast.expr, at: str) -> None:
+        inner = lambda name: f"{at}.{name}" if at else str(name)  # noqa: E731
+        if isinstance(node, ast.Call):
+            found[at] = ast.unparse(node.func)
+            for each in node.keywords:
+                add(each.value, inner(each.arg))
+        elif isinstance(node, ast.Tuple):
+            for number, each in enumerate(node.elts):
+                add(each, inner(number))
+        else:
+            found[at] = ast.unparse(node)
+
+    try:
+        add(ast.parse(objective, mode="eval").body, "")
+    except SyntaxError:
+        return {"objective": objective}
+    return found
 
 
 def _config(config: Config) -> Config:

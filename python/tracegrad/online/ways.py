@@ -50,7 +50,7 @@ def weights_of(driven: Run, told: Online) -> Mapping[str, Any]:
 
 def adapters_kept(told: Online) -> int:
     """Adapters that servers are asked for at once: the newest, those that the lag allows, and one to be loaded."""
-    return told.max_lag + 2
+    return told.steps_ahead + 2
 
 
 def before(driven: Run, told: Online) -> tuple[Path, Callable[[str], str]] | None:

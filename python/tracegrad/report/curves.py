@@ -79,7 +79,7 @@ PANELS = (
         "seconds of a step",
         floor=0.0,
     ),
-    Panel("lag", ("lag_mean", "lag_max"), "updates that the trainer was ahead of what sampled", floor=0.0),
+    Panel("lag", ("staleness_mean", "staleness_max"), "updates that the trainer was ahead of what sampled", floor=0.0),
     Panel(
         "what went wrong",
         ("forks", "tokens_lost", "calls_retried", "trajectories_failed"),

@@ -2,9 +2,9 @@
 
 In come a contract (`async (task, policy) -> float | dict | None`), a task and servers; out goes a record that
 `tracegrad.read` takes. `play` plays one. No trainer and no torch here. Its files, each using those before it alone:
-`session`, `policy` (the calls of one trajectory); `jsons`, `http`, `server`, `keeper`, `launch`, `engine`, `inside`
-(who answers); `schema`, `tools`, `environment`; `verifiers_worker`, `verifiers`; `tokens`, `play`, `adapters`;
-`exchange`, `passing`, `journal`, `proxy` (any program, recorded).
+`session`, `policy` (the calls of one trajectory); `progress`, `jsons`, `http`, `server`, `keeper`, `launch`,
+`engine`, `inside` (who answers); `schema`, `tools`, `environment`; `verifiers_worker`, `verifiers`; `tokens`, `play`,
+`adapters`; `exchange`, `passing`, `journal`, `proxy` (any program, recorded).
 """
 
 from tracegrad.rollout.adapters import one_turn, with_tools

@@ -10,8 +10,44 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import aiohttp
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tracegrad.errors import TracegradError
+
+HEAD_S, HEAD_BYTES = 20.0, 1 << 16
+"""How long the head of a request may take, from its connection or its first byte, and how large it may be."""
+BODY_S = 60.0
+"""How long a body may take."""
+
+
+class Connection(H11Protocol):
+    """A connection of a client, closed if no request's head has come whole within `HEAD_S` seconds."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEAD_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came, which may begin a head or end it."""
+        if self._late is None and self.conn.their_state is h11.IDLE:
+            self._late = self.loop.call_later(HEAD_S, self.transport.close)
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._in_time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class Refusal(Exception):
@@ -91,9 +127,10 @@ class Upstream:
             raise Refusal(503, str(error), "upstream_error") from None
 
 
-async def answer(send: Any, status: int, body: bytes, kind: str = "application/json") -> None:
-    """Sends a whole answer."""
+async def answer(send: Any, status: int, body: bytes, kind: str = "application/json", *, close: bool = False) -> None:
+    """Sends a whole answer; `close` ends the connection, on which an unread body may still come."""
     headers = [(b"content-type", kind.encode("latin-1")), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close")] if close else []
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -105,7 +142,7 @@ async def disconnected(receive: Any) -> None:
 
 
 async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> bytes:
-    """A request's body, read within a minute."""
+    """A request's body, read within `BODY_S` seconds."""
     told = headers.get(b"content-length", "0")
     if told.isdigit() and int(told) > most:
         raise Refusal(413, f"the request has more than {most} bytes")
@@ -124,9 +161,9 @@ async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> byte
                 return b"".join(parts)
 
     try:
-        return await asyncio.wait_for(read(), 60.0)
+        return await asyncio.wait_for(read(), BODY_S)
     except asyncio.TimeoutError:
-        raise Refusal(408, "the request did not come within a minute") from None
+        raise Refusal(408, f"the request did not come within {BODY_S:g} s") from None
 
 
 def object_of(body: bytes) -> dict[str, Any]:

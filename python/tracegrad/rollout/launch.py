@@ -12,12 +12,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError, shown
 from tracegrad.rollout.http import ServerError
+from tracegrad.rollout.progress import Progress
 
 GRACE_S = 15.0
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -96,13 +97,20 @@ class Launched:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 600.0) -> str:
-        """Return the URL once /health answers.
+    def wait(self, timeout_s: float = 600.0, say: Callable[[str], None] | None = None) -> str:
+        """Return the URL once /health answers; `say` takes a line every ten seconds until then.
 
         Raises: ServerError where the server ends, or is not healthy within `timeout_s`; with the end of its log.
         """
         deadline = time.monotonic() + timeout_s
+        progress = Progress(say or (lambda _: None))
         while time.monotonic() < deadline:
+            progress.tick(
+                lambda seconds: (
+                    f"server   vLLM starts: {seconds:.0f} s, and is waited for {timeout_s - seconds:.0f} s more; "
+                    f"its log ends: {shown(self._tail()[-1].strip())[:100]}"
+                )
+            )
             if (why := self.ended()) is not None:
                 raise ServerError(why)
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -124,11 +132,16 @@ class Launched:
 
     def last_words(self) -> str:
         """The last line of the log that names an error, or its last line."""
+        tail = self._tail()
+        errors = [line for line in tail if "Error" in line or "error:" in line]
+        return shown((errors or tail)[-1].strip())
+
+    def _tail(self) -> list[str]:
+        """The last lines of the log; "nothing" if there is none."""
         with self.log.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - READ_BACK))
             tail = [line for line in lines.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in tail if "Error" in line or "error:" in line]
-        return shown((errors or tail or ["nothing"])[-1].strip())
+        return tail or ["nothing"]
 
     def stop(self) -> None:
         """End the server and all that it started; may be called again."""
@@ -139,12 +152,18 @@ class Launched:
 
 @contextlib.contextmanager
 def launch(
-    python: str, model: str | Path, port: int | None = None, *, timeout_s: float = 600.0, **told: Any
+    python: str,
+    model: str | Path,
+    port: int | None = None,
+    *,
+    timeout_s: float = 600.0,
+    say: Callable[[str], None] | None = None,
+    **told: Any,
 ) -> Iterator[Launched]:
     """Start a vLLM server, yield it once it is healthy, and stop it in the end; arguments as `Launched` takes them."""
     launched = Launched(python, model, port, **told)
     try:
-        launched.wait(timeout_s)
+        launched.wait(timeout_s, say)
         yield launched
     finally:
         launched.stop()

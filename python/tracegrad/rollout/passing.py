@@ -24,10 +24,6 @@ class Road:
     path: str
     asked: Mapping[str, Any]
 
-    def wanted(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What to ask in addition. A completion that echoes its prompt would have other text with ids."""
-        return {} if body.get("echo") else self.asked
-
 
 ROADS = {
     road.path: road

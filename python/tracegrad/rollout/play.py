@@ -68,6 +68,7 @@ async def play(
     proxy: Any = None,
     metadata: Mapping[str, Any] | None = None,
     logprob_kind: str = "raw",
+    for_training: bool = False,
 ) -> Played:
     """Plays one trajectory.
 
@@ -85,10 +86,12 @@ async def play(
         proxy: a running `rollout.proxy.Proxy`, for contracts that use `policy.base_url`.
         metadata: of the record, beside `task`, `ended`, `seconds` and `turns`.
         logprob_kind: what the server's logprobs are of.
+        for_training: refuse requests whose tokens the trainer could not compute the probability of, such as by top_p.
     """
     limits = limits or Limits()
     name = f"trajectory-{next(_numbers)}" if id is None else id
-    session = Session(name, version=version, received=received, sampling=sampling, logprob_kind=logprob_kind)
+    kinds: dict[str, Any] = {"logprob_kind": logprob_kind, "for_training": for_training}
+    session = Session(name, version=version, received=received, sampling=sampling, **kinds)
     sticky = name if group is None else group
     asked = chat.trajectory() if isinstance(chat, Tokens) else chat
     policy = Policy(session, asked, limits=limits, sticky=sticky, salt=salt)
@@ -96,6 +99,8 @@ async def play(
         started = time.monotonic()
         rewards, failure, ended = await _run(as_contract(contract), task, policy)
         seconds = time.monotonic() - started
+    if failure is None and session.refused is not None and not session.calls:
+        rewards, failure, ended = None, Failure("wrong", f"no request was sent: {session.refused}"), "failed"
     if rewards is None and failure is None:
         rewards = posted.get("rewards")
     prompt, completion, finish_reason = conversation(session.calls)

@@ -109,6 +109,7 @@ class Policy:
 
         Raises:
             LimitReached: no turn or token is left.
+            UnfitRequest: an option's answer cannot be recorded or trained on, such as n=2; or top_p in a run.
             ServerError, NoAnswer: the server gave no message.
         """
         if sampling.get("stream"):

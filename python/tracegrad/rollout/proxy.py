@@ -21,12 +21,23 @@ import aiohttp
 import uvicorn
 
 from tracegrad.errors import ArgumentError, shown
-from tracegrad.rollout.exchange import Pool, Refusal, Upstream, answer, body_of, disconnected, object_of, whole
+from tracegrad.rollout.exchange import (
+    HEAD_BYTES,
+    Connection,
+    Pool,
+    Refusal,
+    Upstream,
+    answer,
+    body_of,
+    disconnected,
+    object_of,
+    whole,
+)
 from tracegrad.rollout.journal import Entry, Journal
 from tracegrad.rollout.passing import ROADS, Added, Events, Road, dumped, response_of
 from tracegrad.rollout.play import checked
 from tracegrad.rollout.policy import LimitReached, Limits, Policy
-from tracegrad.rollout.session import Call, Session
+from tracegrad.rollout.session import Call, Session, UnfitRequest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 ENDED_NAMES = 65536
@@ -112,6 +123,7 @@ class Proxy:
         listening = socket.create_server(self._address, backlog=1024)
         self._address = listening.getsockname()[:2]
         options = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
+        options |= {"http": Connection, "ws": "none", "h11_max_incomplete_event_size": HEAD_BYTES}
         options |= {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
         self._server = uvicorn.Server(uvicorn.Config(self._app, **options))
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
@@ -165,7 +177,7 @@ class Proxy:
             await self._answer(scope, receive, send)
         except Refusal as refused:
             body = {"error": {"message": shown(refused), "type": refused.kind, "param": None, "code": refused.status}}
-            await answer(send, refused.status, dumped(body))
+            await answer(send, refused.status, dumped(body), close=True)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
@@ -184,11 +196,14 @@ class Proxy:
             raise Refusal(
                 404, f"{path} is not served here; there are {', '.join(ROADS)}, /v1/models and /s/NAME/reward"
             )
-        seat = self._seat(name, headers)
         body = object_of(await body_of(receive, self._request_bytes, headers))
+        seat = self._seat(name, headers)
+        call = self._asked(seat, road, body)
+        if name not in self._seats:
+            self._begin(str(name), seat)
         seat.flying += 1
         try:
-            await self._call(seat, road, body, receive, send)
+            await self._call(seat, road, call, Added(body, road.asked), receive, send)
         finally:
             seat.flying -= 1
             seat.used = time.monotonic()
@@ -201,7 +216,7 @@ class Proxy:
             raise Refusal(401, "no key, or a wrong one; send Authorization: Bearer KEY", "authentication_error")
 
     def _seat(self, name: str | None, headers: Mapping[bytes, str]) -> Seat:
-        """The session of a request; opened where a client names a new one."""
+        """The session of a request; a new one if a client names it, which is kept once its request is taken."""
         if name is None:
             raise Refusal(400, "no session: use /s/NAME/v1/... as the base URL, or send x-tracegrad-session: NAME")
         if (seat := self._seats.get(name)) is not None:
@@ -214,14 +229,16 @@ class Proxy:
             raise Refusal(400, "a session's name has 1 to 128 letters, digits, '.', '_', ':' and '-'")
         if len(self._seats) >= self._most:
             raise Refusal(503, f"{self._most} sessions are open; finish some with a reward", "overloaded_error")
-        seat = self._opened(name, headers.get(b"x-tracegrad-group"))
+        return self._opened(name, headers.get(b"x-tracegrad-group"))
+
+    def _begin(self, name: str, seat: Seat) -> None:
+        """Keeps a session that a client opened."""
         if self._journal is not None:
             try:
                 seat.entry = self._journal.begin(name, seat.group)
             except OSError as error:
                 raise Refusal(507, f"session {name} could not be kept: {error.strerror}") from None
         self._seats[name] = seat
-        return seat
 
     def _opened(self, name: str, group: str | None) -> Seat:
         """A session that a client opens."""
@@ -297,25 +314,32 @@ class Proxy:
             data = await whole(response, self._response_bytes)
         await answer(send, response.status, data, response.content_type)
 
-    async def _call(self, seat: Seat, road: Road, body: dict[str, Any], receive: Any, send: Any) -> None:
-        """One request of a client, recorded."""
-        policy, asked = seat.policy, road.wanted(body)
-        self._keep(seat)
+    def _asked(self, seat: Seat, road: Road, body: dict[str, Any]) -> Call:
+        """The call that a request makes, within the session's limits; nothing is kept of one that is refused."""
+        policy = seat.policy
         try:
             left = policy.left()
+            call = policy.session.open(body, road.asked)
         except LimitReached as limit:
             raise Refusal(400, str(limit), "limit_reached") from None
-        policy.turns += 1
-        call = policy.session.open(body, asked)
+        except UnfitRequest as unfit:
+            raise Refusal(400, str(unfit)) from None
         if left is not None:
             policy.bound(call.request, left)
         if self._model is not None:
             call.request["model"] = self._model if isinstance(self._model, str) else self._model()
+        return call
+
+    async def _call(self, seat: Seat, road: Road, call: Call, added: Added, receive: Any, send: Any) -> None:
+        """One request of a client, recorded."""
+        policy = seat.policy
+        self._keep(seat)
+        policy.turns += 1
         sent = dict(call.request)
-        if asked and (salt := policy.salt()) is not None:
+        if road.asked and (salt := policy.salt()) is not None:
             sent["cache_salt"] = salt
         closed = asyncio.ensure_future(disconnected(receive))
-        passing = asyncio.ensure_future(self._pass(seat, call, road, Added(body, asked), sent, send))
+        passing = asyncio.ensure_future(self._pass(seat, call, road, added, sent, send))
         try:
             await asyncio.wait({closed, passing}, return_when=asyncio.FIRST_COMPLETED)
         finally:

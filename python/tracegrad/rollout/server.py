@@ -377,3 +377,36 @@ def _refusal(url: str, path: str, answer: Answer) -> ServerError:
     if answer.error is not None:
         cure = ""
     return ServerError(f"{url}{path} answered {answer.status}, not what was asked for: {answer.words}. {cure}".rstrip())
+
+
+async def measured_kind(servers: Servers) -> str | None:
+    """Return what the logprobs of the servers are of, "raw" or "processed"; None if none of them shows it.
+
+    Each is asked for one token where only one is allowed: processed logprobs then say 0, for either of two tokens.
+
+    Raises:
+        ArgumentError: if the servers differ.
+    """
+    found = dict[str, str]()
+    told = {
+        "model": servers.model,
+        "prompt": [1],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "ignore_eos": True,
+    }
+    asked = [await servers.each("/v1/completions", {**told, "allowed_token_ids": [one]}) for one in (1, 2)]
+    for url, *answers in zip(servers.urls, *asked, strict=False):
+        try:
+            sums = sum(float(each.body["choices"][0]["logprobs"]["token_logprobs"][0]) for each in answers)
+        except (KeyError, IndexError, TypeError, ValueError):
+            continue
+        found[url] = "processed" if sums > -1e-3 else "raw"
+    if len(set(found.values())) > 1:
+        kinds = ", ".join(f"{kind} at {url}" for url, kind in found.items())
+        raise ArgumentError(
+            f"the servers' logprobs are {kinds}. One ratio would be of two kinds. Start all with the same "
+            "--logprobs-mode."
+        )
+    return next(iter(found.values()), None)

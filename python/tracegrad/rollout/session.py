@@ -10,6 +10,7 @@ from copy import deepcopy
 from typing import Any
 
 from tracegrad.errors import ArgumentError, TracegradError, shown
+from tracegrad.sampling import refusal
 from tracegrad.trace import Traces
 
 Message = dict[str, Any]
@@ -21,6 +22,10 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0}
 LOST_CALLS = 16
 
 
+class UnfitRequest(ArgumentError):
+    """A request with an option whose answer cannot be recorded, or trained on; it was not sent."""
+
+
 class Session:
     """The calls of one trajectory.
 
@@ -30,9 +35,11 @@ class Session:
         received: gives the newest version that may have served an answer that comes now, where that is another.
         sampling: what a request says where its sender does not, such as {"temperature": 1.0, "max_tokens": 512}.
         logprob_kind: what the server's logprobs are of; "raw" unless it was started with --logprobs-mode.
+        for_training: refuse requests whose tokens would follow another distribution than the trainer's
+            (`sampling.mismatch`).
 
-    `calls` holds {"request", "response", "policy_version"} in the order of the answers, one for each choice of a
-    response; `lost` what went without one.
+    `calls` holds {"request", "response", "policy_version"} in the order of the answers; `lost` what went without one;
+    `refused` is why the last request was refused, if one was.
 
     >>> session = Session("a17", version=lambda: 4)
     >>> call = session.open({"messages": [{"role": "user", "content": "2+2?"}]})
@@ -51,6 +58,7 @@ class Session:
         received: Callable[[], int] | None = None,
         sampling: Mapping[str, Any] | None = None,
         logprob_kind: str = "raw",
+        for_training: bool = False,
     ) -> None:
         self.name = name
         self.sampling = {**SAMPLING, **(sampling or {})}
@@ -63,6 +71,8 @@ class Session:
         self._version = version
         self._received = received or version
         self._kind = logprob_kind
+        self._for_training = for_training
+        self.refused: str | None = None
         self._seen: list[Any] = []
         self._tools: Any = None
 
@@ -85,9 +95,9 @@ class Session:
         """Goes on from calls that were made before, in another process."""
         for call in calls:
             told = isinstance(call["response"], str)
-            counted, exact = (0, False) if told or call.get("choice") else _counted(call["response"])
+            counted, exact = (0, False) if told else _counted(call["response"])
             self._unsure |= told
-            self._add([call], counted, exact or bool(call.get("choice")))
+            self._add(call, counted, exact)
         self._lost, self.lost = len(lost), lost[-LOST_CALLS:]
         if calls and isinstance(said := calls[-1]["request"].get("messages"), list):
             self._seen, self._tools = said, calls[-1]["request"].get("tools")
@@ -98,11 +108,17 @@ class Session:
         Args:
             body: as its sender wants it; it may be changed afterwards.
             asked: what is set whatever the body says; CHAT or COMPLETIONS, or {} for a road that knows neither.
+
+        Raises:
+            UnfitRequest: if the request has an option whose answer cannot be recorded or trained on.
         """
         defaults = self.sampling if asked else {}
         if "max_completion_tokens" in body:
             defaults = {key: value for key, value in defaults.items() if key != "max_tokens"}
         request = {**{key: value for key, value in defaults.items() if body.get(key) is None}, **_said(body)}
+        if (why := refusal(request, self._kind if self._for_training else None)) is not None:
+            self.refused = why
+            raise UnfitRequest(why)
         for key, value in asked.items():
             # More logprobs than a record needs are the sender's own wish.
             if key not in ("top_logprobs", "logprobs") or not request.get(key):
@@ -164,8 +180,8 @@ class Session:
                 self._lose(call["request"], why)
         self.calls = kept
 
-    def _add(self, calls: list[dict[str, Any]], answered: int, exact: bool) -> None:
-        self.calls += calls
+    def _add(self, call: dict[str, Any], answered: int, exact: bool) -> None:
+        self.calls.append(call)
         self.tokens += answered
         self.without_ids += not exact
 
@@ -198,9 +214,7 @@ class Call:
                 call["received_version"] = now
         counted, exact = _counted(response) if tokens is None else (tokens, tokens > 0)
         self._session._unsure |= tokens is not None
-        choices = response.get("choices") if isinstance(response, Mapping) else None
-        several = range(len(choices)) if isinstance(choices, list) and len(choices) > 1 else ()
-        self._session._add([{**call, "choice": number} for number in several] or [call], counted, exact)
+        self._session._add(call, counted, exact)
 
     def lose(self, why: str) -> None:
         """It got no answer."""
