@@ -75,7 +75,7 @@ class PolicyServer:
         same = json.dumps({name: value for name, value in body.items() if name != "cache_salt"}, sort_keys=True)
         if self.mistake == "cached" and same in self.answered:
             return web.json_response(self.answered[same])
-        self.answered[same] = {**self._answer(body), "id": f"chat-{self.port}-{number}"}
+        self.answered[same] = {**self._answer(body), "id": f"chat-{id(self)}-{number}"}
         return web.json_response(self.answered[same])
 
     @web.middleware

@@ -9,12 +9,21 @@ from tracegrad.rollout.server import Servers
 from tracegrad.sync import SyncError, canary
 
 FAST = {"model": "clerk", "probe_s": 0.05, "connect_s": 30.0}
-CACHED, NEW = [1, 2, 3], [3, 2, 1]
+MESSAGES = [{"role": "user", "content": "?"}]
+CHAT = canary.Probe(canary.CHAT, {"messages": MESSAGES, "max_tokens": 3})
+TEXT = canary.Probe(canary.COMPLETIONS, {"prompt": "?"}, 0.5)
+IDS = canary.Probe(canary.GENERATE, {"token_ids": [4, 5], "sampling_params": {"logprobs": 0}})
 
 
 def reply(request, body):
-    choice = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}, "prompt_token_ids": (body or {}).get("prompt")}
-    return {"choices": [choice]}
+    """Three tokens as each path lists them."""
+    ids, logprobs = [7, 8, 9], [-0.5, -0.25, -1.0]
+    content = [{"logprob": each} for each in logprobs]
+    listed = {"token_logprobs": logprobs} if request.path == canary.COMPLETIONS else {"content": content}
+    choice = {"token_ids": ids, "logprobs": listed}
+    if request.path == canary.COMPLETIONS:
+        choice["prompt_token_ids"] = [1, 2]
+    return {"choices": [choice], **({"prompt_token_ids": [1, 3]} if request.path == canary.CHAT else {})}
 
 
 async def gone(stand):
@@ -33,15 +42,16 @@ def test_a_server_that_is_gone_is_left_out_and_asked_no_more_until_it_is_let_in(
                 return admitted.is_set()
 
             servers.admission = admission
-            said = await canary.ask(servers, CACHED, NEW)
-            assert [(one.url, one.cached) for one in said] == [(first.url, True), (first.url, False)]
+            said = await canary.ask(servers, [CHAT], tokens=1)
+            assert {one.url for one in said} == {first.url}
             assert servers.ready == [first.url]
             async with StandIn(reply, second.port) as back:
-                await canary.ask(servers, CACHED, NEW)  # it is back, and has not got the weights
-                assert back.asked("/v1/completions") == []
+                await canary.ask(servers, [CHAT], tokens=1)  # it is back, and has not got the weights
+                assert back.asked(canary.CHAT) == []
                 admitted.set()
                 await until(lambda: servers.ready == servers.urls)
-                assert {one.url for one in await canary.ask(servers, CACHED, NEW)} == set(servers.urls)
+                said = await canary.ask(servers, [CHAT], tokens=1)
+                assert {one.url for one in said} == set(servers.urls)
 
     asyncio.run(run())
 
@@ -50,11 +60,66 @@ def test_the_only_server_is_waited_for():
     async def run():
         first = StandIn(reply, free_port())
         async with Servers([await gone(first)], **FAST) as servers:
-            asking = asyncio.ensure_future(canary.ask(servers, CACHED, NEW))
+            asking = asyncio.ensure_future(canary.ask(servers, [CHAT], tokens=1))
             await until(lambda: servers.state()[0]["out"])
             async with StandIn(reply, first.port):
-                assert len(await asking) == 2
-            with pytest.raises(SyncError, match=r"No server was there for the canary after a push, within 0\.2 s"):
-                await canary.ask(servers, CACHED, NEW, wait_s=0.2)
+                assert len(await asking) == canary.AT_ONCE + 1
+            with pytest.raises(SyncError, match=r"No server was there to be asked after a push, within 0\.2 s"):
+                await canary.ask(servers, [CHAT], wait_s=0.2)
+
+    asyncio.run(run())
+
+
+def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_are_enough_tokens():
+    async def run():
+        async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
+            said = await canary.ask(servers, [CHAT, TEXT, IDS], tokens=100, salt="v1")
+            asked = {path: stand.asked(path) for path in (canary.CHAT, canary.COMPLETIONS, canary.GENERATE)}
+            return said, asked
+
+    said, asked = asyncio.run(run())
+    # Rounds of 16 requests of three tokens each, until there are 100; and the first request once more.
+    assert [one.number for one in said] == [number % 3 for number in range(48)] + [0]
+    prompts = {canary.CHAT: [1, 3], canary.COMPLETIONS: [1, 2], canary.GENERATE: [4, 5]}
+    for probe, one in zip((CHAT, TEXT, IDS), said, strict=False):
+        assert (one.prompt_ids, one.ids, one.logprobs) == (prompts[probe.path], [7, 8, 9], [-0.5, -0.25, -1.0])
+    assert {path: len(bodies) for path, bodies in asked.items()} == dict(zip(asked, (17, 16, 16), strict=True))
+    body = asked[canary.CHAT][0]
+    assert body == {
+        **{"messages": MESSAGES, "max_tokens": 3, "model": "clerk", "cache_salt": "v1"},
+        **{"logprobs": True, "top_logprobs": 0, "return_token_ids": True},
+    }
+
+
+def test_a_server_whose_answers_are_short_is_asked_for_no_more_than_some_rounds():
+    async def run():
+        async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
+            return await canary.ask(servers, [CHAT], tokens=10**6)
+
+    assert len(asyncio.run(run())) == canary.ROUNDS * canary.AT_ONCE + 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({"choices": [{}]}, "without token ids or logprobs"),
+        (
+            {"choices": [{"token_ids": [1], "logprobs": {"content": []}}], "prompt_token_ids": [1]},
+            "1 ids and 0 logprobs",
+        ),
+        (
+            {
+                "choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": float("-inf")}]}}],
+                "prompt_token_ids": [1],
+            },
+            "cannot be compared",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_be_compared_is_an_error(answer, why):
+    async def run():
+        async with StandIn(lambda *_: answer) as stand, Servers([stand.url], **FAST) as servers:
+            with pytest.raises(SyncError, match=why):
+                await canary.ask_one(servers, stand.url, CHAT)
 
     asyncio.run(run())

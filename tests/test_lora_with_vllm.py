@@ -7,11 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tracegrad as tg
+from drawn_prompts import ask, drawn
 from test_loop_with_vllm import run
 from tracegrad.online import SyncFault, ways
 from tracegrad.rollout.launch import launch
 from tracegrad.rollout.server import ServerError, Servers
-from tracegrad.sync import Lora, canary, vllm_arguments
+from tracegrad.sync import Lora, vllm_arguments
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # a second server, with adapters
 KEY = "a token of this test"
@@ -95,7 +96,7 @@ def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example
     print(f"\n{raised.value}")
 
 
-CACHED = canary.drawn(range(10, 600), 0, 256)
+CACHED = drawn(range(10, 600), 0, 256)
 
 
 def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(adapted, tuned, tmp_path):
@@ -106,10 +107,10 @@ def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(ada
                 pushed = await sync.push(moved(tuned, version), version)
                 assert (pushed.ok, pushed.repeated) == ((adapted,), 0)
                 assert servers.model == f"policy-v{version}"
-                said = await canary.ask(servers, CACHED, canary.drawn(range(10, 600), version, 256))
+                said = await ask(servers, CACHED, drawn(range(10, 600), version, 256))
                 assert off(tuned, said) < 1e-4
             servers.model = "policy-v3"
-            assert off(tuned, await canary.ask(servers, CACHED, CACHED)) > 1e-2
+            assert off(tuned, await ask(servers, CACHED, CACHED)) > 1e-2
             # Loaded already, by an answer that was lost: unloaded and loaded once more.
             assert (await sync.push(moved(tuned, 4), 4)).repeated == 1
             [models] = await servers.each("/v1/models", method="GET")

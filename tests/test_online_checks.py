@@ -54,7 +54,7 @@ def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampli
     ("mistake", "step", "named"),
     [
         ("layer", 2, "weights of layer 1 are those of the version before"),
-        ("cached", 1, "cache of responses"),
+        ("cached", 0, "cache of responses"),
         ("bf16", 1, "most likely compute in bfloat16"),
         ("tokenizer", 0, "another tokenizer than the policy"),
     ],

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from drawn_prompts import ask, drawn
 from tracegrad.rollout.server import Servers
-from tracegrad.sync import File, canary
+from tracegrad.sync import File
 
 pytestmark = pytest.mark.vllm
 EXACT, SEEN = 1e-4, 1e-2
@@ -59,11 +60,11 @@ async def opened(url):
         yield servers
 
 
-CACHED = canary.drawn(range(10, 600), 0, 256)
+CACHED = drawn(range(10, 600), 0, 256)
 
 
 async def asked(servers, version):
-    return await canary.ask(servers, CACHED, canary.drawn(range(10, 600), 1000 + version, 256))
+    return await ask(servers, CACHED, drawn(range(10, 600), 1000 + version, 256))
 
 
 def test_what_is_sampled_after_a_push_is_the_trainers(served, trainer, tmp_path):
@@ -101,7 +102,7 @@ def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_n
         async with opened(served) as servers:
             sync = File(servers, tmp_path)
             await sync.push(trainer.weights(20), 20)
-            prompts = [canary.drawn(range(10, 600), 2000 + n, 150) for n in range(6)]
+            prompts = [drawn(range(10, 600), 2000 + n, 150) for n in range(6)]
             flying = [
                 asyncio.ensure_future(
                     servers.post("/inference/v1/generate", {**body, "token_ids": prompt}, session=str(n))
@@ -137,11 +138,11 @@ def test_an_old_cache_is_seen_where_it_is_not_cleared(served, trainer, tmp_path)
             await asked(servers, 30)
             await File(servers, tmp_path, clear_cache=False).push(trainer.weights(31), 31)
             said = await asked(servers, 31)
-            fresh = await canary.ask(servers, CACHED, CACHED, salt="v31")
+            fresh = await ask(servers, CACHED, CACHED, salt="v31")
             return said, fresh
 
     said, fresh = asyncio.run(run())
-    cached, new = ([one for one in said if one.cached is known] for known in (True, False))
+    cached, new = ([one for one in said if one.number == number] for number in (0, 1))
     print(f"\nstale cache: off by {trainer.off(31, cached):.3f}; with a salt {trainer.off(31, fresh):.1e}")
     assert trainer.off(31, cached) > SEEN
     assert trainer.off(31, new) < EXACT
@@ -273,8 +274,8 @@ def test_the_canary_samples_as_the_run_does(served, trainer, tmp_path):
     async def run():
         async with opened(served) as servers:
             await File(servers, tmp_path).push(trainer.weights(0), 0)
-            return await canary.ask(servers, CACHED, CACHED[::-1], tokens=5, sampling={"temperature": 0.0})
+            return await ask(servers, CACHED, CACHED[::-1], max_tokens=5, temperature=0.0)
 
     said = asyncio.run(run())
-    assert [(one.cached, len(one.ids)) for one in said] == [(True, 5), (False, 5)]
+    assert [(one.number, len(one.ids)) for one in said] == [(0, 5), (1, 5)]
     assert json.dumps([one.ids for one in said]) == json.dumps([one.ids for one in asyncio.run(run())])

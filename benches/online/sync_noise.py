@@ -115,7 +115,8 @@ def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
     with watched(watch):
         tg.online.train(
             model, online.tasks("traces", 0), agent=agent, objective=tg.presets.DAPO_DIRECT, config=config,
-            servers=[url], out=out, online=Online(steps=count, steps_ahead=0), play=Play(samples=4, max_tokens=24, turns=1), sinks=(),
+            servers=[url], out=out, online=Online(steps=count, steps_ahead=0),
+            play=Play(samples=4, max_tokens=24, turns=1), sinks=(),
         )  # fmt: skip
     return watch
 

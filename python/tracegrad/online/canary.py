@@ -329,6 +329,6 @@ def sample_of(driven: Run, sequences: Sequences, here: NDArray[np.bool_], withou
         part = slice(cu[branch], cu[branch + 1])
         rollout = np.where(here[part], sequences.rollout_logprobs[part], np.float32(np.nan))
         last = int(np.flatnonzero(here[part])[-1]) + 1
-        told = sequences.ids[part], rollout, sequences.inv_temperature[part]
-        rows.append(Row(*(each[:last] for each in told)))
+        ids, warmth = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
+        rows.append(Row(ids[:last], rollout[:last], warmth[:last]))
     return Sample.of(driven, rows) if rows else None

@@ -168,14 +168,16 @@ def sampling_causes(driven: Run, sample: Sample) -> Iterator[Cause]:
 def _least(of: Callable[[float], float], grid: NDArray[np.float64], between: bool = True) -> float:
     """The place of the smallest value: on a grid, and between its neighbours by golden sections."""
     values = [of(float(each)) for each in grid]
-    at = int(np.argmin(values))
+    # Several may fit alike, as truncation moves in steps: the roundest is the likeliest to have been set.
+    alike = np.flatnonzero(np.array(values) <= min(values) + 1e-9)
+    at = min(alike, key=lambda each: len(f"{grid[each]:g}"))
     best, least = float(grid[at]), values[at]
     low, high = float(grid[max(at - 1, 0)]), float(grid[min(at + 1, len(grid) - 1)])
     for _ in range(40 if between else 0):
         left, right = high - _RATIO * (high - low), low + _RATIO * (high - low)
         below, above = of(left), of(right)
         for place, value in ((left, below), (right, above)):
-            if value < least:
+            if value < least - 1e-9:
                 best, least = place, value
         low, high = (low, right) if below <= above else (left, high)
     return best

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -63,17 +62,6 @@ class Said:
     ids: list[int]
     logprobs: list[float]
     id: str | None = None
-
-
-def drawn(ids: Sequence[int], version: int, length: int = 192) -> list[int]:
-    """Draw a prompt that no server has seen: ids out of `ids`, others for each version.
-
-    >>> drawn([5, 6, 7], 1, 4) == drawn([5, 6, 7], 1, 4), len(drawn([5, 6, 7], 2))
-    (True, 192)
-    """
-    if not ids or length < 1:
-        raise ArgumentError(f"A prompt of {length} ids out of {len(ids)} is none. Give ids of the vocabulary.")
-    return random.Random(version).choices(list(ids), k=length)
 
 
 async def ask(
@@ -178,7 +166,7 @@ def repeated(said: Sequence[Said]) -> Said | None:
     (None, True)
     """
     counts = Counter((one.url, one.id) for one in said if one.id is not None)
-    return next((one for one in said if counts[one.url, one.id] > 1), None)
+    return next((one for one in said if one.id is not None and counts[one.url, one.id] > 1), None)
 
 
 def _logprobs(told: Mapping[str, Any]) -> list[float]:
