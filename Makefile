@@ -27,7 +27,7 @@ USES_TORCH := $(addprefix tests/test_,policy.py policy_loss.py head.py learner.p
 FUZZERS := records events templates tokenizers shards checkpoints tables
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
+.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs house site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -110,12 +110,15 @@ mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no t
 	$(BIN)/python fuzz/mutants.py $(or $(ROOM),correction) --sample $(or $(SAMPLE),20) --seed $(or $(SEED),0)
 
 nightly:  ## what takes long, each part by itself; the last lines are the seconds of each: make nightly SECONDS=600
-	.ci/stages --all nightly-tests nightly-parity nightly-strings test-debug test-oldest wheel $(addprefix fuzz-,$(FUZZERS))
+	.ci/stages --all nightly-tests nightly-faults nightly-parity nightly-strings test-debug test-oldest wheel $(addprefix fuzz-,$(FUZZERS))
 
 nightly-tests: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## the tests that are marked nightly
 	$(INSTALL) $(PINNED) "ray[data]>=2.40"
 	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --verifiers-python .venv-verifiers/bin/python \
 		--ignore tests/parity --durations 40 tests
+
+nightly-faults: $(VENV)/dev .venv-vllm/ready  ## faults between a run and a real vLLM, in float32 and bfloat16, two seeds each
+	$(TWO) $(BIN)/python benches/online/faults.py --vllm-python .venv-vllm/bin/python
 
 nightly-parity: .venv-peers/ready  ## the tests that are marked nightly, of the peers
 	$(TWO) .venv-peers/bin/python -m pytest -m nightly tests/parity

@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--vllm-python", help="interpreter of an environment that holds vLLM")
-    parser.addoption("--verifiers-python", help="interpreter of an environment that holds verifiers 0.4")
+    parser.addoption("--vllm-python", type=os.path.abspath, help="interpreter of an environment that holds vLLM")
+    parser.addoption("--verifiers-python", type=os.path.abspath, help="the same that holds verifiers 0.4")
     parser.addoption("--strings", type=int, default=10_000, help="adversarial strings for each tokenizer")
 
 
@@ -81,6 +81,9 @@ def served(request, example, tmp_path_factory):
         "--generation-config",
         "vllm",
         "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--trust-request-chat-template",
     ]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}

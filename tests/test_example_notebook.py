@@ -44,7 +44,7 @@ def _played(tmp_path, *changes):
         assert source.count(old) == 1
         source = source.replace(old, new)
     played = nbformat.reads(source, as_version=4)
-    NotebookClient(played, timeout=300, resources={"metadata": {"path": str(here)}}).execute()
+    NotebookClient(played, timeout=1200, resources={"metadata": {"path": str(here)}}).execute()
     for shown in ("traces", "sequences", "sequences.drift"):
         assert "<table>" in _output(played, shown)["text/html"]
     assert (tmp_path / "out" / "notebook" / "DAPO" / "report.html").is_file()

@@ -20,6 +20,7 @@ from tracegrad.online.options import Play
 from tracegrad.online.proof import Floats, Gap, SyncFault, cached_response
 from tracegrad.rollout.server import measured_kind
 from tracegrad.rollout.tokens import sampling_params
+from tracegrad.sampling import mismatch
 from tracegrad.sequence import Sequences
 from tracegrad.sync import SyncError, canary
 from tracegrad.sync.canary import Probe, Said
@@ -32,14 +33,6 @@ PROBES = 64
 ROWS = 32
 """Branches of a step that are looked at again at most."""
 PLAIN = [{"role": "user", "content": "Please say a few words about the weather, and then stop."}]
-_CONSTRAINED = (
-    "response_format",
-    "structured_outputs",
-    "grammar",
-    "bad_words",
-    "logits_processors",
-    "allowed_token_ids",
-)
 _UNSENT = ("stream", "stream_options", "n", "best_of", "model", "seed", "cache_salt", "max_tokens", "min_tokens")
 _UNSENT += ("max_completion_tokens", "use_beam_search", "echo", "prompt_logprobs", "ignore_eos", "user", "metadata")
 
@@ -154,13 +147,14 @@ class Canary:
             SyncFault: if two answers have one id.
         """
 
-        async def asked(servers: Any, _: Any) -> list[Said]:
-            return await canary.ask(servers, self.probes, salt=salt)
+        async def asked(servers: Any, _: Any) -> tuple[list[Said], list[float]]:
+            said = await canary.ask(servers, self.probes, salt=salt)
+            return said, [self.probes[one.number].temperature for one in said]
 
-        said = self._shared(asked)
+        said, temperatures = self._shared(asked)
         if (twice := canary.repeated(said)) is not None:
             raise SyncFault(cached_response(twice.id, twice.url))
-        return self._measured(said, [self.probes[one.number].temperature for one in said] if self.probes else [])
+        return self._measured(said, temperatures)
 
     def look(self) -> list[str]:
         """Ask every server one plain request, and say what a user should know of the answers.
@@ -266,7 +260,7 @@ class Canary:
 def probe_of(record: Mapping[str, Any], play: Play) -> Probe | None:
     """The first request of a trajectory, as it is asked again: short, alone, and at the path that it was played at.
 
-    None for one that cannot be compared: with pictures, with constrained or greedy sampling.
+    None for one that cannot be compared: with pictures, or with options that the trainer cannot follow.
 
     >>> request = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 0.5, "stream": True}
     >>> probe_of({"calls": [{"request": request, "response": {}}]}, Play()).body["max_tokens"]
@@ -277,22 +271,18 @@ def probe_of(record: Mapping[str, Any], play: Play) -> Probe | None:
         request = {name: value for name, value in call["request"].items() if name not in _UNSENT and value is not None}
     except (KeyError, IndexError, TypeError, AttributeError):
         return None
-    temperature = request.get("temperature", 1.0)
-    if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+    if mismatch(request, "processed") or not _text_alone(request.get("messages")):
         return None
-    if any(request.get(name) for name in _CONSTRAINED) or request.get("tool_choice", "auto") not in ("auto", "none"):
-        return None
-    if any(name.startswith("guided_") for name in request) or not _text_alone(request.get("messages")):
-        return None
+    temperature = float(request.get("temperature", 1.0))
     request["max_tokens"] = LENGTH
     if play.ids == "tokens":
         response = call.get("response")
         prompt = response.get("prompt_token_ids") if isinstance(response, Mapping) else None
         told = {"token_ids": prompt, "sampling_params": {**sampling_params(request), "logprobs": 0}}
-        return Probe(canary.GENERATE, told, float(temperature)) if prompt else None
+        return Probe(canary.GENERATE, told, temperature) if prompt else None
     if "messages" in request:
-        return Probe(canary.CHAT, request, float(temperature))
-    return Probe(canary.COMPLETIONS, request, float(temperature)) if isinstance(request.get("prompt"), str) else None
+        return Probe(canary.CHAT, request, temperature)
+    return Probe(canary.COMPLETIONS, request, temperature) if isinstance(request.get("prompt"), str) else None
 
 
 def _text_alone(messages: Any) -> bool:

@@ -150,7 +150,8 @@ class Loop:
         canary = self.check.canary = Canary(self.driven, link, self.play, self.tokenizer)
         with self.bond.first():
             for line in canary.look():
-                self.say(f"server   {line}")
+                if self.ranks.first:
+                    self.say(f"server   {line}")
 
     def _beginning(self) -> int:
         """The first step of the ledger that the policy has not taken."""

@@ -120,20 +120,16 @@ def _whole_causes(driven: Run, sample: Sample, path: Path, named: Callable[[str]
         lambda: _with_head(driven, sample, _read(path), named),
     )
     weights = _read(path)
-    layers = sorted({int(layer[1]) for name in weights if (layer := _LAYER.search(name))})
-    parts = {f"layer {layer}": {n: w for n, w in weights.items() if _is_of(n, layer)} for layer in layers}
-    parts["what is outside the layers"] = {n: w for n, w in weights.items() if not _LAYER.search(n)}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in weights.items():
+        layer = _LAYER.search(name)
+        parts.setdefault(f"layer {layer[1]}" if layer else name.rpartition(".")[0], {})[name] = value
     for part, old in parts.items():
         yield Cause(
             f"The weights of {part} are those of the version before, and the others are new: the push reached them in "
             "part. Look at their logs for the update, and start them with the flags of tracegrad.sync.vllm_arguments.",
             lambda old=old: _with(driven, sample, old, named, merged=True),
         )
-
-
-def _is_of(name: str, layer: int) -> bool:
-    found = _LAYER.search(name)
-    return found is not None and int(found[1]) == layer
 
 
 def _scaled_adapters(driven: Run, sample: Sample) -> Iterator[Cause]:
