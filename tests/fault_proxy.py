@@ -63,8 +63,8 @@ class FaultProxy:
                 body[self.fault] = SAMPLING[self.fault]
             if self.fault == "another chat template":
                 body["chat_template"] = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-            if self.fault == "a cache of responses" and (known := self.answers.get(json.dumps(body))) is not None:
-                return web.json_response(known)
+            if self.fault == "a cache of responses":  # those that come together wait for the first
+                return await self._cached(json.dumps(body), request)
             if self.other is not None and self.chats % 2:
                 base = self.other
         told = "clear_cache=false&" if self.fault == "keys and values kept" and path == "/pause" else ""
@@ -72,9 +72,20 @@ class FaultProxy:
         url = f"{base}{path}?{told}{request.query_string}"
         async with self.client.request(request.method, url, json=body, headers=headers) as found:
             text, kind = await found.read(), found.content_type
-        if self.fault == "a cache of responses" and path == "/v1/chat/completions" and found.status == 200:
-            self.answers[json.dumps(body)] = json.loads(text)
         return web.Response(status=found.status, body=text, content_type=kind)
+
+    async def _cached(self, body, request):
+        if body not in self.answers:
+            url, headers = f"{self.upstream}{request.path}", {"Content-Type": "application/json"}
+            headers |= {"Authorization": value} if (value := request.headers.get("Authorization")) else {}
+
+            async def asked():
+                async with self.client.post(url, data=body, headers=headers) as found:
+                    return found.status, await found.read()
+
+            self.answers[body] = asyncio.ensure_future(asked())
+        status, text = await asyncio.shield(self.answers[body])
+        return web.Response(status=status, body=text, content_type="application/json")
 
     def _pushed(self, path, body):
         """Changes a part of a push in place; or the answer that is given without it."""

@@ -99,7 +99,7 @@ def test_a_server_of_the_command_line_goes_over_the_one_that_the_file_would_star
         path = written(folder, PLAY + ("" if more else "[engine]\nseed = 1\n"), servers=[server.url], out="o", **more)
         for told in ([path, "--dry-run"], [path]):
             assert main(["online", *told]) == 1
-            idle = "python" if more else "engine.seed"
+            idle = "--python" if more else "engine.seed"
             assert f"servers are named, so that none is started, and {idle} has no effect" in capsys.readouterr().err
     code, _, err = dry(capsys, path, "--server", server.url, "--engine.seed", "2")
     assert (code, "engine.seed has no effect" in err) == (1, True)

@@ -68,7 +68,7 @@ def test_of_several_names_of_a_reward_each_trace_takes_the_first_that_it_has():
     assert Signal("match,rank").of_records(records)[:2].tolist() == [0.25, 1]
     assert Signal("rank").of_traces(tg.read([{"messages": [user("a"), said("b")], **records[0]}])).tolist() == [0.25]
     with pytest.raises(ArgumentError, match=r"the rewards are a, and data.reward is 'match,rank'"):
-        Signal("match,rank").check([{"rewards": {"a": 1}}, {"rewards": {"match": none, "rank": none}}])
+        Signal("match,rank").check([{"rewards": {"a": 1}}, {"rewards": {"a": none}}])
 
 
 def diagnosed(records, tmp_path, **told):

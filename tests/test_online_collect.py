@@ -148,7 +148,7 @@ class Overtaken(PolicyServer):
         self.bringing, self.seen = None, seen
 
     async def _chat(self, request):
-        if self.bringing is not None:
+        if self.bringing is not None or not self.calls:  # the first is the check's
             return await super()._chat(request)
         self.bringing = asyncio.Event()
         body = await request.json()

@@ -230,7 +230,7 @@ def test_a_function_that_fails_everywhere_is_not_asked_for_again_by_what_is_prin
 def test_a_verdict_agrees_with_the_command_below_it(here, capsys):
     shutil.copy(FILES / "third" / "litellm.jsonl.gz", here)
     _, out, _ = typed(f"tracegrad doctor litellm.jsonl.gz --model {MODEL}", capsys)
-    assert "raw logprobs, or of an unknown kind, where temperature or top_p is not 1: 16 of 16 turns" in out
+    assert "raw logprobs, or of an unknown kind, at a temperature other than 1" in out
     assert "training on it as it stands would be wrong; the command after `next` goes around that" in out
     assert followed(out).endswith("--objective TOPR_POSITIVE --text-only")
 

@@ -15,7 +15,7 @@ from tracegrad.learner import Run
 from tracegrad.online.canary import Canary, Sample, sample_of
 from tracegrad.online.options import Online
 from tracegrad.online.proof import Floats, Gap, Proof, SyncFault, fault
-from tracegrad.online.suspects import UNKNOWN, explain, previous, previous_weights
+from tracegrad.online.suspects import ROUNDING, UNKNOWN, explain, previous, previous_weights
 from tracegrad.sequence import Sequences
 from tracegrad.sync import canary as probes
 
@@ -199,7 +199,7 @@ class Check:
         fresh = None if self.canary is None else self.canary.ask(salt=f"check-{self.driven.taken}").gap()
         part, sample = self._part(sample)
         why = part + explain(self.driven, sample, self.options, self.proof, self.first)
-        if fresh is not None and fresh.terms and self.proof.holds(fresh) and UNKNOWN in why:
+        if fresh is not None and fresh.terms and self.proof.holds(fresh) and (UNKNOWN in why or ROUNDING in why):
             return STALE
         return why
 

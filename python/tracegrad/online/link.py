@@ -122,11 +122,11 @@ class Link:
                 gone, now = self._gone(), time.monotonic()
                 self.gone_s += now - last if gone else 0.0
                 last = now
+                if self.interrupted() and (gone or progress is not None):
+                    raise Interrupted
                 if gone and not said and now - began >= PATIENCE_S:
                     said = True
                     self.say(f"server   none can be asked, and one that comes back is waited for: {gone}")
-                if self.interrupted() and (gone or progress is not None):
-                    raise Interrupted
                 if progress is not None:
                     lines.tick(progress)
                 self.check()
