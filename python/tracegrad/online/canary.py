@@ -63,14 +63,12 @@ class Sample:
         step: the same, ready for a forward pass; its terms are the tokens that are compared.
         logprobs: [M] float32, the trainer's, nats.
         urls: of the servers.
-        said: the answers, where the servers were asked for them.
     """
 
     rows: Sequence[Row]
     step: Step
     logprobs: Floats
     urls: tuple[str, ...] = ()
-    said: Sequence[Said] = ()
 
     @classmethod
     def of(cls, driven: Run, rows: Sequence[Row], **more: Any) -> "Sample":
@@ -134,7 +132,7 @@ class Canary:
     def prepare(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take the requests that are asked from what has been played: the first of each trajectory, as it was sent."""
         found = [probe for record in records if (probe := probe_of(record, self.play)) is not None]
-        self.probes = found[:PROBES] or self.probes or [self._plain(self.play.temperature, LENGTH)]
+        self.probes = found[:PROBES] or self.probes or [self._plain()]
 
     def ask(self, salt: str | None = None) -> Sample:
         """Ask every server for at least `sync.canary.TOKENS` tokens, and measure them.
@@ -165,7 +163,7 @@ class Canary:
             SyncFault: for a server with another tokenizer.
             ArgumentError: where some servers give raw logprobs and others processed ones.
         """
-        probe = self._plain(self.play.temperature, LENGTH)
+        probe = self._plain()
 
         async def asked(servers: Any, _: Any) -> tuple[str | None, list[Said]]:
             said = [await canary.ask_one(servers, url, probe) for url in servers.ready]
@@ -220,8 +218,9 @@ class Canary:
         found = self._shared(asked)
         return found is not None and found != own
 
-    def _plain(self, temperature: float, tokens: int) -> Probe:
-        told: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "max_tokens": tokens}
+    def _plain(self) -> Probe:
+        temperature = self.play.temperature
+        told: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "max_tokens": LENGTH}
         if self.play.ids == "tokens":
             ids = self.tokenizer.render_ids(PLAIN, add_generation_prompt=True).tolist()
             return Probe(canary.GENERATE, {"token_ids": ids, "sampling_params": {**told, "logprobs": 0}}, temperature)
@@ -254,7 +253,7 @@ class Canary:
                 f"{', '.join(urls)} sampled no token for {len(said)} requests of the run. What they serve cannot be "
                 "compared with the trainer. Look at their logs."
             )
-        return Sample.of(self.driven, rows, urls=urls, said=said)
+        return Sample.of(self.driven, rows, urls=urls)
 
 
 def probe_of(record: Mapping[str, Any], play: Play) -> Probe | None:
