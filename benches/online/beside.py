@@ -1,6 +1,7 @@
 """CPU seconds a step of what is ours beside playing and training: prepare, sync and record.
 
     python benches/online/beside.py --vllm-python .venv-vllm/bin/python --out benches/results/online.json
+    python benches/online/beside.py --vllm-python .venv-vllm/bin/python --asked --out benches/results/online.json
 
 The clerk, 16 groups of 8 a step, played and trained in turns, by `tracegrad.online.train`. Counted are
 
@@ -10,6 +11,10 @@ The clerk, 16 groups of 8 a step, played and trained in turns, by `tracegrad.onl
 
 Playing is the rest of the collector (HTTP, tools, asyncio), training `Run.step`. Without --vllm-python the server is
 the tests' stand-in in a process of its own: slower, and alike to what is counted here. The first step is warm-up.
+
+With --asked, trainer and server compute in bf16, so that each step asks the server for the tokens that its weights are
+checked by, and measures them with this version and the one before. The CPU seconds of that in both processes are set
+beside those of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import Any
 import machine
 import online
 import tracegrad as tg
-from tracegrad.online import Online, Play, ledger, loop
+from tracegrad.online import Online, Play, check, ledger, loop
 from tracegrad.online.frames import Follower, Writer
 from tracegrad.online.signal import Signal
 from tracegrad.rollout.session import Call, Session
@@ -104,28 +109,28 @@ def _stand_in(pipe: Any) -> None:
 
 
 @contextmanager
-def served(python: str | None, out: Path) -> Iterator[str]:
-    """URL of a server, vLLM's or the stand-in's."""
+def served(python: str | None, out: Path, dtype: str) -> Iterator[tuple[str, int | None]]:
+    """URL and process of a server, vLLM's or the stand-in's."""
     if python:
-        with started(python, out) as server:
-            yield server.url
+        with started(python, out, dtype=dtype) as server:
+            yield server.url, server.process.pid
         return
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_stand_in, args=(theirs,), daemon=True)
     process.start()
     try:
-        yield ours.recv()
+        yield ours.recv(), process.pid
     finally:
         ours.send("end")
         process.join(10)
 
 
 class Watch:
-    """A sink that begins to count after the first step, and counts the collector's thread and the whole process."""
+    """A sink that begins to count after the first step: the collector's thread, the whole process, and the server's."""
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter, self.steps = meter, 0
-        self.began = (0.0, 0.0)
+    def __init__(self, meter: Meter, pid: int | None) -> None:
+        self.meter, self.pid, self.steps = meter, pid, 0
+        self.began = (0.0, 0.0, 0.0)
 
     def log(self, row: dict[str, Any]) -> None:
         """A step is done."""
@@ -134,10 +139,18 @@ class Watch:
             self.began = self.clocks()
         self.steps += 1
 
-    def clocks(self) -> tuple[float, float]:
-        """CPU seconds of the collector's thread and of the process."""
+    def clocks(self) -> tuple[float, float, float]:
+        """CPU seconds of the collector's thread, of the process, and of the server."""
         [thread] = [each for each in threading.enumerate() if each.name == "tracegrad-servers"]
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)), time.process_time()
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)), time.process_time(), self.served()
+
+    def served(self) -> float:
+        """CPU seconds of the server."""
+        return machine.seconds_of(self.pid) if self.pid else 0.0
+
+    def all(self) -> float:
+        """CPU seconds of both processes."""
+        return time.process_time() + self.served()
 
     def close(self) -> None:
         """Before the collector ends."""
@@ -149,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--vllm-python")
     parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--asked", action="store_true", help="measure what asking the server for checked tokens costs")
     parser.add_argument("--profile", action="store_true", help="print what the time goes to, by function")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -156,9 +170,15 @@ def main() -> None:
 
     torch.set_num_threads(1)
     meter = metered()
-    watch = Watch(meter)
-    config = tg.config.Config(optimizer=tg.config.Optimizer(lr=4e-4))
-    with tempfile.TemporaryDirectory() as name, served(options.vllm_python, Path(name)) as url:
+    dtype = "bf16" if options.asked else "float32"
+    config = tg.config.Config(optimizer=tg.config.Optimizer(lr=4e-4), train=tg.config.Train(dtype=dtype))
+    with (
+        tempfile.TemporaryDirectory() as name,
+        served(options.vllm_python, Path(name), {"bf16": "bfloat16"}.get(dtype, dtype)) as (url, pid),
+    ):
+        watch = Watch(meter, pid)
+        if options.asked:
+            meter.wrap(check.Check, "gap", "check", watch.all)
         tg.online.train(
             machine.MODEL,
             online.tasks("traces", 0),
@@ -173,7 +193,14 @@ def main() -> None:
         )
     steps = watch.steps - 1
     parts = {part: meter.spent[part] / steps for part in (*OURS, "train")}
-    thread, process = ((after - before) / steps for before, after in zip(watch.began, watch.ended, strict=True))
+    thread, process, server = ((after - before) / steps for before, after in zip(watch.began, watch.ended, strict=True))
+    if options.asked:
+        asked = meter.spent["check"] / steps
+        print(f"check {asked:.4f} of {process + server:.3f} CPU s a step: {asked / (process + server):.2%}")
+        told = {"rate": asked, "of": process + server, "share": asked / (process + server), "steps": steps}
+        unit = f"CPU s a step of {TRAJECTORIES} trajectories, trainer and server"
+        machine.keep(options.out, [machine.row("check of the weights, asked", f"{COMMAND} --asked", unit=unit, **told)])
+        return
     total = sum(parts[part] for part in OURS)
     for part in OURS:
         print(f"{part:8} {parts[part]:.4f} CPU s a step of {TRAJECTORIES}")
@@ -185,10 +212,8 @@ def main() -> None:
     told = {"peer": "the trial of 200 lines", "peer_rate": TRIAL, "rate": total, "ratio": TRIAL / total, "must": MUST}
     beside = {"parts": parts, "collector_thread": thread, "process": process, "steps": steps}
     unit = f"CPU s a step of {TRAJECTORIES} trajectories"
-    server = "vLLM" if options.vllm_python else "stand-in"
-    machine.keep(
-        options.out, [machine.row("prepare, sync and record", COMMAND, unit=unit, **told, **beside, server=server)]
-    )
+    beside["server"] = "vLLM" if options.vllm_python else "stand-in"
+    machine.keep(options.out, [machine.row("prepare, sync and record", COMMAND, unit=unit, **told, **beside)])
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from tracegrad.rollout import engine
 from tracegrad.rollout.launch import flags, launch
 
 
-def started(python: str, out: Path) -> Any:
+def started(python: str, out: Path, **engine: Any) -> Any:
     """A vLLM server on the example's model, as `make online` starts one."""
     told, environment = tg.sync.vllm_arguments("file", beside=out / "package")
-    arguments = [*told, *flags({"generation_config": "vllm", **online.ENGINE})]
+    arguments = [*told, *flags({"generation_config": "vllm", **online.ENGINE, **engine})]
     environment |= online.ENVIRONMENT
     return launch(
         python, machine.MODEL, name="policy", arguments=arguments, environment=environment, log=out / "server.log"
